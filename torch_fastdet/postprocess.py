@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet.ops import image, nms
-from torch_fastdet.ops._checks import check_tensor_lists
+from torch_fastdet.ops._checks import check_type
 from torch_fastdet.ops.jpeg import decode_jpeg
 from torch_fastdet.ops.letterbox import letterbox, place
 
@@ -117,11 +117,10 @@ class YOLOv5PostProcess(_PostProcess):
     ):
         super().__init__()
         op = "YOLOv5PostProcess"
-        self._take(
-            nms.checked_options(
-                op, conf_thres, iou_thres, classes, agnostic, multi_label, max_det, per_class, max_nms, max_wh
-            )
+        options = nms.NmsOptions(
+            conf_thres, iou_thres, classes, agnostic, multi_label, max_det, None, per_class, max_nms, max_wh
         )
+        self._take(nms.checked_options(op, options))
         _check_count("YOLOv5PostProcess", "nc", nc, 1, "classes")
         _check_count("YOLOv5PostProcess", "nm", nm, 0, "masks")
         self.strides = _stride_list("YOLOv5PostProcess", strides)
@@ -132,7 +131,7 @@ class YOLOv5PostProcess(_PostProcess):
                 f"{op}: anchors is a {type(anchors).__name__} that cannot become a tensor, but (levels, na, 2) is expected"
             ) from None
         if anchors.dim() != 3 or anchors.size(0) != len(self.strides) or anchors.size(2) != 2:
-            raise ValueError(
+            raise RuntimeError(
                 f"YOLOv5PostProcess: anchors has shape {tuple(anchors.shape)}, but ({len(self.strides)}, na, 2) is expected: "
                 "width and height of each anchor of each level, in cells"
             )
@@ -151,13 +150,13 @@ class YOLOv5PostProcess(_PostProcess):
     def forward(self, heads: list[Tensor], letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """heads, optional letterboxes -> detections (images, max_det, 6 + nm), counts (images,)."""
         if not torch.jit.is_scripting():
-            check_tensor_lists("YOLOv5PostProcess", heads=heads)
+            check_type("YOLOv5PostProcess", "heads", heads, list[Tensor])
         if len(heads) == 0:
             raise ValueError(f"YOLOv5PostProcess: heads is empty, but {len(self.strides)} maps are expected")
         for head in heads:
             outputs = head.size(4) if head.dim() == 5 else head.size(1) // self.anchors.size(1)
             if outputs != self.nc + 5 + self.nm:
-                raise ValueError(
+                raise RuntimeError(
                     f"YOLOv5PostProcess: a head map has {outputs} channels an anchor, but nc + 5 + nm = "
                     f"{self.nc + 5 + self.nm} are expected"
                 )
@@ -208,10 +207,10 @@ class UltralyticsPostProcess(_PostProcess):
     ):
         super().__init__()
         op = "UltralyticsPostProcess"
-        options = nms.checked_options(
-            op, conf_thres, iou_thres, classes, agnostic, multi_label, max_det, per_class, max_nms, max_wh
+        options = nms.NmsOptions(
+            conf_thres, iou_thres, classes, agnostic, multi_label, max_det, None, per_class, max_nms, max_wh
         )
-        self._take(options)
+        self._take(nms.checked_options(op, options))
         if end2end:  # which needs no suppression: no IoU is above 1
             self.iou_thres, self.multi_label = 1.0, not agnostic
         _check_count("UltralyticsPostProcess", "nc", nc, 1, "classes")
@@ -246,13 +245,13 @@ class UltralyticsPostProcess(_PostProcess):
         scores: list[Tensor] = []
         extra: list[Tensor] = []
         if not torch.jit.is_scripting():
-            check_tensor_lists("UltralyticsPostProcess", heads=heads)
+            check_type("UltralyticsPostProcess", "heads", heads, list[Tensor])
         if len(heads) == 0:
             raise ValueError(f"UltralyticsPostProcess: heads is empty, but {len(self.strides)} maps are expected")
         bins = 4 * self.reg_max
         for head in heads:
             if head.dim() != 4 or head.size(1) < bins + self.nc:
-                raise ValueError(
+                raise RuntimeError(
                     f"UltralyticsPostProcess: a head map has shape {list(head.shape)}, but (images, 4 * reg_max + nc = "
                     f"{bins + self.nc} or more, ny, nx) is expected"
                 )
@@ -473,7 +472,7 @@ class PictureDetector(nn.Module):
         offset = 0
         for picture in pictures:
             if picture.dim() != 3 or picture.size(2) != 3 or picture.dtype != torch.uint8 or picture.numel() == 0:
-                raise ValueError(
+                raise RuntimeError(
                     f"PictureDetector: a picture has shape {list(picture.shape)} and dtype {picture.dtype}, but "
                     "(height, width, 3) of uint8 is expected"
                 )
@@ -496,7 +495,7 @@ class PictureDetector(nn.Module):
         """
         device = self.on_device.device
         if pictures.dim() != 4 or pictures.size(3) != 3 or pictures.dtype != torch.uint8 or pictures.numel() == 0:
-            raise ValueError(
+            raise RuntimeError(
                 f"PictureDetector: pictures has shape {list(pictures.shape)} and dtype {pictures.dtype}, but "
                 "(images, height, width, 3) of uint8 is expected"
             )

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fastdet.crossover import faster_device
+from torch_fastdet._torch.private import lost_cuda_in_fork
 from torch_fastdet.ops import nms
-from torch_fastdet.ops._checks import check_tensors
+from torch_fastdet.ops._checks import check_type
+
+__all__ = ["ultralytics_non_max_suppression", "yolov5_non_max_suppression"]
 
 
 def _first(op: str, prediction: Any) -> Tensor:
@@ -20,17 +22,45 @@ def _first(op: str, prediction: Any) -> Tensor:
         if not prediction:
             raise ValueError(f"{op}: prediction is an empty list, but its first element should be the decoded tensor")
         prediction = prediction[0]
-    check_tensors(op, prediction=prediction)
+    check_type(op, "prediction", prediction, Tensor)
     return prediction.detach()
 
 
+# Candidates an image (pairs of anchor and class above conf_thres) from which on device="auto" sends a prediction of the host to
+# the GPU. By benchmarks/results: the CPU takes 0.3 ms an image of 25,200 anchors and 80 classes, and some 20 to 50 ns a candidate
+# more (cpu-2026-11-23/nms.json: 1.0, 2.3 and 27 ms for four images of about 100, 6,000 and 370,000 candidates, 2 threads). A GPU
+# takes 0.2 ms at most (h200-2026-11-26/nms.json), and 0.8 ms for the upload, which grows with the images as well. Both are equal
+# between 13,000 and 38,000 candidates; predictions of trained models have fewer, also at validation's threshold.
+GPU_CANDIDATES = 30_000
+_SAMPLE = 16  # one of so many anchors is counted
+
+
+def _faster_device(scores: Tensor, objectness: Tensor | None, conf_thres: float, multi_label: bool) -> torch.device:
+    """Where device="auto" suppresses: where the prediction lies, or for one on the host the faster of CPU and GPU.
+
+    scores: (images, anchors, classes) of the prediction; objectness: (images, anchors, 1), or None without.
+    """
+    # A process that was forked from one with CUDA cannot use the GPU.
+    if scores.device.type != "cpu" or not torch.cuda.is_available() or lost_cuda_in_fork():
+        return scores.device
+    images, anchors, classes = scores.shape
+    if anchors * (classes if multi_label else 1) < GPU_CANDIDATES:
+        return scores.device
+    confidence = scores[:, ::_SAMPLE] if objectness is None else scores[:, ::_SAMPLE] * objectness[:, ::_SAMPLE]
+    passes = confidence > conf_thres
+    candidates = _SAMPLE * int((passes if multi_label else passes.any(-1)).sum())
+    if candidates < GPU_CANDIDATES * images:
+        return scores.device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def _computing_device(
-    op: str, prediction: Tensor, device: Any, layout: str, conf_thres: float, multi_label: bool
+    op: str, scores: Tensor, objectness: Tensor | None, device: Any, conf_thres: float, multi_label: bool
 ) -> torch.device:
     if device is None:
-        return prediction.device
+        return scores.device
     if isinstance(device, str) and device == "auto":
-        return faster_device(prediction, layout, conf_thres, multi_label)
+        return _faster_device(scores, objectness, conf_thres, multi_label)
     try:
         return torch.device(device)
     except (RuntimeError, TypeError):
@@ -67,7 +97,7 @@ def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tens
         if label.dim() and len(label) == 0:
             continue
         if label.dim() != 2 or label.size(1) < 5:
-            raise ValueError(f"{op}: labels[{image}] has shape {tuple(label.shape)}, {wanted}")
+            raise RuntimeError(f"{op}: labels[{image}] has shape {tuple(label.shape)}, {wanted}")
         rows.append(torch.nn.functional.pad(label[:, :5].to(device, torch.float32), (1, 0), value=float(image)))
     return torch.cat(rows) if rows else None
 
@@ -106,29 +136,33 @@ def yolov5_non_max_suppression(
             one; an array or nested lists serve too. Entries past the last image are skipped, as in stock.
         per_class: "offset" (as stock) or "exact", see :func:`torch_fastdet.ops.non_max_suppression_padded`, which
             explains the other arguments too.
-        device: where to compute; None is where the prediction lies. "auto" is the faster of CPU and GPU for a prediction of this
-            size that lies on the host (:mod:`torch_fastdet.crossover`), else the same. The result lies where the prediction does.
+        device: where to compute; None is where the prediction lies. "auto" is the GPU for a prediction on the host that has
+            30,000 candidates an image or more (pairs of anchor and class above conf_thres, or anchors without multi_label; one
+            of 16 anchors is counted), else the same. The result lies where the prediction does.
 
     Returns:
         For each image (n, 6 + nm): x1, y1, x2, y2, confidence, class, mask coefficients.
 
     Raises:
-        ValueError: a wrong shape, a threshold outside 0..1 (also an AssertionError, as stock's), an unknown per_class, no
-            device.
+        ValueError: a threshold outside 0..1 (also an AssertionError, as stock's), an unknown per_class, no device.
+        RuntimeError: a wrong shape.
         TypeError: prediction is not a tensor, classes not an int or a list of ints, another option not a number, or an entry of labels
             cannot become a tensor.
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction)
     if prediction.dim() != 3:
-        raise ValueError(
+        raise RuntimeError(
             f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, N, 5 + classes + nm) is expected"
         )
     listed = _stock_class_list(op, classes)
     most, end = _room(max_det)
-    options = nms.checked_options(op, conf_thres, iou_thres, listed, agnostic, multi_label, most, per_class)
+    options = nms.NmsOptions(conf_thres, iou_thres, listed, agnostic, multi_label, most, per_class=per_class)
+    options = nms.checked_options(op, options)
     home = prediction.device
-    where = _computing_device(op, prediction, device, "yolov5", options.conf_thres, options.multi_label)
+    end_of_scores = prediction.shape[2] - int(nm)
+    scores, objectness = prediction[..., 5:end_of_scores], prediction[..., 4:5]
+    where = _computing_device(op, scores, objectness, device, options.conf_thres, options.multi_label)
     prediction = prediction.to(where)
     label_rows = _label_rows(op, labels, prediction.shape[0], prediction.device)
     rows = prediction.shape[1] + (0 if label_rows is None else label_rows.shape[0])
@@ -189,8 +223,9 @@ def ultralytics_non_max_suppression(
         per_class: "offset" (as stock) or "exact", see :func:`torch_fastdet.ops.non_max_suppression_padded`, which
             explains the other arguments too.
         rotated_rule: "fast" (as stock) or "greedy", see :func:`torch_fastdet.ops.ultralytics_non_max_suppression_padded`.
-        device: where to compute; None is where the prediction lies. "auto" is the faster of CPU and GPU for a prediction of this
-            size that lies on the host (:mod:`torch_fastdet.crossover`), else the same. The result lies where the prediction does.
+        device: where to compute; None is where the prediction lies. "auto" is the GPU for a prediction on the host that has
+            30,000 candidates an image or more (pairs of anchor and class above conf_thres, or anchors without multi_label; one
+            of 16 anchors is counted), else the same. The result lies where the prediction does.
             What is filtered alone stays where it is.
 
     Returns:
@@ -199,8 +234,9 @@ def ultralytics_non_max_suppression(
         and, for each image, (n,) int64.
 
     Raises:
-        ValueError: a wrong shape, a threshold outside 0..1 (also an AssertionError, as stock's), a negative max_nms, an unknown
+        ValueError: a threshold outside 0..1 (also an AssertionError, as stock's), a negative max_nms, an unknown
             per_class or rotated_rule, no device.
+        RuntimeError: a wrong shape.
         TypeError: prediction is not a tensor, classes not an int or a list of ints, or another option not a number.
     """
     op = "non_max_suppression"
@@ -210,18 +246,20 @@ def ultralytics_non_max_suppression(
         raise ValueError(f"{op}: rotated_rule is {rotated_rule!r}, but 'fast' or 'greedy' is expected")
     shape = tuple(prediction.shape)
     if len(shape) != 3:
-        raise ValueError(f"{op}: prediction has shape {shape}, but (images, 4 + classes + extra, N) is expected")
+        raise RuntimeError(f"{op}: prediction has shape {shape}, but (images, 4 + classes + extra, N) is expected")
     if filters and shape[-1] < 6:
-        raise ValueError(f"{op}: prediction has shape {shape}, but end2end wants (images, N, 6 + extra)")
+        raise RuntimeError(f"{op}: prediction has shape {shape}, but end2end wants (images, N, 6 + extra)")
     listed = _stock_class_list(op, classes)
     most, end = _room(max_det)
-    options = nms.checked_options(
-        op, conf_thres, iou_thres, listed, agnostic, multi_label, most, per_class, max_nms, max_wh
+    options = nms.NmsOptions(
+        conf_thres, iou_thres, listed, agnostic, multi_label, most, None, per_class, max_nms, max_wh
     )
+    options = nms.checked_options(op, options)
     home = prediction.device
     if filters and isinstance(device, str) and device == "auto":
         device = None
-    where = _computing_device(op, prediction, device, "ultralytics", options.conf_thres, options.multi_label)
+    scores = prediction[:, 4 : 4 + int(nc)] if nc else prediction[:, 4:]
+    where = _computing_device(op, scores.transpose(1, 2), None, device, options.conf_thres, options.multi_label)
     if filters:
         detections, counts, indices = _filter_end2end(prediction, options.conf_thres, options.classes, options.max_det)
     else:

@@ -1,6 +1,6 @@
 """``python -m tests.fuzz.files --count 100000``: mutated files and requests through everything of ours that reads them.
 
-Stage tensors, files of ``resume_exact``, exported detectors, the file of crossovers, and requests to the Triton example. Each
+Stage tensors, files of ``resume_exact``, exported detectors, and requests to the Triton example. Each
 mutation ends
 
 * in a result, or in the reader's error, of one line;
@@ -38,7 +38,7 @@ from examples.command_line import Unusable
 from examples.pictures import PictureDetector
 from examples.triton import server
 from tests.fuzz import parser, problems
-from torch_fastdet import crossover, golden
+from torch_fastdet import golden
 from torch_fastdet.switches.resume_exact import files as resume
 from torch_fastdet.switches.resume_exact import state as training
 
@@ -218,22 +218,7 @@ class Requests(Reader):
             assert not NO_MEMORY.search(found.get("error", "")), found
 
 
-class Crossovers(Reader):
-    def __init__(self, folder: Path) -> None:
-        self.whole = {"torch_fastdet.json": json.dumps({"cpu, gpu": 1234.5, "another": None}, indent=1).encode()}
-
-    def read(self, folder: Path) -> None:
-        (path,) = folder.iterdir()
-        made = folder / "torch_fastdet" / "crossover.json"
-        made.parent.mkdir()
-        path.rename(made)
-        os.environ["XDG_CACHE_HOME"] = str(folder)
-        for value in crossover._read().values():
-            if crossover._is_crossover(value) and value is not None:
-                assert float(value) >= 0
-
-
-READERS = {kind.__name__: kind for kind in (Stages, Resume, Detector, Requests, Crossovers)}
+READERS = {kind.__name__: kind for kind in (Stages, Resume, Detector, Requests)}
 
 
 def mutated(data: bytes, draw: random.Random) -> bytes:

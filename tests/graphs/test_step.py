@@ -578,9 +578,9 @@ def test_train_step_refuses_before_it_changes_anything(gpu):
     images, targets = some_batches(1)[0]
     targets.requires_grad_()  # of somebody's augmentation: nothing of it is kept from step to step
     for first in (True, False):
-        with pytest.raises(ValueError, match=r"targets has shape \(1, 5\), but \(nt, 6\) is expected"):
+        with pytest.raises(RuntimeError, match=r"targets has shape \(1, 5\), but \(nt, 6\) is expected"):
             step(images, targets[:, :5])
-        with pytest.raises(ValueError, match=r"targets has shape \(\), but \(nt, 6\) is expected"):
+        with pytest.raises(RuntimeError, match=r"targets has shape \(\), but \(nt, 6\) is expected"):
             step(images, targets[0, 0])
         with pytest.raises(TypeError, match="targets is a list"):
             step(images, [[0.0] * 6])
@@ -623,7 +623,7 @@ def test_train_step_errors(gpu):
         ):
             refused()
     optimizer.param_groups.pop()
-    with pytest.raises(ValueError, match="batch, channels, height, width"):
+    with pytest.raises(RuntimeError, match="batch, channels, height, width"):
         step(images[0], targets)
     model.eval()
     with pytest.raises(RuntimeError, match="eval mode"):

@@ -493,11 +493,11 @@ def test_bad_input_is_named(device, name):
 
 def test_bad_options_are_named(device):
     box1, box2 = boxes(3, device=device)
-    with pytest.raises(RuntimeError, match="kind is 'siou', but 'iou', 'giou', 'diou' or 'ciou' is expected"):
+    with pytest.raises(ValueError, match="kind is 'siou', but 'iou', 'giou', 'diou' or 'ciou' is expected"):
         ops.iou_loss(box1, box2, kind="siou")
-    with pytest.raises(RuntimeError, match="reduction is 'avg', but 'none', 'mean' or 'sum' is expected"):
+    with pytest.raises(ValueError, match="reduction is 'avg', but 'none', 'mean' or 'sum' is expected"):
         ops.iou_loss(box1.requires_grad_(), box2, reduction="avg")
-    with pytest.raises(RuntimeError, match="eps is -1, but a number that is not negative is expected"):
+    with pytest.raises(ValueError, match="eps is -1, but a number that is not negative is expected"):
         ops.bbox_iou(box1, box2, eps=-1.0)
     with pytest.raises(RuntimeError, match=r"grad has shape \[2, 1\], but the result's shape \[3, 1\] is expected"):
         torch.ops.torch_fastdet.bbox_iou_backward(

@@ -441,7 +441,7 @@ def test_cat_errors_leave_everything_as_it_was(device, change, message):
     arguments = dict(zip(names, cat_parts(norms, [random((2, c, 3, 4), device) for c in (8, 16)])))
     change(arguments)
     before = [b.clone() for norm in norms for b in norm.buffers()]
-    with pytest.raises(RuntimeError, match=f"bn_act_cat: {message}"):
+    with pytest.raises((RuntimeError, ValueError), match=f"bn_act_cat: {message}"):
         ops.bn_act_cat(**arguments)
     assert all(map(torch.equal, before, [b for norm in norms for b in norm.buffers()]))
     with pytest.raises(TypeError, match=r"bn_act_cat: bias\[0\] is a float, but a tensor is expected"):
@@ -535,7 +535,7 @@ def test_errors_of_parts_leave_everything_as_it_was(device, change, message):
     arguments["y"][1] = arguments["y"][1][:, 8:]
     change(arguments)
     before = [b.clone() for norm in norms for b in norm.buffers()]
-    with pytest.raises(RuntimeError, match=f"bn_act_parts: .*({message})"):
+    with pytest.raises((RuntimeError, ValueError), match=f"bn_act_parts: .*({message})"):
         torch.ops.torch_fastdet.bn_act_parts(**arguments)
     assert all(map(torch.equal, before, [b for norm in norms for b in norm.buffers()]))
 
@@ -629,7 +629,7 @@ BAD = [
 @pytest.mark.parametrize("call, message", BAD)
 def test_errors(device, call, message):
     x, vector = random((2, 8, 3, 4), device), torch.ones(8, device=device)
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises((RuntimeError, ValueError), match=message):
         call(x, vector)
     with pytest.raises(TypeError, match="bn_act: x is"):
         ops.bn_act([1.0], None, None)

@@ -309,8 +309,9 @@ def test_errors_are_one_line(device, change, message):
         ([], ValueError, "shapes has 0 levels, but 1 to 16"),
         ([(1, 1)] * 17, ValueError, "shapes has 17 levels, but 1 to 16"),
         ([(6, 7), (0, 4)], ValueError, r"shapes\[1\] is \(0, 4\), but a height and a width of 1 or more"),
-        (torch.tensor([[6, 7], [3, 4]]), TypeError, r"shapes is a Tensor, but a list of \(height, width\) is expected"),
-        ([(6, 7), 12], TypeError, r"shapes\[1\] is 12, but \(height, width\) is expected"),
+        (torch.tensor([[6, 7], [3, 4]]), TypeError, "shapes is a Tensor, but a list of lists of integers is expected"),
+        ([(6, 7), 12], TypeError, r"shapes\[1\] is a int, but a list of integers is expected"),
+        ([(6, 7), (3, 4, 5)], ValueError, r"shapes\[1\] is \(3, 4, 5\), but \(height, width\) is expected"),
     ],
 )
 def test_shapes_that_are_none(device, shapes, kind, message):

@@ -483,12 +483,12 @@ def test_errors(device):
     fails(r"blend has 1 elements, but pictures has 2", 5, good[5][:1])
     fails(r"tables is uint8 of shape \[2, 768\]", 6, good[6].view(2, 768))
     fails(r"masks has dtype int64, but uint8", 7, good[2][0])
-    fails(r"warp is 'cubic'", 0, good[0], warp="cubic")
-    fails(r"hsv_lanes is -1", 0, good[0], hsv_lanes=-1)
-    fails(r"channels is 4, but 1 or 3", 0, good[0], channels=4)
+    fails(r"warp is 'cubic'", 0, good[0], ValueError, warp="cubic")
+    fails(r"hsv_lanes is -1", 0, good[0], ValueError, hsv_lanes=-1)
+    fails(r"channels is 4, but 1 or 3", 0, good[0], ValueError, channels=4)
     fails(r"dtype is float64, but uint8, float16 or float32", 0, good[0], dtype=torch.float64)
     for size in ([16], [-1, 4], [4, 40000]):
-        with pytest.raises(RuntimeError, match="size"):
+        with pytest.raises((RuntimeError, ValueError), match="size"):
             ops.image_augment(*good, size)
     for out, message in (
         (torch.zeros(2, 16, 16, dtype=torch.uint8), r"\(B, C, H, W\)"),

@@ -98,6 +98,44 @@ def test_orientation(little, device):
     assert_pixels([with_orientation(data, orientation, little) for orientation in range(10)], device)
 
 
+def exif(orientation, order, beside):
+    """The body of an EXIF segment: with ``beside`` the orientation lies between a maker's name and a resolution."""
+    entries = [struct.pack(f"{order}HHIHH", 0x112, 3, 1, orientation, 0)]
+    values = b""
+    if beside:
+        data = 8 + 2 + 3 * 12 + 4
+        entries.insert(0, struct.pack(f"{order}HHII", 0x10F, 2, 6, data))
+        entries.append(struct.pack(f"{order}HHII", 0x11A, 5, 1, data + 6))
+        values = b"Maker\0" + struct.pack(f"{order}II", 72, 1)
+    header = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(f"{order}IH", 8, len(entries))
+    return b"Exif\0\0" + header + b"".join(entries) + struct.pack(f"{order}I", 0) + values
+
+
+def changes(body, every):
+    """The body cut at each place, and with each byte changed: to ``every`` other value, or to some."""
+    yield from (body[:size] for size in range(len(body)))
+    for at, byte in enumerate(body):
+        for value in {*range(256)} if every else {0, 1, 3, 6, 255, byte ^ 1, byte ^ 128}:
+            if value != byte:
+                yield body[:at] + bytes([value]) + body[at + 1 :]
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside others"])
+@pytest.mark.parametrize("order", ["<", ">"], ids=["little", "big"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_damaged_exif_segment_is_read_as_opencv_does_or_refused(orientation, order, beside):
+    data = of_opencv(np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3) * 14, 100, "444")
+
+    def with_exif(body):
+        return data[:2] + b"\xff\xe1" + struct.pack(">H", len(body) + 2) + body + data[2:]
+
+    whole = exif(orientation, order, beside)
+    files = [with_exif(body) for body in changes(whole, every=orientation == 6 and not beside)]
+    refusals = ops.jpeg_pack([tensor(file) for file in files])[2]
+    assert {*refusals} <= {"", "damaged EXIF"}
+    assert_pixels([with_exif(whole), *itertools.compress(files, (not why for why in refusals))], torch.device("cpu"))
+
+
 def patched(data, marker, change):
     """The file with the body of its first segment of this marker changed; None drops the segment."""
     at = data.index(bytes([0xFF, marker]))

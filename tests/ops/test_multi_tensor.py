@@ -356,7 +356,7 @@ def test_nothing_is_recorded(device):
 
 def test_errors_of_hyper_parameters(device):
     params, grads, buffers = lists("odd sizes", device, torch.float32, 3)
-    with pytest.raises(RuntimeError, match=r"lr is -0\.1, but a number >= 0 is expected"):
+    with pytest.raises(ValueError, match=r"lr is -0\.1, but a number >= 0 is expected"):
         ops.multi_tensor_sgd_(params, grads, buffers, -0.1, 0.9)
     with pytest.raises(RuntimeError, match=r"momentum is 0\.9, but momentum_buffers is empty"):
         ops.multi_tensor_sgd_(params, grads, [], 0.1, 0.9)
@@ -366,7 +366,7 @@ def test_errors_of_hyper_parameters(device):
         ops.multi_tensor_unscale_(
             grads, torch.ones((), device=device, dtype=torch.float64), torch.zeros((), device=device)
         )
-    with pytest.raises(RuntimeError, match="decay is nan, but a finite number is expected"):
+    with pytest.raises(ValueError, match="decay is nan, but a finite number is expected"):
         ops.multi_tensor_ema_(params, grads, float("nan"))
     with pytest.raises(RuntimeError, match=r"decay has shape \[2\], but one element is expected"):
         ops.multi_tensor_ema_(params, grads, torch.ones(2, device=device))

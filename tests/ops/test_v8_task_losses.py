@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.launches import launched
 from tests.ops.capture import check_replay
@@ -410,3 +411,26 @@ def test_assignments_opcheck(device):
     predictions, labels = torch.randn(2, 15, 126, device=device), torch.rand(5, 5, 3, device=device)
     sigmas = torch.full((5,), 0.1, device=device)
     torch.library.opcheck(operators.v8_posed_loss.default, (heads, predictions, labels, sigmas, targets, *given))
+
+
+class ImageSizes(TorchDispatchMode):
+    """The image sizes that v8_mask_loss gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.torch_fastdet.v8_mask_loss.default:
+            self.found.append(args[7])
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_image_size_is_whole_pixels():
+    """320 / 12 as float32, times 12 cells, is a little less than 320."""
+    stride = torch.tensor(320 / 12).item()
+    assert stride * 12 < 320
+    tensors = [*make_joined(2, 4, [(12, 12)]), torch.randn(2, 8, 144), torch.randn(2, 8, 28, 28), torch.ones(2, 28, 28)]
+    with ImageSizes() as sizes:
+        ops.v8_segmentation_loss(tensors[:2], *tensors[2:], sorted_targets(9, 2), settings_on(), [stride], [12, 12])
+    assert sizes.found == [[320, 320]]

@@ -309,7 +309,7 @@ def test_errors_come_before_anything_is_written(device):
     optimizer = SGD(params, **NESTEROV)
     set_grads(params, 0)
     optimizer.param_groups[0]["lr"] = -0.5
-    with pytest.raises(RuntimeError, match=r"lr is -0\.5, but a number >= 0 is expected"):
+    with pytest.raises(ValueError, match=r"lr is -0\.5, but a number >= 0 is expected"):
         optimizer.step()
     optimizer.param_groups[0]["lr"] = 0.5
     params[4].grad = params[4].grad.to_sparse()
@@ -357,7 +357,7 @@ def test_a_failed_first_step_leaves_no_momentum_behind(device, fused):
     a_step = FusedStep(a).step if fused else a.step
     set_grads(mine, 0), set_grads(stock, 0)
     a.param_groups[1]["lr"] = -3
-    with pytest.raises(RuntimeError, match=r"param_groups\[1\]: lr is -3, but a number >= 0 is expected"):
+    with pytest.raises(ValueError, match=r"param_groups\[1\]: lr is -3, but a number >= 0 is expected"):
         a_step()
     a.param_groups[1]["lr"] = 0.05
     if not fused:

@@ -2,6 +2,7 @@
 
 import contextlib
 import pickle
+import tracemalloc
 from copy import copy, deepcopy
 from types import SimpleNamespace
 
@@ -16,8 +17,11 @@ import cv2
 import ultralytics.data.loaders as loaders
 import ultralytics.engine.predictor as predictor
 import ultralytics.utils.patches as patches
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fastdet import ultralytics as drop_in
+from torch_fastdet.ops.letterbox import place
+from torch_fastdet.switches.letterbox import common
 from torch_fastdet.switches.letterbox import files as shared
 from torch_fastdet.switches.letterbox import ultralytics as letterbox
 
@@ -73,6 +77,42 @@ def test_pixels(patched, device, batch, options):
     got, want = ours.preprocess(BATCHES[batch]()), STOCK(ours, BATCHES[batch]())
     assert got.dtype == want.dtype and got.device == want.device and got.is_contiguous()
     assert torch.equal(got, want)
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of each tensor that is allocated, on any device."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.empty.memory_format, torch.ops.aten._to_copy.default):
+            self.sizes.append(made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "flipped"])
+def test_a_long_list_is_not_copied(kind, device, monkeypatch):
+    """Of the 40 images a few are in memory twice: none on the CPU that it can read, at most eight others, four on a GPU."""
+    images = [picture(200, 300, seed=s) for s in range(40)]
+    images = images if kind == "contiguous" else [image[:, ::-1] for image in images]
+    placings = [place(image.shape[:2], (64, 96)) for image in images]
+    monkeypatch.setattr(common, "UPLOAD", 4 * images[0].nbytes)
+    wanted = torch.cat([common.letterbox([im], [at], device, torch.float32) for im, at in zip(images, placings)])
+    with Allocations() as allocated:
+        found = common.letterbox(images, placings, device, torch.float32)
+    tracemalloc.start()  # sees NumPy's arrays
+    common.letterbox(images, placings, device, torch.float32)
+    arrays = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert torch.equal(found, wanted)
+    allocated.sizes.remove(found.nbytes)
+    if device.type == "cpu":
+        assert arrays + sum(allocated.sizes) < (0.5 if kind == "contiguous" else 9) * images[0].nbytes
+    else:
+        assert arrays + max(allocated.sizes) < 4.5 * images[0].nbytes
 
 
 @pytest.mark.parametrize(

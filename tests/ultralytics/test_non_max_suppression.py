@@ -164,7 +164,7 @@ def test_scale_boxes(device, shape, ratio_pad, padding, xywh):
     ],
 )
 def test_bad_input_is_a_sentence(device, message, call):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((RuntimeError, ValueError), match=message):
         call(channels_first(clustered(2, 20, 3)).to(device))
 
 

@@ -134,8 +134,8 @@ def test_room_is_made_for_what_there_can_be(device, multi_label):
     [
         ("^non_max_suppression: conf_thres is 1.2", lambda p: yolov5_non_max_suppression(p, 1.2)),
         ("^non_max_suppression: conf_thres is 1.2", lambda p: ultralytics_non_max_suppression(p, 1.2)),
-        ("conf_thres, .* are 'a', .* numbers are expected$", lambda p: yolov5_non_max_suppression(p, "a")),
-        ("max_det .* inf and 30000, but numbers are", lambda p: ultralytics_non_max_suppression(p, max_det=math.inf)),
+        ("conf_thres is '0.25', but a number is expected$", lambda p: yolov5_non_max_suppression(p, "0.25")),
+        ("max_det is inf, but a number is expected$", lambda p: ultralytics_non_max_suppression(p, max_det=math.inf)),
         ("^non_max_suppression: per_class is 'a'", lambda p: yolov5_non_max_suppression(p, per_class="a")),
         ("prediction has shape", lambda p: yolov5_non_max_suppression(p[0])),
         ("prediction is a NoneType", lambda p: yolov5_non_max_suppression((None,))),
@@ -155,7 +155,7 @@ def test_room_is_made_for_what_there_can_be(device, multi_label):
     ],
 )
 def test_bad_input_is_a_sentence(device, message, call):
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
         call(clustered(2, 20, 3).to(device))
 
 

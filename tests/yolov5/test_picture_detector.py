@@ -152,9 +152,9 @@ def test_bad_pictures_are_a_sentence():
         ([torch.zeros(4, 4, dtype=torch.uint8)], "a picture has shape"),
         ([torch.zeros(0, 4, 3, dtype=torch.uint8)], "a picture has shape"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((RuntimeError, ValueError), match=message):
             module(bad)
-    with pytest.raises(ValueError, match="pictures has shape"):
+    with pytest.raises(RuntimeError, match="pictures has shape"):
         module.forward_batch(torch.zeros(1, 4, 4, 3))
     with pytest.raises(ValueError, match="size is 0"):
         PictureDetector(detector.network, detector.postprocess, 0)

@@ -271,11 +271,11 @@ class TrainStep:
             if not isinstance(value, torch.Tensor):
                 raise TypeError(f"TrainStep: {name} is a {type(value).__name__}, but a tensor is expected")
         if images.dim() != 4:
-            raise ValueError(
+            raise RuntimeError(
                 f"TrainStep: images has shape {tuple(images.shape)}, but (batch, channels, height, width) is expected"
             )
         if targets.dim() != 2 or targets.shape[1] != (self._columns or targets.shape[1]):
-            raise ValueError(
+            raise RuntimeError(
                 f"TrainStep: targets has shape {tuple(targets.shape)}, but (nt, {self._columns or 'columns'}) is expected"
             )
         if not self.model.training:

@@ -1,5 +1,13 @@
-"""Typed wrappers over ``torch.ops.torch_fastdet``: one for each operator, usable in TorchScript and torch.compile."""
+"""Typed wrappers over ``torch.ops.torch_fastdet``: one for each operator, usable in TorchScript and torch.compile.
 
+A wrong argument raises an error of one line that names it:
+
+- ``TypeError``: it has another type than its annotation, as a string for a number or a list for a tensor.
+- ``ValueError``: it is a number, a word or a list of numbers that is not taken, as a threshold of 2 or an unknown reduction.
+- ``RuntimeError``: it is a tensor of a wrong shape, dtype, layout or device.
+"""
+
+from torch_fastdet.ops import _checks
 from torch_fastdet.ops.bbox_iou import bbox_iou, iou_loss
 from torch_fastdet.ops.bn_act import bn_act, bn_act_cat
 from torch_fastdet.ops.deformable_attention import deformable_attention
@@ -101,3 +109,6 @@ __all__ = [
     "yolov5_postprocess",
     "yolov5_segmentation_loss",
 ]
+
+for _name in __all__:
+    _checks.learn(globals()[_name])

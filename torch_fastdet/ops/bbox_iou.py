@@ -2,7 +2,7 @@
 
 import torch
 
-from torch_fastdet.ops._checks import check_tensors
+from torch_fastdet.ops._checks import check
 
 
 def bbox_iou(
@@ -45,14 +45,15 @@ def bbox_iou(
     Raises:
         RuntimeError: a last dimension other than 4, shapes that do not broadcast, integer boxes, sparse,
             nested or quantized tensors, tensors on two devices, a tensor of ``torch.inference_mode`` beside one whose
-            gradient is recorded, or a negative eps.
-        TypeError: box1 or box2 is not a tensor.
+            gradient is recorded.
+        ValueError: a negative eps.
+        TypeError: an argument of another type than its annotation.
 
     Source: Rezatofighi et al., Generalized Intersection over Union (2019); Zheng et al., Distance-IoU Loss (2020).
     The signature is that of the function of this name in YOLOv5 and Ultralytics.
     """
     if not torch.jit.is_scripting():
-        check_tensors("bbox_iou", box1=box1, box2=box2)
+        check("bbox_iou", box1, box2, xywh, GIoU, DIoU, CIoU, eps)
     return torch.ops.torch_fastdet.bbox_iou(box1, box2, xywh, GIoU, DIoU, CIoU, eps)
 
 
@@ -82,10 +83,11 @@ def iou_loss(
         which it is two.
 
     Raises:
-        RuntimeError, TypeError: as for :func:`bbox_iou`, and for an unknown kind or reduction.
+        RuntimeError, TypeError: as for :func:`bbox_iou`.
+        ValueError: a negative eps, an unknown kind or reduction.
 
     Layouts, and the source of the formulas: those of :func:`bbox_iou`.
     """
     if not torch.jit.is_scripting():
-        check_tensors("iou_loss", box1=box1, box2=box2)
+        check("iou_loss", box1, box2, kind, xywh, reduction, eps)
     return torch.ops.torch_fastdet.iou_loss(box1, box2, kind, xywh, reduction, eps)

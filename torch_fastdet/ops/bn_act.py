@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_optional_tensors, check_tensor_lists, check_tensors
+from torch_fastdet.ops._checks import check
 
 
 def bn_act(
@@ -58,13 +58,11 @@ def bn_act(
 
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; ``Conv`` of YOLOv5 and Ultralytics.
     """
+    of_batches = running_mean, running_var, num_batches_tracked
+    options = momentum, eps, activation, slope, residual
     if not torch.jit.is_scripting():
-        check_tensors("bn_act", x=x)
-        check_optional_tensors("bn_act", weight=weight, bias=bias, running_mean=running_mean, running_var=running_var)
-        check_optional_tensors("bn_act", num_batches_tracked=num_batches_tracked, residual=residual)
-    return torch.ops.torch_fastdet.bn_act(
-        x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps, activation, slope, residual
-    )[0]
+        check("bn_act", x, weight, bias, *of_batches, *options)
+    return torch.ops.torch_fastdet.bn_act(x, weight, bias, *of_batches, *options)[0]
 
 
 def bn_act_cat(
@@ -109,10 +107,8 @@ def bn_act_cat(
 
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; ``C3`` of YOLOv5 and Ultralytics.
     """
+    of_batches = running_mean, running_var, num_batches_tracked
+    options = momentum, eps, activation, slope, residual
     if not torch.jit.is_scripting():
-        check_tensor_lists("bn_act_cat", x=x, weight=weight, bias=bias, num_batches_tracked=num_batches_tracked)
-        check_tensor_lists("bn_act_cat", running_mean=running_mean, running_var=running_var)
-        check_optional_tensors("bn_act_cat", residual=residual)
-    return torch.ops.torch_fastdet.bn_act_cat(
-        x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, eps, activation, slope, residual
-    )[0]
+        check("bn_act_cat", x, weight, bias, *of_batches, *options)
+    return torch.ops.torch_fastdet.bn_act_cat(x, weight, bias, *of_batches, *options)[0]

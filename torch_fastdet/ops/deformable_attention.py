@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_tensors
+from torch_fastdet.ops._checks import check
 
 
 def deformable_attention(value: Tensor, shapes: list[tuple[int, int]], locations: Tensor, weights: Tensor) -> Tensor:
@@ -41,20 +41,12 @@ def deformable_attention(value: Tensor, shapes: list[tuple[int, int]], locations
     align_corners=False)``.
     """
     if not torch.jit.is_scripting():
-        check_tensors("deformable_attention", value=value, locations=locations, weights=weights)
-        _check_shapes(shapes)
+        check("deformable_attention", value, shapes, locations, weights)
+        for i, shape in enumerate(shapes):
+            if len(shape) != 2:
+                raise ValueError(f"deformable_attention: shapes[{i}] is {shape}, but (height, width) is expected")
     sides: list[int] = []
     for height, width in shapes:
         sides.append(height)
         sides.append(width)
     return torch.ops.torch_fastdet.deformable_attention(value, sides, locations, weights)
-
-
-def _check_shapes(shapes: object) -> None:
-    if not isinstance(shapes, (list, tuple)):
-        raise TypeError(
-            f"deformable_attention: shapes is a {type(shapes).__name__}, but a list of (height, width) is expected"
-        )
-    for i, shape in enumerate(shapes):
-        if not isinstance(shape, (list, tuple)) or len(shape) != 2:
-            raise TypeError(f"deformable_attention: shapes[{i}] is {shape!r}, but (height, width) is expected")

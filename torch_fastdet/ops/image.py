@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_optional_tensors, check_tensor_lists, check_tensors
+from torch_fastdet.ops._checks import check
 
 
 def image_augment(
@@ -64,25 +64,17 @@ def image_augment(
         (B, C, H, W): RGB, or BGR where asked for.
 
     Raises:
+        ValueError: an unknown warp, or a number that is not taken.
         RuntimeError: a wrong dtype, shape or device. On the CPU also a row of a table that makes no sense, or that points
             outside of its storage; on CUDA such a row covers nothing.
 
     Source: cv2.resize, cv2.warpAffine, cv2.warpPerspective and cv2.cvtColor, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
     """
+    given = storages, placements, layers, matrices, pictures, blend, tables, masks
     if not torch.jit.is_scripting():
-        op = "image_augment"
-        check_tensor_lists(op, storages=storages)
-        check_tensors(op, placements=placements, layers=layers, matrices=matrices, pictures=pictures)
-        check_optional_tensors(op, blend=blend, tables=tables, masks=masks)
+        check("image_augment", *given, size, channels, dtype, channels_last, warp, hsv_lanes)
     return torch.ops.torch_fastdet.image_augment(
-        storages,
-        placements,
-        layers,
-        matrices,
-        pictures,
-        blend,
-        tables,
-        masks,
+        *given,
         size,
         channels=channels,
         dtype=dtype,
@@ -125,14 +117,10 @@ def image_augment_(
 
     Source: :func:`image_augment`
     """
+    given = storages, placements, layers, matrices, pictures, blend, tables, masks
     if not torch.jit.is_scripting():
-        op = "image_augment_"
-        check_tensor_lists(op, storages=storages)
-        check_tensors(op, out=out, placements=placements, layers=layers, matrices=matrices, pictures=pictures)
-        check_optional_tensors(op, blend=blend, tables=tables, masks=masks)
-    torch.ops.torch_fastdet.image_augment_(
-        out, storages, placements, layers, matrices, pictures, blend, tables, masks, warp=warp, hsv_lanes=hsv_lanes
-    )
+        check("image_augment_", out, *given, warp, hsv_lanes)
+    torch.ops.torch_fastdet.image_augment_(out, *given, warp=warp, hsv_lanes=hsv_lanes)
 
 
 def image_letterbox(
@@ -163,14 +151,14 @@ def image_letterbox(
         (B, C, H, W).
 
     Raises:
+        ValueError: an unknown warp, or a number that is not taken.
         RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan that makes no sense, or that points
             outside of its storage; on CUDA such a picture is grey all over.
 
     Source: cv2.resize and cv2.copyMakeBorder, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
     """
     if not torch.jit.is_scripting():
-        check_tensor_lists("image_letterbox", storages=storages)
-        check_tensors("image_letterbox", plan=plan)
+        check("image_letterbox", storages, plan, size, channels, dtype, channels_last, bgr)
     return torch.ops.torch_fastdet.image_letterbox(
         storages, plan, size, channels=channels, dtype=dtype, channels_last=channels_last, bgr=bgr
     )
@@ -191,8 +179,7 @@ def image_letterbox_(out: Tensor, storages: list[Tensor], plan: Tensor, bgr: boo
     Source: :func:`image_letterbox`
     """
     if not torch.jit.is_scripting():
-        check_tensors("image_letterbox_", out=out, plan=plan)
-        check_tensor_lists("image_letterbox_", storages=storages)
+        check("image_letterbox_", out, storages, plan, bgr)
     torch.ops.torch_fastdet.image_letterbox_(out, storages, plan, bgr=bgr)
 
 
@@ -209,14 +196,14 @@ def image_resize_(out: Tensor, storages: list[Tensor], plan: Tensor, channels: i
         channels: 3, or 1 for grey pictures.
 
     Raises:
+        ValueError: an unknown warp, or a number that is not taken.
         RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan that makes no sense, or that points
             outside of its storage; on CUDA such a row is skipped.
 
     Source: cv2.resize, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
     """
     if not torch.jit.is_scripting():
-        check_tensors("image_resize_", out=out, plan=plan)
-        check_tensor_lists("image_resize_", storages=storages)
+        check("image_resize_", out, storages, plan, channels)
     torch.ops.torch_fastdet.image_resize_(out, storages, plan, channels=channels)
 
 
@@ -236,8 +223,7 @@ def image_gather_(out: Tensor, storages: list[Tensor], pieces: Tensor) -> None:
     Source: torch.cat of slices
     """
     if not torch.jit.is_scripting():
-        check_tensors("image_gather_", out=out, pieces=pieces)
-        check_tensor_lists("image_gather_", storages=storages)
+        check("image_gather_", out, storages, pieces)
     torch.ops.torch_fastdet.image_gather_(out, storages, pieces)
 
 

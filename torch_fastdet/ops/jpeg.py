@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_tensor_lists, check_tensors
+from torch_fastdet.ops._checks import check
 
 __all__ = ["decode_jpeg", "jpeg_decode_", "jpeg_pack", "jpeg_plan"]
 
 
-def decode_jpeg(files: list[Tensor], device: str | torch.device = "cpu") -> list[Tensor]:
+def decode_jpeg(files: list[Tensor], device: torch.device | str | int = "cpu") -> list[Tensor]:
     """Decodes JPEG files to what ``cv2.imdecode(file, cv2.IMREAD_COLOR)`` gives, to the bit.
 
     Baseline and extended sequential files of 8 bits: grey, YCbCr with any whole sampling ratios, RGB; restart markers; EXIF's
@@ -39,7 +39,7 @@ def decode_jpeg(files: list[Tensor], device: str | torch.device = "cpu") -> list
 
     Source: cv2.imdecode, https://docs.opencv.org/4.x/d4/da8/group__imgcodecs.html
     """
-    check_tensor_lists("decode_jpeg", files=files)
+    check("decode_jpeg", files, device)
     where = torch.device(device)
     cuda = where.type == "cuda"
     # A GPU has more threads than a few files have segments, and what is not kept may have a larger index.
@@ -89,11 +89,7 @@ def jpeg_pack(
     Source: ITU-T T.81
     """
     if not torch.jit.is_scripting():
-        check_tensor_lists("jpeg_pack", files=files)
-        if heads is not None:
-            check_tensor_lists("jpeg_pack", heads=heads)
-    if len(files) == 0:
-        return torch.empty(0, dtype=torch.uint8), torch.empty(0, 5, dtype=torch.int64), []
+        check("jpeg_pack", files, pin_memory, heads, segment)
     return torch.ops.torch_fastdet.jpeg_pack(files, pin_memory, heads, segment)
 
 
@@ -119,7 +115,7 @@ def jpeg_plan(headers: Tensor, asked: Tensor) -> tuple[Tensor, list[int]]:
     Source: :func:`jpeg_decode_`
     """
     if not torch.jit.is_scripting():
-        check_tensors("jpeg_plan", headers=headers, asked=asked)
+        check("jpeg_plan", headers, asked)
     return torch.ops.torch_fastdet.jpeg_plan(headers, asked)
 
 
@@ -142,5 +138,5 @@ def jpeg_decode_(out: Tensor, storage: Tensor, plan: Tensor, sizes: list[int]) -
     Source: cv2.imdecode, https://docs.opencv.org/4.x/d4/da8/group__imgcodecs.html
     """
     if not torch.jit.is_scripting():
-        check_tensors("jpeg_decode_", out=out, storage=storage, plan=plan)
+        check("jpeg_decode_", out, storage, plan, sizes)
     torch.ops.torch_fastdet.jpeg_decode_(out, storage, plan, sizes)

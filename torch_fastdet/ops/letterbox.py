@@ -3,6 +3,10 @@
 # No "from __future__ import annotations": TorchScript reads the fields' types as they stand.
 from typing import NamedTuple
 
+import torch
+
+from torch_fastdet.ops._checks import check_type
+
 
 class Placing(NamedTuple):
     """Where a resized picture lies in the network's input, in pixels; ``size`` is the input's height and width."""
@@ -53,11 +57,18 @@ def letterbox(
         image's size in its own.
 
     Raises:
+        TypeError: a shape is not a list of numbers, ratio_pad not a pair of pairs, or rounding not a string.
         ValueError: an unknown rounding, shapes without height and width, an input or an image without pixels, a ratio_pad
             whose gains are not above 0.
 
     Behaviour: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
+    if not torch.jit.is_scripting():
+        # Sides may be floats here.
+        check_type("letterbox", "input_shape", input_shape, list[float])
+        check_type("letterbox", "image_shape", image_shape, list[float])
+        check_type("letterbox", "ratio_pad", ratio_pad, list[list[float]] | None)
+        check_type("letterbox", "rounding", rounding, str)
     if rounding != "yolov5" and rounding != "ultralytics":
         raise ValueError(f"letterbox: rounding is '{rounding}', but 'yolov5' or 'ultralytics' is expected")
     if len(input_shape) < 2 or len(image_shape) < 2:

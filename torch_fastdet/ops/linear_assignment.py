@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_fastdet._deferred import DeferredStatus
-from torch_fastdet.ops._checks import check_tensors
+from torch_fastdet.ops._checks import check
 
 
 def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
     Source: Crouse, On implementing 2D rectangular assignment algorithms (2016), with the order of SciPy 1.15 among equal paths.
     """
     if not torch.jit.is_scripting():
-        check_tensors("linear_assignment", cost=cost, columns=columns)
+        check("linear_assignment", cost, columns)
         if _raises(cost):
             _statuses.raise_arrived()
     rows, status = torch.ops.torch_fastdet.linear_assignment(cost, columns)

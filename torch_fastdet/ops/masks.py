@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_tensors
+from torch_fastdet.ops._checks import check
 
 
 def instance_masks(
@@ -58,7 +58,20 @@ def instance_masks(
     Behaviour: ``process_mask`` and ``process_mask_native`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
     """
     if not torch.jit.is_scripting():
-        check_tensors("instance_masks", protos=protos, coefficients=coefficients, boxes=boxes)
+        check(
+            "instance_masks",
+            protos,
+            coefficients,
+            boxes,
+            size,
+            window,
+            factor,
+            box_scale,
+            sigmoid,
+            crop_first,
+            packed,
+            dtype,
+        )
     scale = [1.0, 1.0] if box_scale is None else box_scale
     return torch.ops.torch_fastdet.instance_masks(
         protos,
@@ -95,7 +108,7 @@ def crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
     Behaviour: ``crop_mask`` of YOLOv5 v7.0.
     """
     if not torch.jit.is_scripting():
-        check_tensors("crop_mask", masks=masks, boxes=boxes)
+        check("crop_mask", masks, boxes)
     return torch.ops.torch_fastdet.crop_mask(masks, boxes)
 
 
@@ -114,5 +127,5 @@ def crop_mask_(masks: Tensor, boxes: Tensor) -> None:
     Behaviour: ``crop_mask`` of Ultralytics 8.4.190.
     """
     if not torch.jit.is_scripting():
-        check_tensors("crop_mask_", masks=masks, boxes=boxes)
+        check("crop_mask_", masks, boxes)
     torch.ops.torch_fastdet.crop_mask_(masks, boxes)

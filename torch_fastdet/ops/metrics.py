@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_optional_tensors, check_tensors
+from torch_fastdet.ops._checks import check
 
 
 def match_detections(
@@ -47,8 +47,7 @@ def match_detections(
     Behaviour: ``val.py`` of YOLOv5 v7.0 and ``BaseValidator.match_predictions`` of Ultralytics 8.4.190.
     """
     if not torch.jit.is_scripting():
-        check_tensors("match_detections", detections=detections, labels=labels, iouv=iouv)
-        check_optional_tensors("match_detections", counts=counts, iou=iou)
+        check("match_detections", detections, labels, iouv, counts, rule, iou)
     return torch.ops.torch_fastdet.match_detections(detections, labels, iouv, counts, rule, iou)
 
 
@@ -86,6 +85,5 @@ def confusion_matrix_(
     Behaviour: ``ConfusionMatrix`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
     """
     if not torch.jit.is_scripting():
-        check_tensors("confusion_matrix_", matrix=matrix, detections=detections, labels=labels)
-        check_optional_tensors("confusion_matrix_", counts=counts)
+        check("confusion_matrix_", matrix, detections, labels, counts, conf, iou_thres, rule)
     torch.ops.torch_fastdet.confusion_matrix_(matrix, detections, labels, counts, conf, iou_thres, rule)

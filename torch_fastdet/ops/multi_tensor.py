@@ -10,14 +10,14 @@ results of recorded operations.
 
 Common errors (RuntimeError, raised before anything is written): lists of different lengths; tensors of different shapes or
 devices; integer, complex or sparse tensors; an expanded tensor that would be written. The message names the list and the index. An
-argument that is not a tensor, or not a list of tensors, raises a TypeError that names it.
+argument of another type than its annotation raises a TypeError that names it.
 """
 
 # No "from __future__ import annotations": TorchScript reads the types as they stand.
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_optional_tensors, check_tensor_lists, check_tensors
+from torch_fastdet.ops._checks import check
 
 
 def multi_tensor_ema_(averages: list[Tensor], values: list[Tensor], decay: float | Tensor) -> None:
@@ -35,7 +35,7 @@ def multi_tensor_ema_(averages: list[Tensor], values: list[Tensor], decay: float
     Behaviour: ModelEMA of YOLOv5, whose results these are, bit by bit in float32 and float64.
     """
     if not torch.jit.is_scripting():
-        check_tensor_lists("multi_tensor_ema_", averages=averages, values=values)
+        check("multi_tensor_ema_", averages, values, decay)
     if isinstance(decay, Tensor):
         torch.ops.torch_fastdet.multi_tensor_ema_(averages, values, decay)
     else:
@@ -96,15 +96,15 @@ def multi_tensor_sgd_(
         found_inf: a float32 scalar on the device; where it is not 0, nothing is written.
 
     Raises:
-        RuntimeError: a negative lr, momentum or weight_decay, momentum without buffers.
+        ValueError: a negative lr, momentum or weight_decay.
+        RuntimeError: momentum without buffers.
         RuntimeError, TypeError: the errors that all lists share.
 
     Source: the update rule of https://pytorch.org/docs/stable/generated/torch.optim.SGD.html.
     """
-    if not torch.jit.is_scripting():
-        check_tensor_lists("multi_tensor_sgd_", params=params, grads=grads, momentum_buffers=momentum_buffers)
-        check_optional_tensors("multi_tensor_sgd_", grad_scale=grad_scale, found_inf=found_inf)
     rest = dampening, weight_decay, nesterov, maximize, is_first_step, grad_scale, found_inf
+    if not torch.jit.is_scripting():
+        check("multi_tensor_sgd_", params, grads, momentum_buffers, lr, momentum, *rest)
     if isinstance(lr, Tensor) or isinstance(momentum, Tensor):
         # The overload takes both as tensors.
         buffers = _needed_buffers(params, momentum_buffers, momentum)
@@ -129,8 +129,7 @@ def multi_tensor_unscale_(grads: list[Tensor], scale: Tensor, found_inf: Tensor)
     Source: ``torch.amp.GradScaler.unscale_``.
     """
     if not torch.jit.is_scripting():
-        check_tensor_lists("multi_tensor_unscale_", grads=grads)
-        check_tensors("multi_tensor_unscale_", scale=scale, found_inf=found_inf)
+        check("multi_tensor_unscale_", grads, scale, found_inf)
     torch.ops.torch_fastdet.multi_tensor_unscale_(grads, scale, found_inf)
 
 
@@ -151,7 +150,7 @@ def multi_tensor_norm(tensors: list[Tensor]) -> Tensor:
     Source: ``torch.nn.utils.get_total_norm``.
     """
     if not torch.jit.is_scripting():
-        check_tensor_lists("multi_tensor_norm", tensors=tensors)
+        check("multi_tensor_norm", tensors)
     return torch.ops.torch_fastdet.multi_tensor_norm(tensors)
 
 
@@ -171,5 +170,5 @@ def multi_tensor_clip_grad_norm_(grads: list[Tensor], max_norm: float) -> Tensor
     Source: ``torch.nn.utils.clip_grad_norm_``.
     """
     if not torch.jit.is_scripting():
-        check_tensor_lists("multi_tensor_clip_grad_norm_", grads=grads)
+        check("multi_tensor_clip_grad_norm_", grads, max_norm)
     return torch.ops.torch_fastdet.multi_tensor_clip_grad_norm_(grads, max_norm)

@@ -9,15 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_optional_tensors, check_tensor_lists, check_tensors
+from torch_fastdet.ops._checks import check, check_type
 from torch_fastdet.ops.letterbox import letterbox
-
-
-def _check_strides(op: str, strides: Any) -> None:
-    if not isinstance(strides, (list, tuple)):
-        raise TypeError(
-            f"{op}: strides is a {type(strides).__name__}, but a list of numbers is expected (stride.tolist())"
-        )
 
 
 class _ThresholdError(ValueError, AssertionError):
@@ -42,49 +35,33 @@ class NmsOptions(NamedTuple):
     max_wh: float = 7680.0
 
 
-def checked_options(
-    op: str,
-    conf_thres: float,
-    iou_thres: float,
-    classes: Any,
-    agnostic: bool,
-    multi_label: bool,
-    max_det: int,
-    per_class: str,
-    max_nms: int = 30000,
-    max_wh: float = 7680.0,
-) -> NmsOptions:
-    """The options as the operators want them, for callers that come before their first call or do without them.
+def checked_options(op: str, options: NmsOptions) -> NmsOptions:
+    """The options in the operators' own types, for callers that come before their first call or do without them.
 
-    What the operators refuse is an error here. The types are the operators' own: other numbers serve too.
+    What the operators refuse is an error here. Numbers of other types serve too.
     """
-    try:
-        conf_thres, iou_thres, max_det, max_nms = float(conf_thres), float(iou_thres), int(max_det), int(max_nms)
-    except (TypeError, ValueError, OverflowError):
-        raise TypeError(
-            f"{op}: conf_thres, iou_thres, max_det and max_nms are {conf_thres!r}, {iou_thres!r}, {max_det!r} and {max_nms!r}, but "
-            "numbers are expected"
-        ) from None
-    for option, value in (("conf_thres", conf_thres), ("iou_thres", iou_thres)):
+    for option, kind in NmsOptions.__annotations__.items():
+        if kind not in (float, int, bool):
+            continue
+        value = getattr(options, option)
+        try:
+            if isinstance(value, str):
+                raise TypeError
+            options = options._replace(**{option: kind(value)})
+        except (TypeError, ValueError, OverflowError):
+            raise TypeError(f"{op}: {option} is {value!r}, but a number is expected") from None
+    options = options._replace(classes=_class_list(op, options.classes))
+    for option in ("conf_thres", "iou_thres"):
+        value = getattr(options, option)
         if not 0 <= value <= 1:
             raise _ThresholdError(f"{op}: {option} is {value}, but a threshold between 0 and 1 is expected")
-    for option, value in (("max_det", max_det), ("max_nms", max_nms)):
+    for option in ("max_det", "max_nms"):
+        value = getattr(options, option)
         if value < 0:
             raise ValueError(f"{op}: {option} is {value}, but 0 or more is expected")
-    if per_class not in ("offset", "exact"):
-        raise ValueError(f"{op}: per_class is {per_class!r}, but 'offset' or 'exact' is expected")
-    return NmsOptions(
-        conf_thres,
-        iou_thres,
-        _class_list(op, classes),
-        bool(agnostic),
-        bool(multi_label),
-        max_det,
-        None,
-        per_class,
-        max_nms,
-        float(max_wh),
-    )
+    if options.per_class not in ("offset", "exact"):
+        raise ValueError(f"{op}: per_class is {options.per_class!r}, but 'offset' or 'exact' is expected")
+    return options
 
 
 def _class_list(op: str, classes: Any) -> list[int] | None:
@@ -113,16 +90,15 @@ def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm
         classes, nm raw columns. Computed in float32 (float64 for float64) and rounded once. Differentiable by the heads.
 
     Raises:
-        ValueError: maps, anchors and strides that do not fit each other.
-        TypeError: heads is not a list of tensors, anchors not a tensor, or strides not a list of numbers.
-        TypeError, RuntimeError: maps of two dtypes or none that floats, tensors on two devices.
+        TypeError: an argument of another type than its annotation.
+        ValueError: a stride or nm that is not positive.
+        RuntimeError: maps, anchors and strides that do not fit each other, maps of two dtypes or none that floats, tensors on two
+            devices.
 
     Behaviour: ``Detect.forward`` of YOLOv5 v7.0 (xy = (2 sigmoid - 0.5 + cell) * stride, wh = (2 sigmoid)^2 * anchor).
     """
     if not torch.jit.is_scripting():
-        check_tensor_lists("yolov5_decode", heads=heads)
-        _check_strides("yolov5_decode", strides)
-        check_tensors("yolov5_decode", anchors=anchors)
+        check("yolov5_decode", heads, anchors, strides, nm)
     return torch.ops.torch_fastdet.yolov5_decode(heads, anchors, strides, nm)
 
 
@@ -172,19 +148,19 @@ def non_max_suppression_padded(
         drops that; with multi_label the anchor's other classes stay. No result requires grad: suppression has no gradient.
 
     Raises:
-        ValueError: a wrong shape, a threshold outside 0..1, a negative max_det, an unknown per_class.
-        TypeError: prediction, labels or letterboxes is not a tensor, or classes not a list of integers.
-        TypeError, RuntimeError: a dtype that is not floating, tensors on two devices.
+        TypeError: an argument of another type than its annotation.
+        ValueError: a threshold outside 0..1, a negative max_det, an unknown per_class.
+        RuntimeError: a wrong shape, a dtype that is not floating, tensors on two devices.
 
     Behaviour: ``non_max_suppression`` of YOLOv5 v7.0, without its time limit.
     """
     if not torch.jit.is_scripting():
-        check_tensors("non_max_suppression_padded", prediction=prediction)
-        check_optional_tensors("non_max_suppression_padded", labels=labels, letterboxes=letterboxes)
         classes = _class_list("non_max_suppression_padded", classes)
     options = NmsOptions(
         conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
     )
+    if not torch.jit.is_scripting():
+        check("non_max_suppression_padded", prediction, *options[:6], nm, labels, *options[6:])
     return torch.ops.torch_fastdet.non_max_suppression_padded(prediction, *options[:6], nm, labels, *options[6:])
 
 
@@ -223,17 +199,18 @@ def ultralytics_non_max_suppression_padded(
         center, size, confidence, class, extra channels, with the angle last; letterboxes scale them without clipping.
 
     Raises:
-        ValueError: an unknown rotated, and what :func:`non_max_suppression_padded` raises.
+        ValueError: an unknown rotated.
+        TypeError, ValueError, RuntimeError: what :func:`non_max_suppression_padded` raises.
 
     Behaviour: ``non_max_suppression`` of ultralytics 8.4, without its time limit; probiou, https://arxiv.org/abs/2106.06072.
     """
     if not torch.jit.is_scripting():
-        check_tensors("ultralytics_non_max_suppression_padded", prediction=prediction)
-        check_optional_tensors("ultralytics_non_max_suppression_padded", letterboxes=letterboxes)
         classes = _class_list("ultralytics_non_max_suppression_padded", classes)
     options = NmsOptions(
         conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
     )
+    if not torch.jit.is_scripting():
+        check("ultralytics_non_max_suppression_padded", prediction, *options[:6], nc, *options[6:], rotated)
     return torch.ops.torch_fastdet.ultralytics_non_max_suppression_padded(
         prediction, *options[:6], nc, *options[6:], rotated
     )
@@ -264,14 +241,12 @@ def yolov5_postprocess(
     Behaviour: ``Detect.forward`` and ``non_max_suppression`` of YOLOv5 v7.0.
     """
     if not torch.jit.is_scripting():
-        check_tensor_lists("yolov5_postprocess", heads=heads)
-        _check_strides("yolov5_postprocess", strides)
-        check_tensors("yolov5_postprocess", anchors=anchors)
-        check_optional_tensors("yolov5_postprocess", letterboxes=letterboxes)
         classes = _class_list("yolov5_postprocess", classes)
     options = NmsOptions(
         conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
     )
+    if not torch.jit.is_scripting():
+        check("yolov5_postprocess", heads, anchors, strides, *options[:6], nm, *options[6:])
     return torch.ops.torch_fastdet.yolov5_postprocess(heads, anchors, strides, *options[:6], nm, *options[6:])
 
 
@@ -312,23 +287,20 @@ def ultralytics_postprocess(
             clipped to it; visibilities as sigmoids.
 
     Raises:
-        ValueError: maps and strides that do not fit each other, rotated without extra, an unknown extra_kind, and what :func:`non_max_suppression_padded` raises.
-        TypeError: boxes, scores or extra is not a list of tensors, strides not a list of numbers, and what
-            :func:`non_max_suppression_padded` raises.
+        ValueError: rotated without extra, an unknown extra_kind.
+        RuntimeError: maps and strides that do not fit each other.
+        TypeError, ValueError, RuntimeError: what :func:`non_max_suppression_padded` raises.
 
     Behaviour: ``Detect`` of ultralytics 8.4 (distribution focal loss, https://arxiv.org/abs/2006.04388).
     """
     if not torch.jit.is_scripting():
-        check_tensor_lists("ultralytics_postprocess", boxes=boxes, scores=scores, extra=extra)
-        _check_strides("ultralytics_postprocess", strides)
-        check_optional_tensors("ultralytics_postprocess", letterboxes=letterboxes)
         classes = _class_list("ultralytics_postprocess", classes)
     options = NmsOptions(
         conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
     )
-    return torch.ops.torch_fastdet.ultralytics_postprocess(
-        boxes, scores, extra, strides, *options[:6], *options[6:], rotated, extra_kind
-    )
+    if not torch.jit.is_scripting():
+        check("ultralytics_postprocess", boxes, scores, extra, strides, *options, rotated, extra_kind)
+    return torch.ops.torch_fastdet.ultralytics_postprocess(boxes, scores, extra, strides, *options, rotated, extra_kind)
 
 
 def scale_boxes(
@@ -360,16 +332,19 @@ def scale_boxes(
         device, so that nothing waits for the host and a CUDA graph can capture it.
 
     Raises:
-        ValueError: fewer than four columns, and what :func:`letterbox` raises.
-        TypeError: boxes is not a tensor.
-        TypeError, RuntimeError: a dtype that is not floating.
+        RuntimeError: fewer than four columns, a dtype that is not floating.
+        TypeError, ValueError: an argument of another type than its annotation, and what :func:`letterbox` raises.
 
     Behaviour: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
     if not torch.jit.is_scripting():
-        check_tensors("scale_boxes", boxes=boxes)
+        check_type("scale_boxes", "boxes", boxes, Tensor)
+        check_type("scale_boxes", "padding", padding, bool)
+        check_type("scale_boxes", "xywh", xywh, bool)
     if boxes.dim() < 1 or boxes.size(-1) < 4:
-        raise ValueError(f"scale_boxes: boxes has shape {list(boxes.shape)}, but (..., 4 or more columns) is expected")
+        raise RuntimeError(
+            f"scale_boxes: boxes has shape {list(boxes.shape)}, but (..., 4 or more columns) is expected"
+        )
     row = letterbox(input_shape, image_shape, ratio_pad, rounding)
     if not padding:
         row[2] = 0.0
@@ -391,12 +366,11 @@ def scale_boxes_batched(boxes: Tensor, letterboxes: Tensor, xywh: bool = False) 
         A new, contiguous tensor of the boxes' shape and dtype, which does not require grad.
 
     Raises:
-        ValueError: shapes that do not fit.
-        TypeError: boxes or letterboxes is not a tensor.
-        TypeError, RuntimeError: a dtype that is not floating, tensors on two devices.
+        TypeError: an argument of another type than its annotation.
+        RuntimeError: shapes that do not fit, a dtype that is not floating, tensors on two devices.
 
     Behaviour: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
     if not torch.jit.is_scripting():
-        check_tensors("scale_boxes_batched", boxes=boxes, letterboxes=letterboxes)
+        check("scale_boxes_batched", boxes, letterboxes, xywh)
     return torch.ops.torch_fastdet.scale_boxes(boxes, letterboxes, xywh)

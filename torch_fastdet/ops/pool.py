@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_tensors
+from torch_fastdet.ops._checks import check
 
 
 def max_pools_cat(x: Tensor, kernel_size: int = 5, pools: int = 3) -> Tensor:
@@ -36,5 +36,5 @@ def max_pools_cat(x: Tensor, kernel_size: int = 5, pools: int = 3) -> Tensor:
     Behaviour: ``SPPF`` of YOLOv5 and Ultralytics.
     """
     if not torch.jit.is_scripting():
-        check_tensors("max_pools_cat", x=x)
+        check("max_pools_cat", x, kernel_size, pools)
     return torch.ops.torch_fastdet.max_pools_cat(x, kernel_size, pools)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_optional_tensors, check_tensors
+from torch_fastdet.ops._checks import check
 
 
 def rtdetr_loss(
@@ -67,17 +67,11 @@ def rtdetr_loss(
     Source: Zhao et al., DETRs Beat YOLOs on Real-time Object Detection (2024); Zhang et al., VarifocalNet (2021). The behaviour is that
     of RTDETRDetectionLoss in Ultralytics 8.4.190.
     """
+    given = boxes, scores, targets, counts, dn_boxes, dn_scores, dn_matches
     if not torch.jit.is_scripting():
-        check_tensors("rtdetr_loss", boxes=boxes, scores=scores, targets=targets, counts=counts)
-        check_optional_tensors("rtdetr_loss", dn_boxes=dn_boxes, dn_scores=dn_scores, dn_matches=dn_matches)
+        check("rtdetr_loss", *given, class_gain, box_gain, giou_gain, class_cost, box_cost, giou_cost)
     loss, terms, status, _, _, _ = torch.ops.torch_fastdet.rtdetr_loss(
-        boxes,
-        scores,
-        targets,
-        counts,
-        dn_boxes,
-        dn_scores,
-        dn_matches,
+        *given,
         class_gain=class_gain,
         box_gain=box_gain,
         giou_gain=giou_gain,
@@ -100,6 +94,8 @@ def rtdetr_loss_fault(status: list[int], most: int) -> tuple[int, int]:
 
     Source: the status of :func:`rtdetr_loss`.
     """
+    if not torch.jit.is_scripting():
+        check("rtdetr_loss_fault", status, most)
     if not status[0]:
         return -1, -1
     image, row = divmod(2**60 - status[1], most + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_tensors
+from torch_fastdet.ops._checks import check
 
 
 def space_to_depth(x: Tensor, channels: int, border: bool = False, dtype: torch.dtype | None = None) -> Tensor:
@@ -34,5 +34,5 @@ def space_to_depth(x: Tensor, channels: int, border: bool = False, dtype: torch.
     Behaviour: ``Focus`` in the stem of YOLOv5, and of the 6x6 convolution that took its place.
     """
     if not torch.jit.is_scripting():
-        check_tensors("space_to_depth", x=x)
+        check("space_to_depth", x, channels, border, dtype)
     return torch.ops.torch_fastdet.space_to_depth(x, channels, border, dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_tensors
+from torch_fastdet.ops._checks import check
 
 
 def stem_conv2d(squares: Tensor, weight: Tensor) -> Tensor:
@@ -36,5 +36,5 @@ def stem_conv2d(squares: Tensor, weight: Tensor) -> Tensor:
     Behaviour: the first ``Conv`` of YOLOv5 (6x6, stride 2) and of Ultralytics' models (3x3, stride 2).
     """
     if not torch.jit.is_scripting():
-        check_tensors("stem_conv2d", squares=squares, weight=weight)
+        check("stem_conv2d", squares, weight)
     return torch.ops.torch_fastdet.stem_conv2d(squares, weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check_tensors
+from torch_fastdet.ops._checks import check
 
 
 def upsample_nearest2x(x: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def upsample_nearest2x(x: Tensor) -> Tensor:
     Source: the definition of nearest-neighbour interpolation at scale 2, https://pytorch.org/docs/stable/generated/torch.nn.Upsample.html
     """
     if not torch.jit.is_scripting():
-        check_tensors("upsample_nearest2x", x=x)
+        check("upsample_nearest2x", x)
     return torch.ops.torch_fastdet.upsample_nearest2x(x)
 
 
@@ -67,5 +67,5 @@ def upsample_nearest2x_cat(x: Tensor, skip: Tensor) -> Tensor:
     Behaviour: ``Upsample`` and ``Concat`` in the neck of YOLOv5 and of YOLOv3 before it.
     """
     if not torch.jit.is_scripting():
-        check_tensors("upsample_nearest2x_cat", x=x, skip=skip)
+        check("upsample_nearest2x_cat", x, skip)
     return torch.ops.torch_fastdet.upsample_nearest2x_cat(x, skip)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from torch_fastdet.ops._checks import check_optional_tensors, check_tensor_lists, check_tensors
+from torch_fastdet.ops._checks import check
 from torch_fastdet.ops.yolov5_loss import yolov5_loss_fault
 
 
@@ -39,6 +39,7 @@ def v8_loss_settings(
 
     The defaults are those of Ultralytics 8.4.190 for heads of strides 8, 16 and 32.
     """
+    check("v8_loss_settings", box, cls, dfl, weight, alpha, beta, eps, least_side, short_side)
     return [box, cls, dfl, weight, alpha, beta, eps, least_side, least_side if short_side is None else short_side]
 
 
@@ -94,11 +95,9 @@ def v8_loss(
 
     Behaviour: that of v8DetectionLoss in Ultralytics 8.4.190.
     """
-    if not torch.jit.is_scripting():
-        check_tensor_lists("v8_loss", heads=heads)
-        check_tensors("v8_loss", targets=targets, settings=settings)
-        check_optional_tensors("v8_loss", num_targets=num_targets, class_weights=class_weights)
     common = targets, settings, strides, sizes, num_targets, class_weights
+    if not torch.jit.is_scripting():
+        check("v8_loss", heads, *common, reg_max, topk, topk2)
     loss, items, _, _, _, _, status = torch.ops.torch_fastdet.v8_loss(
         heads, *common, reg_max=reg_max, topk=topk, topk2=topk2
     )
@@ -156,12 +155,10 @@ def v8_segmentation_loss(
     Source: the behaviour of v8SegmentationLoss in Ultralytics 8.4.190, with ``compare_masks`` that of SegmentLoss26, less its
     semantic part.
     """
-    if not torch.jit.is_scripting():
-        check_tensor_lists("v8_segmentation_loss", heads=heads)
-        check_tensors("v8_segmentation_loss", coefficients=coefficients, protos=protos, masks=masks)
-        check_tensors("v8_segmentation_loss", targets=targets, settings=settings)
-        check_optional_tensors("v8_segmentation_loss", num_targets=num_targets, class_weights=class_weights)
     common = targets, settings, strides, sizes, num_targets, class_weights
+    if not torch.jit.is_scripting():
+        more = overlap, reg_max, topk, topk2, compare_masks
+        check("v8_segmentation_loss", heads, coefficients, protos, masks, *common, *more)
     if compare_masks:
         loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_masked_loss(
             heads, coefficients, protos, masks, *common, reg_max=reg_max, topk=topk, topk2=topk2, overlap=overlap
@@ -170,9 +167,7 @@ def v8_segmentation_loss(
         loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_loss(
             heads, *common, reg_max=reg_max, topk=topk, topk2=topk2
         )
-    if protos.dim() == 4 and masks.dim() == 3 and masks.shape[1:] != protos.shape[2:]:
-        protos = F.interpolate(protos, [masks.shape[1], masks.shape[2]], mode="bilinear", align_corners=False)
-    mask_loss, mask_item, _, _, _, _ = torch.ops.torch_fastdet.v8_mask_loss(
+    mask_loss, mask_item = v8_mask_part(
         coefficients,
         protos,
         masks,
@@ -180,11 +175,36 @@ def v8_segmentation_loss(
         settings,
         slot_anchor,
         slot_row,
-        [int(side * strides[0]) for side in _sizes(heads, sizes)[:2]],
+        strides,
+        _sizes(heads, sizes),
         num_targets,
         overlap,
     )
     return v8_with_parts(loss, mask_loss), v8_with_parts(items, mask_item), status
+
+
+def v8_mask_part(
+    coefficients: torch.Tensor,
+    protos: torch.Tensor,
+    masks: torch.Tensor,
+    targets: torch.Tensor,
+    settings: torch.Tensor,
+    slot_anchor: torch.Tensor,
+    slot_row: torch.Tensor,
+    strides: list[float],
+    sizes: list[int],
+    num_targets: torch.Tensor | None,
+    overlap: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and item of the masks of the assigned anchors. ``sizes``: height and width of each level."""
+    if protos.dim() == 4 and masks.dim() == 3 and masks.shape[1:] != protos.shape[2:]:
+        protos = F.interpolate(protos, [masks.shape[1], masks.shape[2]], mode="bilinear", align_corners=False)
+    # A stride that float32 cannot hold, as 320 / 12, gives a whole number of pixels after rounding alone.
+    image_size = [int(round(side * strides[0])) for side in sizes[:2]]  # noqa: RUF046  TorchScript's round() gives a float
+    loss, item, _, _, _, _ = torch.ops.torch_fastdet.v8_mask_loss(
+        coefficients, protos, masks, targets, settings, slot_anchor, slot_row, image_size, num_targets, overlap
+    )
+    return loss, item
 
 
 def v8_with_parts(whole: torch.Tensor, parts: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
@@ -247,12 +267,22 @@ def v8_pose_loss(
 
     Source: the behaviour of v8PoseLoss in Ultralytics 8.4.190, with ``compare_keypoints`` that of PoseLoss26, less its RLE part.
     """
-    if not torch.jit.is_scripting():
-        check_tensor_lists("v8_pose_loss", heads=heads)
-        check_tensors("v8_pose_loss", predictions=predictions, keypoints=keypoints, sigmas=sigmas, gains=gains)
-        check_tensors("v8_pose_loss", targets=targets, settings=settings)
-        check_optional_tensors("v8_pose_loss", num_targets=num_targets, class_weights=class_weights)
     common = targets, settings, strides, sizes, num_targets, class_weights
+    if not torch.jit.is_scripting():
+        given = (
+            heads,
+            predictions,
+            keypoints,
+            sigmas,
+            targets,
+            settings,
+            gains,
+            strides,
+            sizes,
+            num_targets,
+            class_weights,
+        )
+        check("v8_pose_loss", *given, reg_max, topk, topk2, compare_keypoints)
     if compare_keypoints:
         loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_posed_loss(
             heads, predictions, keypoints, sigmas, *common, reg_max=reg_max, topk=topk, topk2=topk2
@@ -318,10 +348,9 @@ def v8_obb_loss(
 
     Source: the behaviour of v8OBBLoss in Ultralytics 8.4.190.
     """
-    if not torch.jit.is_scripting():
-        check_tensors("v8_obb_loss", boxes=boxes, scores=scores, angles=angles, targets=targets, settings=settings)
-        check_optional_tensors("v8_obb_loss", num_targets=num_targets, class_weights=class_weights)
     common = targets, settings, strides, sizes, num_targets, class_weights
+    if not torch.jit.is_scripting():
+        check("v8_obb_loss", boxes, scores, angles, *common, reg_max, topk, topk2)
     loss, items, _, _, _, _, status = torch.ops.torch_fastdet.v8_obb_loss(
         boxes, scores, angles, *common, reg_max=reg_max, topk=topk, topk2=topk2
     )
@@ -350,4 +379,6 @@ def v8_loss_fault(status: list[int]) -> tuple[int, int]:
 
     Source: the status of :func:`v8_loss`.
     """
+    if not torch.jit.is_scripting():
+        check("v8_loss_fault", status)
     return yolov5_loss_fault(status)

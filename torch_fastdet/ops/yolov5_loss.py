@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from torch_fastdet.ops._checks import check_optional_tensors, check_tensor_lists, check_tensors
+from torch_fastdet.ops._checks import check
 
 
 class Yolov5LossOptions(NamedTuple):
@@ -109,11 +109,9 @@ def yolov5_loss(
 
     Behaviour: that of ComputeLoss in YOLOv5 v7.0.
     """
-    if not torch.jit.is_scripting():
-        check_tensor_lists("yolov5_loss", heads=heads)
-        check_tensors("yolov5_loss", targets=targets, anchors=anchors, balance=balance)
-        check_optional_tensors("yolov5_loss", num_targets=num_targets)
     options = Yolov5LossOptions(box, obj, cls, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou)
+    if not torch.jit.is_scripting():
+        check("yolov5_loss", heads, targets, anchors, balance, num_targets, *options)
     return _detection(heads, targets, anchors, balance, num_targets, options)[:4]
 
 
@@ -169,12 +167,11 @@ def yolov5_segmentation_loss(
 
     Source: the behaviour of utils.segment.loss.ComputeLoss in YOLOv5 v7.0.
     """
-    op = "yolov5_segmentation_loss"
-    if not torch.jit.is_scripting():
-        check_tensor_lists(op, heads=heads)
-        check_tensors(op, protos=protos, masks=masks, targets=targets, anchors=anchors, balance=balance)
-        check_optional_tensors(op, num_targets=num_targets)
     options = Yolov5LossOptions(box, obj, cls, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou)
+    if not torch.jit.is_scripting():
+        check(
+            "yolov5_segmentation_loss", heads, protos, masks, targets, anchors, balance, num_targets, *options, overlap
+        )
     detection, coefficients, sizes = split_coefficients(heads, protos)
     loss, items, levels, status, matches = _detection(detection, targets, anchors, balance, num_targets, options)
     part, item = yolov5_mask_part(coefficients, protos, masks, targets, matches, sizes, num_targets, box, overlap)
@@ -243,6 +240,8 @@ def yolov5_loss_fault(status: list[int]) -> tuple[int, int]:
     Returns:
         Row and column of the first bad row of targets, (-1, -1) if there is none.
     """
+    if not torch.jit.is_scripting():
+        check("yolov5_loss_fault", status)
     if status[0] == 0:
         return -1, -1
     fault = (1 << 62) - status[1]

@@ -83,11 +83,8 @@ class ExifReader {
  public:
   ExifReader(const uint8_t* data, int64_t size) : data_(data), size_(size) {}
 
-  bool is_tiff() const {
-    if (size_ < 8) return false;
-    const bool little = data_[0] == 'I' && data_[1] == 'I', big = data_[0] == 'M' && data_[1] == 'M';
-    return (little && data_[2] == 42 && data_[3] == 0) || (big && data_[2] == 0 && data_[3] == 42);
-  }
+  // OpenCV takes any mark of the byte order but "II" for "MM".
+  bool is_tiff() const { return size_ >= 8 && read16(2) == 42; }
 
   // Sets `orientation` where an entry says one other than 1. False where the directory is damaged, and readers may
   // differ.
@@ -95,16 +92,18 @@ class ExifReader {
     const int64_t directory = read32(4);
     if (directory + 2 > size_) return false;
     const int entries = read16(directory);
-    bool found = false, whole = true;
+    bool found = false, whole = little() || (data_[0] == 'M' && data_[1] == 'M');
     for (int i = 0; i < entries; ++i) {
       const int64_t entry = directory + 2 + int64_t{12} * i;
+      if (entry + 10 > size_) return false;
+      if (read16(entry) == 0x0112) {  // OpenCV reads these ten bytes of the entry alone
+        whole = whole && !found;
+        found = true;
+        const int value = read16(entry + 8);
+        if (value >= 2 && value <= 8) orientation = value;
+      }
       if (entry + 12 > size_) return false;
       whole = whole && has_value(entry);
-      if (read16(entry) != 0x0112) continue;
-      whole = whole && !found;
-      found = true;
-      const int value = read16(entry + 8);
-      if (value >= 2 && value <= 8) orientation = value;
     }
     return whole;
   }
@@ -118,7 +117,7 @@ class ExifReader {
     const int64_t bytes = int64_t{kBytes[type]} * read32(entry + 4);
     return bytes <= 4 || int64_t{read32(entry + 8)} + bytes <= size_;
   }
-  bool little() const { return data_[0] == 'I'; }
+  bool little() const { return data_[0] == 'I' && data_[1] == 'I'; }
   int read16(int64_t at) const { return little() ? data_[at] | data_[at + 1] << 8 : data_[at] << 8 | data_[at + 1]; }
   uint32_t read32(int64_t at) const {
     const auto first = static_cast<uint32_t>(read16(at)), second = static_cast<uint32_t>(read16(at + 2));

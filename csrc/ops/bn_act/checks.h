@@ -41,8 +41,8 @@ inline core::Activation parse_activation(std::string_view activation, const char
   if (activation == "relu") return core::Activation::kReLU;
   if (activation == "leaky_relu") return core::Activation::kLeakyReLU;
   if (activation == "hardswish") return core::Activation::kHardswish;
-  TORCH_CHECK(activation == "identity", op, ": activation is '", activation,
-              "', but 'silu', 'relu', 'leaky_relu', 'hardswish' or 'identity' is expected");
+  TORCH_CHECK_VALUE(activation == "identity", op, ": activation is '", activation,
+                    "', but 'silu', 'relu', 'leaky_relu', 'hardswish' or 'identity' is expected");
   return core::Activation::kIdentity;
 }
 

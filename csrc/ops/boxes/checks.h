@@ -24,7 +24,7 @@ inline core::IouKind parse_iou_kind(std::string_view kind, const char* op) {
   if (kind == "iou") return core::IouKind::kIou;
   if (kind == "giou") return core::IouKind::kGiou;
   if (kind == "diou") return core::IouKind::kDiou;
-  TORCH_CHECK(false, op, ": kind is '", kind, "', but 'iou', 'giou', 'diou' or 'ciou' is expected");
+  TORCH_CHECK_VALUE(false, op, ": kind is '", kind, "', but 'iou', 'giou', 'diou' or 'ciou' is expected");
 }
 
 inline const char* iou_kind_name(core::IouKind kind) {
@@ -36,7 +36,7 @@ inline core::IouReduction parse_iou_reduction(std::string_view reduction, const 
   if (reduction == "mean") return core::IouReduction::kMean;
   if (reduction == "sum") return core::IouReduction::kSum;
   if (reduction == "none") return core::IouReduction::kNone;
-  TORCH_CHECK(false, op, ": reduction is '", reduction, "', but 'none', 'mean' or 'sum' is expected");
+  TORCH_CHECK_VALUE(false, op, ": reduction is '", reduction, "', but 'none', 'mean' or 'sum' is expected");
 }
 
 inline void check_box_tensor(const at::Tensor& box, const char* op, const char* name) {
@@ -52,7 +52,7 @@ inline void check_bbox_iou(const at::Tensor& box1, const at::Tensor& box2, doubl
   check_box_tensor(box1, op, "box1");
   check_box_tensor(box2, op, "box2");
   check_same_device(box1, "box1", box2, op, "box2");
-  TORCH_CHECK(eps >= 0, op, ": eps is ", eps, ", but a number that is not negative is expected");
+  TORCH_CHECK_VALUE(eps >= 0, op, ": eps is ", eps, ", but a number that is not negative is expected");
   const auto sizes1 = box1.sym_sizes();
   const auto sizes2 = box2.sym_sizes();
   const size_t common = std::min(sizes1.size(), sizes2.size());

@@ -35,6 +35,10 @@ inline void check_same_device(const at::Tensor& first, const char* first_name, c
               " is on ", first.device(), "; both must be on one device");
 }
 
+inline void check_on_cpu(const at::Tensor& tensor, const char* op, const std::string& name) {
+  TORCH_CHECK(tensor.is_cpu(), op, ": ", name, " is on ", tensor.device(), ", but the CPU is expected");
+}
+
 inline void check_strided(const at::Tensor& tensor, const char* op, const char* name) {
   TORCH_CHECK(!tensor.is_nested(), op, ": ", name, " is a nested tensor, but a dense (strided) tensor is expected");
   TORCH_CHECK(!tensor.is_quantized(), op, ": ", name, " is a quantized tensor of ", dtype_name(tensor.scalar_type()),

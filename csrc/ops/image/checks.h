@@ -47,11 +47,11 @@ inline void check_table(const at::Tensor& table, int64_t columns, at::ScalarType
 inline core::WarpArithmetic parse_warp(std::string_view warp, const char* op) {
   if (warp == "fixed") return core::WarpArithmetic::kFixed;
   if (warp == "float") return core::WarpArithmetic::kFloat;
-  TORCH_CHECK(false, op, ": warp is '", warp, "', but 'fixed' (OpenCV 4) or 'float' (OpenCV 5) is expected");
+  TORCH_CHECK_VALUE(false, op, ": warp is '", warp, "', but 'fixed' (OpenCV 4) or 'float' (OpenCV 5) is expected");
 }
 
 inline void check_channels(int64_t channels, const char* op) {
-  TORCH_CHECK(channels == 1 || channels == 3, op, ": channels is ", channels, ", but 1 or 3 is expected");
+  TORCH_CHECK_VALUE(channels == 1 || channels == 3, op, ": channels is ", channels, ", but 1 or 3 is expected");
 }
 
 inline void check_pixel_dtype(at::ScalarType dtype, const char* op, const char* name) {
@@ -98,8 +98,8 @@ struct BatchOptions {
 };
 
 inline void check_augment(const AugmentTensors& t, const AugmentOptions& options, const char* op) {
-  TORCH_CHECK(options.hsv_lanes >= 0 && options.hsv_lanes <= core::kMaxCanvas, op, ": hsv_lanes is ", options.hsv_lanes,
-              ", but a number of pixels is expected");
+  TORCH_CHECK_VALUE(options.hsv_lanes >= 0 && options.hsv_lanes <= core::kMaxCanvas, op, ": hsv_lanes is ",
+                    options.hsv_lanes, ", but a number of pixels is expected");
   parse_warp(options.warp, op);
   check_storages(t.storages, op);
   const at::Tensor& like = t.storages[0];
@@ -128,11 +128,12 @@ inline void check_augment(const AugmentTensors& t, const AugmentOptions& options
 }
 
 inline void check_size(c10::SymIntArrayRef size, const char* op) {
-  TORCH_CHECK(size.size() == 2, op, ": size has ", size.size(), " elements, but (height, width) is expected");
+  TORCH_CHECK_VALUE(size.size() == 2, op, ": size has ", size.size(), " elements, but (height, width) is expected");
   for (const c10::SymInt& side : size) {
-    TORCH_SYM_CHECK(side.sym_ge(0), op, ": size is ", size, ", but sides that are not negative are expected");
-    TORCH_SYM_CHECK(side.sym_le(core::kMaxCanvas), op, ": size is ", size, ", but sides of at most ", core::kMaxCanvas,
-                    " are expected");
+    TORCH_FASTDET_SYM_CHECK_VALUE(side.sym_ge(0), op, ": size is ", size,
+                                  ", but sides that are not negative are expected");
+    TORCH_FASTDET_SYM_CHECK_VALUE(side.sym_le(core::kMaxCanvas), op, ": size is ", size, ", but sides of at most ",
+                                  core::kMaxCanvas, " are expected");
   }
 }
 

@@ -37,6 +37,7 @@ constexpr int64_t kGatherGrain = int64_t{32} << 20;
 void image_gather_(at::Tensor& out, at::TensorList storages, const at::Tensor& pieces) {
   constexpr const char* kOp = "image_gather_";
   check_storages(storages, kOp);
+  check_on_cpu(storages[0], kOp, "storages[0]");
   check_dense_1d(out, storages[0], kOp, "out");
   check_table(pieces, core::kPieceColumns, at::kLong, storages[0], kOp, "pieces");
   const core::Storages from = core_storages(storages);
@@ -51,6 +52,10 @@ void image_gather_(at::Tensor& out, at::TensorList storages, const at::Tensor& p
 
 TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_image<Cpu>(m);
+}
+
+// For every device, so that a tensor that is not on the CPU meets the checks and not PyTorch's page of backends.
+TORCH_LIBRARY_IMPL(torch_fastdet, CompositeExplicitAutograd, m) {
   m.impl("image_gather_", TORCH_FN(image_gather_));
 }
 

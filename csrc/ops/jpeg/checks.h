@@ -26,10 +26,6 @@ inline void check_jpeg_table(const at::Tensor& table, int64_t columns, const cha
   TORCH_CHECK(table.is_contiguous(), op, ": ", name, " is not contiguous; call .contiguous() first");
 }
 
-inline void check_on_cpu(const at::Tensor& tensor, const char* op, const std::string& name) {
-  TORCH_CHECK(tensor.is_cpu(), op, ": ", name, " is on ", tensor.device(), ", but the CPU is expected");
-}
-
 inline void check_jpeg_decode(const at::Tensor& out, const at::Tensor& storage, const at::Tensor& plan,
                               at::IntArrayRef sizes) {
   constexpr const char* op = "jpeg_decode_";

@@ -138,6 +138,10 @@ std::tuple<at::Tensor, std::vector<int64_t>> jpeg_plan(const at::Tensor& headers
 
 TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_jpeg<Cpu>(m);
+}
+
+// For every device, so that a tensor that is not on the CPU meets the checks and not PyTorch's page of backends.
+TORCH_LIBRARY_IMPL(torch_fastdet, CompositeExplicitAutograd, m) {
   m.impl("jpeg_pack", TORCH_FN(jpeg_pack));
   m.impl("jpeg_plan", TORCH_FN(jpeg_plan));
 }

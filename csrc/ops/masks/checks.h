@@ -76,9 +76,9 @@ inline void check_crop(const at::Tensor& masks, const at::Tensor& boxes, const c
   TORCH_SYM_CHECK(boxes.sym_size(1).sym_eq(4).sym_and(boxes.sym_size(0).sym_eq(masks.sym_size(0))), op,
                   ": boxes has shape ", boxes.sym_sizes(), ", but four corners for each of ", masks.sym_size(0),
                   " masks are expected");
-  TORCH_FASTDET_SYM_CHECK_VALUE(masks.sym_size(1).sym_le(kMaxMaskSide).sym_and(masks.sym_size(2).sym_le(kMaxMaskSide)),
-                                op, ": masks has shape ", masks.sym_sizes(), ", but sides of at most ", kMaxMaskSide,
-                                " pixels are expected");
+  TORCH_SYM_CHECK(masks.sym_size(1).sym_le(kMaxMaskSide).sym_and(masks.sym_size(2).sym_le(kMaxMaskSide)), op,
+                  ": masks has shape ", masks.sym_sizes(), ", but sides of at most ", kMaxMaskSide,
+                  " pixels are expected");
 }
 
 inline at::ScalarType mask_dtype(const MaskOptions& options) {
@@ -92,8 +92,8 @@ inline at::ScalarType mask_dtype(const MaskOptions& options) {
 
 inline void check_mask_options(const MaskOptions& options) {
   mask_dtype(options);
-  TORCH_SYM_CHECK(options.size[0].sym_ge(1).sym_and(options.size[1].sym_ge(1)), kInstanceMasks, ": size is ",
-                  options.size, ", but a height and a width of 1 or more are expected");
+  TORCH_FASTDET_SYM_CHECK_VALUE(options.size[0].sym_ge(1).sym_and(options.size[1].sym_ge(1)), kInstanceMasks,
+                                ": size is ", options.size, ", but a height and a width of 1 or more are expected");
   TORCH_CHECK_VALUE(options.factor == 1 || options.factor == 2 || options.factor == 4, kInstanceMasks, ": factor is ",
                     options.factor, ", but 1, 2 or 4 is expected");
 }
@@ -104,9 +104,9 @@ inline core::MaskAxis mask_axis(const at::Tensor& protos, const MaskOptions& opt
   const int64_t size = options.size[axis].expect_int();
   const int64_t begin = options.window ? (*options.window)[axis].expect_int() : 0;
   const int64_t end = options.window ? (*options.window)[axis + 2].expect_int() : enlarged;
-  TORCH_CHECK_VALUE(size <= kMaxMaskSide && enlarged <= kMaxMaskSide, kInstanceMasks, ": size is ", options.size,
-                    " and protos has shape ", protos.sizes(), ", but sides of at most ", kMaxMaskSide,
-                    " pixels are expected");
+  TORCH_CHECK(size <= kMaxMaskSide && enlarged <= kMaxMaskSide, kInstanceMasks, ": size is ", options.size,
+              " and protos has shape ", protos.sizes(), ", but sides of at most ", kMaxMaskSide,
+              " pixels are expected");
   TORCH_CHECK_VALUE(0 <= begin && begin < end && end <= enlarged, kInstanceMasks, ": window is ", *options.window,
                     ", but top, left, bottom and right of at least one pixel within ", protos.size(-2) * options.factor,
                     " x ", protos.size(-1) * options.factor, " are expected");

@@ -56,7 +56,7 @@ inline void check_device(const at::Tensor& tensor, at::Device device, const char
 }
 
 inline void check_hyper_parameter(const char* op, const char* name, double value) {
-  TORCH_CHECK(value >= 0.0, op, ": ", name, " is ", value, ", but a number >= 0 is expected");
+  TORCH_CHECK_VALUE(value >= 0.0, op, ": ", name, " is ", value, ", but a number >= 0 is expected");
 }
 
 inline void check_scalar_tensor(const at::Tensor& tensor, at::Device device, const char* op, const char* name) {

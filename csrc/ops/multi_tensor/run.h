@@ -49,7 +49,7 @@ void run_ema(const List& list, at::TensorList averages, const core::Scalar& deca
 
 template <class Backend>
 void ema(at::TensorList averages, at::TensorList values, double decay) {
-  TORCH_CHECK(std::isfinite(decay), "multi_tensor_ema_: decay is ", decay, ", but a finite number is expected");
+  TORCH_CHECK_VALUE(std::isfinite(decay), "multi_tensor_ema_: decay is ", decay, ", but a finite number is expected");
   run_ema<Backend>(ema_list<Backend>(averages, values), averages, scalar(decay));
 }
 

@@ -100,9 +100,9 @@ inline void check_letterboxes(const at::Tensor& letterboxes, const at::Tensor& i
   const auto fits = [&] {
     return letterboxes.sym_size(0).sym_eq(input.sym_size(0)).sym_and(letterboxes.sym_size(1).sym_eq(6));
   };
-  TORCH_FASTDET_SYM_CHECK_VALUE(letterboxes.dim() == 2 ? fits() : c10::SymBool(false), op, ": letterboxes has shape ",
-                                letterboxes.sym_sizes(), ", but (", input.sym_size(0),
-                                ", 6) is expected: gain_x, gain_y, pad_x, pad_y, width, height of each image");
+  TORCH_SYM_CHECK(letterboxes.dim() == 2 ? fits() : c10::SymBool(false), op, ": letterboxes has shape ",
+                  letterboxes.sym_sizes(), ", but (", input.sym_size(0),
+                  ", 6) is expected: gain_x, gain_y, pad_x, pad_y, width, height of each image");
   check_float(letterboxes, op, "letterboxes");
   check_same_device(input, input_name, letterboxes, op, "letterboxes");
 }
@@ -151,9 +151,9 @@ inline ExtraMeaning extra_meaning(std::string_view name, int64_t channels, const
       {"cell_keypoints_xyv", {ExtraKind::kCellKeypoints, 3}}};
   for (const auto& [known, meaning] : kNames) {
     if (name != known) continue;
-    TORCH_CHECK_VALUE(!meaning.keypoint_values || channels < 0 || channels % meaning.keypoint_values == 0, op,
-                      ": extra has ", channels, " channels, but a multiple of ", meaning.keypoint_values,
-                      " is expected with extra_kind='", std::string(name), "'");
+    TORCH_CHECK(!meaning.keypoint_values || channels < 0 || channels % meaning.keypoint_values == 0, op, ": extra has ",
+                channels, " channels, but a multiple of ", meaning.keypoint_values, " is expected with extra_kind='",
+                std::string(name), "'");
     return meaning;
   }
   TORCH_CHECK_VALUE(false, op, ": extra_kind is '", std::string(name),
@@ -177,17 +177,17 @@ inline void fill_options(NmsRequest& request, const NmsArguments& a, const NmsLa
                        : last.per_class == "exact" ? ClassRule::kExact
                                                    : ClassRule::kOffset;
   if (a.classes.has_value()) {
-    TORCH_CHECK_VALUE(request.source.classes <= core::kMaxFilteredClasses, op, ": classes filters a prediction of ",
-                      request.source.classes, " classes, but at most ", core::kMaxFilteredClasses,
-                      " can be filtered; filter the detections instead");
+    TORCH_CHECK(request.source.classes <= core::kMaxFilteredClasses, op, ": classes filters a prediction of ",
+                request.source.classes, " classes, but at most ", core::kMaxFilteredClasses,
+                " can be filtered; filter the detections instead");
     request.filter.active = true;
     for (const int64_t c : *a.classes) {
       if (c >= 0 && c < request.source.classes) request.filter.bits[c >> 5] |= 1u << (c & 31);
     }
   }
   const int64_t candidates = (request.source.anchors + request.source.label_count) * request.source.classes;
-  TORCH_CHECK_VALUE(candidates < std::numeric_limits<uint32_t>::max(), op, ": the prediction has ", candidates,
-                    " pairs of anchor and class an image, but fewer than 2^32 - 1 are expected");
+  TORCH_CHECK(candidates < std::numeric_limits<uint32_t>::max(), op, ": the prediction has ", candidates,
+              " pairs of anchor and class an image, but fewer than 2^32 - 1 are expected");
   if (last.letterboxes.has_value()) request.letterboxes = *last.letterboxes;
 }
 
@@ -206,13 +206,12 @@ inline void check_yolov5_prediction(const at::Tensor& prediction, int64_t nm, co
                                     const char* op) {
   check_prediction(prediction, op);
   TORCH_CHECK_VALUE(nm >= 0, op, ": nm is ", nm, ", but 0 or more mask coefficients are expected");
-  TORCH_FASTDET_SYM_CHECK_VALUE(prediction.dim() == 3 ? prediction.sym_size(2).sym_ge(5 + nm) : c10::SymBool(false), op,
-                                ": prediction has shape ", prediction.sym_sizes(),
-                                ", but (images, anchors, 5 + classes + nm) with nm = ", nm, " is expected");
+  TORCH_SYM_CHECK(prediction.dim() == 3 ? prediction.sym_size(2).sym_ge(5 + nm) : c10::SymBool(false), op,
+                  ": prediction has shape ", prediction.sym_sizes(),
+                  ", but (images, anchors, 5 + classes + nm) with nm = ", nm, " is expected");
   if (!labels.has_value()) return;
-  TORCH_FASTDET_SYM_CHECK_VALUE(labels->dim() == 2 ? labels->sym_size(1).sym_eq(6) : c10::SymBool(false), op,
-                                ": labels has shape ", labels->sym_sizes(),
-                                ", but (labels, 6) is expected: image, class, x, y, width, height");
+  TORCH_SYM_CHECK(labels->dim() == 2 ? labels->sym_size(1).sym_eq(6) : c10::SymBool(false), op, ": labels has shape ",
+                  labels->sym_sizes(), ", but (labels, 6) is expected: image, class, x, y, width, height");
   check_same_device(prediction, "prediction", *labels, op, "labels");
   check_float(*labels, op, "labels");
 }
@@ -243,9 +242,9 @@ inline NmsRequest yolov5_request(const at::Tensor& prediction, int64_t nm, const
 inline void check_ultralytics_prediction(const at::Tensor& prediction, int64_t nc, const char* op) {
   check_prediction(prediction, op);
   TORCH_CHECK_VALUE(nc >= 0, op, ": nc is ", nc, ", but 0 (all channels past the box) or more classes are expected");
-  TORCH_FASTDET_SYM_CHECK_VALUE(prediction.dim() == 3 ? prediction.sym_size(1).sym_ge(4 + nc) : c10::SymBool(false), op,
-                                ": prediction has shape ", prediction.sym_sizes(),
-                                ", but (images, 4 + classes + extra, anchors) with nc = ", nc, " is expected");
+  TORCH_SYM_CHECK(prediction.dim() == 3 ? prediction.sym_size(1).sym_ge(4 + nc) : c10::SymBool(false), op,
+                  ": prediction has shape ", prediction.sym_sizes(),
+                  ", but (images, 4 + classes + extra, anchors) with nc = ", nc, " is expected");
 }
 
 inline NmsRequest ultralytics_request(const at::Tensor& prediction, int64_t nc) {
@@ -266,11 +265,11 @@ inline NmsRequest ultralytics_request(const at::Tensor& prediction, int64_t nc) 
 }
 
 inline void check_levels(at::TensorList heads, at::ArrayRef<double> strides, const char* op, const char* name) {
-  TORCH_CHECK_VALUE(!heads.empty(), op, ": ", name, " is an empty list, but one map for each stride is expected");
-  TORCH_CHECK_VALUE(heads.size() == strides.size(), op, ": ", name, " holds ", heads.size(),
-                    " maps, but strides holds ", strides.size(), " numbers; one for each map is expected");
-  TORCH_CHECK_VALUE(heads.size() <= core::kMaxLevels, op, ": ", name, " holds ", heads.size(), " maps, but at most ",
-                    core::kMaxLevels, " are supported");
+  TORCH_CHECK(!heads.empty(), op, ": ", name, " is an empty list, but one map for each stride is expected");
+  TORCH_CHECK(heads.size() == strides.size(), op, ": ", name, " holds ", heads.size(), " maps, but strides holds ",
+              strides.size(), " numbers; one for each map is expected");
+  TORCH_CHECK(heads.size() <= core::kMaxLevels, op, ": ", name, " holds ", heads.size(), " maps, but at most ",
+              core::kMaxLevels, " are supported");
   for (size_t i = 0; i < heads.size(); ++i) {
     TORCH_CHECK_VALUE(std::isfinite(strides[i]) && strides[i] > 0, op, ": strides[", i, "] is ", strides[i],
                       ", but a positive number of pixels is expected");
@@ -278,9 +277,9 @@ inline void check_levels(at::TensorList heads, at::ArrayRef<double> strides, con
     check_strided(heads[i], op, name);
     TORCH_CHECK(heads[i].device() == heads[0].device(), op, ": ", name, "[", i, "] is on ", heads[i].device(), ", but ",
                 name, "[0] is on ", heads[0].device(), "; both must be on one device");
-    TORCH_CHECK_TYPE(heads[i].scalar_type() == heads[0].scalar_type(), op, ": ", name, "[", i, "] has dtype ",
-                     dtype_name(heads[i].scalar_type()), ", but ", name, "[0] has ", dtype_name(heads[0].scalar_type()),
-                     "; all maps must have one dtype");
+    TORCH_CHECK(heads[i].scalar_type() == heads[0].scalar_type(), op, ": ", name, "[", i, "] has dtype ",
+                dtype_name(heads[i].scalar_type()), ", but ", name, "[0] has ", dtype_name(heads[0].scalar_type()),
+                "; all maps must have one dtype");
   }
 }
 
@@ -299,11 +298,10 @@ inline NmsRequest check_yolov5_heads(at::TensorList heads, const at::Tensor& anc
   check_levels(heads, strides, op, "heads");
   check_float(anchors, op, "anchors");
   TORCH_CHECK_VALUE(nm >= 0, op, ": nm is ", nm, ", but 0 or more mask coefficients are expected");
-  TORCH_CHECK_VALUE(anchors.dim() == 3 && anchors.size(0) == static_cast<int64_t>(heads.size()) &&
-                        anchors.size(2) == 2 && anchors.size(1) >= 1 && anchors.size(1) <= core::kMaxAnchorsPerCell,
-                    op, ": anchors has shape ", anchors.sizes(), ", but (", heads.size(), ", 1 to ",
-                    core::kMaxAnchorsPerCell,
-                    ", 2) is expected: width and height of each anchor of each map, in cells");
+  TORCH_CHECK(anchors.dim() == 3 && anchors.size(0) == static_cast<int64_t>(heads.size()) && anchors.size(2) == 2 &&
+                  anchors.size(1) >= 1 && anchors.size(1) <= core::kMaxAnchorsPerCell,
+              op, ": anchors has shape ", anchors.sizes(), ", but (", heads.size(), ", 1 to ", core::kMaxAnchorsPerCell,
+              ", 2) is expected: width and height of each anchor of each map, in cells");
   TORCH_CHECK(anchors.device() == heads[0].device() || anchors.device().is_cpu(), op, ": anchors is on ",
               anchors.device(), ", but heads is on ", heads[0].device(),
               "; anchors must be on the device of the heads or on the CPU");
@@ -319,20 +317,20 @@ inline NmsRequest check_yolov5_heads(at::TensorList heads, const at::Tensor& anc
   int64_t outputs = 0;
   for (size_t i = 0; i < heads.size(); ++i) {
     const at::Tensor& head = heads[i];
-    TORCH_CHECK_VALUE(head.dim() == 4 || head.dim() == 5, op, ": heads[", i, "] has shape ", head.sizes(),
-                      ", but (images, na * no, ny, nx) or (images, na, ny, nx, no) is expected");
+    TORCH_CHECK(head.dim() == 4 || head.dim() == 5, op, ": heads[", i, "] has shape ", head.sizes(),
+                ", but (images, na * no, ny, nx) or (images, na, ny, nx, no) is expected");
     const bool split = head.dim() == 5;
     const int64_t no = split ? head.size(4) : head.size(1) / na;
-    TORCH_CHECK_VALUE(split ? head.size(1) == na : head.size(1) % na == 0, op, ": heads[", i, "] has shape ",
-                      head.sizes(), ", which does not fit the ", na, " anchors a cell that anchors gives");
+    TORCH_CHECK(split ? head.size(1) == na : head.size(1) % na == 0, op, ": heads[", i, "] has shape ", head.sizes(),
+                ", which does not fit the ", na, " anchors a cell that anchors gives");
     if (i == 0) {
       source.images = head.size(0);
       outputs = no;
-      TORCH_CHECK_VALUE(no >= 5 + nm, op, ": heads[0] has ", no, " channels an anchor, but at least 5 + nm = ", 5 + nm,
-                        " are expected");
+      TORCH_CHECK(no >= 5 + nm, op, ": heads[0] has ", no, " channels an anchor, but at least 5 + nm = ", 5 + nm,
+                  " are expected");
     }
-    TORCH_CHECK_VALUE(head.size(0) == source.images && no == outputs, op, ": heads[", i, "] has ", head.size(0),
-                      " images and ", no, " channels an anchor, but heads[0] has ", source.images, " and ", outputs);
+    TORCH_CHECK(head.size(0) == source.images && no == outputs, op, ": heads[", i, "] has ", head.size(0),
+                " images and ", no, " channels an anchor, but heads[0] has ", source.images, " and ", outputs);
     core::HeadLevel& level = source.level[i];
     level.stride = strides[i];
     level.rows = static_cast<int32_t>(head.size(2));
@@ -347,8 +345,8 @@ inline NmsRequest check_yolov5_heads(at::TensorList heads, const at::Tensor& anc
       map.anchor = no * head.stride(1);
     }
   }
-  TORCH_CHECK_VALUE(source.anchors < std::numeric_limits<int32_t>::max(), op, ": heads hold ", source.anchors,
-                    " anchors an image, but fewer than 2^31 - 1 are expected");
+  TORCH_CHECK(source.anchors < std::numeric_limits<int32_t>::max(), op, ": heads hold ", source.anchors,
+              " anchors an image, but fewer than 2^31 - 1 are expected");
   source.classes = outputs - 5 - nm;
   request.anchors = anchors;
   return request;
@@ -360,10 +358,10 @@ inline NmsRequest check_ultralytics_heads(at::TensorList boxes, at::TensorList s
   check_levels(boxes, strides, op, "boxes");
   check_levels(scores, strides, op, "scores");
   if (!extra.empty()) check_levels(extra, strides, op, "extra");
-  TORCH_CHECK_VALUE(boxes[0].dim() == 4 && boxes[0].size(1) >= 4 && boxes[0].size(1) % 4 == 0, op,
-                    ": boxes[0] has shape ", boxes[0].sizes(), ", but (images, 4 * reg_max, ny, nx) is expected");
-  TORCH_CHECK_VALUE(scores[0].dim() == 4, op, ": scores[0] has shape ", scores[0].sizes(),
-                    ", but (images, classes, ny, nx) is expected");
+  TORCH_CHECK(boxes[0].dim() == 4 && boxes[0].size(1) >= 4 && boxes[0].size(1) % 4 == 0, op, ": boxes[0] has shape ",
+              boxes[0].sizes(), ", but (images, 4 * reg_max, ny, nx) is expected");
+  TORCH_CHECK(scores[0].dim() == 4, op, ": scores[0] has shape ", scores[0].sizes(),
+              ", but (images, classes, ny, nx) is expected");
   NmsRequest request;
   CandidateSource& source = request.source;
   source.layout = CandidateLayout::kAnchorFreeHeads;
@@ -375,14 +373,14 @@ inline NmsRequest check_ultralytics_heads(at::TensorList boxes, at::TensorList s
   for (size_t i = 0; i < boxes.size(); ++i) {
     const int64_t rows = boxes[i].dim() == 4 ? boxes[i].size(2) : -1, columns = rows >= 0 ? boxes[i].size(3) : -1;
     const auto check_map = [&](const at::Tensor& map, const char* name, int64_t channels) {
-      TORCH_CHECK_TYPE(map.scalar_type() == boxes[0].scalar_type(), op, ": ", name, "[", i, "] has dtype ",
-                       dtype_name(map.scalar_type()), ", but boxes[0] has ", dtype_name(boxes[0].scalar_type()),
-                       "; all maps must have one dtype");
+      TORCH_CHECK(map.scalar_type() == boxes[0].scalar_type(), op, ": ", name, "[", i, "] has dtype ",
+                  dtype_name(map.scalar_type()), ", but boxes[0] has ", dtype_name(boxes[0].scalar_type()),
+                  "; all maps must have one dtype");
       check_same_device(boxes[0], "boxes", map, op, name);
-      TORCH_CHECK_VALUE(map.dim() == 4 && map.size(0) == source.images && map.size(1) == channels &&
-                            map.size(2) == rows && map.size(3) == columns,
-                        op, ": ", name, "[", i, "] has shape ", map.sizes(), ", but (", source.images, ", ", channels,
-                        ", ", rows, ", ", columns, ") is expected, as the other maps have");
+      TORCH_CHECK(map.dim() == 4 && map.size(0) == source.images && map.size(1) == channels && map.size(2) == rows &&
+                      map.size(3) == columns,
+                  op, ": ", name, "[", i, "] has shape ", map.sizes(), ", but (", source.images, ", ", channels, ", ",
+                  rows, ", ", columns, ") is expected, as the other maps have");
     };
     check_map(boxes[i], "boxes", boxes[0].size(1));
     check_map(scores[i], "scores", source.classes);
@@ -391,8 +389,8 @@ inline NmsRequest check_ultralytics_heads(at::TensorList boxes, at::TensorList s
     level.scores = head_map(scores[i]);
     if (!extra.empty()) {
       if (i == 0) {
-        TORCH_CHECK_VALUE(extra[0].dim() == 4, op, ": extra[0] has shape ", extra[0].sizes(),
-                          ", but (images, channels, ny, nx) is expected");
+        TORCH_CHECK(extra[0].dim() == 4, op, ": extra[0] has shape ", extra[0].sizes(),
+                    ", but (images, channels, ny, nx) is expected");
         source.extra = extra[0].size(1);
       }
       check_map(extra[i], "extra", source.extra);
@@ -404,8 +402,8 @@ inline NmsRequest check_ultralytics_heads(at::TensorList boxes, at::TensorList s
     level.first_anchor = source.anchors;
     source.anchors += rows * columns;
   }
-  TORCH_CHECK_VALUE(source.anchors < std::numeric_limits<int32_t>::max(), op, ": boxes hold ", source.anchors,
-                    " anchors an image, but fewer than 2^31 - 1 are expected");
+  TORCH_CHECK(source.anchors < std::numeric_limits<int32_t>::max(), op, ": boxes hold ", source.anchors,
+              " anchors an image, but fewer than 2^31 - 1 are expected");
   request.options.nan_class_drops_anchor = true;
   return request;
 }
@@ -436,9 +434,8 @@ inline void check_scale_boxes(const at::Tensor& boxes, const at::Tensor& letterb
   const char* op = "scale_boxes";
   check_float(boxes, op, "boxes");
   check_strided(boxes, op, "boxes");
-  TORCH_FASTDET_SYM_CHECK_VALUE(boxes.dim() == 3 ? boxes.sym_size(2).sym_ge(4) : c10::SymBool(false), op,
-                                ": boxes has shape ", boxes.sym_sizes(),
-                                ", but (images, boxes, 4 or more columns) is expected");
+  TORCH_SYM_CHECK(boxes.dim() == 3 ? boxes.sym_size(2).sym_ge(4) : c10::SymBool(false), op, ": boxes has shape ",
+                  boxes.sym_sizes(), ", but (images, boxes, 4 or more columns) is expected");
   check_letterboxes(letterboxes, boxes, op, "boxes");
 }
 

@@ -88,13 +88,13 @@ inline V8Lies v8_lies(const at::Tensor& head) {
 inline void check_v8_heads(at::TensorList heads, const V8Levels<>& of_levels, int64_t reg_max, const char* op) {
   const auto& [strides, sizes] = of_levels;
   const auto levels = static_cast<int64_t>(strides.size());
-  TORCH_CHECK(levels >= 1 && levels <= core::kV8MaxLevels, op, ": strides has ", levels, " levels, but 1 to ",
-              core::kV8MaxLevels, " are expected");
+  TORCH_CHECK_VALUE(levels >= 1 && levels <= core::kV8MaxLevels, op, ": strides has ", levels, " levels, but 1 to ",
+                    core::kV8MaxLevels, " are expected");
   for (const double stride : strides) {
-    TORCH_CHECK(stride > 0, op, ": strides has ", stride, ", but numbers above 0 are expected");
+    TORCH_CHECK_VALUE(stride > 0, op, ": strides has ", stride, ", but numbers above 0 are expected");
   }
   TORCH_CHECK(!heads.empty(), op, ": heads is empty, but one tensor a level, or boxes and scores, are expected");
-  TORCH_CHECK(reg_max >= 1 && reg_max <= 1024, op, ": reg_max is ", reg_max, ", but 1 to 1024 is expected");
+  TORCH_CHECK_VALUE(reg_max >= 1 && reg_max <= 1024, op, ": reg_max is ", reg_max, ", but 1 to 1024 is expected");
   for (size_t i = 0; i < heads.size(); ++i) {
     check_strided(heads[i], op, "heads");
     check_float(heads[i], op, "heads");
@@ -105,12 +105,12 @@ inline void check_v8_heads(at::TensorList heads, const V8Levels<>& of_levels, in
   }
   const int64_t boxes = 4 * reg_max;
   if (v8_is_joined(heads)) {
-    TORCH_CHECK(sizes.size() == 2 * strides.size(), op, ": sizes has ", sizes.size(), " numbers, but ", 2 * levels,
-                " are expected for ", levels, " levels: height and width of each");
+    TORCH_CHECK_VALUE(sizes.size() == 2 * strides.size(), op, ": sizes has ", sizes.size(), " numbers, but ",
+                      2 * levels, " are expected for ", levels, " levels: height and width of each");
     int64_t anchors = 0;
     for (int64_t level = 0; level < levels; ++level) {
       const int64_t ny = sizes[2 * level], nx = sizes[2 * level + 1];
-      TORCH_CHECK(ny > 0 && nx > 0, op, ": sizes has ", ny, " x ", nx, ", but an empty level has no loss");
+      TORCH_CHECK_VALUE(ny > 0 && nx > 0, op, ": sizes has ", ny, " x ", nx, ", but an empty level has no loss");
       anchors += ny * nx;
     }
     TORCH_CHECK(heads[1].dim() == 3 && heads[0].size(1) == boxes && heads[0].size(2) == anchors &&
@@ -191,8 +191,8 @@ inline void check_v8_slots(const at::Tensor& targets, const at::Tensor& slot_anc
 }
 
 inline void check_v8_topk(const V8LossOptions& options, const char* op) {
-  TORCH_CHECK(options.topk >= 1 && options.topk2 >= 1, op, ": topk is ", options.topk, " and topk2 is ", options.topk2,
-              ", but numbers above 0 are expected");
+  TORCH_CHECK_VALUE(options.topk >= 1 && options.topk2 >= 1, op, ": topk is ", options.topk, " and topk2 is ",
+                    options.topk2, ", but numbers above 0 are expected");
 }
 
 inline void check_v8_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,

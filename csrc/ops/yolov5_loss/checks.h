@@ -168,9 +168,9 @@ inline void check_yolov5_loss(at::TensorList heads, const at::Tensor& targets, c
                 ", but one int64 is expected");
     check_same_device(heads[0], "heads[0]", *num_targets, op, "num_targets");
   }
-  TORCH_CHECK(options.label_smoothing >= 0 && options.label_smoothing <= 1, op, ": label_smoothing is ",
-              options.label_smoothing, ", but 0 to 1 is expected");
-  TORCH_CHECK(options.anchor_t > 0, op, ": anchor_t is ", options.anchor_t, ", but a number above 0 is expected");
+  TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, op, ": label_smoothing is ",
+                    options.label_smoothing, ", but 0 to 1 is expected");
+  TORCH_CHECK_VALUE(options.anchor_t > 0, op, ": anchor_t is ", options.anchor_t, ", but a number above 0 is expected");
 }
 
 inline int64_t yolov5_cells(at::TensorList heads, int64_t na) {

@@ -10,6 +10,7 @@ from torch_fastdet import ops
 from torch_fastdet.ops.letterbox import Placing
 
 MOST_STORAGES = 8
+UPLOAD = 64 << 20  # bytes of images that are copied to a GPU at once, or one image
 LARGEST_SIDE = 1 << 24
 
 
@@ -26,32 +27,61 @@ def fits(pictures: object) -> bool:
 def letterbox(
     pictures: list[np.ndarray], placings: list[Placing], device: torch.device, dtype: torch.dtype, bgr: bool = False
 ) -> Tensor:
-    """Pictures to (images, channels, height, width) in 0..1 on ``device``. Three channels are exchanged, unless ``bgr``.
+    """Return images as (images, channels, height, width) in 0..1 on ``device``. Three channels are exchanged, unless ``bgr``.
 
-    On CUDA they are copied into one pinned buffer and uploaded together. On the CPU contiguous pictures are read where they are.
+    A long list needs no more memory than a few of its images, beside the result: the CPU reads them where they are, and a GPU gets
+    them in groups of ``UPLOAD`` bytes.
     """
-    shapes = [im.shape for im in pictures]
-    size, channels = list(placings[0].size), shapes[0][2]
-    head = 80 * len(pictures) if device.type == "cuda" else 0  # the plan travels with the pictures
-    in_place = device.type == "cpu" and len(pictures) <= MOST_STORAGES
-    if in_place and all(im.flags.c_contiguous and im.flags.writeable for im in pictures):
-        storages = [torch.from_numpy(im.reshape(-1)) for im in pictures]
-        where = [(i, 0) for i in range(len(pictures))]  # of each picture: storage and offset
+    shape = (len(pictures), pictures[0].shape[2], *placings[0].size)
+    out = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cuda":
+        _on_gpu(out, pictures, placings, bgr)
     else:
-        ends = np.cumsum([head] + [im.size for im in pictures]).tolist()
-        buffer = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
-        for im, begin, end in zip(pictures, ends, ends[1:]):
-            np.copyto(buffer[begin:end].numpy().reshape(im.shape), im)
-        storages, where = [buffer], [(0, begin) for begin in ends[:-1]]
-    plan = torch.tensor(
-        [
-            [*at, shape[0], shape[1], shape[1] * channels, p.height, p.width, p.top, p.left, 0]
-            for at, shape, p in zip(where, shapes, placings)
-        ],
-        device="cpu",
-    )
-    if head:
-        storages[0][:head].view(torch.int64).copy_(plan.view(-1))
-        storages = [storages[0].to(device, non_blocking=True)]
-        plan = storages[0][:head].view(torch.int64).view(len(pictures), 10)
-    return ops.image_letterbox(storages, plan, size, channels=channels, dtype=dtype, bgr=bgr)
+        for begin in range(0, len(pictures), MOST_STORAGES):
+            group = slice(begin, begin + MOST_STORAGES)
+            _on_cpu(out[group], pictures[group], placings[group], bgr)
+    return out
+
+
+def _plan(pictures: list[np.ndarray], placings: list[Placing], where: list[tuple[int, int]]) -> Tensor:
+    """``where``: of each image the storage and its offset."""
+    rows = [
+        [*at, *im.shape[:2], im.shape[1] * im.shape[2], p.height, p.width, p.top, p.left, 0]
+        for at, im, p in zip(where, pictures, placings)
+    ]
+    return torch.tensor(rows, device="cpu")
+
+
+def _on_cpu(out: Tensor, pictures: list[np.ndarray], placings: list[Placing], bgr: bool) -> None:
+    in_place = [im if im.flags.c_contiguous and im.flags.writeable else im.copy() for im in pictures]
+    storages = [torch.from_numpy(im.reshape(-1)) for im in in_place]
+    plan = _plan(pictures, placings, [(i, 0) for i in range(len(pictures))])
+    ops.image_letterbox_(out, storages, plan, bgr)
+
+
+def _on_gpu(out: Tensor, pictures: list[np.ndarray], placings: list[Placing], bgr: bool) -> None:
+    uploads: list[torch.cuda.Event] = []
+    end = 0
+    while end < len(pictures):
+        begin, size = end, 0
+        while end < len(pictures) and (end == begin or size + pictures[end].size <= UPLOAD):
+            size += pictures[end].size
+            end += 1
+        if len(uploads) == 2:
+            uploads.pop(0).synchronize()  # so that at most two buffers are pinned
+        group = slice(begin, end)
+        _upload(out[group], pictures[group], placings[group], bgr)
+        uploads.append(torch.cuda.current_stream(out.device).record_event())
+
+
+def _upload(out: Tensor, pictures: list[np.ndarray], placings: list[Placing], bgr: bool) -> None:
+    """In one copy to the GPU: the plan, and the images behind it."""
+    head = 80 * len(pictures)
+    ends = np.cumsum([head] + [im.size for im in pictures]).tolist()
+    buffer = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
+    for im, begin, end in zip(pictures, ends, ends[1:]):
+        np.copyto(buffer[begin:end].numpy().reshape(im.shape), im)
+    plan = _plan(pictures, placings, [(0, begin) for begin in ends[:-1]])
+    buffer[:head].view(torch.int64).copy_(plan.view(-1))
+    storage = buffer.to(out.device, non_blocking=True)
+    ops.image_letterbox_(out, [storage], storage[:head].view(torch.int64).view(plan.shape), bgr)
