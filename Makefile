@@ -34,7 +34,7 @@ $(error torch_fastdet: found Python $(or $(FOUND),that fails) in $(VENV), but $(
 endif
 endif
 
-.PHONY: help venv build demo test test-all test-nightly test-python test-cpp test-versions canary serve-test test-asan test-aarch64 test-aarch64-extension fuzz fuzz-operators fuzz-operators-gpu fuzz-files soak test-gpu gpu-report-check release-check lint format bench docs wheel wheels clean
+.PHONY: help venv build demo test test-all test-nightly test-python test-orders test-alone test-cpp test-versions canary serve-test test-asan test-aarch64 test-aarch64-extension fuzz fuzz-operators fuzz-operators-gpu fuzz-files soak test-gpu gpu-report-check release-check lint format bench docs wheel wheels clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 22
@@ -83,6 +83,18 @@ WORKERS ?= $(shell echo $$(($(JOBS) < 8 ? $(JOBS) : 8)))
 SLOW = not slow
 test-python: build ## the Python tests of `make test`
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SLOW)" -n $(WORKERS) --dist loadgroup $(TESTS)
+
+# A seed is an order: what failed in one fails again by the same SEEDS and TESTS. TESTS="tests/patching tests/yolov5"
+SEEDS ?= 1 2 3 4 5 6 7 8 9 10
+test-orders: build ## the Python tests of `make test` in random orders (SEEDS="1 2 3")
+	@failed=; for seed in $(SEEDS); do echo "seed $$seed"; \
+	  OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "$(SLOW)" -n $(WORKERS) --dist loadgroup -p randomly -p no:cacheprovider \
+	    --randomly-seed $$seed $(TESTS) || failed="$$failed $$seed"; done; [ -z "$$failed" ] || { echo "failed with SEEDS=\"$$failed\""; exit 1; }
+
+test-alone: build ## each file of the Python tests of `make test` in a process of its own
+	@find $(or $(TESTS),tests) -name 'test_*.py' | sort | OMP_NUM_THREADS=1 xargs -P $(WORKERS) -I{} sh -c \
+	  '$(BIN)/python -m pytest -q -m "$(SLOW)" -p no:cacheprovider {} > build/alone-$$$$.log 2>&1; status=$$?; \
+	  [ $$status = 0 ] || [ $$status = 5 ] || { cat build/alone-$$$$.log; exit 1; }; rm build/alone-$$$$.log'  # 5: no test of it is chosen
 
 test-cpp: $(STAMP) ## the GoogleTests of `make test`
 	@$(call googletest,build/cpp,OFF,$(BIN)/cmake)

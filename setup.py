@@ -258,11 +258,12 @@ def python_module() -> list[Extension]:
     return [
         Extension(
             "torch_fastdet._C",
-            ["csrc/python/module.cpp"],
+            sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc/python").glob("*.cpp")),
             include_dirs=[pybind11.get_include(), str(ROOT / "csrc"), str(GENERATED)],
-            depends=[str(GENERATED / "build_config.h")],
+            depends=[str(GENERATED / "build_config.h"), *map(str, (ROOT / "csrc/core/track").glob("*.h"))],
             language="c++",
-            extra_compile_args={"cxx": ["-O2", "-g0", "-fvisibility=hidden"]},
+            # -ffp-contract=off: as the operators. The trackers' results have NumPy's bits.
+            extra_compile_args={"cxx": ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]},
         )
     ]
 

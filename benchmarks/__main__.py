@@ -49,6 +49,7 @@ LIMITS = {
     "distributed": 110,
     "loader": 90,
     "val": 90,
+    "track": 60,
     "postprocess": 150,
     "step": 240,
     "latency": 120,

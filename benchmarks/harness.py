@@ -72,6 +72,7 @@ WANTS = {
     "ultralytics": ("ultralytics", "sklearn", "cv2", "PIL", "yaml"),
     "loader": REAL_SCRIPTS,
     "val": REAL_SCRIPTS,
+    "track": ("ultralytics", "cv2", "lap"),
     "dataset": (*REAL_SCRIPTS, "cv2"),
     "image": ("cv2",),
     "jpeg": ("cv2", "sklearn"),

@@ -2,6 +2,7 @@
 
 import os
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,7 +10,11 @@ import setuptools  # noqa: F401  before distutils, which YOLOv5's packages impor
 import torch
 
 import torch_fastdet
+from tests import traces
 from torch_fastdet import _say
+
+# Where they are not set, importing Ultralytics asks the network.
+os.environ |= {"YOLO_OFFLINE": "true", "ULTRALYTICS_SKIP_REQUIREMENTS_CHECKS": "true"}
 
 
 def spread_over_gpus() -> None:
@@ -111,6 +116,36 @@ def pytest_collection_modifyitems(config, items):
     return result
 
 
+# Tests of what replaces names of a framework.
+TRACES, RAN = pytest.StashKey[traces.Traces](), pytest.StashKey[bool]()
+IN_FRAMEWORKS = re.compile(r"tests/((patching|ultralytics|yolov5)/|test_(limits|stock_kinds)\.py)")
+
+
+def pytest_collection_finish(session):
+    if session.items:
+        traces.note_fakes()
+        if any(IN_FRAMEWORKS.match(item.nodeid) for item in session.items):
+            traces.import_everything()
+        session.stash[TRACES] = traces.Traces()
+
+
+def pytest_runtest_call(item):
+    item.stash[RAN] = True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    result = yield
+    if item.stash.get(RAN, False) and (changed := item.session.stash[TRACES].look()):
+        pytest.fail(f"the test left a trace, not as before: {', '.join(changed)}", pytrace=False)
+    return result
+
+
+def pytest_fixture_setup(fixturedef, request):
+    if fixturedef.scope != "function":  # whichever test is the first to ask for it
+        traces.seed()
+
+
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request) -> torch.device:
     """The test runs once on the CPU and once on the GPU, where there is one."""
@@ -136,7 +171,14 @@ def same_convolutions():
 
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(0)
+    traces.seed()
+
+
+@pytest.fixture(autouse=True)
+def _environment():
+    """Puts back what a framework's trainer or predictor sets, such as CUBLAS_WORKSPACE_CONFIG."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +186,8 @@ def _lines_on_stderr():
     """Lines of the package are shown as after ``patch()``: pytest's own handlers are not a user's."""
     with pytest.MonkeyPatch.context() as patch:  # apart from the tests' own, which they may undo
         patch.setattr(_say, "is_configured", lambda: False)
+        for of_other_tests in (_say.counts, _say.fallbacks, _say._showing):
+            of_other_tests.clear()
         _say.show("tests")
         yield
         _say.hide("tests")

@@ -115,15 +115,3 @@ def test_no_private_name_is_imported_across_folders(name):
         if any(part.startswith("_") and not part.endswith("__") for part in parts[2:])
     ]
     assert not private
-
-
-def test_the_page_on_architecture_names_every_part():
-    """Each file or folder of the package that a user imports, and each file of graphs and optim."""
-    page = (ROOT / "docs/architecture.md").read_text()
-    parts = [path for path in PACKAGE.iterdir() if not path.name.startswith("_") and path.suffix in ("", ".py")]
-    parts = [path for path in parts if path.suffix or (path / "__init__.py").exists()]
-    parts += [
-        path for folder in ("graphs", "optim") for path in (PACKAGE / folder).glob("*.py") if path.stem != "__init__"
-    ]
-    missing = [path.name for path in parts if not re.search(rf"\b{path.name}\b", page)]
-    assert not missing, f"docs/architecture.md names no {missing}"

@@ -80,4 +80,3 @@ def test_names_that_are_not_utf8_can_be_written(caplog):
     """Python has such bytes of a file's name as surrogates, which a handler cannot encode."""
     _say.say("caf\udce9.jpg", logging.WARNING)
     assert caplog.messages == ["caf\\udce9.jpg"]
-    _say.fallbacks.clear()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -46,15 +45,11 @@ class Pair:
 
 @functools.cache
 def pairs(host: str) -> dict[str, Pair]:
-    """What every switch of ``host`` replaces, by name; nothing is left replaced, and YOLOv5 not imported."""
+    """What every switch of ``host`` replaces, by name; nothing is left replaced."""
     pytest.importorskip(host)
-    before = set(sys.modules)
-    options = torch._tensor_str.PRINT_OPTS, np.get_printoptions()
     drop_in = importlib.import_module(f"torch_fastdet.{host}")
     found: dict[str, Pair] = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for name in ("YOLO_OFFLINE", "ULTRALYTICS_SKIP_REQUIREMENTS_CHECKS"):  # importing asks the network otherwise
-            monkeypatch.setenv(name, "true")
         # Switches that need a GPU replace their names here too.
         monkeypatch.setattr(engine_switch, "missing_gpu", lambda: None)
         drop_in.patch(fastdet=True)
@@ -63,12 +58,6 @@ def pairs(host: str) -> dict[str, Pair]:
     for r in replacements:
         name = r.attribute if isinstance(r.owner, ModuleType) else f"{r.owner.__name__}.{r.attribute}"
         found.setdefault(name, Pair(r.old, r.new, r.owner))
-    if host == "yolov5":  # whose mere presence decides what other tests see
-        torch._tensor_str.PRINT_OPTS = options[0]
-        np.set_printoptions(**options[1])
-        for module in set(sys.modules) - before:
-            if module.split(".")[0] == "yolov5":
-                del sys.modules[module]
     return found
 
 

@@ -1,8 +1,9 @@
-// torch_fastdet._C: what Python wants to know of this build. Operators live in libtorch_fastdet.so, which needs no
-// Python.
+// torch_fastdet._C: build information, and the trackers, which need no torch. Operators live in libtorch_fastdet.so,
+// which needs no Python.
 #include <pybind11/pybind11.h>
 
 #include "build_config.h"
+#include "python/trackers.h"
 
 namespace py = pybind11;
 
@@ -19,4 +20,5 @@ PYBIND11_MODULE(_C, m) {
         return info;
       },
       "What this module was compiled with: version, torch, CUDA, architectures and compiler.");
+  bind_trackers(m);
 }

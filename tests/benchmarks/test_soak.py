@@ -23,19 +23,6 @@ def test_growth_is_told_from_noise():
     assert soak.slope([0, 1, 2, 3], [1, 3, 5, 7]) == (2, 0)
 
 
-def test_processes_are_those_below_too():
-    import os
-    import subprocess
-    import sys
-
-    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:
-        while len(found := soak.processes(process.pid)) < 2 and process.poll() is None:
-            pass
-        assert found[0] == process.pid and process.pid in soak.processes(os.getpid())
-        process.communicate(b"\n")
-
-
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_all_parts_run(tmp_path, capsys):

@@ -18,7 +18,6 @@ from benchmarks.training_truth import (
     finished,
     report,
     run_all,
-    variant_of,
 )
 from examples.demo import dataset
 from examples.demo.training import Progress, Run
@@ -47,27 +46,6 @@ def test_report_gives_the_difference_with_its_standard_error(tmp_path):
     assert "The lowest mAP50-95 is 0.600 (not above the 0.6" in text and "a CPU, torch 2.11.0, 2026-11-21" in text
     training_truth.plot(tmp_path, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 20_000
-
-
-def test_report_compares_each_switch_with_stock(tmp_path):
-    of = {STOCK: (0.70, 0.72), FASTDET: (0.80, 0.81), variant_of("only_loss_optim"): (0.71, 0.71)}
-    for variant, values in of.items():
-        for seed, value in enumerate(values):
-            leave(tmp_path, variant, seed, value)
-    text = report(tmp_path)
-    assert "| mAP50-95 | 0.7100 | torch_fastdet (2) | 0.8050 | +0.0950 | 0.0112 | +8.5 |" in text
-    assert "| mAP50-95 | 0.7100 | loss_optim alone (2) | 0.7100 | +0.0000 | 0.0100 | +0.0 |" in text
-    training_truth.plot(tmp_path, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 10_000
-    for seed in range(2, 5):
-        leave(tmp_path, STOCK, seed, 0.7)
-    training_truth.plot(tmp_path, tmp_path / "ends.png")
-    assert (tmp_path / "ends.png").stat().st_size > 10_000
-
-
-def test_an_unknown_variant_is_named():
-    with pytest.raises(ValueError, match="no variant 'only_magic'; there are: stock, fastdet, only_bbox_iou_optim"):
-        variant_of("only_magic")
 
 
 def test_runs_of_other_settings_are_refused(tmp_path):
@@ -112,14 +90,6 @@ def trainings(tmp_path, monkeypatch):
     return go
 
 
-def test_a_failed_run_is_done_again_and_the_others_are_not(trainings, capsys):
-    complete, begun = trainings(jobs=2)
-    assert not complete and sorted(begun) == [("fastdet", 0), ("fastdet", 1), ("stock", 0), ("stock", 1)]
-    assert "failed: stock-seed1: train.py ended with exit code 1" in capsys.readouterr().out
-    assert trainings() == (True, [("stock", 1)])
-    assert trainings() == (True, [])
-
-
 def test_rows_of_two_trainings_are_no_run(trainings, tmp_path, capsys):
     trainings.begun.append(("more rows", 0))  # as if another training had written into the same results.csv
     assert trainings()[0] is False
@@ -128,14 +98,6 @@ def test_rows_of_two_trainings_are_no_run(trainings, tmp_path, capsys):
     trainings.begun.clear()
     assert trainings(jobs=2)[0] is False and trainings()[0] is True
     assert {path.name for path in (tmp_path / "work").iterdir()} >= {SETTINGS.model}
-
-
-def test_no_run_begins_that_would_pass_the_limit(trainings, capsys):
-    """A run of 100 s does not fit into what is left of one minute; before the first run nothing is known."""
-    leave_first = trainings(minutes=1)
-    assert leave_first[0] is False and ("fastdet", 1) in leave_first[1]
-    complete, begun = trainings(minutes=1)
-    assert not complete and begun == [] and "left: stock-seed1" in capsys.readouterr().out
 
 
 @pytest.mark.nightly

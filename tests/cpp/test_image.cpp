@@ -15,46 +15,6 @@ Hsv to_hsv(int b, int g, int r) {
   return hsv_from_bgr(b, g, r, most, d, saturation_factor(most), hue_factor(d));
 }
 
-TEST(ImageColors, PureColorsAndGrey) {
-  const struct {
-    int b, g, r, h, s, v;
-  } cases[] = {{0, 0, 255, 0, 255, 255},    {0, 255, 255, 30, 255, 255}, {0, 255, 0, 60, 255, 255},
-               {255, 255, 0, 90, 255, 255}, {255, 0, 0, 120, 255, 255},  {255, 0, 255, 150, 255, 255},
-               {77, 77, 77, 0, 0, 77},      {0, 0, 0, 0, 0, 0}};
-  for (const auto& c : cases) {
-    const Hsv hsv = to_hsv(c.b, c.g, c.r);
-    EXPECT_EQ(hsv.h, c.h);
-    EXPECT_EQ(hsv.s, c.s);
-    EXPECT_EQ(hsv.v, c.v);
-    const Bgr bgr = bgr_from_hsv(hue_place(hsv.h), unit(hsv.s), unit(hsv.v), true);
-    EXPECT_EQ(bgr.b, c.b);
-    EXPECT_EQ(bgr.g, c.g);
-    EXPECT_EQ(bgr.r, c.r);
-  }
-}
-
-// Within OpenCV's own loss: hue in steps of two degrees.
-TEST(ImageColors, ThereAndBackIsNear) {
-  for (int i = 0; i < 1 << 24; i += 4099) {
-    const int b = i & 255, g = i >> 8 & 255, r = i >> 16;
-    const Hsv hsv = to_hsv(b, g, r);
-    ASSERT_GE(hsv.h, 0);
-    ASSERT_LT(hsv.h, 180);
-    const Bgr bgr = bgr_from_hsv(hue_place(hsv.h), unit(hsv.s), unit(hsv.v), true);
-    EXPECT_NEAR(bgr.b, b, 6);
-    EXPECT_NEAR(bgr.g, g, 6);
-    EXPECT_NEAR(bgr.r, r, 6);
-  }
-}
-
-// Hues past 180, which a table may hold, go around the circle.
-TEST(ImageColors, HueGoesAround) {
-  for (int h = 180; h < 256; ++h) {
-    EXPECT_EQ(hue_place(h).sector, hue_place(h - 180).sector);
-    EXPECT_NEAR(hue_place(h).place, hue_place(h - 180).place, 1e-5);
-  }
-}
-
 #if defined(__x86_64__)
 // Of a machine's vector code only the best would run: each against the plain loop, over colours, tables and odd
 // lengths.
@@ -98,58 +58,6 @@ TEST(ImageColors, VectorCodeEqualsPlain) {
   }
 }
 #endif
-
-TEST(ImageWarp, InverseUndoes) {
-  const double m[] = {1.2, 0.3, -7, -0.4, 0.9, 11, 0.001, -0.002, 1};
-  const InverseMap affine = invert_affine(m), full = invert_perspective(m);
-  for (double x = -20; x < 100; x += 13) {
-    for (double y = -20; y < 100; y += 17) {
-      const double ax = m[0] * x + m[1] * y + m[2], ay = m[3] * x + m[4] * y + m[5];
-      EXPECT_NEAR(affine.m[0] * ax + affine.m[1] * ay + affine.m[2], x, 1e-9);
-      EXPECT_NEAR(affine.m[3] * ax + affine.m[4] * ay + affine.m[5], y, 1e-9);
-      const double w = m[6] * x + m[7] * y + m[8], px = ax / w, py = ay / w;
-      const double back = full.m[6] * px + full.m[7] * py + full.m[8];
-      EXPECT_NEAR((full.m[0] * px + full.m[1] * py + full.m[2]) / back, x, 1e-9);
-      EXPECT_NEAR((full.m[3] * px + full.m[4] * py + full.m[5]) / back, y, 1e-9);
-    }
-  }
-}
-
-TEST(ImageWarp, NoInverseGivesZeros) {
-  const double m[] = {1, 2, 3, 2, 4, 6, 0, 0, 1};
-  EXPECT_EQ(invert_affine(m).m[0], 0);
-  EXPECT_EQ(invert_perspective(m).m[4], 0);
-}
-
-TEST(ImageWarp, RoundsToEvenAndSaturates) {
-  EXPECT_EQ(round_to_int(0.5), 0);
-  EXPECT_EQ(round_to_int(1.5), 2);
-  EXPECT_EQ(round_to_int(-2.5), -2);
-  EXPECT_EQ(round_to_int(1e300), INT32_MAX);
-  EXPECT_EQ(round_to_int(-1e300), INT32_MIN);
-  EXPECT_EQ(round_to_int(std::nan("")), 0);
-}
-
-TEST(ImageWarp, BlendsAreWeightedMeans) {
-  EXPECT_EQ(blend_fixed(10, 20, 30, 40, 0, 0), 10);
-  EXPECT_EQ(blend_fixed(10, 20, 30, 40, 16, 16), 25);
-  EXPECT_EQ(blend_fixed(255, 255, 255, 255, 31, 31), 255);
-  EXPECT_EQ(blend_float(10, 20, 30, 40, 0.25f, 0.5f), 22);  // 22.5, to even
-  EXPECT_EQ(mix(200, 100, 0.25, 0.75), 125);
-}
-
-// A coordinate that does not fit an int is outside, also where a mask has every pixel looked up one by one.
-TEST(ImageWarp, FarAwayIsTheBorder) {
-  const std::vector<uint8_t> mask(4, 1);
-  Layer layer{};
-  layer.canvas_h = layer.canvas_w = 2;
-  layer.mask = mask.data();
-  for (const float far : {-2.f, -1e30f, 32768.f, 1e30f, INFINITY, -INFINITY, NAN}) {
-    for (const FloatPoint point : {FloatPoint{far, 0.5f}, FloatPoint{0.5f, far}, FloatPoint{far, far}}) {
-      EXPECT_EQ(pack_pixel(sample_point<3>(layer, point)), kBorderWord[1]) << far;
-    }
-  }
-}
 
 std::vector<RowKernels> all_row_kernels() {
   std::vector<RowKernels> kernels{plain_row_kernels()};
@@ -268,42 +176,6 @@ TEST(ImageWarp, RowsOfPointsBeyondInts) {
   }
 }
 
-// Against the mean of the pixels under a target pixel, each by the part of it that lies there.
-TEST(ImageResize, AreaIsAMean) {
-  for (const int source : {7, 10, 31, 64}) {
-    for (int target = 1; target <= source; ++target) {
-      const ResizeAxis axis = resize_axis(source, target);
-      for (int i = 0; i < target; ++i) {
-        const AreaTap tap = area_tap(axis, i);
-        ASSERT_GE(tap.first, 0);
-        ASSERT_LT(tap.last, source);
-        double sum = 0;
-        for (int j = tap.first; j <= tap.last; ++j) {
-          const double from = std::max<double>(j, i * axis.scale), to = std::min<double>(j + 1, (i + 1) * axis.scale);
-          EXPECT_NEAR(tap.at(j), (to - from) / axis.scale, 2e-3);
-          sum += tap.at(j);
-        }
-        EXPECT_NEAR(sum, 1, 2e-3);
-      }
-    }
-  }
-}
-
-TEST(ImageResize, LinearTapsLieInside) {
-  for (const int source : {1, 2, 3, 17}) {
-    for (const int target : {1, 2, 5, 40}) {
-      for (const bool area : {false, true}) {
-        for (int i = 0; i < target; ++i) {
-          const LinearTap tap = linear_tap(resize_axis(source, target), i, true, area);
-          ASSERT_GE(tap.first, 0);
-          ASSERT_LT(tap.second, source);
-          EXPECT_NEAR(tap.first_weight + tap.second_weight, 2048, 1);
-        }
-      }
-    }
-  }
-}
-
 // Pictures in exactly as much memory as they take: rows against one pixel after another.
 template <int kChannels>
 void check_resized_rows(const ResizeKernels& kernels, Interpolation interpolation) {
@@ -338,18 +210,6 @@ TEST(ImageResize, RowsEqualPixels) {
       check_resized_rows<3>(kernels, interpolation);
     }
   }
-}
-
-TEST(ImageResize, Rules) {
-  const auto rule = [](int w, int h, int new_w, int new_h, Interpolation i) {
-    return make_resize(w, h, new_w, new_h, i).rule;
-  };
-  EXPECT_EQ(rule(64, 48, 64, 48, Interpolation::kArea), ResizeRule::kCopy);
-  EXPECT_EQ(rule(64, 48, 32, 24, Interpolation::kLinear), ResizeRule::kBlocks);
-  EXPECT_EQ(rule(64, 48, 32, 48, Interpolation::kLinear), ResizeRule::kLinear);
-  EXPECT_EQ(rule(63, 48, 21, 12, Interpolation::kArea), ResizeRule::kBlocks);
-  EXPECT_EQ(rule(63, 48, 20, 12, Interpolation::kArea), ResizeRule::kArea);
-  EXPECT_EQ(rule(63, 48, 70, 12, Interpolation::kArea), ResizeRule::kLinearArea);
 }
 
 // A rectangle that reaches beyond the canvas on one side and beyond its picture on the other.

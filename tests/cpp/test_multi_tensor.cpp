@@ -123,49 +123,4 @@ TEST(MergeDims, SaysWhereTooManyRemain) {
   EXPECT_TRUE(merge_dims(layout, static_cast<int64_t>(sizes.size()), sizes.data(), one));
 }
 
-TEST(OptimizerMath, FirstStepTakesTheGradientUndamped) {
-  const SgdScalars<double> s{0.1, 0.9, 0.5, 0.0, false, false};
-  double param = 1, buffer = 77;
-  sgd_element(param, 2.0, buffer, s, true, true);
-  EXPECT_EQ(buffer, 2.0);
-  sgd_element(param, 2.0, buffer, s, true, false);
-  EXPECT_DOUBLE_EQ(buffer, 0.9 * 2.0 + 0.5 * 2.0);
-}
-
-TEST(OptimizerMath, WeightDecayOfZeroDoesNotTouchInfiniteParameters) {
-  const SgdScalars<float> s{0.1f, 0.f, 1.f, 0.f, false, false};
-  float param = INFINITY, buffer = 0;
-  sgd_element(param, 1.f, buffer, s, false, false);
-  EXPECT_EQ(param, INFINITY);
-}
-
-TEST(OptimizerMath, ClipFactor) {
-  EXPECT_EQ(clip_factor(0.f, 10.f), 1.f);
-  EXPECT_NEAR(clip_factor(100.0, 10.0), 0.1, 1e-9);
-  EXPECT_TRUE(std::isnan(clip_factor(std::nanf(""), 10.f)));
-  EXPECT_EQ(clip_factor(INFINITY, 10.f), 0.f);
-}
-
-TEST(OptimizerMath, ScaleGrowsBacksOffAndStaysFinite) {
-  float scale = 4;
-  int tracker = 0;
-  update_scale(scale, tracker, false, 2.0, 0.5, 2);
-  EXPECT_EQ(scale, 4);
-  update_scale(scale, tracker, false, 2.0, 0.5, 2);
-  EXPECT_EQ(scale, 8);
-  EXPECT_EQ(tracker, 0);
-  update_scale(scale, tracker, true, 2.0, 0.5, 2);
-  EXPECT_EQ(scale, 4);
-  scale = std::numeric_limits<float>::max();
-  update_scale(scale, tracker, false, 2.0, 0.5, 1);
-  EXPECT_EQ(scale, std::numeric_limits<float>::max());
-  EXPECT_EQ(tracker, 0);
-}
-
-TEST(OptimizerMath, EmaDecayKeepsOneMinusDecayInDouble) {
-  const double decay = ema_decay(0.9999, 2000, 1e9);
-  EXPECT_NEAR(1 - decay, 1e-4, 1e-12);  // 1 - 0.9999f is off by 1.7e-4 of it
-  EXPECT_NEAR(ema_decay(0.9999, 2000, 1), 0.9999 * (1 - std::exp(-1 / 2000.)), 1e-16);
-}
-
 }  // namespace

@@ -88,31 +88,6 @@ CornerBox<float> box(float x1, float y1, float x2, float y2) {
   return {x1, y1, x2, y2};
 }
 
-TEST(Overlap, IsStrict) {
-  const auto a = box(0, 0, 10, 10), half = box(0, 0, 10, 5), six = box(0, 0, 10, 6);
-  EXPECT_FALSE(overlaps(a, half, 0.5f));
-  EXPECT_TRUE(overlaps(a, half, std::nextafter(0.5f, 0.f)));
-  EXPECT_FALSE(overlaps(a, six, 0.6f));
-  EXPECT_TRUE(overlaps(a, a, 0.999f));
-  EXPECT_FALSE(overlaps(a, a, 1.f));
-}
-
-TEST(Overlap, IsZeroForTouchingBoxes) {
-  EXPECT_FALSE(overlaps(box(0, 0, 10, 10), box(10, 0, 20, 10), 0.f));
-  EXPECT_TRUE(overlaps(box(0, 0, 10, 10), box(9.999f, 0, 20, 10), 0.f));
-}
-
-TEST(Overlap, BoxesWithoutPositiveSidesMeetNothing) {
-  const auto sound = box(0, 0, 10, 10);
-  for (const auto& flat : {box(5, 5, 5, 5), box(2, 2, 8, 2), box(8, 2, 2, 8), box(8, 8, 2, 2)}) {
-    EXPECT_FALSE(overlaps(sound, flat, 0.f));
-    EXPECT_FALSE(overlaps(flat, sound, 0.f));
-    EXPECT_FALSE(overlaps(flat, flat, 0.f));
-    EXPECT_FALSE(proper_boxes_meet(proper_or_void(flat), sound));
-    EXPECT_FALSE(proper_boxes_meet(sound, proper_or_void(flat)));
-  }
-}
-
 TEST(Overlap, OfProperBoxesIsFourComparisons) {
   std::mt19937 random(1);
   std::uniform_int_distribution<int> side(-3, 9);
@@ -237,12 +212,6 @@ TEST(Plan, WorkspaceIsBoundedByTheCapacity) {  // no N x N matrix
   EXPECT_LT(plan(4000000, 80, true).bytes, size_t{32} * (40000 * 8 + 20000));
 }
 
-TEST(Plan, TakesTheGreatestIntegerForAll) {
-  const NmsPlan all = plan(1000, 80, true, 300, std::numeric_limits<int64_t>::max());
-  EXPECT_EQ(all.capacity, 80000);
-  EXPECT_FALSE(all.cuts);
-}
-
 TEST(Plan, LevelsCoverEveryBitOfAKeyOnce) {
   for (const DType dtype : {DType::kFloat16, DType::kFloat64}) {
     const NmsPlan p = plan(25200, 80, true, 300, 30000, 232448, dtype);
@@ -271,21 +240,6 @@ TEST(Plan, RunsFitTheSharedMemoryOfEveryDevice) {
       }
     }
   }
-}
-
-TEST(Plan, LongListsAreWideAndFullySorted) {
-  const NmsPlan p = plan(30000, 1, false, 30000, 30000, 232448, DType::kFloat32, 1);
-  EXPECT_TRUE(p.wide);
-  EXPECT_EQ(p.merged_runs, 1);
-  EXPECT_LT(p.bytes, size_t{4} << 20);  // not 30,000 squared bits: 112 MB
-  EXPECT_FALSE(plan(30000, 1, false, 1024).wide);
-}
-
-TEST(Plan, NothingToDoKeepsNothing) {
-  EXPECT_EQ(plan(0, 80, true).kept, 0);
-  EXPECT_EQ(plan(100, 0, false).kept, 0);
-  EXPECT_EQ(plan(100, 80, true, 0).kept, 0);
-  EXPECT_EQ(plan(100, 80, true, 300, 0).kept, 0);
 }
 
 }  // namespace

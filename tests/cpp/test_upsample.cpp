@@ -195,27 +195,6 @@ TEST(UpsampleVector, IsAsWideAsTheShapeAllows) {
   EXPECT_EQ(width(6, 8, 8, true, 4).small, 2);
 }
 
-TEST(UpsampleVector, OddRowsOfAGradientAreReadOneByOne) {
-  const int64_t size[4] = {1, 2, 4, 4};
-  const Strides small = nchw(2, 4, 4), large = nchw(2, 8, 9);  // a crop of a buffer nine wide
-  const UpsampleVector vector =
-      upsample_vector(make_upsample_plan(size, small.value, large.value, false), 512, 1024, 2, 16);
-  EXPECT_EQ(vector.small, 1);
-  EXPECT_EQ(vector.large, 1);
-}
-
-TEST(CopyPlan, JoinsWhatIsDenseInBoth) {
-  const int64_t size[4] = {3, 4, 6, 8};
-  CopyPlan plan = make_copy_plan(size, nchw(4, 6, 8).value, nchw(9, 6, 8).value, false);
-  EXPECT_EQ(plan.inner, 4 * 6 * 8);
-  EXPECT_EQ(plan.numel(), 3 * 4 * 6 * 8);
-  plan = make_copy_plan(size, nhwc(4, 6, 8).value, nhwc(9, 6, 8).value, true);
-  EXPECT_EQ(plan.inner, 4);
-  EXPECT_EQ(plan.extent[2], 3 * 6 * 8);
-  plan = make_copy_plan(size, nchw(4, 6, 8).value, nchw(4, 6, 8).value, false);
-  EXPECT_EQ(plan.inner, plan.numel());
-}
-
 TEST(CopyPlan, CopiesASliceOfASliceAndNothingElse) {
   const int64_t n = 2, c = 3, h = 4, w = 5;
   const int64_t size[4] = {n, c, h, w};
@@ -252,12 +231,6 @@ TEST(IndexBlocks, CoverEveryIndexOnce) {
       EXPECT_EQ(seen, std::vector<int>(seen.size(), 1));
     }
   }
-}
-
-TEST(IndexBlocks, OneLaunchUpToTheLimit) {
-  EXPECT_EQ(IndexBlocks(64, 40, 40, 32, int64_t{1} << 30).count(), 1);
-  EXPECT_EQ(IndexBlocks(0, 40, 40, 32, int64_t{1} << 30).count(), 0);
-  EXPECT_EQ(IndexBlocks(1, 1, 1, (int64_t{1} << 31) + 1, int64_t{1} << 30).count(), 3);
 }
 
 TEST(FastDivider, EqualsDivision) {

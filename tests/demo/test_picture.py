@@ -34,15 +34,7 @@ def test_labels_lie_around_their_digits(index):
         assert cv2.contourArea(outline.astype(np.float32)) > 20
 
 
-def test_the_turn_is_counterclockwise():
-    ink = np.zeros((41, 11), np.uint8)
-    ink[:, 3:8] = 255
-    bar, corners = picture.turned(ink, 90)
-    assert bar.shape[1] > 35 and bar.shape[0] < 8
-    top_left = corners[0]
-    assert top_left[0] < 1 and top_left[1] > 7  # what was top left is bottom left
-
-
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_command(tmp_path):
     env = {

@@ -177,6 +177,7 @@ def torchrun(*arguments):
     return [sys.executable, "-m", "torch.distributed.run", *map(str, arguments)]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cpu
 def test_two_machines(variables, tmp_path):
@@ -227,7 +228,7 @@ WAITING = ("a_rank_that_hangs", "a_rank_with_fewer_batches")  # nothing is wrong
     "fault, size",
     [
         *((fault, 2) for fault in FAULTS if fault not in WAITING),
-        ("a_rank_that_dies", 4),
+        pytest.param("a_rank_that_dies", 4, marks=pytest.mark.nightly),
         *(pytest.param(fault, size, marks=pytest.mark.nightly) for fault in WAITING for size in (2, 4)),
     ],
 )

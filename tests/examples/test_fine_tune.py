@@ -75,6 +75,7 @@ def test_stand_ins_beside_yolov5(tmp_path, monkeypatch):
     assert (tmp_path / "roboflow/__init__.py").read_text() == "the real one"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.parametrize("host, model", [("ultralytics", "yolo11n.yaml"), ("yolov5", "yolov5n.yaml")])

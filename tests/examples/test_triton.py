@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -13,9 +12,7 @@ from PIL import Image
 
 from examples import command_line, export, pictures
 from examples.pictures import PictureDetector
-from examples.triton import __main__ as whole
 from examples.triton import server
-from examples.triton.client import Load
 
 
 def encoded(picture: Image.Image, kind: str = "PNG") -> bytes:
@@ -75,18 +72,6 @@ def test_without_pytriton_it_says_so(detector_file, capsys, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         command_line.run(server.main)
     assert ended.value.code == 2 and "`make serve-test` makes an environment" in capsys.readouterr().err
-
-
-def test_two_ports_are_free():
-    assert 0 < whole.free_port() < 65535
-
-
-def test_figures_name_their_machine():
-    assert re.fullmatch(r".+, \d+ cores, torch 2\.\S+, \d{4}-\d\d-\d\d", whole.machine("cpu"))
-
-
-def test_table():
-    assert whole.table([("none", Load(8, 40, 12.34, 56.78, 9.99))]).endswith("| none | 8 | 40 | 12.3 | 56.8 | 10.0 |")
 
 
 def test_the_folder_does_not_hide_the_compiler_of_that_name():

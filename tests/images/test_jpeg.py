@@ -279,7 +279,7 @@ def _read(memory, index):
     memory.read(index)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_processes_share_files(method, files):
     memory = memory_of(files)
     before = open_memories()

@@ -161,7 +161,7 @@ class Batches(Dataset):
         return parcel
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_batches_of_loader_processes(method):
     loader = DataLoader(Batches(), batch_size=None, num_workers=2, multiprocessing_context=method)
     kept = list(loader)

@@ -312,8 +312,3 @@ def test_errors_are_one_line(arguments, options, text):
     with pytest.raises((RuntimeError, ValueError), match="instance_masks: .*" + text) as caught:
         ops.instance_masks(*arguments, **options)
     assert "\n" not in str(caught.value).split("\nException raised")[0]
-
-
-def test_lists_are_no_tensors():
-    with pytest.raises(TypeError, match="instance_masks: boxes is a list, but a tensor is expected"):
-        ops.instance_masks(P, C, [], [4, 4])

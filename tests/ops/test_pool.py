@@ -165,11 +165,6 @@ def test_errors_are_sentences(device, call, kind, message):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_no_tensor_is_one_sentence():
-    with pytest.raises(TypeError, match=r"^max_pools_cat: x is a NoneType, but a tensor is expected$"):
-        ops.max_pools_cat(None)
-
-
 def test_repeatable_and_captured(cuda):
     x = random((4, 64, 20, 20), cuda, torch.float16, torch.channels_last).requires_grad_()
     grad = torch.randn(4, 256, 20, 20, device=cuda).half().contiguous(memory_format=torch.channels_last)

@@ -151,11 +151,6 @@ def test_errors_are_sentences(device, call, message):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_no_tensor_is_one_sentence():
-    with pytest.raises(TypeError, match=r"^space_to_depth: x is a NoneType, but a tensor is expected$"):
-        ops.space_to_depth(None, 16)
-
-
 def test_graph(cuda):
     x = random((2, 3, 8, 8), cuda).requires_grad_()
     grad = random((2, 16, 5, 5), cuda, torch.float16, torch.channels_last)

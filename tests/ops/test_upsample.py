@@ -119,12 +119,6 @@ def test_cat(device, shape, channels, dtype, formats):
     assert torch.equal(grad_skip, grad[:, shape[1] :])
 
 
-@pytest.mark.parametrize("shape", EMPTY)
-def test_cat_of_nothing(device, shape):
-    x, skip = random(shape, device), random(skip_shape(shape, 4), device)
-    assert torch.equal(ops.upsample_nearest2x_cat(x, skip).double(), reference.upsample_nearest2x_cat(x, skip))
-
-
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -308,14 +302,6 @@ def test_nan_and_infinity_stay_in_their_square(device):
     assert result.isnan().sum() == 1 and result.isinf().sum() == 1
 
 
-def test_repeatable(device):
-    grad = random((4, 64, 40, 40), device, torch.float16, torch.channels_last)
-    for tensor in (grad, grad.contiguous()):
-        first = torch.ops.torch_fastdet.upsample_nearest2x_backward(tensor)
-        for _ in range(10):
-            assert torch.equal(first, torch.ops.torch_fastdet.upsample_nearest2x_backward(tensor))
-
-
 def quantized(x):
     return torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
 
@@ -346,15 +332,6 @@ def test_errors_are_sentences(device, call, message):
     with pytest.raises(RuntimeError, match=message) as caught:
         call(x, skip)
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_no_tensor_is_one_sentence():
-    for call, name in (
-        (lambda: ops.upsample_nearest2x(None), "upsample_nearest2x: x"),
-        (lambda: ops.upsample_nearest2x_cat(torch.ones(1, 1, 1, 1), None), "upsample_nearest2x_cat: skip"),
-    ):
-        with pytest.raises(TypeError, match=f"^{name} is a NoneType, but a tensor is expected$"):
-            call()
 
 
 def test_inference_tensors_beside_a_gradient(device):

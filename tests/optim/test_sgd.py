@@ -121,20 +121,6 @@ def test_state_dict_both_ways(device):
     assert equal(mine, stock)
 
 
-def test_buffers_replaced_by_hand_are_noticed(device):
-    mine, stock = parameters(device), parameters(device)
-    a, b = SGD(mine, **NESTEROV), torch.optim.SGD(stock, **NESTEROV)
-    for step in range(6):
-        for params, optimizer in ((mine, a), (stock, b)):
-            set_grads(params, step)
-            optimizer.step()
-            if step == 1:
-                optimizer.state[params[0]]["momentum_buffer"] = torch.ones_like(params[0])
-            if step == 3:
-                optimizer.state.clear()
-    assert equal(mine, stock)
-
-
 @pytest.mark.parametrize("change", ["a new slot", "an empty slot", "slots swapped", "a slot handed on"])
 def test_slots_replaced_by_hand_are_noticed(device, change):
     """As loops that reset the momentum, or bring a state to a device, do it."""
@@ -389,38 +375,6 @@ def test_a_failed_first_step_leaves_no_momentum_behind(device, fused):
     assert all(torch.equal(left[k]["momentum_buffer"], right[k]["momentum_buffer"]) for k in right)
 
 
-def test_a_failed_step_marks_no_later_one_as_the_first(device):
-    """A buffer's mark (dampening: it holds nothing yet) must go with the step that failed."""
-    mine, stock = parameters(device)[:2], parameters(device)[:2]
-    a, b = (f([{"params": [p]} for p in params], **DAMPENED) for f, params in ((SGD, mine), (torch.optim.SGD, stock)))
-    set_grads(mine, 0, skip={1})
-    a.found_inf = torch.zeros((), device=device, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="found_inf has dtype float64"):
-        a.step()
-    del a.found_inf
-    for step in range(3):
-        for params, optimizer in ((mine, a), (stock, b)):
-            optimizer.param_groups[0]["dampening"] = 0
-            set_grads(params, step, skip={1} if step == 0 else ())
-            optimizer.step()
-    assert equal(mine, stock)
-
-
-def test_what_a_refused_step_leaves(device):
-    """The traceback keeps what was half made, as a notebook's last one does: the optimizer has nothing to do with it."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(device)
-    model[1].weight = model[0].weight
-    optimizer = SGD(model.parameters(), **NESTEROV)
-    step = FusedStep(optimizer, ema=ModelEMA(model))
-    model(torch.ones(2, 3, device=device)).sum().backward()
-    with pytest.raises(RuntimeError, match="tied weights") as kept:
-        step.step()
-    assert kept.tb and not optimizer.state_dict()["state"]
-    pickle.dumps(optimizer)
-    optimizer.step()
-    assert len(optimizer.state_dict()["state"]) == 3
-
-
 def test_an_optimizer_goes_with_its_last_user(device):
     """Nothing waits for Python's cycle collector: its memory is the GPU's."""
     params = parameters(device)
@@ -435,22 +389,6 @@ def test_an_optimizer_goes_with_its_last_user(device):
         assert [reference() for reference in gone] == [None, None]
     finally:
         gc.enable()
-
-
-def test_frozen_parameters_may_be_of_any_type(device):
-    frozen = [
-        nn.Parameter(torch.ones(3, device=device, dtype=dtype), requires_grad=False)
-        for dtype in (torch.int32, torch.complex64, torch.float8_e4m3fn)
-    ]
-    frozen.append(nn.Parameter(torch.ones(1, device=device).expand(3), requires_grad=False))
-    mine, stock = parameters(device), parameters(device)
-    a, b = SGD(frozen + mine, **NESTEROV), torch.optim.SGD(frozen + stock, **NESTEROV)
-    for step in range(3):
-        set_grads(mine, step, skip={step}), set_grads(stock, step, skip={step})
-        a.step(), b.step()
-    set_grads(mine, 3), set_grads(stock, 3)
-    FusedStep(a).step(), b.step()
-    assert equal(mine, stock)
 
 
 class TestDampening:
@@ -478,34 +416,12 @@ class TestDampening:
             scaler.step(optimizer)
         return scaler
 
-    def test_loaded_momentum_after_a_skipped_step(self, device):
-        mine, stock, a, b = self.optimizers(device)
-        self.step(stock, b, 1.0, 2.0)
-        loaded = copy.deepcopy(b.state_dict())
-        self.skip(mine, a)
-        with torch.no_grad():
-            for p, q in zip(mine, stock):
-                p.copy_(q)
-        a.load_state_dict(loaded)
-        assert len(a.state_dict()["state"]) == 2
-        self.step(mine, a, 3.0, 4.0), self.step(stock, b, 3.0, 4.0)
-        assert equal(mine, stock)
-
     def test_parameter_without_gradient_after_a_skipped_step(self, device):
         mine, stock, a, b = self.optimizers(device)
         self.skip(mine, a)
         for grads in ((None, 1.0), (2.0, 3.0), (4.0, 5.0)):
             self.step(mine, a, *grads), self.step(stock, b, *grads)
             assert equal(mine, stock), grads
-
-    def test_momentum_off_for_a_while_after_a_skipped_step(self, device):
-        mine, stock, a, b = self.optimizers(device)
-        self.skip(mine, a)
-        for momentum in (0.0, 0.9, 0.9):
-            for optimizer in (a, b):
-                optimizer.param_groups[0]["momentum"] = momentum
-            self.step(mine, a, 1.0, 2.0), self.step(stock, b, 1.0, 2.0)
-            assert equal(mine, stock), momentum
 
     @pytest.mark.parametrize("fused", [False, True], ids=["SGD", "FusedStep"])
     def test_state_of_a_skipped_step_is_empty(self, device, fused):
@@ -533,22 +449,6 @@ class TestDampening:
                     self.step(mine, a, grad, grad)
             assert equal(mine, stock)
             assert len(a.state_dict()["state"]) == 2
-
-    def test_a_new_binding_knows_of_the_skipped_step(self, device):
-        mine, stock, a, b = self.optimizers(device)
-        self.skip(mine, a)
-        more, other = (nn.Parameter(torch.ones(3, device=device)) for _ in range(2))
-        a.add_param_group({"params": [more]}), b.add_param_group({"params": [other]})
-        for grad in (1.0, 2.0):
-            self.step([*mine, more], a, grad, grad, grad), self.step([*stock, other], b, grad, grad, grad)
-        assert equal([*mine, more], [*stock, other])
-
-    def test_as_a_tensor(self, device):
-        mine, stock, a, b = self.optimizers(device)
-        a.param_groups[0]["dampening"] = torch.tensor(0.5, device=device, dtype=torch.float64)
-        for grad in (1.0, 2.0):
-            self.step(mine, a, grad, grad), self.step(stock, b, grad, grad)
-        assert equal(mine, stock)
 
     def test_a_graph_keeps_what_tells_the_first_step_apart(self, cuda):
         mine, stock, a, b = self.optimizers(cuda)
@@ -697,13 +597,6 @@ class TestSeveralDevices:
         for p in (here, there):
             p.grad = torch.ones_like(p)
         return here, there, SGD([{"params": [here]}, {"params": [there]}], **NESTEROV)
-
-    def test_each_has_its_groups(self):
-        """The CPU has none of the second, and goes through the checks of all."""
-        here, _, optimizer = self.optimizer()
-        with pytest.raises(RuntimeError, match="the tensors are on meta"):
-            optimizer.step()
-        assert here.tolist() == pytest.approx([1 - 0.05 * 1.9] * 3)
 
     def test_nothing_is_written_where_one_raises(self):
         here, there, optimizer = self.optimizer()

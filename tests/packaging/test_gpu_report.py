@@ -58,16 +58,6 @@ def test_processes_start_on_different_gpus(monkeypatch):
     assert conftest.os.environ["CUDA_VISIBLE_DEVICES"] == "1"  # the user's choice stays
 
 
-def test_processes_share_what_takes_long():
-    def item(nodeid, slow=False):
-        return SimpleNamespace(nodeid=nodeid, get_closest_marker={"slow": slow}.get)
-
-    items = [item(f"tests/ops/test_a.py::test_{i}", slow=i == 3) for i in range(7)]
-    items += [item(f"tests/yolov5/test_b.py::test_{i}") for i in range(2)]
-    found = [item.nodeid[-1:] + item.nodeid[6] for item in conftest.spread(items, 3)]
-    assert found == ["3o", "0o", "1o", "0y", "2o", "4o", "1y", "5o", "6o"]
-
-
 @pytest.mark.parametrize("folder", gpu_report.FOLDERS)
 def test_a_changed_source_counts(tree, folder, capsys):
     write_report()
@@ -75,15 +65,6 @@ def test_a_changed_source_counts(tree, folder, capsys):
     (tree / folder / "a.py").write_text("a = 2\n")
     assert gpu_report.check() == 1
     assert f"{folder} changed since" in capsys.readouterr().out
-
-
-def test_no_report(tree, capsys):
-    assert gpu_report.check() == 1 and "make test-gpu" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("gpu, name", [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3")])
-def test_a_report_for_each_kind_of_gpu(gpu, name):
-    assert gpu_report.report_path(gpu).name == f"gpu_report-{name}.json"
 
 
 def test_each_report_has_to_be_of_this_tree(tree, capsys):
@@ -109,15 +90,6 @@ def test_a_report_says_what_was_left_out(tree, capsys):
     assert gpu_report.failed_steps({"results": others}) == ["memcheck"]
 
 
-def test_a_step_is_recorded(capsys):
-    steps = gpu_report.Steps(60)
-    assert steps.run("fine", ["sh", "-c", "echo said $NAME"], NAME="so") == "said so\n"
-    steps.run("fails", ["sh", "-c", "exit 3"])
-    assert steps.results["fine"]["exit"] == 0 and steps.results["fails"]["exit"] == 3
-    assert all(result["seconds"] < 30 for result in steps.results.values())
-    assert "== fine: exit status 0" in capsys.readouterr().out
-
-
 def test_a_step_out_of_time_is_stopped_with_what_it_started():
     for seconds in (1, 10):  # a busy machine may not have started the shell within the first limit
         steps, started = gpu_report.Steps(seconds), time.monotonic()
@@ -126,21 +98,6 @@ def test_a_step_out_of_time_is_stopped_with_what_it_started():
             break
     assert time.monotonic() - started < 40 and output.split() == ["began", "stopped"]
     assert steps.results["slow"]["exit"] == 124 and steps.results["slow"]["timed_out"]
-
-
-def test_the_report_is_written_though_the_run_breaks(tree, monkeypatch):
-    def breaks(steps, *_):
-        steps.results["build"] = {"exit": 0, "passed": 1}
-        raise RuntimeError("no more")
-
-    monkeypatch.setattr(gpu_report, "_run", breaks)
-    monkeypatch.setattr(gpu_report, "missing_tools", list)
-    monkeypatch.setattr(gpu_report, "machine", lambda: {"date": "d", "gpu": "g", "torch": "t"})
-    with pytest.raises(RuntimeError, match="no more"):
-        gpu_report.run(60)
-    report = json.loads((tree / "tests/gpu_report-g.json").read_text())
-    assert report["passed"] is False and report["results"] == {"build": {"exit": 0, "passed": 1}}
-    assert gpu_report.check() == 1
 
 
 PYTEST = """\
@@ -165,19 +122,6 @@ def test_counts_and_names_of_failed_tests():
     }
     googletest = "[  FAILED  ] Nms.Ties (0 ms)\n[  PASSED  ] 40 tests.\n[  FAILED  ] 1 test, listed below:\n[  FAILED  ] Nms.Ties\n"
     assert gpu_report.googletest_counts(googletest) == {"passed": 40, "failed_tests": ["Nms.Ties"]}
-
-
-def test_the_slowest_tests_are_named():
-    output = """\
-============================= slowest 15 durations =============================
-12.31s call     tests/test_graphs.py::test_many[cuda-a b]
-3.02s setup    tests/yolov5/test_patch.py::test_it
-2 passed in 20.12s
-"""
-    assert gpu_report.pytest_counts(output) == {
-        "passed": 2,
-        "slowest": ["12 s tests/test_graphs.py::test_many[cuda-a b]", "3 s tests/yolov5/test_patch.py::test_it"],
-    }
 
 
 def test_findings_of_a_sanitizer():
@@ -218,8 +162,3 @@ def test_tests_are_marked_by_their_fixtures(fixtures, parameters, mark):
     item.callspec = SimpleNamespace(params=parameters)
     conftest.mark([item])
     assert marks == [mark] * (mark is not None)
-
-
-def test_a_program_that_picks_the_gpu_is_not_marked_cpu():
-    item = SimpleNamespace(fixturenames=["real_yolov5"], get_closest_marker={"gpu": True}.get, add_marker=pytest.fail)
-    conftest.mark([item])

@@ -26,7 +26,7 @@ def host(request, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         metrics, _ = (pytest.importorskip(name, reason=f"{request.param} is not installed") for name in (metrics, user))
-        drop_in, validation = importlib.import_module(drop_in), importlib.import_module(f"{drop_in}.validation")
+        drop_in, validation = map(importlib.import_module, (drop_in, f"torch_fastdet.switches.val.{request.param}"))
         yield SimpleNamespace(
             drop_in=drop_in, metrics=metrics, ours=from_one_sort(metrics.ap_per_class, validation.plotted)
         )

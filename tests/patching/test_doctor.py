@@ -124,9 +124,7 @@ def test_both_frameworks_at_once(monkeypatch):
 
 
 def test_the_report_at_the_end_is_said_once(host, capsys):
-    _say._showing.clear()  # of other tests in this process
-    _say.fallbacks.clear()
-    _say.counts.clear()
+    _say.hide("tests")  # the host is the last one that shows lines
     host.patch({"fine": True})
     host.on["fine"].tell("fine: half of it stays")
     _say.say("fine: a loader falls back", logging.WARNING)

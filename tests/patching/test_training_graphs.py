@@ -35,20 +35,17 @@ made = []
 def graphs(monkeypatch):
     monkeypatch.setattr(training_graphs, "ModuleGraphs", Graphs)
     made.clear()
-    _say.counts.clear()  # of other tests in this process
+    hosts = []
 
     def make(by_name=False):
-        host = Host({"cuda_graph": Switch("cuda_graph", "", ())}, ())
+        hosts.append(host := Host({"cuda_graph": Switch("cuda_graph", "", ())}, ()))
         host.switch_on(["cuda_graph"], ["cuda_graph"] if by_name else [])
         active = host.on["cuda_graph"]
-        hosts.append(host)
         return TrainingGraphs(active)
 
-    hosts: list[Host] = []
     yield make
     for host in hosts:
-        host.patches.put_back()
-    _say.counts.clear()
+        host.unpatch()
 
 
 def passes(run, model, x, count):

@@ -2,10 +2,12 @@
 
 import pytest
 
-SLOW = pytest.mark.slow
+NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
 
 
-@pytest.mark.parametrize("model", ["yolov8n", pytest.param("yolo11n", marks=SLOW), pytest.param("yolo26n", marks=SLOW)])
+@pytest.mark.parametrize(
+    "model", ["yolov8n", pytest.param("yolo11n", marks=NIGHTLY), pytest.param("yolo26n", marks=NIGHTLY)]
+)
 def test_models_train_as_stocks(model, program):
     assert program("bn_act.py", model)["as stock"]
 

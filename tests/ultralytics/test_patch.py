@@ -92,7 +92,9 @@ def test_val_predict_and_track_give_the_same(program, digits, weights, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "MuSGD"])
+@pytest.mark.parametrize(
+    "optimizer", [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("AdamW", "SGD")), "MuSGD"]
+)
 def test_training_gives_the_same_losses(program, digits, tmp_path, optimizer):
     arguments = ("--epochs", 3, "--optimizer", optimizer)
     stock = program("train.py", digits, tmp_path / "stock", *arguments)

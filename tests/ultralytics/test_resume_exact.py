@@ -34,13 +34,11 @@ def same_bits(run, stop):
     "arguments",
     [
         pytest.param(("--optimizer", "MuSGD"), id="no loader processes"),
-        pytest.param(
-            ("--workers", 2, "--stocks"), id="loader processes of stock", marks=[pytest.mark.slow, pytest.mark.nightly]
-        ),
+        pytest.param(("--workers", 2, "--stocks"), id="loader processes of stock", marks=pytest.mark.nightly),
         pytest.param(
             ("--workers", 2, "--optimizer", "AdamW", "--pretrained"),
             id="loader processes of ours, pretrained",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
     ],
 )
@@ -98,6 +96,7 @@ def test_training_that_was_over_is_not_trained_on(train, tmp_path):
     same_end(tmp_path, 1)
 
 
+@pytest.mark.nightly
 def test_training_and_resume_under_limits(program, ultralytics_environment, digits, tmp_path):
     with limits(ultralytics_environment, tmp_path):
         same_bits(program("resume_exact.py", digits, tmp_path, 3, "--workers", 2), 3)

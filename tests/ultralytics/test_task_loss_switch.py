@@ -762,11 +762,14 @@ def two_epochs(program, digits, folder, model, tolerances, *flags):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", CRITERIA)
+@pytest.mark.parametrize(
+    "model", [pytest.param(name, marks=[pytest.mark.nightly] * (i > 0)) for i, name in enumerate(CRITERIA)]
+)
 def test_training_of_two_epochs(program, digits, tmp_path, model):
     two_epochs(program, digits, tmp_path, model, (1e-4, 1e-4))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("model", CRITERIA)
 def test_training_without_any_object(program, digits, tmp_path, model):

@@ -231,8 +231,16 @@ def calling(seen, function):
 
 @pytest.fixture
 def as_on_gpu(monkeypatch):
-    """The CPU's tensors take the way of a GPU's."""
-    monkeypatch.setattr(validation, "_is_on_gpu", lambda self, processing, _: type(self)._process_batch is processing)
+    """The CPU's tensors take the way of a GPU's: the switch takes any device for one."""
+
+    class Torch:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        def device(self, name):
+            return SimpleNamespace(type="cuda")
+
+    monkeypatch.setattr(validation, "torch", Torch())
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -105,6 +105,7 @@ def test_val_prints_the_same_numbers(layout, flags, real_yolov5, digits, weights
         assert assert_same_boxes(tmp_path) > 100
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_detect_writes_the_same_boxes(real_yolov5, digits, weights, tmp_path):
     source = digits.parent / "images/train"
@@ -131,6 +132,7 @@ def test_segment_scripts_give_the_same(real_yolov5, train, data, tmp_path):
     assert found[0] == found[1] and sum(found[0].values()) > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_validation_inside_train_gives_the_same(real_yolov5, digits, weights, tmp_path):
     """From trained weights: a random model gives many boxes of one confidence, whose order stock leaves to chance."""
@@ -166,6 +168,7 @@ def test_checkpoints_of_segmentation_hold_nothing_of_ours(real_yolov5, train):
     package.python("-c", f"{load}(torch.zeros(1, 3, 64, 64))", run.checkpoint)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_segmentation_models_are_pickled_before_during_and_after(real_yolov5, tmp_path):
     """Their heads keep Detect.forward, which pickle must find under its name: stock's, and no other, at any time."""

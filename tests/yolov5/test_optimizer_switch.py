@@ -197,8 +197,9 @@ def test_training_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train):
         torch.testing.assert_close(value, wanted[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("Adam", marks=pytest.mark.nightly), "AdamW"])
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_adam_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train, name):
     """Fused steps differ in last bits, and where a gradient is close to zero Adam makes a whole step of them."""
     checkout, flags = real_yolov5("checkout"), ("--optimizer", name)
@@ -211,6 +212,7 @@ def test_adam_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train, name
     assert mine.keys() == wanted.keys()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_freeze_and_accumulation(real_yolov5, train):
     checkout = real_yolov5("checkout")
@@ -241,6 +243,7 @@ def resumed(real_yolov5, data, tmp_path_factory):
     return run
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("first, second", [((), (FLAG,)), ((FLAG,), ())], ids=["stock to ours", "ours to stock"])
 def test_resume_across(first, second, resumed):

@@ -12,9 +12,9 @@ from tests.yolov5.test_real_scripts import LOSSES, SWITCHES
     [
         # Not smaller: at 32 pixels and two images batch norm sees two values, whose sign is a matter of rounding.
         ("--multi-scale", "--img", "128", "--batch", "4", "--image-weights", "--label-smoothing", "0.1", "--cos-lr"),
-        ("--rect", "--single-cls", "--quad", "--batch", "4"),
+        pytest.param(("--rect", "--single-cls", "--quad", "--batch", "4"), marks=pytest.mark.nightly),
     ],
-    ids=" ".join,
+    ids=["several sizes", "one size for each batch"],
 )
 def test_options_give_the_losses_of_stock(options, real_yolov5, train):
     checkout = real_yolov5("checkout")
@@ -30,6 +30,7 @@ def test_options_give_the_losses_of_stock(options, real_yolov5, train):
         assert f"torch_fastdet: {name}: " in fast.output, name
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_evolve_trains_generation_after_generation(real_yolov5, train):
     """In one process: each generation has a model, an EMA and a loss of its own."""

@@ -17,7 +17,7 @@ def test_every_name_is_replaced_and_put_back(yolov5):
     assert "names are as they should be" in yolov5.program("names.py", yolov5.prefix, stock).stdout
 
 
-@pytest.mark.parametrize("flags", [[], ["--bbox_iou_optim"], ["--fastdet", "--epochs", "3"]], ids=" ".join)
+@pytest.mark.parametrize("flags", [["--bbox_iou_optim"], ["--fastdet", "--epochs", "3"]], ids=" ".join)
 def test_two_lines_in_a_train_script_of_ones_own(real_yolov5, flags):
     real_yolov5("checkout").program("own_train.py", *flags)
 

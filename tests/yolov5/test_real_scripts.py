@@ -71,6 +71,7 @@ def test_all_switches_together_give_the_losses_of_stock(real_yolov5, train):
         torch.testing.assert_close(value, stock_weights[name], rtol=5e-3, atol=5e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_nothing_changes_without_a_switch(real_yolov5, train):
     checkout = real_yolov5("checkout")
@@ -94,6 +95,7 @@ def test_segment_training_gives_the_losses_of_stock(real_yolov5, train):
     assert re.search(r"^  loader_optim: \d+ batches$", fast.output, re.MULTILINE), fast.output[-1500:]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_classify_training_gives_the_losses_of_stock(real_yolov5, tmp_path):
     from PIL import Image

@@ -84,6 +84,7 @@ def test_training_that_was_over_is_not_trained_on(real_yolov5, trainings):
     assert "the training was over when it was killed, and ends now" in outputs[1]
 
 
+@pytest.mark.nightly
 def test_training_and_resume_under_limits(real_yolov5, trainings, tmp_path):
     checkout = real_yolov5("checkout")
     with limits(checkout.environment, tmp_path):

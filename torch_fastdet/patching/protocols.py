@@ -114,3 +114,25 @@ class Predictor(Protocol):
     device: torch.device | str
     model: nn.Module
     pre_transform: Callable[..., object]
+
+
+class Track(Protocol):
+    """Ultralytics' ``STrack``."""
+
+    _tlwh: np.ndarray
+    tlwh: np.ndarray
+    track_id: int
+
+
+class Tracker(Protocol):
+    """Ultralytics' ``BYTETracker``."""
+
+    _ids: Iterator[int]
+    args: Any
+    frame_id: int
+    max_frames_lost: int
+    kalman_filter: object
+    gmc: Any  # of BoT-SORT
+    init_track: Callable[..., list[Track]]
+    _split_detections: Callable[..., tuple]
+    _pre_first_associate: Callable[..., None]

@@ -139,6 +139,8 @@ class Patches:
         dry: bool = False,
     ) -> None:
         self.replacements: list[Replacement] = []
+        #: Called once, before everything is put back.
+        self.at_end: list[Callable[[], None]] = []
         self.dry = dry
         self._left_alone = LEFT_ALONE | set(left_alone)
         self._visit = visit
@@ -188,6 +190,8 @@ class Patches:
     def put_back(self) -> int:
         """Put everything back, newest first, and return for how many names a line was or would have been printed."""
         self._hook.remove()
+        while self.at_end:
+            self.at_end.pop()()
         # Modules that were imported meanwhile took our object for stock's: give them stock's.
         for module in self.modules():
             self._adopt(module, say_it=False)

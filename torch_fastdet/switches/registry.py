@@ -17,6 +17,7 @@ from torch_fastdet.switches.mask import switch as mask
 from torch_fastdet.switches.nms import switch as nms
 from torch_fastdet.switches.optimizer import switch as optimizer
 from torch_fastdet.switches.resume_exact import switch as resume_exact
+from torch_fastdet.switches.track import switch as track
 from torch_fastdet.switches.upsample import switch as upsample
 from torch_fastdet.switches.val import switch as val
 
@@ -51,6 +52,7 @@ ULTRALYTICS = _by_name(
     mask.ULTRALYTICS,
     letterbox.ULTRALYTICS,
     val.ULTRALYTICS,
+    track.ULTRALYTICS,
     channels_last.ULTRALYTICS,
     cuda_graph.ULTRALYTICS,  # after channels_last, whose predict it captures
     resume_exact.ULTRALYTICS,

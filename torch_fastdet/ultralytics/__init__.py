@@ -44,6 +44,7 @@ def patch(
     mask_optim: bool | None = None,
     letterbox_optim: bool | None = None,
     val_optim: bool | None = None,
+    track_optim: bool | None = None,
     loader_optim: bool | None = None,
     multi_tensor_optimizer: bool | None = None,
     bn_act_optim: bool | None = None,
@@ -70,6 +71,7 @@ def patch(
         mask_optim: masks in validation and prediction.
         letterbox_optim: the predictor's images.
         val_optim: matching in validation.
+        track_optim: the trackers ByteTrack and BoT-SORT.
         loader_optim: the data loaders.
         multi_tensor_optimizer: the optimizer's step and the moving average of the model.
         bn_act_optim: BatchNorm and activation.

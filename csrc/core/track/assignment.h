@@ -1,0 +1,116 @@
+// Sparse linear assignment with a cost limit: the pairs with the least sum of (cost - limit), none of them forced.
+// That is what lapjv(cost, extend_cost=True, cost_limit=limit) solves as a dense square of rows + columns.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace torch_fastdet::core {
+
+// begin(), edge() for the pairs in the order of their rows, solve(). Each row may also stay unmatched at weight 0. A
+// search from a row never leaves that row's connected component.
+class SparseAssignment {
+ public:
+  void begin(int rows, int columns, int edges) {
+    columns_ = columns;
+    used_ = 0;
+    start_.assign(rows + 1, 0);
+    if (static_cast<int>(column_.size()) <= edges) column_.resize(2 * edges + 1), weight_.resize(2 * edges + 1);
+  }
+
+  // A pair above the limit is in no optimum, and NaN is no pair. A pair at the limit counts as one to match.
+  void edge(int row, int column, double weight) {
+    const int keep = weight <= 0;
+    column_[used_] = column, weight_[used_] = weight;
+    used_ += keep, start_[row + 1] += keep;
+  }
+
+  void solve() {
+    const int rows = static_cast<int>(start_.size()) - 1;
+    for (int i = 0; i < rows; i++) start_[i + 1] += start_[i];
+    row_of_.assign(columns_, -1), column_of_.assign(rows, -1);
+    row_price_.assign(rows, 0.0), column_price_.assign(columns_, 0.0);
+    pending_.clear();
+    for (int i = 0; i < rows; i++) {  // every row takes its best column, if that is free
+      int best = -1;
+      double least = std::numeric_limits<double>::min();
+      for (int e = start_[i]; e < start_[i + 1]; e++)
+        if (weight_[e] < least) least = weight_[e], best = column_[e];
+      if (best < 0) continue;
+      row_price_[i] = least;
+      if (row_of_[best] < 0)
+        row_of_[best] = i, column_of_[i] = best;
+      else
+        pending_.push_back(i);
+    }
+    if (pending_.empty()) return;
+    distance_.resize(columns_), from_.resize(columns_), mark_.assign(columns_, kNew);
+    for (int i : pending_) augment(i);
+  }
+
+  int column_of(int row) const { return column_of_[row]; }
+
+ private:
+  enum Mark : uint8_t { kNew, kReached, kScanned };
+  int columns_ = 0, used_ = 0;
+  std::vector<int> start_, column_, row_of_, column_of_, from_, pending_, reached_;
+  std::vector<double> weight_, row_price_, column_price_, distance_;
+  std::vector<uint8_t> mark_;
+
+  // The shortest augmenting path from an unmatched row, by Dijkstra on reduced costs. It ends at a free column, or at a
+  // row of the tree that becomes unmatched.
+  void augment(int first) {
+    reached_.clear();
+    int row = first, free_row = -1, free_column = -1;
+    double length = 0, leave = std::numeric_limits<double>::infinity();
+    for (;;) {
+      if (length - row_price_[row] < leave) leave = length - row_price_[row], free_row = row;
+      for (int e = start_[row]; e < start_[row + 1]; e++) {
+        const int j = column_[e];
+        if (mark_[j] == kScanned) continue;
+        const double d = length + ((weight_[e] - row_price_[row]) - column_price_[j]);
+        if (mark_[j] == kNew)
+          mark_[j] = kReached, reached_.push_back(j);
+        else if (d >= distance_[j])
+          continue;
+        distance_[j] = d, from_[j] = row;
+      }
+      int next = -1;
+      double least = std::numeric_limits<double>::infinity();
+      for (int j : reached_) {
+        if (mark_[j] != kReached) continue;
+        if (distance_[j] < least || (distance_[j] == least && row_of_[j] < 0)) least = distance_[j], next = j;
+      }
+      length = std::min(least, leave);
+      if (leave < least) break;
+      if (row_of_[next] < 0) {
+        free_column = next;
+        break;
+      }
+      mark_[next] = kScanned;
+      row = row_of_[next];
+    }
+    row_price_[first] += length;
+    for (int j : reached_) {
+      if (mark_[j] == kScanned)
+        row_price_[row_of_[j]] += length - distance_[j], column_price_[j] -= length - distance_[j];
+      mark_[j] = kNew;
+    }
+    int column = free_column;
+    if (column < 0) {
+      if (free_row == first) return;
+      column = column_of_[free_row], column_of_[free_row] = -1;
+    }
+    for (;;) {  // turn the path round
+      const int r = from_[column];
+      row_of_[column] = r;
+      std::swap(column_of_[r], column);
+      if (r == first) return;
+    }
+  }
+};
+
+}  // namespace torch_fastdet::core

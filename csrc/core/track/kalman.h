@@ -1,0 +1,158 @@
+// The Kalman filter of SORT's descendants: constant velocity, four coordinates (centre x and y, aspect or width,
+// height). All noise is diagonal, so a coordinate is independent of the others: the 8x8 covariance is four 2x2 blocks,
+// computed side by side. Camera motion mixes x with y and width with height; then `cross` holds the covariance of such
+// a pair.
+#pragma once
+
+#include <cmath>
+
+namespace torch_fastdet::core {
+
+struct alignas(32) Lanes {
+  double lane[4];
+  double operator[](int i) const { return lane[i]; }
+  double& operator[](int i) { return lane[i]; }
+};
+
+inline Lanes operator+(const Lanes& a, const Lanes& b) {
+  return {{a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]}};
+}
+inline Lanes operator-(const Lanes& a, const Lanes& b) {
+  return {{a[0] - b[0], a[1] - b[1], a[2] - b[2], a[3] - b[3]}};
+}
+inline Lanes operator*(const Lanes& a, const Lanes& b) {
+  return {{a[0] * b[0], a[1] * b[1], a[2] * b[2], a[3] * b[3]}};
+}
+inline Lanes operator/(const Lanes& a, const Lanes& b) {
+  return {{a[0] / b[0], a[1] / b[1], a[2] / b[2], a[3] / b[3]}};
+}
+// The lanes of the coordinates that camera motion mixes: y for x, height for width, and the other way round.
+inline Lanes swap(const Lanes& a) {
+  return {{a[1], a[0], a[3], a[2]}};
+}
+
+// Covariance of (position, velocity) with (position, velocity). pv and vp may differ in the last bit, as NumPy's do.
+struct Covariance {
+  Lanes pp, pv, vp, vv;
+};
+
+struct KalmanState {
+  Lanes position, velocity;
+  Covariance own;    // of each coordinate with itself
+  Covariance cross;  // of each coordinate with swap()'s; zero until a camera moves
+};
+
+// An affine motion of the image: (x, y) becomes rotation * (x, y) + translation.
+struct CameraMotion {
+  double rotation[2][2];
+  double translation[2];
+  double scale, angle;  // what the rotation does to rotated boxes: their sides become longer, their angle larger
+};
+
+// The order of operations is NumPy's, so that results have its bits; compile with -ffp-contract=off.
+class KalmanFilter {
+ public:
+  // xywh: the third coordinate is the width, and noise is relative to width and height. Otherwise it is width / height,
+  // and all noise is relative to the height.
+  explicit KalmanFilter(bool xywh) : xywh_(xywh) {}
+  bool xywh() const { return xywh_; }
+
+  void start(KalmanState& state, const Lanes& measured) const {
+    state = KalmanState{};
+    state.position = measured;
+    const Lanes position = noise(state, 2 * kPosition, 1e-2), velocity = noise(state, 10 * kVelocity, 1e-5);
+    state.own.pp = position * position;
+    state.own.vv = velocity * velocity;
+  }
+
+  // mixed: a camera has moved before, so that state.cross counts.
+  void predict(KalmanState& state, bool mixed) const {
+    const Lanes position = noise(state, kPosition, 1e-2), velocity = noise(state, kVelocity, 1e-5);
+    state.position = state.position + state.velocity;
+    step(state.own);
+    state.own.pp = state.own.pp + position * position;
+    state.own.vv = state.own.vv + velocity * velocity;
+    if (mixed) step(state.cross);
+  }
+
+  void correct(KalmanState& state, const Lanes& measured, bool mixed) const {
+    const Lanes deviation = noise(state, kPosition, 1e-1);
+    const Lanes innovation = measured - state.position;
+    Covariance& own = state.own;
+    const Lanes total = own.pp + deviation * deviation;
+    if (mixed) return correct_pairs(state, innovation, total);
+    const Lanes inverse = Lanes{{1, 1, 1, 1}} / total;
+    const Lanes gain_p = own.pp * inverse, gain_v = own.vp * inverse;
+    const Lanes back_p = total * gain_p, back_v = total * gain_v;
+    state.position = state.position + innovation * gain_p;
+    state.velocity = state.velocity + innovation * gain_v;
+    own.pp = own.pp - gain_p * back_p;
+    own.pv = own.pv - gain_p * back_v;
+    own.vp = own.vp - gain_v * back_p;
+    own.vv = own.vv - gain_v * back_v;
+  }
+
+  // Positions and velocities turn with the image; positions are shifted, too. Sizes become those of the box around the
+  // turned box, or, of a rotated box, are scaled.
+  static void move(KalmanState& state, const CameraMotion& motion, bool rotated) {
+    const auto& r = motion.rotation;
+    auto size = [&](double value, double scale) { return rotated ? scale : std::abs(value); };
+    const Lanes d = {{r[0][0], r[1][1], size(r[0][0], motion.scale), size(r[1][1], motion.scale)}};
+    const Lanes o = {{r[0][1], r[1][0], size(r[0][1], 0), size(r[1][0], 0)}};
+    state.position = d * state.position + o * swap(state.position);
+    state.velocity = d * state.velocity + o * swap(state.velocity);
+    state.position[0] += motion.translation[0];
+    state.position[1] += motion.translation[1];
+    for (Lanes Covariance::*part : {&Covariance::pp, &Covariance::pv, &Covariance::vp, &Covariance::vv}) {
+      // Rows first, then columns: own is (i, i) and cross (i, swap(i)) of R * C * R'.
+      const Lanes own = d * (state.own.*part) + o * swap(state.cross.*part);
+      const Lanes cross = d * (state.cross.*part) + o * swap(state.own.*part);
+      state.own.*part = own * d + cross * o;
+      state.cross.*part = own * swap(o) + cross * swap(d);
+    }
+  }
+
+ private:
+  static constexpr double kPosition = 1.0 / 20, kVelocity = 1.0 / 160;
+  bool xywh_;
+
+  Lanes noise(const KalmanState& state, double factor, double aspect) const {
+    const double w = factor * state.position[2], h = factor * state.position[3];
+    return xywh_ ? Lanes{{w, h, w, h}} : Lanes{{h, h, aspect, h}};
+  }
+
+  // position += velocity, for a covariance.
+  static void step(Covariance& c) {
+    const Lanes pv = c.pv + c.vv;
+    c.pp = (c.pp + c.vp) + pv;
+    c.pv = pv;
+    c.vp = c.vp + c.vv;
+  }
+
+  // The same with 2x2 matrices for a pair of coordinates: each is corrected by its own innovation and by its partner's.
+  static void correct_pairs(KalmanState& state, const Lanes& innovation, const Lanes& total) {
+    Covariance &own = state.own, &cross = state.cross;
+    const Lanes other = swap(total), mixed = cross.pp, mixed_back = swap(cross.pp);
+    const Lanes determinant = total * other - mixed * mixed_back, away = swap(innovation);
+    struct Gain {
+      Lanes own, cross;
+    };
+    auto gain = [&](const Lanes& o, const Lanes& c) {
+      return Gain{(o * other - c * mixed_back) / determinant, (c * total - o * mixed) / determinant};
+    };
+    const Gain p = gain(own.pp, cross.pp), v = gain(own.vp, cross.vp);
+    state.position = state.position + (p.own * innovation + p.cross * away);
+    state.velocity = state.velocity + (v.own * innovation + v.cross * away);
+    auto shrink = [&](Lanes& o, Lanes& c, const Gain& row, const Gain& column) {  // C -= K * S * K'
+      const Lanes a = row.own * total + row.cross * mixed_back, b = row.own * mixed + row.cross * other;
+      o = o - (a * column.own + b * column.cross);
+      c = c - (a * swap(column.cross) + b * swap(column.own));
+    };
+    shrink(own.pp, cross.pp, p, p);
+    shrink(own.pv, cross.pv, p, v);
+    shrink(own.vp, cross.vp, v, p);
+    shrink(own.vv, cross.vv, v, v);
+  }
+};
+
+}  // namespace torch_fastdet::core

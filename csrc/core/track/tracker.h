@@ -1,0 +1,489 @@
+// ByteTrack and BoT-SORT (without re-identification) on one core: predict, associate in two stages, keep the lists.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <deque>
+#include <limits>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "core/track/assignment.h"
+#include "core/track/kalman.h"
+#include "core/track/overlap.h"
+
+namespace torch_fastdet::core {
+
+struct TrackOptions {
+  double match_limit;          // cost limit of the first association
+  float high, low, new_track;  // scores: first stage from high, second stage above low, new tracks from new_track
+  int64_t buffer;              // frames for which a lost track is kept
+  bool fuse_score;             // the first cost is 1 - iou * score
+};
+
+// One frame: rows of x1 y1 x2 y2 ... score class, or of x y width height angle ... score class.
+struct FrameDetections {
+  const float* rows;
+  int64_t count, columns;
+  bool rotated = false;
+};
+
+enum class TrackStatus : uint8_t { kNew = 0, kTracked = 1, kLost = 2, kRemoved = 3 };
+
+struct Track {
+  KalmanState state;
+  TrackBox box;
+  int64_t id = 0, frame = 0, start = 0;                     // frame: of the last detection; start: of the first
+  int64_t length = 0;                                       // detections since it was born or found again
+  int64_t index = 0;                                        // of the last detection in its frame
+  int removals = 0;                                         // entries of it in the list of removed tracks
+  double angle = std::numeric_limits<double>::quiet_NaN();  // of a rotated box, which is at least as wide as high
+  float score = 0, cls = 0;
+  TrackStatus status = TrackStatus::kNew;
+  bool confirmed = false;
+};
+
+class Tracker {
+ public:
+  // A track as a row of doubles: mean, covariance by rows, then id, frame, start, length, index, score, class, status,
+  // confirmed, angle
+  static constexpr int kStateColumns = 8 + 64 + 10;
+  enum List { kTrackedList, kLostList, kRemovedList };
+
+  explicit Tracker(bool xywh) : filter_(xywh) {}
+
+  void reset() { *this = Tracker(filter_.xywh()); }
+  int64_t frame() const { return frame_; }
+  int64_t last_id() const { return last_id_; }
+  int64_t removed_now() const { return removed_now_.size(); }  // the newest of the removed tracks, from the last update
+
+  // motion: how the camera has moved since the last frame, or nullptr. Infinite boxes, NaN and boxes without area are
+  // no detections.
+  void update(const FrameDetections& detections, const TrackOptions& options, const CameraMotion* motion) {
+    options_ = options;
+    rotated_ = detections.rotated;
+    frame_++;
+    split(detections);
+    found_.clear(), born_.clear(), missed_.clear(), removed_now_.clear(), pool_.clear(), loose_.clear();
+    for (int s : tracked_) (tracks_[s].confirmed ? pool_ : loose_).push_back(s);
+    pool_.insert(pool_.end(), lost_.begin(), lost_.end());
+    for (int s : pool_) predict(tracks_[s]);
+    if (motion) {
+      mixed_ = true;
+      for (const std::vector<int>* list : {&pool_, &loose_})
+        for (int s : *list) {
+          filter_.move(tracks_[s].state, *motion, rotated_);
+          tracks_[s].angle += motion->angle;  // NaN stays NaN
+          set_box(tracks_[s]);
+        }
+    }
+    // The unconfirmed tracks come before the low scores, which touch neither them nor the high scores: the index of the
+    // high scores serves twice.
+    associate_high();
+    associate_unconfirmed();
+    start_tracks();
+    associate_low();
+    remove_stale();
+    merge_lists();
+    drop_duplicates();
+  }
+
+  int64_t confirmed_count() const {
+    return std::count_if(tracked_.begin(), tracked_.end(), [&](int s) { return tracks_[s].confirmed; });
+  }
+
+  // Columns of an output row: x1 y1 x2 y2 (x y width height angle) id score class index.
+  int64_t output_columns() const { return rotated_ ? 9 : 8; }
+
+  void write(float* out) const {
+    for (int s : tracked_) {
+      const Track& t = tracks_[s];
+      if (!t.confirmed) continue;
+      if (rotated_) {
+        const RotatedCandidate<float> r = rotated_box(t);
+        for (float value : {r.box.x, r.box.y, r.box.width, r.box.height, r.angle}) *out++ = value;
+      } else {
+        for (float value : {t.box.x1, t.box.y1, t.box.x2, t.box.y2}) *out++ = value;
+      }
+      for (float value : {static_cast<float>(t.id), t.score, t.cls, static_cast<float>(t.index)}) *out++ = value;
+    }
+  }
+
+  int64_t size(List list) const {
+    return list == kRemovedList ? removed_.size() : list == kLostList ? lost_.size() : tracked_.size();
+  }
+
+  void save(List list, double* out) const {
+    if (list == kRemovedList)
+      for (const Removed& r : removed_) out = save(r.track, out);
+    else
+      for (int s : list == kLostList ? lost_ : tracked_) out = save(tracks_[s], out);
+  }
+
+  // Continues from saved lists: rows[list] are count[list] rows, or nullptr for what the list is now.
+  void load(const double* const rows[3], const int64_t count[3], int64_t frame, int64_t last_id) {
+    Tracker next(filter_.xywh());
+    next.frame_ = frame, next.last_id_ = last_id;
+    std::array<std::vector<double>, 3> kept;
+    for (List list : {kTrackedList, kLostList, kRemovedList}) {
+      const double* row = rows[list];
+      if (!row) {
+        kept[list].resize(size(list) * kStateColumns);
+        save(list, kept[list].data());
+        row = kept[list].data();
+      }
+      for (int64_t k = rows[list] ? count[list] : size(list); k > 0; k--, row += kStateColumns) {
+        const Track track = next.load(row);
+        if (list == kRemovedList)
+          next.note_removed(track);
+        else
+          next.add(list == kLostList ? next.lost_ : next.tracked_, track);
+      }
+    }
+    *this = std::move(next);
+  }
+
+ private:
+  struct Detection {
+    float left, top, w, h, score, cls;
+    double angle;
+    int64_t index;
+  };
+  struct Stage {  // the detections of one association
+    std::vector<Detection> rows;
+    TrackShapes shapes;
+    int size() const { return static_cast<int>(rows.size()); }
+  };
+  struct Removed {
+    int slot;  // where the track was when it was removed
+    Track track;
+  };
+  static constexpr size_t kRemembered = 1000;  // removed tracks
+  static constexpr double kPi = 3.14159265358979323846;
+  static constexpr double kLowLimit = 0.5, kUnconfirmedLimit = 0.7;
+  static constexpr float kDuplicate = 0.15f;
+
+  KalmanFilter filter_;
+  TrackOptions options_{};
+  int64_t frame_ = 0, last_id_ = 0;
+  bool mixed_ = false;         // a camera has moved
+  bool rotated_ = false;       // boxes of this frame
+  std::vector<Track> tracks_;  // by slot
+  std::vector<int> free_slots_, tracked_, lost_;
+  std::deque<Removed> removed_;
+  // of one frame; kept for their memory
+  Stage high_, low_;
+  std::vector<int> pool_, loose_, rest_, found_, born_, missed_, removed_now_;
+  TrackShapes tracked_shapes_, lost_shapes_;
+  std::vector<uint8_t> used_, drop_;
+  BoxIndex index_;
+  SparseAssignment assignment_;
+
+  void split(const FrameDetections& d) {
+    high_.rows.clear(), low_.rows.clear();
+    for (int64_t i = 0; i < d.count; i++) {
+      const float *box = d.rows + i * d.columns, score = box[d.columns - 2];
+      const bool high = score >= options_.high;
+      if (!high && !(score > options_.low && score < options_.high)) continue;
+      float x = box[0], y = box[1], w = box[2], h = box[3];
+      double angle = std::numeric_limits<double>::quiet_NaN();
+      if (rotated_)
+        angle = box[4];
+      else
+        x = (box[0] + box[2]) / 2, y = (box[1] + box[3]) / 2, w = box[2] - box[0], h = box[3] - box[1];
+      if (!(w > 0 && h > 0)) continue;
+      if (!std::isfinite(w) || !std::isfinite(h) || !std::isfinite(x) || !std::isfinite(y)) continue;
+      if (rotated_ && !std::isfinite(angle)) continue;
+      if (rotated_ && w < h) std::swap(w, h), angle += kPi / 2;
+      (high ? high_ : low_)
+          .rows.push_back({static_cast<float>(static_cast<double>(x) - static_cast<double>(w) / 2),
+                           static_cast<float>(static_cast<double>(y) - static_cast<double>(h) / 2), w, h, score,
+                           box[d.columns - 1], angle, i});
+    }
+  }
+
+  // Prepares detections for associations up to a cost limit.
+  void place(Stage& stage, double limit) {
+    const float scale = rotated_ ? static_cast<float>(reach_scale_of(1 - limit)) : 0.f;
+    stage.shapes.clear();
+    for (const Detection& d : stage.rows) {
+      if (rotated_)
+        stage.shapes.add({{d.left + d.w / 2, d.top + d.h / 2, d.w, d.h}, static_cast<float>(d.angle)}, scale);
+      else
+        stage.shapes.add({d.left, d.top, d.w + d.left, d.h + d.top});
+    }
+    index_.build(stage.shapes.boxes.data(), stage.size());
+  }
+
+  // The same for tracks.
+  void place(const std::vector<int>& slots, TrackShapes& shapes, double limit) {
+    const float scale = rotated_ ? static_cast<float>(reach_scale_of(1 - limit)) : 0.f;
+    shapes.clear();
+    for (int s : slots) {
+      if (rotated_)
+        shapes.add(rotated_box(tracks_[s]), scale);
+      else
+        shapes.add(tracks_[s].box);
+    }
+  }
+
+  RotatedCandidate<float> rotated_box(const Track& t) const {
+    const Lanes& p = t.state.position;
+    const double w = filter_.xywh() ? p[2] : p[2] * p[3], h = p[3], x = p[0] - w / 2, y = p[1] - h / 2;
+    return {
+        {static_cast<float>(x + w / 2), static_cast<float>(y + h / 2), static_cast<float>(w), static_cast<float>(h)},
+        static_cast<float>(t.angle)};
+  }
+
+  Lanes measure(const Detection& d) const {  // in float32, then widened
+    const float x = d.left + d.w / 2, y = d.top + d.h / 2;
+    return {{x, y, filter_.xywh() ? d.w : d.w / d.h, d.h}};
+  }
+
+  void set_box(Track& t) const {
+    const Lanes& p = t.state.position;
+    const double w = filter_.xywh() ? p[2] : p[2] * p[3], h = p[3], x = p[0] - w / 2, y = p[1] - h / 2;
+    t.box = {static_cast<float>(x), static_cast<float>(y), static_cast<float>(w + x), static_cast<float>(h + y)};
+  }
+
+  void predict(Track& t) const {
+    if (t.status != TrackStatus::kTracked) {  // a lost track keeps its size
+      t.state.velocity[3] = 0;
+      if (filter_.xywh()) t.state.velocity[2] = 0;
+    }
+    filter_.predict(t.state, mixed_);
+    set_box(t);
+  }
+
+  void take(Track& t, const Detection& d) {
+    filter_.correct(t.state, measure(d), mixed_);
+    set_box(t);
+    // The box is the same after half a turn: its angle stays the nearest to what it was.
+    t.angle = d.angle - kPi * std::nearbyint((d.angle - t.angle) / kPi);
+    t.length = t.status == TrackStatus::kTracked ? t.length + 1 : 0;
+    t.frame = frame_, t.index = d.index, t.score = d.score, t.cls = d.cls;
+    t.status = TrackStatus::kTracked, t.confirmed = true;
+  }
+
+  // Assigns detections of the stage, which index_ holds, to the tracks. Afterwards assignment_.column_of(row) tells.
+  void match(const std::vector<int>& rows, const Stage& stage, double limit, bool fuse, bool skip_used) {
+    const int n = static_cast<int>(rows.size()), m = stage.size();
+    place(rows, tracked_shapes_, limit);
+    const bool all = limit > 1;  // then even boxes that do not meet are pairs
+    const int pairs = !m ? 0 : all ? n * m : index_.collect(tracked_shapes_.boxes.data(), n);
+    assignment_.begin(n, m, pairs);
+    for (int k = 0; k < pairs; k++) {
+      const int i = all ? k / m : index_.rows()[k], j = all ? k % m : index_.columns()[k];
+      if (skip_used && used_[j]) continue;
+      float cost = 1.f - tracked_shapes_.overlap(i, stage.shapes, j);
+      if (fuse) cost = 1.f - (1.f - cost) * stage.rows[j].score;
+      assignment_.edge(i, j, static_cast<double>(cost) - limit);
+    }
+    assignment_.solve();
+  }
+
+  void associate_high() {
+    used_.assign(high_.size(), 0), rest_.clear();
+    place(high_, std::max(options_.match_limit, kUnconfirmedLimit));
+    match(pool_, high_, options_.match_limit, options_.fuse_score, false);
+    for (size_t r = 0; r < pool_.size(); r++) {
+      const int s = pool_[r], j = assignment_.column_of(static_cast<int>(r));
+      const bool tracked = tracks_[s].status == TrackStatus::kTracked;
+      if (j >= 0) {
+        if (!tracked) found_.push_back(s);
+        take(tracks_[s], high_.rows[j]);
+        used_[j] = 1;
+      } else if (tracked) {
+        rest_.push_back(s);
+      }
+    }
+  }
+
+  void associate_unconfirmed() {
+    match(loose_, high_, kUnconfirmedLimit, options_.fuse_score, true);
+    for (size_t r = 0; r < loose_.size(); r++) {
+      const int s = loose_[r], j = assignment_.column_of(static_cast<int>(r));
+      if (j >= 0) {
+        take(tracks_[s], high_.rows[j]);
+        used_[j] = 1;
+      } else {
+        tracks_[s].status = TrackStatus::kRemoved;
+        removed_now_.push_back(s);
+      }
+    }
+  }
+
+  void add(std::vector<int>& list, const Track& track) {
+    const int s = new_slot();
+    tracks_[s] = track;
+    list.push_back(s);
+  }
+
+  int new_slot() {
+    if (free_slots_.empty()) {
+      tracks_.emplace_back();
+      return static_cast<int>(tracks_.size()) - 1;
+    }
+    const int s = free_slots_.back();
+    free_slots_.pop_back();
+    return s;
+  }
+
+  void start_tracks() {
+    for (int j = 0; j < high_.size(); j++) {
+      const Detection& d = high_.rows[j];
+      if (used_[j] || d.score < options_.new_track) continue;
+      Track t;
+      t.id = ++last_id_, t.frame = t.start = frame_, t.index = d.index, t.angle = d.angle, t.score = d.score,
+      t.cls = d.cls;
+      t.status = TrackStatus::kTracked, t.confirmed = frame_ == 1;
+      filter_.start(t.state, measure(d));
+      set_box(t);
+      add(born_, t);
+    }
+  }
+
+  void associate_low() {
+    place(low_, kLowLimit);
+    match(rest_, low_, kLowLimit, false, false);
+    for (size_t r = 0; r < rest_.size(); r++) {
+      const int s = rest_[r], j = assignment_.column_of(static_cast<int>(r));
+      if (j >= 0) {
+        take(tracks_[s], low_.rows[j]);
+      } else {
+        tracks_[s].status = TrackStatus::kLost;
+        missed_.push_back(s);
+      }
+    }
+  }
+
+  void remove_stale() {
+    for (int s : lost_) {
+      Track& t = tracks_[s];
+      if (frame_ - t.frame <= options_.buffer) continue;
+      t.status = TrackStatus::kRemoved;
+      removed_now_.push_back(s);
+    }
+  }
+
+  void merge_lists() {
+    std::vector<int> tracked;
+    tracked.swap(tracked_);
+    for (int s : tracked) {
+      if (tracks_[s].status == TrackStatus::kTracked)
+        tracked_.push_back(s);
+      else if (tracks_[s].status == TrackStatus::kRemoved)
+        free_slots_.push_back(s);
+    }
+    tracked_.insert(tracked_.end(), born_.begin(), born_.end());
+    tracked_.insert(tracked_.end(), found_.begin(), found_.end());
+    lost_.insert(lost_.end(), missed_.begin(), missed_.end());
+    size_t kept = 0;
+    for (int s : lost_) {
+      if (tracks_[s].status == TrackStatus::kTracked) continue;
+      if (tracks_[s].removals)  // from an earlier frame; a track that has become stale now stays for one more
+        free_slots_.push_back(s);
+      else
+        lost_[kept++] = s;
+    }
+    lost_.resize(kept);
+    for (int s : removed_now_) {
+      tracks_[s].removals++;
+      removed_.push_back({s, tracks_[s]});
+    }
+    while (removed_.size() > kRemembered) {
+      const Removed& oldest = removed_.front();
+      if (oldest.slot >= 0 && tracks_[oldest.slot].id == oldest.track.id) tracks_[oldest.slot].removals--;
+      removed_.pop_front();
+    }
+  }
+
+  // A tracked and a lost track on the same place: the one that was followed for fewer frames goes, of equals the
+  // tracked.
+  void drop_duplicates() {
+    if (tracked_.empty() || lost_.empty()) return;
+    const int rows = static_cast<int>(tracked_.size()), columns = static_cast<int>(lost_.size());
+    place(tracked_, tracked_shapes_, kDuplicate);
+    place(lost_, lost_shapes_, kDuplicate);
+    index_.build(lost_shapes_.boxes.data(), columns);
+    const int pairs = index_.collect(tracked_shapes_.boxes.data(), rows);
+    drop_.assign(rows + columns, 0);
+    for (int k = 0; k < pairs; k++) {
+      const int i = index_.rows()[k], j = index_.columns()[k];
+      if (!(1.f - tracked_shapes_.overlap(i, lost_shapes_, j) < kDuplicate)) continue;
+      const Track &tracked = tracks_[tracked_[i]], &lost = tracks_[lost_[j]];
+      drop_[tracked.frame - tracked.start > lost.frame - lost.start ? rows + j : i] = 1;
+    }
+    keep(tracked_, drop_.data());
+    keep(lost_, drop_.data() + rows);
+  }
+
+  void keep(std::vector<int>& list, const uint8_t* drop) {
+    size_t kept = 0;
+    for (size_t i = 0; i < list.size(); i++) {
+      const int s = list[i];
+      if (drop[i])
+        free_slots_.push_back(s);
+      else
+        list[kept++] = s;
+    }
+    list.resize(kept);
+  }
+
+  // A removed track may still be in another list.
+  void note_removed(const Track& track) {
+    int slot = -1;
+    for (const std::vector<int>* list : {&tracked_, &lost_})
+      for (int s : *list)
+        if (tracks_[s].id == track.id) tracks_[s].removals++, slot = s;
+    removed_.push_back({slot, track});
+  }
+
+  // The parts of the 8x8 covariance: rows and columns 0 to 3 are positions, 4 to 7 velocities.
+  template <class Visit>
+  static void visit_covariance(Visit visit) {
+    Lanes Covariance::*const parts[2][2] = {{&Covariance::pp, &Covariance::pv}, {&Covariance::vp, &Covariance::vv}};
+    for (int a = 0; a < 2; a++)
+      for (int b = 0; b < 2; b++)
+        for (int i = 0; i < 4; i++) {
+          visit(8 * (4 * a + i) + 4 * b + i, &KalmanState::own, parts[a][b], i);
+          visit(8 * (4 * a + i) + 4 * b + (i ^ 1), &KalmanState::cross, parts[a][b], i);
+        }
+  }
+
+  static double* save(const Track& t, double* out) {
+    std::fill(out, out + kStateColumns, 0.0);
+    std::copy(t.state.position.lane, t.state.position.lane + 4, out);
+    std::copy(t.state.velocity.lane, t.state.velocity.lane + 4, out + 4);
+    visit_covariance([&](int place, auto block, auto part, int i) { out[8 + place] = (t.state.*block.*part)[i]; });
+    const double rest[] = {double(t.id),        double(t.frame), double(t.start), double(t.length),
+                           double(t.index),     double(t.score), double(t.cls),   double(static_cast<int>(t.status)),
+                           double(t.confirmed), double(t.angle)};
+    return std::copy(rest, rest + 10, out + 72);
+  }
+
+  Track load(const double* row) {
+    Track t;
+    std::copy(row, row + 4, t.state.position.lane);
+    std::copy(row + 4, row + 8, t.state.velocity.lane);
+    std::array<bool, 64> known{};
+    visit_covariance([&](int place, auto block, auto part, int i) {
+      (t.state.*block.*part)[i] = row[8 + place];
+      known[place] = true;
+      mixed_ = mixed_ || (block == &KalmanState::cross && row[8 + place] != 0);
+    });
+    for (int k = 0; k < 64; k++)
+      if (!known[k] && row[8 + k] != 0) throw std::invalid_argument("a covariance that no tracker makes");
+    const double* rest = row + 72;
+    t.id = rest[0], t.frame = rest[1], t.start = rest[2], t.length = rest[3], t.index = rest[4];
+    t.score = rest[5], t.cls = rest[6], t.status = static_cast<TrackStatus>(int(rest[7])), t.confirmed = rest[8] != 0;
+    t.angle = rest[9];
+    set_box(t);
+    return t;
+  }
+};
+
+}  // namespace torch_fastdet::core

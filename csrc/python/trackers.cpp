@@ -1,0 +1,84 @@
+// torch_fastdet._C.Tracker: the trackers of csrc/core/track with NumPy arrays. The GIL is released while a frame is
+// computed.
+#include "python/trackers.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <optional>
+
+#include "core/track/tracker.h"
+
+namespace py = pybind11;
+namespace core = torch_fastdet::core;
+using core::Tracker;
+
+namespace {
+
+using Floats = py::array_t<float, py::array::c_style | py::array::forcecast>;
+using Doubles = py::array_t<double, py::array::c_style | py::array::forcecast>;
+constexpr Tracker::List kLists[] = {Tracker::kTrackedList, Tracker::kLostList, Tracker::kRemovedList};
+
+py::array_t<float> update(Tracker& tracker, const Floats& rows, double high, double low, double new_track,
+                          int64_t buffer, double match_limit, bool fuse_score, const std::optional<Doubles>& motion,
+                          bool rotated) {
+  if (rows.ndim() != 2 || rows.shape(1) < 6 + rotated)
+    throw py::value_error("expected detections of shape (N, 6 or more; rotated: 7), rows of box ... score class");
+  if (motion && (motion->ndim() != 2 || motion->shape(0) != 2 || motion->shape(1) != 4))
+    throw py::value_error("expected a camera motion of shape (2, 4): rotation, translation, (scale, angle)");
+  core::CameraMotion camera{};
+  if (motion)
+    for (int i = 0; i < 2; i++) {
+      for (int j = 0; j < 2; j++) camera.rotation[i][j] = motion->at(i, j);
+      camera.translation[i] = motion->at(i, 2);
+      (i ? camera.angle : camera.scale) = motion->at(i, 3);
+    }
+  const core::FrameDetections detections{rows.data(), rows.shape(0), rows.shape(1), rotated};
+  const core::TrackOptions options{
+      match_limit, static_cast<float>(high), static_cast<float>(low), static_cast<float>(new_track), buffer,
+      fuse_score};
+  int64_t count;
+  {
+    py::gil_scoped_release release;
+    tracker.update(detections, options, motion ? &camera : nullptr);
+    count = tracker.confirmed_count();
+  }
+  if (!count) return py::array_t<float>(0);
+  py::array_t<float> out({count, tracker.output_columns()});
+  tracker.write(out.mutable_data());
+  return out;
+}
+
+py::array_t<double> save(const Tracker& tracker, int list) {
+  py::array_t<double> rows({tracker.size(kLists[list]), int64_t{Tracker::kStateColumns}});
+  tracker.save(kLists[list], rows.mutable_data());
+  return rows;
+}
+
+void load(Tracker& tracker, const std::array<std::optional<Doubles>, 3>& lists, int64_t frame, int64_t last_id) {
+  const double* rows[3] = {};
+  int64_t count[3] = {};
+  for (int k = 0; k < 3; k++) {
+    if (!lists[k]) continue;
+    if (lists[k]->ndim() != 2 || lists[k]->shape(1) != Tracker::kStateColumns)
+      throw py::value_error("expected lists of tracks as save() returns them");
+    rows[k] = lists[k]->data(), count[k] = lists[k]->shape(0);
+  }
+  tracker.load(rows, count, frame, last_id);
+}
+
+}  // namespace
+
+void bind_trackers(py::module_& m) {
+  py::class_<Tracker>(m, "Tracker", "The core of torch_fastdet.trackers, which documents it.")
+      .def(py::init<bool>(), py::arg("xywh"))
+      .def("update", update, py::arg("detections"), py::arg("high"), py::arg("low"), py::arg("new_track"),
+           py::arg("buffer"), py::arg("match_limit"), py::arg("fuse_score"), py::arg("motion"), py::arg("rotated"))
+      .def("save", save, py::arg("list"))
+      .def("load", load, py::arg("lists"), py::arg("frame"), py::arg("last_id"))
+      .def("reset", &Tracker::reset)
+      .def_property_readonly("frame", &Tracker::frame)
+      .def_property_readonly("removed_now", &Tracker::removed_now)
+      .def_property_readonly("last_id", &Tracker::last_id);
+}

@@ -1,0 +1,150 @@
+"""torch_fastdet.trackers against Ultralytics' own trackers on random sequences, and with arguments that are no detections."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import warnings
+
+import numpy as np
+import pytest
+
+from tests.track_scenes import KINDS, OPTIONS, motions, namespace, rotated, scene
+from torch_fastdet import trackers
+
+NAMES = {"ByteTrack": "BYTETracker", "BoTSORT": "BOTSORT"}
+EMPTY = np.empty((0, 6), np.float32)
+
+
+@pytest.fixture
+def stock():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("lap", reason="Ultralytics' trackers need lap")
+        found = pytest.importorskip("ultralytics.trackers", reason="ultralytics is not installed")
+        results = pytest.importorskip("ultralytics.engine.results")
+    return lambda name, **options: (getattr(found, NAMES[name])(namespace(**options)), results)
+
+
+class Camera:
+    """Stands in for the framework's GMC."""
+
+    method = "given"
+
+    def __init__(self, motions):
+        self.left = iter(motions)
+
+    def apply(self, *args):
+        return next(self.left)
+
+    def reset_params(self):
+        pass
+
+
+def run(tracker, rows, **motion):
+    return tracker.update(rows[:, :-2], rows[:, -2], rows[:, -1], **motion)
+
+
+def check(stock, name, seed, objects, frames, crowd=3.0, moving=False, turned=False):
+    options = {**OPTIONS, **KINDS[seed % len(KINDS)]}
+    (theirs, results), ours = stock(name, **options), getattr(trackers, name)(**options)
+    camera = motions(seed, frames)
+    image = None
+    if moving:
+        theirs.gmc, image = Camera(camera), np.zeros((2, 2, 3), np.uint8)
+    boxes = results.OBB if turned else results.Boxes
+    all_rows = scene(seed, objects, frames, crowd)
+    for t, rows in enumerate(rotated(all_rows, seed) if turned else all_rows):
+        if t == frames // 2 and seed % 2:
+            theirs.reset(), ours.reset()
+        wanted = theirs.update(boxes(rows, (1080, 1920)), image)
+        found = run(ours, rows, **({"motion": camera[t]} if moving else {}))
+        assert found.dtype == wanted.dtype and np.array_equal(found, wanted), (name, seed, t)
+
+
+@pytest.mark.parametrize("objects, frames", [(5, 60), (20, 60), (120, 15)])
+@pytest.mark.parametrize("name", NAMES)
+def test_tracks_are_the_originals(stock, name, objects, frames):
+    for seed in range(5 if objects < 100 else 1):
+        check(stock, name, seed, objects, frames)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_tracks_under_a_moving_camera_are_the_originals(stock, turned):
+    for seed in range(3):
+        check(stock, "BoTSORT", seed, 20, 50, moving=True, turned=turned)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rotated_tracks_are_the_originals(stock, name):
+    for seed in range(3):
+        check(stock, name, seed, (5, 20, 60)[seed], 40, turned=True)
+
+
+@pytest.mark.slow
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", NAMES)
+def test_many_tracks_are_the_originals(stock, name):
+    for seed in range(100, 140):
+        objects, crowd, turned = (5, 20)[seed % 2], (0.5, 1.0, 3.0, 8.0)[seed % 4], seed % 5 == 0
+        check(stock, name, seed, objects, 200, crowd, moving=name == "BoTSORT" and seed % 3 == 0, turned=turned)
+    check(stock, name, 7, 1000, 12)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_frames_without_detections(name):
+    tracker = getattr(trackers, name)(track_buffer=2)
+    for empty in (EMPTY, EMPTY.astype(np.float64)):
+        assert run(tracker, empty).shape == (0,)
+    assert tracker.update([], [], []).shape == (0,) and tracker.frame == 3
+    tracker.reset()
+    rows = scene(0, 20, 1)[0]
+    assert len(run(tracker, rows)) and len(run(tracker, EMPTY)) == 0 and len(run(tracker, rows))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_odd_boxes_are_no_detections(name):
+    plain, odd = (getattr(trackers, name)() for _ in range(2))
+    inf, nan, huge = np.inf, np.nan, 3e38
+    more = [[0, 0, inf, 9], [-inf, 0, inf, 9], [nan, 0, 5, 9], [3, 3, 3, 9], [9, 3, 5, 9], [-huge, 0, huge, 9]]
+    for rows in scene(1, 20, 20):
+        with_odd = np.r_[rows, np.c_[more, np.full(6, 0.9), np.zeros(6)].astype(np.float32), [[0, 0, 9, 9, nan, 0]]]
+        wanted = run(plain, rows)
+        assert np.array_equal(run(odd, with_odd.astype(np.float32)), wanted)
+        assert np.isfinite(wanted).all()
+
+
+def test_reset_begins_again():
+    tracker, rows = trackers.ByteTrack(), scene(2, 20, 30)
+    first = [run(tracker, frame) for frame in rows]
+    tracker.reset()
+    assert tracker.frame == 0 and all(np.array_equal(run(tracker, f), w) for f, w in zip(rows, first))
+
+
+def test_two_trackers_at_once():
+    scenes = [scene(seed, 60, 40) for seed in range(2)]
+    wanted = [[run(tracker, rows) for rows in frames] for frames in scenes for tracker in [trackers.BoTSORT()]]
+    pair = [trackers.BoTSORT() for _ in scenes]
+    for rows, results in zip(zip(*scenes), zip(*wanted)):
+        assert all(np.array_equal(run(t, r), w) for t, r, w in zip(pair, rows, results))
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        found = threads.map(lambda frames: [run(t, rows) for t in [trackers.BoTSORT()] for rows in frames], scenes)
+    assert all(np.array_equal(a, b) for one, other in zip(found, wanted) for a, b in zip(one, other))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (([[0, 0, 9]], [0.9], [0]), r"ByteTrack.update: boxes has shape \(1, 3\), but \(N, 4\).* or \(N, 5\)"),
+        (([[0, 0, 9, 9]], [0.9, 0.8], [0]), r"ByteTrack.update: scores has shape \(2,\), but \(1,\) is expected"),
+        (([[0, 0, 9, 9]], [0.9], 0), r"ByteTrack.update: classes has shape \(\), but \(1,\) is expected"),
+    ],
+)
+def test_arguments_of_other_shapes(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        trackers.ByteTrack().update(*arguments)
+
+
+@pytest.mark.parametrize("motion", [np.eye(3), [[1, 0, np.nan], [0, 1, 0]]])
+def test_motion_that_is_none(motion):
+    with pytest.raises(ValueError, match=r"BoTSORT.update: motion is .*a finite \(2, 3\) matrix is expected"):
+        trackers.BoTSORT().update([[0, 0, 9, 9]], [0.9], [0], motion)

@@ -1,0 +1,208 @@
+"""track_optim in Ultralytics: the same tracks, the tracker's own lists, and what is left to the original update."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+
+import torch_fastdet.ultralytics as drop_in
+from tests.test_trackers import Camera
+from tests.track_scenes import motions, namespace, rotated, scene
+
+LISTS = ("tracked_stracks", "lost_stracks", "removed_stracks", "removed_stracks_frame")
+NAMES = ("BYTETracker", "BOTSORT")
+
+
+@pytest.fixture
+def trackers():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("lap", reason="Ultralytics' trackers need lap")
+        trackers = pytest.importorskip("ultralytics.trackers", reason="ultralytics is not installed")
+    yield trackers
+    drop_in.unpatch()
+
+
+def boxes(rows):
+    from ultralytics.engine.results import OBB, Boxes
+
+    return (OBB if rows.shape[1] == 7 else Boxes)(rows, (1080, 1920))
+
+
+def contents(tracker):
+    """Everything that the tracker's lists say of its tracks."""
+
+    def of(track):
+        numbers = (
+            track.track_id,
+            track.frame_id,
+            track.start_frame,
+            track.tracklet_len,
+            track.state,
+            track.is_activated,
+        )
+        seen = (int(track.idx), track.score, track.cls, track.mean.tolist(), (track.covariance + 0.0).tolist())
+        return *numbers, *seen, track.xyxy.tolist(), track.end_frame, track.angle
+
+    alive = [[of(track) for track in getattr(tracker, name)] for name in LISTS[:2]]
+    removed = [[track.track_id for track in getattr(tracker, name)] for name in LISTS[2:]]
+    return alive, removed, tracker.frame_id
+
+
+def run(tracker, rows):
+    return tracker.update(boxes(rows), np.zeros((2, 2, 3), np.uint8))
+
+
+def original(trackers, name, frames, **options):
+    tracker = getattr(trackers, name)(namespace(**options))
+    return [(run(tracker, rows), contents(tracker)) for rows in frames]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_tracks_and_lists_are_the_originals(trackers, name, turned):
+    stock = trackers.BYTETracker.update
+    for seed in range(2):
+        frames = scene(seed, 20, 40)
+        frames = rotated(frames) if turned else frames
+        wanted = original(trackers, name, frames, track_buffer=5)
+        said = drop_in.patch(track_optim=True)
+        assert sum(line.startswith("track_optim:") for line in said) == 2
+        unread, read, some = (getattr(trackers, name)(namespace(track_buffer=5)) for _ in range(3))
+        for t, (rows, (rows_wanted, lists)) in enumerate(zip(frames, wanted)):
+            for tracker in (unread, read, some):
+                assert np.array_equal(run(tracker, rows), rows_wanted) and tracker.frame_id == t + 1
+            assert contents(read) == lists
+            if t % 5 == 2:
+                assert [track.track_id for track in some.removed_stracks] == lists[1][0]
+            if t % 7 == 2:
+                assert [track.track_id for track in some.lost_stracks] == [track[0] for track in lists[0][1]]
+        drop_in.unpatch()
+        assert contents(unread) == wanted[-1][1]
+        assert trackers.BYTETracker.update is stock and not set(LISTS) & set(vars(trackers.BYTETracker))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_patch_and_unpatch_between_frames(trackers, name):
+    frames = scene(3, 20, 40)
+    wanted = original(trackers, name, frames)
+    tracker = getattr(trackers, name)(namespace())
+    for t, (rows, (result, lists)) in enumerate(zip(frames, wanted)):
+        if t % 10 == 5:
+            drop_in.patch(track_optim=True)
+        if t % 10 == 9:
+            drop_in.unpatch()
+        assert np.array_equal(run(tracker, rows), result)
+        if t % 4 == 0:
+            assert contents(tracker) == lists
+
+
+def test_reset_ids_copies_and_pickles(trackers):
+    frames = scene(4, 20, 30)
+    wanted = original(trackers, "BYTETracker", frames)
+    drop_in.patch(track_optim=True)
+    tracker = trackers.BYTETracker(namespace())
+    other = trackers.BYTETracker(namespace())
+    for times in range(2):
+        for t, (rows, (result, lists)) in enumerate(zip(frames, wanted)):
+            run(other, frames[-1 - t])  # ids are each tracker's own
+            assert np.array_equal(run(tracker, rows), result), (times, t)
+            if t == 15:
+                copies = [copy.deepcopy(tracker), pickle.loads(pickle.dumps(tracker))]
+                assert all(contents(copied) == lists for copied in copies)
+            if t > 15:
+                assert all(np.array_equal(run(copied, rows), result) for copied in copies)
+        tracker.reset()
+        assert (tracker.frame_id, tracker.tracked_stracks, tracker.removed_stracks) == (0, [], [])
+
+
+def test_changes_of_the_lists_count(trackers):
+    rows = scene(5, 20, 3)
+
+    def changed(tracker):
+        run(tracker, rows[0])
+        run(tracker, rows[1])
+        first, second = tracker.tracked_stracks[:2]
+        first.track_id, second.score = 77, 0.5
+        tracker.lost_stracks = []
+        del tracker.tracked_stracks[2]
+        assert tracker.tracked_stracks[0] is first
+        result = run(tracker, rows[2])
+        assert first in tracker.tracked_stracks + tracker.lost_stracks
+        return result, contents(tracker)
+
+    wanted = changed(trackers.BYTETracker(namespace()))
+    drop_in.patch(track_optim=True)
+    found = changed(trackers.BYTETracker(namespace()))
+    assert np.array_equal(found[0], wanted[0]) and found[1] == wanted[1]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_camera_motion_is_the_framework_s(trackers, turned):
+    frames = scene(6, 20, 40)
+    frames = rotated(frames) if turned else frames
+    results = []
+    for patched in (False, True):
+        if patched:
+            drop_in.patch(track_optim=True)
+        tracker = trackers.BOTSORT(namespace(gmc_method="sparseOptFlow"))
+        tracker.gmc = Camera(motions(6, 30))  # then it fails, and the framework goes on without it
+        results.append([run(tracker, rows) for rows in frames])
+    assert all(np.array_equal(a, b) for a, b in zip(*results))
+
+
+def test_what_the_original_update_does(trackers, caplog):
+    frames = scene(7, 20, 12)
+
+    class Custom(trackers.BYTETracker):
+        def get_dists(self, tracks, detections):
+            self.called = True
+            return super().get_dists(tracks, detections)
+
+    class Named(trackers.BYTETracker):
+        def label(self):
+            return "mine"
+
+    def outputs():
+        found = {}
+        for kind in (Custom, Named, trackers.OCSORT):
+            extra = {"delta_t": 3, "inertia": 0.2, "use_byte": False} if kind is trackers.OCSORT else {}
+            tracker = kind(namespace(**extra))
+            found[kind.__name__] = [run(tracker, rows) for rows in frames]
+            assert kind is not Custom or tracker.called
+        tracker = trackers.BYTETracker(namespace())
+        found["double"] = [
+            run(tracker, rows.astype(np.float64) if t % 3 == 2 else rows) for t, rows in enumerate(frames)
+        ]
+        return found
+
+    wanted = outputs()
+    drop_in.patch(track_optim=True)
+    caplog.clear()
+    found = outputs()
+    assert all(np.array_equal(a, b) for name in wanted for a, b in zip(found[name], wanted[name]))
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "track_optim: the original update runs: Custom has its own get_dists." in said
+    assert "OCSORT has its own" in said and "Named" not in said and said.count("\n") == 2
+    assert "the original update runs for Boxes of float64" in said
+
+
+def test_options_that_are_no_numbers(trackers):
+    rows = scene(8, 5, 1)[0]
+    errors = []
+    for patched in (False, True):
+        if patched:
+            drop_in.patch(track_optim=True)
+        with pytest.raises(Exception) as error:
+            run(trackers.BYTETracker(namespace(track_high_thresh="high")), rows)
+        errors.append(str(error.value))
+        with pytest.raises(AttributeError):
+            options = namespace()
+            del options.match_thresh
+            for _ in range(2):
+                run(trackers.BYTETracker(options), rows)
+    assert errors[0] == errors[1]

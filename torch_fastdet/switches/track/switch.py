@@ -1,0 +1,76 @@
+"""``track_optim``: ``update`` of Ultralytics' ByteTrack and BoT-SORT by the core of :mod:`torch_fastdet.trackers`.
+
+The core holds the tracks. They become the framework's own objects when somebody reads the lists of a tracker.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from torch_fastdet.patching.evidence import Asks, Behaves, Signature
+from torch_fastdet.patching.switch import Active, Switch, Target
+from torch_fastdet.switches.frameworks import REFERENCE, VERSION, ultralytics
+
+BYTE, BOT = ultralytics("trackers.byte_tracker"), ultralytics("trackers.bot_sort")
+
+
+def _has_core(_: object) -> str | None:
+    if importlib.util.find_spec("torch_fastdet._C") is not None:
+        return None
+    return "torch_fastdet._C is not built for this Python, whose headers (python3-dev) were missing."
+
+
+def _updating(active: Active, stock: Callable[..., object], tracker: type) -> object:
+    from torch_fastdet.switches.track.ultralytics import updating
+
+    return updating(active, stock, tracker)
+
+
+def _tried(tracker: type) -> Any:
+    from torch_fastdet.switches.track.trial import tracked
+
+    return tracked(tracker)
+
+
+def _update(where: tuple[str, ...], name: str, **options: Any) -> Target:
+    return Target(
+        where,
+        f"{name}.update",
+        make=_updating,
+        evidence=(Signature(("self", "results", "img", "feats", "kwargs")),),
+        class_evidence=(Behaves(f"its {name}", _tried, 0.0, REFERENCE),),
+        note=" (by torch_fastdet.trackers)",
+        **options,
+    )
+
+
+def _list(name: str) -> Target:
+    def make(_: Active, __: object, ___: type) -> object:
+        from torch_fastdet.switches.track.ultralytics import handing_out
+
+        return handing_out(name)
+
+    return Target(BYTE, f"BYTETracker.{name}", make=make, adds=True, after="BYTETracker.update", quiet=True)
+
+
+def _state(_: Active, __: object, ___: type) -> object:
+    from torch_fastdet.switches.track.ultralytics import state
+
+    return state
+
+
+ULTRALYTICS = Switch(
+    "track_optim",
+    "ByteTrack and BoT-SORT of track on a C++ core, in place of a Python object and NumPy products for each track",
+    (
+        _update(BYTE, "BYTETracker", own=True),
+        *(_list(name) for name in ("tracked_stracks", "lost_stracks", "removed_stracks", "removed_stracks_frame")),
+        Target(BYTE, "BYTETracker.__getstate__", make=_state, adds=True, after="BYTETracker.update", quiet=True),
+        _update(BOT, "BOTSORT"),
+    ),
+    # Ultralytics' trackers import lap, and install it where it is missing: leave that to the first call of track.
+    modules=("trackers.byte_tracker", "trackers.bot_sort") if importlib.util.find_spec("lap") else (),
+    evidence=(Asks("the module torch_fastdet._C", _has_core), VERSION),
+)

@@ -1,0 +1,49 @@
+"""A small case in which a tracker shows what it computes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_fastdet import trackers
+
+OPTIONS: dict[str, Any] = {
+    "track_high_thresh": 0.3,
+    "track_low_thresh": 0.1,
+    "new_track_thresh": 0.4,
+    "track_buffer": 3,
+    "match_thresh": 0.8,
+    "fuse_score": True,
+}
+#: What Ultralytics' BoT-SORT reads besides.
+BOT = {"gmc_method": "none", "proximity_thresh": 0.5, "appearance_thresh": 0.8, "with_reid": False, "model": "auto"}
+
+
+def frames() -> list[NDArray[np.float32]]:
+    """Rows of x1 y1 x2 y2 score class of twelve frames: objects move, hide, come back and score low, and one is found twice."""
+    found = []
+    for t in range(12):
+        k = np.arange(6)
+        x, y = 30.0 + 70 * k + t * (k - 2.5), 50.0 + 11 * k + 3 * np.sin(t + k)
+        w, h = 40 + 3 * np.cos(k * t), 60 + 2 * np.sin(2 * k + t)
+        score = 0.55 + 0.44 * np.sin(1.7 * k + 0.9 * t)
+        rows = np.stack((x, y, x + w, y + h, score, k % 3), 1)
+        rows = np.concatenate((rows, rows[2:3] + np.array([1, 2, 2, 1, 0.01 * t, 0])))
+        found.append(rows[t % 4 // 3 : 0 if t == 5 else None].astype(np.float32))
+    return found
+
+
+def tracked(tracker: Any) -> tuple[Any, Any]:
+    """The outputs of the framework's class, and of the core of the same name."""
+    ours = {"BYTETracker": trackers.ByteTrack, "BOTSORT": trackers.BoTSORT}[tracker.__name__](**OPTIONS)
+    theirs = tracker(SimpleNamespace(**OPTIONS, **BOT))
+    boxes = importlib.import_module("ultralytics.engine.results").Boxes
+    cases = frames()
+    update = inspect.unwrap(tracker.update)  # BoT-SORT inherits ByteTrack's, which is replaced already
+    found = [update(theirs, boxes(rows, (300, 500))) for rows in cases]
+    return found, [ours.update(rows[:, :4], rows[:, 4], rows[:, 5]) for rows in cases]

@@ -1,0 +1,261 @@
+"""``BYTETracker.update`` and ``BOTSORT.update`` by the core, and the lists of tracks that are made when they are read.
+
+A tracker is in one of three states. The framework's own ``update`` runs if a subclass or an option does something that the core
+does not. Otherwise the core holds the tracks, or, after somebody has read or set a list, the tracker's own lists do until the next
+update.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import weakref
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_fastdet import _C
+from torch_fastdet.patching.evidence import Obstacle
+from torch_fastdet.patching.protocols import Track, Tracker
+from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.switch import Active
+
+OPTIONS = ("track_high_thresh", "track_low_thresh", "new_track_thresh", "match_thresh")
+LIVE, REMOVED = ("tracked_stracks", "lost_stracks"), ("removed_stracks", "removed_stracks_frame")
+KEY = "torch_fastdet_core"  # in a tracker's attributes: its _Held, or None where its own update runs
+_held: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _Held:
+    """The core of a tracker, and which of its lists the tracker's own attributes hold for now."""
+
+    def __init__(self, xywh: bool) -> None:
+        self.core = _C.Tracker(xywh)
+        self.outside = {*LIVE, *REMOVED}
+        self.ids: object = None
+
+
+def obstacle_to(tracker: Tracker, known: type) -> Obstacle | None:
+    """Return why the original update runs for a tracker; None if the core can do the same."""
+    name = type(tracker).__name__
+    below = type(tracker).__mro__[: type(tracker).__mro__.index(known)]
+    other = {
+        key
+        for layer in (*below, tracker)
+        for key in vars(layer)
+        if not key.startswith("__") and callable(getattr(known, key, None))
+    }
+    if other:
+        return Obstacle(f"{name} has its own {', '.join(sorted(other)[:3])}.")
+    if getattr(tracker.args, "with_reid", False):
+        return Obstacle(f"{name} re-identifies by appearance (with_reid).")
+    for option in OPTIONS:
+        if not isinstance(getattr(tracker.args, option), Real):
+            return Obstacle(f"{option} of {name} is {getattr(tracker.args, option)!r}, and not a number.")
+    return None
+
+
+def updating(active: Active, stock: Callable[..., object], known: type) -> Callable[..., object]:
+    """``update`` of the class ``known`` by the core."""
+    from ultralytics.engine.results import OBB, Boxes
+
+    own = inspect.unwrap(stock)  # BoT-SORT inherits ByteTrack's
+    xywh = known.__name__ == "BOTSORT"
+    if give_back_all not in active.patches.at_end:
+        active.patches.at_end.append(give_back_all)
+
+    def hold(tracker: Tracker) -> _Held | None:
+        if (obstacle := obstacle_to(tracker, known)) is not None:
+            active.tell(f"{active.name}: the original update runs: {obstacle}")
+            return None
+        _held.add(tracker)
+        return _Held(xywh)
+
+    @in_place_of(own)
+    def update(self: Tracker, results: Any, img: Any = None, feats: Any = None, **kwargs: Any) -> object:
+        attributes = vars(self)
+        if KEY not in attributes:
+            attributes[KEY] = hold(self)
+        held = attributes[KEY]
+        if held is None:
+            return own(self, results, img, feats, **kwargs)
+        rotated = type(results) is OBB
+        rows = results.data if rotated or type(results) is Boxes else None
+        moves = xywh and img is not None and self.gmc.method is not None
+        if type(rows) is not np.ndarray or rows.dtype != np.float32:
+            active.tell(f"{active.name}: the original update runs for {describe_rows(results)}.")
+            give_back(self)
+            return own(self, results, img, feats, **kwargs)
+        motion = camera_motion(self, results, img, rotated) if moves else None
+        core, args = held.core, self.args
+        if held.outside or held.ids is not self._ids or core.frame != self.frame_id:
+            take_over(self, held)
+        born = core.last_id
+        out = core.update(
+            rows,
+            args.track_high_thresh,
+            args.track_low_thresh,
+            args.new_track_thresh,
+            self.max_frames_lost,
+            args.match_thresh,
+            bool(args.fuse_score),
+            motion,
+            rotated,
+        )
+        for _ in range(core.last_id - born):
+            next(self._ids)
+        attributes["frame_id"] = core.frame
+        return out
+
+    return update
+
+
+def describe_rows(results: Any) -> str:
+    data = getattr(results, "data", None)
+    return f"{type(results).__name__} of {getattr(data, 'dtype', type(data).__name__)}"
+
+
+def camera_motion(tracker: Tracker, results: Any, img: Any, rotated: bool) -> NDArray[np.float64] | None:
+    """Return what the tracker's own code finds and applies to tracks; None if the camera stands still.
+
+    Its code runs on two tracks with the identity's columns as their velocities, and one as the width.
+
+    Returns:
+        (2, 4) array: rotation, translation, and the scale and angle by which rotated boxes turn.
+    """
+    probes = [_Probe(k, rotated) for k in range(2)]
+    tracker._pre_first_associate(probes, [], img, tracker._split_detections(results)[0])
+    first, second = (probe.mean for probe in probes)
+    motion = np.stack((first[4:6], second[4:6], first[:2], [first[2], probes[0].angle or 0.0]), 1)
+    return None if np.array_equal(motion[:, :3], np.eye(2, 3)) else motion
+
+
+class _Probe:
+    def __init__(self, column: int, rotated: bool) -> None:
+        self.mean, self.covariance = np.zeros(8), np.eye(8)
+        self.mean[[2, 4 + column]] = 1
+        self.angle = 0.0 if rotated else None
+
+
+# The lists of tracks ---------------------------------------------------------------------------------------------------
+
+
+def handing_out(name: str) -> property:
+    """A tracker's list of that name, which the core fills when it is read."""
+
+    def read(self: Any) -> Any:
+        give_out(self, LIVE if name in LIVE else REMOVED)
+        try:
+            return vars(self)[name]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
+
+    def write(self: Any, value: object) -> None:
+        give_out(self, LIVE if name in LIVE else REMOVED)
+        vars(self)[name] = value
+
+    return property(read, write)
+
+
+def state(self: Any) -> dict[str, Any]:
+    """``__getstate__``: copies and pickles hold lists of tracks, and no core."""
+    give_out(self, LIVE + REMOVED)
+    return {key: value for key, value in vars(self).items() if key != KEY}
+
+
+def give_back(tracker: Tracker) -> None:
+    """Leave the tracks to the tracker's own update."""
+    give_out(tracker, LIVE + REMOVED)
+
+
+def give_back_all() -> None:
+    for tracker in list(_held):
+        give_back(tracker)
+        vars(tracker).pop(KEY, None)
+    _held.clear()
+
+
+def give_out(tracker: Tracker, names: tuple[str, ...]) -> None:
+    """Make lists of the framework's tracks of what the core holds. Until the next update they are what counts."""
+    attributes = vars(tracker)
+    held = attributes.get(KEY)
+    if held is None or held.outside.issuperset(names):
+        return
+    known = {track.track_id: track for name in (*LIVE, *REMOVED) for track in attributes.get(name, ())}
+    if names != REMOVED and not held.outside.issuperset(LIVE):
+        for place, name in enumerate(LIVE):
+            attributes[name] = _tracks(tracker, held.core.save(place), known)
+    if names != LIVE and not held.outside.issuperset(REMOVED):
+        # What is alive again is the same object in both lists, which the core's older copy must not change.
+        give_out(tracker, LIVE)
+        alive = {track.track_id: track for name in LIVE for track in attributes[name]}
+        rows = held.core.save(len(LIVE))
+        tracks = [alive.get(int(row[72])) or track for row, track in zip(rows, _tracks(tracker, rows, {}))]
+        attributes["removed_stracks"] = tracks
+        attributes["removed_stracks_frame"] = tracks[len(tracks) - held.core.removed_now :]
+    held.outside.update(names)
+
+
+def _tracks(tracker: Tracker, rows: NDArray[np.float64], known: dict[int, Track]) -> list[Track]:
+    if not len(rows):
+        return []
+    boxes = importlib.import_module("ultralytics.engine.results").Boxes
+    blank = np.tile(np.array([0, 0, 1, 1, 1, 0], np.float32), (len(rows), 1))
+    made = tracker.init_track(boxes(blank, (1, 1)))
+    for k, row in enumerate(rows):
+        track = made[k] = known.get(int(row[72]), made[k])
+        number, frame, start, length, index = (int(value) for value in row[72:77])
+        score, label = row[77:79].astype(np.float32)
+        vars(track).update(
+            mean=row[:8].copy(),
+            covariance=row[8:72].reshape(8, 8).copy(),
+            track_id=number,
+            frame_id=frame,
+            start_frame=start,
+            tracklet_len=length,
+            idx=np.int64(index),
+            score=score,
+            cls=label,
+            state=int(row[79]),
+            is_activated=bool(row[80]),
+            angle=None if np.isnan(row[81]) else row[81],
+            kalman_filter=tracker.kalman_filter,
+            next_id=tracker._ids.__next__,
+        )
+        track._tlwh = track.tlwh.astype(np.float32)
+    return made
+
+
+def take_over(tracker: Tracker, held: _Held) -> None:
+    """Load the core from the lists of tracks that the tracker's attributes hold."""
+    if held.ids is not tracker._ids or held.core.frame != tracker.frame_id:
+        give_out(tracker, LIVE + REMOVED)
+    attributes = vars(tracker)
+    lists: list[NDArray[np.float64] | None] = [_rows(attributes[name]) for name in LIVE]
+    lists.append(_rows(attributes[REMOVED[0]]) if REMOVED[0] in held.outside else None)
+    held.core.load(lists, tracker.frame_id, next(copy.copy(tracker._ids)) - 1)
+    held.ids = tracker._ids
+    held.outside.clear()
+
+
+def _rows(tracks: list[Any]) -> NDArray[np.float64]:
+    rows = np.empty((len(tracks), 82))
+    for row, track in zip(rows, tracks):
+        row[:8], row[8:72] = track.mean, track.covariance.reshape(-1)
+        row[72:] = (
+            track.track_id,
+            track.frame_id,
+            track.start_frame,
+            track.tracklet_len,
+            track.idx,
+            track.score,
+            track.cls,
+            track.state,
+            track.is_activated,
+            np.nan if track.angle is None else track.angle,
+        )
+    return rows

@@ -1,0 +1,159 @@
+"""Multi-object trackers on one CPU core, with NumPy arrays in and out. They need no GPU, and neither ``lap`` nor Ultralytics.
+
+    tracker = ByteTrack(track_buffer=30)
+    for boxes, scores, classes in detections:                   # of each frame, in order
+        for x1, y1, x2, y2, track, score, label, index in tracker.update(boxes, scores, classes):
+            ...
+
+The ids, their order, the scores and the boxes are those of Ultralytics' trackers. ``patch(track_optim=True)`` of
+:mod:`torch_fastdet.ultralytics` puts the same core behind ``YOLO(...).track``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+try:
+    from torch_fastdet import _C
+except ImportError as error:
+    raise ImportError(
+        "torch_fastdet.trackers needs torch_fastdet._C, which is not built for this Python; install Python's headers (python3-dev) "
+        "and build torch_fastdet again"
+    ) from error
+
+__all__ = ["BoTSORT", "ByteTrack"]
+
+
+class ByteTrack:
+    """Track boxes by their overlap with a Kalman filter's prediction; low scores continue tracks, but start none (ByteTrack, 2022).
+
+    Overlaps of rotated boxes are those of Gaussians of their spread (probiou). A tracker gets boxes of one kind.
+
+    A tracker is used by one thread at a time. Different trackers may run in different threads: the GIL is released.
+
+    Args:
+        track_high_thresh: Detections with at least this score are matched first.
+        track_low_thresh: Detections with a lower score than ``track_high_thresh`` and a higher one than this are matched second.
+        new_track_thresh: A detection that matches no track starts one if it has at least this score.
+        track_buffer: Number of frames for which a lost track is kept.
+        match_thresh: Largest cost, one minus the overlap, at which a track and a detection match in the first stage.
+        fuse_score: If True, the overlap is multiplied by the score in the first stage.
+    """
+
+    _xywh = False
+
+    def __init__(
+        self,
+        track_high_thresh: float = 0.25,
+        track_low_thresh: float = 0.1,
+        new_track_thresh: float = 0.25,
+        track_buffer: int = 30,
+        match_thresh: float = 0.8,
+        fuse_score: bool = True,
+    ) -> None:
+        self.track_high_thresh = track_high_thresh
+        self.track_low_thresh = track_low_thresh
+        self.new_track_thresh = new_track_thresh
+        self.track_buffer = track_buffer
+        self.match_thresh = match_thresh
+        self.fuse_score = fuse_score
+        self._core = _C.Tracker(self._xywh)
+
+    @property
+    def frame(self) -> int:
+        """Number of frames since the tracker was made or reset."""
+        return self._core.frame
+
+    def reset(self) -> None:
+        """Forget all tracks. The next frame is the first one, and ids start at 1."""
+        self._core.reset()
+
+    def update(self, boxes: ArrayLike, scores: ArrayLike, classes: ArrayLike) -> NDArray[np.float32]:
+        """Return the tracks that are seen or continued in this frame.
+
+        Call it for every frame, with empty arrays if nothing was detected. A box without area, or with NaN or an infinite
+        coordinate, is no detection.
+
+        Args:
+            boxes: (N, 4) array of x1, y1, x2, y2, or for rotated boxes (N, 5) array of x, y, width, height and angle in radians.
+            scores: (N,) array.
+            classes: (N,) array.
+
+        Returns:
+            (M, 8) float32 array of x1, y1, x2, y2, id, score, class and the detection's index, or for rotated boxes (M, 9) array of
+            x, y, width, height, angle, id, score, class and index; shape (0,) without tracks.
+
+        Raises:
+            ValueError: an argument has another shape.
+        """
+        return self._update(boxes, scores, classes, None)
+
+    def _update(self, boxes: ArrayLike, scores: ArrayLike, classes: ArrayLike, motion: Any) -> NDArray[np.float32]:
+        name = f"{type(self).__name__}.update"
+        found = np.asarray(boxes, np.float32)
+        if found.size == 0:
+            found = found.reshape(0, found.shape[-1] if found.ndim == 2 else 4)
+        if found.ndim != 2 or found.shape[1] not in (4, 5):
+            raise ValueError(
+                f"{name}: boxes has shape {found.shape}, but (N, 4), x1 y1 x2 y2, or (N, 5), x y width height angle, is expected"
+            )
+        count, columns = found.shape
+        rows = np.empty((count, columns + 2), np.float32)
+        rows[:, :columns] = found
+        for column, (word, value) in enumerate({"scores": scores, "classes": classes}.items(), columns):
+            values = np.asarray(value, np.float32)
+            if values.shape != (count,):
+                raise ValueError(
+                    f"{name}: {word} has shape {values.shape}, but ({count},) is expected, as boxes has rows"
+                )
+            rows[:, column] = values
+        return self._core.update(
+            rows,
+            self.track_high_thresh,
+            self.track_low_thresh,
+            self.new_track_thresh,
+            self.track_buffer,
+            self.match_thresh,
+            self.fuse_score,
+            motion,
+            columns == 5,
+        )
+
+
+class BoTSORT(ByteTrack):
+    """:class:`ByteTrack` whose filter follows width and height, and whose tracks follow a moving camera (BoT-SORT, 2022).
+
+    Re-identification by appearance is not part of it.
+    """
+
+    _xywh = True
+
+    def update(
+        self, boxes: ArrayLike, scores: ArrayLike, classes: ArrayLike, motion: ArrayLike | None = None
+    ) -> NDArray[np.float32]:
+        """Return the tracks that are seen or continued in this frame.
+
+        Args:
+            boxes: (N, 4) array of x1, y1, x2, y2, or for rotated boxes (N, 5) array of x, y, width, height and angle in radians.
+            scores: (N,) array.
+            classes: (N,) array.
+            motion: (2, 3) matrix that takes a point of the last image to its place in this one, as
+                ``cv2.estimateAffinePartial2D`` returns it. Default: the camera stands still.
+
+        Returns:
+            (M, 8) float32 array of x1, y1, x2, y2, id, score, class and the detection's index, or for rotated boxes (M, 9) array of
+            x, y, width, height, angle, id, score, class and index; shape (0,) without tracks.
+
+        Raises:
+            ValueError: an argument has another shape, or ``motion`` has NaN or infinity.
+        """
+        if motion is not None:
+            motion = np.asarray(motion, np.float64)
+            if motion.shape != (2, 3) or not np.isfinite(motion).all():
+                raise ValueError(f"BoTSORT.update: motion is {motion.tolist()}, but a finite (2, 3) matrix is expected")
+            x, y = motion[:, 0]
+            motion = np.c_[motion, [np.linalg.norm(motion[:, 0]), np.arctan2(y, x)]]
+        return self._update(boxes, scores, classes, motion)
