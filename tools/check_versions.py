@@ -13,20 +13,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build/versions"
 TESTS = "tests/ultralytics/test_versions.py"
-# From 8.4.120 on everything is tested, but for trainings that another test covers quicker; what is older has to be refused.
+# Trainings that another test covers quicker are left out.
 FURTHER = tuple(
     f"tests/ultralytics/test_{name}.py"
     for name in ("patch", "launcher", "loader_switch", "graph_switches", "val_switch")
 )
 LOSS = tuple(f"tests/ultralytics/test_{name}.py" for name in ("loss_switch", "train_step"))
-TASKS = ("tests/ultralytics/test_task_loss_switch.py",)  # before 8.4.150 no labels leave no gradients
+TASKS = ("tests/ultralytics/test_task_loss_switch.py",)
 VERSIONS: dict[str, tuple[str, ...]] = {
-    "8.4.0": (),
-    "8.4.80": (),
-    "8.4.120": (*FURTHER, *LOSS),
-    "8.4.132": (*FURTHER, *LOSS),  # whose assigner enlarges small boxes as later ones do
-    "8.4.150": (*FURTHER, *LOSS, *TASKS),  # the first whose trainer has channels_last
-    "8.4.169": (*FURTHER, *LOSS, *TASKS),  # whose loaders do not begin at once
+    "8.4.169": (),  # too old: refused
+    "8.4.184": (*FURTHER, *LOSS),  # PoseLoss26 has another assignment before 8.4.187
     "8.4.190": (*FURTHER, *LOSS, *TASKS),
 }
 

@@ -98,7 +98,7 @@ def test_masks_match_oracle(device, dtype, overlap, layout):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("topk, topk2, size", [(10, 10, (16, 24)), (7, 1, (16, 24)), (12, 3, (32, 20))])
 def test_compared_masks_match_oracle(device, dtype, overlap, topk, topk2, size):
-    """YOLO26's assignment; the masks of the last case have another size than the prototypes.
+    """YOLO26's assignment; the masks of the last case have another size than the prototypes, and soft edges without overlap.
 
     Not in half precision, in which PyTorch rounds the enlarged prototypes.
     """
@@ -106,7 +106,7 @@ def test_compared_masks_match_oracle(device, dtype, overlap, topk, topk2, size):
     targets = sorted_targets(9, 2)
     masks = None
     if size != (16, 24):
-        masks = torch.randint(0, 6, (2, *size)) if overlap else torch.randint(0, 2, (9, *size))
+        masks = torch.randint(0, 6, (2, *size)) if overlap else torch.rand(9, *size)
     got, tensors, masks = segmentation(
         device, dtype, targets, overlap, masks, topk=topk, topk2=topk2, compare_masks=True
     )

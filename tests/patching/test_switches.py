@@ -123,7 +123,7 @@ def test_the_same_switches_apply_whatever_the_callers_settings_are(monkeypatch, 
     expected = usual_lines(drop_in)
     assert any(line.startswith("bn_act_optim") for line in expected)
     try:
-        loss._parts.cache_clear()  # as at the first patch() of a process
+        loss.drop_in.cache_clear()  # as at the first patch() of a process
         with SETTINGS[setting]():
             assert sorted(drop_in.patch()) == expected
     finally:

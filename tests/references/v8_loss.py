@@ -211,7 +211,7 @@ def mask_overlap(coefficients, protos, masks, targets, height, *, overlap=True):
 
     def iou(b, row, anchor, box):
         number = 1 + sum(int(other[0]) == b for other in targets[:row])
-        wanted = (masks[b] == number).double() if overlap else masks[row]
+        wanted = (masks[b] == number if overlap else masks[row] > 0.5).double()
         logits = torch.einsum("c,chw->hw", coefficients[b, :, anchor].double(), protos[b].double())
         low_x, low_y, high_x, high_y = box.float() * (rows / height)
         x, y = torch.arange(columns), torch.arange(rows).view(-1, 1)

@@ -15,7 +15,7 @@ tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
 stock_loss = pytest.importorskip("ultralytics.utils.loss")
 RealNVP = pytest.importorskip("ultralytics.nn.modules.block").RealNVP
 CLASSES, BATCH, SIZE = 4, 2, 64
-SEGMENT26 = "SegmentLoss26" if hasattr(stock_loss, "SegmentLoss26") else "v8SegmentationLoss"  # up to 8.4.169
+SEGMENT26 = "SegmentLoss26" if hasattr(stock_loss, "SegmentLoss26") else "v8SegmentationLoss"  # up to 8.4.189
 
 
 @pytest.fixture(params=["fake", "cuda"])

@@ -111,13 +111,11 @@ def test_confusion_matrix_takes_and_refuses_what_stock_does(ultralytics, case):
     assert count() == stock
 
 
-@pytest.mark.parametrize("rule", ["greedy", "best"])
 @pytest.mark.parametrize("labels", [[], [[1.0, 60, 60, 70, 70]]], ids=["none", "far away"])
-def test_detections_of_an_image_without_matches_are_false_positives(device, rule, labels):
-    """By the rule of 8.4.120 to 8.4.170 too; the operator leaves them out, as YOLOv5 does."""
+def test_detections_of_an_image_without_matches_are_false_positives(device, labels):
     rows = torch.tensor([[0.0, 0, 9, 9, 0.9, 1], [20, 20, 29, 29, 0.8, 0], [20, 20, 29, 29, 0.2, 0]], device=device)
     labels = torch.tensor(labels, device=device).reshape(-1, 5)
-    found = confusions(rows, labels, 2, 0.25, 0.45, rule)
+    found = confusions(rows, labels, 2, 0.25, 0.45)
     assert found.tolist() == [[0, 0, 1], [0, 0, 1], [0, len(labels), 0]]
 
 

@@ -29,15 +29,15 @@ def test_stocks_are_ours_and_nothing_is_drawn(loss):
     state = torch.get_rng_state()
     for default in ("cpu", "meta"):  # whatever the user's default is
         with torch.device(default):
-            assert losses.LOSS.check(loss.ComputeLoss) is AVERAGE.check(ModelEMA) is None
-            assert IOU.check(loss.bbox_iou) is SUPPRESSION.check(general.non_max_suppression) is None
+            assert losses.LOSS.obstacle(loss.ComputeLoss) is AVERAGE.obstacle(ModelEMA) is None
+            assert IOU.obstacle(loss.bbox_iou) is SUPPRESSION.obstacle(general.non_max_suppression) is None
     assert torch.equal(state, torch.get_rng_state())
-    assert "its non_max" in SUPPRESSION.check(
+    assert "its non_max" in SUPPRESSION.obstacle(
         lambda *a, **k: general.non_max_suppression(*a, **{**k, "agnostic": True})
     )
-    assert "its non_max" in SUPPRESSION.check(lambda x, c, i, **k: general.non_max_suppression(x, c, 0.5, **k))
-    assert "its bbox_iou" in IOU.check(lambda *a, **k: loss.bbox_iou(*a, **{**k, "CIoU": False}))
-    assert "its moving average" in AVERAGE.check(lambda *a, **k: ModelEMA(*a, tau=1999, **k))
+    assert "its non_max" in SUPPRESSION.obstacle(lambda x, c, i, **k: general.non_max_suppression(x, c, 0.5, **k))
+    assert "its bbox_iou" in IOU.obstacle(lambda *a, **k: loss.bbox_iou(*a, **{**k, "CIoU": False}))
+    assert "its moving average" in AVERAGE.obstacle(lambda *a, **k: ModelEMA(*a, tau=1999, **k))
 
 
 def test_targets_share_no_cell(loss):
@@ -82,7 +82,7 @@ def test_a_changed_detect_decodes_as_before_and_suppression_is_ours(loss, monkey
     from yolov5.models.yolo import Detect
     from yolov5.utils import general
 
-    assert DECODING.check(Detect) is None
+    assert DECODING.obstacle(Detect) is None
     stock = Detect._make_grid
 
     def make_grid(self, *arguments):

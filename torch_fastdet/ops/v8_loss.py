@@ -140,7 +140,8 @@ def v8_segmentation_loss(
             they are; other dtypes are converted first.
         overlap: which of the two.
         compare_masks: how well an anchor and a target fit is decided by the mean of the boxes' CIoU and the masks' IoU, as in YOLO26.
-            Masks are compared for each target's 3 * ``topk`` best anchors by score and CIoU; for others their IoU is 0.
+            Masks are compared for each target's 3 * ``topk`` best anchors by score and CIoU; for others their IoU is 0. Without
+            ``overlap`` a target's mask covers the pixels above 0.5.
 
     Returns:
         loss: (4), box, mask, class and distance part times batch size and weight; differentiable by heads, coefficients and protos.

@@ -11,7 +11,7 @@ from types import ModuleType
 from torch_fastdet._say import counted, counts, fallbacks, hide, say, show
 from torch_fastdet._torch.private import without_dispatch_modes
 from torch_fastdet._version import __version__
-from torch_fastdet.patching.evidence import Obstacle, first_obstacle
+from torch_fastdet.patching.evidence import Obstacle, obstacle_among
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.replace import Patches
 from torch_fastdet.patching.switch import Active, Switch
@@ -141,7 +141,7 @@ class Host:
     def obstacle(self, switch: Switch) -> Obstacle | None:
         """Why a switch as a whole cannot apply here; None where it can."""
         missing = self.missing() if switch.needs_host else None
-        return missing if missing is not None else first_obstacle(switch.evidence)
+        return missing if missing is not None else obstacle_among(switch.evidence)
 
     @without_dispatch_modes()  # the originals' small cases need numbers
     def _start(self, active: Active, import_now: bool) -> None:

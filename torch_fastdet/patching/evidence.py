@@ -1,15 +1,16 @@
-"""Is a host's code what we know? Each kind of evidence asks one question of it, and answers None or an :class:`Obstacle`.
+"""Tell whether a framework's code is known. Each kind of evidence has a method ``obstacle``, which returns None or an :class:`Obstacle`.
 
 ==================  ===============================================================================
-:class:`Signature`  stock takes the parameters that ours takes
-:class:`Behaves`    stock gives what ours gives in a small case
+:class:`Signature`  the original takes the parameters that the drop-in takes
+:class:`Behaves`    the original gives what the drop-in gives in a small case
 :class:`Formula`    the same, and its code reads no further names
-:class:`SameCode`   stock's source is one of those that were read, whatever its layout and comments
+:class:`SameCode`   the original's source is one of those that were read, whatever its layout and comments
 :class:`Version`    the installed version is not too old
 :class:`Asks`       a question of its own, such as whether there is a GPU
 ==================  ===============================================================================
 
-A version of a host that gives another answer needs a row more: another signature, another hash, another case.
+Evidence is taken when a function or class is replaced, never at a call. For a version that gives another answer, add a row:
+another signature, another hash, another case.
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ from torch_fastdet.patching.replace import defined_in, describe
 
 
 class Obstacle(str):
-    """Why something cannot apply: one sentence."""
+    """One sentence: why something cannot apply."""
 
 
 class Evidence(Protocol):
-    def check(self, stock: object) -> Obstacle | None:
-        """Why ``stock``, a function or class of the host, is not what we know; None where it is."""
+    def obstacle(self, stock: object) -> Obstacle | None:
+        """Return why ``stock``, a function or class of the framework, is not the known one; None if it is."""
 
     def __str__(self) -> str:
-        """In a few words."""
+        """Return a few words for doctor's table."""
 
 
-def first_obstacle(evidence: Collection[Evidence], stock: object = None) -> Obstacle | None:
-    """The first of ``evidence`` that speaks against ``stock``; cheap evidence stands first."""
-    return next((obstacle for each in evidence if (obstacle := each.check(stock)) is not None), None)
+def obstacle_among(evidence: Collection[Evidence], stock: object = None) -> Obstacle | None:
+    """Return the first obstacle that ``evidence`` finds."""
+    return next((found for each in evidence if (found := each.obstacle(stock)) is not None), None)
 
 
 @contextlib.contextmanager
 def plainly_on_the_cpu() -> Iterator[None]:
-    """Without what the caller has set for its own tensors."""
+    """Suspend the caller's default device, dtype, autocast, inference mode and dispatch modes."""
     dtype = torch.get_default_dtype()
     if dtype != torch.float32:  # it is the whole process's: leave it alone where it is the usual one
         torch.set_default_dtype(torch.float32)
@@ -77,13 +78,13 @@ class Asks:
 
     Args:
         about: what is asked for, in a few words.
-        question: from stock to a sentence, or None where all is well.
+        question: a function of the original. It returns a sentence, or None if all is well.
     """
 
     about: str
     question: Callable[[object], str | None]
 
-    def check(self, stock: object) -> Obstacle | None:
+    def obstacle(self, stock: object) -> Obstacle | None:
         answer = self.question(stock)
         return None if answer is None else Obstacle(answer)
 
@@ -93,28 +94,26 @@ class Asks:
 
 @dataclass(frozen=True)
 class Signature:
-    """Stock takes these parameters.
+    """The original takes these parameters.
 
     Args:
-        wanted: their names, or a function of ours; its keyword-only parameters do not count, which a drop-in may add.
-        method: of a class.
-        optional: a parameter that some versions have besides.
+        wanted: their names, or a drop-in. Keyword-only parameters of a drop-in do not count.
+        method: the method of a class that takes them.
     """
 
     wanted: Callable[..., object] | tuple[str, ...]
     method: str = ""
-    optional: str = ""
 
-    def check(self, stock: Any) -> Obstacle | None:
-        theirs = tuple(inspect.signature(getattr(stock, self.method) if self.method else stock).parameters)
-        ours = self.wanted
-        if not isinstance(ours, tuple):
-            found = inspect.signature(ours).parameters.values()
-            ours = tuple(parameter.name for parameter in found if parameter.kind is not parameter.KEYWORD_ONLY)
-        if tuple(name for name in theirs if name != self.optional) == ours:
+    def obstacle(self, stock: Any) -> Obstacle | None:
+        found = tuple(inspect.signature(getattr(stock, self.method) if self.method else stock).parameters)
+        wanted = self.wanted
+        if not isinstance(wanted, tuple):
+            parameters = inspect.signature(wanted).parameters.values()
+            wanted = tuple(each.name for each in parameters if each.kind is not each.KEYWORD_ONLY)
+        if found == wanted:
             return None
         name = ".".join(filter(None, (describe(stock), self.method)))
-        return Obstacle(f"{name} takes ({', '.join(theirs)}), not ({', '.join(ours)}).")
+        return Obstacle(f"{name} takes ({', '.join(found)}), not ({', '.join(wanted)}).")
 
     def __str__(self) -> str:
         return f"parameters of {self.method}" if self.method else "parameters"
@@ -122,14 +121,14 @@ class Signature:
 
 @dataclass(frozen=True)
 class Behaves:
-    """Stock gives what ours gives in a small case. A fork, or another version, may compute something else under the same names.
+    """The original gives what the drop-in gives in a small case. A fork or another version may compute something else under the same names.
 
     Args:
-        what: stock's part that is tried, for the sentence.
-        case: from stock to what it gives and what ours gives: tensors, arrays and other values, in any nesting. It runs on the
-            CPU, and draws no random numbers: a training's own stay what they were.
-        tolerance: relative and absolute; 0 wants the same bits and types.
-        reference: the version that ours follows.
+        what: the part of the original that is tried, for the sentence.
+        case: a function of the original. It returns what the original gives and what the drop-in gives: tensors, arrays and other
+            values, in any nesting. It runs on the CPU and draws no random numbers, so those of a training do not change.
+        tolerance: relative and absolute. 0 asks for the same bits and types.
+        reference: the version that the drop-in follows.
     """
 
     what: str
@@ -137,12 +136,11 @@ class Behaves:
     tolerance: float
     reference: str
 
-    def check(self, stock: object) -> Obstacle | None:
+    def obstacle(self, stock: object) -> Obstacle | None:
         try:
             with plainly_on_the_cpu():
-                theirs, ours = self.case(stock)
-                found = difference(theirs, ours, self.tolerance)
-        except Exception as error:  # whatever its code does
+                found = difference(*self.case(stock), self.tolerance)
+        except Exception as error:  # the code is somebody else's
             return Obstacle(f"{self.what} cannot be compared with ours: {type(error).__name__}: {error}")
         if found is None:
             return None
@@ -152,12 +150,12 @@ class Behaves:
         return f"a small case within {self.tolerance:g}" if self.tolerance else "a small case in the same bits"
 
 
-def difference(theirs: object, ours: object, tolerance: float) -> tuple[str, str] | None:
-    """The first two parts that differ, in words; None where there are none."""
-    (found, shape), (wanted, form) = tree_flatten(theirs), tree_flatten(ours)
-    if shape != form:
-        return f"{len(found)} values", f"{len(wanted)}"
-    for a, b in zip(found, wanted):
+def difference(found: object, wanted: object, tolerance: float) -> tuple[str, str] | None:
+    """Return the first two parts that differ, in words; None if there are none."""
+    (parts, form), (others, other_form) = tree_flatten(found), tree_flatten(wanted)
+    if form != other_form:
+        return f"{len(parts)} values", f"{len(others)}"
+    for a, b in zip(parts, others):
         if not hasattr(b, "shape") or not hasattr(a, "shape"):
             if type(a) is not type(b) or a != b:
                 return repr(a), repr(b)
@@ -173,10 +171,10 @@ def difference(theirs: object, ours: object, tolerance: float) -> tuple[str, str
     return None
 
 
-def agree(theirs: Callable[..., object], ours: Callable[..., object], attributes: dict[str, object], x: Any) -> bool:
-    """Whether two methods of (self, x) give the same tensors, in every bit, for a ``self`` with these attributes alone.
+def agree(method: Callable[..., object], other: Callable[..., object], attributes: dict[str, object], x: Any) -> bool:
+    """Return whether two methods of (self, x) give the same bits for a ``self`` with these attributes alone.
 
-    False where one of them raises: their method reads something else.
+    Returns False if either raises, which means that the method reads attributes that are not given.
     """
 
     def run(method: Callable[..., Any]) -> Any:
@@ -184,13 +182,13 @@ def agree(theirs: Callable[..., object], ours: Callable[..., object], attributes
 
     try:
         with plainly_on_the_cpu():
-            return difference(run(theirs), run(ours), 0.0) is None
-    except Exception:  # whatever their code does
+            return difference(run(method), run(other), 0.0) is None
+    except Exception:  # the code is somebody else's
         return False
 
 
 def stand_ins(*names: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """A function for each of these names. No two of them commute, so another order gives other numbers."""
+    """Return a function for each name. No two of them commute, so another order gives other numbers."""
 
     def stand_in(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda t: t * t + number
@@ -199,21 +197,21 @@ def stand_ins(*names: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
 
 
 def pictures(channels: int = 1) -> torch.Tensor:
-    """(1, channels, 2, 3) different numbers, which are not random."""
+    """Return (1, channels, 2, 3) different numbers, which are not random."""
     return torch.arange(channels * 6, dtype=torch.float64, device="cpu").view(1, channels, 2, 3) / 8
 
 
 @dataclass(frozen=True)
 class Formula:
-    """A method of (self, x) computes what a method of ours computes, and its code reads these names and no others.
+    """A method of (self, x) computes a formula, and its code reads these names and no others.
 
-    The same names do not suffice: a fork may put the activation before the norm, or change the order of a concatenation.
+    The names alone do not suffice: a fork may put the activation before the norm, or change the order of a concatenation.
 
     Args:
         text: the formula, for the sentence.
-        method: a method of ours that computes it.
+        method: a method that computes it.
         modules: attributes that the method calls.
-        others: the other names that their code may read.
+        others: the other names that the code may read.
         options: further attributes, for each trial.
     """
 
@@ -232,7 +230,7 @@ class Formula:
         parts = stand_ins(*self.modules)
         return all(agree(forward, self.method, {**parts, **options}, pictures()) for options in self.options)
 
-    def check(self, stock: object) -> Obstacle | None:
+    def obstacle(self, stock: object) -> Obstacle | None:
         return None if self.is_that_of(stock) else Obstacle(f"{describe(stock)} is not {self.text}.")
 
     def __str__(self) -> str:
@@ -241,17 +239,17 @@ class Formula:
 
 @dataclass(frozen=True)
 class SameCode:
-    """Stock's source is known: for code that ours stands for and that no small case can try.
+    """The original's source was read. This is for code that no small case can try.
 
     Args:
-        known: for each name of stock's module the fingerprints of the code that was read. "" is stock itself.
+        known: for each name of the original's module the fingerprints of the code that was read. "" is the original itself.
         reference: the versions that they are of.
     """
 
     known: Mapping[str, Collection[str]]
     reference: str
 
-    def check(self, stock: Any) -> Obstacle | None:
+    def obstacle(self, stock: Any) -> Obstacle | None:
         for name, fingerprints in self.known.items():
             function = defined_in(stock.__module__, name) if name else stock
             if fingerprint(function) not in fingerprints:
@@ -263,7 +261,7 @@ class SameCode:
 
 
 def installed_version(package: str) -> str:
-    """The version of an imported or importable package, which is imported only where there is no other way."""
+    """Return the version of a package. Import it only if there is no other way."""
     module = sys.modules.get(package)
     if module is not None and isinstance(version := vars(module).get("__version__"), str):
         return version
@@ -274,23 +272,26 @@ def installed_version(package: str) -> str:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers at the beginning of a version: (8, 4, 120) of "8.4.120.dev1"."""
+    """Return the numbers at the beginning of a version: (8, 4, 120) of "8.4.120.dev1"."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(number) for number in found.group().split(".")) if found else ()
 
 
 @dataclass(frozen=True)
 class Version:
-    """The installed ``package`` is not older than ``oldest``, the first one whose results ours has."""
+    """The installed ``package`` is not older than ``oldest``, the first version whose results the drop-ins have."""
 
     package: str
     oldest: str
 
-    def check(self, stock: object = None) -> Obstacle | None:
+    def obstacle(self, stock: object = None) -> Obstacle | None:
         version = installed_version(self.package)
         if release(version) >= release(self.oldest):
             return None
-        return Obstacle(f"{self.package} {version} is older than {self.oldest}, the oldest version that it supports.")
+        return Obstacle(
+            f"{self.package} {version} is older than {self.oldest}, the oldest version that is supported; "
+            f"type: pip install -U {self.package}"
+        )
 
     def __str__(self) -> str:
         return f"{self.package} {self.oldest} or later"

@@ -141,6 +141,7 @@ class Patches:
         self.replacements: list[Replacement] = []
         #: Called once, before everything is put back.
         self.at_end: list[Callable[[], None]] = []
+        self._packages = set(packages)
         self.dry = dry
         self._left_alone = LEFT_ALONE | set(left_alone)
         self._visit = visit
@@ -151,6 +152,21 @@ class Patches:
     def modules(self) -> list[ModuleType]:
         """The loaded modules that may hold names to replace."""
         return loaded_modules(self._left_alone)
+
+    def somebody_elses(self, module: ModuleType, attribute: str) -> Any:
+        """Return the function or class that a user has put into a module of the host; None if there is none."""
+        names = namespace(module)
+        value = names.get(attribute)
+        if type(value) is FunctionType:
+            author = value.__globals__.get("__name__")
+        else:
+            author = value.__module__ if issubclass(type(value), type) else None
+        if author is None or top_level(str(names.get("__name__"))) not in self._packages:
+            return None
+        # contextlib and functools wrap functions of the host.
+        known = self._packages | self._left_alone | {"contextlib", "functools"}
+        ours = top_level(str(author)) in known or any(each.new is value for each in self.replacements)
+        return None if ours else value
 
     def watch_imports(self) -> None:
         if not self.dry:

@@ -19,7 +19,7 @@ import torch
 
 from torch_fastdet._say import rank, say
 from torch_fastdet._torch.private import gpu_count
-from torch_fastdet.patching.evidence import Asks, Evidence, Obstacle, Signature, first_obstacle
+from torch_fastdet.patching.evidence import Asks, Evidence, Obstacle, Signature, obstacle_among
 from torch_fastdet.patching.import_hook import is_run, namespace, top_level
 from torch_fastdet.patching.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
 
@@ -125,8 +125,8 @@ class Target:
                 function = getattr(function, "__wrapped__", function)
             if not is_code_of(function, top_level(owner.__module__)):
                 return Obstacle(f"{describe(owner)}.{method} has been replaced by somebody else, and stays.")
-        obstacle = None if stock is None else first_obstacle(self.all_evidence, stock)
-        return obstacle or first_obstacle(self.class_evidence, owner)
+        obstacle = None if stock is None else obstacle_among(self.all_evidence, stock)
+        return obstacle or obstacle_among(self.class_evidence, owner)
 
 
 @dataclass(frozen=True)
@@ -295,6 +295,9 @@ class Active:
             if not target.is_method:
                 for definer in target.places:
                     self.look_for(target, definer, modules)
+                for module in modules:
+                    if (other := self.patches.somebody_elses(module, target.name)) is not None:
+                        self.tell(f"{self.name}: {target.name} stays: it is {describe(other)}.")
                 if target.missing == "refuse" and (obstacle := target.missing_from(just_run)) is not None:
                     self.outcomes[id(target)] = Outcome(f"{target.where[0]}.{target.name}", obstacle, found=False)
                     self.cannot_apply(obstacle)

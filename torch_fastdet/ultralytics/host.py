@@ -13,16 +13,21 @@ from torch_fastdet._say import counts, say
 from torch_fastdet.patching.engine import ALL, Host
 from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.switch import Active
+from torch_fastdet.switches.frameworks import VERSION
 from torch_fastdet.switches.registry import ULTRALYTICS as SWITCHES
 
 PACKAGE = "ultralytics"
+
+
+def _is_installed() -> bool:
+    return PACKAGE in sys.modules or importlib.util.find_spec(PACKAGE) is not None
 
 
 class Ultralytics(Host):
     door = "torch_fastdet.ultralytics"
 
     def switch_on(self, names: Iterable[str], by_name: Collection[str], import_now: bool = True) -> list[Active]:
-        if self.missing() is not None:
+        if not _is_installed():
             raise ImportError("torch_fastdet.ultralytics.patch() found no ultralytics; type: pip install ultralytics")
         started = super().switch_on(names, by_name, import_now)
         if self.on:
@@ -37,8 +42,9 @@ class Ultralytics(Host):
         return self.patches.lines()
 
     def missing(self) -> Obstacle | None:
-        found = PACKAGE in sys.modules or importlib.util.find_spec(PACKAGE) is not None
-        return None if found else Obstacle("ultralytics is not installed (pip install ultralytics).")
+        if not _is_installed():
+            return Obstacle("ultralytics is not installed (pip install ultralytics).")
+        return VERSION.obstacle()
 
     def prefix(self) -> str:
         return f"{PACKAGE}."

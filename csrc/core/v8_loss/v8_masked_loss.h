@@ -46,7 +46,8 @@ TORCH_FASTDET_HOST_DEVICE arithmetic_t<scalar_t> v8_overlap_of(const V8MaskedLos
   return sum * T(0.5);
 }
 
-// What the mask of a row of targets is at a pixel of the prototypes; masks of another size by nearest.
+// Whether the mask of a row of targets covers a pixel of the prototypes: 1 or 0. Masks of another size are resized by
+// nearest; without overlap a pixel above 0.5 is covered.
 TORCH_FASTDET_HOST_DEVICE float v8_near_mask(const V8MaskedLossParams& params, int64_t image, int64_t row,
                                              int32_t number, int64_t y, int64_t x) {
   const V8MaskProblem& p = params.masks;
@@ -61,7 +62,7 @@ TORCH_FASTDET_HOST_DEVICE float v8_near_mask(const V8MaskedLossParams& params, i
     x = x < params.mask_width ? x : params.mask_width - 1;
   }
   const int64_t pixel = y * params.mask_width + x, size = params.mask_height * params.mask_width;
-  if (!p.overlap) return v8_mask_value(p, row * size + pixel);
+  if (!p.overlap) return v8_mask_value(p, row * size + pixel) > 0.5f ? 1.f : 0.f;
   return v8_mask_value(p, image * size + pixel) == static_cast<float>(number) ? 1.f : 0.f;
 }
 

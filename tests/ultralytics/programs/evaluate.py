@@ -27,7 +27,7 @@ def evaluate():
     predicted = YOLO(weights).predict(images[:6], conf=0.1, **common)
     few = YOLO(weights).predict(images[:6], conf=0.1, classes=[1, 2, 3], agnostic_nms=True, max_det=4, **common)
     tracker = YOLO(weights)
-    BaseTrack.reset_id()  # which 8.4.120 does not do itself
+    BaseTrack.reset_id()
     tracked = [tracker.track(image, persist=True, conf=0.1, **common)[0] for image in images[:4] for _ in range(2)]
     return {
         "metrics": validated.results_dict,

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from ultralytics import YOLO
-from ultralytics.utils.loss import v8DetectionLoss
 from ultralytics.utils.torch_utils import ModelEMA
 
 from tests.graphs import fake_gpu
@@ -20,7 +19,6 @@ from torch_fastdet.ops import opencv_rules
 from torch_fastdet.optim import FusedStep
 from torch_fastdet.patching import switch
 from torch_fastdet.switches.cuda_graph import ultralytics as training
-from torch_fastdet.switches.loss.trial import differs
 from torch_fastdet.ultralytics import SwitchError, patch, unpatch
 
 parser = argparse.ArgumentParser()
@@ -259,7 +257,7 @@ def patched(case):
             monkeypatch.setattr(training, "objection", lambda *_: None)
         with contextlib.redirect_stderr(said):
             optimizer = "optimizer" in CASES[case][0]
-            loss = case in WITH_LOSS and differs(v8DetectionLoss) is None  # which 8.4.120's assigner does not allow
+            loss = case in WITH_LOSS
             loader = case in WITH_LOADER
             if case == "every_switch":
                 patch(fastdet=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch_fastdet.patching.switch import Switch, Target
 from torch_fastdet.switches.bbox_iou.common import bbox_iou, iou
-from torch_fastdet.switches.frameworks import REFERENCE, VERSION, YOLOV5_REFERENCE, ultralytics, yolov5
+from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
 
 YOLOV5 = Switch(
     "bbox_iou_optim",
@@ -31,5 +31,4 @@ ULTRALYTICS = Switch(
         ),
     ),
     modules=("utils.metrics", "utils.loss", "utils.tal"),
-    evidence=(VERSION,),
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_fastdet.nn.bn_act import bottleneck_forward, c2f_forward, c3_forward, conv_forward, sppf_forward
 from torch_fastdet.patching.evidence import Asks, Evidence, Formula
 from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
-from torch_fastdet.switches.frameworks import VERSION, ultralytics, yolov5
+from torch_fastdet.switches.frameworks import ultralytics, yolov5
 
 
 def _c2f(self: Any, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def _switch(
                 blocks,
                 "SPPF.forward",
                 make=_method("SPPF", lambda stock: sppf_forward(stock, SPPF_N.is_that_of(stock))),
-                evidence=(Asks(f"it computes {_SPPF}", lambda f: None if SPPF.is_that_of(f) else SPPF_N.check(f)),),
+                evidence=(Asks(f"it computes {_SPPF}", lambda f: None if SPPF.is_that_of(f) else SPPF_N.obstacle(f)),),
                 otherwise="nothing",
             ),
         ),
@@ -122,6 +122,5 @@ YOLOV5 = _switch(yolov5("models.common"), yolov5("models.common"), modules=("mod
 ULTRALYTICS = _switch(
     ultralytics("nn.modules.conv"),
     ultralytics("nn.modules.block"),
-    (VERSION,),
     modules=("nn.modules.conv", "nn.modules.block"),
 )

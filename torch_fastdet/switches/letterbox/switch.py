@@ -13,7 +13,7 @@ from torch_fastdet.patching.evidence import (
 )
 from torch_fastdet.patching.machine import OPENCV
 from torch_fastdet.patching.switch import GPU, Active, Switch, Target
-from torch_fastdet.switches.frameworks import REFERENCE, VERSION, YOLOV5_REFERENCE, ultralytics, yolov5
+from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
 
 
 def _auto_shape(_: Active, stock: Callable[..., object], stock_class: type) -> object:
@@ -112,5 +112,5 @@ ULTRALYTICS = Switch(
         ),
     ),
     modules=("engine.predictor",),
-    evidence=(OPENCV, VERSION),
+    evidence=(OPENCV,),
 )

@@ -14,7 +14,7 @@ from torch_fastdet.patching.evidence import (
 )
 from torch_fastdet.patching.machine import MEMFD, OPENCV
 from torch_fastdet.patching.switch import Active, Switch, Target
-from torch_fastdet.switches.frameworks import ALL_READ, VERSION, ultralytics, yolov5
+from torch_fastdet.switches.frameworks import ALL_READ, ultralytics, yolov5
 from torch_fastdet.switches.loader import yolov5_ranks as ranks
 
 
@@ -95,5 +95,5 @@ ULTRALYTICS = Switch(
         ),
     ),
     modules=("data.build",),
-    evidence=(MEMFD, OPENCV, VERSION),
+    evidence=(MEMFD, OPENCV),
 )

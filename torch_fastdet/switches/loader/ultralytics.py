@@ -32,10 +32,10 @@ from torch_fastdet.patching.protocols import UltralyticsDataset
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.switches.loader.deferred import Planner, cannot_plan, decode_kept, view_class
 
-# Fingerprints of the code of Ultralytics that this switch replaces or counts on, from 8.4.169 to 8.4.190.
+# Fingerprints of the code of Ultralytics that this switch replaces or counts on, from 8.4.184 to 8.4.190.
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "ultralytics.data.base": {
-        "BaseDataset.load_image": ("3e289a45", "f1180fbc", "bb212356", "61eb91d6", "f790c565"),
+        "BaseDataset.load_image": ("f790c565",),
         "BaseDataset.cache_images": ("2ffd3a08",),
         "BaseDataset.set_rectangle": ("17bc2022",),
     },

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from torch_fastdet.patching.evidence import (
-    Asks,
-    Signature,
-)
+from torch_fastdet.patching.evidence import Signature
 from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.patching.switch import Switch, Target
-from torch_fastdet.switches.frameworks import VERSION, yolov5
-from torch_fastdet.switches.loss.trial import TRIALS, differs
-from torch_fastdet.switches.loss.ultralytics import STOCK_MODULE, _subclass
+from torch_fastdet.switches.frameworks import yolov5
+from torch_fastdet.switches.loss.trial import CRITERION, TRIALS
+from torch_fastdet.switches.loss.ultralytics import STOCK_MODULE, drop_in
 from torch_fastdet.switches.loss.yolov5 import ComputeLoss, SegmentationLoss
 from torch_fastdet.switches.loss.yolov5_trial import LOSS, SEGMENTATION_LOSS
 
@@ -47,41 +42,39 @@ YOLOV5 = Switch(
 )
 
 
-def criterion(name: str, *evidence: Signature | Asks, otherwise: Literal["refuse", "say"] = "refuse") -> Target:
-    """A row of ``loss_optim``. To add a criterion: a subclass for it in ``loss.py``, its name there in ``_subclass``, the methods of
-    stock's that ours stands for here, with their parameters, and a small batch in ``trial.py`` that tells stock's loss from
-    another one.
-    """
-    return Target(
-        (STOCK_MODULE,), name, make=lambda _, stock, __: _subclass(stock), evidence=evidence, otherwise=otherwise
-    )
-
-
+INIT = Signature(("self", "model", "tal_topk", "tal_topk2"), "__init__")
+METHODS = (
+    Signature(("self", "preds", "batch"), "__call__"),
+    Signature(("self", "preds", "batch"), "loss"),
+    Signature(("self", "preds"), "parse_output"),
+)
 ULTRALYTICS = Switch(
     "loss_optim",
     "whole v8DetectionLoss, v8SegmentationLoss, SegmentLoss26, v8PoseLoss, PoseLoss26, v8OBBLoss and E2ELoss of training and validation in a few launches, "
     "without host synchronisation",
     (
+        # To add a criterion, add its class to ``ultralytics.py`` and a row to ``TRIALS`` of ``trial.py``.
         *(
-            criterion(
+            Target(
+                (STOCK_MODULE,),
                 name,
-                Signature(("self", "model", "tal_topk", "tal_topk2"), "__init__"),
-                Signature(("self", "preds", "batch"), "__call__"),
-                Signature(("self", "preds", "batch"), "loss"),
-                Signature(("self", "preds"), "parse_output"),
-                Asks("the loss of a small batch", differs),
-                # A version with another loss of one task keeps that one alone.
+                make=lambda _, stock, __: drop_in(stock),
+                evidence=(INIT, *METHODS, CRITERION),
+                # A version with another loss of one task keeps the original of that task alone.
                 otherwise="refuse" if name == "v8DetectionLoss" else "say",
             )
             for name in TRIALS
         ),
-        criterion(
+        Target(
+            (STOCK_MODULE,),
             "E2ELoss",
-            Signature(("self", "model", "loss_fn"), "__init__"),
-            Signature(("self", "preds", "batch"), "__call__"),
-            Signature(("self",), "update"),
+            make=lambda _, stock, __: drop_in(stock),
+            evidence=(
+                Signature(("self", "model", "loss_fn"), "__init__"),
+                Signature(("self", "preds", "batch"), "__call__"),
+                Signature(("self",), "update"),
+            ),
         ),
     ),
     modules=("utils.loss", "nn.tasks"),
-    evidence=(VERSION,),
 )

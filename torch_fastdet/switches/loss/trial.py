@@ -1,4 +1,4 @@
-"""Small batches in which a criterion of Ultralytics shows whether its loss is ours."""
+"""Small batches that tell the losses of Ultralytics' criteria from other losses."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_fastdet._torch.modules import own_attributes
-from torch_fastdet.patching.evidence import plainly_on_the_cpu
-from torch_fastdet.switches.loss.ultralytics import OTHER_SIDES, _parts, _subclass
+from torch_fastdet.patching.evidence import Behaves
+from torch_fastdet.switches.frameworks import REFERENCE
+from torch_fastdet.switches.loss.ultralytics import drop_in
 
 # Some constants of Ultralytics are not parameters: a version with others gives another loss here.
 GAINS = {"box": 7.5, "cls": 0.5, "dfl": 1.5}
 TASK_GAINS = {"pose": 12.0, "kobj": 1.0, "angle": 1.0, "rle": 1.0}
-TOLERANCE = 1e-4
-
-
 # reg_max, topk, topk2 of the trials of each criterion: distributions as in one2many, distances as in one2one.
 BRANCHES = ((16, 10, None), (1, 7, 5))
 TRIALS = {
@@ -120,29 +117,22 @@ def trial(reg_max: int) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
     return preds, batch
 
 
-def differs(stock: Any) -> str | None:
-    """One line if stock's loss of a small made-up batch is not ours: small and overlapping boxes, both kinds of distances, topk2."""
-    parts = _parts(stock)
-    try:
-        if parts.short_by_first_stride is None:
-            return f"{OTHER_SIDES}."
-        # What somebody has replaced up to now is tried, too.
-        with plainly_on_the_cpu(), own_attributes([(parts, "code", [])]):
-            for reg_max, topk, topk2 in TRIALS[stock.__name__]:
-                preds, batch = trial(reg_max)
-                if reg_max == 1:  # as YOLO26 has it
-                    preds["proto"] = preds["proto"], preds["semantic"]
-                if stock.__name__ == "PoseLoss26":
-                    preds["kpts"] = preds["near_kpts"]
-                if stock.__name__ == "v8OBBLoss":
-                    turns = torch.linspace(-0.2, 0.7, len(batch["bboxes"])).view(-1, 1)
-                    batch["bboxes"] = torch.cat((batch["bboxes"], turns), 1)
-                criteria = [kind(_Model(reg_max), topk, topk2) for kind in (stock, _subclass(stock))]
-                (theirs, their_items), (ours, our_items) = [criterion(dict(preds), batch) for criterion in criteria]
-                same = torch.allclose(theirs, ours, TOLERANCE, 0) and list(their_items) == list(our_items)
-                if not same:
-                    return f"its loss of a small batch is {theirs.tolist()}, and not {ours.tolist()} as in 8.4.190."
-    except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-        return f"its loss cannot be compared with ours: {type(error).__name__}: {error}"
-    parts.code = parts.found()
-    return None
+def _losses(stock: Any) -> tuple[list[object], list[object]]:
+    """Losses, and the names of their items, of both classes: small and overlapping boxes, both kinds of distances, topk2."""
+    found: tuple[list[object], list[object]] = ([], [])
+    for reg_max, topk, topk2 in TRIALS[stock.__name__]:
+        preds, batch = trial(reg_max)
+        if reg_max == 1:  # as YOLO26 has it
+            preds["proto"] = preds["proto"], preds["semantic"]
+        if stock.__name__ == "PoseLoss26":
+            preds["kpts"] = preds["near_kpts"]
+        if stock.__name__ == "v8OBBLoss":
+            turns = torch.linspace(-0.2, 0.7, len(batch["bboxes"])).view(-1, 1)
+            batch["bboxes"] = torch.cat((batch["bboxes"], turns), 1)
+        for results, kind in zip(found, (stock, drop_in(stock))):
+            loss, items = kind(_Model(reg_max), topk, topk2)(dict(preds), batch)
+            results += [loss, list(items)]
+    return found
+
+
+CRITERION = Behaves("its loss", _losses, 1e-4, REFERENCE)

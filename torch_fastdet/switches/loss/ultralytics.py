@@ -1,8 +1,7 @@
-"""v8DetectionLoss, v8SegmentationLoss, SegmentLoss26, v8PoseLoss, PoseLoss26, v8OBBLoss and E2ELoss in a few launches, with Ultralytics' constructors, calls, attributes
-and results.
+"""Ultralytics' criteria in a few launches, with their constructors, calls, attributes and results.
 
-The classes of this module are subclasses of the classes of that name in the installed Ultralytics, made when they are first asked
-for: everything that the stock classes have is there, and what is pickled is a stock criterion.
+The classes of this module derive from the classes of that name in the installed Ultralytics, and are made when they are first asked
+for. So they have everything that the original classes have, and pickles contain an original criterion.
 """
 
 from __future__ import annotations
@@ -12,10 +11,9 @@ import copy
 import copyreg
 import functools
 import importlib
+import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -24,57 +22,44 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet._say import count, say
-from torch_fastdet._torch.private import module_has_hooks
 from torch_fastdet._torch.tensors import DeviceNumbers
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.graphs.rows import RowGraphs
 from torch_fastdet.ops.v8_loss import v8_with_parts
 from torch_fastdet.patching.by_name import ByName
-from torch_fastdet.patching.evidence import plainly_on_the_cpu
-from torch_fastdet.patching.replace import is_code_of
+from torch_fastdet.patching.replace import defined_in
+from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.switches.loss.common import TARGET_COLUMNS, TargetStatus
 
 STOCK_MODULE = "ultralytics.utils.loss"
 DETECTION_SETTINGS = len(ops.v8_loss_settings())
-ASSIGNERS = {
-    "v8OBBLoss": "RotatedTaskAlignedAssigner",
-    "SegmentLoss26": "SegTaskAlignedAssigner",
-    "PoseLoss26": "PoseTaskAlignedAssigner",
-}
-CALLED = {"__init__", "__call__", "loss"}  # runs also if somebody puts another one in our class
 MOST_MASK_CHANNELS = 128  # of the operator
 
 Outputs = dict[str, Any]  # of a model's head, by name
 Batch = dict[str, Any]
 LossItems = tuple[Tensor, Tensor]
 
-OTHER_SIDES = "its TaskAlignedAssigner enlarges small boxes in a way that is not known here"
-
 
 class _State:
-    """What a criterion of ours has beside the stock one: nothing of it is copied or pickled."""
+    """The attributes that a criterion has beside the original's. They are neither copied nor pickled."""
 
     def __init__(self) -> None:
         self.settings = DeviceNumbers()
         self.strides: tuple[Any, list[float]] = (None, [])
         self.status = TargetStatus("v8DetectionLoss", "v8_loss", ops.v8_loss_fault)
-        self.told = False
         self.graphs: RowGraphs | None = None
-        self.bins: object = None  # stock's DFL bins, 0 to reg_max - 1; None in a copy
 
 
 class _Criterion:
-    """What all classes share: copies stay ours, pickles are stock's."""
+    """Base of all criteria: a copy has the same class, a pickle the original one."""
 
-    stock: ClassVar[type]  # set in the classes that _subclass makes
+    stock: ClassVar[type]  # set by drop_in()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_fastdet"}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if "stock" not in vars(type(self)):  # a user's subclass
-            return super().__reduce_ex__(protocol)
         name = ByName(self.stock.__module__, self.stock.__name__)
         return copyreg._reconstructor, (name, object, None), self.__getstate__()  # type: ignore[attr-defined]
 
@@ -109,12 +94,12 @@ class _Assignment(NamedTuple):
 
 
 class _DetectionLoss(_Criterion):
-    """Ultralytics' ``v8DetectionLoss`` in one operator: no host synchronisation, a few launches, capturable.
+    """Ultralytics' ``v8DetectionLoss`` as one operator: no host synchronisation, a few launches, capturable.
 
-    Its attributes are stock's, and read at each call: ``hyp.box``, ``hyp.cls``, ``hyp.dfl``, ``class_weights``, and of
-    ``assigner`` ``topk``, ``topk2``, ``alpha``, ``beta``, ``eps`` and ``stride_val``. Subclasses, and criteria of which an inner
-    step was replaced (``assigner``, ``bbox_loss``, ``bce``, ``proj``, a method, a function such as ``ultralytics.utils.loss.bbox_iou``), run on
-    stock's code and say so in one line.
+    These attributes are read at each call, as in the original: ``hyp.box``, ``hyp.cls``, ``hyp.dfl``, ``class_weights``, and of
+    ``assigner`` ``topk``, ``topk2``, ``alpha``, ``beta``, ``eps`` and ``stride_val``. The operator stands for all other parts and
+    methods: replace your own before ``patch()``, which then keeps the original class, or derive a class. A class that derives from
+    this one derives from the original and runs its code.
 
     A class index that the model does not have raises ValueError with its row: on the CPU at once; on a GPU, where waiting for the
     result would stall the step, at the end of the call if the GPU has got there, else in a later call or in :meth:`check`, which
@@ -126,25 +111,18 @@ class _DetectionLoss(_Criterion):
     graph follows the gains and the assigner's numbers, but for ``topk`` and ``topk2``: :meth:`graph_key` writes them into device memory.
     """
 
-    # Stock's attributes and methods.
+    # The original's attributes and methods.
     assigner: Any
-    bbox_loss: Any
-    bce: nn.BCEWithLogitsLoss
     class_weights: Tensor | None
     hyp: Any
     loss_names: tuple[str, ...]
     parse_output: Callable[[Any], Any]
-    proj: Tensor
     reg_max: int
     stride: Tensor
 
-    assignment_settings: ClassVar[int] = DETECTION_SETTINGS  # how many of the settings its operator takes
-    #: What must come beside a tensor of targets.
+    assignment_settings: ClassVar[int] = DETECTION_SETTINGS  # number of settings that its operator takes
+    #: Names of the labels that must come beside a tensor of targets.
     labels: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        self._state.bins = self.proj
 
     @property
     def _state(self) -> _State:
@@ -154,40 +132,35 @@ class _DetectionLoss(_Criterion):
         return state
 
     def __call__(self, preds: object, batch: object, num_targets: Tensor | None = None, **labels: Tensor) -> Any:
-        """Stock's call: loss (3) times the batch size, and the items by their names."""
+        """Return the loss (3) times the batch size, and the items by their names."""
         if isinstance(batch, Tensor):
-            changed = self._changed()
-            if changed is not None:
-                raise TypeError(
-                    f"{type(self).__name__}: batch is a tensor, which Ultralytics' own code does not take, and {changed}"
-                )
             targets, others = self.unpacked(batch, labels)
             return self.fused(self.parse_output(preds), targets, num_targets, batch=others)
         return super().__call__(preds, batch)  # type: ignore[misc]
 
     def loss(self, preds: Outputs, batch: Batch) -> Any:
-        """Stock's method: the loss of the raw outputs ``preds``."""
-        if not self.fits() or not self.takes(preds, batch):
+        """Return the loss and the items of the raw outputs ``preds``."""
+        if not self.takes(preds, batch):
             return super().loss(preds, batch)  # type: ignore[misc]
         count("loss_optim", "losses")
         loss, items = self.fused(preds, packed_targets(batch, preds["scores"].device), batch=batch)
         return loss, self.named(items)
 
     def named(self, items: Tensor) -> dict[str, Tensor]:
-        """The items by their names, as the trainer averages and shows them."""
+        """Return the items by their names, as the trainer averages and shows them."""
         return dict(zip(self.loss_names, read_early(items, beside=False).unbind()))
 
     def takes(self, preds: Outputs, batch: object) -> bool:
-        """Whether the operators take these raw outputs and labels."""
+        """Return False for raw outputs and labels that the original code has to take."""
         return True
 
     @property
     def target_columns(self) -> int:
-        """Columns of a tensor of targets."""
+        """Number of columns of a tensor of targets."""
         return len(TARGET_COLUMNS)
 
     def unpacked(self, targets: Tensor, labels: Batch) -> tuple[Tensor, Batch | None]:
-        """The boxes in a tensor of targets, and the other labels, of which ``labels`` came beside it."""
+        """Return the boxes in a tensor of targets, and the other labels, of which ``labels`` came beside it."""
         if set(self.labels) - set(labels) or (labels and not self.labels):
             raise TypeError(
                 f"{type(self).__name__}: {' and '.join(labels) or 'nothing'} came beside a tensor of targets, but "
@@ -203,7 +176,7 @@ class _DetectionLoss(_Criterion):
         weight: float = 1.0,
         batch: Batch | None = None,
     ) -> LossItems:
-        """Loss, times batch size and ``weight``, and items, from (n, 6) targets on the device. ``batch`` has the other labels."""
+        """Return the loss, times batch size and ``weight``, and the items. ``batch`` has the labels that are not in ``targets``."""
         state = self._state
         boxes, scores = preds["boxes"], preds["scores"]
         if boxes.dtype != scores.dtype:
@@ -234,103 +207,50 @@ class _DetectionLoss(_Criterion):
         return loss.float(), items.float()
 
     def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
-        """The operator that assigns targets to anchors, and what it takes of this task."""
+        """Return the operator that assigns targets to anchors, with its arguments of this task."""
         return _Assignment(torch.ops.torch_fastdet.v8_loss, ([boxes, scores],), {})
 
     def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
-        """Loss and items with the parts of a task beside detection's."""
+        """Return loss and items with the parts of the task beside those of detection."""
         return loss, items
 
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
-        """What the operator reads from device memory."""
+        """Return the numbers that the operator reads from device memory."""
         hyp, assigner = self.hyp, self.assigner
-        least_side = assigner.stride_val
-        short_side = assigner.stride[0] if _parts(self.stock).short_by_first_stride else least_side
-        gains = hyp.box, hyp.cls, hyp.dfl, weight
-        values = ops.v8_loss_settings(*gains, assigner.alpha, assigner.beta, assigner.eps, least_side, short_side)
+        values = ops.v8_loss_settings(
+            hyp.box, hyp.cls, hyp.dfl, weight, assigner.alpha, assigner.beta, assigner.eps, assigner.stride_val
+        )
         return tuple(map(float, values))
 
     def strides(self) -> list[float]:
-        """Pixels a cell, on the host: they are read once."""
+        """Return the pixels a cell of each level. They are read from the device once."""
         state = self._state
         if state.strides[0] is not self.stride:
             state.strides = self.stride, [float(stride) for stride in self.stride]
         return state.strides[1]
 
-    def fits(self) -> bool:
-        """Whether the operator computes what stock's code would: nobody has replaced a part of it."""
-        changed = self._changed()
-        state = self._state
-        if changed is not None and not state.told:
-            state.told = True
-            say(f"loss_optim: {changed}; it runs on Ultralytics' own code", logging.WARNING)
-        return changed is None
-
-    def _changed(self) -> str | None:
-        name = type(self).__name__
-        if "stock" not in vars(type(self)):
-            return f"{type(self).__module__}.{name} is a subclass of {self.stock.__name__}"
-        for attribute in (*vars(self), *(vars(type(self)).keys() - CALLED)):
-            if callable(getattr(self.stock, attribute, None)):  # a method
-                return f"{name}.{attribute} was replaced"
-        parts = _parts(self.stock)
-        if changed := parts.replaced():
-            return f"{changed} was replaced"
-        if parts.short_by_first_stride is None:
-            return OTHER_SIDES
-        kinds = {"assigner": parts.assigner, "bbox_loss": parts.bbox_loss}
-        if changed := self._replaced(kinds) or self._other_entropy("bce", "none"):
-            return changed
-        if not parts.assigner_methods.isdisjoint(vars(self.assigner)):
-            return f"a method of {name}.assigner was replaced"
-        dfl = self.bbox_loss.dfl_loss
-        if dfl is not None and (type(dfl) is not parts.dfl_loss or dfl.reg_max != self.reg_max):
-            return f"{name}.bbox_loss.dfl_loss was replaced"
-        if self._state.bins is not None and self.proj is not self._state.bins:
-            return f"{name}.proj was replaced"
-        return self._task_changed()
-
-    def _task_changed(self) -> str | None:
-        return None
-
-    def _replaced(self, kinds: dict[str, type[nn.Module]]) -> str | None:
-        """Which of the attributes is of another class than here, or has hooks."""
-        for attribute, kind in kinds.items():
-            part: nn.Module = getattr(self, attribute)
-            if type(part) is not kind or module_has_hooks(part):
-                return f"{type(self).__name__}.{attribute} was replaced"
-        return None
-
-    def _other_entropy(self, attribute: str, reduction: str) -> str | None:
-        """Whether the attribute is another criterion than a plain binary entropy."""
-        entropy = getattr(self, attribute)
-        is_plain = type(entropy) is nn.BCEWithLogitsLoss and entropy.weight is None and entropy.pos_weight is None
-        if not is_plain or entropy.reduction != reduction or module_has_hooks(entropy):
-            return f"{type(self).__name__}.{attribute} was replaced"
-        return None
-
     # For torch_fastdet.graphs ----------------------------------------------------------------------------------------
 
     def graph_key(self) -> tuple[Any, ...]:
-        """Changes when a call that is captured now would do something else than before; what else changed is written to where
-        captured calls read it."""
+        """Return a key that changes when a captured call has to be captured again. Write the other settings to where captured calls
+        read them."""
         return self._key(1.0)
 
     def _key(self, weight: float) -> tuple[object, ...]:
         if self._state.settings.values:
             self._state.settings.upload(self.settings(weight))
         weights = None if self.class_weights is None else self.class_weights.data_ptr()
-        return self.assigner.topk, self.assigner.topk2, self.reg_max, weights, tuple(self.strides()), self.fits()
+        return self.assigner.topk, self.assigner.topk2, self.reg_max, weights, tuple(self.strides())
 
     @contextlib.contextmanager
     def in_step(self, model: nn.Module) -> Iterator[None]:
-        """A context for the model and this loss in a TrainStep: bad targets are counted, and copies spared."""
+        """Return a context for the model and this loss in a TrainStep: bad targets are counted, and copies are avoided."""
         with fewer_copies(model), self._state.status.counting():
             yield
 
     @property
     def ignored_targets(self) -> int:
-        """Bad rows of targets ignored in CUDA graphs so far; reading it waits for the device."""
+        """Number of bad rows of targets ignored in CUDA graphs so far. Reading it waits for the device."""
         return self._state.status.ignored
 
     def check(self) -> None:
@@ -338,12 +258,12 @@ class _DetectionLoss(_Criterion):
         self._state.status.check()
 
     def update(self) -> None:
-        """The trainer calls this at the end of each epoch, if a criterion has it: :meth:`check`."""
+        """Call :meth:`check`. The trainer calls this method at the end of each epoch, if a criterion has it."""
         self.check()
 
 
 def _with_part(preds: Outputs, slots: _Slots, loss: Tensor, items: Tensor, part: Tensor) -> LossItems:
-    """Loss and items with one more part; in the loss, times batch size and weight."""
+    """Return loss and items with one more part; in the loss it is multiplied by batch size and weight."""
     whole = part * (len(preds["scores"]) * slots.settings[3].float())
     return (torch.cat((loss, whole.view(1).to(loss.dtype))), torch.cat((items, part.detach().view(1).to(items.dtype))))
 
@@ -352,11 +272,12 @@ class _SegmentationLoss(_DetectionLoss):
     """Ultralytics' ``v8SegmentationLoss`` in a few launches: as :class:`v8DetectionLoss`, and the masks of the assigned anchors in one
     pass, without a mask in memory (:func:`torch_fastdet.ops.v8_segmentation_loss`).
 
-    YOLO26's head has semantic logits, too. Their part is stock's own ``bcedice_loss``, without host synchronisation, and needs
-    ``batch["sem_masks"]``.
+    YOLO26's head also has semantic logits. Their part runs the criterion's own ``bcedice_loss``, without host synchronisation, and
+    needs ``batch["sem_masks"]``.
 
-    For :class:`torch_fastdet.graphs.TrainStep`, ``masks`` stands beside the tensor of targets, with ``overlap_mask`` only: without it there
-    is a mask for each target, and a graph's inputs have a fixed shape. With more than 128 mask coefficients stock's code runs.
+    For :class:`torch_fastdet.graphs.TrainStep`, ``masks`` stands beside the tensor of targets, with ``overlap_mask`` only: without it
+    there is a mask for each target, and a graph's inputs have a fixed shape. With more than 128 mask coefficients the original code
+    runs.
     """
 
     labels: ClassVar[tuple[str, ...]] = ("masks",)
@@ -399,18 +320,17 @@ class _SegmentationLoss(_DetectionLoss):
             self.overlap,
         )
         if not isinstance(preds["proto"], tuple):
-            # Zeros for the semantic part, which some versions have no name for.
-            rest = items.new_zeros(len(self.loss_names) - len(items) - 1)
-            return v8_with_parts(loss, part, rest), v8_with_parts(items, item, rest)
+            zero = items.new_zeros(1)  # the semantic part
+            return v8_with_parts(loss, part, zero), v8_with_parts(items, item, zero)
         loss, items = v8_with_parts(loss, part), v8_with_parts(items, item)
         part = self._semantic(preds["proto"][1].float(), batch) * slots.settings[0].float()
         part = torch.where((slots.anchor >= 0).any(), part, 0)  # the gain is that of the boxes
         return _with_part(preds, slots, loss, items, part)
 
     def _semantic(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Stock's own criterion of (bs, classes, height, width) logits, before the gain."""
+        """Return the semantic part of (bs, classes, height, width) logits, before the gain."""
         classes, masks = batch["sem_masks"].to(logits.device), batch["masks"].to(logits.device).float()
-        if not self.overlap:  # a mask a row of labels: how many cover a pixel
+        if not self.overlap:  # one mask a row of labels: add up those of an image
             image = batch["batch_idx"].to(logits.device).flatten().long()
             masks = masks.new_zeros(len(logits), *masks.shape[1:]).index_add_(0, image, masks)
         covered = F.interpolate(masks[:, None], logits.shape[2:], mode="nearest") != 0
@@ -462,10 +382,6 @@ class _PoseLoss(_DetectionLoss):
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
         return (*super().settings(weight), float(self.hyp.pose), float(self.hyp.kobj))
 
-    def _task_changed(self) -> str | None:
-        kind = vars(importlib.import_module(self.stock.__module__))["KeypointLoss"]
-        return self._replaced({"keypoint_loss": kind}) or self._other_entropy("bce_pose", "mean")
-
     def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
         predictions = preds["kpts"]
         device = predictions.device
@@ -486,16 +402,15 @@ class _PoseLoss(_DetectionLoss):
 
 
 class _PoseLoss26(_PoseLoss):
-    """Ultralytics' ``PoseLoss26``: as :class:`v8PoseLoss`, with an assignment that compares keypoints in place of boxes
-    (:func:`torch_fastdet.ops.v8_pose_loss` with ``compare_keypoints``; up to 8.4.169 boxes, as in stock), and the part of residual
-    log-likelihood (RLE).
+    """Ultralytics' ``PoseLoss26``: as :class:`v8PoseLoss`, with an assignment that compares keypoints instead of boxes
+    (:func:`torch_fastdet.ops.v8_pose_loss` with ``compare_keypoints``), and the part of residual log-likelihood (RLE).
 
-    The RLE part runs the head's own ``flow_model`` and stock's ``rle_loss`` over all slots of the assignment: without host
+    The RLE part runs the head's own ``flow_model`` and the criterion's own ``rle_loss`` over all slots of the assignment: without host
     synchronisation, in some 350 launches, or as a CUDA graph with the switch ``cuda_graph``. ``hyp.rle`` is read at each call.
     """
 
     centered = True
-    #: What ``cuda_graph`` puts here.
+    #: Set by the switch ``cuda_graph``.
     new_graphs: ClassVar[Callable[..., RowGraphs] | None] = None
     flow_model: Any
     rle_loss: Any
@@ -504,17 +419,7 @@ class _PoseLoss26(_PoseLoss):
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
         return (*super().settings(weight), float(self.hyp.rle))
 
-    def _task_changed(self) -> str | None:
-        kind = vars(importlib.import_module(self.stock.__module__))["RLELoss"]
-        if changed := self._replaced({"rle_loss": kind}):
-            return changed
-        if not (self.rle_loss.size_average and self.rle_loss.use_target_weight):
-            return f"{type(self).__name__}.rle_loss was replaced"
-        return super()._task_changed()
-
     def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
-        if not hasattr(self.assigner, "sigmas"):
-            return super().assignment(preds, batch, boxes, scores)
         assert batch is not None
         arguments = (
             [boxes, scores],
@@ -532,7 +437,7 @@ class _PoseLoss26(_PoseLoss):
         return _with_part(preds, slots, loss, items, part)
 
     def _likelihood(self, preds: Outputs, batch: Batch, slots: _Slots) -> Tensor:
-        """The mean over the visible keypoints of the anchors in slots; empty slots count nothing."""
+        """Return the mean over the visible keypoints of the anchors in slots. Empty slots do not count."""
         kpts, sigmas = preds["kpts"], preds["kpts_sigma"]
         labels = batch["keypoints"].to(device=kpts.device, dtype=torch.float32)
         index = slots.anchor.flatten().clamp(min=0)
@@ -565,9 +470,9 @@ class _PoseLoss26(_PoseLoss):
         weights: Tensor,
         sizes: list[int],
     ) -> Tensor:
-        """Of one slot a row: predictions and labels of its keypoints, its anchor, and whether it has one."""
+        """Return the mean of rows, one a slot: predictions and labels of its keypoints, its anchor, and whether it has one."""
         count = wanted.shape[1]
-        # Where each anchor lies, and the size of the image in its cells.
+        # The position of each anchor, and the size of the image in its cells.
         first, stride, width = 0, torch.zeros_like(anchor, dtype=torch.float32), torch.ones_like(anchor)
         start = torch.zeros_like(anchor)
         for i, each in enumerate(self.strides()):
@@ -590,14 +495,14 @@ class _PoseLoss26(_PoseLoss):
         error = torch.where(keep[..., None], error, 0).clamp(-100, 100).view(-1, 2)
         sigma = torch.where(keep[..., None], sigma, 1).view(-1, 2)  # no NaN where the weight is zero
         log_phi = self.flow_model.log_prob(error).flatten().float()
-        # Stock's own criterion, of all slots; its mean becomes that of those that count.
+        # The mean over all slots becomes the mean over the keypoints that count.
         mean = self.rle_loss(sigma, log_phi, error, (keep * weights).flatten())
         return (mean * (keep.numel() / keep.sum().clamp(min=1))).clamp(min=0)
 
 
 class _OBBLoss(_DetectionLoss):
     """Ultralytics' ``v8OBBLoss`` in one operator (:func:`torch_fastdet.ops.v8_obb_loss`): as :class:`v8DetectionLoss`, with targets (n, 7)
-    that have an angle. ``hyp.angle`` is read at each call, too. The labels of another task give stock's error.
+    that have an angle. ``hyp.angle`` is also read at each call. The labels of another task raise the original's error.
     """
 
     assignment_settings = DETECTION_SETTINGS + 1
@@ -619,8 +524,8 @@ class _OBBLoss(_DetectionLoss):
 class _E2ELoss(_Criterion):
     """Ultralytics' ``E2ELoss``: two branches of :class:`v8DetectionLoss`, whose weights live on the device.
 
-    A captured graph follows ``update()``, which changes the weights ``o2m`` and ``o2o`` once an epoch. With branches of another
-    class (``loss_fn``), or of which a part was replaced, stock's code runs.
+    A captured graph follows ``update()``, which changes the weights ``o2m`` and ``o2o`` once an epoch. If ``loss_fn`` is not a class of
+    this module, the original code runs.
     """
 
     one2many: Any
@@ -633,16 +538,19 @@ class _E2ELoss(_Criterion):
         return self.one2many.target_columns
 
     def __init__(self, model: nn.Module, loss_fn: object = None) -> None:
-        super().__init__(model, _subclass(_parts(self.stock).detection_loss) if loss_fn is None else loss_fn)  # type: ignore[call-arg]
+        if loss_fn is None:
+            loss_fn = drop_in(inspect.signature(self.stock).parameters["loss_fn"].default)
+        super().__init__(model, loss_fn)  # type: ignore[call-arg]
+        if self._branches() is None:
+            name = type(self.one2many).__qualname__
+            say(f"loss_optim: E2ELoss of {name} runs Ultralytics' own code", logging.WARNING)
 
     def _branches(self) -> tuple[_DetectionLoss, _DetectionLoss] | None:
         branches = self.one2many, self.one2one
-        if "stock" not in vars(type(self)) or not all(isinstance(branch, _DetectionLoss) for branch in branches):
-            return None
-        return branches if all(branch.fits() for branch in branches) else None
+        return branches if all(isinstance(branch, _DetectionLoss) for branch in branches) else None
 
     def __call__(self, preds: object, batch: Any, num_targets: Tensor | None = None, **labels: Tensor) -> Any:
-        """Stock's call: the weighted sum of both branches (3), and the items of the one-to-one branch by their names."""
+        """Return the weighted sum of both branches (3), and the items of the one-to-one branch by their names."""
         branches = self._branches()
         if branches is None:
             return super().__call__(preds, batch)  # type: ignore[misc]
@@ -661,13 +569,13 @@ class _E2ELoss(_Criterion):
         return loss + second, items if packed else branches[1].named(items)
 
     def graph_key(self) -> tuple[Any, ...]:
-        """As that of :class:`v8DetectionLoss`; writes the weights of both branches to where captured calls read them."""
+        """Return the keys of both branches. Write their settings and weights to where captured calls read them."""
         branches = self._branches()
         return () if branches is None else (branches[0]._key(self.o2m), branches[1]._key(self.o2o))
 
     @contextlib.contextmanager
     def in_step(self, model: nn.Module) -> Iterator[None]:
-        """A context for the model and this loss in a TrainStep: bad targets are counted."""
+        """Return a context for the model and this loss in a TrainStep: bad targets are counted."""
         with contextlib.ExitStack() as stack:
             for branch in self._branches() or ():
                 stack.enter_context(branch.in_step(model))
@@ -675,7 +583,7 @@ class _E2ELoss(_Criterion):
 
     @property
     def ignored_targets(self) -> int:
-        """Bad rows of targets ignored in CUDA graphs so far; reading it waits for the device."""
+        """Number of bad rows of targets ignored in CUDA graphs so far. Reading it waits for the device."""
         branches = self._branches()
         return 0 if branches is None else branches[0].ignored_targets
 
@@ -685,98 +593,15 @@ class _E2ELoss(_Criterion):
             branch.check()
 
     def update(self) -> None:
-        """Stock's method, which the trainer calls at the end of each epoch, after :meth:`check`."""
+        """Call :meth:`check`, and change the weights. The trainer calls this method at the end of each epoch."""
         self.check()
         super().update()  # type: ignore[misc]
 
 
 def packed_targets(batch: Batch, device: torch.device) -> Tensor:
-    """A batch's labels as (n, 6) float32 on the device: image, class, x, y, w, h. The batch is left as it is."""
+    """Return a batch's labels as (n, 6) float32 on the device: image, class, x, y, w, h. The batch is not changed."""
     rows = torch.column_stack((batch["batch_idx"].flatten(), batch["cls"].flatten(), batch["bboxes"]))
     return rows.to(device=device, dtype=torch.float32)
-
-
-class _Parts:
-    """The classes of Ultralytics that the operator stands for, as they were when ours were made."""
-
-    def __init__(self, module: ModuleType, criterion: str) -> None:
-        rotated = criterion == "v8OBBLoss"
-        self.detection_loss = _stock(module, "v8DetectionLoss")
-        assigner = ASSIGNERS.get(criterion)  # those of YOLO26's tasks are newer than their losses
-        self.assigner: Any = _stock(module, assigner if assigner in vars(module) else "TaskAlignedAssigner")
-        self.bbox_loss: Any = _stock(module, "RotatedBboxLoss" if rotated else "BboxLoss")
-        self.dfl_loss: Any = _stock(module, "DFLoss")
-        self.assigner_methods = {name for name in dir(self.assigner) if callable(getattr(self.assigner, name))}
-        used = "BboxLoss", "RotatedBboxLoss", "DFLoss", "KeypointLoss", "RLELoss"
-        self.owners = [module, sys.modules[self.assigner.__module__]]
-        kinds = *_stock(module, criterion).__mro__, *self.assigner.__mro__
-        self.owners += [kind for kind in kinds if kind.__module__ in (owner.__name__ for owner in self.owners)]
-        self.owners += [vars(module)[name] for name in used if name in vars(module)]
-        self.code = self.found()
-        # Those of YOLO26's tasks enlarge boxes by the code of the one that they derive from.
-        sides = self.assigner if rotated else _stock(module, "TaskAlignedAssigner")
-        self.short_by_first_stride = _short_by_first_stride(sides, rotated)
-
-    def found(self) -> list[tuple[Any, str, object]]:
-        """The functions that stock's code calls by name, as boxes' IoU, and the methods of its classes."""
-        return [
-            (owner, name, value)
-            for owner in self.owners
-            for name, value in vars(owner).items()
-            if isinstance(value, (FunctionType, staticmethod, classmethod))
-        ]
-
-    def replaced(self) -> str | None:
-        """A function or method that somebody has replaced since. Ours may take any place, and Ultralytics' that of another's."""
-        for owner, name, was in self.code:
-            now = vars(owner).get(name)
-            if now is was or is_code_of(now, "torch_fastdet"):
-                continue
-            if is_code_of(was, "ultralytics") or not is_code_of(now, "ultralytics"):
-                return f"{owner.__name__}.{name}"
-        return None
-
-
-def _short_by_first_stride(assigner: Any, rotated: bool = False) -> bool | None:
-    """Which sides of a box the assigner enlarges to ``stride_val``: those below its first stride (up to 8.4.126; True), or those below
-    ``stride_val`` (False); None where it does neither.
-
-    Stock's code tells for boxes of made-up sizes which anchors lie inside.
-    """
-    with plainly_on_the_cpu():
-        points = torch.cartesian_prod(torch.arange(48.0), torch.arange(48.0)) + 0.25
-        sides = torch.tensor([(3.0, 5.0), (7.5, 12.0), (12.0, 7.5), (15.0, 17.0), (20.0, 3.0), (21.0, 30.0)])
-        boxes, used = torch.cat((24 - sides / 2, 24 + sides / 2), 1), torch.ones(1, len(sides), 1)
-        if rotated:
-            boxes = torch.cat((torch.full_like(sides, 24), sides, torch.zeros(len(sides), 1)), 1)
-        try:
-            found = assigner(stride=[8, 16]).select_candidates_in_gts(points, boxes[None], used)[0].bool()
-        except (AttributeError, TypeError, RuntimeError):
-            return None
-        for below in (8, 16):
-            grown = torch.where(sides < below, 16.0, sides)
-            if torch.equal(found, ((points - 24).abs() < grown[:, None] / 2).all(2)):
-                return below == 8
-    return None
-
-
-def _stock(module: ModuleType, name: str) -> Any:
-    """Stock's class, also while ours is in its place."""
-    value = vars(module)[name]
-    return vars(value).get("stock", value)
-
-
-@functools.cache
-def _parts(stock: type) -> _Parts:
-    return _Parts(importlib.import_module(stock.__module__), stock.__name__)
-
-
-@functools.cache
-def _subclass(stock: type) -> Any:
-    """Ours for Ultralytics' class ``stock``."""
-    ours: type = KINDS[stock.__name__]
-    _parts(stock)
-    return type(stock.__name__, (ours, stock), {"stock": stock, "__module__": __name__, "__doc__": ours.__doc__})
 
 
 KINDS: dict[str, type] = {
@@ -790,7 +615,17 @@ KINDS: dict[str, type] = {
 }
 
 
+@functools.cache
+def drop_in(stock: type) -> Any:
+    """Return the class that replaces Ultralytics' class ``stock``."""
+    ours = KINDS[stock.__name__]
+    made = type(stock.__name__, (ours, stock), {"stock": stock, "__module__": __name__, "__doc__": ours.__doc__})
+    return stand_in("loss_optim", stock, made)
+
+
 def __getattr__(name: str) -> Any:
     if name in KINDS:
-        return _subclass(_stock(importlib.import_module(STOCK_MODULE), name))
+        importlib.import_module(STOCK_MODULE)
+        if (stock := defined_in(STOCK_MODULE, name)) is not None:
+            return drop_in(stock)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -201,7 +201,7 @@ class ComputeLoss:
 
 
 class SegmentationLoss(ComputeLoss):
-    """Drop-in for ``ComputeLoss`` of YOLOv5's ``utils.segment.loss``: same constructor, same call, same results.
+    """Drop-in for ``ComputeLoss`` of YOLOv5's ``utils.segment.loss``: same constructor, call and results.
 
     ``SegmentationLoss(model, overlap=True)((p, protos), targets, masks)`` returns ``(loss (1), items (4))``: the loss times the
     batch size, and the detached box, mask, objectness and class parts. ``p`` and ``protos`` are the Segment layer's outputs in
@@ -209,8 +209,12 @@ class SegmentationLoss(ComputeLoss):
     covers a pixel, else (nt, h, w). What :class:`ComputeLoss` says of attributes, targets and errors holds here too; there is no
     ``single_mask_loss``. The operator is :func:`torch_fastdet.ops.yolov5_segmentation_loss`.
 
-    With ``overlap`` the number in a mask is the target's place among its image's rows of ``targets``. Stock means the same, for rows
-    that are sorted by image, as its loader's are.
+    With ``overlap`` the number in a mask is the target's place among its image's rows of ``targets``. The original means the same, for
+    rows that are sorted by image, as its loader's are.
+
+    Without targets, and on the CPU without matches, no gradient reaches ``protos``, as in the original. In a CUDA graph, and on a GPU
+    if no target matches an anchor, the host does not know that: the gradient is zero, and the optimizer moves the layers of the
+    prototypes by momentum and weight decay.
     """
 
     single_mask_loss = property(_not_apart, _not_apart)
@@ -243,6 +247,8 @@ class SegmentationLoss(ComputeLoss):
         self._check_heads(p)
         detection, coefficients, sizes = split_coefficients(p, protos)
         loss, items, matches = self._detection(detection, targets, num_targets)
+        if not len(targets) or (not matches.is_cuda and bool((matches < 0).all())):
+            protos = protos.detach()
         part, item = yolov5_mask_part(
             coefficients,
             protos,

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 
 from torch_fastdet import masks
-from torch_fastdet.patching.evidence import (
-    Behaves,
-)
+from torch_fastdet.patching.evidence import Behaves
 from torch_fastdet.patching.switch import Switch, Target
-from torch_fastdet.switches.frameworks import REFERENCE, VERSION, YOLOV5_REFERENCE, ultralytics, yolov5
+from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
 
 
 def sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Prototypes 12 x 16, coefficients and boxes in a picture of 40 x 64, whose crop and resampling can be done in several orders."""
+    """Return prototypes 12 x 16, coefficients, and boxes in an image of 41 x 64.
+
+    Crop and resampling can be done in several orders. The letterbox's border has 7 pixels: a border of a multiple of 8 gives the same
+    masks whether the prototypes are enlarged before or after it is cut off.
+    """
     g = torch.Generator().manual_seed(0)
     boxes = [[3.0, 5, 41, 33], [0, 0, 64, 40], [20.5, 10.5, 60.25, 38], [50, 30, 20, 10]]
     kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the user's defaults are
@@ -31,7 +33,7 @@ def _masks(function: Callable[..., object], name: str) -> list[object]:
     protos, coefficients, boxes = sample()
     if name == "crop_mask":  # both crop in place, or neither of them
         return [function(protos, boxes / 4), protos]
-    ways = [((48, 64), False), ((48, 64), True)] if name == "process_mask" else [((40, 64),)]
+    ways = [((48, 64), False), ((48, 64), True)] if name == "process_mask" else [((41, 64),)]
     return [function(protos.clone(), coefficients.clone(), boxes.clone(), *way) for way in ways]
 
 
@@ -67,5 +69,4 @@ ULTRALYTICS = _switch(
     {name: getattr(masks, f"ultralytics_{name}") for name in ("process_mask", "process_mask_native", "crop_mask")},
     REFERENCE,
     modules=("utils.ops",),
-    evidence=(VERSION,),
 )

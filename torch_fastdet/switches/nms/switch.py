@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from torch_fastdet.patching.evidence import (
-    Signature,
-)
 from torch_fastdet.patching.switch import Switch, Target
 from torch_fastdet.suppression import ultralytics_non_max_suppression, yolov5_non_max_suppression
-from torch_fastdet.switches.frameworks import VERSION, ultralytics, yolov5
+from torch_fastdet.switches.frameworks import ultralytics, yolov5
 from torch_fastdet.switches.nms import yolov5 as decoding
 from torch_fastdet.switches.nms.trial import DECODING, SUPPRESSION, ULTRALYTICS_SUPPRESSION
-from torch_fastdet.switches.nms.ultralytics import LABELS, suppression_like
 
 DECODED = " (float32 heads decoded by torch_fastdet.ops.yolov5_decode)"
 YOLOV5 = Switch(
@@ -48,14 +44,10 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("utils.nms"),
             "non_max_suppression",
-            make=lambda _, stock, __: suppression_like(stock),
-            evidence=(
-                Signature(ultralytics_non_max_suppression, optional=LABELS),
-                ULTRALYTICS_SUPPRESSION,
-            ),
+            ultralytics_non_max_suppression,
+            evidence=(ULTRALYTICS_SUPPRESSION,),
             missing="refuse",
         ),
     ),
     modules=("utils.nms",),
-    evidence=(VERSION,),
 )

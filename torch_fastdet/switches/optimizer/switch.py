@@ -11,7 +11,7 @@ from torch_fastdet.patching.evidence import (
     Signature,
 )
 from torch_fastdet.patching.switch import Outside, Switch, Target
-from torch_fastdet.switches.frameworks import ALL_READ, REFERENCE, SELF, VERSION, YOLOV5_REFERENCE, ultralytics, yolov5
+from torch_fastdet.switches.frameworks import ALL_READ, REFERENCE, SELF, YOLOV5_REFERENCE, ultralytics, yolov5
 from torch_fastdet.switches.optimizer import ultralytics as of_ultralytics
 from torch_fastdet.switches.optimizer.trial import moving_average
 from torch_fastdet.switches.optimizer.yolov5 import (
@@ -81,5 +81,4 @@ ULTRALYTICS = Switch(
         ),
     ),
     modules=("utils.torch_utils", "engine.trainer"),
-    evidence=(VERSION,),
 )

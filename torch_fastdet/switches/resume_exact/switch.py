@@ -7,7 +7,7 @@ from torch_fastdet.patching.evidence import (
     Signature,
 )
 from torch_fastdet.patching.switch import Switch, Target
-from torch_fastdet.switches.frameworks import SELF, VERSION, ultralytics, yolov5
+from torch_fastdet.switches.frameworks import SELF, ultralytics, yolov5
 from torch_fastdet.switches.resume_exact import ultralytics as of_ultralytics
 from torch_fastdet.switches.resume_exact import yolov5 as of_yolov5
 
@@ -66,6 +66,5 @@ ULTRALYTICS = Switch(
         ),
     ),
     modules=("engine.trainer",),
-    evidence=(VERSION,),
     by_name_only=True,
 )

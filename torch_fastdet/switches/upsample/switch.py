@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch_fastdet import ops
 from torch_fastdet._torch.private import is_recorded, is_transforming
 from torch_fastdet.patching.switch import Outside, Switch
-from torch_fastdet.switches.frameworks import VERSION
 
 
 def doubles(module: torch.nn.Upsample, input: torch.Tensor) -> bool:
@@ -57,4 +56,4 @@ YOLOV5 = Switch(
     (Outside(torch.nn.Upsample, "forward", upsample_forward, " (nearest by two; other modes stay torch's)"),),
     needs_host=False,
 )
-ULTRALYTICS = dataclasses.replace(YOLOV5, evidence=(VERSION,))
+ULTRALYTICS = dataclasses.replace(YOLOV5, needs_host=True)

@@ -15,18 +15,16 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet.patching.evidence import (
-    Asks,
     Behaves,
     Obstacle,
     SameCode,
     Signature,
-    plainly_on_the_cpu,
 )
 from torch_fastdet.patching.import_hook import namespace, top_level
 from torch_fastdet.patching.replace import is_code_of
 from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.patching.switch import Active, Switch, Target
-from torch_fastdet.switches.frameworks import ALL_READ, VERSION, YOLOV5_REFERENCE, ultralytics, yolov5
+from torch_fastdet.switches.frameworks import ALL_READ, REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
 from torch_fastdet.switches.val import average_precision, cases
 from torch_fastdet.switches.val import ultralytics as of_ultralytics
 from torch_fastdet.switches.val import yolov5 as of_yolov5
@@ -148,45 +146,28 @@ YOLOV5 = Switch(
     modules=("utils.metrics", "utils.general", "val", "segment.val"),
 )
 
-RULES = ("greedy", "best")
-IMAGES = (LABELS, LABELS[-1:], LABELS[:0])  # no detection meets the last label
 
-
-def _rule(ours: Callable[[str], torch.Tensor], stock: torch.Tensor) -> str | None:
-    return next((rule for rule in RULES if torch.equal(ours(rule), stock)), None)
-
-
-def matching_rule(validator: Any) -> str | None:
-    """The rule by which the installed version matches the case that tells rules apart; None: neither."""
+def _matched(validator: Any) -> tuple[torch.Tensor, torch.Tensor]:
     box_iou = importlib.import_module(ultralytics("utils.metrics")[0]).box_iou
-    with plainly_on_the_cpu():
-        iou = box_iou(LABELS[:, 1:], DETECTIONS[:, :4])
-        found = validator.match_predictions(SimpleNamespace(iouv=IOUV), DETECTIONS[:, 5], LABELS[:, 0], iou)
-        return _rule(lambda rule: ops.match_detections(DETECTIONS, LABELS, IOUV, rule=rule), found)
+    iou = box_iou(LABELS[:, 1:], DETECTIONS[:, :4])
+    found = validator.match_predictions(SimpleNamespace(iouv=IOUV), DETECTIONS[:, 5], LABELS[:, 0], iou)
+    return found, ops.match_detections(DETECTIONS, LABELS, IOUV, rule="greedy")
 
 
-def counting_rule(matrix_class: Any) -> str | None:
-    """The rule by which the installed version counts the same case."""
-
-    def confusions(rule: str) -> torch.Tensor:
-        return torch.stack([of_ultralytics.confusions(DETECTIONS, labels, 2, 0.25, 0.45, rule) for labels in IMAGES])
-
+def _counted(matrix_class: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    images = (LABELS, LABELS[-1:], LABELS[:0])  # no detection meets the last label
     found = []
-    with plainly_on_the_cpu():
-        for labels in IMAGES:
-            matrix = matrix_class(names={0: "0", 1: "1"})
-            matrix.process_batch(
-                {"bboxes": DETECTIONS[:, :4], "conf": DETECTIONS[:, 4], "cls": DETECTIONS[:, 5]},
-                {"bboxes": labels[:, 1:], "cls": labels[:, 0]},
-            )
-            found.append(torch.as_tensor(matrix.matrix).long())
-        return _rule(confusions, torch.stack(found))
+    for labels in images:
+        matrix = matrix_class(names={0: "0", 1: "1"})
+        matrix.process_batch(
+            {"bboxes": DETECTIONS[:, :4], "conf": DETECTIONS[:, 4], "cls": DETECTIONS[:, 5]},
+            {"bboxes": labels[:, 1:], "cls": labels[:, 0]},
+        )
+        found.append(torch.as_tensor(matrix.matrix).long())
+    return found, [of_ultralytics.confusions(DETECTIONS, labels, 2, 0.25, 0.45) for labels in images]
 
 
-def knows(rule: Callable[[object], str | None], what: str) -> Asks:
-    return Asks(
-        "a known rule of matching", lambda stock: None if rule(stock) else f"its {what} matches by an unknown rule."
-    )
+MATCHED = Behaves("its match_predictions", _matched, 0, REFERENCE)
 
 
 def _update(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
@@ -229,22 +210,20 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("engine.validator"),
             "BaseValidator.match_predictions",
-            make=lambda _, stock, validator: of_ultralytics.match_overlaps(stock, str(matching_rule(validator))),
+            make=lambda _, stock, __: of_ultralytics.match_overlaps(stock),
             evidence=(Signature(("self", "pred_classes", "true_classes", "iou", "use_scipy")),),
             own=True,
-            class_evidence=(knows(matching_rule, "match_predictions"),),
+            class_evidence=(MATCHED,),
         ),
         Target(
             ultralytics("models.yolo.detect.val"),
             "DetectionValidator._process_batch",
-            make=lambda _, stock, validator: of_ultralytics.match(
-                stock, validator.match_predictions, str(matching_rule(validator))
-            ),
+            make=lambda _, stock, validator: of_ultralytics.match(stock, validator.match_predictions),
             evidence=(PROCESS,),
             own=True,
             class_evidence=(
                 Signature(("self", "preds", "batch"), "update_metrics"),
-                knows(matching_rule, "match_predictions"),
+                MATCHED,
             ),
         ),
         Target(
@@ -279,15 +258,14 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("utils.metrics"),
             "ConfusionMatrix.process_batch",
-            make=lambda _, stock, matrix: of_ultralytics.confuse(stock, str(counting_rule(matrix))),
+            make=lambda _, stock, __: of_ultralytics.confuse(stock),
             evidence=(Signature(("self", "detections", "batch", "conf", "iou_thres")),),
             own=True,
-            class_evidence=(knows(counting_rule, "ConfusionMatrix"),),
+            class_evidence=(Behaves("its ConfusionMatrix", _counted, 0, REFERENCE),),
         ),
         average_precision.target(
             ultralytics("utils.metrics"),
-            # Of 8.4.120 to 8.4.180, and of 8.4.185 to 8.4.190.
-            SameCode({"ap_per_class": ("f5a9d556", "e8ab4de3"), "compute_ap": ("d0c7762c", "b5719675")}, ALL_READ),
+            SameCode({"ap_per_class": ("e8ab4de3",), "compute_ap": ("b5719675",)}, ALL_READ),
             of_ultralytics.plotted,
         ),
     ),
@@ -296,5 +274,4 @@ ULTRALYTICS = Switch(
         *(f"models.yolo.{task}.val" for task in ("detect", "segment", "pose", "obb")),
         "utils.metrics",
     ),
-    evidence=(VERSION,),
 )

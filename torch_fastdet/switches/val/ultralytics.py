@@ -20,6 +20,8 @@ from torch_fastdet.switches.val import average_precision
 
 #: Where stock makes what it combines with the labels.
 HOST = torch.device("cpu")
+#: A detection takes the label that it overlaps most of those that no better detection has taken.
+RULE = "greedy"
 
 
 def _rows(detections: dict[str, Tensor]) -> Tensor:
@@ -32,7 +34,7 @@ def _labels(batch: dict[str, Tensor]) -> Tensor:
     return torch.cat([batch["cls"].reshape(-1, 1), batch["bboxes"]], 1)
 
 
-def match(stock: Callable, matching: Callable, rule: str) -> Callable:
+def match(stock: Callable, matching: Callable) -> Callable:
     """``DetectionValidator._process_batch`` by one operator; a validator with a matching of its own gets stock's."""
 
     @functools.wraps(stock)
@@ -40,21 +42,17 @@ def match(stock: Callable, matching: Callable, rule: str) -> Callable:
         if type(self).match_predictions is not matching or not len(preds["cls"]) or not len(batch["cls"]):
             return stock(self, preds, batch)
         rows = _rows(preds)
-        correct = ops.match_detections(rows, _labels(batch).to(rows.device), self.iouv.to(rows.device), rule=rule)
+        correct = ops.match_detections(rows, _labels(batch).to(rows.device), self.iouv.to(rows.device), rule=RULE)
         return {"tp": correct.cpu().numpy()}
 
     return _process_batch
 
 
-def confusions(rows: Tensor, labels: Tensor, classes: int, conf: float, iou_thres: float, rule: str) -> Tensor:
-    """The confusion matrix of one image, on the host, as Ultralytics counts by either rule of matching."""
+def confusions(rows: Tensor, labels: Tensor, classes: int, conf: float, iou_thres: float) -> Tensor:
+    """Return the confusion matrix of one image, on the host."""
     counts = torch.zeros(classes + 1, classes + 1, dtype=torch.int64, device=rows.device)
-    ops.confusion_matrix_(counts, rows, labels, None, conf, iou_thres, rule)
-    counts = counts.cpu()
-    if rule == "best" and not counts[:-1, :-1].any():  # the operator adds no false positives then, as YOLOv5
-        found = rows[rows[:, 4] > conf, 5].long().cpu()
-        counts[:-1, -1] += torch.bincount(found, minlength=classes)[:classes]
-    return counts
+    ops.confusion_matrix_(counts, rows, labels, None, conf, iou_thres, RULE)
+    return counts.cpu()
 
 
 def plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tuple[object, ...]:
@@ -87,7 +85,7 @@ def _within(labels: Tensor, classes: int) -> bool:
     return bool(lowest >= 0) and bool(highest < classes)
 
 
-def confuse(stock: Callable, rule: str) -> Callable:
+def confuse(stock: Callable) -> Callable:
     """``ConfusionMatrix.process_batch`` by one operator; rotated boxes and kept matches (``visualize``) get stock's."""
 
     @functools.wraps(stock)
@@ -104,12 +102,12 @@ def confuse(stock: Callable, rule: str) -> Callable:
         rows = _rows(detections)
         # Suppression sorts; end-to-end heads do not.
         rows = rows[rows[:, 4].argsort(descending=True, stable=True)]
-        self.matrix += confusions(rows, _labels(batch).to(rows.device), self.nc, conf, iou_thres, rule).numpy()
+        self.matrix += confusions(rows, _labels(batch).to(rows.device), self.nc, conf, iou_thres).numpy()
 
     return process_batch
 
 
-def match_overlaps(stock: Callable, rule: str) -> Callable:
+def match_overlaps(stock: Callable) -> Callable:
     """``BaseValidator.match_predictions`` in C++, by whatever overlaps a task has."""
 
     @functools.wraps(stock)
@@ -120,7 +118,7 @@ def match_overlaps(stock: Callable, rule: str) -> Callable:
             return stock(self, pred_classes, true_classes, iou, use_scipy)
         rows, labels = torch.zeros(len(pred_classes), 6), torch.zeros(len(true_classes), 5)
         rows[:, 5], labels[:, 0] = pred_classes, true_classes
-        return ops.match_detections(rows, labels, as_float(self.iouv).cpu(), rule=rule, iou=as_float(iou).cpu())
+        return ops.match_detections(rows, labels, as_float(self.iouv).cpu(), rule=RULE, iou=as_float(iou).cpu())
 
     return match_predictions
 
