@@ -415,6 +415,15 @@ def test_a_first_call_has_the_bits_of_a_replay(cuda, same_convolutions):
         assert all(map(torch.equal, found[0], later))
 
 
+def test_captured_nests():
+    """A step of the caller's own around a GraphedModule."""
+    with bn_act.captured():
+        with bn_act.captured():
+            assert bn_act.is_captured()
+        assert bn_act.is_captured()
+    assert not bn_act.is_captured()
+
+
 def test_convolutions_of_two_memory_formats_in_a_captured_step(device):
     """The last one's result cannot go where the joined ones' is."""
     module, x = C3(16, more=0).to(device), torch.randn(2, 16, 6, 5).to(device)

@@ -49,7 +49,7 @@ def _faster_device(scores: Tensor, objectness: Tensor | None, conf_thres: float,
     confidence = scores[:, ::_SAMPLE] if objectness is None else scores[:, ::_SAMPLE] * objectness[:, ::_SAMPLE]
     passes = confidence > conf_thres
     candidates = _SAMPLE * int((passes if multi_label else passes.any(-1)).sum())
-    if candidates < GPU_CANDIDATES * images:
+    if candidates < GPU_CANDIDATES * max(images, 1):
         return scores.device
     return torch.device("cuda", torch.cuda.current_device())
 

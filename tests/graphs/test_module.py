@@ -462,6 +462,26 @@ def test_capture_leaves_buffers_alone(gpu):
     assert int(model.stem[1].num_batches_tracked) == 2
 
 
+def test_a_number_is_an_input(gpu):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5))
+
+        def forward(self, x):
+            return self.weight * x
+
+    plain, graphed = twins(Scaled().to(GPU.device))
+    for _ in range(4):
+        x = images(1)[0]
+        outputs = [net(x) for net in (plain, graphed)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.square().sum().backward()
+        same_gradients(graphed, plain)
+    assert graphed.graphs.shapes == [()]
+
+
 def test_one_keyword_is_the_input(gpu):
     plain, graphed = twins()
     x = images(2, 3, 32, 32)
@@ -586,6 +606,27 @@ def test_graphs_go_with_their_module():
         assert reference() is None
     finally:
         gc.enable()
+
+
+def test_a_pool_gives_its_graphs_back_after_their_owner_is_gone(gpu):
+    """Who gives memory back holds the pools; the cycle collector may end an owner meanwhile."""
+    gc.collect()  # graphs of earlier tests would be dropped as well
+    graphed = GraphedModule(Net().to(GPU.device), required=True)
+    x = images(2, 3, 32, 32)
+    three_passes(graphed, x)
+    owner, pool = weakref.ref(graphed.graphs), graphed.graphs._pool
+    del graphed
+    gc.collect()
+    assert owner() is None and len(pool) == 1
+    failures = [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def run():
+        if failures:
+            raise failures.pop()
+        return 3
+
+    assert pool.warm_up("key", run) == 3
+    assert len(pool) == 0
 
 
 def test_several_processes_need_somebody_who_averages(monkeypatch):

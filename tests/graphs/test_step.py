@@ -256,7 +256,7 @@ def test_train_step_whose_update_failed_can_be_made_again(gpu):
         step(*batches[0], update=False)
         if fails:
             optimizer.param_groups[0]["lr"] = -1.0
-            with pytest.raises(RuntimeError, match="lr"):
+            with pytest.raises(ValueError, match="lr"):
                 step(*batches[1])
             optimizer.param_groups[0]["lr"] = 0.01
         step(*batches[1])

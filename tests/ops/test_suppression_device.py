@@ -62,6 +62,12 @@ def test_without_multi_label_anchors_are_counted(suppress, layout, asked, monkey
     assert asked == ["cpu", "cuda"]
 
 
+@pytest.mark.parametrize("suppress, layout", CALLS)
+def test_no_images_stay_on_the_cpu(suppress, layout, asked):
+    assert suppress(prediction(layout, 3800, images=0), multi_label=True, device="auto") == []
+    assert asked == ["cpu"]
+
+
 def test_columns_behind_the_scores_are_not_counted(asked):
     masks = torch.ones(2, ANCHORS, 32)
     few = prediction("yolov5", 2000)

@@ -36,8 +36,18 @@ class CapturedCallable(Generic[G]):
         self.reason: str | None = None
         self._told: set[str] = set()
         # Weakly: together they would outlive their last user until the cycle collector runs.
-        own: Any = weakref.ref(self)
-        self._pool: GraphPool[G] = GraphPool(max_graphs, warmup, lambda line: own().say(line), lambda: own()._forget())
+        own = weakref.ref(self)
+
+        # Who gives memory back holds the pool, which may outlive its owner there.
+        def tell(line: str) -> None:
+            if (owner := own()) is not None:
+                owner.say(line)
+
+        def forget() -> None:
+            if (owner := own()) is not None:
+                owner._forget()
+
+        self._pool: GraphPool[G] = GraphPool(max_graphs, warmup, tell, forget)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -109,7 +119,7 @@ class _Replay(torch.autograd.Function):
     def forward(ctx: Any, graphs: CapturedPasses, captured: Passes, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         outputs = graphs._replay_forward(captured, tensors)
-        ctx.graphs, ctx.running = graphs, _Running(captured, len(tensors[0]))
+        ctx.graphs, ctx.running = graphs, _Running(captured, tensors[0].shape[:1].numel())
         graphs.running = weakref.ref(ctx.running)
         ctx.mark_non_differentiable(*[o for o, g in zip(outputs, captured.output_gradients) if g is None])
         return outputs
