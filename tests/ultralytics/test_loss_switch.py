@@ -5,6 +5,7 @@ import io
 import pickle
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -310,9 +311,12 @@ def test_a_class_of_the_users_own_stays_and_is_named(monkeypatch, capsys, places
     mine = type("MyLoss", (getattr(stock_loss, name),), {})
     for place in places:
         monkeypatch.setattr(place, name, mine)
+    refused = name == "v8DetectionLoss" and stock_loss in places  # then nothing is left of the detection loss
     try:
-        patch(**{"loss_optim" if by_name else "fastdet": True})
+        with pytest.raises(SwitchError, match="no v8DetectionLoss") if refused and by_name else nullcontext():
+            patch(**{"loss_optim" if by_name else "fastdet": True})
         assert all(getattr(place, name) is mine for place in places)
+        assert stock_loss.E2ELoss is REAL.e2e or not refused
         assert "".join(capsys.readouterr()).count(f"loss_optim: {name} stays: it is {__name__}.MyLoss.") == 1
     finally:
         unpatch()
@@ -439,6 +443,28 @@ def test_a_version_with_another_loss_is_refused(monkeypatch):
     with pytest.raises(SwitchError, match="loss_optim cannot apply: its loss of a small case gives"):
         patch(loss_optim=True)
     assert stock_loss.v8DetectionLoss is REAL.loss
+
+
+def test_branches_keep_another_detection_loss(monkeypatch, models, capsys):
+    forward = stock_loss.BboxLoss.forward
+    monkeypatch.setattr(stock_loss.BboxLoss, "forward", lambda *args: tuple(3 * part for part in forward(*args)))
+    try:
+        patch(fastdet=True)
+        criterion = models("yolo26n.yaml").init_criterion()
+        assert type(criterion) is REAL.e2e and type(criterion.one2many) is REAL.loss
+    finally:
+        unpatch()
+    stays = (
+        "ultralytics.utils.loss.E2ELoss stays: its branches are ultralytics.utils.loss.v8DetectionLoss, which stays."
+    )
+    assert f"loss_optim: {stays}" in "".join(capsys.readouterr())
+
+
+def test_without_a_detection_loss_it_is_refused(monkeypatch):
+    monkeypatch.delattr(stock_loss, "v8DetectionLoss")
+    with pytest.raises(SwitchError, match="loss_optim cannot apply: no v8DetectionLoss is defined in"):
+        patch(loss_optim=True)
+    assert stock_loss.E2ELoss is REAL.e2e
 
 
 def ties_last_first(values, k, dim=-1, largest=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import warnings
 
@@ -15,6 +16,7 @@ from tests.track_scenes import motions, namespace, rotated, scene
 
 LISTS = ("tracked_stracks", "lost_stracks", "removed_stracks", "removed_stracks_frame")
 NAMES = ("BYTETracker", "BOTSORT")
+KEY = "torch_fastdet_core"
 
 
 @pytest.fixture
@@ -189,6 +191,40 @@ def test_what_the_original_update_does(trackers, caplog):
     assert "track_optim: the original update runs: Custom has its own get_dists." in said
     assert "OCSORT has its own" in said and "Named" not in said and said.count("\n") == 2
     assert "the original update runs for Boxes of float64" in said
+
+
+@pytest.mark.parametrize("place", NAMES)
+def test_an_update_of_the_users_own_stays_and_is_named(trackers, monkeypatch, place):
+    kind = getattr(trackers, place)
+    calls = []
+
+    @functools.wraps(kind.update)
+    def update(self, *args, **kwargs):
+        calls.append(type(self).__name__)
+        return stock(self, *args, **kwargs)
+
+    stock = kind.update
+    monkeypatch.setattr(kind, "update", update)
+    with pytest.raises(drop_in.SwitchError, match=f"{place}.update has been replaced by somebody else, and stays"):
+        drop_in.patch(track_optim=True)
+    drop_in.patch(fastdet=True)
+    assert kind.update is update
+    run(trackers.BOTSORT(namespace()), scene(9, 5, 1)[0])
+    assert calls == ["BOTSORT"]
+
+
+def test_a_tracker_may_be_known_after_the_next_patch(trackers):
+    frames = scene(9, 5, 2)
+    tracker = trackers.BYTETracker(namespace(with_reid=True))
+    drop_in.patch(track_optim=True)
+    run(tracker, frames[0])
+    assert vars(tracker)[KEY] is None
+    drop_in.unpatch()
+    assert KEY not in vars(tracker)
+    tracker.args.with_reid = False
+    drop_in.patch(track_optim=True)
+    run(tracker, frames[1])
+    assert vars(tracker)[KEY] is not None
 
 
 def test_options_that_are_no_numbers(trackers):

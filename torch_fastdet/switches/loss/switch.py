@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from torch_fastdet.patching.evidence import Signature
+import inspect
+from types import ModuleType
+from typing import Any
+
+from torch_fastdet.patching.evidence import Obstacle, Signature
+from torch_fastdet.patching.replace import describe
 from torch_fastdet.patching.stand_in import stand_in
-from torch_fastdet.patching.switch import Switch, Target
+from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import yolov5
 from torch_fastdet.switches.loss.trial import CRITERION, TRIALS
 from torch_fastdet.switches.loss.ultralytics import STOCK_MODULE, drop_in
@@ -48,6 +53,15 @@ METHODS = (
     Signature(("self", "preds", "batch"), "loss"),
     Signature(("self", "preds"), "parse_output"),
 )
+
+
+def _end_to_end(active: Active, stock: Any, _: ModuleType) -> Any:
+    branch = describe(inspect.signature(stock).parameters["loss_fn"].default)
+    if any(outcome.name == branch and outcome.obstacle is None for outcome in active.outcomes.values()):
+        return drop_in(stock)
+    return Obstacle(f"its branches are {branch}, which stays.")
+
+
 ULTRALYTICS = Switch(
     "loss_optim",
     "whole v8DetectionLoss, v8SegmentationLoss, SegmentLoss26, v8PoseLoss, PoseLoss26, v8OBBLoss and E2ELoss of training and validation in a few launches, "
@@ -62,18 +76,20 @@ ULTRALYTICS = Switch(
                 evidence=(INIT, *METHODS, CRITERION),
                 # A version with another loss of one task keeps the original of that task alone.
                 otherwise="refuse" if name == "v8DetectionLoss" else "say",
+                missing="refuse" if name == "v8DetectionLoss" else "nothing",
             )
             for name in TRIALS
         ),
         Target(
             (STOCK_MODULE,),
             "E2ELoss",
-            make=lambda _, stock, __: drop_in(stock),
+            make=_end_to_end,
             evidence=(
                 Signature(("self", "model", "loss_fn"), "__init__"),
                 Signature(("self", "preds", "batch"), "__call__"),
                 Signature(("self",), "update"),
             ),
+            otherwise="say",
         ),
     ),
     modules=("utils.loss", "nn.tasks"),

@@ -247,7 +247,8 @@ class SegmentationLoss(ComputeLoss):
         self._check_heads(p)
         detection, coefficients, sizes = split_coefficients(p, protos)
         loss, items, matches = self._detection(detection, targets, num_targets)
-        if not len(targets) or (not matches.is_cuda and bool((matches < 0).all())):
+        eager = num_targets is None and not matches.is_cuda  # elsewhere the question would be a host sync
+        if not len(targets) or (eager and bool((matches < 0).all())):
             protos = protos.detach()
         part, item = yolov5_mask_part(
             coefficients,

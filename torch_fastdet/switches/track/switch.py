@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_fastdet.patching.evidence import Asks, Behaves, Signature
+from torch_fastdet.patching.replace import describe, is_code_of, original
 from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import REFERENCE, VERSION, ultralytics
 
@@ -20,6 +21,13 @@ def _has_core(_: object) -> str | None:
     if importlib.util.find_spec("torch_fastdet._C") is not None:
         return None
     return "torch_fastdet._C is not built for this Python, whose headers (python3-dev) were missing."
+
+
+def _replaced(tracker: Any) -> str | None:
+    holder = next(each for each in tracker.__mro__ if "update" in vars(each))  # BoT-SORT inherits ByteTrack's
+    if is_code_of(original(holder, "update"), "ultralytics"):
+        return None
+    return f"{describe(holder)}.update has been replaced by somebody else, and stays."
 
 
 def _updating(active: Active, stock: Callable[..., object], tracker: type) -> object:
@@ -34,15 +42,17 @@ def _tried(tracker: type) -> Any:
     return tracked(tracker)
 
 
-def _update(where: tuple[str, ...], name: str, **options: Any) -> Target:
+def _update(where: tuple[str, ...], name: str) -> Target:
     return Target(
         where,
         f"{name}.update",
         make=_updating,
-        evidence=(Signature(("self", "results", "img", "feats", "kwargs")),),
-        class_evidence=(Behaves(f"its {name}", _tried, 0.0, REFERENCE),),
+        class_evidence=(
+            Asks("nobody else's code", _replaced),
+            Signature(("self", "results", "img", "feats", "kwargs"), "update"),
+            Behaves(f"its {name}", _tried, 0.0, REFERENCE),
+        ),
         note=" (by torch_fastdet.trackers)",
-        **options,
     )
 
 
@@ -65,7 +75,7 @@ ULTRALYTICS = Switch(
     "track_optim",
     "ByteTrack and BoT-SORT of track on a C++ core, in place of a Python object and NumPy products for each track",
     (
-        _update(BYTE, "BYTETracker", own=True),
+        _update(BYTE, "BYTETracker"),
         *(_list(name) for name in ("tracked_stracks", "lost_stracks", "removed_stracks", "removed_stracks_frame")),
         Target(BYTE, "BYTETracker.__getstate__", make=_state, adds=True, after="BYTETracker.update", quiet=True),
         _update(BOT, "BOTSORT"),

@@ -27,7 +27,7 @@ from torch_fastdet.patching.switch import Active
 OPTIONS = ("track_high_thresh", "track_low_thresh", "new_track_thresh", "match_thresh")
 LIVE, REMOVED = ("tracked_stracks", "lost_stracks"), ("removed_stracks", "removed_stracks_frame")
 KEY = "torch_fastdet_core"  # in a tracker's attributes: its _Held, or None where its own update runs
-_held: weakref.WeakSet[Any] = weakref.WeakSet()
+_held: weakref.WeakSet[Any] = weakref.WeakSet()  # the trackers that have a KEY
 
 
 class _Held:
@@ -69,10 +69,10 @@ def updating(active: Active, stock: Callable[..., object], known: type) -> Calla
         active.patches.at_end.append(give_back_all)
 
     def hold(tracker: Tracker) -> _Held | None:
+        _held.add(tracker)
         if (obstacle := obstacle_to(tracker, known)) is not None:
             active.tell(f"{active.name}: the original update runs: {obstacle}")
             return None
-        _held.add(tracker)
         return _Held(xywh)
 
     @in_place_of(own)
