@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torch_fastdet import ops
+from torch_fastdet._say import count
 from torch_fastdet.ops.letterbox import Placing
 
 MOST_STORAGES = 8
@@ -32,6 +33,7 @@ def letterbox(
     A long list needs no more memory than a few of its images, beside the result: the CPU reads them where they are, and a GPU gets
     them in groups of ``UPLOAD`` bytes.
     """
+    count("letterbox_optim", "images", len(pictures))
     shape = (len(pictures), pictures[0].shape[2], *placings[0].size)
     out = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+# Detections and labels that rules of matching match differently. The second detection overlaps most with the first label,
 # which the first detection gets, and less with the second label. By the rule "best" it then gets nothing, by "greedy" the second
 # label (:func:`torch_fastdet.ops.match_detections`).
 #: (n, 6): x1, y1, x2, y2, confidence, class.

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fastdet import ops
+from torch_fastdet._say import count
 from torch_fastdet._torch.floats import as_float
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.patching.protocols import ConfusionMatrix, Validator
@@ -41,6 +42,7 @@ def match(stock: Callable, matching: Callable) -> Callable:
     def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, object]:
         if type(self).match_predictions is not matching or not len(preds["cls"]) or not len(batch["cls"]):
             return stock(self, preds, batch)
+        count("val_optim", "images matched")
         rows = _rows(preds)
         correct = ops.match_detections(rows, _labels(batch).to(rows.device), self.iouv.to(rows.device), rule=RULE)
         return {"tp": correct.cpu().numpy()}
@@ -260,6 +262,7 @@ def process_overlaps(stock: Callable, overlaps: Overlaps, boxes: Callable) -> Ca
     def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, object]:
         if OVERLAPS not in batch:
             return stock(self, preds, batch)
+        count("val_optim", "images matched")
         correct = self.match_predictions(preds["cls"], batch["cls"], batch[OVERLAPS])
         return {**({} if overlaps.matches == "tp" else boxes(self, preds, batch)), overlaps.matches: correct.numpy()}
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_fastdet import ops
+from torch_fastdet._say import count
 from torch_fastdet._torch.floats import as_float
 from torch_fastdet.patching.by_name import ByName
 from torch_fastdet.patching.replace import in_place_of, with_names
@@ -31,6 +32,7 @@ def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor, *, iou: Tens
     Returns:
         (n, t), bool, on the device of iouv. Stock leaves labels of equal IoU to an unstable sort; the later one counts here.
     """
+    count("val_optim", "images matched")
     thresholds = as_float(iouv).to(detections.device)
     return ops.match_detections(as_float(detections), labels, thresholds, iou=iou).to(iouv.device)
 
