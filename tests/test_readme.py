@@ -300,7 +300,7 @@ def test_arguments_are_read(command, refusals):
 SCRIPT = """
 import argparse, json, os, sys
 from pathlib import Path
-import models.yolo, utils.loss
+import models.yolo, utils.metrics
 ROOT, RANK = Path("."), -1
 check_yaml, print_args = (lambda path: path), (lambda options: None)
 {parser}
@@ -358,7 +358,7 @@ def test_launched_command_runs(command, launched):
     for option, value in re.findall(r"--(\w+) ([\w.]+)(?= |$)", command):
         name = {"img": "imgsz", "batch": "batch_size"}.get(option, option)
         assert str(given[name]) in (value, str([value])), (name, given)
-    for switch in (FLAGS[word] for word in words(command) if word in FLAGS):
+    for switch in (FLAGS[word][0] for word in words(command) if word in FLAGS):
         assert f"torch_fastdet: {switch if switch != 'fastdet' else 'bbox_iou_optim'}" in out, out
     shown = next((text for page in PAGES for text in snippets(page, "console") if f"$ {command}\n" in text), "")
     for line in shown.splitlines()[1:]:

@@ -535,8 +535,23 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "smart_DDP": "tests/yolov5/test_real_training_on_ranks.py",
         "Profile.time": "tests/yolov5/test_graph_switches.py",
         "DistributedDataParallel.forward": "tests/distributed/test_distributed.py",
+        "fuses": "tests/test_bn_act.py",
     },
     "ultralytics": {
+        "fuses": "tests/test_bn_act.py",
+        "_YOLO_CLI_COMMAND": "tests/patching/test_switches.py",
+        **dict.fromkeys(
+            (
+                "BOTSORT.update",
+                "BYTETracker.update",
+                "BYTETracker.__getstate__",
+                "BYTETracker.tracked_stracks",
+                "BYTETracker.lost_stracks",
+                "BYTETracker.removed_stracks",
+                "BYTETracker.removed_stracks_frame",
+            ),
+            "tests/ultralytics/test_track_switch.py",
+        ),
         "BaseDataset.cache_images": "tests/ultralytics/test_loader_switch.py",
         "BaseDataset.set_rectangle": "tests/ultralytics/test_loader_switch.py",
         "build_dataloader": "tests/ultralytics/test_loader_switch.py",

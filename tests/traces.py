@@ -14,6 +14,7 @@ import logging
 import os
 import pkgutil
 import random
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -86,7 +87,7 @@ def settings() -> dict[str, object]:
     found: dict[str, object] = {
         f"os.environ[{name!r}]": value for name, value in os.environ.items() if not name.startswith(OF_OTHERS)
     }
-    for name in ("", "torch_fastdet", "ultralytics", "yolov5"):
+    for name in ("", "torch_fastdet"):
         logger = logging.getLogger(name)
         found[f"logger {name!r}"] = logger.level, logger.propagate, logger.disabled, list(logger.filters)
     return found | {
@@ -150,7 +151,13 @@ def replaced(name: str, before: dict[str, object], now: dict[str, object]) -> It
     is_library = name.partition(".")[0] in ("torch", "numpy", "cv2")
     for attribute in before.keys() | now.keys():
         old, new = before.get(attribute, MISSING), now.get(attribute, MISSING)
-        if old is new or attribute.startswith("__") or getattr(new, "hooked", False):
+        # torch.compile gives a module names such as _140186876003248_c11.
+        if (
+            old is new
+            or attribute.startswith("__")
+            or re.fullmatch(r"_\d+_c\d+", attribute)
+            or getattr(new, "hooked", False)
+        ):
             continue
         if is_library:
             left = is_ours(new) or new is MISSING

@@ -49,7 +49,7 @@ def test_a_whole_wheel_passes(wheel, capsys):
         "torch_fastdet/libtorch_fastdet.so",
         "torch_fastdet/include/torch_fastdet/golden.h",
         "torch_fastdet/share/cmake/TorchFastdet/TorchFastdetConfig.cmake",
-        "torch_fastdet/detections/suppression.py",
+        "torch_fastdet/suppression.py",
         f"{DIST_INFO}/licenses/LICENSE",
     ],
 )

@@ -148,3 +148,15 @@ def test_threads_that_patch_at_once_replace_each_name_once():
 def test_patch_names_its_keywords(door, switches):
     parameters = inspect.signature(importlib.import_module(f"torch_fastdet.{door}").patch).parameters
     assert set(parameters) == {"fastdet", *switches} and all(p.default is None for p in parameters.values())
+
+
+def test_programs_of_tune_get_the_switches():
+    """``YOLO.tune`` starts ``yolo`` programs by this command; a version without it says so."""
+    trainer = pytest.importorskip("ultralytics.engine.trainer", exc_type=ImportError)
+    from torch_fastdet import ultralytics as door
+
+    stock = trainer._YOLO_CLI_COMMAND
+    door.patch(fastdet=True, nms_optim=False)
+    assert trainer._YOLO_CLI_COMMAND[1:] == ["-m", "torch_fastdet.ultralytics", "--fastdet", "--no-nms_optim"]
+    door.unpatch()
+    assert trainer._YOLO_CLI_COMMAND is stock

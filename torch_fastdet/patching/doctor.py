@@ -86,7 +86,8 @@ def _examine(host: Host, switch: Switch, asked: bool, options: Mapping[str, str]
         failed = f"its modules cannot be imported: {type(error).__name__}: {error}"
     given = (question(options[option]) for option, question in switch.options.items() if option in options)
     by_options = next((answer for answer in given if answer is not None), None)
-    report = SwitchReport(switch.name, asked, active.why_not or by_options or failed, rewrites=switch.rewrites)
+    why_not = host.obstacle(switch) or by_options or active.why_not or failed
+    report = SwitchReport(switch.name, asked, why_not, rewrites=switch.rewrites)
     report.in_part = active.why_not is not None and by_options is None and active.has_replaced_any()
     report.notice = None if report.why_not or switch.notice is None else switch.notice()
     if host.missing() is None or not switch.needs_host:

@@ -133,8 +133,9 @@ class Host:
         """Add a flag for each switch to a parser."""
         group = parser.add_argument_group("torch_fastdet", "faster operators with the results of the ones they replace")
         for name, switch in self.switches.items():
-            group.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=switch.help)
-        group.add_argument(f"--{ALL}", action="store_true", default=None, help=ALL_HELP)
+            group.add_argument(f"--{name}", action="store_true", help=switch.help)
+            group.add_argument(f"--no-{name}", action="store_true", help=argparse.SUPPRESS)
+        group.add_argument(f"--{ALL}", action="store_true", help=f"{ALL_HELP}; --no-<switch> leaves one out")
 
     # Inside ----------------------------------------------------------------------------------------------------------
 

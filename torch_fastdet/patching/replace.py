@@ -147,7 +147,8 @@ class Patches:
         self._visit = visit
         self._ours_before: set[tuple[int, str]] = set()
         self._hook = ImportHook(packages, self._imported)
-        _all.add(self)
+        if not dry:  # a dry one has put nothing above what others replaced
+            _all.add(self)
 
     def modules(self) -> list[ModuleType]:
         """The loaded modules that may hold names to replace."""

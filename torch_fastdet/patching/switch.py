@@ -102,11 +102,12 @@ class Target:
 
     def missing_from(self, just_run: str) -> Obstacle | None:
         """Why there is nothing to replace, if a module that should define the function or class has been run; else None."""
-        run = any(name == just_run or is_run(name) for name in self.where)
-        if not run or any(defined_in(name, self.name) for name in self.places):
+        run = [name for name in self.places if name == just_run or is_run(name)]
+        if not set(self.where) & set(run) or (self.moved and not set(self.moved) & set(run)):
+            return None  # a module that may define it can still come
+        if any(defined_in(name, self.name) for name in self.places):
             return None
-        loaded = " and ".join(name for name in self.places if name in sys.modules)
-        return Obstacle(f"{loaded} define no {self.name} of their own, or it has been replaced by somebody else.")
+        return Obstacle(f"no {self.name} is defined in {' or '.join(run)}, or it has been replaced by somebody else.")
 
     def find(self, module_name: str, module: ModuleType) -> tuple[Any, Any]:
         """Who holds it, and stock's: the module and its function or class, or the class and its method; None for what is missing."""
@@ -214,6 +215,7 @@ class Active:
         # By name and definer: the original, what takes its place, or why nothing does.
         self._found: dict[tuple[str, str], tuple[Any, Any, Obstacle | None]] = {}
         self._shared: dict[Callable[[Active], Any], Any] = {}
+        self._tried: set[tuple[int, int]] = set()  # targets and classes, of a dry run
 
     @property
     def name(self) -> str:
@@ -307,9 +309,9 @@ class Active:
                     self._look_for_method(target, module)
 
     def found_nothing(self) -> str | None:
-        """Why no function or class can be replaced, in one line; None if one was found."""
-        names = [target for target in self.switch.targets if isinstance(target, Target) and not target.is_method]
-        if not names or self._found:
+        """Why nothing of the host can be replaced, in one line; None if something was found."""
+        names = [target for target in self.switch.targets if isinstance(target, Target)]
+        if not names or any(id(name) in self.outcomes and self.outcomes[id(name)].found for name in names):
             return None
         wanted = {f"{definer}.{name.name}": None for name in names for definer in name.places}
         return f"found nothing to replace: there is no {' or '.join(wanted)}, or it has been replaced by somebody else."
@@ -352,6 +354,9 @@ class Active:
             if not self.has_replaced(namespace(module).get(before), other):
                 self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", Obstacle(f"{target.after} stays."))
                 return
+        if self.patches.dry and (id(target), id(owner)) in self._tried:
+            return
+        self._tried.add((id(target), id(owner)))
         obstacle = target.obstacle(owner, stock)
         new = self._make(target, stock, owner) if obstacle is None else obstacle
         self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", new if isinstance(new, Obstacle) else None)

@@ -105,5 +105,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def apply(opt: argparse.Namespace) -> tuple[str, ...]:
     """Call :func:`patch` with the flags of :func:`add_arguments` that ``opt`` has; without any that is on, replace nothing."""
-    given = {name: getattr(opt, name, None) for name in (*SWITCHES, ALL)}
-    return patch(**given) if any(given.values()) else ()
+    given = {name: True for name in (*SWITCHES, ALL) if getattr(opt, name, False)}
+    left_out = {name: False for name in SWITCHES if getattr(opt, f"no_{name}", False)}
+    return patch(**given, **left_out) if given else ()

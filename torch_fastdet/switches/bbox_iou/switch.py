@@ -12,9 +12,10 @@ YOLOV5 = Switch(
     # v7.0 and the PyPI package define it themselves; YOLOv5's head takes it from ultralytics.
     (
         Target(
-            (*yolov5("utils.metrics"), "ultralytics.utils.metrics"),
+            yolov5("utils.metrics"),
             "bbox_iou",
             bbox_iou,
+            moved=("ultralytics.utils.metrics",),
             evidence=(iou(bbox_iou, YOLOV5_REFERENCE),),
             missing="refuse",
         ),
