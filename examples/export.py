@@ -166,7 +166,7 @@ def load_yolov5(path: str, yolov5: str | None = None) -> tuple[nn.Module, list[s
         raise
     except Exception as error:  # another file can make the unpickler raise anything
         why = f"{type(error).__name__}: {brief(error)}"
-        if isinstance(error, ModuleNotFoundError) and error.name in ("models", "yolov5"):
+        if yolov5_folder(path, yolov5) is None:
             why += " (for YOLOv5's code type --yolov5 and the folder of a clone, or pip install yolov5)"
         raise Unusable(f"--weights is {path}, but a YOLOv5 checkpoint is expected: {why}") from error
     if masks:
