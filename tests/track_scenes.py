@@ -16,7 +16,7 @@ OPTIONS = {
 }
 BOT = {"gmc_method": "none", "proximity_thresh": 0.5, "appearance_thresh": 0.8, "with_reid": False, "model": "auto"}
 #: Options that are tried in turn.
-KINDS = (
+KINDS: tuple[dict[str, object], ...] = (
     {},
     {"fuse_score": False},
     {"match_thresh": 0.6, "track_buffer": 5},

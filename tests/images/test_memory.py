@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import types
 from pathlib import Path
 from unittest import mock
@@ -279,7 +280,7 @@ def test_a_memory_that_has_ended_is_followed_by_another(two_ranks, ended, caplog
     assert exit_status(fork(take)) == 0 and memory.has(2)
 
 
-@pytest.mark.parametrize("why", ["it may not", "hangs", "has none"])
+@pytest.mark.parametrize("why", ["it may not", "too many open files", "hangs", "has none"])
 def test_a_rank_that_does_not_get_the_images_says_so_and_goes_on(two_ranks, monkeypatch, caplog, why):
     """It takes its share of the budget, which all ranks of the machine have together."""
 
@@ -290,12 +291,16 @@ def test_a_rank_that_does_not_get_the_images_says_so_and_goes_on(two_ranks, monk
         return int(memory is None)
 
     (made_here, made), (go_on, end) = os.pipe(), os.pipe()
-    if why == "it may not":  # another user's process, or a sandbox
+    errors = {
+        "it may not": PermissionError(13, "Permission denied"),  # another user's process, or a sandbox
+        "too many open files": OSError(24, "Too many open files"),
+    }
+    if why in errors:
         process = fork(first)
         os.read(made_here, 1)
-        monkeypatch.setattr(os, "open", mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+        monkeypatch.setattr(os, "open", mock.Mock(side_effect=errors[why]))
     else:
-        store, name = ranks.private.default_store(), f"torch_fastdet/images/{ranks._machine()}/"
+        store, name = ranks.private.default_store(), f"torch_fastdet/images/{ranks._machine()}/decoded/"
         store.add(name + hashlib.sha256(b"a").hexdigest() + "/0/asked", 1)
         monkeypatch.setattr(ranks, "WAIT", 0.1)
         if why == "has none":
@@ -306,9 +311,57 @@ def test_a_rank_that_does_not_get_the_images_says_so_and_goes_on(two_ranks, monk
     assert memory.places == 2
     (record,) = caplog.records
     assert record.message.startswith("loader_optim: rank 1 decodes images of its own, into 0.0 MiB, because ")
-    if why == "it may not":
+    if why in errors:
         os.write(end, b"x")
         assert exit_status(process) == 0
+
+
+def test_a_rank_without_files_does_not_take_the_memory_of_one_that_keeps_them(two_ranks, tmp_path):
+    """Its images have other places: YOLOv5's ``check_cache_ram`` may decide otherwise on each rank."""
+    files = Files.of([str(tmp_path / "a.jpg"), ""], [(5, 7)] * 2, [AS_IT_IS] * 2)
+    first = shared_by_ranks(["a"], [(5, 7)] * 2, budget, files)
+    assert first.put(1, picture(5, 7, 1), (5, 7))
+
+    def other():
+        memory = shared_by_ranks(["a"], [(5, 7)] * 2, budget)
+        assert memory.get(1) is None and memory.put(0, picture(5, 7), (5, 7))
+
+    assert exit_status(fork(other)) == 0
+    assert first.get(0) is None and np.array_equal(first.get(1), picture(5, 7, 1))
+
+
+def test_a_number_that_the_other_process_gives_to_a_socket_is_no_memory(two_ranks, caplog):
+    """It has closed the memory. A socket cannot be opened."""
+    (made_here, made), (go_on, end) = os.pipe(), os.pipe()
+
+    def first():
+        number = shared_by_ranks(["a"], [(5, 7)], budget).fileno()
+        with socket.socket() as other:
+            os.dup2(other.fileno(), number)
+            os.write(made, b"x")
+            os.read(go_on, 1)
+
+    process = fork(first)
+    os.read(made_here, 1)
+    assert shared_by_ranks(["a"], [(5, 7)] * 4, budget).places == 4 and not caplog.records
+    os.write(end, b"x")
+    assert exit_status(process) == 0
+
+
+@pytest.mark.parametrize("reaped", [True, False])
+def test_nobody_waits_for_a_process_that_ended_before_it_made_the_memory(two_ranks, monkeypatch, reaped, caplog):
+    def killed():
+        monkeypatch.setattr(ranks, "PictureMemory", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        shared_by_ranks(["a"], [(5, 7)], budget)
+
+    process = fork(killed)
+    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    if reaped:
+        exit_status(process)
+    monkeypatch.setattr(ranks, "WAIT", 2.0)
+    assert shared_by_ranks(["a"], [(5, 7)] * 4, budget).places == 4 and not caplog.records
+    if not reaped:
+        exit_status(process)
 
 
 def test_ranks_without_a_process_group_share_the_budget(monkeypatch):
@@ -351,3 +404,12 @@ def test_a_system_that_refuses_memory_is_one_line(how, caplog):
 
     with caplog.at_level("WARNING", "torch_fastdet"):
         assert exit_status(fork(ask)) == 0
+
+
+def test_each_rank_that_is_refused_memory_says_so(two_ranks, monkeypatch, caplog):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(os, "memfd_create", mock.Mock(side_effect=PermissionError(1, "Operation not permitted")))
+    with caplog.at_level("WARNING", "torch_fastdet"):
+        assert shared_by_ranks(["a"], [(5, 7)], budget) is None
+    (record,) = caplog.records
+    assert record.message.startswith("loader_optim: the original loader runs on rank 1, because there is no memory")

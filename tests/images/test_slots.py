@@ -1,8 +1,10 @@
 """Memory that loader processes use again: never while somebody looks into it."""
 
 import gc
+import logging
 import os
 import pickle
+import resource
 import sys
 from multiprocessing.reduction import ForkingPickler
 
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.forks import exit_status, fork
 from torch_fastdet import memory
+from torch_fastdet._say import saying_once
 from torch_fastdet.images import slots
 from torch_fastdet.images.slots import FREE, GONE, LENT, SEEN, Parcel
 
@@ -188,3 +191,20 @@ def test_too_many_open_files_are_one_error(monkeypatch):
         slots._OwnSlot(8)
     gc.collect()
     assert not unraisable
+
+
+def test_batches_go_through_a_pipe_where_memory_is_refused(caplog, monkeypatch):
+    """As ``ulimit -f`` makes it: the limit is in bytes of one file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(slots, "_say_once", saying_once("loader_optim", logging.WARNING))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
+    try:
+        with caplog.at_level("WARNING", "torch_fastdet"):
+            batches = list(DataLoader(Batches(), batch_size=None, num_workers=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(batches) == 12
+    assert all(batch.shape == (50, 1000) and (batch == number).all() for number, batch in enumerate(batches))
+    batches[0].mul_(0)  # the loop's own
+    (record,) = caplog.records
+    assert "through a pipe, because there is no memory to share: [Errno 27] File too large" in record.message

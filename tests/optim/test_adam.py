@@ -194,7 +194,7 @@ def test_errors_name_the_argument_and_write_nothing(device):
     set_grads(params, 0)
     for key, wrong, name in (("lr", -0.5, "lr"), ("betas", (0.9, -0.1), r"betas\[1\]"), ("eps", -1.0, "eps")):
         was, optimizer.param_groups[0][key] = optimizer.param_groups[0][key], wrong
-        with pytest.raises(RuntimeError, match=rf"param_groups\[0\]: {name} is -[\d.]+, but a number >= 0 is expected"):
+        with pytest.raises(ValueError, match=rf"param_groups\[0\]: {name} is -[\d.]+, but a number >= 0 is expected"):
             optimizer.step()
         optimizer.param_groups[0][key] = was
     params[4].grad = params[4].grad.to_sparse()

@@ -1,6 +1,6 @@
 """How a batch is made of images, written down as tables: what loader processes send in place of pixels.
 
-A *image* of a batch has one layer, or two for mixup. A *layer* is a canvas with source images placed on it and an
+An *image* of a batch has one layer, or two for mixup. A *layer* is a canvas with source images placed on it and an
 affine or perspective map. :func:`pack` turns the images of a batch into the tables of
 :func:`torch_fastdet.ops.image_augment`; sources are places in a :class:`~torch_fastdet.images.memory.PictureMemory`, or
 arrays, which travel with the plan.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from torch_fastdet._say import say
 from torch_fastdet._torch import private
-from torch_fastdet.images.jpeg import AS_IT_IS, Files
+from torch_fastdet.images.jpeg import Files
 from torch_fastdet.images.memory import JpegFiles, PictureMemory, hand_out
 from torch_fastdet.memory import words
 
@@ -63,10 +63,9 @@ def shared_by_ranks(
         return PictureMemory(shapes, room - jpegs.room, jpegs=jpegs)
 
     def take(fds: list[int], room: int, *of_files: int) -> PictureMemory:
-        if not of_files:
+        if files is None or not of_files:
             return PictureMemory(shapes, room, fds[0])
-        kept = files or Files([""] * len(shapes), shapes, np.full(len(shapes), AS_IT_IS))
-        kept = kept if files_first else _without_place(kept, shapes, room)
+        kept = files if files_first else _without_place(files, shapes, room)
         return PictureMemory(shapes, room, fds[0], JpegFiles(kept, of_files[0], fds[1], of_files[1]))
 
     def alone() -> PictureMemory:
@@ -76,8 +75,10 @@ def shared_by_ranks(
         if group_size() == 1:
             return alone()
         digest = hashlib.sha256(os.fsencode("\n".join(what))).hexdigest()
+        # Where images have their places depends on whether files are kept, which need not be the same on each rank.
+        kind = "decoded" if files is None else "files"
         try:
-            return _of_machine(f"torch_fastdet/images/{_machine()}/{digest}", lambda: make(budget()), take)
+            return _of_machine(f"torch_fastdet/images/{_machine()}/{kind}/{digest}", lambda: make(budget()), take)
         except _NotShared as error:
             memory = alone()
             say(
@@ -87,7 +88,12 @@ def shared_by_ranks(
             )
             return memory
     except OSError as error:
-        say(f"loader_optim: the original loader runs, because there is no memory to share: {error}", logging.WARNING)
+        where = f" on rank {dist.get_rank()}" if group_size() > 1 else ""
+        say(
+            f"loader_optim: the original loader runs{where}, because there is no memory to share: {error}",
+            level=logging.WARNING,
+            every_rank=True,
+        )
         return None
 
 
@@ -107,6 +113,11 @@ def _machine() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
 
 
+def _number() -> int:
+    """This process's number under ``/proc``, which may be the one of another namespace."""
+    return int(os.readlink("/proc/self"))
+
+
 def _of_machine(name: str, make: Callable[[], PictureMemory], take: Callable[..., PictureMemory]) -> PictureMemory:
     """The memory of this name that another process has made and still has; else a new one, which others find."""
     store, turn = private.default_store(), 0
@@ -118,20 +129,27 @@ def _of_machine(name: str, make: Callable[[], PictureMemory], take: Callable[...
         turn += 1  # that memory has ended
     offer: Any = None
     try:
+        store.set(f"{name}/{turn}/maker", str(_number()))
         memory = make()
         kept = [file for file in (memory, memory.jpegs) if file is not None]
         sizes = [memory.nbytes, *((memory.jpegs.room, memory.jpegs.nbytes) if memory.jpegs else ())]
-        offer = os.getpid(), [(file.fileno(), os.fstat(file.fileno()).st_ino) for file in kept], sizes
+        offer = _number(), [(file.fileno(), os.fstat(file.fileno()).st_ino) for file in kept], sizes
         return memory
     finally:
         store.set(f"{name}/{turn}", json.dumps(offer))
 
 
 def _offer(store: Any, key: str) -> Any:
+    """Process, files and sizes of a memory; no files where its process has ended before it made one."""
     end = time.monotonic() + WAIT
+    maker = None
     while not store.check([key]):  # store.wait() would not see Ctrl-C
         if time.monotonic() > end:
             raise _NotShared(f"the first rank of its machine has made no memory within {WAIT:g} s")
+        if maker is None and store.check([f"{key}/maker"]):
+            maker = int(store.get(f"{key}/maker"))
+        if maker is not None and _is_gone(maker) and not store.check([key]):
+            return maker, [], []
         time.sleep(0.05)
     offer = json.loads(store.get(key))
     if offer is None:
@@ -139,20 +157,35 @@ def _offer(store: Any, key: str) -> Any:
     return offer
 
 
+def _is_gone(process: int) -> bool:
+    try:
+        os.stat(f"/proc/{process}/exe")  # a zombie has none
+    except FileNotFoundError:
+        return True
+    except OSError:
+        pass  # it is there, but may not be looked into
+    return False
+
+
 def _open(process: int, files: Sequence[tuple[int, int]]) -> list[int]:
     """Open these files of another process, of which number and inode are given; none where it has closed them."""
     fds: list[int] = []
-    for fd, inode in files if process != os.getpid() else ():
-        try:
-            fds.append(os.open(f"/proc/{process}/fd/{fd}", os.O_RDWR))
-        except PermissionError as error:
-            raise _NotShared(f"it may not look into the first rank's process: {error}") from None
-        except OSError:
-            break
-        if os.fstat(fds[-1]).st_ino != inode:
-            break
-    else:
-        return fds
-    for fd in fds:
-        os.close(fd)
+    try:
+        for fd, inode in files if process != _number() else ():
+            path = f"/proc/{process}/fd/{fd}"
+            if os.stat(path).st_ino != inode:  # it may be a socket now, which cannot be opened
+                break
+            fds.append(os.open(path, os.O_RDWR))
+            if os.fstat(fds[-1]).st_ino != inode:
+                break
+        else:
+            opened, fds = fds, []
+            return opened
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise _NotShared(f"it cannot open the memory of its machine's first rank: {error}") from None
+    finally:
+        for fd in fds:
+            os.close(fd)
     return []

@@ -7,6 +7,7 @@ the last tensor that looks into the slot is gone, and the loader process that ma
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import os
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torch_fastdet._say import saying_once
 from torch_fastdet.images.fence import fence
 from torch_fastdet.memory import Owner, register
 
@@ -50,15 +52,25 @@ _own: list[_OwnSlot] = []
 
 
 class Parcel:
-    """A tensor of uint8 for another process, which unpickles an ordinary tensor."""
+    """A tensor of uint8 for another process, which unpickles an ordinary tensor.
+
+    Where the system refuses shared memory, the pixels travel in the message itself.
+    """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
         size = math.prod(shape)
-        self._slot = _take(size)
-        self.tensor = torch.from_numpy(self._slot.pixels[:size]).view(shape)
+        try:
+            self._slot: _OwnSlot | None = _take(size)
+        except OSError as error:
+            self._slot, self._refusal = None, str(error)
+            self.tensor = torch.empty(shape, dtype=torch.uint8)
+        else:
+            self.tensor = torch.from_numpy(self._slot.pixels[:size]).view(shape)
 
     def __reduce__(self) -> Any:
+        if self._slot is None:
+            return _receive_copy, (self.tensor.numpy(), self._refusal)
         return _receive, (DupFd(self._slot.fd), len(self._slot.pixels), self.shape)
 
 
@@ -91,6 +103,7 @@ class _Batches(Owner):
         return sum(state.base.nbytes for state in list(_lent.values()) if state.base is not None)
 
 
+_say_once = saying_once("loader_optim", logging.WARNING)
 _batches = _Batches()
 register(_batches)
 
@@ -107,6 +120,11 @@ def _receive(handle: Any, size: int, shape: tuple[int, ...]) -> torch.Tensor:
         _lent[id(slot.state)] = slot.state
     weakref.finalize(pixels, _release, slot.state, os.getpid()).atexit = False
     return torch.from_numpy(pixels).view(shape)
+
+
+def _receive_copy(pixels: np.ndarray, refusal: str) -> torch.Tensor:
+    _say_once(f"batches of loader processes are copied through a pipe, because there is no memory to share: {refusal}")
+    return torch.from_numpy(pixels)
 
 
 def _release(state: np.ndarray, process: int) -> None:
