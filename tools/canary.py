@@ -60,13 +60,17 @@ def doctor(host: str, *folders: Path, script: Path | None = None) -> dict[str, A
 
 
 def verdicts(report: dict[str, Any]) -> dict[str, str]:
-    """Of each switch: "yes", "in part: what stays stock's", "in stock", or "no: why". That a GPU is missing here does not count."""
+    """Of each switch: "yes", "in part: the names that stay the original", "in stock", or "no: why". A missing GPU does not count."""
     found = {}
     for switch in report["switches"]:
-        kept = [target["name"].rpartition(".")[2] for target in switch["targets"] if target["obstacle"]]
-        why = None if NO_GPU.search(switch["why_not"] or "") else switch["why_not"]
-        if why is not None:
-            found[switch["name"]] = f"no: {why}"
+        no_gpu = bool(NO_GPU.search(switch["why_not"] or ""))
+        kept = [
+            target["name"].rpartition(".")[2]
+            for target in switch["targets"]
+            if target["obstacle"] or not (target["found"] or no_gpu)
+        ]
+        if switch["why_not"] and not no_gpu and not switch["in_part"]:
+            found[switch["name"]] = f"no: {switch['why_not']}"
         elif switch["notice"]:
             found[switch["name"]] = "in stock"
         else:

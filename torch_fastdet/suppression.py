@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fastdet._say import count
 from torch_fastdet._torch.private import lost_cuda_in_fork
 from torch_fastdet.ops import nms
 from torch_fastdet.ops._checks import check_type
@@ -150,6 +151,7 @@ def yolov5_non_max_suppression(
             cannot become a tensor.
     """
     op = "non_max_suppression"
+    count("nms_optim", "batches suppressed")
     prediction = _first(op, prediction)
     if prediction.dim() != 3:
         raise RuntimeError(
@@ -240,6 +242,7 @@ def ultralytics_non_max_suppression(
         TypeError: prediction is not a tensor, classes not an int or a list of ints, or another option not a number.
     """
     op = "non_max_suppression"
+    count("nms_optim", "batches suppressed")
     prediction = _first(op, prediction)
     filters = prediction.shape[-1:] == (6,) or end2end
     if rotated_rule not in ("fast", "greedy"):

@@ -46,15 +46,29 @@ def test_a_changed_name_has_to_be_in_the_changelog():
 
 def test_the_canary_tells_what_went_off(monkeypatch, capsys):
     def doctor(_, *folders):
-        off = {"why_not": "its loss is another one." if folders else None, "notice": None, "targets": []}
-        needs_gpu = {"why_not": "there is no CUDA driver on this machine.", "notice": None, "targets": []}
-        kept = {"why_not": None, "notice": None, "targets": [{"name": "a.B", "obstacle": "no"}]}
-        return {"switches": [{"name": "loss", **off}, {"name": "graph", **needs_gpu}, {"name": "kept", **kept}]}
+        def switch(name, why_not=None, in_part=False, **targets):
+            targets = [{"name": f"a.{key}", **value} for key, value in targets.items()]
+            return {"name": name, "why_not": why_not, "in_part": in_part, "notice": None, "targets": targets}
+
+        return {
+            "switches": [
+                switch("loss", "its loss is another one." if folders else None),
+                switch("graph", "there is no CUDA driver on this machine.", B={"obstacle": None, "found": False}),
+                switch("kept", B={"obstacle": "no", "found": True}),
+                switch("val", "no process_batch", True, process_batch={"obstacle": None, "found": not folders}),
+            ]
+        }
 
     monkeypatch.setattr(canary, "doctor", doctor)
     monkeypatch.setattr(canary.subprocess, "run", lambda *_, **__: None)
     monkeypatch.setattr(canary, "SITE", Path("/nonexistent"))
-    assert canary.verdicts(doctor("")) == {"loss": "yes", "graph": "yes", "kept": "in part: stock keeps B"}
+    assert canary.verdicts(doctor("")) == {
+        "loss": "yes",
+        "graph": "yes",
+        "kept": "in part: stock keeps B",
+        "val": "yes",
+    }
     assert canary.canary(run_tests=False) == 1
     said = capsys.readouterr().out
     assert "ultralytics: loss was 'yes', is 'no: its loss is another one.'" in said and "graph" not in said
+    assert "yolov5: val was 'yes', is 'in part: stock keeps process_batch'" in said
