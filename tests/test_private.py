@@ -14,8 +14,11 @@ from torch_fastdet.optim import SGD
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torch_fastdet"
 FILES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "_torch/private.py"})
-# Of the hosts, of Python, a key in a host's object, and those that private.py says are used everywhere.
+# Of the hosts, of Python (a spec's, a NamedTuple's), a key in a host's object, and those that private.py says are used everywhere.
 KNOWN = {
+    "_YOLO_CLI_COMMAND",
+    "_initializing",
+    "_replace",
     "_forward_once",
     "_predict_once",
     "_inference",

@@ -10,11 +10,6 @@
 namespace torch_fastdet::core {
 namespace {
 
-Hsv to_hsv(int b, int g, int r) {
-  const int most = std::max({b, g, r}), d = most - std::min({b, g, r});
-  return hsv_from_bgr(b, g, r, most, d, saturation_factor(most), hue_factor(d));
-}
-
 #if defined(__x86_64__)
 // Of a machine's vector code only the best would run: each against the plain loop, over colours, tables and odd
 // lengths.
