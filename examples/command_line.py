@@ -24,7 +24,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     """
     try:
         sys.exit(main())
-    except (OSError, ModuleNotFoundError, Unusable) as error:
+    except (OSError, ImportError, Unusable) as error:
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         sys.exit(2)
 

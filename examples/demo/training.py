@@ -253,7 +253,14 @@ def run_train(
     started = time.perf_counter()
     lines, progress = stream(command, env, folder / "train.log", show)
     seconds = time.perf_counter() - started
-    said = [line.split("torch_fastdet: ", 1)[1] for line in lines if "torch_fastdet: " in line]
+    said, in_block = [], False
+    for line in lines:
+        _, prefix, text = line.partition("torch_fastdet: ")
+        in_block = (
+            text == "this run, by switch:" if prefix else in_block and line.startswith(("  ", "nothing fell back"))
+        )
+        if prefix or in_block:
+            said.append(text or line)
     return Run(variant, folder, read_results(folder / "results.csv"), progress, seconds, said)
 
 
