@@ -41,7 +41,7 @@ class Planner:
         self.changed: dict[int, tuple] = {}
         self.dataset = self.view(dataset)
         #: The data set whose own ``load_image`` notes what is loaded: mosaics choose among the images that were loaded last.
-        self.reader = reader(type(dataset), vars(dataset), memory.original)
+        self.reader = reader(type(dataset), dataset.__dict__, memory.original)
 
     def is_current(self) -> bool:
         return self.recorder.copies.are_current()

@@ -77,7 +77,7 @@ def updating(active: Active, stock: Callable[..., object], known: type) -> Calla
 
     @in_place_of(own)
     def update(self: Tracker, results: Any, img: Any = None, feats: Any = None, **kwargs: Any) -> object:
-        attributes = vars(self)
+        attributes = self.__dict__
         if KEY not in attributes:
             attributes[KEY] = hold(self)
         held = attributes[KEY]
@@ -181,7 +181,7 @@ def give_back_all() -> None:
 
 def give_out(tracker: Tracker, names: tuple[str, ...]) -> None:
     """Make lists of the framework's tracks of what the core holds. Until the next update they are what counts."""
-    attributes = vars(tracker)
+    attributes = tracker.__dict__
     held = attributes.get(KEY)
     if held is None or held.outside.issuperset(names):
         return
@@ -234,7 +234,7 @@ def take_over(tracker: Tracker, held: _Held) -> None:
     """Load the core from the lists of tracks that the tracker's attributes hold."""
     if held.ids is not tracker._ids or held.core.frame != tracker.frame_id:
         give_out(tracker, LIVE + REMOVED)
-    attributes = vars(tracker)
+    attributes = tracker.__dict__
     lists: list[NDArray[np.float64] | None] = [_rows(attributes[name]) for name in LIVE]
     lists.append(_rows(attributes[REMOVED[0]]) if REMOVED[0] in held.outside else None)
     held.core.load(lists, tracker.frame_id, next(copy.copy(tracker._ids)) - 1)
