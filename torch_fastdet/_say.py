@@ -121,18 +121,23 @@ def rank() -> str:
     return "" if value == "-1" else value
 
 
-def saying_once(switch: str, level: int = logging.INFO) -> Callable[[str], None]:
-    """A function that says each line of a switch the first time that it gets it."""
-    return functools.cache(lambda line: say(f"{switch}: {line}", level))
-
-
 def say(line: str, level: int = logging.INFO, every_rank: bool = False) -> None:
-    """Log one line; in a distributed run on rank 0 alone, unless ``every_rank``. A warning is a fallback, and noted as one."""
+    """Log one line; in a distributed run on rank 0 alone, unless ``every_rank``."""
     if every_rank or rank() in ("", "0"):
         # Names of files that are not UTF-8 have characters that a handler could not write.
         line = line.encode(errors="backslashreplace").decode()
-        if level == logging.WARNING:
-            note_fallback(line)
         if is_configured():
             _remove()  # before the record goes on to the user's handlers, whose level decides
         logger.log(level, line)
+
+
+def warn(line: str, every_rank: bool = False) -> None:
+    """:func:`say` that something does not apply or falls back; the report at the end of a run counts it."""
+    if every_rank or rank() in ("", "0"):
+        note_fallback(line)
+    say(line, logging.WARNING, every_rank)
+
+
+def saying_once(switch: str, how: Callable[[str], None] = say) -> Callable[[str], None]:
+    """Return a function that says each line of a switch the first time that it gets it."""
+    return functools.cache(lambda line: how(f"{switch}: {line}"))

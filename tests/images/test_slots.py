@@ -1,7 +1,6 @@
 """Memory that loader processes use again: never while somebody looks into it."""
 
 import gc
-import logging
 import os
 import pickle
 import resource
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tests.forks import exit_status, fork
 from torch_fastdet import memory
-from torch_fastdet._say import saying_once
+from torch_fastdet._say import saying_once, warn
 from torch_fastdet.images import slots
 from torch_fastdet.images.slots import FREE, GONE, LENT, SEEN, Parcel
 
@@ -196,7 +195,7 @@ def test_too_many_open_files_are_one_error(monkeypatch):
 def test_batches_go_through_a_pipe_where_memory_is_refused(caplog, monkeypatch):
     """As ``ulimit -f`` makes it: the limit is in bytes of one file."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr(slots, "_say_once", saying_once("loader_optim", logging.WARNING))
+    monkeypatch.setattr(slots, "_say_once", saying_once("loader_optim", warn))
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
     try:
         with caplog.at_level("WARNING", "torch_fastdet"):

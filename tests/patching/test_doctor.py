@@ -1,7 +1,6 @@
 """doctor: what applies here and why other switches do not, without replacing anything; and the report at the end of a run."""
 
 import json
-import logging
 import runpy
 import sys
 from types import ModuleType
@@ -127,7 +126,7 @@ def test_the_report_at_the_end_is_said_once(host, capsys):
     _say.hide("tests")  # the host is the last one that shows lines
     host.patch({"fine": True})
     host.on["fine"].tell("fine: half of it stays")
-    _say.say("fine: a loader falls back", logging.WARNING)
+    _say.warn("fine: a loader falls back")
     _say.say("fine: no fallback")
     _say.note_fallback("a graph has no memory")
     capsys.readouterr()

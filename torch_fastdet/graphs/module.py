@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import logging
 import operator
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from torch_fastdet._say import say as print_line
+from torch_fastdet._say import warn
 from torch_fastdet._torch.private import foreach_add_, foreach_copy_, tree_flatten, tree_unflatten
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.baked import BakedModule
@@ -165,7 +165,7 @@ class ModuleGraphs(CapturedPasses):
             raise CaptureError(line) from cause
         if not told:
             where = "" if self.average is None else f"rank {torch.distributed.get_rank()}: "
-            print_line(f"{where}{line}; it runs eagerly", logging.WARNING, every_rank=True)
+            warn(f"{where}{line}; it runs eagerly", every_rank=True)
 
     def _captured(self, x: torch.Tensor) -> Passes:
         module = self.module

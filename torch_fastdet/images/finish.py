@@ -8,7 +8,6 @@ JPEG files the GPU decodes what the batch shows.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from torch_fastdet import ops
-from torch_fastdet._say import say
+from torch_fastdet._say import say, warn
 from torch_fastdet.images.jpeg import Wanted, one_after_another
 from torch_fastdet.images.memory import PictureMemory, hand_out
 from torch_fastdet.images.plan import FILES, OWN, SHARED, Plan
@@ -132,10 +131,7 @@ class DevicePictures(Owner):
             with torch.inference_mode(False):  # validation makes it, and a thread outside of inference mode fills it
                 return torch.empty(size, dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError:
-            say(
-                f"loader_optim: no {words(size)} for pictures on the GPU; they are uploaded for each batch",
-                logging.WARNING,
-            )
+            warn(f"loader_optim: no {words(size)} for pictures on the GPU; they are uploaded for each batch")
             return torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def _bring(self, plan: Plan) -> tuple[list[torch.Tensor], np.ndarray]:

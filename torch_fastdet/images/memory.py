@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import mmap
 import multiprocessing.context
 import multiprocessing.reduction
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 
 from torch_fastdet import ops
-from torch_fastdet._say import say
+from torch_fastdet._say import warn
 from torch_fastdet.images.fence import fence
 from torch_fastdet.images.jpeg import CHANNELS, Files, Wanted, pack_jpeg, packed_size
 from torch_fastdet.memory import HOST_BUDGET, Owner, is_low, register
@@ -392,10 +391,7 @@ class JpegFiles(SharedFile):
             first = self._rows[len(self), 1] == 0
             self._rows[len(self), 1] += 1
         if first:
-            say(
-                f"loader_optim: OpenCV decodes {self.files.paths[index]}, and other files like it: {reason}",
-                logging.WARNING,
-            )
+            warn(f"loader_optim: OpenCV decodes {self.files.paths[index]}, and other files like it: {reason}")
 
     @property
     def refused(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import logging
 import random
 import sys
 import types
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from torch_fastdet._say import say
+from torch_fastdet._say import warn
 from torch_fastdet.images.memory import CHANNELS, PictureMemory
 from torch_fastdet.images.on_cpu import finish
 from torch_fastdet.images.plan import (
@@ -91,10 +90,7 @@ class Recorder:
     def told(self, what: str) -> None:
         worker = get_worker_info()
         if what not in self._told and (worker is None or worker.id == 0):
-            say(
-                f"loader_optim: a plan cannot say {what}: code of {self.host} makes the pixels of such pictures",
-                logging.WARNING,
-            )
+            warn(f"loader_optim: a plan cannot say {what}: code of {self.host} makes the pixels of such pictures")
         self._told.add(what)
 
     def items(self, planned: Callable[[], list], stock: Callable[[], list]) -> list:
@@ -111,7 +107,7 @@ class Recorder:
         torch.set_rng_state(states[2])
         items = stock()  # an error of the framework's own is raised here
         self.refusal = refusal
-        say(f"loader_optim: decodes each picture once, and leaves the rest to {self.host}: {refusal}", logging.WARNING)
+        warn(f"loader_optim: decodes each picture once, and leaves the rest to {self.host}: {refusal}")
         return items
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from torch_fastdet._say import say
+from torch_fastdet._say import warn
 from torch_fastdet._torch import private
 from torch_fastdet.images.jpeg import Files
 from torch_fastdet.images.memory import JpegFiles, PictureMemory, hand_out
@@ -81,17 +80,15 @@ def shared_by_ranks(
             return _of_machine(f"torch_fastdet/images/{_machine()}/{kind}/{digest}", lambda: make(budget()), take)
         except _NotShared as error:
             memory = alone()
-            say(
+            warn(
                 f"loader_optim: rank {dist.get_rank()} decodes images of its own, into {words(memory.nbytes)}, because {error}",
-                level=logging.WARNING,
                 every_rank=True,
             )
             return memory
     except OSError as error:
         where = f" on rank {dist.get_rank()}" if group_size() > 1 else ""
-        say(
+        warn(
             f"loader_optim: the original loader runs{where}, because there is no memory to share: {error}",
-            level=logging.WARNING,
             every_rank=True,
         )
         return None

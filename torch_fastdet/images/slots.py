@@ -7,7 +7,6 @@ the last tensor that looks into the slot is gone, and the loader process that ma
 
 from __future__ import annotations
 
-import logging
 import math
 import mmap
 import os
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_fastdet._say import saying_once
+from torch_fastdet._say import saying_once, warn
 from torch_fastdet.images.fence import fence
 from torch_fastdet.memory import Owner, register
 
@@ -103,7 +102,7 @@ class _Batches(Owner):
         return sum(state.base.nbytes for state in list(_lent.values()) if state.base is not None)
 
 
-_say_once = saying_once("loader_optim", logging.WARNING)
+_say_once = saying_once("loader_optim", warn)
 _batches = _Batches()
 register(_batches)
 

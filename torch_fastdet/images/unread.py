@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import cv2
 
-from torch_fastdet._say import say
+from torch_fastdet._say import warn
 from torch_fastdet.images.jpeg import AREA, AS_IT_IS, CHANNELS, LINEAR, OTHERWISE
 from torch_fastdet.images.recorder import recording_module
 from torch_fastdet.patching.replace import with_names
@@ -95,9 +94,6 @@ def sizes(stock: type, dataset: object, originals: Sequence[Size], side: int) ->
         found: list[Size] = [(int(size[0]), int(size[1])) for _, _, size in loaded]
         ways: list[int] = [picture.way for picture, _, _ in loaded]
     except Exception as error:
-        say(
-            f"loader_optim: every picture may be {side}x{side}: {stock.__name__}.load_image wants pixels: {error}",
-            logging.WARNING,
-        )
+        warn(f"loader_optim: every picture may be {side}x{side}: {stock.__name__}.load_image wants pixels: {error}")
         return [(side, side)] * len(originals), [OTHERWISE] * len(originals)
     return found, ways

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
-from torch_fastdet._say import say
+from torch_fastdet._say import say, warn
 from torch_fastdet.patching.import_hook import ImportHook, loaded_modules, namespace, top_level
 
 # Never visited: our own modules, and libraries from which YOLO packages import functions.
@@ -271,7 +271,7 @@ def _restore(replacement: Replacement) -> None:
     now = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute, _MISSING)
     if now is not replacement.new:
         if now is not replacement.old:
-            say(f"{replacement} was replaced since by somebody else, and stays as it is", logging.WARNING)
+            warn(f"{replacement} was replaced since by somebody else, and stays as it is")
     elif replacement.old is _MISSING:
         delattr(owner, attribute)
     else:

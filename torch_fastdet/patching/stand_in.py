@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
-from torch_fastdet._say import say
+from torch_fastdet._say import warn
 
 
 def stand_in(switch: str, stock: type, ours: type) -> type:
@@ -20,10 +19,7 @@ def stand_in(switch: str, stock: type, ours: type) -> type:
         def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **keywords: object) -> Any:
             if not made:
                 return super().__new__(mcs, name, bases, body)
-            say(
-                f"{switch}: {name} derives from {stock.__module__}.{stock.__name__}, and runs stock's code",
-                logging.WARNING,
-            )
+            warn(f"{switch}: {name} derives from {stock.__module__}.{stock.__name__}, and runs stock's code")
             bases = tuple(stock if base is made[0] else base for base in bases)
             return type(stock)(name, bases, body, **keywords)
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from torch_fastdet._say import rank, say
+from torch_fastdet._say import rank, say, warn
 from torch_fastdet._torch.private import gpu_count
 from torch_fastdet.patching.evidence import Asks, Evidence, Obstacle, Signature, obstacle_among
 from torch_fastdet.patching.import_hook import is_run, namespace, top_level
@@ -269,7 +269,7 @@ class Active:
         """Warn of what stays stock's, once."""
         if line not in self.told and not self.patches.dry:
             self.told[line] = None
-            say(line, logging.WARNING, every_rank)
+            warn(line, every_rank)
 
     # For the host ----------------------------------------------------------------------------------------------------
 

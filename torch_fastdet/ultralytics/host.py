@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from torch_fastdet._say import counts, say
+from torch_fastdet._say import counts, warn
 from torch_fastdet.patching.engine import ALL, Host
 from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.switch import Active
@@ -92,7 +91,7 @@ class Ultralytics(Host):
         """``YOLO.tune`` and a training on several data sets start ``yolo`` programs: start them with the same switches."""
         trainer = importlib.import_module(f"{PACKAGE}.engine.trainer")
         if "_YOLO_CLI_COMMAND" not in vars(trainer):
-            say("YOLO.tune() of this version starts programs in which no switch is on", logging.WARNING)
+            warn("YOLO.tune() of this version starts programs in which no switch is on")
             return
         flags = {name: on for request in self.requests for name, on in (request or {ALL: True}).items()}
         words = [f"--{name}" if on else f"--no-{name}" for name, on in flags.items() if on or name != ALL]

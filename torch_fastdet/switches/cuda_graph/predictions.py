@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_fastdet._say import saying_once
+from torch_fastdet._say import saying_once, warn
 from torch_fastdet._torch.private import inside_compiled, is_compiled_in_place
 from torch_fastdet.graphs import InferenceGraphs
 from torch_fastdet.graphs import capture as _capture
@@ -28,7 +27,7 @@ class PredictionGraphs:
     """
 
     def __init__(self, switch: str) -> None:
-        self.tell, self._say = saying_once(switch, logging.WARNING), saying_once(switch)
+        self.tell, self._say = saying_once(switch, warn), saying_once(switch)
         self._graphs: weakref.WeakKeyDictionary[nn.Module, InferenceGraphs] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 

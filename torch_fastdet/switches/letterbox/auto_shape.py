@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import types
 import warnings
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_fastdet._say import saying_once
+from torch_fastdet._say import saying_once, warn
 from torch_fastdet.images.recorder import recording_module
 from torch_fastdet.ops.letterbox import place
 from torch_fastdet.patching.import_hook import namespace
@@ -126,7 +125,7 @@ def detecting(
     names = namespace(module)
     stock_letterbox = names.get("letterbox")
     inner: Any = getattr(stock, "__wrapped__", stock)  # under torch.inference_mode
-    tell = saying_once("letterbox_optim", logging.WARNING)
+    tell = saying_once("letterbox_optim", warn)
 
     @functools.wraps(stock)
     def forward(self: Any, ims: object, size: object = 640, augment: bool = False, profile: bool = False) -> Any:

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from torch_fastdet._say import saying_once
+from torch_fastdet._say import saying_once, warn
 from torch_fastdet.images.jpeg import Files
 from torch_fastdet.images.loop import Ahead, PlanBatches, PlannedLoading, PlannedLoadingOfDicts
 from torch_fastdet.images.memory import CHANNELS, PictureMemory
@@ -208,7 +207,8 @@ class _PlannedDataset:
 
 def planned_dataset(plans: Plans) -> Any:
     """What loader processes get: the data set, with the same attributes, but its batches are planned."""
-    seen = object.__new__(_planned_class(type(plans.dataset)))
+    cls: type = type(plans.dataset)
+    seen = object.__new__(_planned_class(cls))
     seen.__dict__ = vars(plans.dataset)
     seen.torch_fastdet_plans = plans
     return seen
@@ -286,7 +286,7 @@ def _loader_class(stock: type) -> type:
 def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callable[..., object]:
     """Ultralytics' ``build_dataloader``, whose loaders plan where they can."""
     signature = inspect.signature(stock)
-    tell = saying_once("loader_optim", logging.WARNING)
+    tell = saying_once("loader_optim", warn)
 
     @in_place_of(stock)
     def build_dataloader(*args: Any, **kwargs: Any) -> object:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from torch_fastdet._say import say
+from torch_fastdet._say import warn
 from torch_fastdet.images.jpeg import Files
 from torch_fastdet.images.loop import PlanBatches, PlannedLoading
 from torch_fastdet.images.memory import PictureMemory
@@ -227,7 +226,7 @@ def _planned(dataset: YOLOv5Dataset, options: dict[str, Any]) -> PlannedLoading 
     reason = cannot_plan(dataset)
     if reason is not None:
         if hasattr(type(dataset), "torch_fastdet_stock"):
-            say(f"loader_optim: decodes each picture once, and leaves the rest to YOLOv5: {reason}", logging.WARNING)
+            warn(f"loader_optim: decodes each picture once, and leaves the rest to YOLOv5: {reason}")
         return None
     collate = options.get("collate_fn")
     if collate not in (type(dataset).collate_fn, type(dataset).collate_fn4) or options.get("batch_size", 1) is None:

@@ -12,7 +12,6 @@ import copyreg
 import functools
 import importlib
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet._say import count, say
+from torch_fastdet._say import count, warn
 from torch_fastdet._torch.tensors import DeviceNumbers
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.graphs.rows import RowGraphs
@@ -543,7 +542,7 @@ class _E2ELoss(_Criterion):
         super().__init__(model, loss_fn)  # type: ignore[call-arg]
         if self._branches() is None:
             name = type(self.one2many).__qualname__
-            say(f"loss_optim: E2ELoss of {name} runs Ultralytics' own code", logging.WARNING)
+            warn(f"loss_optim: E2ELoss of {name} runs Ultralytics' own code")
 
     def _branches(self) -> tuple[_DetectionLoss, _DetectionLoss] | None:
         branches = self.one2many, self.one2one

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet._say import say
+from torch_fastdet._say import warn
 from torch_fastdet._torch.modules import is_channels_last
 from torch_fastdet._torch.tensors import unwrap
 from torch_fastdet.switches.resume_exact import files
@@ -129,7 +128,7 @@ def or_as_stocks() -> Iterator[None]:
     try:
         yield
     except NotOurs as reason:
-        say(f"resume_exact: the training resumes as stock's: {reason}", logging.WARNING)
+        warn(f"resume_exact: the training resumes as stock's: {reason}")
 
 
 def check(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
