@@ -117,7 +117,7 @@ def upsample2x(elements: int, itemsize: int = 2) -> Work:
 
 def upsample2x_backward(elements: int, itemsize: int = 2) -> Work:
     """4 units read, 1 written."""
-    return Work(flops.upsample_backward(elements), 5 * elements * itemsize)
+    return Work(flops.UPSAMPLE_BACKWARD * elements, 5 * elements * itemsize)
 
 
 def upsample2x_cat(elements: int, skip_elements: int, itemsize: int = 2) -> Work:
@@ -132,7 +132,7 @@ def upsample2x_cat_step(elements: int, skip_elements: int, itemsize: int = 2) ->
 
 def ema(elements: int, itemsize: int = 4) -> Work:
     """e = d e + (1 - d) p: two reads, one write."""
-    return Work(flops.ema(elements), 3 * elements * itemsize)
+    return Work(flops.EMA * elements, 3 * elements * itemsize)
 
 
 def sgd(parameters: int, itemsize: int = 4) -> Work:
@@ -142,7 +142,7 @@ def sgd(parameters: int, itemsize: int = 4) -> Work:
 
 def clip(parameters: int, itemsize: int = 4) -> Work:
     """Reads g for the norm; then reads and writes g."""
-    return Work(flops.clip(parameters), 3 * parameters * itemsize, launches=2)
+    return Work(flops.CLIP * parameters, 3 * parameters * itemsize, launches=2)
 
 
 def fused_step(parameters: int, statistics: int = 0, itemsize: int = 4) -> Work:
@@ -150,8 +150,7 @@ def fused_step(parameters: int, statistics: int = 0, itemsize: int = 4) -> Work:
 
     `statistics`: entries of batch norms that the EMA follows too.
     """
-    count = flops.unscale(parameters) + flops.clip(parameters) + flops.sgd(parameters)
-    count += flops.ema(parameters + statistics)
+    count = (flops.UNSCALE + flops.CLIP) * parameters + flops.sgd(parameters) + flops.EMA * (parameters + statistics)
     return Work(count, (8 * parameters + 3 * statistics) * itemsize, launches=2)
 
 
@@ -275,7 +274,7 @@ def deformable_attention(
 def yolov5_loss(batch: int, image: int = 640, classes: int = 80, itemsize: int = 2) -> Work:
     """Objectness of every anchor read, the dense gradient of the heads written once; forward and backward."""
     anchors = batch * yolov5_anchors(image)
-    count = flops.loss(anchors) + flops.loss_backward(anchors)
+    count = (flops.ENTROPY + 1) * anchors
     return Work(count, (yolov5_head_elements(batch, image, classes) + anchors) * itemsize, launches=2)
 
 

@@ -36,6 +36,10 @@ BOX_DECODE = 12  # of four sigmoids: center and sides in pixels
 ACTIVATION = {"silu": SIGMOID + 1, "relu": 1, "leaky_relu": 2, "hardswish": 5, "identity": 0}
 ENTROPY = 16  # value and gradient of one logit, and its part of the sum
 SOFTPLUS = 5  # entropy of a class that is not to be found, and its part of the sum
+UPSAMPLE_BACKWARD = 3  # of one element: the sum of four gradients
+EMA = 3
+UNSCALE = 2  # a multiplication and the check that the result is finite
+NORM, CLIP = 2, 3
 SCALE_BOX = {True: 6, False: 16}  # by xywh: a box in the original image's pixels; corners are clipped too
 
 
@@ -52,24 +56,9 @@ def iou_loss(pairs: int, kind: str = "ciou", xywh: bool = True, reduced: bool = 
     return iou(pairs, kind, xywh) + pairs * (2 if reduced else 1)
 
 
-def upsample_backward(elements: int) -> int:
-    """Each of `elements` input gradients is the sum of four."""
-    return 3 * elements
-
-
 def max_pools(pooled: int, kernel_size: int = 5) -> int:
     """Each value of a window is compared; backward each place of one. What is added up there depends on the values."""
     return pooled * kernel_size**2
-
-
-def bn_act(elements: int, activation: str = "silu", residual: bool = False) -> int:
-    """Mean and variance (four an element), the norm (three), the activation, and the shortcut's sum."""
-    return elements * (4 + 3 + ACTIVATION[activation] + residual)
-
-
-def bn_act_backward(elements: int, activation: str = "silu") -> int:
-    """Twice the activation's input (three) and derivative (as two activations), once the sums (three) and the result (five)."""
-    return elements * (2 * (3 + ACTIVATION[activation] + ACTIVATION[activation]) + 3 + 5)
 
 
 def deformable_attention(points: int, channels: int) -> int:
@@ -83,66 +72,33 @@ def deformable_attention_backward(points: int, channels: int) -> int:
 
 
 def decode(anchors: int, outputs: int) -> int:
-    """YOLOv5's decode: `outputs` values an anchor, box, objectness and classes."""
+    """YOLOv5's decode: ``outputs`` values an anchor, box, objectness and classes."""
     return anchors * (SIGMOID * outputs + BOX_DECODE)
-
-
-def loss(anchors: int) -> int:
-    """Objectness of every anchor; boxes and classes are computed for matches only."""
-    return ENTROPY * anchors
-
-
-def loss_backward(anchors: int) -> int:
-    """The objectness gradient, scaled."""
-    return anchors
-
-
-def rtdetr_loss(logits: int) -> int:
-    """Varifocal entropy of each class that is not to be found; how many queries get a target no shape says."""
-    return (SIGMOID + SOFTPLUS + 5) * logits
-
-
-def rtdetr_loss_backward(logits: int) -> int:
-    return (SIGMOID + SOFTPLUS + 9) * logits
-
-
-def ema(elements: int) -> int:
-    return 3 * elements
 
 
 def sgd(elements: int, weight_decay: bool = True, momentum: bool = True, nesterov: bool = True) -> int:
     return elements * (2 + 2 * weight_decay + (3 + 2 * nesterov if momentum else 0))
 
 
-def unscale(elements: int) -> int:
-    """A multiplication and the check that the result is finite."""
-    return 2 * elements
-
-
-def norm(elements: int) -> int:
-    return 2 * elements
-
-
-def clip(elements: int) -> int:
-    return norm(elements) + elements
+def instance_masks(masks: int, channels: int, low: int, pixels: int) -> int:
+    """Logits of ``low`` pixels of the prototypes, and ``pixels`` of the mask, each mixed of four and compared."""
+    return masks * (low * 2 * channels + pixels * 9)
 
 
 # From here on: from the arguments of an operator by name (`a.box1`), tensors replaced by their shapes.
 
 
 def _pairs(box1: Shape, box2: Shape) -> int:
-    longer = max(len(box1), len(box2)) - 1
-    sizes = [[1] * (longer + 1 - len(box)) + list(box[:-1]) for box in (box1, box2)]
-    return math.prod(b if a == 1 else a for a, b in zip(*sizes))
+    return math.prod(torch.broadcast_shapes(box1[:-1], box2[:-1]))
 
 
 def _total(shapes: Sequence[Shape]) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-def _anchors(heads: Sequence[Shape], levels: Shape) -> int:
+def _anchors(a: Any) -> int:
     """Anchors of YOLOv5 maps, (bs, na * no, ny, nx) or (bs, na, ny, nx, no), whose anchors have shape (nl, na, 2)."""
-    return sum(h[0] * (math.prod(h[1:4]) if len(h) == 5 else levels[1] * h[2] * h[3]) for h in heads)
+    return sum(h[0] * (math.prod(h[1:4]) if len(h) == 5 else a.anchors[1] * h[2] * h[3]) for h in a.heads)
 
 
 def _bbox_iou(a: Any) -> int:
@@ -154,9 +110,15 @@ def _any_iou_backward(a: Any) -> int:
     return iou_backward(_pairs(a.box1, a.box2), a.kind, a.xywh)
 
 
-def _bn_act_cat(a: Any) -> int:
-    shortcut = 0 if a.residual is None else math.prod(a.residual)
-    return sum(bn_act(math.prod(part), a.activation) for part in a.x) + shortcut
+def _bn_act(a: Any) -> int:
+    """Mean and variance (four an element), the norm (three), the activation, and the shortcut's sum."""
+    elements = _total(a.x) if isinstance(a.x[0], Sequence) else math.prod(a.x)
+    return elements * (4 + 3 + ACTIVATION[a.activation]) + (0 if a.residual is None else math.prod(a.residual))
+
+
+def _bn_act_backward(a: Any) -> int:
+    """Twice the activation's input (three) and derivative (as two activations), once the sums (three) and the result (five)."""
+    return math.prod(a.x) * (2 * (3 + 2 * ACTIVATION[a.activation]) + 3 + 5)
 
 
 def _stem_conv2d(a: Any) -> int:
@@ -165,7 +127,7 @@ def _stem_conv2d(a: Any) -> int:
 
 
 def _yolov5_decode(a: Any) -> int:
-    count = _anchors(a.heads, a.anchors)
+    count = _anchors(a)
     return decode(count, _total(a.heads) // count - a.nm) if count else 0
 
 
@@ -179,28 +141,20 @@ def _matches(a: Any) -> int:
     return a.detections[-2] * a.labels[0] * (IOU["iou"] + 1)
 
 
-def _v8_class_logits(heads: Sequence[Shape], reg_max: int) -> int:
-    if len(heads[0]) == 3:  # boxes and scores of all levels
-        return math.prod(heads[1])
-    return sum(math.prod(head) // head[1] * (head[1] - 4 * reg_max) for head in heads)
+def _v8_class_logits(a: Any) -> int:
+    """Masks and keypoints are compared for candidates only."""
+    if len(a.heads[0]) == 3:  # boxes and scores of all levels
+        return math.prod(a.heads[1])
+    return sum(math.prod(head) // head[1] * (head[1] - 4 * a.reg_max) for head in a.heads)
 
 
 def _rtdetr_logits(a: Any) -> int:
+    """Varifocal entropy of each class that is not to be found; how many queries get a target no shape says."""
     return math.prod(a.scores) + (0 if a.dn_scores is None else math.prod(a.dn_scores))
 
 
-def _v8_classes(a: Any) -> int:
-    """Masks and keypoints are compared for candidates only."""
-    return _v8_class_logits(a.heads, a.reg_max) * SOFTPLUS
-
-
-def instance_masks(masks: int, channels: int, low: int, pixels: int) -> int:
-    """Logits of `low` pixels of the prototypes, and `pixels` of the mask, each mixed of four and compared."""
-    return masks * (low * 2 * channels + pixels * 9)
-
-
 def _instance_masks(a: Any) -> int:
-    """Of boxes that cover the picture; outside a box nothing is computed."""
+    """Of boxes that cover the image; outside a box nothing is computed."""
     channels, height, width = a.protos[-3:]
     return instance_masks(math.prod(a.coefficients[:-1]), channels, height * width, a.size[0] * a.size[1])
 
@@ -242,11 +196,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "bbox_iou_backward": _any_iou_backward,
         "iou_loss": lambda a: iou_loss(_pairs(a.box1, a.box2), a.kind, a.xywh, a.reduction != "none"),
         "iou_loss_backward": _any_iou_backward,
-        "bn_act": lambda a: bn_act(math.prod(a.x), a.activation, a.residual is not None),
-        "bn_act_backward": lambda a: bn_act_backward(math.prod(a.x), a.activation),
-        "bn_act_cat": _bn_act_cat,
-        "bn_act_parts": lambda a: bn_act(math.prod(a.x), a.activation, a.residual is not None),
-        "bn_act_parts_backward": lambda a: bn_act_backward(math.prod(a.x), a.activation),
+        **dict.fromkeys(("bn_act", "bn_act_cat", "bn_act_parts"), _bn_act),
+        **dict.fromkeys(("bn_act_backward", "bn_act_parts_backward"), _bn_act_backward),
         "pad_and_sum": lambda a: math.prod(a.x),
         "softmax_backward": lambda a: 4 * math.prod(a.y),
         "sum_slices": lambda a: (len(a.x) - 1) * math.prod(a.out),
@@ -254,35 +205,31 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "stem_conv2d_backward": lambda a: 2 * math.prod(a.grad_output) * a.squares[1] * a.kernel_size**2,
         "max_pools_cat": lambda a: max_pools(math.prod(a.x) * a.pools, a.kernel_size),
         "max_pools_cat_backward": lambda a: max_pools(math.prod(a.indices), a.kernel_size),
-        "upsample_nearest2x_backward": lambda a: upsample_backward(math.prod(a.grad_output) // 4),
+        "upsample_nearest2x_backward": lambda a: UPSAMPLE_BACKWARD * (math.prod(a.grad_output) // 4),
         "deformable_attention": lambda a: deformable_attention(math.prod(a.weights), a.value[3]),
         "deformable_attention_backward": lambda a: deformable_attention_backward(math.prod(a.weights), a.value[3]),
         "yolov5_decode": _yolov5_decode,
         "non_max_suppression_padded": lambda a: a.prediction[0] * a.prediction[1],  # objectness alone
         "ultralytics_non_max_suppression_padded": _compares_classes,
-        "yolov5_postprocess": lambda a: _anchors(a.heads, a.anchors),
+        "yolov5_postprocess": _anchors,
         "ultralytics_postprocess": lambda a: _total(a.scores),
         "scale_boxes": lambda a: math.prod(a.boxes[:-1]) * SCALE_BOX[a.xywh],
         "instance_masks": _instance_masks,
-        "crop_mask": lambda a: math.prod(a.masks),
-        "crop_mask_": lambda a: math.prod(a.masks),
-        "match_detections": _matches,
-        "confusion_matrix_": _matches,
-        "yolov5_loss": lambda a: loss(_anchors(a.heads, a.anchors)),
-        "yolov5_loss_backward": lambda a: loss_backward(math.prod(a.object_gradient)),
-        "rtdetr_loss": lambda a: rtdetr_loss(_rtdetr_logits(a)),
-        "rtdetr_loss_backward": lambda a: rtdetr_loss_backward(_rtdetr_logits(a)),
-        "v8_loss": _v8_classes,
-        "v8_masked_loss": _v8_classes,
-        "v8_posed_loss": _v8_classes,
-        "v8_loss_backward": lambda a: _v8_class_logits(a.heads, a.reg_max) * (SIGMOID + 1),
-        "v8_obb_loss": lambda a: math.prod(a.scores) * SOFTPLUS,
-        "v8_obb_loss_backward": lambda a: math.prod(a.scores) * (SIGMOID + 1),
-        "multi_tensor_ema_": lambda a: ema(_total(a.averages)),
+        **dict.fromkeys(("crop_mask", "crop_mask_"), lambda a: math.prod(a.masks)),
+        **dict.fromkeys(("match_detections", "confusion_matrix_"), _matches),
+        "yolov5_loss": lambda a: ENTROPY * _anchors(a),  # objectness; boxes and classes are computed for matches only
+        "yolov5_loss_backward": lambda a: math.prod(a.object_gradient),
+        "rtdetr_loss": lambda a: (SIGMOID + SOFTPLUS + 5) * _rtdetr_logits(a),
+        "rtdetr_loss_backward": lambda a: (SIGMOID + SOFTPLUS + 9) * _rtdetr_logits(a),
+        **dict.fromkeys(("v8_loss", "v8_masked_loss", "v8_posed_loss"), lambda a: SOFTPLUS * _v8_class_logits(a)),
+        "v8_loss_backward": lambda a: (SIGMOID + 1) * _v8_class_logits(a),
+        "v8_obb_loss": lambda a: SOFTPLUS * math.prod(a.scores),
+        "v8_obb_loss_backward": lambda a: (SIGMOID + 1) * math.prod(a.scores),
+        "multi_tensor_ema_": lambda a: EMA * _total(a.averages),
         "multi_tensor_sgd_": _sgd,
-        "multi_tensor_unscale_": lambda a: unscale(_total(a.grads)),
-        "multi_tensor_norm": lambda a: norm(_total(a.tensors)),
-        "multi_tensor_clip_grad_norm_": lambda a: clip(_total(a.grads)),
+        "multi_tensor_unscale_": lambda a: UNSCALE * _total(a.grads),
+        "multi_tensor_norm": lambda a: NORM * _total(a.tensors),
+        "multi_tensor_clip_grad_norm_": lambda a: CLIP * _total(a.grads),
     }.items()
 }
 
