@@ -15,12 +15,9 @@ from torch_fastdet._torch.private import lost_cuda_in_fork
 
 
 class DeferredStatus:
-    """Brings the status of operators on a GPU to the host without waiting for it.
+    """Bring the status of operators on a GPU to the host without waiting: a later call sees those that have arrived.
 
-    Each status is copied to pinned memory after its kernels. A later call sees those that have arrived.
-
-    Args:
-        describe: from a status, as a list, and what was given with it, to a line that says what was wrong, or None.
+    ``describe`` returns a line that says what a status and the number given with it mean, or None.
     """
 
     MOST_PENDING = 64
@@ -65,10 +62,7 @@ _unread: set[DeferredStatus] = set()  # which have something pending; kept alive
 
 @contextlib.contextmanager
 def raised_at_the_end() -> Iterator[None]:
-    """For a whole program: where it ends well, raise the errors that no later call has seen, such as those of its last step.
-
-    Ranks above 0 end well all the same, after a line: rank 0 may be writing its last checkpoint, and torchrun would stop it.
-    """
+    """Where a program ends well, raise the errors that no later call has seen. Ranks above 0 say theirs: rank 0 may still be saving."""
     try:
         yield
     except SystemExit as end:

@@ -1,12 +1,7 @@
-"""How many operations our operators take, and their formulas in ``torch.utils.flop_counter``.
+"""How many operations our operators take, and their formulas in ``torch.utils.flop_counter`` once this module is imported.
 
-After ``import torch_fastdet.flops``, ``FlopCounterMode`` counts the operators of ``torch.ops.torch_fastdet``. One addition, subtraction,
-multiplication, division, minimum, maximum, comparison or transcendental function is one operation, a fused multiply-add two;
-selections, conversions and sign changes are none. The counts are read off csrc/core/*/*_math.h.
-
-A count follows from shapes only. What depends on values (how many candidates pass a threshold, how many targets match) is left
-out: post-processing and the loss count what every input of that shape takes. The state objects behind
-``torch_fastdet.optim`` and ``ModelEMA`` are not operators, and no mode sees them.
+One addition, multiplication, comparison or transcendental function is one operation, a fused multiply-add two; selections, conversions and
+sign changes are none. A count follows from shapes only: how many candidates pass a threshold, or how many targets match, is left out.
 """
 
 from __future__ import annotations

@@ -14,13 +14,18 @@ from torch import nn
 
 from tests.graphs import fake_gpu
 from tests.graphs.samples import Detector, make_training, some_batches
-from torch_fastdet._torch.private import keep_busy
 from torch_fastdet.graphs import TrainStep
 from torch_fastdet.graphs import loss_items as _loss_items
 from torch_fastdet.graphs.loss_items import LossItems, copy_early, read_early
 from torch_fastdet.optim import SGD
 
 VALUES = (0.125, 3.7, 1e-3)
+
+
+def keep_busy(device, seconds):
+    """Let the current stream wait so long, by 2 GHz."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(int(seconds * 2e9))
 
 
 class _Stream:

@@ -35,14 +35,10 @@ def let_wait(streams: Sequence[torch.cuda.Stream], awaited: torch.cuda.Stream) -
 
 
 class Graph:
-    """A CUDA graph.
+    """A CUDA graph captured on ``streams``.
 
-    The allocator unmaps the memory of dropped graphs once the streams of their captures are idle. Replays run on another stream, and
-    may not have ended when their graph is dropped: by its owner, by autograd behind a backward pass, or by the cycle collector in
-    any thread. So the streams of the capture wait for that of the last replay first.
-
-    Args:
-        streams: those of the capture.
+    The allocator unmaps the memory of a dropped graph once these are idle. Its last replay may still run on another stream, which they
+    therefore wait for first.
     """
 
     def __init__(self, *streams: torch.cuda.Stream) -> None:

@@ -1,11 +1,7 @@
-"""Every private name and key of torch that the Python package uses.
+"""Every private name and key of torch that the Python package uses, and what is asked of its process groups.
 
-Private names change between versions of torch. ``tests/test_private.py`` asserts that the installed torch has them all, and
-continuous integration runs it with the oldest and the newest torch that we support: what is gone there fails a test, before it
-fails a training.
-
-Two kinds are used where they are needed: the dictionaries ``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module``, which
-every pickled module holds under these names, and methods of torch that a class of ours overrides.
+``tests/test_private.py`` asserts that the installed torch has them all. Two kinds are used where they are needed: the dictionaries
+``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module``, and methods of torch that a class of ours overrides.
 """
 
 from __future__ import annotations
@@ -51,11 +47,7 @@ def _has_virtual_memory(device: int) -> bool:
 
 @contextlib.contextmanager
 def growing_segments(device: torch.device) -> Iterator[None]:
-    """While inside, the allocator's segments grow in place: in separate segments a tenth of a graph pool is gaps.
-
-    These are PyTorch's expandable segments, on for one capture. A user's own ``expandable_segments`` setting is left
-    alone.
-    """
+    """While inside, the allocator's segments grow in place, unless a user has set that: in separate ones a tenth of a graph pool is gaps."""
     if torch.cuda.get_allocator_backend() != "native" or not _has_virtual_memory(device.index):
         yield
         return
@@ -84,12 +76,6 @@ def pool_bytes(pool: Any) -> int:
     """Device memory that the caching allocator holds for a graph pool."""
     segments = torch.cuda.memory_snapshot() if pool is not None else ()
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
-
-
-def keep_busy(device: torch.device, seconds: float) -> None:
-    """Let the current stream wait so long (by 2 GHz; shorter or longer on other GPUs)."""
-    with torch.cuda.device(device):
-        torch.cuda._sleep(int(seconds * 2e9))
 
 
 # Autograd and modules ------------------------------------------------------------------------------------------------
@@ -209,6 +195,16 @@ def after_each_fetch(callback: Callable[[], None]) -> None:
     fetcher.fetch = fetch_then_call
 
 
+def in_group() -> bool:
+    """Whether this process is in a process group, perhaps alone."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def group_size() -> int:
+    """How many processes train together; 1 without a process group."""
+    return torch.distributed.get_world_size() if in_group() else 1
+
+
 def default_store() -> Any:
     """The key-value store by which the ranks of the default process group found each other."""
     return torch.distributed.distributed_c10d._get_default_store()
@@ -235,11 +231,7 @@ def take_unscale(
     optimizer: torch.optim.Optimizer,
     unscale: Callable[[Tensor], dict[torch.device, Tensor] | None],
 ) -> bool:
-    """Let ``unscale(scale)`` do what ``scaler.unscale_(optimizer)`` does, and note in the scaler what it found.
-
-    Returns False, and nothing is done, where that is torch's own business: the gradients are unscaled already, or ``unscale``
-    returns None.
-    """
+    """Let ``unscale(scale)`` do what ``scaler.unscale_(optimizer)`` does. Returns False, with nothing done, where that is torch's business."""
     if scaler._scale is None:
         return False
     entry = scaler._per_optimizer_states[id(optimizer)]

@@ -29,10 +29,7 @@ def new_state(
 
 
 class DeviceNumbers:
-    """Numbers of the host in device memory, in float64, where captured graphs read them.
-
-    Another count of numbers, or another device, means new memory. Captured graphs go on reading the old one, which stays.
-    """
+    """Numbers of the host in device memory, in float64, where captured graphs read them. Another count of them gets new memory."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.memory = torch.zeros(0, dtype=torch.float64, device=device)
@@ -62,11 +59,9 @@ def same_objects(left: Sequence[object], right: Iterable[object], length: int) -
 
 
 class ModuleWatch:
-    """Notices that a module holds other parameter, buffer or submodule objects than it did.
+    """Notices that a module holds other parameter, buffer or submodule objects, by copies of its dictionaries: some 10 ns an entry.
 
-    Replaced memory of the same tensor (``p.data = ...``, ``module.half()``) is noticed in C++, by its address. Replaced
-    *objects* (buffers under ``module.half()``, ``module.weight = nn.Parameter(...)``) can be noticed only here: the modules' own
-    dictionaries are compared with copies, which takes no Python bytecode and some 10 ns an entry.
+    Replaced memory of the same tensor (``p.data = ...``) is noticed in C++, by its address.
     """
 
     def __init__(self, module: nn.Module):

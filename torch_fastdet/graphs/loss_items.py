@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fastdet._torch.private import as_plain_tensors, tree_map, writes
+from torch_fastdet._torch.private import as_plain_tensors, in_group, tree_map, writes
 from torch_fastdet.graphs import capture as _capture
-from torch_fastdet.graphs.ranks import in_group
 
 # Methods that read values on the host, that look at a part, and that make a running mean.
 _READS = {"item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__format__"}

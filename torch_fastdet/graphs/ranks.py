@@ -27,19 +27,9 @@ ALIGNMENT = 128
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def in_group() -> bool:
-    """Whether this process is in a process group, perhaps alone."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def group_size() -> int:
-    """How many processes train together; 1 without a process group."""
-    return dist.get_world_size() if in_group() else 1
-
-
 def training_group(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
     """The group that trains: the one given, else the default group where that has several ranks, else None."""
-    if not in_group():
+    if not private.in_group():
         if process_group is not None:
             raise RuntimeError("process_group is given, but torch.distributed.init_process_group was not called")
         return None

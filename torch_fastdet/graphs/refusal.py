@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from torch_fastdet._torch import private
+from torch_fastdet._torch.private import group_size
 from torch_fastdet.graphs import capture as _capture
-from torch_fastdet.graphs.ranks import group_size
 
 
 class CaptureError(RuntimeError):

@@ -10,11 +10,9 @@ _IN_ORDER = platform.machine() in ("x86_64", "AMD64", "i386", "i686")
 
 
 def fence() -> None:
-    """Complete this thread's reads and writes before any later ones.
+    """Complete this thread's reads and writes before any later ones: between some bytes and the mark that announces them.
 
-    Call it between some bytes and the mark that announces them: in the process that writes both, and in the one that reads both.
-    Where the processor reorders them (aarch64), releasing one lock and then taking another is a full barrier: nothing moves down
-    past a release or up past an acquire, and an acquire does not move above an earlier release. A lock of its own blocks nobody.
+    On aarch64, releasing one lock and then taking another is a full barrier.
     """
     if not _IN_ORDER:
         for _ in range(2):

@@ -1,8 +1,6 @@
 """What the thread that finishes batches runs: it uploads what the GPU does not have yet, and makes the batch in one launch.
 
-The GPU keeps the first images of a data set, decoded, as many as its budget allows: small data sets fit whole, and
-then nothing but tables is uploaded from the second epoch on. Other images are uploaded for each batch that shows them, and of
-JPEG files the GPU decodes what the batch shows.
+The GPU keeps the first images of a data set, decoded, as many as its budget allows.
 """
 
 from __future__ import annotations
@@ -26,14 +24,7 @@ from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, with_r
 
 
 class Finisher:
-    """Makes the batches on the GPU.
-
-    Args:
-        memory: the images of their data set.
-        device: the GPU.
-        key: where a batch holds its images.
-        uploads: whether all other tensors of a batch go to the GPU, too. Else they lie in pinned memory.
-    """
+    """Makes the batches on the GPU, whose images are at ``key``. With ``uploads`` all other tensors go there too, else to pinned memory."""
 
     def __init__(self, memory: PictureMemory, device: torch.device, key: Any = 0, uploads: bool = True) -> None:
         self.device = device

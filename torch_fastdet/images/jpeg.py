@@ -1,9 +1,4 @@
-"""JPEG files in place of decoded images: what a data set's take, reading one, and decoding many.
-
-A decoded image takes ten times the memory of its file. So where batches are made on a GPU, a loader process reads a file once,
-checks it and packs it (:func:`torch_fastdet.ops.jpeg_pack`), and the GPU decodes what a batch shows of it
-(:func:`torch_fastdet.ops.jpeg_decode_`) and resizes that (:func:`torch_fastdet.ops.image_resize_`), each time.
-"""
+"""JPEG files in place of decoded images, which take ten times their memory: a GPU decodes what a batch shows of them."""
 
 from __future__ import annotations
 

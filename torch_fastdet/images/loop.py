@@ -52,14 +52,7 @@ class PlanBatches:
 
 
 class PlannedLoading:
-    """Chooses where the batches of a ``DataLoader`` are made: by a thread on the GPU, else by the loader processes.
-
-    Args:
-        memory: the images of its data set.
-        workers: number of loader processes.
-        on_gpu: whether there is a GPU to use.
-        device: that GPU. Default: the current one, when the first batch is made.
-    """
+    """Chooses where the batches of a ``DataLoader`` are made: by a thread on the GPU, else by the loader processes."""
 
     #: Where batches hold their images, and whether what else they hold goes to the GPU, too.
     key: Any = 0
@@ -88,10 +81,7 @@ class PlannedLoading:
             return self._finisher
 
     def batches(self, source: Iterator[object], limited: bool = False) -> Iterator[Any]:
-        """The finished batches of a ``DataLoader``'s iterator. Loader processes work ahead, and then this does as well.
-
-        With ``limited`` no further ahead than the :class:`Ahead` that is returned is allowed to.
-        """
+        """The finished batches of a ``DataLoader``'s iterator; with ``limited`` no further ahead than the :class:`Ahead` may go."""
         if not self.on_gpu:
             return source
         if not self.workers:
@@ -137,12 +127,8 @@ def current_gpu() -> torch.device:
 class Ahead:
     """An iterator over ``finish(batch)`` for the batches of ``source``, made in a thread of its own on a stream of its own.
 
-    ``finish`` returns tuples or dictionaries; their CUDA tensors are given to the stream that is current when the loop takes
-    them. The allocator keeps a tensor's memory until that stream has done with it, so what somebody holds is never
-    overwritten. Errors are raised where the loop would have got the batch. A batch that gets no memory is made again when the
-    loop waits for it: a step that runs meanwhile has all of the GPU, and is the one that fails where that is not enough.
-
-    With ``limited``, nothing is taken from ``source`` but what :meth:`allow` permits.
+    CUDA tensors are given to the stream that is current when the loop takes them. Errors are raised there too. A batch that gets no memory
+    is made again when the loop waits for it. With ``limited``, nothing is taken from ``source`` but what :meth:`allow` permits.
     """
 
     def __init__(

@@ -1,9 +1,7 @@
 """How a batch is made of images, written down as tables: what loader processes send in place of pixels.
 
-An *image* of a batch has one layer, or two for mixup. A *layer* is a canvas with source images placed on it and an
-affine or perspective map. :func:`pack` turns the images of a batch into the tables of
-:func:`torch_fastdet.ops.image_augment`; sources are places in a :class:`~torch_fastdet.images.memory.PictureMemory`, or
-arrays, which travel with the plan.
+An image of a batch has one layer, or two for mixup. A layer is a canvas with source images placed on it and a map. :func:`pack` makes
+the tables of :func:`torch_fastdet.ops.image_augment`.
 """
 
 from __future__ import annotations
@@ -144,11 +142,7 @@ def pack(
     on_cpu: bool = True,
     join: Callable[[Bytes], object] = Bytes.joined,
 ) -> Plan:
-    """The tables of a batch, or of a part of one.
-
-    What the memory has as a file travels with the batch: what was read for it, or with ``on_cpu`` all that it shows, packed. ``join``
-    makes one piece of what travels.
-    """
+    """The tables of a batch. Files travel with it: those that were read for it, or with ``on_cpu`` all that it shows, packed."""
     size = (pictures[0].height, pictures[0].width)
     for picture in pictures:
         if (picture.height, picture.width) != size:

@@ -1,7 +1,6 @@
 """Runs a framework's own functions on images that have no pixels, and notes as a plan what they do.
 
-A :class:`Recorded` image has a shape and a plan. :class:`Copies` makes copies of functions in which ``cv2``, ``numpy`` and
-``torch`` are recorders: they note what a plan can say, and are the real modules in all else. What a plan cannot say makes that
+:class:`Copies` makes copies of functions in which ``cv2``, ``numpy`` and ``torch`` are recorders. What a plan cannot say makes that
 image's pixels there and then, and the framework goes on with them.
 """
 
@@ -50,12 +49,7 @@ class CannotRecord(RuntimeError):
 
 
 class Recorder:
-    """Makes stand-ins for the images of a memory, and says once what has made their pixels.
-
-    Args:
-        memory: where decoded images are.
-        host: what lines call the framework.
-    """
+    """Makes stand-ins for the images of a memory, and says once what has made their pixels. ``host`` names the framework in lines."""
 
     def __init__(self, memory: PictureMemory, host: str) -> None:
         self.memory = memory

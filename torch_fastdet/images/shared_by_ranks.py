@@ -1,8 +1,7 @@
 """One memory for all processes of a training that run on one machine.
 
-They find each other by the store of their process group, so it does not matter what started them: torchrun, ``mp.spawn``, srun or mpirun.
-The first one that asks for the images of a data set makes the memory, and notes in the store where its files are. The others open
-these under ``/proc``. A memory ends with the last data set that uses it, and the next process that asks makes another one.
+They find each other by the store of their process group. The first that asks for a data set makes the memory and notes there where its
+files are; the others open these under ``/proc``.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from torch_fastdet._say import warn
 from torch_fastdet._torch import private
+from torch_fastdet._torch.private import group_size
 from torch_fastdet.images.jpeg import Files
 from torch_fastdet.images.memory import JpegFiles, PictureMemory, hand_out
 from torch_fastdet.memory import words
@@ -39,18 +39,10 @@ def shared_by_ranks(
     files: Files | None = None,
     files_first: bool = True,
 ) -> PictureMemory | None:
-    """Return a memory for the data set that ``what`` describes, in a distributed run the one of this machine.
+    """Return a memory for the data set that ``what`` describes, in a distributed run the one of this machine; None if there is none.
 
-    Args:
-        what: says which data set it is, in which size.
-        shapes: (height, width) of each image as it will be kept, or somewhat more.
-        budget: returns the bytes that images and files may take.
-        files: the JPEG files that may stand for decoded images.
-        files_first: whether files take the budget before decoded images do, because a GPU decodes them. Else decoded images
-            take it, and the other files are read for each batch.
-
-    Returns:
-        None if the system refuses such memory. One line says so, and the original loader has to run.
+    ``shapes`` are the images' (height, width) as they will be kept, or somewhat more, and ``files`` the JPEG files that may stand for
+    them. With ``files_first`` files take the budget first, because a GPU decodes them; else decoded images do.
     """
     shapes = np.asarray(shapes, dtype=np.int64).reshape(-1, 2)
 
@@ -92,10 +84,6 @@ def shared_by_ranks(
             every_rank=True,
         )
         return None
-
-
-def group_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _without_place(files: Files, shapes: np.ndarray, budget: int) -> Files:

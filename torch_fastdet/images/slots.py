@@ -1,8 +1,6 @@
-"""Memory in which loader processes make pixels, and which they use again.
+"""Memory in which loader processes make pixels, and which they use again: clearing fresh pages costs a third of an image's time.
 
-Fresh memory for each batch costs a third of the time that an image takes on the CPU: the kernel clears every page. A *slot*
-is an anonymous file with one byte behind the pixels that says who has it. The process that gets a batch writes this byte when
-the last tensor that looks into the slot is gone, and the loader process that made the slot may then fill it again.
+A slot is an anonymous file with one byte behind the pixels that says who has it.
 """
 
 from __future__ import annotations
@@ -51,10 +49,7 @@ _own: list[_OwnSlot] = []
 
 
 class Parcel:
-    """A tensor of uint8 for another process, which unpickles an ordinary tensor.
-
-    Where the system refuses shared memory, the pixels travel in the message itself.
-    """
+    """A tensor of uint8 for another process, which unpickles an ordinary tensor; a copy where the system refuses shared memory."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape

@@ -57,16 +57,10 @@ def _in_message(value: object) -> object:
 
 
 class Collate:
-    """Puts the plans of a batch together. Everything but pixels goes through the framework's own ``collate_fn``.
+    """Puts the plans of a batch together. Everything but pixels goes through the framework's own ``collate_fn``, ``stock``.
 
-    Items are what the framework's data set returns, with a :class:`Picture` in place of the pixels. The framework's function gets
-    images of one pixel that hold their number, so that its result tells which image went where.
-
-    Args:
-        stock: the framework's ``collate_fn``.
-        memory: the images of the data set.
-        on_gpu: whether a GPU makes the batches of what this returns.
-        key: where items and batches, which are tuples or dictionaries, hold their images.
+    Items and batches hold images at ``key``: plans in place of pixels. ``stock`` gets images of one pixel that hold their number, so that
+    its result tells which image went where. With ``on_gpu`` the result is for :class:`~torch_fastdet.images.finish.Finisher`.
     """
 
     def __init__(self, stock: Callable[[list], Any], memory: PictureMemory, on_gpu: bool, key: Any = 0) -> None:

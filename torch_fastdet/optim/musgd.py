@@ -120,11 +120,7 @@ def _matrices(params: list[Tensor]) -> _Matrices:
 
 
 class MusgdBinding(Binding):
-    """Two MultiTensorStates a device: of all parameters, for SGD, and of those with ``use_muon``, for Muon's momentum.
-
-    A step is one launch for the momentum, which writes what is to be orthogonalised, Newton-Schulz, and one launch that moves
-    each matrix along its result and then takes SGD's step.
-    """
+    """Two MultiTensorStates a device: of all parameters, for SGD, and of those with ``use_muon``, for Muon's momentum."""
 
     name = "MuSGD"
     buffer_names = (MUON_BUFFER, SGD_BUFFER)

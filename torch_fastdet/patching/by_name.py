@@ -23,10 +23,7 @@ class ByName:
 
 
 class FiledAsStock:
-    """Goes in front of one of the hosts' classes: copies have the new class, but deep copies and files hold stock's.
-
-    What is annotated in the class in front is left out of them.
-    """
+    """Goes in front of a framework's class: copies have the new class; deep copies and files hold the framework's, without what is annotated."""
 
     def __copy__(self) -> object:
         copied = object.__new__(type(self))

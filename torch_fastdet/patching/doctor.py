@@ -1,7 +1,4 @@
-"""``python -m torch_fastdet.<host> doctor``: which switches apply here, to what and by which evidence, and why others do not.
-
-It runs what ``patch()`` runs, and replaces nothing (:meth:`torch_fastdet.patching.engine.Host.try_switch`).
-"""
+"""``python -m torch_fastdet.<framework> doctor``: run what ``patch()`` runs, replace nothing, and print which switches apply and why."""
 
 from __future__ import annotations
 
@@ -24,14 +21,7 @@ from torch_fastdet.patching.switch import Active, Outcome, Outside, Switch, Targ
 
 @dataclass
 class TargetReport:
-    """What was found of one target.
-
-    Attributes:
-        name: with its module; the first module that may define it where none does.
-        evidence: what speaks for it, in words.
-        obstacle: why the original stays; None where it would be replaced.
-        found: whether this version has it.
-    """
+    """What was found of one target, with what speaks for it in words."""
 
     name: str
     evidence: list[str]
@@ -41,17 +31,7 @@ class TargetReport:
 
 @dataclass
 class SwitchReport:
-    """What was found of one switch.
-
-    Attributes:
-        name: the switch.
-        asked: whether the command line names it.
-        why_not: why it does not apply, or not to everything.
-        in_part: whether it would replace something all the same.
-        notice: what it would say.
-        targets: what it replaces.
-        rewrites: what it changes in a model while that is captured.
-    """
+    """What was found of one switch. With ``in_part`` it replaces something although ``why_not`` says why not everything."""
 
     name: str
     asked: bool
@@ -67,13 +47,7 @@ class SwitchReport:
 
 
 def examine(host: Host, asked: Collection[str] = (), options: Mapping[str, str] | None = None) -> list[SwitchReport]:
-    """Return what ``patch()`` would do for each switch of the host.
-
-    Args:
-        host: nothing may be switched on in it.
-        asked: switches that the user asked for by name.
-        options: the training's own options, by their names, as the user typed them.
-    """
+    """Return what ``patch()`` would do for each switch. ``options`` are the training's own, by their names, as the user typed them."""
     return [_examine(host, switch, switch.name in asked, options or {}) for switch in host.switches.values()]
 
 
@@ -187,11 +161,7 @@ def run(
     as_json: bool,
     notes: Collection[str] = (),
 ) -> int:
-    """Print the report, or one line where the framework is not installed.
-
-    Returns:
-        The exit status: 2 where a switch that was asked for by name cannot apply, else 0.
-    """
+    """Print the report, and return the exit status: 2 if a switch that was asked for by name cannot apply, else 0."""
     found = facts(name, version)
     if (missing := host.missing()) is not None:
         print(json.dumps({**found, "switches": [], "notes": [str(missing)]}) if as_json else f"{name}: {missing}")

@@ -22,12 +22,10 @@ _one_thread = threading.RLock()  # at a time replaces names, which both hosts do
 
 
 class Host:
-    """One third party, and what is switched on in it.
+    """One framework, and what is switched on in it.
 
-    Args:
-        switches: its registry, in the order in which switches start.
-        packages: first parts of the names of its modules, which are visited when they are imported.
-        left_alone: first parts of the names of modules that are never visited.
+    ``packages`` are the first parts of the names of its modules, which are visited when they are imported, and ``left_alone`` those of
+    modules that are never visited.
     """
 
     #: The package that people import for it.
@@ -88,17 +86,14 @@ class Host:
             self.on.clear()
             self.requests.clear()
         if count:
-            say(f"put back {count} name{'s' if count > 1 else ''}")
+            say(f"put back {counted(count, 'names')}")
         hide(self)
         return count
 
     def switch_on(self, names: Iterable[str], by_name: Collection[str], import_now: bool = True) -> list[Active]:
-        """Start switches; nothing stays replaced if one that was asked for by name cannot apply.
+        """Start the switches ``names``; nothing stays replaced if one of ``by_name`` cannot apply.
 
-        Args:
-            names: what to switch on, of the registry.
-            by_name: those that must apply.
-            import_now: whether to import what the switches replace, to report it at once. A launcher leaves that to the script.
+        With ``import_now`` what they replace is imported, to report it at once. A launcher leaves that to the script.
         """
         show(self)
         started = [self.on.get(name) or Active(self.switches[name], self.patches) for name in names]

@@ -1,16 +1,6 @@
-"""Tell whether a framework's code is known. Each kind of evidence has a method ``obstacle``, which returns None or an :class:`Obstacle`.
+"""Tell whether a framework's code is known, when a function or class is replaced, and never at a call.
 
-==================  ===============================================================================
-:class:`Signature`  the original takes the parameters that the drop-in takes
-:class:`Behaves`    the original gives what the drop-in gives in a small case
-:class:`Formula`    the same, and its code reads no further names
-:class:`SameCode`   the original's source is one of those that were read, whatever its layout and comments
-:class:`Version`    the installed version is not too old
-:class:`Asks`       a question of its own, such as whether there is a GPU
-==================  ===============================================================================
-
-Evidence is taken when a function or class is replaced, never at a call. For a version that gives another answer, add a row:
-another signature, another hash, another case.
+For a version that gives another answer, add another signature, hash or case to its row.
 """
 
 from __future__ import annotations
@@ -74,12 +64,7 @@ def plainly_on_the_cpu() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Asks:
-    """A question of its own.
-
-    Args:
-        about: what is asked for, in a few words.
-        question: a function of the original. It returns a sentence, or None if all is well.
-    """
+    """A question of its own ``about`` something: a function of the original that returns a sentence, or None if all is well."""
 
     about: str
     question: Callable[[object], str | None]
@@ -94,12 +79,7 @@ class Asks:
 
 @dataclass(frozen=True)
 class Signature:
-    """The original takes these parameters.
-
-    Args:
-        wanted: their names, or a drop-in. Keyword-only parameters of a drop-in do not count.
-        method: the method of a class that takes them.
-    """
+    """The original, or its ``method``, takes these parameters: names, or those of a drop-in that are not keyword-only."""
 
     wanted: Callable[..., object] | tuple[str, ...]
     method: str = ""
@@ -121,12 +101,11 @@ class Signature:
 
 @dataclass(frozen=True)
 class Behaves:
-    """The original gives what the drop-in gives in a small case. A fork or another version may compute something else under the same names.
+    """The original gives what the drop-in gives in a small case: a fork may compute something else under the same names.
 
     Args:
         what: the part of the original that is tried, for the sentence.
-        case: a function of the original. It returns what the original gives and what the drop-in gives: tensors, arrays and other
-            values, in any nesting. It runs on the CPU and draws no random numbers, so those of a training do not change.
+        case: returns what the original and the drop-in give, in any nesting. It runs on the CPU and draws no random numbers.
         tolerance: relative and absolute. 0 asks for the same bits and types.
         reference: the version that the drop-in follows.
     """
@@ -172,10 +151,7 @@ def difference(found: object, wanted: object, tolerance: float) -> tuple[str, st
 
 
 def agree(method: Callable[..., object], other: Callable[..., object], attributes: dict[str, object], x: Any) -> bool:
-    """Return whether two methods of (self, x) give the same bits for a ``self`` with these attributes alone.
-
-    Returns False if either raises, which means that the method reads attributes that are not given.
-    """
+    """Return whether two methods of (self, x) give the same bits for a ``self`` with these attributes alone; False if either raises."""
 
     def run(method: Callable[..., Any]) -> Any:
         return method(SimpleNamespace(**attributes), [t.clone() for t in x] if isinstance(x, list) else x.clone())
@@ -203,16 +179,9 @@ def pictures(channels: int = 1) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Formula:
-    """A method of (self, x) computes a formula, and its code reads these names and no others.
+    """A method of (self, x) computes what ``method`` computes, and its code reads the names of ``modules`` and ``others`` alone.
 
-    The names alone do not suffice: a fork may put the activation before the norm, or change the order of a concatenation.
-
-    Args:
-        text: the formula, for the sentence.
-        method: a method that computes it.
-        modules: attributes that the method calls.
-        others: the other names that the code may read.
-        options: further attributes, for each trial.
+    The names alone do not suffice: a fork may put the activation before the norm. ``options`` are further attributes for each trial.
     """
 
     text: str
@@ -239,11 +208,9 @@ class Formula:
 
 @dataclass(frozen=True)
 class SameCode:
-    """The original's source was read. This is for code that no small case can try.
+    """The original's source was read, for code that no small case can try.
 
-    Args:
-        known: for each name of the original's module the fingerprints of the code that was read. "" is the original itself.
-        reference: the versions that they are of.
+    ``known`` maps names of its module ("": the original itself) to the fingerprints of the versions ``reference``.
     """
 
     known: Mapping[str, Collection[str]]

@@ -12,10 +12,7 @@ from typing import Any
 
 
 def fingerprint(function: Callable[..., Any]) -> str:
-    """Eight hexadecimal digits of what a function does; "" where its source cannot be read.
-
-    Names, numbers, texts and structure count; layout, comments, docstrings and annotations do not.
-    """
+    """Eight hexadecimal digits of what a function does, whatever its layout, comments and annotations; "" without a source."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
         tree = ast.parse(source)

@@ -1,7 +1,6 @@
 """The modules that are loaded, and a callback after the import of further ones.
 
-``sys.modules`` holds what any package puts there. Only module objects are looked at, and only their dictionaries: reading an
-attribute would load a module that is imported lazily, and a proxy may raise.
+``sys.modules`` may hold anything: only dictionaries of module objects are read, which runs none of their code.
 """
 
 from __future__ import annotations

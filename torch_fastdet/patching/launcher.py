@@ -15,14 +15,7 @@ from torch_fastdet.patching.switch import SwitchError
 
 @dataclass(frozen=True)
 class Launcher:
-    """``python -m torch_fastdet.<host> ... --<switch>``.
-
-    Args:
-        host: whose switches are the flags.
-        program: what the user types before the arguments.
-        usage: the whole command.
-        description: what it does, for the help.
-    """
+    """``python -m torch_fastdet.<framework> ... --<switch>``: what the user types, the whole command, and what it does, for the help."""
 
     host: Host
     program: str

@@ -1,9 +1,7 @@
-"""Replacing names, saying so, and putting them back.
+"""Replace names, say so, and put them back.
 
-Names bind at import: ``from utils.metrics import bbox_iou`` leaves a second reference in the importer. So a replacement visits
-every loaded module, and every module of the host right after its import, whichever code imports it.
-
-A module may hold any object. Values are compared by identity with what is replaced; no attribute of them is read.
+``from utils.metrics import bbox_iou`` leaves a second reference in the importer. So a replacement visits every loaded module, and every
+module of the framework right after its import. Values are compared by identity; no attribute of them is read.
 """
 
 from __future__ import annotations
@@ -106,10 +104,7 @@ def with_names(function: Any, **names: object) -> FunctionType:
 
 
 def defined_in(module_name: str, attribute: str) -> Any:
-    """The function or class that the loaded module ``module_name`` itself defines under that name, or None.
-
-    Not what it imported, and not what a user has put there.
-    """
+    """Return the function or class that a loaded module itself defines under that name, and not what it imported or a user put there."""
     module = sys.modules.get(module_name)
     if module is None:
         return None
@@ -122,13 +117,9 @@ def defined_in(module_name: str, attribute: str) -> Any:
 
 
 class Patches:
-    """Everything that one host's switches replaced, and what calls back when a module of the host is imported.
+    """Everything that one framework's switches replaced, and what calls ``visit`` with each of its modules that is imported.
 
-    Args:
-        packages: first parts of the host's module names, which are visited right after their import.
-        left_alone: first parts of the names of modules that are never visited.
-        visit: called with each module of the host that is imported while something is replaced.
-        dry: note what would be replaced, and replace nothing.
+    With ``dry`` it notes what would be replaced, and replaces nothing.
     """
 
     def __init__(
@@ -258,10 +249,7 @@ class Patches:
 
 
 def _restore(replacement: Replacement) -> None:
-    """Put one name back.
-
-    A value that a user has set since stays. If another host has replaced ours, it will restore what was below ours.
-    """
+    """Put one name back. A value that a user has set since stays; what the other framework put above it goes back to what was below."""
     owner, attribute = replacement.owner, replacement.attribute
     for patches in _all:
         for above in patches.replacements:

@@ -8,10 +8,9 @@ from torch_fastdet._say import warn
 
 
 def stand_in(switch: str, stock: type, ours: type) -> type:
-    """A class whose instances are ``ours``, but whose subclasses derive from ``stock``.
+    """Return a class whose instances are ``ours``, but whose subclasses derive from ``stock``, on whose inner steps they build.
 
-    A subclass builds on stock's inner steps, which a drop-in does not have. So it keeps stock's code and speed, also after
-    ``unpatch()``, and one line says so. ``isinstance`` and ``issubclass`` know instances and subclasses of both.
+    They keep the original's code, and one line says so. ``isinstance`` and ``issubclass`` know both.
     """
     made: list[type] = []
 

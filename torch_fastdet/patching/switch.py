@@ -1,8 +1,7 @@
 """What a switch is: data. Each switch has one table, ``switches/<switch>/switch.py``, with a row of each framework.
 
-A :class:`Switch` lists its targets. Each says WHERE the host's function, class or method is, by which EVIDENCE it is the one that
-we know, and WHAT takes its place. ``patch()`` and the doctor walk the same tables. What runs between ``patch()`` and ``unpatch()``
-is an :class:`Active`.
+A :class:`Switch` lists its targets, and ``patch()`` and the doctor walk them. What runs between ``patch()`` and ``unpatch()`` is an
+:class:`Active`.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ Make = Callable[["Active", Any, Any], Any]
 
 
 def missing_gpu() -> str | None:
-    """Why no GPU can be used in this process; None where there is one, or may be one.
-
-    CUDA is not started: that would fix which GPUs are visible before a training script chooses, and break processes forked
-    later.
-    """
+    """Return why no GPU can be used in this process. CUDA is not started: a training script may choose the visible GPUs later."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is a CPU build."
     count = gpu_count()  # reads CUDA_VISIBLE_DEVICES, too
@@ -49,25 +44,22 @@ GPU = Asks("a GPU", lambda _: missing_gpu())
 
 @dataclass(frozen=True)
 class Target:
-    """A function, class or method of the host, and what takes its place.
-
-    A function or class is replaced under every name that holds it, in whichever module. A method is replaced on its class.
+    """A function, class or method of the framework, and what takes its place: under every name that holds it, or on its class.
 
     Args:
         where: full names of the modules that may define it; each definition is a separate original.
         moved: further modules, which define it in other versions.
         name: ``function``, ``Class`` or ``Class.method``.
-        drop_in: what takes its place. Without ``make``, stock must take its parameters.
-        make: makes that instead, from the :class:`Active` switch, stock, and the class of a method or the module of anything else.
-            It may return an :class:`Obstacle`, or None, which leaves stock's alone.
-        evidence: by which stock is what we know.
-        class_evidence: for a method: by which its class is what we know.
-        own: a method that somebody else has put there stays, and the switch cannot apply.
+        drop_in: what takes its place. Without ``make``, the original must take its parameters.
+        make: makes that from the :class:`Active` switch, the original, and the class of a method or the module of anything else. It
+            may return an :class:`Obstacle`, or None, which leaves the original.
+        evidence: by which the original is the known one.
+        class_evidence: by which the class of a method is the known one.
+        own: refuse to replace a method that is not the framework's own.
         after: ``Class.method`` that must have been replaced first.
         adds: the class has no such method of its own, nor by inheritance.
-        missing: what it means where no such function, class or method is found in modules that are loaded: nothing, or that the
-            switch cannot apply.
-        otherwise: what an obstacle means: the switch cannot apply, stock's stays and a line says so, or it stays silently.
+        missing: what it means that no loaded module has it: ``"nothing"``, or ``"refuse"``: the switch cannot apply.
+        otherwise: what to do at an obstacle: ``"refuse"``, ``"say"`` that the original stays, or ``"nothing"``.
         note: the end of the line that says what is replaced.
         quiet: there is no such line.
     """
@@ -132,14 +124,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Outside:
-    """A function of torch that is replaced when the switch starts, unless somebody else has put another one there.
-
-    Args:
-        owner: a module or class of torch.
-        name: its attribute.
-        drop_in: what takes its place.
-        note: the end of the line that says what is replaced.
-    """
+    """A function of torch, ``owner.name``, that ``drop_in`` replaces when the switch starts, unless somebody else has replaced it."""
 
     owner: Any
     name: str
@@ -160,11 +145,11 @@ class Switch:
         name: the word.
         help: what it does, for ``--help``.
         targets: what it replaces, in this order.
-        modules: modules of the host, without its package's prefix, that ``patch()`` imports to report at once what it replaced.
+        modules: modules of the framework, without its package's prefix, that ``patch()`` imports.
         evidence: what must hold for the switch as a whole. It must not touch CUDA: a script chooses its device later.
-        needs_host: whether the host must be installed.
-        options: for the doctor: options of a training by which it cannot apply, each with a function from its value to a sentence.
-        notice: what to say when it is switched on, or None.
+        needs_host: whether the framework must be installed.
+        options: for the doctor: a function from an option's value to why the switch cannot apply, by the option's name.
+        notice: returns what to say when it is switched on, or None.
         by_name_only: it is not a part of "everything that applies".
         rewrites: for the doctor: what it changes in a model while that is captured, a line each.
     """
@@ -183,13 +168,7 @@ class Switch:
 
 @dataclass
 class Outcome:
-    """What came of one target.
-
-    Attributes:
-        name: with its module or class; the first module that may define it where none does.
-        obstacle: why the original stays; None if it is replaced.
-        found: whether this version has it.
-    """
+    """What came of one target: why the original stays, and whether this version has it."""
 
     name: str
     obstacle: Obstacle | None = None
@@ -215,7 +194,6 @@ class Active:
         # By name and definer: the original, what takes its place, or why nothing does.
         self._found: dict[tuple[str, str], tuple[Any, Any, Obstacle | None]] = {}
         self._shared: dict[Callable[[Active], Any], Any] = {}
-        self._tried: set[tuple[int, int]] = set()  # targets and classes, of a dry run
 
     @property
     def name(self) -> str:
@@ -245,11 +223,9 @@ class Active:
         return any(known.switch == self.name for known in self.patches.replacements)
 
     def cannot_apply(self, reason: str, this_rank: bool = False) -> None:
-        """Say why the switch changes nothing here, once; raise it as an error if the switch was asked for by name.
+        """Say once why the switch changes nothing here; raise it if the switch was asked for by name.
 
-        Args:
-            reason: a sentence.
-            this_rank: in a distributed run the reason may hold on this rank alone, which the line then names.
+        With ``this_rank`` the reason may hold on this rank alone, which the line names.
         """
         where = f"rank {rank()}: " if this_rank and rank() else ""
         self.why_not = self.why_not or Obstacle(reason)
@@ -287,10 +263,7 @@ class Active:
             say(f"{self.name}: {line}")
 
     def look_through(self, modules: list[ModuleType], just_run: str = "") -> None:
-        """Replace what ``modules``, the host's and others, hold of the targets.
-
-        Called again for each import, with the name of the module that has ``just_run``.
-        """
+        """Replace what ``modules`` hold of the targets. Called again for each import, with the name of the module that has ``just_run``."""
         for target in self.switch.targets:
             if isinstance(target, Outside):
                 continue
@@ -354,9 +327,6 @@ class Active:
             if not self.has_replaced(namespace(module).get(before), other):
                 self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", Obstacle(f"{target.after} stays."))
                 return
-        if self.patches.dry and (id(target), id(owner)) in self._tried:
-            return
-        self._tried.add((id(target), id(owner)))
         obstacle = target.obstacle(owner, stock)
         new = self._make(target, stock, owner) if obstacle is None else obstacle
         self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", new if isinstance(new, Obstacle) else None)

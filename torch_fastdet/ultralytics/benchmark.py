@@ -1,8 +1,7 @@
 """``python -m torch_fastdet benchmark``: what torch_fastdet is worth on this machine, in one table to paste.
 
-Ultralytics trains, validates and predicts twice, each time in a process of its own: as it is, and behind ``patch()``. The pictures are
-drawn here, so nothing is downloaded. Of the training, the first epoch is left out (it decodes, measures and captures), the last one
-is profiled for the time in which the GPU works, and the epochs between give the time of an iteration.
+Ultralytics trains, validates and predicts on images that are drawn here, each in a process of its own, with and without ``patch()``. The
+first epoch is left out, and the last one is profiled.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""``python -m torch_fastdet.ultralytics train model=yolo11s.yaml data=coco8.yaml --fastdet``: the ``yolo`` command with switches on.
-
-The words are those of Ultralytics' own command, whose entry point runs in this process; our flags may stand anywhere among them.
-"""
+"""``python -m torch_fastdet.ultralytics train model=yolo11s.yaml data=coco8.yaml --fastdet``: the ``yolo`` command with switches on."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """``python -m torch_fastdet.yolov5 train.py ... --bbox_iou_optim``: run an unmodified YOLOv5 script with switches on.
 
-The script runs in this process as ``python train.py`` (or ``python -m yolov5.train``) would run it: as ``__main__``, with
-the same ``__file__``, ``sys.argv`` and ``sys.path[0]``, and its exit code is ours. Only our flags are gone from its
-arguments. Nothing of YOLOv5 is imported before the script imports it.
+It runs in this process as ``python train.py`` would run it, without our flags among its arguments.
 """
 
 from __future__ import annotations
@@ -122,11 +120,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _tell_unused(command: Command) -> None:
-    """After a script that went well: what ran on ours, and one line for each switch that replaced nothing.
-
-    A YOLOv5 script need not use everything. But where no YOLOv5 was imported at all, what was asked for by name was not
-    done, and that is an error.
-    """
+    """After a script that went well: what ran on ours, and which switches replaced nothing; an error if no YOLOv5 was imported."""
     if command.help:  # nothing was switched on
         return
     HOST.report()

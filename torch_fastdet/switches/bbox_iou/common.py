@@ -8,9 +8,7 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet._torch.floats import as_float
-from torch_fastdet.patching.evidence import (
-    Behaves,
-)
+from torch_fastdet.patching.evidence import Behaves
 
 
 def bbox_iou(

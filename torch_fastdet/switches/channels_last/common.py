@@ -32,11 +32,7 @@ def _make_contiguous(model: nn.Module) -> None:
 
 
 def plain_copy(model: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """``copy.deepcopy`` of a model, with contiguous parameters.
-
-    YOLOv5 averages, validates and saves copies, never the model itself. Its ``fuse()`` calls ``.view`` on the weights of a checkpoint,
-    which fails on NHWC memory.
-    """
+    """``copy.deepcopy`` of a model, with contiguous parameters: YOLOv5 averages and saves copies, whose ``fuse()`` calls ``.view``."""
     reduced: Any = model.__reduce_ex__(4)  # as copy.deepcopy, so that a class may leave something out
     make, arguments, *state = reduced
     result = memo[id(model)] = make(*copy.deepcopy(arguments, memo))

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from torch_fastdet._say import count, say
-from torch_fastdet._torch.private import is_replica
+from torch_fastdet._torch.private import group_size, is_replica
 from torch_fastdet.graphs import CaptureError, ModuleGraphs, no_capture
-from torch_fastdet.graphs.ranks import GradientAverage, group_size
+from torch_fastdet.graphs.ranks import GradientAverage
 from torch_fastdet.nn import bn_act
 from torch_fastdet.patching.evidence import Evidence
 from torch_fastdet.patching.switch import Active, Target

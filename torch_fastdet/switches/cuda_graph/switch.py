@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch_fastdet.patching.evidence import (
-    Signature,
-)
+from torch_fastdet.patching.evidence import Signature
 from torch_fastdet.patching.machine import needs_gpu
 from torch_fastdet.patching.switch import GPU, Switch, Target
 from torch_fastdet.rewrites import registry

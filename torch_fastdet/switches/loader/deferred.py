@@ -1,7 +1,7 @@
 """Ultralytics' data sets and transforms with plans in place of pixels.
 
-For the time in which a batch is planned, the data set and its transforms are seen through objects of derived classes, which
-share their attributes and run copies of their own methods (:mod:`torch_fastdet.images.recorder`): nothing of stock is replaced.
+While a batch is planned, they are seen through objects of derived classes, which share their attributes and run copies of their own
+methods (:mod:`torch_fastdet.images.recorder`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,7 @@ AUGMENT, DATASET = "ultralytics.data.augment", "ultralytics.data.dataset"
 
 
 class Planner:
-    """Plans the items of a data set.
-
-    Args:
-        dataset: a ``YOLODataset`` that :func:`cannot_plan` has nothing against.
-        memory: where its decoded images are kept.
-        files: which those are.
-        size: the ``imgsz`` that they were made for.
-    """
+    """Plans the items of a ``YOLODataset``, whose decoded ``files`` of this ``imgsz`` ``memory`` keeps."""
 
     def __init__(self, dataset: UltralyticsDataset, memory: PictureMemory, files: list[str], size: object) -> None:
         self.recorder = Recorder(memory, "Ultralytics")

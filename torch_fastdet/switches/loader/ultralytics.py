@@ -1,7 +1,4 @@
-"""Ultralytics' loaders with plans in place of pixels: decoded images that all processes share, and batches made by one operator.
-
-Data sets, transforms and samplers stay stock's objects; ``deferred`` says how they are asked for plans.
-"""
+"""Ultralytics' loaders with plans in place of pixels. Data sets, transforms and samplers stay its own objects."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""YOLOv5's data set and loaders with plans in place of pixels.
-
-The framework's own code draws, moves labels and says what is done to an image; :mod:`torch_fastdet.images.recorder` notes that.
-"""
+"""YOLOv5's data set and loaders with plans in place of pixels."""
 
 from __future__ import annotations
 

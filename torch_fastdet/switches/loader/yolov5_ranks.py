@@ -1,8 +1,4 @@
-"""Ranks wait for the first rank's scan of labels in the store of their process group, where the group's timeout does not count.
-
-Stock lets them wait in collectives, which fail after the timeout. train.py leaves it at PyTorch's default, which is 10 minutes for
-NCCL: right for a step that hangs, and too short for the scan of a large data set. So the ranks meet before each such collective.
-"""
+"""Ranks wait for the first rank's scan of labels in the store of their process group, not in a collective with a timeout."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch_fastdet._torch import private
-from torch_fastdet.graphs.ranks import group_size
+from torch_fastdet._torch.private import group_size
 from torch_fastdet.patching.replace import in_place_of
 
 #: In seconds; Ultralytics gives its whole process group as much.

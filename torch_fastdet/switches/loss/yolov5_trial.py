@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet.patching.evidence import (
-    Behaves,
-)
+from torch_fastdet.patching.evidence import Behaves
 from torch_fastdet.switches.frameworks import YOLOV5_REFERENCE
 from torch_fastdet.switches.loss.yolov5 import ComputeLoss, SegmentationLoss
 

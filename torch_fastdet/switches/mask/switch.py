@@ -16,8 +16,7 @@ from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, ultra
 def sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return prototypes 12 x 16, coefficients, and boxes in an image of 41 x 64.
 
-    Crop and resampling can be done in several orders. The letterbox's border has 7 pixels: a border of a multiple of 8 gives the same
-    masks whether the prototypes are enlarged before or after it is cut off.
+    A letterbox's border of a multiple of 8 would give the same masks whether prototypes are enlarged before or after it is cut off.
     """
     g = torch.Generator().manual_seed(0)
     boxes = [[3.0, 5, 41, 33], [0, 0, 64, 40], [20.5, 10.5, 60.25, 38], [50, 30, 20, 10]]

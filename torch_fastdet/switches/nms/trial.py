@@ -8,24 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet.patching.evidence import (
-    Behaves,
-)
+from torch_fastdet.patching.evidence import Behaves
 from torch_fastdet.suppression import ultralytics_non_max_suppression
 from torch_fastdet.suppression import yolov5_non_max_suppression as non_max_suppression
 from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE
 from torch_fastdet.switches.loss.yolov5_trial import ANCHORS, CLASSES, SIZES, DetectLike, heads
 
 
-def _rows(function: Any) -> list[Tensor]:
-    count = 24
-    # Centers on a grid whose boxes overlap; scores from .05 to .95 without ties.
-    x, y = 20.0 + 7 * torch.arange(count).remainder(6), 20.0 + 9 * torch.arange(count).div(6, rounding_mode="floor")
-    scores = 0.5 + 0.45 * torch.linspace(0.0, 37.0, count * (1 + CLASSES)).sin().view(count, -1)
-    boxes = torch.stack((x, y, 16 + x.sin(), 20 + y.cos()), 1)
-    prediction = torch.cat((boxes, scores), 1).repeat(2, 1, 1)
-    prediction[1, :, 4] *= 0.7
-    kinds: tuple[dict[str, object], ...] = (
+def _prediction(scores: int) -> Tensor:
+    """Boxes whose centers are on a grid, so that they overlap, with so many scores each from .05 to .95, without ties."""
+    count = torch.arange(24)
+    x, y = 20.0 + 7 * count.remainder(6), 20.0 + 9 * count.div(6, rounding_mode="floor")
+    values = 0.5 + 0.45 * torch.linspace(0.0, 37.0, len(count) * scores).sin()
+    return torch.cat((torch.stack((x, y, 16 + x.sin(), 20 + y.cos()), 1), values.view(len(count), -1)), 1)
+
+
+def _kept(function: Any, prediction: Tensor) -> list[Tensor]:
+    kinds: tuple[dict[str, Any], ...] = (
         {},
         {"multi_label": True},
         {"agnostic": True},
@@ -33,22 +32,16 @@ def _rows(function: Any) -> list[Tensor]:
         {"max_det": 3},
     )
     return [image for kind in kinds for image in function(prediction.clone(), 0.2, 0.35, **kind)]
+
+
+def _rows(function: Any) -> list[Tensor]:
+    prediction = _prediction(1 + CLASSES).repeat(2, 1, 1)
+    prediction[1, :, 4] *= 0.7
+    return _kept(function, prediction)
 
 
 def _ultralytics_rows(function: Any) -> list[Tensor]:
-    """The boxes and scores of :func:`_rows` in Ultralytics' layout, with and without classes that compete."""
-    count = 24
-    x, y = 20.0 + 7 * torch.arange(count).remainder(6), 20.0 + 9 * torch.arange(count).div(6, rounding_mode="floor")
-    scores = 0.5 + 0.45 * torch.linspace(0.0, 37.0, count * CLASSES).sin().view(CLASSES, count)
-    prediction = torch.cat((torch.stack((x, y, 16 + x.sin(), 20 + y.cos())), scores))[None]
-    kinds: tuple[dict[str, object], ...] = (
-        {},
-        {"multi_label": True},
-        {"agnostic": True},
-        {"classes": [1]},
-        {"max_det": 3},
-    )
-    return [image for kind in kinds for image in function(prediction.clone(), 0.2, 0.35, **kind)]
+    return _kept(function, _prediction(CLASSES).T[None])
 
 
 def _decoded(detect: Any) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,6 @@
-"""What ``nms_optim`` puts in place of ``Detect.forward`` and ``Segment.forward``: boxes decoded by one kernel.
+"""``Detect.forward`` and ``Segment.forward`` of YOLOv5 whose boxes are decoded by one kernel.
 
-Raw heads in float32 (or float64) are decoded by the operator; half heads stay with stock's ``Detect.forward``, whose roundings on
-the way move boxes by up to half a pixel: validation in half precision would not print the same numbers. Where gradients are needed
-of a model in eval mode, stock's ``Detect.forward`` runs too.
+Half heads stay with the original, whose roundings move boxes by up to half a pixel, and so do models in eval mode with gradients.
 """
 
 from __future__ import annotations
@@ -51,11 +49,7 @@ def decoding(stock: Callable[..., object]) -> Callable[..., object]:
 
 
 class OfInstances:
-    """A method that is ours on instances and stock's on the class.
-
-    ``Segment.__init__`` keeps ``Detect.forward`` in the instance, and pickle looks for that very object under its name: it is
-    stock's before, during and after the patch.
-    """
+    """A method that is ours on instances and the original on the class, where pickle looks for what ``Segment.__init__`` keeps."""
 
     def __init__(self, stock: Callable[..., object]) -> None:
         self.stock, self.ours = stock, decoding(stock)

@@ -6,56 +6,50 @@ import torch
 
 from torch_fastdet import optim
 from torch_fastdet.ema import ModelEMA
-from torch_fastdet.patching.evidence import (
-    SameCode,
-    Signature,
-)
+from torch_fastdet.patching.evidence import SameCode, Signature
 from torch_fastdet.patching.switch import Outside, Switch, Target
 from torch_fastdet.switches.frameworks import ALL_READ, REFERENCE, SELF, YOLOV5_REFERENCE, ultralytics, yolov5
 from torch_fastdet.switches.optimizer import ultralytics as of_ultralytics
+from torch_fastdet.switches.optimizer import yolov5 as of_yolov5
 from torch_fastdet.switches.optimizer.trial import moving_average
-from torch_fastdet.switches.optimizer.yolov5 import (
-    filed_average,
-    replacing_optimizer,
-    smart_optimizer,
-    unknown_optimizer,
-)
 
 # train.py calls, as it always does, scaler.unscale_, clip_grad_norm_, scaler.step, scaler.update and ema.update; each finds our
 # kernels behind its own name, and each has stock's effects when it returns: gradients are unscaled, then clipped, in p.grad; a step
 # with infinite gradients changes no parameter; the average moves all the same. Groups, log line and state_dict are stock's.
 
+GRADIENTS = (
+    Outside(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_),
+    Outside(torch.amp.GradScaler, "unscale_", optim.unscale_),
+)
 YOLOV5 = Switch(
     "multi_tensor_optimizer",
     "SGD, Adam, AdamW, moving average, unscale and clip over all tensors at once, without host syncs",
     (
-        Outside(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_),
-        Outside(torch.amp.GradScaler, "unscale_", optim.unscale_),
+        *GRADIENTS,
         Target(
             yolov5("utils.torch_utils"),
             "smart_optimizer",
-            make=replacing_optimizer,
+            make=of_yolov5.replacing_optimizer,
             missing="refuse",
-            evidence=(Signature(smart_optimizer),),
+            evidence=(Signature(of_yolov5.smart_optimizer),),
         ),
         Target(
             yolov5("utils.torch_utils"),
             "ModelEMA",
-            make=filed_average,
+            make=of_yolov5.filed_average,
             evidence=(moving_average(ModelEMA, YOLOV5_REFERENCE),),
             missing="refuse",
         ),
     ),
     modules=("utils.torch_utils",),
-    options={"optimizer": unknown_optimizer},
+    options={"optimizer": of_yolov5.unknown_optimizer},
 )
 
 ULTRALYTICS = Switch(
     "multi_tensor_optimizer",
     "SGD, Adam, AdamW, MuSGD, moving average, unscale and clip over all tensors at once",
     (
-        Outside(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_),
-        Outside(torch.amp.GradScaler, "unscale_", optim.unscale_),
+        *GRADIENTS,
         Target(
             ultralytics("utils.torch_utils"),
             "ModelEMA",

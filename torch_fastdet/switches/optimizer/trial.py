@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from torch_fastdet import optim
-from torch_fastdet.patching.evidence import (
-    Behaves,
-)
+from torch_fastdet.patching.evidence import Behaves
 from torch_fastdet.switches.frameworks import REFERENCE
 
 

@@ -1,10 +1,7 @@
 """``multi_tensor_optimizer``: the optimizer's step of the trainer in few launches.
 
-Stock builds the optimizer and its parameter groups; SGD, Adam, AdamW and MuSGD then become ours, with the same groups. The trainer's
-``optimizer_step`` (``scaler.unscale_``, ``clip_grad_norm_``, ``scaler.step``, ``scaler.update``, ``zero_grad`` and ``ema.update``)
-becomes one :class:`~torch_fastdet.optim.FusedStep`, with the results of those calls. Where a part of it is not what we know (a
-trainer's own ``optimizer_step``, another optimizer, average, scaler or clipping), stock's code runs, which finds our clipping,
-unscaling and average behind their own names.
+The trainer's ``optimizer_step`` becomes one :class:`~torch_fastdet.optim.FusedStep`. Where a part of it is not known, the original runs,
+which finds our clipping, unscaling and average behind their own names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Files that are there whole or not at all: a checkpoint, and the file of ours that belongs to it.
 
-The name of ours holds the checkpoint's checksum, ``last.0123456789abcdef.resume``, and it is written first. So whichever
-checkpoint a killed process leaves, the file that belongs to it is there too.
+The name of ours holds the checkpoint's checksum, and it is written first: it is there for whichever checkpoint a killed process leaves.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ class NotOurs(Exception):
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A path to write to; it becomes ``path`` when the block ends well. Before, or if the block fails, ``path`` stays what it was.
-
-    A symbolic link stays one: what it points at is replaced. Several processes may write the same path; the last one wins.
-    """
+    """A path to write to, which becomes ``path`` when the block ends well. A symbolic link stays one: what it points at is replaced."""
     target = Path(os.path.realpath(path))
     folder = Path(tempfile.mkdtemp(prefix=WRITING, dir=target.parent))
     made = folder / path.name  # torch.save writes the file's name into the file
@@ -83,16 +79,7 @@ def _to_disk(path: Path) -> None:
 
 
 def write_checkpoint(path: Path, write: Callable[[Path], object], state: Callable[[], dict[str, object]]) -> Any:
-    """Write a checkpoint by ``write(path)``, and first the file of ours that belongs to it.
-
-    Args:
-        path: of the checkpoint.
-        write: writes it to the path that it gets.
-        state: what the file of ours holds: tensors, numbers, texts and None, in lists, tuples and dictionaries.
-
-    Returns:
-        What ``write`` returns.
-    """
+    """Write a checkpoint by ``write(path)``, and first the file with ``state()`` that belongs to it; returns what ``write`` returns."""
     _remove_left(path)
     with whole(path) as made:
         result = write(made)
@@ -135,11 +122,7 @@ def forget(path: Path, but: Path | None = None) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What the file that belongs to the checkpoint ``path`` holds, with its tensors on the CPU. It runs no code of the file.
-
-    Raises:
-        NotOurs: there is no such file, or it is damaged.
-    """
+    """The file that belongs to the checkpoint ``path``, with tensors on the CPU; raises NotOurs. It runs no code of the file."""
     with open(path, "rb") as file:
         digest = _digest(file)
     ours = _beside(path, digest)

@@ -1,8 +1,7 @@
 """Where a data loader is in its random draws, between two epochs.
 
-Loader processes work ahead, and so does the batch sampler: when an epoch ends, their random states are those of later batches.
-So each process notes its states after every batch in memory that it shares with the training process, and the sampler notes
-the state of its generator before every pass. What a file gets is the state after the last batch of the epoch.
+Loader processes and the batch sampler work ahead. So each process notes its random states after every batch in shared memory, and the
+sampler before every pass. A file gets the states after the last batch of the epoch.
 """
 
 from __future__ import annotations
@@ -91,12 +90,7 @@ class Passes:
 
 
 class Position:
-    """The position of one loader of a host, which has not begun.
-
-    Args:
-        loader: repeats its batches for ever by its attribute ``iterator``; or a plain ``DataLoader``, which begins again in each
-            epoch.
-    """
+    """The position of one loader that has not begun: one that repeats its batches by ``iterator``, or a plain ``DataLoader``."""
 
     def __init__(self, loader: DataLoader) -> None:
         self.loader = loader
@@ -176,11 +170,9 @@ class Position:
                 raise NotOurs(f"it was trained with {state[name]} {what}, not with {mine}.")
 
     def put(self, state: Mapping[str, Any], begins_again: bool = False) -> None:
-        """Go on from a state: before the loader makes its iterator, if it has processes.
+        """Go on from another run's :meth:`state`, before the loader makes its iterator.
 
-        Args:
-            state: of another run's :meth:`state`.
-            begins_again: the host makes another iterator now, in the uninterrupted run too.
+        With ``begins_again`` the framework makes another iterator now, in the uninterrupted run too.
         """
         if not self.workers:
             _load(self.loader.dataset, state["loaded"])

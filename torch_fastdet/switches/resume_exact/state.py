@@ -36,11 +36,7 @@ KEPT: dict[str, type | tuple[type, ...]] = {
 
 
 def plain(value: object, where: str = "state") -> Any:
-    """A copy on the CPU that a file may hold: numbers of numpy become Python's.
-
-    Raises:
-        TypeError: it holds something else.
-    """
+    """A copy on the CPU that a file may hold: numbers of numpy become Python's; raises TypeError for anything else."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if value is None or type(value) in (bool, int, float, str):
@@ -111,11 +107,7 @@ def _is_number(value: object) -> bool:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The state that belongs to the checkpoint ``path``, with all its parts.
-
-    Raises:
-        NotOurs: there is none, or it is damaged.
-    """
+    """The state that belongs to the checkpoint ``path``, with all its parts; raises NotOurs."""
     state = files.read(path)
     if wrong := [name for name, kind in KEPT.items() if not isinstance(state.get(name), kind)]:
         raise NotOurs(f"it lacks {', '.join(wrong)}.")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from torch_fastdet.patching.evidence import (
-    Asks,
-    Signature,
-)
+from torch_fastdet.patching.evidence import Asks, Signature
 from torch_fastdet.patching.switch import Switch, Target
 from torch_fastdet.switches.frameworks import SELF, ultralytics, yolov5
 from torch_fastdet.switches.resume_exact import ultralytics as of_ultralytics

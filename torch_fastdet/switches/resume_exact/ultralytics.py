@@ -1,8 +1,4 @@
-"""``resume_exact`` in Ultralytics' trainer: what is saved with last.pt, and put back when the first resumed epoch begins.
-
-The trainer holds the state of a training as attributes, except where the accumulation of gradients is: that is a local variable
-of ``_do_train``, which is read and written there.
-"""
+"""``resume_exact`` in Ultralytics' trainer: saved with last.pt, and put back when the first resumed epoch begins."""
 
 from __future__ import annotations
 
@@ -104,11 +100,7 @@ def unknown_draws(loader: object) -> str | None:
 
 
 def _position_of(loader: Any) -> Position:
-    """The position of a training loader: up to 8.4.156 it has begun to work ahead, and begins again."""
-    begun = loader.iterator is not None
-    if begun:
-        loader.reset()
-        begun = loader.iterator is not None
+    """The position of a training loader, noted from its next iterator on."""
     position = Position(loader)
     make = loader._get_iterator
 
@@ -117,9 +109,6 @@ def _position_of(loader: Any) -> Position:
             return make()
 
     vars(loader)["_get_iterator"] = _get_iterator
-    if begun:
-        loader.generator.manual_seed(loader.generator.initial_seed())
-        loader.reset()
     return position
 
 

@@ -1,7 +1,6 @@
-"""``resume_exact`` in train.py: what is saved when train.py saves last.pt, and put back when its first resumed epoch begins.
+"""``resume_exact`` in train.py: saved with last.pt, and put back when the first resumed epoch begins.
 
-train.py keeps the state of a training in local variables. They are read where it calls its callbacks, and two that no object
-holds are written: where the accumulation of gradients is, and the class results that ``--image-weights`` draws by.
+train.py keeps the state of a training in local variables, which are read where it calls its callbacks. Two of them are written.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
-"""``upsample_optim`` of both hosts: nearest neighbour upsampling by two, as a detector's neck does it, in a bandwidth-bound kernel.
+"""``upsample_optim``: nearest neighbour upsampling by two in a bandwidth-bound kernel, which keeps the dtype under autocast.
 
-Under autocast torch upsamples in float32, and so does what follows until the next convolution: the concatenation and all their
-gradients. Ours keeps the dtype; the values are the same.
-
-The switch replaces the method that ``torch.nn.Upsample`` modules share, not the modules. So it reaches the modules of a model
-that is loaded, built later, deep-copied for the EMA or unpickled in a resume; they stay plain ``torch.nn.Upsample``, and a
-checkpoint holds nothing of ours. A traced or exported model keeps the stock operator, so that it runs anywhere. torch.func and
-forward-mode AD get the stock operator too.
+The method that ``torch.nn.Upsample`` modules share is replaced, not the modules, so checkpoints hold nothing of ours. Traced and exported
+models, torch.func and forward-mode AD get the original operator.
 """
 
 from __future__ import annotations

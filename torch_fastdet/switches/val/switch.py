@@ -14,12 +14,7 @@ from typing import Any
 import torch
 
 from torch_fastdet import ops
-from torch_fastdet.patching.evidence import (
-    Behaves,
-    Obstacle,
-    SameCode,
-    Signature,
-)
+from torch_fastdet.patching.evidence import Behaves, Obstacle, SameCode, Signature
 from torch_fastdet.patching.import_hook import namespace, top_level
 from torch_fastdet.patching.replace import is_code_of
 from torch_fastdet.patching.stand_in import stand_in
