@@ -73,11 +73,7 @@ class Writer:
             raise ValueError(f"stage {name!r} is already saved in {self.folder}: each stage is saved once")
         np.save(self.folder / file, _array(name, tensors))
         self._files[name] = file
-        try:
-            self._write_index()
-        except OSError:
-            del self._files[name]
-            raise
+        self._write_index()
 
     def _write_index(self) -> None:
         new = self.folder / f"{INDEX}.new"

@@ -61,10 +61,16 @@ class _PostProcess(nn.Module):
     classes: list[int] | None
 
     def _take(self, options: nms.NmsOptions) -> None:
-        # TorchScript types attributes by their values, which are of the plain types that the operator wants.
-        for name, value in options._asdict().items():
-            if name != "letterboxes":
-                setattr(self, name, value)
+        # TorchScript types attributes by their values, so each is stored as the plain type that the operator wants.
+        self.conf_thres = options.conf_thres
+        self.iou_thres = options.iou_thres
+        self.classes = options.classes
+        self.agnostic = options.agnostic
+        self.multi_label = options.multi_label
+        self.max_det = options.max_det
+        self.per_class = options.per_class
+        self.max_nms = options.max_nms
+        self.max_wh = options.max_wh
 
     def _options(self, letterboxes: Tensor | None) -> nms.NmsOptions:
         return nms.NmsOptions(

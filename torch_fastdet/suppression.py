@@ -217,23 +217,17 @@ def ultralytics_non_max_suppression(
     Args:
         prediction: (images, 4 + nc + extra, N), or a tuple whose first element that is; (images, N, 6) and, with
             end2end, (images, N, 6 + extra) are filtered alone. Never changed.
-        max_det: detections an image; None keeps all, and a negative number all but the last, as a slice does in stock.
         nc: classes; 0 or None takes every channel past the box for one.
         max_time_img: taken and ignored: there is no time limit.
         rotated: boxes are rotated, and the last channel is their angle in radians. They stay center and size.
         return_idxs: also give the anchors of the detections.
-        per_class: "offset" (as stock) or "exact", see :func:`torch_fastdet.ops.non_max_suppression_padded`, which
-            explains the other arguments too.
         rotated_rule: "fast" (as stock) or "greedy", see :func:`torch_fastdet.ops.ultralytics_non_max_suppression_padded`.
-        device: where to compute; None is where the prediction lies. "auto" is the GPU for a prediction on the host that has
-            30,000 candidates an image or more (pairs of anchor and class above conf_thres, or anchors without multi_label; one
-            of 16 anchors is counted), else the same. The result lies where the prediction does.
-            What is filtered alone stays where it is.
+        device: as of :func:`yolov5_non_max_suppression`, which explains the other arguments too. What is filtered alone stays where
+            it is.
 
     Returns:
         For each image (n, 6 + extra): x1, y1, x2, y2 (rotated: x, y, width, height), confidence, class, extra channels (rotated:
-        the angle is the last). With return_idxs a pair of that
-        and, for each image, (n,) int64.
+        the angle is the last). With return_idxs a pair of that and, for each image, (n,) int64.
 
     Raises:
         ValueError: a threshold outside 0..1 (also an AssertionError, as stock's), a negative max_nms, an unknown

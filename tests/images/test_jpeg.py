@@ -24,9 +24,8 @@ from torch_fastdet.images.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, 
 from torch_fastdet.images.loop import PlannedLoading
 from torch_fastdet.images.memory import JpegFiles, PictureMemory
 from torch_fastdet.images.on_cpu import run_on_cpu
-from torch_fastdet.images.plan import AFFINE, FILES, OWN, PERSPECTIVE, Layer, Picture, Source, pack
+from torch_fastdet.images.plan import AFFINE, FILES, OWN, PERSPECTIVE, Layer, Picture, Source, around, pack, shown
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
-from torch_fastdet.images.shown import around, shown
 from torch_fastdet.images.unread import Unread
 from torch_fastdet.images.worker import Collate
 from torch_fastdet.switches.loader.deferred import decode_kept

@@ -9,13 +9,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from torch_fastdet.switches.resume_exact import files, ultralytics, yolov5
-from torch_fastdet.switches.resume_exact import state as training
 
 
 def saved(path: Path, stop: bool, workers: int = 0) -> None:
     """A checkpoint with a state that is whole, as far as it is read before the first epoch."""
-    empty = {kind: kind() for kind in (dict, list, int)}
-    state = {name: empty.get(kind, ()) for name, kind in training.KEPT.items()}
     loader = {
         "workers": workers,
         "batches": 2,
@@ -23,7 +20,7 @@ def saved(path: Path, stop: bool, workers: int = 0) -> None:
         "generator": torch.Generator().get_state(),
         "loaded": [],
     }
-    state |= {"locals": {"last_opt_step": 1, "maps": torch.zeros(2), "stop": stop}, "loader": loader}
+    state = {"locals": {"last_opt_step": 1, "maps": torch.zeros(2), "stop": stop}, "loader": loader}
     files.write_checkpoint(path, lambda made: made.write_bytes(b"checkpoint"), lambda: state)
 
 

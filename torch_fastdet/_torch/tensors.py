@@ -138,3 +138,10 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside DataParallel, DistributedDataParallel and torch.compile."""
     return wrappers(model)[-1]
+
+
+def as_float(tensor: Tensor) -> Tensor:
+    """Integers and bools in float32, which is what they become in the frameworks' divisions; anything else as it is."""
+    if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
+        return tensor
+    return tensor.float()

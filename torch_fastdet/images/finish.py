@@ -17,8 +17,7 @@ from torch_fastdet import ops
 from torch_fastdet._say import say, warn
 from torch_fastdet.images.jpeg import Wanted, one_after_another
 from torch_fastdet.images.memory import PictureMemory, hand_out
-from torch_fastdet.images.plan import FILES, OWN, SHARED, Plan
-from torch_fastdet.images.shown import shown_of
+from torch_fastdet.images.plan import FILES, OWN, SHARED, Plan, shown_of
 from torch_fastdet.images.worker import PlannedBatch, assemble, with_each, with_images
 from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, with_room, words
 

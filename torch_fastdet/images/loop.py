@@ -54,15 +54,18 @@ class PlanBatches:
 class PlannedLoading:
     """Chooses where the batches of a ``DataLoader`` are made: by a thread on the GPU, else by the loader processes."""
 
-    #: Where batches hold their images, and whether what else they hold goes to the GPU, too.
-    key: Any = 0
-    uploads = True
-
-    def __init__(self, memory: PictureMemory, workers: int, on_gpu: bool, device: torch.device | None = None) -> None:
-        self.memory = memory
-        self.workers = workers
-        self.on_gpu = on_gpu
-        self._device = device
+    def __init__(
+        self,
+        memory: PictureMemory,
+        workers: int,
+        on_gpu: bool,
+        device: torch.device | None = None,
+        key: Any = 0,
+        uploads: bool = True,
+    ) -> None:
+        self.memory, self.workers, self.on_gpu = memory, workers, on_gpu
+        self._device = device  # by default the current GPU, when the first batch is made
+        self.key, self.uploads = key, uploads
         self._finisher: Finisher | None = None
         if not on_gpu:
             self._say("made on the CPU")
@@ -75,9 +78,14 @@ class PlannedLoading:
     def finisher(self) -> Finisher:
         with _one_at_a_time:  # two threads may begin a loop each
             if self._finisher is None:
-                self._finisher = Finisher(self.memory, self._device or current_gpu(), self.key, self.uploads)
+                self._finisher = Finisher(
+                    self.memory,
+                    self._device or current_gpu(),
+                    self.key,
+                    self.uploads,
+                )
                 kept = self._finisher.pictures.held()
-                self._say(f"made on the GPU, which keeps {words(kept)} of decoded pictures")
+                self._say(f"made on the GPU, which keeps {words(kept)} of decoded images")
             return self._finisher
 
     def batches(self, source: Iterator[object], limited: bool = False) -> Iterator[Any]:
@@ -95,29 +103,20 @@ class PlannedLoading:
             count("loader_optim", "JPEG files decoded by OpenCV", self.memory.jpegs.newly_refused())
 
     def _say(self, how: str) -> None:
-        memory, pictures = self.memory, len(self.memory)
+        memory, images = self.memory, len(self.memory)
         files = 0 if memory.jpegs is None else int(memory.jpegs.may_keep.sum())
-        where = "that all processes share"
         parts = []
         if files:
-            room, all_fit = memory.files.room, memory.files.room >= memory.files.wanted
-            kept = f"kept as JPEG files, in {words(room)} {where}, " if room else ""
-            read = "" if all_fit else "or read as JPEG files, " if room else "read as JPEG files "
-            parts.append(f"{_number(files, pictures)} pictures are {kept}{read}and decoded for each batch")
-        if files < pictures:
-            places = (
-                memory.places if memory.jpegs is None else int(((memory.offsets >= 0) & ~memory.files.may_keep).sum())
+            room = words(memory.files.room)
+            parts.append(
+                f"{files:,} of {images:,} images are JPEG files, of which {room} are kept, decoded for each batch"
             )
-            parts.append(f"{_number(places, pictures)} pictures are decoded once, into {words(memory.held())} {where}")
+        if files < images:
+            places = memory.places if memory.jpegs is None else images - files
+            parts.append(
+                f"{places:,} of {images:,} images are decoded once, into {words(memory.held())} for all processes"
+            )
         say(f"loader_optim: {'; '.join(parts)}; batches are {how}")
-
-
-def _number(of: int, everything: int) -> str:
-    return f"all {everything:,}" if of == everything else f"{of:,} of {everything:,}"
-
-
-class PlannedLoadingOfDicts(PlannedLoading):
-    key, uploads = "img", False
 
 
 def current_gpu() -> torch.device:

@@ -11,8 +11,7 @@ import torch
 from torch_fastdet import ops
 from torch_fastdet.images.jpeg import Wanted, one_after_another
 from torch_fastdet.images.memory import CHANNELS, PictureMemory
-from torch_fastdet.images.plan import FILES, KEEP_BGR, Picture, Plan, in_pixels, pack, whole
-from torch_fastdet.images.shown import shown_of
+from torch_fastdet.images.plan import FILES, KEEP_BGR, Picture, Plan, in_pixels, pack, shown_of, whole
 
 
 class _Room(threading.local):

@@ -47,7 +47,6 @@ def bbox_iou(
             nested or quantized tensors, tensors on two devices, a tensor of ``torch.inference_mode`` beside one whose
             gradient is recorded.
         ValueError: a negative eps.
-        TypeError: an argument of another type than its annotation.
 
     Source: Rezatofighi et al., Generalized Intersection over Union (2019); Zheng et al., Distance-IoU Loss (2020).
     The signature is that of the function of this name in YOLOv5 and Ultralytics.

@@ -54,7 +54,6 @@ def bn_act(
     Raises:
         ValueError: a channel has one value (a batch of one and 1x1 maps), in stock's words.
         RuntimeError: an argument has another shape, dtype or device than wanted, or a second derivative is asked for.
-        TypeError: an argument is not a tensor, or not None where that is allowed.
 
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; ``Conv`` of YOLOv5 and Ultralytics.
     """
@@ -103,7 +102,6 @@ def bn_act_cat(
     Raises:
         ValueError: a channel has one value, in stock's words.
         RuntimeError: lists of different lengths, or an argument has another shape, dtype or device than wanted.
-        TypeError: an argument is not a list of tensors.
 
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; ``C3`` of YOLOv5 and Ultralytics.
     """

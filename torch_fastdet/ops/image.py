@@ -100,22 +100,10 @@ def image_augment_(
     """:func:`image_augment` into a tensor that exists: (B, C, H, W), uint8, float16 or float32, contiguous or channels_last.
 
     Args:
-        out: What is written. Its shape, dtype and strides say what :func:`image_augment` has arguments for.
-        storages: As there, like all arguments that follow.
-        placements: (P, 10) int64.
-        layers: (N, 6) int64.
-        matrices: (N, 9) float64.
-        pictures: (B, 4) int64.
-        blend: (B,) float64, or None.
-        tables: (T, 3, 256) uint8, or None.
-        masks: one-dimensional uint8, or None.
-        warp: "fixed" or "float".
-        hsv_lanes: Pixels that OpenCV converts at once.
+        out: What is written. Its shape, dtype and strides say what :func:`image_augment` has arguments for. The others are its own.
 
     Raises:
         RuntimeError: as :func:`image_augment`, and where ``out`` has another shape, dtype, device or layout.
-
-    Source: :func:`image_augment`
     """
     given = storages, placements, layers, matrices, pictures, blend, tables, masks
     if not torch.jit.is_scripting():
@@ -168,15 +156,10 @@ def image_letterbox_(out: Tensor, storages: list[Tensor], plan: Tensor, bgr: boo
     """:func:`image_letterbox` into a tensor that exists: (B, C, H, W), uint8, float16 or float32, contiguous or channels_last.
 
     Args:
-        out: What is written.
-        storages: 1 to 8 one-dimensional uint8 tensors on one device.
-        plan: (B, 10) int64, see :func:`image_letterbox`.
-        bgr: Keep the order of channels.
+        out: What is written. The other arguments are those of :func:`image_letterbox`.
 
     Raises:
         RuntimeError: as :func:`image_letterbox`, and where ``out`` has another shape, dtype, device or layout.
-
-    Source: :func:`image_letterbox`
     """
     if not torch.jit.is_scripting():
         check("image_letterbox_", out, storages, plan, bgr)

@@ -28,7 +28,6 @@ def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
         RuntimeError: shapes, dtypes, layouts or devices do not fit each other.
         ValueError: a cost that is NaN or infinite, or a number of columns that cost has not. On a GPU a later call raises it, because
             the host does not wait; all columns of such a problem are -1, and so they are in a captured graph, which raises nothing.
-        TypeError: an argument is not a tensor.
 
     Source: Crouse, On implementing 2D rectangular assignment algorithms (2016), with the order of SciPy 1.15 among equal paths.
     """

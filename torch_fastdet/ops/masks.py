@@ -53,7 +53,6 @@ def instance_masks(
     Raises:
         RuntimeError: a wrong shape, dtype, layout or device.
         ValueError: a window outside of the prototypes, another factor, or more than 2**22 pixels along a side.
-        TypeError: an argument is not a tensor.
 
     Behaviour: ``process_mask`` and ``process_mask_native`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
     """
@@ -103,7 +102,6 @@ def crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
     Raises:
         RuntimeError: a wrong shape, dtype, layout or device.
         ValueError: more than 2**22 pixels along a side.
-        TypeError: an argument is not a tensor.
 
     Behaviour: ``crop_mask`` of YOLOv5 v7.0.
     """
@@ -122,7 +120,6 @@ def crop_mask_(masks: Tensor, boxes: Tensor) -> None:
     Raises:
         RuntimeError: a wrong shape, dtype, layout or device, or a leaf that requires grad.
         ValueError: more than 2**22 pixels along a side.
-        TypeError: an argument is not a tensor.
 
     Behaviour: ``crop_mask`` of Ultralytics 8.4.190.
     """

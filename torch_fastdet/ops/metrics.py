@@ -42,7 +42,6 @@ def match_detections(
     Raises:
         RuntimeError: a wrong shape, dtype, layout or device.
         ValueError: an unknown rule, or 2**31 or more rows.
-        TypeError: an argument is not a tensor.
 
     Behaviour: ``val.py`` of YOLOv5 v7.0 and ``BaseValidator.match_predictions`` of Ultralytics 8.4.190.
     """
@@ -80,7 +79,6 @@ def confusion_matrix_(
     Raises:
         RuntimeError: a wrong shape, dtype, layout or device.
         ValueError: an unknown rule, or 2**31 or more rows.
-        TypeError: an argument is not a tensor.
 
     Behaviour: ``ConfusionMatrix`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
     """

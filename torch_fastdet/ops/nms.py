@@ -90,7 +90,6 @@ def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm
         classes, nm raw columns. Computed in float32 (float64 for float64) and rounded once. Differentiable by the heads.
 
     Raises:
-        TypeError: an argument of another type than its annotation.
         ValueError: a stride or nm that is not positive.
         RuntimeError: maps, anchors and strides that do not fit each other, maps of two dtypes or none that floats, tensors on two
             devices.
@@ -148,7 +147,6 @@ def non_max_suppression_padded(
         drops that; with multi_label the anchor's other classes stay. No result requires grad: suppression has no gradient.
 
     Raises:
-        TypeError: an argument of another type than its annotation.
         ValueError: a threshold outside 0..1, a negative max_det, an unknown per_class.
         RuntimeError: a wrong shape, a dtype that is not floating, tensors on two devices.
 
@@ -366,7 +364,6 @@ def scale_boxes_batched(boxes: Tensor, letterboxes: Tensor, xywh: bool = False) 
         A new, contiguous tensor of the boxes' shape and dtype, which does not require grad.
 
     Raises:
-        TypeError: an argument of another type than its annotation.
         RuntimeError: shapes that do not fit, a dtype that is not floating, tensors on two devices.
 
     Behaviour: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.

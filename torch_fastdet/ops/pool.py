@@ -31,7 +31,6 @@ def max_pools_cat(x: Tensor, kernel_size: int = 5, pools: int = 3) -> Tensor:
     Raises:
         ValueError: kernel_size is even or more than 15, or pools is less than 1.
         RuntimeError: x is not four-dimensional, not floating or not dense, or a second derivative is asked for.
-        TypeError: x is not a tensor.
 
     Behaviour: ``SPPF`` of YOLOv5 and Ultralytics.
     """

@@ -62,7 +62,6 @@ def rtdetr_loss(
         RuntimeError: shapes, dtypes, layouts or devices do not fit each other.
         ValueError: on the CPU, a class or a count that is out of range. On a GPU such a class is that of no score, and such an image
             has no targets.
-        TypeError: an argument is not a tensor where one is expected.
 
     Source: Zhao et al., DETRs Beat YOLOs on Real-time Object Detection (2024); Zhang et al., VarifocalNet (2021). The behaviour is that
     of RTDETRDetectionLoss in Ultralytics 8.4.190.

@@ -31,7 +31,6 @@ def stem_conv2d(squares: Tensor, weight: Tensor) -> Tensor:
         ValueError: the backward operator's kernel_size is not 2 or 3.
         RuntimeError: a shape, dtype, device or layout is another, squares requires a gradient, a second derivative is asked
             for, the GPU has a compute capability below 8.0, or an image of the result has 2^31 elements or more.
-        TypeError: squares or weight is not a tensor.
 
     Behaviour: the first ``Conv`` of YOLOv5 (6x6, stride 2) and of Ultralytics' models (3x3, stride 2).
     """

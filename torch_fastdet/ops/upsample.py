@@ -32,7 +32,6 @@ def upsample_nearest2x(x: Tensor) -> Tensor:
 
     Raises:
         RuntimeError: x is not four-dimensional, not floating or not a dense tensor.
-        TypeError: x is not a tensor.
 
     Source: the definition of nearest-neighbour interpolation at scale 2, https://pytorch.org/docs/stable/generated/torch.nn.Upsample.html
     """
@@ -62,7 +61,6 @@ def upsample_nearest2x_cat(x: Tensor, skip: Tensor) -> Tensor:
     Raises:
         RuntimeError: an argument is not four-dimensional, not floating or not dense, skip does not fit 2x the size of x, or
             the two are on different devices.
-        TypeError: an argument is not a tensor.
 
     Behaviour: ``Upsample`` and ``Concat`` in the neck of YOLOv5 and of YOLOv3 before it.
     """

@@ -89,7 +89,6 @@ def v8_loss(
         RuntimeError: shapes, dtypes or devices do not fit each other.
         ValueError: on the CPU, a row of targets whose image is not in the batch or whose class is not one of the model's. On a
             GPU it is ignored and counted, because the host does not wait for it.
-        TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
 
     Heads in any other layout are read by their strides; their gradients are contiguous.
 
@@ -151,7 +150,6 @@ def v8_segmentation_loss(
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit each other.
         ValueError: as :func:`v8_loss`.
-        TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
 
     Source: the behaviour of v8SegmentationLoss in Ultralytics 8.4.190, with ``compare_masks`` that of SegmentLoss26, less its
     semantic part.
@@ -264,7 +262,6 @@ def v8_pose_loss(
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit each other.
         ValueError: as :func:`v8_loss`.
-        TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
 
     Source: the behaviour of v8PoseLoss in Ultralytics 8.4.190, with ``compare_keypoints`` that of PoseLoss26, less its RLE part.
     """
@@ -345,7 +342,6 @@ def v8_obb_loss(
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit each other.
         ValueError: as :func:`v8_loss`.
-        TypeError: an argument is not a tensor where one is expected.
 
     Source: the behaviour of v8OBBLoss in Ultralytics 8.4.190.
     """

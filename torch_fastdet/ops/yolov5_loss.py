@@ -103,7 +103,6 @@ def yolov5_loss(
         RuntimeError: shapes, dtypes or devices do not fit each other.
         ValueError: on the CPU, a row of targets whose image is not in the batch, whose class is below 0 or not below the number of
             classes, or whose box is not finite. On a GPU it is ignored and counted, because the host does not wait for it.
-        TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
 
     Heads in any other layout are read by their strides; their gradients are contiguous.
 
@@ -163,7 +162,6 @@ def yolov5_segmentation_loss(
     Raises:
         RuntimeError: shapes, dtypes or devices do not fit each other.
         ValueError: as :func:`yolov5_loss`.
-        TypeError: an argument is not a tensor where one is expected, or heads is not a list of tensors.
 
     Source: the behaviour of utils.segment.loss.ComputeLoss in YOLOv5 v7.0.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import platform
@@ -20,16 +19,6 @@ from torch_fastdet.patching.switch import Active, Outcome, Outside, Switch, Targ
 
 
 @dataclass
-class TargetReport:
-    """What was found of one target, with what speaks for it in words."""
-
-    name: str
-    evidence: list[str]
-    obstacle: str | None = None
-    found: bool = True
-
-
-@dataclass
 class SwitchReport:
     """What was found of one switch. With ``in_part`` it replaces something although ``why_not`` says why not everything."""
 
@@ -38,7 +27,7 @@ class SwitchReport:
     why_not: str | None
     in_part: bool = False
     notice: str | None = None
-    targets: list[TargetReport] = field(default_factory=list)
+    targets: list[Outcome] = field(default_factory=list)
     rewrites: tuple[str, ...] = ()
 
     @property
@@ -69,21 +58,24 @@ def _examine(host: Host, switch: Switch, asked: bool, options: Mapping[str, str]
     return report
 
 
-def _target(target: Target | Outside, outcome: Outcome | None) -> TargetReport:
+def _target(target: Target | Outside, outcome: Outcome | None) -> Outcome:
     if isinstance(target, Outside):
         name, evidence = f"{describe(target.owner)}.{target.name}", ["the code of torch"]
     else:
         name = f"{target.where[0]}.{target.name}"
         evidence = ["nobody else's code"] * target.own
         evidence += [str(each) for each in (*target.all_evidence, *target.class_evidence)]
-    if outcome is None:
-        return TargetReport(name, evidence, found=False)
-    return TargetReport(outcome.name, evidence, outcome.obstacle, outcome.found)
+    return dataclasses.replace(outcome or Outcome(name, found=False), evidence=evidence)
 
 
 def facts(host: str, version: str | None) -> dict[str, object]:
     """The machine and what is installed on it."""
     info = build_info()
+    budgets = {name: os.environ.get(name, "not set") for name in (memory.HOST_BUDGET, memory.GPU_BUDGET)}
+    budgets["images on the host"] = memory.words(memory.host_budget())
+    if torch.cuda.is_available():
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        budgets["images on the GPU"] = memory.words(memory.gpu_budget(gpu))
     return {
         "host": host,
         "host_version": version,
@@ -94,41 +86,21 @@ def facts(host: str, version: str | None) -> dict[str, object]:
         "architectures": " ".join(info["architectures"]),
         "gpu": info["gpu"],
         "driver": info["driver"],
-        "memory": budgets(),
+        "memory": budgets,
     }
 
 
-def budgets() -> dict[str, str]:
-    """What pictures may take on this machine, and the variables that limit it."""
-    variables = {name: os.environ.get(name, "not set") for name in (memory.HOST_BUDGET, memory.GPU_BUDGET)}
-    found = {**variables, "pictures on the host": memory.words(memory.host_budget())}
-    if torch.cuda.is_available():
-        found["pictures on the GPU"] = memory.words(
-            memory.gpu_budget(torch.device("cuda", torch.cuda.current_device()))
-        )
-    return found
-
-
 def show(facts: Mapping[str, object], reports: Collection[SwitchReport], notes: Collection[str] = ()) -> None:
-    """Print everything as one table: by rich where it is installed."""
+    """Print everything as one table."""
     for name, value in facts.items():
         text = ", ".join(f"{key}: {each}" for key, each in value.items()) if isinstance(value, Mapping) else value
         print(f"{name:<16}{'none' if text is None else text}")
     print()
     rows = [("switch, and what it replaces", "applies", "evidence")]
     rows += [row for report in reports for row in _rows(report)]
-    if importlib.util.find_spec("rich"):
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*rows[0])
-        for row in rows[1:]:
-            table.add_row(*row)
-        Console(markup=False, highlight=False).print(table)
-    else:
-        widths = [max(len(row[0]) for row in rows), max(min(len(row[1]), 40) for row in rows)]
-        for name, applies, evidence in rows:
-            print(f"{name:<{widths[0]}}  {applies:<{widths[1]}}  {evidence}".rstrip())
+    widths = [max(len(row[0]) for row in rows), max(min(len(row[1]), 40) for row in rows)]
+    for name, applies, evidence in rows:
+        print(f"{name:<{widths[0]}}  {applies:<{widths[1]}}  {evidence}".rstrip())
     for note in notes:
         print(note)
 
@@ -138,16 +110,9 @@ def _rows(report: SwitchReport) -> list[tuple[str, str, str]]:
     verdict = "yes" if report.why_not is None else f"{'in part' if report.in_part else 'no'}: {report.why_not}"
     rows = [(name, f"{verdict}; {report.notice}" if report.notice else verdict, "")]
     for target in report.targets:
-        applies = (
-            "yes"
-            if target.found
-            else "not looked at"
-            if report.why_not and not report.in_part
-            else "not in this version"
-        )
-        rows.append(
-            (f"  {target.name}", f"no: {target.obstacle}" if target.obstacle else applies, ", ".join(target.evidence))
-        )
+        lost = "not looked at" if report.why_not and not report.in_part else "not in this version"
+        applies = f"no: {target.obstacle}" if target.obstacle else "yes" if target.found else lost
+        rows.append((f"  {target.name}", applies, ", ".join(target.evidence)))
     rows += [(f"  in a captured step: {line}", "where the model's parts are known", "") for line in report.rewrites]
     return rows
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -75,6 +77,11 @@ class Asks:
 
     def __str__(self) -> str:
         return self.about
+
+
+_NO_MEMFD = "decoded images are shared through memfd_create, which this system does not have."
+MEMFD = Asks("memfd_create", lambda _: None if hasattr(os, "memfd_create") else _NO_MEMFD)
+OPENCV = Asks("OpenCV", lambda _: None if importlib.util.find_spec("cv2") else "OpenCV (cv2) is not installed.")
 
 
 @dataclass(frozen=True)

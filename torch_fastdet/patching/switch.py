@@ -42,6 +42,11 @@ def missing_gpu() -> str | None:
 GPU = Asks("a GPU", lambda _: missing_gpu())
 
 
+def needs_gpu(device: str) -> str | None:
+    """For the doctor: why a switch for training on a GPU cannot apply with this ``--device``."""
+    return "the model trains on the CPU, not on a GPU." if device == "cpu" else None
+
+
 @dataclass(frozen=True)
 class Target:
     """A function, class or method of the framework, and what takes its place: under every name that holds it, or on its class.
@@ -100,14 +105,6 @@ class Target:
         if any(defined_in(name, self.name) for name in self.places):
             return None
         return Obstacle(f"no {self.name} is defined in {' or '.join(run)}, or it has been replaced by somebody else.")
-
-    def find(self, module_name: str, module: ModuleType) -> tuple[Any, Any]:
-        """Who holds it, and stock's: the module and its function or class, or the class and its method; None for what is missing."""
-        if not self.is_method:
-            return module, defined_in(module_name, self.name)
-        class_name, method = self.name.split(".")
-        owner = defined_in(module_name, class_name)
-        return owner, getattr(owner, method, None)
 
     def obstacle(self, owner: object, stock: object) -> Obstacle | None:
         """Why stock's stays; None where it can be replaced."""
@@ -173,6 +170,8 @@ class Outcome:
     name: str
     obstacle: Obstacle | None = None
     found: bool = True
+    #: For the doctor: what speaks for it, in words.
+    evidence: list[str] = field(default_factory=list)
 
 
 class Active:
@@ -181,16 +180,14 @@ class Active:
     def __init__(self, switch: Switch, patches: Patches) -> None:
         self.switch = switch
         self.patches = patches
-        #: Whether it was asked for by name, not by "everything that applies".
-        self.by_name = False
+        self.by_name = False  # not by "everything that applies"
         #: Whether ``patch()`` is at work: it says itself, in one line, which switches cannot apply.
         self.starting = False
         #: Why it cannot apply, or not to everything.
         self.why_not: Obstacle | None = None
         #: What came of each target, by its id.
         self.outcomes: dict[int, Outcome] = {}
-        #: What has been said so far about what does not apply.
-        self.told: dict[str, None] = {}
+        self.told: set[str] = set()
         # By name and definer: the original, what takes its place, or why nothing does.
         self._found: dict[tuple[str, str], tuple[Any, Any, Obstacle | None]] = {}
         self._shared: dict[Callable[[Active], Any], Any] = {}
@@ -234,18 +231,18 @@ class Active:
         if self.by_name:
             raise SwitchError(f"{where}{self.name} cannot apply: {reason}")
         if self.starting:
-            line = f"{self.name} does not apply: {reason}"
-            if line not in self.told:
-                self.told[line] = None
-                say(line, logging.DEBUG)
+            self._say_once(lambda line: say(line, logging.DEBUG), f"{self.name} does not apply: {reason}")
             return
         self.tell(f"{where}{self.name} does not apply: {reason}", every_rank=this_rank)
 
     def tell(self, line: str, every_rank: bool = False) -> None:
         """Warn of what stays stock's, once."""
+        self._say_once(lambda line: warn(line, every_rank), line)
+
+    def _say_once(self, how: Callable[[str], None], line: str) -> None:
         if line not in self.told and not self.patches.dry:
-            self.told[line] = None
-            warn(line, every_rank)
+            self.told.add(line)
+            how(line)
 
     # For the host ----------------------------------------------------------------------------------------------------
 
@@ -313,7 +310,8 @@ class Active:
     def _look_for_method(self, target: Target, module: ModuleType) -> None:
         class_name, method = target.name.split(".")
         where = namespace(module)["__name__"]
-        owner, stock = target.find(where, module)
+        owner = defined_in(where, class_name)
+        stock = getattr(owner, method, None)
         if owner is None or (stock is None and not target.adds):
             if target.missing == "refuse":
                 missing = Obstacle(f"{where} has no {class_name if owner is None else target.name}.")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_fastdet import ops
-from torch_fastdet._torch.floats import as_float
+from torch_fastdet._torch.tensors import as_float
 from torch_fastdet.patching.evidence import Behaves
 
 

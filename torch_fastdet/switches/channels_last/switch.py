@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from torch_fastdet.patching.evidence import installed_version
-from torch_fastdet.patching.machine import needs_gpu
 from torch_fastdet.patching.protocols import Trainer
-from torch_fastdet.patching.switch import GPU, Switch
+from torch_fastdet.patching.switch import GPU, Switch, needs_gpu
 from torch_fastdet.switches.channels_last.common import layout_targets
 from torch_fastdet.switches.cuda_graph.switch import setup_train_target
 from torch_fastdet.switches.frameworks import VERSION, yolov5

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch_fastdet.patching.evidence import Signature
-from torch_fastdet.patching.machine import needs_gpu
-from torch_fastdet.patching.switch import GPU, Switch, Target
+from torch_fastdet.patching.switch import GPU, Switch, Target, needs_gpu
 from torch_fastdet.rewrites import registry
 from torch_fastdet.rewrites.registry import lines
 from torch_fastdet.switches.cuda_graph import ultralytics as of_ultralytics

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch_fastdet.patching.evidence import Behaves, Signature
-from torch_fastdet.patching.machine import OPENCV
+from torch_fastdet.patching.evidence import OPENCV, Behaves, Signature
 from torch_fastdet.patching.switch import GPU, Active, Switch, Target
 from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
 

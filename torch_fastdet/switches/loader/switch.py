@@ -7,8 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch_fastdet.patching.evidence import Asks, SameCode, Signature
-from torch_fastdet.patching.machine import MEMFD, OPENCV
+from torch_fastdet.patching.evidence import MEMFD, OPENCV, Asks, SameCode, Signature
 from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import ALL_READ, ultralytics, yolov5
 from torch_fastdet.switches.loader import yolov5_ranks as ranks

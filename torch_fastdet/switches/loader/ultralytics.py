@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from torch_fastdet._say import saying_once, warn
 from torch_fastdet.images.jpeg import Files
-from torch_fastdet.images.loop import Ahead, PlanBatches, PlannedLoading, PlannedLoadingOfDicts
+from torch_fastdet.images.loop import Ahead, PlanBatches, PlannedLoading
 from torch_fastdet.images.memory import CHANNELS, PictureMemory
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import sizes
@@ -327,6 +327,6 @@ def plan_loader(loader: Any, device: object) -> Any:
     cls: type = type(loader)
     planned: Any = object.__new__(_loader_class(cls))
     vars(planned).update(vars(loader))
-    planned._plans = PlannedLoadingOfDicts(memory, loader.num_workers, on_gpu, gpu)
+    planned._plans = PlannedLoading(memory, loader.num_workers, on_gpu, gpu, key="img", uploads=False)
     planned._pictures = list(loader.dataset.im_files), loader.dataset.imgsz
     return planned

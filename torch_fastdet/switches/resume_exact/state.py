@@ -15,24 +15,7 @@ from torch import Tensor, nn
 from torch_fastdet._say import warn
 from torch_fastdet._torch.modules import is_channels_last
 from torch_fastdet._torch.tensors import unwrap
-from torch_fastdet.switches.resume_exact import files
 from torch_fastdet.switches.resume_exact.files import NotOurs
-
-#: What a state holds: what :func:`take` takes, and what the host adds.
-KEPT: dict[str, type | tuple[type, ...]] = {
-    "random": dict,
-    "model": dict,
-    "channels_last": list,
-    "gradients": dict,
-    "optimizer": dict,
-    "scaler": dict,
-    "ema": dict,
-    "updates": int,
-    "stopper": dict,
-    "loader": dict,
-    "locals": dict,
-    "table": (list, tuple),
-}
 
 
 def plain(value: object, where: str = "state") -> Any:
@@ -106,14 +89,6 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (bool, int, float)) or (hasattr(value, "item") and getattr(value, "size", 0) == 1)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The state that belongs to the checkpoint ``path``, with all its parts; raises NotOurs."""
-    state = files.read(path)
-    if wrong := [name for name, kind in KEPT.items() if not isinstance(state.get(name), kind)]:
-        raise NotOurs(f"it lacks {', '.join(wrong)}.")
-    return state
-
-
 @contextlib.contextmanager
 def or_as_stocks() -> Iterator[None]:
     """Where the state turns out not to be ours, leave the block: the training resumes as stock's, which one line says."""
@@ -139,10 +114,7 @@ def _shapes(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _group_sizes(state: Mapping[str, Any]) -> list[int]:
-    try:
-        return [len(group["params"]) for group in state["param_groups"]]
-    except (KeyError, TypeError):
-        return []
+    return [len(group["params"]) for group in state["param_groups"]]
 
 
 def put(

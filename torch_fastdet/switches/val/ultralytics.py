@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torch_fastdet import ops
 from torch_fastdet._say import count
-from torch_fastdet._torch.floats import as_float
 from torch_fastdet._torch.modules import own_attributes
+from torch_fastdet._torch.tensors import as_float
 from torch_fastdet.patching.protocols import ConfusionMatrix, Validator
 from torch_fastdet.switches.val import average_precision
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_fastdet import ops
 from torch_fastdet._say import count
-from torch_fastdet._torch.floats import as_float
+from torch_fastdet._torch.tensors import as_float
 from torch_fastdet.patching.by_name import ByName
 from torch_fastdet.patching.replace import in_place_of, with_names
 from torch_fastdet.switches.val import average_precision
