@@ -1,12 +1,7 @@
 """Training and inference as CUDA graphs: the host launches one graph where it launched thousands of kernels.
 
-:class:`GraphedModule` replays a module's forward and backward pass and leaves the loop around it as it is;
-:class:`TrainStep` replays a whole step, for people who own their loop;
-:class:`InferenceGraphs` replays the forward pass in eval mode. docs/graphs.md tells how they work. ``rows.py`` replays a part of a loss.
-
-``capture.py`` makes one capture, ``pool.py`` keeps graphs and their memory, ``baked.py`` knows when a graph is out of
-date, ``refusal.py`` says what cannot be captured, ``loss.py`` what a loss may offer, ``loss_items.py`` reads its items early,
-``ranks.py`` averages gradients over the ranks of a process group.
+:class:`GraphedModule` replays a module's forward and backward pass and leaves the loop around it as it is; :class:`TrainStep` replays a
+whole step; :class:`InferenceGraphs` replays the forward pass in eval mode. docs/graphs.md tells how they work.
 """
 
 from torch_fastdet.graphs.capture import capture_into, no_capture

@@ -46,11 +46,7 @@ class BakedModule:
 
 
 class BakedForward(BakedModule):
-    """What graphs of one module's forward passes in eval mode have baked in.
-
-    Args:
-        settings: values beside tensors and submodules that decide what its forward does.
-    """
+    """What graphs of one module's forward passes in eval mode have baked in, and what else ``settings`` reads that decides them."""
 
     def __init__(self, settings: Callable[[nn.Module], Iterable[object]]) -> None:
         super().__init__()

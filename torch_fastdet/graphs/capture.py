@@ -1,7 +1,6 @@
 """One capture: what surrounds it, and the memory that it reads and writes.
 
-The rest of the package reaches CUDA through the functions at the top and those of ``_torch/graph.py``, by way of these modules
-(``_capture.new_pool()``), so that ``tests/graphs/fake_gpu.py`` can put others in their place.
+The rest of the package reaches CUDA through the functions at the top and those of ``_torch/graph.py``, which tests replace.
 """
 
 from __future__ import annotations
@@ -55,10 +54,9 @@ _idle: defaultdict[torch.device, list[int]] = defaultdict(list)
 
 
 def new_stream(device: torch.device, owner: object) -> torch.cuda.Stream:
-    """A stream for captures, on which nobody else launches. It serves the next owner when this one is gone.
+    """A stream for captures, which serves the next owner when this one is gone.
 
-    ``torch.cuda.Stream`` hands out the same 32 streams in turn: what another thread launched on the stream of a capture would
-    become part of the graph.
+    ``torch.cuda.Stream`` hands out the same 32 streams in turn: another thread's launches would become part of the graph.
     """
     try:
         address = _idle[device].pop()
@@ -86,10 +84,7 @@ def _make_stream(device: torch.device) -> int:
 
 
 class _Workspaces:
-    """cuBLAS' workspaces of one stream, out of torch's maps, in which anybody may clear them, but while a capture uses them.
-
-    All graphs of a pool have the same ones, in memory of the pool.
-    """
+    """cuBLAS' workspaces of one stream, out of torch's maps, in which anybody may clear them, but while a capture uses them."""
 
     def __init__(self) -> None:
         self._library = _library()  # not looked up in __del__
@@ -217,10 +212,7 @@ _abandoned: list[torch.cuda.CUDAGraph] = []
 
 
 def _abandon(graph: torch.cuda.CUDAGraph, pool: object, device: torch.device) -> None:
-    """End a capture that failed. capture_end() fails too, and skips what it does after that; do it here.
-
-    What it would do for pinned memory cannot be done here: no capture can have ``pool`` again.
-    """
+    """End a capture that failed. capture_end() fails too, and skips what it does after that; no capture can have ``pool`` again."""
     try:
         graph.capture_end()
     except RuntimeError:
@@ -261,8 +253,7 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 def aliased_parameters(module: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
     """While inside, the module has other parameters with the same memory; yields parameter -> the one in its place.
 
-    A parameter's node in autograd remembers the stream of its first use, and lives as long as any graph that has it: the
-    loss of the last step, for instance. A captured backward pass that meets it would wait for a stream outside the capture.
+    A parameter's node in autograd remembers the stream of its first use, for which a captured backward pass would wait.
     """
     aliases: dict[nn.Parameter, nn.Parameter] = {}
     places = []

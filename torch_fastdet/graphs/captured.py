@@ -21,13 +21,9 @@ G = TypeVar("G")
 
 
 class CapturedCallable(Generic[G]):
-    """Graphs of type ``G``, which a subclass captures and replays.
+    """At most ``max_graphs`` graphs of type ``G``, which a subclass captures after ``warmup`` eager calls of a key, and replays.
 
-    Args:
-        what: is captured, for the messages; a module is named by its class.
-        max_graphs: how many graphs to keep; the least recently used goes first.
-        warmup: eager calls of a key before it is captured.
-        say: takes one line for each thing that happens.
+    ``what`` is captured, for the lines that ``say`` takes.
     """
 
     def __init__(self, what: str, max_graphs: int, warmup: int, say: Callable[[str], None]) -> None:
@@ -91,8 +87,7 @@ class CapturedCallable(Generic[G]):
 class Passes:
     """The graphs of one forward and backward pass, and the static tensors that they read and write.
 
-    Inputs and the outputs' gradients are places in the pool that are written before a replay and that the graph uses for something else
-    after their last use.
+    Inputs and the outputs' gradients are written before a replay; after their last use the graph uses their memory for something else.
     """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -143,10 +138,9 @@ class _Replay(torch.autograd.Function):
 
 
 class CapturedPasses(CapturedCallable[Passes]):
-    """Graphs of forward and backward passes, as one node of autograd.
+    """Graphs of forward and backward passes, as one node of autograd, in one memory.
 
-    All graphs share their memory. So while a forward pass waits for its backward pass, another one runs eagerly, and a second backward
-    pass (``retain_graph``) raises RuntimeError.
+    While a forward pass waits for its backward pass, another one runs eagerly; a second backward pass raises RuntimeError.
     """
 
     def __init__(self, what: str, max_graphs: int, warmup: int, say: Callable[[str], None]) -> None:
@@ -178,12 +172,7 @@ class CapturedPasses(CapturedCallable[Passes]):
     ) -> Passes:
         """Capture ``run(*make_inputs())`` and its gradients by inputs that require one and by the module's parameters.
 
-        Args:
-            module: whose parameters ``run`` uses.
-            make_inputs: makes the inputs, in the pool.
-            run: the forward pass.
-            inside: contexts for it.
-            behind: a context for the backward pass.
+        ``inside`` are contexts for the forward pass, and ``behind`` is one for the backward pass.
         """
         stream, pool = self._pool.stream(), self._pool.handle
         captured = Passes(stream)

@@ -25,11 +25,7 @@ _MOST_SAVED = 4
 
 
 class _Captured:
-    """One input shape's graph, and where it reads and writes.
-
-    Input and outputs are places in the pool that other graphs use for something else: they are written before a replay, and
-    copied right behind it.
-    """
+    """One input shape's graph, and where it reads and writes: places in the pool that other graphs use for something else."""
 
     def __init__(self, stream: torch.cuda.Stream, held: list[Tensor]) -> None:
         self.graph = Graph(stream)

@@ -1,7 +1,7 @@
 """The items of a loss, which loops read after each iteration for their progress bar.
 
-Reading a tensor waits for all that was launched on its stream, so the GPU would idle from the end of each iteration until the host has
-prepared the next one. These items are read when they are known: the GPU still works on the backward pass while the host goes on.
+Reading a tensor waits for all that was launched on its stream. These items are read when they are known: the GPU still works on the
+backward pass while the host goes on.
 """
 
 from __future__ import annotations
@@ -68,11 +68,8 @@ class LossItems(Tensor):
 def read_early(items: Tensor, beside: bool) -> Tensor:
     """The items of one call of a loss, just computed on the current stream: reading them waits for nothing that is launched later.
 
-    They are plain where they are not on a GPU, are part of a graph, or in a process group, whose functions write to tensors unseen.
-
-    Args:
-        items: the items.
-        beside: compute means of them on a stream of their own, for hosts that do so after the backward pass.
+    They are plain where they are not on a GPU, are part of a graph, or in a process group. With ``beside``, means of them are computed on a
+    stream of their own.
     """
     if not _can_be_early(items):
         return items
@@ -80,10 +77,7 @@ def read_early(items: Tensor, beside: bool) -> Tensor:
 
 
 def copy_early(items: Tensor, known: torch.cuda.Event) -> Tensor:
-    """A copy of a graph's items: reading it waits for ``known`` alone, which the replay just launched records behind the items.
-
-    What is launched later on the current stream, the next replay included, waits for the copy.
-    """
+    """A copy of a graph's items: reading it waits for ``known`` alone, which the replay just launched records behind the items."""
     if not _can_be_early(items):
         return items.clone()
     return _computed_beside(Tensor.clone, (items,), [known], torch.cuda.current_stream(items.device))

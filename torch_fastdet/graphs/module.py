@@ -27,10 +27,7 @@ from torch_fastdet.rewrites.casts import weights_cast_once
 
 
 def _with_strides(gradient: torch.Tensor | None, strides: tuple[int, ...]) -> torch.Tensor | None:
-    """An output's gradient as a graph holds it: the order in which a bias' gradient is added up depends on its strides.
-
-    It is None where another output of the same operator has the only gradient.
-    """
+    """An output's gradient with the strides that a graph has: the order in which a bias' gradient is added up depends on them."""
     if gradient is None or gradient.stride() == strides:
         return gradient
     return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)

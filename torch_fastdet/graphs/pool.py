@@ -19,18 +19,11 @@ T = TypeVar("T")
 
 
 class GraphPool(Owner, Generic[G]):
-    """Captured graphs by key, in one memory pool.
+    """At most ``max_graphs`` captured graphs by key, in one memory pool; the least recently used goes first.
 
-    Only one graph runs at a time, so all of them share one pool. At most ``max_graphs`` are kept; the least recently used
-    goes first. A key's first ``warmup`` calls run eagerly. Where an eager call or a capture runs out of memory, the pictures on
-    the GPU are dropped, then all graphs that this thread used last, and it runs again. A key that there is no memory to capture
-    runs eagerly from then on, until :meth:`reset`; others, such as those of a smaller batch, are still captured.
-
-    Args:
-        max_graphs: how many graphs to keep.
-        warmup: eager calls of a key before it is captured.
-        say: takes one line each time something is dropped because memory ran out.
-        forget: called when graphs are dropped, so that their owner drops what it made for them.
+    Where an eager call or a capture runs out of memory, cheaper owners and then all graphs of this thread are dropped, and it runs again. A
+    key that there is no memory to capture runs eagerly until :meth:`reset`. ``say`` takes a line each time, and ``forget`` is called when
+    graphs are dropped.
     """
 
     what, cost = "CUDA graphs", CAPTURE
@@ -103,13 +96,9 @@ class GraphPool(Owner, Generic[G]):
         return self._calls[key] >= self.warmup and key not in self._too_large
 
     def warm_up(self, key: Hashable, run: Callable[[], T], written: Iterable[torch.Tensor] | None = None) -> T:
-        """Run eagerly, and count it. A call that raises does not count.
+        """Run eagerly, and count it, unless it raises.
 
-        Args:
-            key: of the call.
-            run: the call.
-            written: what a training pass may change, such as batch norm's statistics: where it runs again, it begins with the same values
-                and random numbers.
+        ``written`` is what a training pass may change: where it runs again, it begins with the same values and random numbers.
         """
         run = run if written is None else _from_the_same(run, list(written), self.device)
         result = with_room(run, self.device, self._say)
@@ -117,10 +106,7 @@ class GraphPool(Owner, Generic[G]):
         return result
 
     def capture(self, key: tuple, make: Callable[[], G]) -> G | None:
-        """Keep what ``make()`` captures, with its memory from ``handle``; None where there is no memory for it.
-
-        Where it fails, all graphs are dropped. ``key`` begins with the shape of the input.
-        """
+        """Keep what ``make()`` captures, with its memory from ``handle``; None, and no graph is left, where there is no memory for it."""
         while len(self._graphs) >= self.max_graphs:
             self._graphs.popitem(last=False)
 

@@ -1,9 +1,7 @@
 """Gradients and buffers of a model that several processes train: what DistributedDataParallel does, on flat memory.
 
-A replayed backward pass writes the gradients itself, so the hooks of DistributedDataParallel do not run. Here all gradients
-of a dtype lie in one flat tensor, which is averaged over the ranks behind the backward pass, on the current stream and
-without a host sync. Nothing of NCCL is captured: a graph does not outlive its process group, and a rank that runs eagerly,
-because its image size is new or its capture failed, exchanges the same tensors as a rank that replays.
+A replayed backward pass runs no hooks. So all gradients of a dtype lie in one flat tensor, which is averaged over the ranks behind the
+backward pass, without a host sync. Nothing of NCCL is captured: ranks that run eagerly exchange the same tensors.
 """
 
 from __future__ import annotations
@@ -41,19 +39,12 @@ def training_group(process_group: dist.ProcessGroup | None = None) -> dist.Proce
 
 
 def _wait(work: Any) -> None:
-    """Make the current stream wait, as DistributedDataParallel does.
-
-    ``work.wait()`` would make the host wait under TORCH_NCCL_BLOCKING_WAIT, which Ultralytics' trainer sets.
-    """
+    """Make the current stream wait. ``work.wait()`` would make the host wait under TORCH_NCCL_BLOCKING_WAIT, which Ultralytics sets."""
     work.get_future().wait()
 
 
 def start_alike(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give parameters and buffers the values of the group's first rank.
-
-    Raises:
-        RuntimeError: on every rank, where the ranks' models differ in names, shapes, strides, dtypes or requires_grad.
-    """
+    """Give parameters and buffers the values of the group's first rank; raise RuntimeError on every rank if the models differ."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     described = "\n".join(f"{name} {tuple(t.shape)} {t.stride()} {t.dtype} {t.requires_grad}" for name, t in tensors)
     number = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7], "big")
@@ -102,10 +93,8 @@ class _Packed:
 
 
 class BufferBroadcast:
-    """Buffers of the group's first rank for all ranks.
-
-    Not sent are the running statistics of batch norm in training mode. A training pass writes them and reads none, and they are
-    most of a model's buffers: each rank keeps its own, and the first rank's are those that are averaged, validated and saved.
+    """Buffers of the group's first rank for all ranks, without the running statistics of batch norm in training mode, which no
+    training pass reads: each rank keeps its own.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -194,15 +183,10 @@ def _nothing() -> None:
 
 
 class GradientAverage:
-    """The mean of all ranks' gradients, one all-reduce for each dtype.
+    """The mean of all ranks' gradients, one all-reduce for each dtype: the same tensors in the same order on every rank.
 
-    Every rank exchanges the same tensors in the same order, whatever its batch was and whether it replayed a graph. A
-    parameter without a gradient on one rank counts as zeros there; without one on any rank it keeps none. To know that, a
-    rank where gradients are missing reads the marks behind them, which waits for the GPU. So does DistributedDataParallel with
-    ``find_unused_parameters``.
-
-    Args:
-        group: the process group.
+    A parameter without a gradient on one rank counts as zeros there; without one on any rank it keeps none, for which a rank where gradients
+    are missing waits for the GPU, as DistributedDataParallel does with ``find_unused_parameters``.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -291,11 +275,7 @@ class GradientAverage:
 
     @torch.no_grad()
     def exchange(self, missing: Sequence[int] = ()) -> list[int]:
-        """Average what lies in the places; returns those of ``missing`` that have a gradient on another rank.
-
-        Args:
-            missing: parameters without a gradient on this rank, by their place in :attr:`parameters`.
-        """
+        """Average what lies in the places; returns those of ``missing``, by their place in :attr:`parameters`, that another rank has."""
         layout = self._layout
         assert layout is not None
         for index in missing:
@@ -326,9 +306,7 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 class Ranks:
     """What surrounds the passes of one model that several ranks train; DistributedDataParallel's part of the work.
 
-    DistributedDataParallel sends buffers before a forward pass, while the GPU has nothing to do. Here they are sent behind the
-    gradients, while it runs the backward pass; only where no backward pass came, or where norms were frozen since, before the
-    next forward pass.
+    Buffers are sent behind the gradients, while the GPU runs the backward pass; before a forward pass only where none came.
     """
 
     def __init__(self, group: dist.ProcessGroup, broadcast_buffers: bool = True) -> None:

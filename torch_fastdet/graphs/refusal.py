@@ -47,11 +47,7 @@ def _label(name: str, module: nn.Module) -> str:
 
 
 def location_of(error: BaseException, module: nn.Module) -> str:
-    """The innermost part of ``module`` whose forward raised ``error``, for a message.
-
-    Read from the traceback. Hooks would tell too, but a module with hooks runs otherwise: ``bn_act_optim`` and others
-    leave it to stock.
-    """
+    """The innermost part of ``module`` whose forward raised ``error``, read from the traceback: with hooks modules run otherwise."""
     labels = {id(child): _label(name, child) for name, child in module.named_modules()}
     found, step = "the model", error.__traceback__
     while step is not None:

@@ -17,17 +17,9 @@ from torch_fastdet.graphs.captured import CapturedPasses, Passes
 class RowGraphs(CapturedPasses):
     """CUDA graphs of ``function(*rows)`` and its gradients, for a loss that autograd runs around them.
 
-    The number of rows changes from call to call: zeros fill them up to one of four numbers between a power of two and the next, each of
-    which is captured at its second call. ``function`` must give rows of zeros no weight. Eager calls are filled up as well: they have a
-    replay's bits.
-
-    Gradients come back through autograd, those of the parameters too: hooks of DistributedDataParallel see them.
-
-    Args:
-        what: is captured, for the messages.
-        say: takes the line of the first capture.
-        warn: takes one line where calls run eagerly.
-        max_graphs: how many graphs to keep; what comes later runs eagerly.
+    Zeros, to which ``function`` must give no weight, fill the rows up to one of four numbers between a power of two and the next, each of which
+    is captured at its second call. ``say`` takes the line of the first capture, and ``warn`` one where calls run eagerly. What comes after
+    ``max_graphs`` runs eagerly.
     """
 
     def __init__(
@@ -41,13 +33,9 @@ class RowGraphs(CapturedPasses):
     def __call__(
         self, function: Callable[..., Tensor], module: nn.Module, rows: tuple[Tensor, ...], key: Hashable = None
     ) -> Tensor:
-        """``function(*rows)``, a tensor.
+        """``function(*rows)``, a tensor, where the rows have one number and ``module`` the parameters and buffers.
 
-        Args:
-            function: takes the rows.
-            module: of which it uses parameters and buffers.
-            rows: tensors with the same number of rows.
-            key: what else decides what it does. Tensors that it reads beside these are to be in there: the key keeps them.
+        ``key`` is what else decides what it does, and holds the tensors that it reads beside these.
         """
         device = rows[0].device
         if (

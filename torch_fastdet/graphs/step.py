@@ -423,9 +423,8 @@ class TrainStep(CapturedCallable[_Phase]):
         return items, frozenset(i for i, gradient in enumerate(new) if gradient is not None)
 
     def _add_up(self, new: tuple[torch.Tensor | None, ...], first: bool, last: bool) -> dict[int, torch.Tensor]:
-        """The gradients so far with ``new`` among them, by their place; kept for the next micro-batch unless this is the last.
-
-        The kept sums are not written in the last micro-batch: where the step raises, the call can be made again.
+        """The gradients so far with ``new`` among them, by their place; kept for the next micro-batch unless this is the last, which
+        writes no sums: where the step raises, the call can be made again.
         """
         kept = [sums for _, sums in self._gradients]
         totals = {i: _capture.as_parameter(g, self._gradients[i][0]) for i, g in enumerate(new) if g is not None}

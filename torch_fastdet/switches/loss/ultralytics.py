@@ -24,7 +24,7 @@ from torch_fastdet._say import count, warn
 from torch_fastdet._torch.tensors import DeviceNumbers
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.graphs.rows import RowGraphs
-from torch_fastdet.ops.v8_loss import v8_with_parts
+from torch_fastdet.ops.v8_loss import v8_mask_part, v8_with_parts
 from torch_fastdet.patching.by_name import ByName
 from torch_fastdet.patching.replace import defined_in
 from torch_fastdet.patching.stand_in import stand_in
@@ -301,23 +301,9 @@ class _SegmentationLoss(_DetectionLoss):
 
     def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
         coefficients, protos = preds["mask_coefficient"], self.prototypes(preds)
-        dtype = torch.promote_types(coefficients.dtype, protos.dtype)
-        masks = batch["masks"].to(protos.device)
-        if masks.shape[-2:] != protos.shape[-2:]:
-            protos = F.interpolate(protos, masks.shape[-2:], mode="bilinear", align_corners=False)
-        height, width = (round(side * self.strides()[0]) for side in slots.sizes[:2])
-        part, item, *_ = torch.ops.torch_fastdet.v8_mask_loss.default(
-            coefficients.to(dtype),
-            protos.to(dtype),
-            masks,
-            slots.targets,
-            slots.settings[:DETECTION_SETTINGS],
-            slots.anchor,
-            slots.row,
-            [height, width],
-            None,
-            self.overlap,
-        )
+        masks, settings = batch["masks"].to(protos.device), slots.settings[:DETECTION_SETTINGS]
+        rows = slots.targets, settings, slots.anchor, slots.row, self.strides(), slots.sizes
+        part, item = v8_mask_part(coefficients, protos, masks, *rows, None, self.overlap)
         if not isinstance(preds["proto"], tuple):
             zero = items.new_zeros(1)  # the semantic part
             return v8_with_parts(loss, part, zero), v8_with_parts(items, item, zero)
