@@ -132,19 +132,3 @@ def test_an_error_of_the_host_is_the_hosts(recorder):
     with pytest.raises(FileNotFoundError, match=r"7\.jpg") as error:
         recorder.items(fails, fails)
     assert error.value.__context__ is None and recorder.refusal is None
-
-
-SCALE = 2
-
-
-def doubled(x):
-    return x * SCALE
-
-
-def test_copies_are_stale_when_a_name_means_something_else(recorder, monkeypatch):
-    copies = recorder.copies
-    copy = copies.of(canvas)
-    assert copy is copies.of(canvas) is not canvas and copies.are_current()
-    assert copies.of(doubled)(3) == 6
-    monkeypatch.setitem(globals(), "SCALE", 3)
-    assert not copies.are_current()

@@ -744,11 +744,6 @@ class Copies:
         self._modules: dict[int, tuple[Any, types.ModuleType]] = {id(module): (module, r) for module, r in recorders}
         self._made: dict[int, tuple[types.FunctionType, types.FunctionType]] = {}
         self._names: dict[int, dict[str, Any]] = {}
-        #: What copies were made of: they are stale once a name means something else.
-        self._meant: dict[tuple[int, str], tuple[Any, str, Any]] = {}
-
-    def are_current(self) -> bool:
-        return all(names.get(name) is value for names, name, value in self._meant.values())
 
     def methods(self, cls: type) -> dict[str, Any]:
         """Copies of a class's own and inherited methods that use OpenCV, numpy or torch."""
@@ -758,7 +753,6 @@ class Copies:
                 found.pop(name, None)
                 if _is_foreign(owner):
                     continue
-                self._mean(vars(owner), name, value)
                 function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
                 if isinstance(function, types.FunctionType):
                     made = self.of(function)
@@ -788,15 +782,10 @@ class Copies:
         """Put recorders and copies in place of what a function finds under the names that it uses."""
         for name in used & known.keys():
             value = known[name]
-            self._mean(known, name, value)
             if id(value) in self._modules:
                 module, recording = self._modules[id(value)]
                 names[name] = recording
                 for attribute in used & vars(module).keys() - vars(recording).keys():  # no detour by __getattr__
-                    self._mean(vars(module), attribute, vars(module)[attribute])
                     setattr(recording, attribute, getattr(recording, attribute))
             elif isinstance(value, types.FunctionType):
                 names[name] = self.of(value)
-
-    def _mean(self, names: object, name: str, value: object) -> None:
-        self._meant[id(names), name] = names, name, value

@@ -200,18 +200,8 @@ def v8_mask_part(
         protos = F.interpolate(protos, [masks.shape[1], masks.shape[2]], mode="bilinear", align_corners=False)
     # A stride that float32 cannot hold, as 320 / 12, gives a whole number of pixels after rounding alone.
     image_size = [int(round(side * strides[0])) for side in sizes[:2]]  # noqa: RUF046  TorchScript's round() gives a float
-    dtype = torch.promote_types(coefficients.dtype, protos.dtype)
     loss, item, _, _, _, _ = torch.ops.torch_fastdet.v8_mask_loss(
-        coefficients.to(dtype),
-        protos.to(dtype),
-        masks,
-        targets,
-        settings,
-        slot_anchor,
-        slot_row,
-        image_size,
-        num_targets,
-        overlap,
+        coefficients, protos, masks, targets, settings, slot_anchor, slot_row, image_size, num_targets, overlap
     )
     return loss, item
 

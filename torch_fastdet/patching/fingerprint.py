@@ -32,14 +32,11 @@ def _words(node: ast.AST) -> Iterator[str]:
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "type_params", "type_ignores", "type_comment", "kind", "ctx"):
             continue
-        if name == "body" and isinstance(value, list) and value and _is_docstring(value[0]):
-            value = value[1:]
+        if name == "body" and isinstance(value, list) and value and isinstance(value[0], ast.Expr):
+            docstring = isinstance(value[0].value, ast.Constant) and isinstance(value[0].value.value, str)
+            value = value[docstring:]
         for part in value if isinstance(value, list) else [value]:
             if isinstance(part, ast.AST):
                 yield from _words(part)
             elif part is not None:
                 yield f"{name}={part!r}"
-
-
-def _is_docstring(node: object) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

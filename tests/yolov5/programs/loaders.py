@@ -624,22 +624,6 @@ def fork_floats():
         dataloaders.LoadImagesAndLabels.__getitem__ = stock
 
 
-def changed_later():
-    """A function that is exchanged while a training runs counts from the next batch on."""
-
-    def exchanged(root, **options):
-        random.seed(0)
-        np.random.seed(0)
-        torch.manual_seed(0)
-        loader, _ = dataloaders.create_dataloader(str(root / "images"), SIZE, 6, 32, **options)
-        found = [(images.cpu(), labels.cpu(), paths) for images, labels, paths, _ in loader]
-        with fork(augment_hsv=blurred):
-            return found + [(images.cpu(), labels.cpu(), paths) for images, labels, paths, _ in loader]
-
-    root = make("boxes")
-    compare(ours(exchanged, root, **TRAIN, workers=0), exchanged(root, **TRAIN, workers=0))
-
-
 TRAIN = {"augment": True, "hyp": HYP}
 CASES = {
     "train": lambda: [same(**TRAIN, workers=workers, shuffle=True) for workers in (0, 1, 3)],
@@ -686,7 +670,6 @@ CASES = {
     "fork_unknown": fork_unknown,
     "fork_elsewhere": fork_elsewhere,
     "fork_floats": fork_floats,
-    "changed_later": changed_later,
 }
 
 if __name__ == "__main__":

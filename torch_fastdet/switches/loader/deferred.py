@@ -36,9 +36,6 @@ class Planner:
         #: The data set whose own ``load_image`` notes what is loaded: mosaics choose among the images that were loaded last.
         self.reader = reader(type(dataset), dataset.__dict__, memory.original)
 
-    def is_current(self) -> bool:
-        return self.recorder.copies.are_current()
-
     def items(self, indices: list[int]) -> list[dict[str, Any]]:
         """What stock's data set returns for a batch, with a :class:`Picture` under ``img``."""
         loaded = list(self._stock.buffer)

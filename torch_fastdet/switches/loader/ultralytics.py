@@ -182,7 +182,7 @@ class Plans:
         if cannot_plan(self.dataset) is not None:
             decode_kept(self.dataset, self.memory)
             return [self.dataset[index] for index in indices]
-        if self._planner is None or not self._planner.is_current():
+        if self._planner is None:
             self._planner = Planner(self.dataset, self.memory, self.files, self.size)
         return self._planner.items(indices)
 

@@ -35,9 +35,6 @@ class Planner:
         self._recording.__dict__ = dataset.__dict__
         self._recording.recorder = self.recorder
 
-    def is_current(self, dataset: YOLOv5Dataset) -> bool:
-        return self.recorder.memory is dataset.memory and self.recorder.copies.are_current()
-
     def items(self, indices: list[int], dataset: YOLOv5Dataset) -> list:
         return self.recorder.items(
             lambda: [self._item(index) for index in indices], lambda: [dataset[index] for index in indices]
@@ -125,7 +122,7 @@ def dataset_class(stock: type) -> type:
         def __getitems__(self, indices: list[int]) -> list:
             if isinstance(indices, Indices):
                 planner = self._planner
-                if planner is None or not planner.is_current(self):
+                if planner is None or planner.recorder.memory is not self.memory:
                     self._planner = planner = Planner(self)
                 return planner.items(indices, self)
             return [self[index] for index in indices]

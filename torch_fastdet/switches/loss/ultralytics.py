@@ -303,7 +303,8 @@ class _SegmentationLoss(_DetectionLoss):
         coefficients, protos = preds["mask_coefficient"], self.prototypes(preds)
         masks, settings = batch["masks"].to(protos.device), slots.settings[:DETECTION_SETTINGS]
         rows = slots.targets, settings, slots.anchor, slots.row, self.strides(), slots.sizes
-        part, item = v8_mask_part(coefficients, protos, masks, *rows, None, self.overlap)
+        dtype = torch.promote_types(coefficients.dtype, protos.dtype)
+        part, item = v8_mask_part(coefficients.to(dtype), protos.to(dtype), masks, *rows, None, self.overlap)
         if not isinstance(preds["proto"], tuple):
             zero = items.new_zeros(1)  # the semantic part
             return v8_with_parts(loss, part, zero), v8_with_parts(items, item, zero)
