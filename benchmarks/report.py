@@ -13,12 +13,11 @@ import argparse
 import json
 import re
 import shutil
-import string
 import sys
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -28,41 +27,35 @@ PLOT = DOCS / "headlines.png"
 # What users run who tune nothing, as the benchmarks call it; "stock loop" in older results.
 STOCK = ("stock", "stock decode + suppression", "eager", "stock loop")
 COCO_CASE = "yolov5s, batch 64, train.py, 118,287 JPEGs of 640x480, 83 kB"  # of every epoch but the first
-# README's table and plot: YOLOv5s at the batch sizes of its users, a row or more of every benchmark, each of which `make bench`
-# measures, for a missing one is an error. title, benchmark, case, ours. "h100:" before a benchmark takes it from another machine, if
-# it was measured there.
+
+
+class Headline(NamedTuple):
+    """A row of README's table and plot: a case of a benchmark, and the two variants that it compares."""
+
+    title: str
+    benchmark: str  # "h100:" before it takes it from another machine, if it was measured there
+    case: str
+    ours: str = OURS
+    before: str = ""  # a variant, or stock
+    times: int = 1  # how many of the case the row is of
+
+
+COCO = 118_287  # images
+EPOCH = -(-COCO // 64)
+# The first eight of these that were measured. `make bench` measures most of them.
 HEADLINES = [
-    ("train.py with its default options on 118,287 JPEGs (COCO's size), an iteration, yolov5s, batch 64", "dataset", COCO_CASE,
-     "torch_fastdet"),
-    ("the same on an H100", "h100:dataset", COCO_CASE, "torch_fastdet"),
-    ("train.py with its default options, an iteration, yolov5s, batch 16, JPEGs from disk", "train",
-     "yolov5s, batch 16, train.py's default options, JPEGs from disk", "torch_fastdet"),
-    ("train.py with its default options, an iteration, yolov5s, batch 64, JPEGs from disk", "train",
-     "yolov5s, batch 64, train.py's default options, JPEGs from disk", "torch_fastdet"),
-    ("train.py on two GPUs, an iteration, yolov5s, 16 images a GPU", "distributed",
-     "yolov5s, 16 a GPU, train.py, 2 GPUs", "torch_fastdet"),
-    ("Ultralytics' trainer, an iteration, yolov8s, batch 16", "ultralytics", "yolov8s, batch 16", "torch_fastdet"),
-    ("Ultralytics' trainer, an iteration, yolo26s, batch 16", "ultralytics", "yolo26s, batch 16", "torch_fastdet"),
-    ("val.py's pass over 1,536 JPEGs, yolov5s in half precision, batch 32", "val",
-     "val.py, yolov5s, half, batch 32, 1536 JPEGs of 640x640: the pass over the pictures", "torch_fastdet"),
-    ("YOLO(\"yolov8n\").predict of a picture in memory", "pictures", "YOLO(yolov8n).predict, one 1080p picture in memory",
-     "torch_fastdet"),
-    ("Training step, yolov5s, batch 16", "step", "yolov5s, batch 16, loop", "torch_fastdet TrainStep"),
-    ("Training step, yolov5s, batch 64", "step", "yolov5s, batch 64, loop", "torch_fastdet TrainStep"),
-    ("YOLOv5 loss, forward + backward, batch 16", "loss", "640x640, batch 16, 8 boxes an image", "torch_fastdet"),
-    ("Unscale + clip + SGD + EMA", "multi_tensor", "unscale + clip + SGD + EMA s", "torch_fastdet FusedStep"),
-    ("EMA alone", "multi_tensor", "EMA s", "torch_fastdet ModelEMA.update"),
-    ("CIoU loss of 3,000 pairs, forward + backward", "bbox_iou", "CIoU loss forward+backward n=3000", "torch_fastdet"),
-    ("Upsample, batch 64, NHWC", "upsample", "forward NHWCfp16(64,256,40,40)", "torch_fastdet"),
-    ("Upsample + concat, forward + backward", "upsample", "cat forward+backward NHWCfp16(64,256,40,40)", "torch_fastdet"),
-    ("NMS, one image, conf .25", "nms", "suppression, batch 1, conf .25", "torch_fastdet list"),
-    ("NMS, batch 32, validation, trained: some 6,000 candidates an image", "nms", "suppression, batch 32, sparse validation",
-     "torch_fastdet list"),
-    ("NMS, batch 32, validation, first epochs: 30,000 taken", "nms", "suppression, batch 32, validation", "torch_fastdet list"),
-    ("Raw heads to detections, batch 32, conf .25", "nms", "raw heads to detections, batch 32, conf .25",
-     "torch_fastdet list"),
+    Headline("train.py of YOLOv5: an epoch of 118,287 images (COCO's size), yolov5s", "dataset", COCO_CASE, times=EPOCH),
+    Headline("train.py of YOLOv5: an epoch of 118,287 images (COCO's size), yolov5s", "h100:dataset", COCO_CASE, times=EPOCH),
+    Headline("Ultralytics' trainer: an iteration of yolov8s, batch 16", "ultralytics", "yolov8s, batch 16"),
+    Headline("Ultralytics' trainer: an iteration of yolo26s, batch 16", "ultralytics", "yolo26s, batch 16"),
+    Headline("Ultralytics' trainer: an iteration of yolov8s-seg, batch 16", "ultralytics", "yolov8s-seg, batch 16"),
+    Headline("val.py of YOLOv5: the whole command on 5,000 JPEGs, yolov5s", "val",
+             "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command"),
+    Headline("YOLO(\"yolov8n\").predict of one image in memory", "pictures",
+             "YOLO(yolov8n).predict, one 1080p picture in memory"),
+    Headline("your own loop: a step of yolov5s, batch 16 (before: torch.compile)", "step", "yolov5s, batch 16, loop",
+             "torch_fastdet TrainStep", "stock, tuned, torch.compile, reduce-overhead"),
 ]  # fmt: skip
-COCO = 118_287  # pictures
 # What docs/results.md shows of a section, in this order; the folders' tables.md have every row.
 SHOWN = {
     "gpu-dataset": (f"{COCO_CASE}, first epoch", COCO_CASE, COCO_CASE.replace("batch 64", "batch 16")),
@@ -72,18 +65,82 @@ SHOWN = {
         "yolov5s, batch 16, train.py's default options, JPEGs from disk",
         "yolov5s-seg, batch 16, segment/train.py",
     ),
+    "h100-train": ("yolov5s-seg, batch 16, segment/train.py", "yolov5s-cls, batch 64, classify/train.py"),
+    "gpu-distributed": tuple(f"yolov5{name} a GPU, train.py, 2 GPUs" for name in ("s, 16", "s, 64", "m, 32")),
     "gpu-ultralytics": (
-        *("yolov8s, batch 16", "yolov8s, batch 64", "yolo11s, batch 16", "yolo26s, batch 16"),
-        *("yolov8s-seg, batch 16", "yolov8s-pose, batch 16", "yolov8s-obb, batch 16", "yolov8s-cls, batch 64"),
-        "yolov8s-obb, batch 16: validation's pass over 1024 pictures",  # of all validations we gain least in it
+        *("yolov8s, batch 16", "yolov8s, batch 64", "yolov8m, batch 32"),
+        *("yolo11s, batch 16", "yolo12s, batch 16", "yolo26s, batch 16"),
+        *("yolov8s-seg, batch 16", "yolo26s-seg, batch 16", "yolov8s-pose, batch 16", "yolo26s-pose, batch 16"),
+        *("yolov8s-obb, batch 16", "yolo26s-obb, batch 16", "yolov8s-cls, batch 64"),
+    ),
+    "h100-ultralytics": tuple(
+        f"{model}: validation's pass over 1024 pictures"
+        for model in (
+            *("yolov8s, batch 16", "yolov8s-seg, batch 16", "yolov8s-pose, batch 16", "yolov8s-obb, batch 16"),
+            *("yolov8s-cls, batch 64", "yolo26s-seg, batch 16", "yolo26s-pose, batch 16", "yolo26s-obb, batch 16"),
+        )
     ),
     "gpu-val": (
-        "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the pass over the pictures",
         "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command",
+        "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the pass over the pictures",
+        "segment/val.py, yolov5s, half, batch 32, 1024 JPEGs of 640x640: the whole command",
     ),
+    "gpu-pictures": ("YOLO(yolov8n).predict, one 1080p picture in memory",),
     "gpu-training_truth_small": ("mAP50-95", "val obj loss"),
     "gpu-summary": ("yolov5s, batch 16, loop", "yolov5s, batch 64, loop", "suppression, batch 32, conf .25"),
     "cpu-summary": ("yolov5n, batch 16, train.py at 128", "validation, batch 32 of 128x128, CPU fp32"),
+    "gpu-bbox_iou-floor": tuple(
+        f"{what} n={n}" for n in (3000, 1000000) for what in ("CIoU loss forward+backward", "bbox_iou CIoU forward")
+    ),
+    "gpu-upsample-floor": tuple(
+        f"{what} {shape}"
+        for shape in ("NCHWfp16(64,256,40,40)", "NHWCfp16(64,256,40,40)", "NHWCfp16(16,512,20,20)")
+        for what in ("forward", "backward", "cat forward+backward")
+    ),
+    "gpu-multi_tensor-floor": (
+        *("EMA s", "SGD momentum nesterov s", "unscale + clip + SGD + EMA s"),
+        *("unscale + clip + SGD + EMA n", "unscale + clip + SGD + EMA x", "clip_grad_norm_ s"),
+    ),
+    "gpu-loss-floor": (
+        *("640x640, batch 16, 8 boxes an image", "640x640, batch 64, 8 boxes an image"),
+        *("640x640, batch 16, 40 boxes an image", "segmentation, 640x640, batch 16, 8 boxes an image"),
+    ),
+    "gpu-bn_act-floor": (
+        *(f"forward+backward {shape}" for shape in ("NHWCfp16(64,64,160,160)", "NCHWfp16(64,64,160,160)")),
+        *(f"forward+backward NHWCfp16({shape})" for shape in ("64,256,40,40", "16,256,40,40")),
+        "concatenation of two (64,32,160,160)",
+    ),
+    "gpu-stem_conv-floor": (
+        *("stem 6x6, 32 outputs, batch 64", "stem 6x6, 32 outputs, batch 16"),
+        *("stem 3x3, 32 outputs, batch 64", "stem 3x3, 16 outputs, batch 16"),
+    ),
+    "gpu-pool-floor": ("SPPF poolings (64,256,20,20)", "SPPF poolings (16,256,20,20)"),
+    "gpu-v8_loss-floor": (
+        *("640x640, v8 head, batch 16, 8 boxes an image", "640x640, v8 head, batch 64, 8 boxes an image"),
+        "640x640, segment, batch 16, 8 boxes an image",
+        *("640x640, pose, batch 16, 8 boxes an image", "640x640, obb, batch 16, 8 boxes an image"),
+    ),
+    "gpu-masks-floor": tuple(
+        f"process_mask{case}, fp16"
+        for case in (
+            ", 300 masks of 640x640, usual boxes",
+            ", 300 masks of 640x640, boxes that cover it",
+            "_native, 300 masks of 1080x1920, usual boxes",
+        )
+    ),
+    "gpu-image-floor": (
+        *("mosaic, affine, HSV, flip, batch 64 of 640x640", "mosaic, perspective, HSV, flip, batch 64 of 640x640"),
+        "letterbox, batch 32 of 1080p to 640x640",
+    ),
+    "gpu-jpeg-floor": tuple(
+        f"{n} JPEGs of 640x480, 92 kB, quality 90, {part}"
+        for n in (256, 64)
+        for part in ("whole", "as mosaics show them")
+    ),
+    "gpu-nms-floor": (
+        *("suppression, batch 1, conf .25", "suppression, batch 32, conf .25", "suppression, batch 32, validation"),
+        *("raw heads to detections, batch 32, conf .25", "decode, batch 32"),
+    ),
 }
 # Of bench_ultralytics' rows.
 COMPILED = "stock, compile=True"
@@ -111,13 +168,13 @@ BATCHES = (16, 64)
 CARDS = (8, 12, 24, 80)
 # Of a card's memory, what is left to CUDA, its libraries and a desktop. An assumption.
 APART_MIB = 1024
-# Cases of HEADLINES that are newer than the results: each is left out until a run has it.
-PENDING: set[str] = set()
 # What benchmarks/training_truth.py compares: its folders' names, each with a table and a picture beside it.
 TRUTHS = (
     *("training_truth", "training_truth_small", "training_truth_yolov8n", "training_truth_yolo26n"),
     *("training_truth_yolov8n-seg", "training_truth_yolov8n-pose", "training_truth_yolov8n-obb"),
 )
+# The training of each row of the table `truths`: the file that has it.
+TRUTH_ROWS = ("training_truth_small", *TRUTHS[2:])
 # Of a results folder: what a marker stands for, and the picture that is shown below it.
 PICTURES = {
     "roofline": "roofline",
@@ -127,21 +184,21 @@ PICTURES = {
 }
 # What each page shows: one that lost a marker would keep its old figures for ever.
 SECTIONS = {
-    "README.md": ("gpu-epochs", "gpu-headlines"),
+    "README.md": ("gpu-headlines",),
+    "distributed.md": ("gpu-distributed",),
     "upsample.md": ("gpu-upsample-floor",),
     "boxes.md": ("gpu-bbox_iou-floor",),
     "multi_tensor.md": ("gpu-multi_tensor-floor",),
     "yolov5_loss.md": ("gpu-loss-floor",),
-    "nms.md": ("gpu-nms-floor",),
-    "machine.md": ("gpu-memory",),
+    **{f"{name}.md": (f"gpu-{name}-floor",) for name in ("bn_act", "stem_conv", "pool", "v8_loss")},
+    **{f"{name}.md": (f"gpu-{name}-floor",) for name in ("nms", "masks", "image", "jpeg")},
+    "machine.md": ("h100-machine", "gpu-memory"),
     "results.md": (
-        *("gpu-dataset", "h100-dataset", "gpu-train", "gpu-ultralytics", "gpu-val"),
-        *("gpu-training_truth_small", "gpu-summary", "gpu-operators", "cpu-summary"),
+        *("gpu-dataset", "h100-dataset", "gpu-train", "gpu-ultralytics", "h100-ultralytics", "gpu-val"),
+        *("gpu-truths", "gpu-summary", "gpu-operators", "cpu-summary"),
     ),
 }
 APART_FROM_ROWS = ("roofline", "memory_limits")  # JSON that is no benchmark's rows
-Letters = dict[tuple[str, ...], str]  # what `machine_and_day` says of a run -> its letter in a table's column "run"
-NO_LETTERS: Letters = {}
 MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
 
 
@@ -168,10 +225,10 @@ def machines_in(folder: Path) -> set[str]:
 def of_newest_machine(kind: str) -> list[Path]:
     """The folders of the machine of the newest one with rows: a table that mixes machines compares nothing.
 
-    A GPU with all benchmarks of README's table goes before a newer one that has a few.
+    A GPU with the benchmarks of all operators goes before a newer one that has a few.
     """
     found = folders(kind)
-    wanted = {benchmark for _, benchmark, *_ in HEADLINES if ":" not in benchmark}
+    wanted = {name for names in OPERATORS.values() for name in names}
     with_rows = [folder for folder in reversed(found) if machines_in(folder)]
     if not with_rows:
         return found
@@ -242,6 +299,8 @@ def is_ours(variant: str) -> bool:
 
 
 def _time(microseconds: float) -> str:
+    if microseconds >= 100_000_000:
+        return f"{microseconds / 1e6:.0f} s"
     if microseconds >= 1_000_000:
         return f"{microseconds / 1e6:.2f} s"
     if microseconds >= 10_000:
@@ -276,7 +335,9 @@ def _number(template: str, value: float | int | None) -> str:
     return "-" if value is None else template.format(value)
 
 
-SPREAD = "medians, with p10 to p90, the call's 10th to 90th percentile, beside them"
+SPREAD = "Medians, with the 10th to 90th percentile in brackets,"
+NOT_MEASURED = "-"
+APART = "\\*"
 # Columns that a table has where one of its rows has a value: title, key of the row, how it is written.
 OPTIONAL_COLUMNS = (
     ("n", "n", "{}"),
@@ -316,8 +377,13 @@ def benchmark_table(rows: list[dict]) -> str:
     return table(header + [title for title, _, _ in columns], body)
 
 
-def comparison_table(rows: list[dict], letters: Letters = NO_LETTERS) -> str:
-    """Ours beside stock: each case is a line, call to call. tables.md has other variants too."""
+def _apart(rows: Iterable[dict]) -> str:
+    """A mark behind a ratio whose two times are of different days."""
+    return APART * (len({row.get("date") for row in rows}) > 1)
+
+
+def comparison_table(rows: list[dict]) -> str:
+    """Stock beside torch_fastdet: each case is a line, call to call. tables.md has other variants too."""
     rows = [row for row in rows if row["variant"] in ("stock", OURS)]
     peaks = any(row.get("peak_mib") is not None for row in rows)
     cases: dict[str, dict[bool, dict]] = {}
@@ -327,12 +393,14 @@ def comparison_table(rows: list[dict], letters: Letters = NO_LETTERS) -> str:
     body = []
     for case, found in cases.items():
         both = [found.get(ours) for ours in (False, True)]
-        cells = [case, *("-" if row is None else _with_span(row) for row in both)]
-        cells.append(f"{found[False]['median_us'] / found[True]['median_us']:.1f}x" if len(found) == 2 else "-")
+        cells = [case, *(NOT_MEASURED if row is None else _with_span(row) for row in both)]
+        ratio = (
+            len(found) == 2 and f"{found[False]['median_us'] / found[True]['median_us']:.1f}x{_apart(found.values())}"
+        )
+        cells.append(ratio or NOT_MEASURED)
         cells += [_number("{:,.0f}", row["peak_mib"] if row else None) for row in both] if peaks else []
-        body.append(cells + _runs(letters, found.values()))
-    header = ["case", "stock", OURS, "stock / ours", *(["peak MiB, stock", "peak MiB, ours"] if peaks else [])]
-    return table(header + ["run"] * bool(letters), body)
+        body.append(cells)
+    return table(["case", "stock", OURS, "faster", *(["MiB, stock", f"MiB, {OURS}"] if peaks else [])], body)
 
 
 def _ours(row: dict, alternative: float) -> tuple[str, str]:
@@ -351,8 +419,8 @@ def _beside_the_best(rows: list[dict]) -> Iterable[tuple[str, dict, list[dict]]]
             yield case, min(others, key=lambda row: row["median_us"]), ours
 
 
-def summary_table(benchmarks: dict[str, list[dict]], letters: Letters = NO_LETTERS) -> str:
-    """Each case once, call to call, wins and losses alike: the best alternative against ours.
+def summary_table(benchmarks: dict[str, list[dict]]) -> str:
+    """Each case once, call to call, wins and losses alike: the best alternative beside torch_fastdet.
 
     A benchmark lists first the variant of ours that does just what the alternatives do (a list where they return a list). Where
     another of ours is faster, as FusedStep is for those who own their loop, it stands behind it.
@@ -363,12 +431,12 @@ def summary_table(benchmarks: dict[str, list[dict]], letters: Letters = NO_LETTE
             fastest = min(ours, key=lambda row: row["median_us"])
             shown = [ours[0]] if fastest["median_us"] > 0.9 * ours[0]["median_us"] else [ours[0], fastest]
             times, ratios = zip(*(_ours(row, best["median_us"]) for row in shown))
-            cells = [case, f"{best['variant']}: {_with_span(best)}", "; ".join(times), "; ".join(ratios)]
-            body.append(cells + _runs(letters, [best, *shown]))
-    return table(["case", "best alternative", "torch_fastdet", "faster by"] + ["run"] * bool(letters), body)
+            ratio = "; ".join(ratios) + _apart([best, *shown])
+            body.append([case, f"{best['variant']}: {_with_span(best)}", "; ".join(times), ratio])
+    return table(["case", "best alternative", OURS, "faster"], body)
 
 
-def operators_table(benchmarks: dict[str, list[dict]], letters: Letters = NO_LETTERS) -> str:
+def operators_table(benchmarks: dict[str, list[dict]]) -> str:
     """Of each family of OPERATORS the cases in which the first of ours gains most and least, or loses."""
     body = []
     for family, names in OPERATORS.items():
@@ -377,99 +445,46 @@ def operators_table(benchmarks: dict[str, list[dict]], letters: Letters = NO_LET
         found = []
         for case, best, (ours, *_) in _beside_the_best(rows):
             name = ours["variant"].removeprefix(OURS).strip(" ,")
-            times = f"{_time(ours['median_us'])}; {best['variant']}: {_time(best['median_us'])}"
+            times = f"{_time(best['median_us'])} ({best['variant']}), {_time(ours['median_us'])}"
             text = f"{case} ({name}): {times}" if name else f"{case}: {times}"
-            found.append((best["median_us"] / ours["median_us"], text, _runs(letters, [best, ours])))
-        ends = max(found), min(found)
-        body.append([family, *(cell for ratio, text, run in ends for cell in (text, f"{ratio:.1f}x", *run))])
-    run = ["run"] * bool(letters)
-    return table(["operators", "best case", "best other / ours", *run, "worst case", "best other / ours", *run], body)
+            ratio = best["median_us"] / ours["median_us"]
+            found.append((ratio, text, f"{ratio:.1f}x{_apart([best, ours])}"))
+        body.append([family, *(cell for _, *cells in (max(found), min(found)) for cell in cells)])
+    return table(["operators", "best case", "faster", "worst case", "faster"], body)
 
 
 def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
-    """HEADLINES with their figures, call to call, less those that were measured without stock's packages."""
+    """HEADLINES with their figures, call to call, less those that were not measured, or without the variant before."""
     found = []
-    for title, benchmark, case, variant in HEADLINES:
-        machine, _, benchmark = benchmark.rpartition(":")
-        known = load_newest(machine) if machine else benchmarks
-        again = f"python -m benchmarks --only {benchmark}"
-        if (machine or case in PENDING) and not any(row["case"] == case for row in known.get(benchmark, [])):
-            continue
-        if benchmark not in known:
-            gpu = next((rows[0]["gpu"] for rows in known.values()), "a GPU")
-            raise FileNotFoundError(f"benchmarks/results has no {benchmark}.json of {gpu}; type there: {again}")
-        by_variant = {row["variant"]: row for row in known[benchmark] if row["case"] == case and row["view"] == "call"}
-        times = {name: row["median_us"] for name, row in by_variant.items()}
-        if variant not in times:
-            raise KeyError(
-                f"{benchmark}.json of {known[benchmark][0]['date']} has no row {case}: {variant}; where that run "
-                f"ended early, type: {again}; where the name is another now, mend HEADLINES in benchmarks/report.py"
-            )
-        others = {name: time for name, time in times.items() if not is_ours(name)}
-        stock = next((name for name in STOCK if name in others), None)
-        if stock is None:
-            continue
-        best = min(others, key=lambda name: others[name])
-        spread = {
-            of: {key: by_variant[name].get(key) for key in ("low_us", "high_us", "n")}
-            for of, name in (("stock", stock), ("best", best), ("ours", variant))
-        }
-        found.append({"title": title, "stock": others[stock], "best": others[best], "ours": times[variant],
-                      "best_name": "" if best == stock else best, "ours_name": variant, "spread": spread,
-                      "from": [by_variant[name] for name in dict.fromkeys((stock, best, variant))]})  # fmt: skip
-    return found
-
-
-def _headline(row: dict, of: str) -> str:
-    """A time of a headline; in brackets its spread, as short as can be, because a line has three of them."""
-    time, spread = _time(row[of]), row.get("spread", {}).get(of)
-    said = [text.replace(" = ", "=") for text in (_spread(spread) if spread else [])]
-    if said and said[0].count(" ") == 3:  # both ends have one unit; the time mostly has the same
-        said[0] = said[0].replace(" to ", "-").removesuffix(time[time.index(" ") :])
-    within = ([row["best_name"]] if of == "best" else []) + ([", ".join(said)] if said else [])
-    return time + (f" ({'; '.join(within)})" if within else "")
+    for headline in HEADLINES:
+        machine, _, benchmark = headline.benchmark.rpartition(":")
+        rows = (load_newest(machine) if machine else benchmarks).get(benchmark, [])
+        known = {row["variant"]: row for row in rows if row["case"] == headline.case and row["view"] == "call"}
+        before = next((known[name] for name in (headline.before, *STOCK) if name in known), None)
+        ours = known.get(headline.ours)
+        if before is not None and ours is not None:
+            times = {name: headline.times * row["median_us"] for name, row in (("before", before), ("ours", ours))}
+            ends = {
+                name: [headline.times * row[end] for end in ("low_us", "high_us")]
+                for name, row in (("before", before), ("ours", ours))
+            }
+            found.append({"title": headline.title, **times, "ends": ends, "from": [before, ours]})
+    return found[:8]
 
 
 def headline_table(rows: list[dict]) -> str:
-    """README's table, and the line below it: the machine of each row, as a letter where there are several."""
-    measured = {"": [of_it for row in rows for of_it in row["from"]]}
-    letters = letters_of(measured)
+    """README's table, and the line below it."""
     body = [
-        [row["title"], _headline(row, "stock"), _headline(row, "best") if row["best_name"] else "-",
-         _headline(row, "ours"),
-         f"{row['stock'] / row['ours']:.1f}x",
-         f"{row['best'] / row['ours']:.1f}x" if row["best_name"] else "-",
-         *_runs(letters, row["from"])]
+        [row["title"], _gpu(row["from"][0]), _time(row["before"]), f"**{_time(row['ours'])}**",
+         f"{row['before'] / row['ours']:.1f}x{_apart(row['from'])}"]
         for row in rows
     ]  # fmt: skip
-    header = ["", "stock", "best other", "torch_fastdet", "stock / ours", "best other / ours"]
-    return f"{table(header + ['run'] * bool(letters), body)}\n{provenance(measured, letters=letters)}"
+    below = measured({"": [of_it for row in rows for of_it in row["from"]]})
+    return f"{table(['', 'GPU', 'before', f'with {OURS}', 'faster'], body)}\n{below}"
 
 
-def epochs_of_coco() -> str:
-    """README's sentences on runs on as many pictures as COCO has: seconds an epoch of the newest, and of other GPUs beside it."""
-    wanted = (f"{COCO_CASE}, first epoch", OURS), (COCO_CASE, OURS), (COCO_CASE, "stock")
-    runs: dict[str, tuple[dict, list[str]]] = {}  # GPU -> a row, and seconds, of its newest run; the newest GPU first
-    for folder in reversed(folders("gpu")):
-        times = {(row["case"], row["variant"]): row for row in load(folder).get("dataset", ())}
-        if times.keys() >= set(wanted):
-            seconds = [f"{times[key]['median_us'] * -(-COCO // 64) / 1e6:.0f}" for key in wanted]
-            row = times[COCO_CASE, OURS]
-            runs.setdefault(row["gpu"].removeprefix("NVIDIA ").split()[0], (row, seconds))
-    (gpu, (row, seconds)), *others = runs.items()
-    beside = (
-        f" On one {other} the three times are {times[0]}, {times[1]} and {times[2]} s ({there['date']})."
-        for other, (there, times) in others
-    )
-    counts = sorted({there["n"] + 1 if there.get("n") else 0 for there, _ in runs.values()})
-    count = f" of {' or '.join(map(str, counts))} epochs" if counts[0] else ""
-    text = (
-        f"On one {gpu}, the unmodified YOLOv5 `train.py` with its default options trains yolov5s on a data set of COCO's size "
-        f"({COCO:,} JPEGs, batch 64). Its first epoch takes {seconds[0]} s with torch_fastdet, and a later one {seconds[1]} s. Without "
-        f"it (*stock*) an epoch would take {seconds[2]} s ({row['date']}).{''.join(beside)} The pictures are links to 2,048 "
-        f"files, read from the page cache. Stock ran on a part of them ([how](docs/results.md#a-data-set-of-cocos-size)). Each GPU had one run{count}, on the date in brackets."
-    )
-    return textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False) + "\n"
+def _gpu(row: dict) -> str:
+    return row["gpu"].removeprefix("NVIDIA ").split()[0]
 
 
 def pyplot() -> Any:
@@ -489,26 +504,20 @@ def plot_headlines(rows: list[dict], path: Path, about: str) -> bool:
     """The headline table as bars. What it shows goes into the file too, so that it can be held against the results."""
     if not (plt := pyplot()):
         return False
-    figure, axes = plt.subplots(figsize=(10, 9.5), layout="constrained")
-    for offset, key, label, color in (
-        (-0.27, "stock", "stock", "0.75"),
-        (0.0, "best", "best other", "0.5"),
-        (0.27, "ours", "torch_fastdet", "C1"),
-    ):
-        shown = [(i + offset, row) for i, row in enumerate(rows) if key != "best" or row["best_name"]]
-        axes.barh([place for place, _ in shown], [row[key] / 1e3 for _, row in shown], 0.27, color=color, label=label)
-        for place, row in shown:
-            ends = [row["spread"][key][end] / 1e3 for end in ("low_us", "high_us")]
-            axes.plot(ends, [place, place], color="0.15", linewidth=1)
-            axes.text(max(row[key] / 1e3, ends[1]), place, f" {_time(row[key])}", va="center", fontsize=7)
-    axes.set(xscale="log", xlabel="milliseconds, call to call, logarithmic; thin lines: 10th to 90th percentile")
-    figure.suptitle("\n".join(textwrap.fill(line, 150) for line in about.splitlines()), fontsize=8)
-    titles = [textwrap.fill(row["title"], 60) for row in rows]
+    figure, axes = plt.subplots(figsize=(9, 0.4 + 0.5 * len(rows)), layout="constrained")
+    for offset, key, label, color in ((-0.2, "before", "before", "0.75"), (0.2, "ours", f"with {OURS}", "C1")):
+        shares = [100 * row[key] / row["before"] for row in rows]
+        axes.barh([i + offset for i in range(len(rows))], shares, 0.38, color=color, label=label)
+        for i, (row, share) in enumerate(zip(rows, shares)):
+            faster = f" ({row['before'] / row['ours']:.1f}x)" if key == "ours" else ""
+            axes.text(share, i + offset, f" {_time(row[key])}{faster}", va="center", fontsize=8)
+    titles = [textwrap.fill(f"{row['title']} ({_gpu(row['from'][0])})", 48) for row in rows]
     axes.set_yticks(range(len(rows)), titles, fontsize=8)
     axes.invert_yaxis()
-    axes.margins(x=0.12)
-    figure.legend(loc="outside lower left", ncols=3, fontsize=8)  # beside the bars it would hide some of their figures
-    figure.savefig(path, dpi=110, metadata={"torch_fastdet": _plotted(rows, about)})
+    axes.set(xticks=[], xlim=(0, 118))
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150, metadata={"torch_fastdet": _plotted(rows, about)})
     plt.close(figure)
     return True
 
@@ -533,12 +542,11 @@ def floor_table(rows: list[dict]) -> str:
             continue
         row = by_view["graph"]
         floor = row["bytes"] / float(row["copy_gb_per_s"]) / 1e3
-        cold = _time(by_view["cold"]["median_us"]) if "cold" in by_view else "-"
         body.append(
-            [case, variant.removeprefix(OURS).strip(" ,") or "-", f"{row['bytes'] / 1e6:.3g} MB", _time(floor),
-             _time(row["median_us"]), cold, f"{100 * floor / row['median_us']:.0f}%", str(row["launches"])]
+            [case, variant.removeprefix(OURS).strip(" ,") or OURS, f"{row['bytes'] / 1e6:.3g} MB", _time(floor),
+             _time(row["median_us"]), f"{100 * floor / row['median_us']:.0f}%", str(row["launches"])]
         )  # fmt: skip
-    return table(["case", "variant", "moves", "floor", "graph", "cold", "floor / graph", "launches"], body)
+    return table(["case", "variant", "moves", "floor", "graph", "floor / graph", "launches"], body)
 
 
 def largest_batch(peaks: tuple[float, float], card: int) -> int:
@@ -553,7 +561,7 @@ def memory_limits() -> list[dict]:
     return json.loads(files[-1].read_text()) if files else []
 
 
-def memory_table(benchmarks: dict[str, list[dict]], limits: list[dict], letters: Letters = NO_LETTERS) -> str:
+def memory_table(benchmarks: dict[str, list[dict]], limits: list[dict]) -> str:
     """The largest batches of CARDS: those that were tried (``limits``), and others computed from measured peaks."""
     tried = {(LOOP, row["variant"], row["card"]): row for row in limits if row["size"] == "s"}
     rows = []
@@ -566,10 +574,9 @@ def memory_table(benchmarks: dict[str, list[dict]], limits: list[dict], letters:
             cells = [
                 str(row["batch"]) if row else f"about {largest_batch(peaks, card)}" for card, row in zip(CARDS, fits)
             ]
-            cells += _runs(letters, measured + [row for row in fits if row])
             rows.append([name, variant, *(f"{peak:,.0f} MiB" for peak in peaks), *cells])
-    head = [f"measured peak, batch {batch}" for batch in BATCHES] + [f"{card} GB" for card in CARDS]
-    return table(["training at 640 pixels", "variant", *head] + ["run"] * bool(letters), rows)
+    head = [f"peak, batch {batch}" for batch in BATCHES] + [f"{card} GB" for card in CARDS]
+    return table(["training at 640 pixels", "variant", *head], rows)
 
 
 def machine_and_day(row: dict) -> tuple[str, ...]:
@@ -592,41 +599,35 @@ def machines(benchmarks: dict[str, list[dict]]) -> dict[tuple[str, ...], str]:
     return lines
 
 
-def machines_of(headlines: list[dict]) -> dict[tuple[str, ...], str]:
-    return machines({"": [row for headline in headlines for row in headline["from"]]})
-
-
-def letters_of(benchmarks: dict[str, list[dict]]) -> Letters:
-    """A letter for each run that benchmarks' rows are of; none where all are of one."""
-    about = machines(benchmarks)
-    return dict(zip(about, string.ascii_lowercase)) if len(about) > 1 else {}
-
-
-def _runs(letters: Letters, rows: Iterable[dict]) -> list[str]:
-    """A line's cell in the column "run", which a table has where its rows have letters."""
-    return [", ".join(sorted({letters[machine_and_day(row)] for row in rows}))] if letters else []
-
-
-def _below(lines: Iterable[str], figures: str = "medians", letters: Iterable[str] = ()) -> str:
-    """The machines of a table, each with its letter if it has one; what is the same of all of them stands once."""
+def _below(lines: Iterable[str], figures: str = "medians") -> str:
+    """The machines of a table; what is the same of all of them stands once."""
     told, same = list(lines), []
     if len(told) > 1:
         parts = [re.split("[,;] ", line) for line in told]
         same = [part for part in parts[0] if all(part in others for others in parts)]
         told = [", ".join(part for part in of_one if part not in same) for of_one in parts]
-    named = [f"{letter}: {line}" for letter, line in zip(letters, told)] or told
-    return f"{'; '.join([', '.join(same)] * bool(same) + named)}; {figures} (docs/measuring.md).\n"
+    return f"{'; '.join([', '.join(same)] * bool(same) + told)}; {figures}.\n"
 
 
-def provenance(benchmarks: dict[str, list[dict]], figures: str = "medians", letters: Letters = NO_LETTERS) -> str:
-    """The line below a table of these benchmarks, with the letters of its column "run"."""
-    return "Runs: " * bool(letters) + _below(machines(benchmarks).values(), figures, letters.values())
+def provenance(benchmarks: dict[str, list[dict]], figures: str = "medians") -> str:
+    """The line below a table of a results folder: every machine, driver, version and copy rate."""
+    return _below(machines(benchmarks).values(), figures)
+
+
+def measured(benchmarks: dict[str, list[dict]], figures: str = "Medians") -> str:
+    """The line below a table of a page: GPUs or processors, PyTorch and days; the folder's tables.md have the rest."""
+    rows = [row for of_it in benchmarks.values() for row in of_it]
+    days = sorted({row["date"] for row in rows})
+    torches = ", ".join(sorted({row["torch"].partition("+")[0] for row in rows}))
+    where = ", ".join(sorted({machine_of(row) for row in rows}))
+    apart = f" {APART}: the two times are of different days." if len(days) > 1 else ""
+    return f"{figures} on {where}, torch {torches}, {' to '.join(dict.fromkeys([days[0], days[-1]]))}.{apart}\n"
 
 
 def tables(folder: Path) -> str:
     """The whole of a results folder as Markdown."""
     benchmarks = load(folder)
-    parts = [provenance(benchmarks, SPREAD), summary_table(benchmarks)]
+    parts = [provenance(benchmarks, "medians, with the 10th to 90th percentile beside them"), summary_table(benchmarks)]
     for name, rows in benchmarks.items():
         parts += [f"### {name}\n", benchmark_table(rows)]
     for page in ("roofline", *TRUTHS):
@@ -662,11 +663,23 @@ def _picture(kind: str, what: str) -> str:
     return f"\n![{what}, {kind.upper()}]({_shown(kind, what).name})\n" if there else ""
 
 
+def truths() -> str:
+    """The mAP of each training of TRUTH_ROWS, stock and torch_fastdet, from the tables that training_truth.py wrote."""
+    body = []
+    for name in TRUTH_ROWS:
+        lines = (newest("gpu", f"{name}.md") or RESULTS).joinpath(f"{name}.md").read_text().splitlines()
+        cells = next(line for line in lines if line.startswith("| mAP50-95 |")).strip("| ").split(" | ")
+        seeds = re.findall(r"\((\d+)\)", lines[0] + cells[2])
+        about = next(line for line in lines if line and line[0] != "|").partition("; ")[0]
+        body.append([about, " and ".join(dict.fromkeys(seeds)), cells[1], *cells[3:6]])
+    return table(["training", "seeds each", "stock, mAP50-95", OURS, "difference", "standard error"], body)
+
+
 def section(name: str) -> str:
-    """What a marker stands for: gpu-epochs, gpu-headlines, gpu-memory, <gpu|cpu>-summary, -operators, -roofline, -training_truth, -<benchmark>, -<benchmark>-floor."""
+    """What a marker stands for: gpu-headlines, gpu-memory, gpu-truths, <gpu|h100|cpu>-summary, -operators, -<benchmark>, -<benchmark>-floor, or a file of a folder."""
     kind, _, what = name.partition("-")
     shown = SHOWN.get(name)
-    if folder := newest(kind, f"{what}.md"):  # roofline, training_truth
+    if folder := newest(kind, f"{what}.md"):  # roofline, training_truth, machine
         lines = (folder / f"{what}.md").read_text().splitlines(keepends=True)
         if shown:
             lines[2:] = [line for line in lines[2:] if line[0] != "|" or line[2:].split(" | ")[0] in shown]
@@ -676,15 +689,13 @@ def section(name: str) -> str:
         benchmarks = {
             of: [row for case in shown for row in rows if row["case"] == case] for of, rows in benchmarks.items()
         }
+    if what == "truths":
+        return truths()
     if what == "summary":
-        letters = letters_of(benchmarks)
-        return f"{summary_table(benchmarks, letters)}\n{provenance(benchmarks, SPREAD, letters)}"
+        return f"{summary_table(benchmarks)}\n{measured(benchmarks, SPREAD)}"
     if what == "operators":
-        measured_in = {name: benchmarks[name] for names in OPERATORS.values() for name in names}
-        letters = letters_of(measured_in)
-        return f"{operators_table(benchmarks, letters)}\n{provenance(measured_in, letters=letters)}"
-    if what == "epochs":
-        return epochs_of_coco()
+        of_families = {name: benchmarks[name] for names in OPERATORS.values() for name in names}
+        return f"{operators_table(benchmarks)}\n{measured(of_families)}"
     if what == "headlines":
         return headline_table(headlines(benchmarks))
     if what == "memory":
@@ -699,22 +710,20 @@ def section(name: str) -> str:
             name: [row for row in benchmarks[name] if (name, row["case"], row["variant"]) in cases]
             for name in dict.fromkeys(row[1] for row in MEMORY)
         } | {"": limits}
-        letters = letters_of(measured_in)
-        below = provenance(measured_in, "peaks of reserved memory", letters)
-        return f"{memory_table(benchmarks, limits, letters)}\n{below}"
+        return f"{memory_table(benchmarks, limits)}\n{measured(measured_in, 'Peaks of reserved memory')}"
     floor, what = what.endswith("-floor"), what.removesuffix("-floor")
-    if what not in benchmarks:
+    if floor and shown and what not in benchmarks:  # a page whose cases are a part of another benchmark
+        benchmarks = {what: [row for rows in benchmarks.values() for row in rows]}
+    if not benchmarks.get(what):
         command = "python -m benchmarks.training_truth" if what in TRUTHS else "make bench"
         return f"Not measured yet: `{command}` on such a machine writes it.\n"
     of_it = {what: benchmarks[what]}
     if floor:
-        return f"{floor_table(benchmarks[what])}\n{provenance(of_it)}"
-    if {row["variant"] for row in benchmarks[what]} <= {"stock", OURS, COMPILED}:
-        letters = letters_of(of_it)
-        text, below = comparison_table(benchmarks[what], letters), provenance(of_it, SPREAD, letters)
-    else:
-        text, below = benchmark_table(benchmarks[what]), provenance(of_it, SPREAD)
-    return f"{text}\n{below}{_picture(kind, what)}"
+        return f"{floor_table(benchmarks[what])}\n{measured(of_it)}"
+    variants = {row["variant"] for row in benchmarks[what]}
+    compared = variants <= {"stock", OURS, COMPILED} or shown
+    text = comparison_table(benchmarks[what]) if compared else benchmark_table(benchmarks[what])
+    return f"{text}\n{measured(of_it, SPREAD)}{_picture(kind, what)}"
 
 
 def rendered(page: Path) -> str:
@@ -742,7 +751,7 @@ def bring(check: bool = False) -> list[str]:
             if not check:
                 path.write_text(text)
     rows = headlines(load_newest("gpu"))
-    about = _below(machines_of(rows).values()).strip()
+    about = measured({"": [of_it for row in rows for of_it in row["from"]]}).strip()
     if not plot_is_current(rows, PLOT, about) and (check or plot_headlines(rows, PLOT, about)):
         stale.append(PLOT.name)
     for shown, source in pictures().items():

@@ -259,7 +259,7 @@ WITHOUT = {
     ("v8_loss", r".*"): "its rows have the bytes of the heads, which are its floor: docs/kernels/v8_loss.md",
     ("loader", r".*"): "the CPU, which decodes, decides",
     ("val", r".*"): "the CPU, which decodes and draws plots, decides",
-    ("distributed", r".*"): "one GPU's time is its reference: docs/distributed.md",
+    ("distributed", r".*"): "one GPU's time is its reference: benchmarks/bench_distributed.py",
     ("ultralytics", r".*"): "models of Ultralytics, whose operations work.py does not count",
 }
 

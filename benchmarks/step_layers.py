@@ -1,8 +1,8 @@
-"""Where a training step's time goes along YOLOv5s, layer by layer: the table and the picture of docs/kernels/step.md.
+"""Where a training step's time goes along YOLOv5s, layer by layer: a table, and the picture of docs/kernels/step.md.
 
     python -m benchmarks.step_layers [--out FILE]
 
-Nothing is measured here. Convolutions: the times of the page's table of layouts (each shape alone, float16, NHWC, batch 16), the stem by
+Nothing is measured here. Convolutions: the times of step_profile.md's table of layouts (each shape alone, float16, NHWC, batch 16), the stem by
 cuDNN on squares. Floors: benchmarks/work.py at the ceilings that benchmarks/roofline.py measured. BatchNorm and SiLU: eight passes at the copy rate.
 """
 
@@ -18,9 +18,12 @@ from typing import NamedTuple
 from benchmarks import work
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = ROOT / "docs" / "kernels"
-PAGE, STEM, PICTURE = KERNELS / "step.md", KERNELS / "stem_conv.md", ROOT / "docs" / "gpu-step-layers.png"
-CEILINGS = ROOT / "benchmarks" / "results" / "h200-2026-11-26" / "roofline.json"
+RESULTS = ROOT / "benchmarks" / "results" / "h200-2026-11-26"
+PROFILE, CEILINGS, PICTURE = (
+    RESULTS / "step_profile.md",
+    RESULTS / "roofline.json",
+    ROOT / "docs" / "gpu-step-layers.png",
+)
 BATCH, IMAGE = 16, 640
 #: Layers of yolov5s in order, and their numbers of convolutions.
 LAYERS = (
@@ -60,12 +63,12 @@ def measured_times() -> dict[tuple[int, int, int, int, int], float]:
     """(inputs, outputs, kernel, stride, side of the output) -> ms of a convolution in float16 and NHWC."""
     found = {}
     row = re.compile(r"\| \((\d+), (\d+), (\d+), \d+\) to (\d+), (\d)x\d(?: stride (\d))? \|(.*)\|")
-    for line in PAGE.read_text().splitlines():
+    for line in PROFILE.read_text().splitlines():
         if match := row.match(line):
             _, inputs, side, outputs, kernel = map(int, match.groups()[:5])
             stride = int(match[6] or 1)
             found[inputs, outputs, kernel, stride, side // stride] = float(match[7].split("|")[3].split("/")[1])
-    stem = re.search(r"\| 6x6, 32 outputs \| 16 \|.*\| ([\d.]+) \+ ([\d.]+) ms \|", STEM.read_text())
+    stem = re.search(r"\| 6x6, 32 outputs \| 16 \|.*\| ([\d.]+) \+ ([\d.]+) ms \|", PROFILE.read_text())
     assert stem is not None
     found[3, 32, 6, 2, IMAGE // 2] = float(stem[1]) + float(stem[2])  # on squares
     return found

@@ -1,8 +1,8 @@
-"""Draws the table of a training step's kernels in docs/kernels/step.md as a picture.
+"""Draws a profile's table of a training step's kernels as the picture of docs/kernels/step.md.
 
     python -m benchmarks.step_picture [--out FILE]
 
-The table is of one profile by hand (torch.profiler over graph replays), so the page itself is the source.
+The table is of one profile by hand (torch.profiler over graph replays): step_profile.md of the results.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PICTURE = DOCS / "gpu-step.png"
-SECTION = "## What bounds a training step now"
+ROOT = Path(__file__).resolve().parents[1]
+PROFILE, PICTURE = ROOT / "benchmarks/results/h200-2026-11-26/step_profile.md", ROOT / "docs/gpu-step.png"
+SECTION = "## Kernels by kind"
 
 
 def rows(page: str) -> tuple[list[str], dict[str, list[float]]]:
@@ -33,7 +33,7 @@ def draw(path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    columns, kinds = rows((DOCS / "kernels" / "step.md").read_text())
+    columns, kinds = rows(PROFILE.read_text())
     figure, axes = pyplot.subplots(figsize=(10, 3.6), layout="constrained")
     left = [0.0] * len(columns)
     colors = pyplot.get_cmap("tab20")(range(20))

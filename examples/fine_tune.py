@@ -4,7 +4,7 @@
     python -m examples.fine_tune --data mine.yaml --host yolov5 --weights yolov5s.pt
     python -m examples.fine_tune --draw 64 --out build/shapes --weights yolo11n.yaml  # no pictures at hand: drawn shapes
 
---data is the file that both hosts read: where the pictures and labels are, and the names of the classes (docs/fine_tune.md).
+--data is the file that both hosts read: where the pictures and labels are, and the names of the classes (docs/index.md).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 
 from torch_fastdet import ops
 
-REFERENCE = (Path(__file__).resolve().parents[1] / "docs/operators.md").read_text()
+REFERENCE = (Path(__file__).resolve().parents[1] / "docs/reference.md").read_text()
 
 
 def text_of(name: str, seen: set[str] | None = None) -> str:

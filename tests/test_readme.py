@@ -24,7 +24,8 @@ from tests.yolov5.conftest import FakeYOLOv5
 from torch_fastdet.yolov5.launcher import FLAGS
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SWITCHES = sorted((ROOT / "torch_fastdet/switches").glob("*/README.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *SWITCHES]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 IN_LINE = re.compile(r"`((?:python3?|make|torchrun|pip|apt-get|cmake) [^`]+)`")
 
@@ -38,7 +39,7 @@ def with_snippets(*languages: str) -> list[Path]:
 
 
 def title(value) -> str:
-    return value.name if isinstance(value, Path) else str(value)
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
 
 
 # Python ----------------------------------------------------------------------------------------------------------------
@@ -57,30 +58,15 @@ targets = torch.tensor([[0, 1, 0.5, 0.5, 0.2, 0.3], [1, 2, 0.3, 0.4, 0.3, 0.2]],
 loader = [(images, targets)] * 3
 scaler = torch.amp.GradScaler(device)
 """
-BEFORE = {
-    "graphs.md": MODEL
-    + """
+STEP = """
 images = images.float() / 255
-compute_loss, optimizer, ema = ComputeLoss(model), SGD(model.parameters(), lr=0.01, momentum=0.9), ModelEMA(model)
-""",
-    "distributed.md": MODEL + "images, compute_loss = images.float() / 255, ComputeLoss(model)\n",
-    "loss.md": MODEL + "p = model(images.float() / 255)\n",
-    "optimizer.md": MODEL
-    + """
-images = images.float() / 255
+p = model(images)
 optimizer, ema = SGD(model.parameters(), lr=0.01, momentum=0.9), ModelEMA(model)
-loss = ComputeLoss(model)(model(images), targets)[0]
+compute_loss = ComputeLoss(model)
+loss = compute_loss(p, targets)[0]
 scaler.scale(loss).backward(retain_graph=True)
-from torch_fastdet.optim import FusedStep
-step = FusedStep(optimizer, scaler=scaler, ema=ema, max_norm=10.0)
-graph = torch.cuda.CUDAGraph() if torch.cuda.is_available() else None
-""",
-    "yolov5.md": """
-import argparse, sys
-parser = argparse.ArgumentParser()
-sys.argv = ["train.py", "--bbox_iou_optim"]
-""",
-    "ultralytics.md": """
+"""
+YOLO = """
 from pathlib import Path
 import numpy as np
 from examples.train_step import draw_picture
@@ -94,40 +80,51 @@ for i in range(2):
 names = "\\n".join(f"  {c}: class{c}" for c in range(80))
 Path("coco8.yaml").write_text(f"path: {Path.cwd()}\\ntrain: images\\nval: images\\nnames:\\n{names}\\n")
 YOLO("yolov8n.yaml").save("yolov8n.pt")
+model, image = YOLO("yolov8n.pt"), np.zeros((96, 128, 3), np.uint8)
+"""
+BEFORE = {
+    "docs/training_loop.md": MODEL + STEP,
+    "docs/distributed.md": MODEL + "images, compute_loss = images.float() / 255, ComputeLoss(model)\n",
+    "docs/yolov5.md": """
+import argparse, sys
+parser = argparse.ArgumentParser()
+sys.argv = ["train.py", "--bbox_iou_optim"]
 """,
+    "docs/ultralytics.md": YOLO,
+    "docs/predict.md": YOLO,
+    "torch_fastdet/switches/predict/README.md": YOLO,
 }
 # Snippets that only a GPU runs, by words that they hold. Elsewhere they are compiled.
 GPU_ONLY = ("TrainStep(", "torch.cuda.graph(")
 # Pages that patch another package.
-APART = {"README.md": "yolov5", "yolov5.md": "yolov5", "ultralytics.md": "ultralytics"}
-
-
-# Pages whose snippets train for an hour: the slow test of this file runs the same on little.
-LONG = {"fine_tune.md": "tests/examples/test_fine_tune.py"}
+APART = {
+    "docs/yolov5.md": "yolov5",
+    "README.md": "ultralytics",
+    "docs/ultralytics.md": "ultralytics",
+    "docs/predict.md": "ultralytics",
+    "torch_fastdet/switches/predict/README.md": "ultralytics",
+}
 
 
 def run_snippets(page: Path, folder: Path) -> None:
     """All Python snippets of a page, each with names of its own."""
     for index, text in enumerate(snippets(page, "python")):
-        if page.name in LONG:
-            compile(text, page.name, "exec")
-            continue
         file = folder / f"{page.stem}_{index}.py"
         file.write_text(text)  # TorchScript reads the source
         code = compile(text, str(file), "exec")
         if any(words in text for words in GPU_ONLY) and cuda_missing():
             continue
         names = {"__name__": "__main__"}
-        exec(BEFORE.get(page.name, ""), names)
+        exec(BEFORE.get(title(page), ""), names)
         with warnings.catch_warnings():
             if (
-                page.name == "README.md" and "patch" not in text
+                page == PAGES[0] and "patch" not in text
             ):  # what a reader tries first raises no warning of ours or torch's
                 warnings.simplefilter("error")
             exec(code, names)
 
 
-@pytest.mark.parametrize("page", [page for page in with_snippets("python") if page.name not in APART], ids=title)
+@pytest.mark.parametrize("page", [page for page in with_snippets("python") if title(page) not in APART], ids=title)
 def test_python_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_snippets(page, tmp_path)
@@ -141,7 +138,7 @@ def test_python_that_patches_runs(package, tmp_path):
     env = environment(tmp_path / "environment")
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env["PYTHONPATH"]])
     program = "import sys, pathlib as p, tests.test_readme as t; [t.run_snippets(x, p.Path.cwd()) for x in map(p.Path, sys.argv[1:])]"
-    pages = [str(page) for page in PAGES if APART.get(page.name) == package]
+    pages = [str(page) for page in PAGES if APART.get(title(page)) == package]
     command = [sys.executable, "-c", program, *pages]
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-4000:]
@@ -163,18 +160,18 @@ def tree() -> str:
 @pytest.mark.parametrize("page", with_snippets("cpp", "cmake"), ids=title)
 def test_cpp_stands_in_the_tree(page):
     for text in snippets(page, "cpp", "cmake"):
-        if page.name == "golden.md" and "golden::Writer" in text:
-            continue  # test_golden_page runs it
+        if "golden::Writer" in text:
+            continue  # test_stages_page runs it
         for line in code_lines(text):
             assert line in tree(), f"{page.name}: {line}"
 
 
-def test_golden_page(tmp_path, monkeypatch):
+def test_stages_page(tmp_path, monkeypatch):
     """Its Python makes the reference, its C++ a port, and its command finds where they differ."""
     compiler = shutil.which(shlex.split(os.environ.get("CXX", "g++"))[-1])
     if compiler is None:
         pytest.skip("no C++ compiler")
-    page = ROOT / "docs/golden.md"
+    page = ROOT / "docs/deploy.md"
     monkeypatch.chdir(tmp_path)
     run_snippets(page, tmp_path)
     (body,) = (text for text in snippets(page, "cpp") if "golden::Writer" in text)
@@ -387,5 +384,7 @@ def test_links_lead_somewhere(page):
 def test_pages_of_the_site_link_inside_it():
     for page in sorted((ROOT / "docs").rglob("*.md")):
         up = "](" + "../" * len(page.relative_to(ROOT / "docs").parts)
-        text = page.read_text().replace(f"{up}benchmarks/results/", "")  # tools/docs_results.py brings these
-        assert up not in text, f"{page.name} links out of docs/, where the site has nothing"
+        text = re.sub(rf"{re.escape(up)}(benchmarks/results|torch_fastdet/switches)/", "", page.read_text())
+        assert up not in text, (
+            f"{page.name} links out of docs/, where the site has nothing"
+        )  # tools/docs_site.py brings these

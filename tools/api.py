@@ -1,6 +1,6 @@
-"""Writes tests/api.txt: the public names with their parameters, the switches, and the operators' schemas.
+"""Writes tests/api.txt (the public names with their parameters, the switches, and the operators' schemas) and the table of docs/operators.md.
 
-``python -m tools.api`` writes the file, and a test compares it with the package. A change shows in the diff, and needs a line in
+``python -m tools.api`` writes both, and a test compares them with the package. A change shows in the diff, and needs a line in
 CHANGELOG.md (``make release-check``).
 """
 
@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
-import torch_fastdet  # noqa: F401  (registers the operators)
+from torch_fastdet import ops  # registers the operators, too
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests/api.txt"
+PAGE = ROOT / "docs/operators.md"
+TABLE = re.compile(r"(<!-- operators -->\n).*?(<!-- end operators -->)", re.DOTALL)
 PACKAGE = ROOT / "torch_fastdet"
 HOSTS = ("yolov5", "ultralytics")
 
@@ -80,5 +82,17 @@ def text() -> str:
     return "\n".join([*lines, "", "[operators]", *schemas(), ""])
 
 
+def page() -> str:
+    """What docs/operators.md has to hold: its text, with each operator's first sentence and parameters in its table."""
+    rows = ["| operator | what it computes | parameters |", "|---|---|---|"]
+    for name in sorted(ops.__all__):
+        function = getattr(ops, name)
+        sentence = re.sub(r":\w+:`~?([\w.]+)`", r"`\1`", inspect.cleandoc(function.__doc__).partition("\n\n")[0])
+        sentence = " ".join(sentence.split()).replace("``", "`").replace("|", "\\|")
+        rows.append(f"| `{name}` | {sentence} | `{parameters(function)[1:-1]}` |")
+    return TABLE.sub(lambda found: "\n".join([found[1], *rows, "", found[2]]), PAGE.read_text())
+
+
 if __name__ == "__main__":
     FILE.write_text(text())
+    PAGE.write_text(page())

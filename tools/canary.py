@@ -2,13 +2,13 @@
 
 They are installed into build/canary, before the packages of the environment on the path, which stay as they are. ``doctor`` then says
 which switches apply, also of the head of YOLOv5's repository where git reaches it, and the switches' tests run, with PyPI's YOLOv5.
-The row that is printed belongs in docs/versions.md. The exit status is 1 if a switch is off that the pinned versions have, or if a
+The row that is printed belongs in docs/switches.md. The exit status is 1 if a switch is off that the pinned versions have, or if a
 test fails.
 
 torch is the environment's, for the library is built for it. ``make canary TORCH=2.15.0`` makes an environment with another one and the
 torchvision that fits it. Where PyPI has a newer torch than the row, the last line gives that command.
 
-``table`` writes the table of docs/versions.md instead: every switch with each version of ``make test-versions``.
+``table`` writes the table of docs/switches.md instead: every switch with each version of ``make test-versions``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tools import check_versions
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "build/canary/site"
-PAGE = ROOT / "docs/versions.md"
+PAGE = ROOT / "docs/switches.md"
 HOSTS = {"YOLOv5": "yolov5", "Ultralytics": "ultralytics"}
 YOLOV5 = "https://github.com/ultralytics/yolov5"
 NEWEST = ("ultralytics", "yolov5", "opencv-python-headless", "numpy")
@@ -130,7 +130,7 @@ def canary(run_tests: bool) -> int:
         status, tests = said.returncode, said.stdout.strip().splitlines()[-1].strip("= ").partition(" in ")[0]
     for change in worse:
         print(f"canary: {change}")
-    print("for docs/versions.md:")
+    print("for docs/switches.md:")
     versions = {name: version(name, SITE) for name in SHOWN}
     versions["yolov5"] += f", head {commit(checkout)}" if checkout else " (head not reached)"
     cells = [datetime.date.today().isoformat(), *versions.values(), sys.version.split()[0]]

@@ -45,6 +45,8 @@ def problems() -> list[str]:
         found.append(
             "[project.urls] of pyproject.toml or .github/CODEOWNERS is missing; write the public address and its owners"
         )
+    if "example.invalid" in (ROOT / "mkdocs.yml").read_text():
+        found.append("site_url or repo_url of mkdocs.yml is a placeholder; write the public addresses")
     if api.FILE.read_text() != api.text():
         found.append("tests/api.txt is not of this tree; type: python -m tools.api")
     if git("status", "--porcelain"):

@@ -23,7 +23,7 @@ def test_tables_of_a_folder_are_made_from_its_rows(folder):
 
 def test_the_plot_shows_the_headlines():
     rows = report.headlines(report.load_newest("gpu"))
-    about = report._below(report.machines_of(rows).values()).strip()
+    about = report.measured({"": [of_it for row in rows for of_it in row["from"]]}).strip()
     assert report.plot_is_current(rows, report.PLOT, about), "type: python -m benchmarks.report"
 
 
@@ -38,34 +38,22 @@ MACHINE = {
 }
 
 
-def test_headlines_show_losses():
-    found = {
-        "title": "t",
-        "stock": 30.0,
-        "best": 5.0,
-        "best_name": "compiled",
-        "ours": 10.0,
-        "ours_name": "torch_fastdet",
-        "from": [MACHINE],
-    }
-    assert (
-        report.headline_table([found]).splitlines()[2] == "| t | 30.0 us | 5.0 us (compiled) | 10.0 us | 3.0x | 0.5x |"
-    )
-    alone = {**found, "best": 30.0, "best_name": ""}
-    text = report.headline_table([alone])
-    assert text.splitlines()[2] == "| t | 30.0 us | - | 10.0 us | 3.0x | - |" and text.endswith(
-        "\nH200, driver 1, CUDA 13, host its CPU, torch 2, Python 3.11; 2026-01-01; medians (docs/measuring.md).\n"
-    )
+def test_headlines_show_losses_and_days():
+    found = {"title": "t", "before": 5.0, "ours": 10.0, "from": [MACHINE, MACHINE | {"date": "2026-01-02"}]}
+    lines = report.headline_table([found]).splitlines()
+    assert lines[2] == "| t | H200 | 5.0 us | **10.0 us** | 0.5x\\* |"
+    assert lines[4] == "Medians on H200, torch 2, 2026-01-01 to 2026-01-02. \\*: the two times are of different days."
 
 
-@pytest.mark.parametrize("others, shown", [({}, []), ({"compiled": 5.0}, []), ({"stock": 30.0}, [30.0])])
-def test_a_headline_without_stock_is_left_out(others, shown, tmp_path, monkeypatch):
-    rows = [{**row(name, "call", time), "date": "d"} for name, time in {"torch_fastdet": 10.0, **others}.items()]
-    monkeypatch.setattr(report, "HEADLINES", [("t", "b", "c", "torch_fastdet")])
+@pytest.mark.parametrize("others, shown", [({}, []), ({"compiled": 5.0}, []), ({"stock": 30.0}, [60.0])])
+def test_a_headline_that_was_not_measured_is_left_out(others, shown, tmp_path, monkeypatch):
+    rows = [{**MACHINE, **row(name, "call", time)} for name, time in {"torch_fastdet": 10.0, **others}.items()]
+    monkeypatch.setattr(report, "HEADLINES", [report.Headline("t", "b", "c", times=2)])
     found = report.headlines({"b": rows})
-    assert [line["stock"] for line in found] == shown
-    report.plot_headlines(found, tmp_path / "plot.png", "one machine\nanother")
-    assert report.plot_is_current(found, tmp_path / "plot.png", "one machine\nanother")
+    assert [line["before"] for line in found] == shown
+    if found:
+        report.plot_headlines(found, tmp_path / "plot.png", "one machine")
+        assert report.plot_is_current(found, tmp_path / "plot.png", "one machine")
 
 
 def row(variant, view, median):

@@ -1,4 +1,4 @@
-"""What a release says of itself: one version, a changelog, and a row in docs/install.md for every sentence of the build."""
+"""What a release says of itself: one version, and a changelog."""
 
 import re
 from pathlib import Path
@@ -35,6 +35,7 @@ def test_the_api_file_is_of_this_tree():
     assert api.FILE.read_text() == api.text(), (
         "the public interface changed; type: python -m tools.api, and say in CHANGELOG.md what changed"
     )
+    assert api.PAGE.read_text() == api.page(), "type: python -m tools.api"
 
 
 def test_a_changed_name_has_to_be_in_the_changelog():

@@ -581,7 +581,7 @@ def test_gpu_matches_stock_and_reports_bad_rows_later(cuda, models, name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("raised", "least", "most"), [(-6, 2, 4), (-1.86, 24, 26), (20, 500, 9000), (3000, 1e5, 1e6)])
 def test_a_high_class_loss_is_stocks_and_exact(device, dtype, raised, least, most):
-    """A validation of YOLO26 once had a class loss of 24.7, six times the usual: docs/results.md."""
+    """A validation of YOLO26 once had a class loss of 24.7, six times the usual: benchmarks/NOTES.md."""
     preds, batch = loss_optim.trial(1)
     preds["scores"] = preds["scores"] + raised
     stored = {name: preds[name].to(dtype) for name in ("boxes", "scores")}

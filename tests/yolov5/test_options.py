@@ -1,4 +1,4 @@
-"""Options of train.py with the switches that the CPU supports: the losses of stock. docs/options.md is the table of them."""
+"""Options of train.py with the switches that the CPU supports: the losses of stock. docs/options.md says what they do to the switches."""
 
 import pytest
 

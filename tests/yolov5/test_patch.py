@@ -3,7 +3,6 @@
 import argparse
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -27,12 +26,6 @@ def test_unknown_switches_and_values_are_refused():
         drop_in.patch(bbox_iou_optin=True)
     with pytest.raises(TypeError, match="bbox_iou_optim is 'no', but True or False is expected"):
         drop_in.patch(bbox_iou_optim="no")
-
-
-@pytest.mark.parametrize("page", ["README.md", "docs/yolov5.md", "docs/options.md"])
-def test_every_switch_is_documented(page):
-    text = (Path(__file__).resolve().parents[2] / page).read_text()
-    assert [name for name in SWITCHES if f"`{name}`" not in text] == []
 
 
 def test_flags_are_the_registry():

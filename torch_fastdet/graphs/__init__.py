@@ -1,7 +1,7 @@
 """Training and inference as CUDA graphs: the host launches one graph where it launched thousands of kernels.
 
 :class:`GraphedModule` replays a module's forward and backward pass and leaves the loop around it as it is; :class:`TrainStep` replays a
-whole step; :class:`InferenceGraphs` replays the forward pass in eval mode. docs/graphs.md tells how they work.
+whole step; :class:`InferenceGraphs` replays the forward pass in eval mode. docs/training_loop.md shows how.
 """
 
 from torch_fastdet.graphs.capture import capture_into, no_capture

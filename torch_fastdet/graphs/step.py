@@ -222,7 +222,7 @@ class TrainStep(CapturedCallable[_Phase]):
     ) -> torch.Tensor:
         """Train on one batch; returns a copy of the loss items. Reading it on the host does not wait for the backward pass.
 
-        On one GPU it is a subclass of Tensor; so are its parts and running means (docs/graphs.md). What else is computed of it runs
+        On one GPU it is a subclass of Tensor; so are its parts and running means (docs/kernels/step.md). What else is computed of it runs
         on the current stream, behind the step.
 
         Args:

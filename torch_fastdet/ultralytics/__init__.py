@@ -7,7 +7,7 @@
     YOLO("yolov8n.pt").val(data="coco8.yaml")
     unpatch()
 
-The functions follow ultralytics 8.4. Nothing of Ultralytics is imported before :func:`patch` is called. docs/ultralytics.md says
+The functions follow ultralytics 8.4. Nothing of Ultralytics is imported before :func:`patch` is called. ``torch_fastdet/switches/<switch>/README.md`` says
 what each switch replaces. ``torch_fastdet/switches/registry.py`` says how to add a switch.
 """
 

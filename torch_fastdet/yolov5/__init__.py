@@ -7,7 +7,7 @@
 
     add_arguments(parser); opt = parser.parse_args(); apply(opt)                                your own train.py
 
-docs/yolov5.md says what each switch replaces. ``torch_fastdet/switches/registry.py`` says how to add a switch.
+``torch_fastdet/switches/<switch>/README.md`` says what each switch replaces. ``torch_fastdet/switches/registry.py`` says how to add a switch.
 """
 
 from __future__ import annotations

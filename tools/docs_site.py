@@ -1,0 +1,48 @@
+"""mkdocs' hook: the site shows files that live elsewhere in the repository, under the links that the pages have there.
+
+The tables of ``benchmarks/results/`` become ``results/``, and the README of each switch becomes a page under ``switches/``.
+"""
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = "benchmarks/results"
+SWITCHES = "torch_fastdet/switches"
+
+
+def switches() -> list[Path]:
+    return sorted((ROOT / SWITCHES).glob("*/README.md"))
+
+
+def page_of(switch: Path) -> str:
+    return f"switches/{switch.parent.name}.md"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the switches' pages behind ``switches.md`` in the navigation."""
+    section = next(item["Switches"] for item in config["nav"] if isinstance(item, dict) and "Switches" in item)
+    section.extend(page_of(path) for path in switches() if page_of(path) not in section)
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for path in sorted((ROOT / RESULTS).glob("*/*.md")):
+        target = f"results/{path.relative_to(ROOT / RESULTS)}"
+        files.append(File.generated(config, target, abs_src_path=str(path)))
+    for path in switches():
+        files.append(File.generated(config, page_of(path), abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    if page.file.src_uri.startswith("switches/"):
+        markdown = markdown.replace("../../../docs/", "../")
+    X
+    up = "../" * (1 + page.file.src_uri.count("/"))
+    markdown = markdown.replace(f"{up}{RESULTS}/", f"{up[3:]}results/")
+    return re.sub(rf"{re.escape(up)}{SWITCHES}/(\w+)/README\.md", rf"{up[3:]}switches/\1.md", markdown)
