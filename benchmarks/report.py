@@ -299,10 +299,9 @@ def is_ours(variant: str) -> bool:
 
 
 def _time(microseconds: float) -> str:
-    if microseconds >= 100_000_000:
-        return f"{microseconds / 1e6:.0f} s"
     if microseconds >= 1_000_000:
-        return f"{microseconds / 1e6:.2f} s"
+        seconds = microseconds / 1e6
+        return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
     if microseconds >= 10_000:
         return f"{microseconds / 1e3:.1f} ms"
     return f"{microseconds / 1e3:.2f} ms" if microseconds >= 1000 else f"{microseconds:.1f} us"

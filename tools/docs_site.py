@@ -42,7 +42,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     if page.file.src_uri.startswith("switches/"):
         markdown = markdown.replace("../../../docs/", "../")
-    X
+        markdown = re.sub(r"\]\(\.\./(\w+)/README\.md", r"](\1.md", markdown)
+        return re.sub(r"\[([^\]]+)\]\(\.\./\.\./[^)]*\)", r"\1", markdown)  # files of the repository that are no pages
     up = "../" * (1 + page.file.src_uri.count("/"))
     markdown = markdown.replace(f"{up}{RESULTS}/", f"{up[3:]}results/")
     return re.sub(rf"{re.escape(up)}{SWITCHES}/(\w+)/README\.md", rf"{up[3:]}switches/\1.md", markdown)
