@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import memory_limits, report
 
+report.pyplot()  # an import that leaves traces
+
 
 @pytest.mark.parametrize("page", report.pages(), ids=lambda page: page.name)
 def test_page_shows_the_committed_results(page):
