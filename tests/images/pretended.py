@@ -9,8 +9,8 @@ from torch_fastdet.images.memory import hand_out
 
 
 def pictures_on_the_cpu(memory, cached=0):
-    """A DevicePictures whose GPU is the CPU; the first ``cached`` bytes of the pictures' memory have a place in its cache."""
-    pictures = object.__new__(finish.DevicePictures)
+    """A DeviceImages whose GPU is the CPU; the first ``cached`` bytes of the pictures' memory have a place in its cache."""
+    pictures = object.__new__(finish.DeviceImages)
     pictures.memory, pictures.device = memory, torch.device("cpu")
     pictures._cache = torch.zeros(cached, dtype=torch.uint8)
     pictures._offsets, _ = hand_out(memory.shapes, cached)

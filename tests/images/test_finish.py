@@ -10,10 +10,10 @@ import torch
 
 from torch_fastdet import memory
 from torch_fastdet.images import finish, loop
-from torch_fastdet.images.finish import DevicePictures, Turns
+from torch_fastdet.images.finish import DeviceImages, Turns
 from torch_fastdet.images.jpeg import AS_IT_IS, Files
 from torch_fastdet.images.memory import JpegFiles, PictureMemory
-from torch_fastdet.images.plan import Layer, Picture, Source, pack
+from torch_fastdet.images.plan import ImagePlan, Layer, Source, pack
 
 
 def test_pictures_first_asked_for_in_inference_mode_are_filled_outside_of_it(cuda):
@@ -21,7 +21,7 @@ def test_pictures_first_asked_for_in_inference_mode_are_filled_outside_of_it(cud
     memory = PictureMemory([(4, 6)], 1 << 20)
     memory.put(0, np.full((4, 6, 3), 7, dtype=np.uint8), (4, 6))
     with torch.inference_mode():
-        pictures = DevicePictures(memory, torch.device("cuda", torch.cuda.current_device()))
+        pictures = DeviceImages(memory, torch.device("cuda", torch.cuda.current_device()))
     pictures._cache[:72].copy_(memory.tensor()[:72])
     assert (pictures._cache[:72] == 7).all()
 
@@ -32,12 +32,12 @@ def test_pictures_wait_for_what_had_their_memory(cuda):
     memory = PictureMemory([(size, size)], 1 << 20)
     memory.put(0, np.full((size, size, 3), 7, dtype=np.uint8), (size, size))
     source = Source(0, size, size)
-    plan = pack([Picture(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], memory)
+    plan = pack([ImagePlan(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], memory)
     before = torch.empty(memory.nbytes, dtype=torch.uint8, device="cuda")
     torch.cuda._sleep(200_000_000)
     before.fill_(1)
     del before
-    pictures = DevicePictures(memory, torch.device("cuda", torch.cuda.current_device()))
+    pictures = DeviceImages(memory, torch.device("cuda", torch.cuda.current_device()))
     with torch.cuda.stream(torch.cuda.Stream()):
         batch = pictures(plan)
     torch.cuda.synchronize()
@@ -55,10 +55,10 @@ def test_no_memory_waits_for_pictures_that_never_stay(pretended_stream, monkeypa
     """What has no place in the host's memory travels as pixels; a file is decoded on the GPU, wherever it is read."""
     monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "1G")
     shapes, gpu = [(4, 6)] * 3, torch.device("cpu")
-    pictures = DevicePictures(PictureMemory(shapes, budget=72), gpu)
+    pictures = DeviceImages(PictureMemory(shapes, budget=72), gpu)
     assert pictures.held() == 72 and pictures._fits.tolist() == [True, False, False]
     files = JpegFiles(Files.of(["", "", "a.jpg"], shapes, [AS_IT_IS] * 3), budget=0)
-    pictures = DevicePictures(PictureMemory(shapes, budget=72, jpegs=files), gpu)
+    pictures = DeviceImages(PictureMemory(shapes, budget=72, jpegs=files), gpu)
     assert pictures.held() == 128 + 72 and pictures._fits.tolist() == [True, False, True]
 
 
@@ -68,10 +68,10 @@ def test_pictures_are_given_back(pretended_stream, monkeypatch):
     host, gpu = PictureMemory([(4, 6)] * 2, 1 << 20), torch.device("cpu")
     gc.collect()
     before = memory.gpu_budget(gpu)
-    pictures = DevicePictures(host, gpu)
+    pictures = DeviceImages(host, gpu)
     assert pictures.held() == host.nbytes and pictures._fits.all() and memory.gpu_budget(gpu) == before - host.nbytes
     pictures._here[0] = True
-    assert pictures.offer() == "0.0 MiB of pictures"
+    assert pictures.offer() == "0.0 MiB of images"
     pictures.release()
     assert not pictures.held() and not pictures.offer() and not (pictures._fits | pictures._here).any()
     assert memory.gpu_budget(gpu) == before
@@ -82,11 +82,11 @@ def test_batches_are_right_behind_pictures_that_were_given_back(cuda):
     host = PictureMemory([(size, size)] * 2, 1 << 20)
     for index in range(2):
         host.put(index, np.full((size, size, 3), 7 + index, dtype=np.uint8), (size, size))
-    pictures = DevicePictures(host, torch.device("cuda", torch.cuda.current_device()))
+    pictures = DeviceImages(host, torch.device("cuda", torch.cuda.current_device()))
 
     def batch(index):
         source = Source(index, size, size)
-        return pictures(pack([Picture(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], host))
+        return pictures(pack([ImagePlan(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], host))
 
     before = batch(0)
     memory.release(pictures.device)
@@ -100,7 +100,7 @@ def test_a_batch_that_finds_no_memory_gives_the_pictures_back(cuda, monkeypatch)
     size = 64
     host = PictureMemory([(size, size)], 1 << 20)
     host.put(0, np.full((size, size, 3), 7, dtype=np.uint8), (size, size))
-    pictures = DevicePictures(host, torch.device("cuda", torch.cuda.current_device()))
+    pictures = DeviceImages(host, torch.device("cuda", torch.cuda.current_device()))
     augment = finish.ops.image_augment
 
     def full(sources, *args, **kwargs):
@@ -110,7 +110,7 @@ def test_a_batch_that_finds_no_memory_gives_the_pictures_back(cuda, monkeypatch)
 
     monkeypatch.setattr(finish.ops, "image_augment", full)
     source = Source(0, size, size)
-    batch = pictures(pack([Picture(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], host))
+    batch = pictures(pack([ImagePlan(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], host))
     assert (batch == 7).all() and pictures.held() == 0
 
 
@@ -182,9 +182,9 @@ def test_ends_while_pictures_are_uploaded(cuda, monkeypatch):
     memory = PictureMemory([(size, size)], 1 << 23)
     memory.put(0, np.full((size, size, 3), 7, dtype=np.uint8), (size, size))
     layer = Layer(size, size, [(Source(0, size, size), 0, 0, 0, 0, size, size)])
-    pictures = DevicePictures(memory, torch.device("cuda", torch.cuda.current_device()))
-    assert (pictures(pack([Picture(size, size, [layer])], memory)) == 7).all()
+    pictures = DeviceImages(memory, torch.device("cuda", torch.cuda.current_device()))
+    assert (pictures(pack([ImagePlan(size, size, [layer])], memory)) == 7).all()
     torch.cuda._sleep(200_000_000)
-    batch = pictures(pack([Picture(size, size, [layer])], memory))
+    batch = pictures(pack([ImagePlan(size, size, [layer])], memory))
     del pictures, memory
     assert (batch == 7).all()

@@ -19,12 +19,12 @@ from tests.images.leftovers import open_memories
 from tests.images.pretended import made, pictures_on_the_cpu
 from tests.launches import no_sync
 from torch_fastdet.images import jpeg
-from torch_fastdet.images.finish import DevicePictures
+from torch_fastdet.images.finish import DeviceImages
 from torch_fastdet.images.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, is_jpeg, pack_jpeg, packed_size
 from torch_fastdet.images.loop import PlannedLoading
 from torch_fastdet.images.memory import JpegFiles, PictureMemory
 from torch_fastdet.images.on_cpu import run_on_cpu
-from torch_fastdet.images.plan import AFFINE, FILES, OWN, PERSPECTIVE, Layer, Picture, Source, around, pack, shown
+from torch_fastdet.images.plan import AFFINE, FILES, OWN, PERSPECTIVE, ImagePlan, Layer, Source, around, pack, shown
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import Unread
 from torch_fastdet.images.worker import Collate
@@ -320,8 +320,8 @@ def random_batch(generator, memory, size=(40, 56)):
         return canvas
 
     kinds = ["affine", "affine", "perspective", "none"]
-    pictures = [Picture(height, width, [layer(kind)], flags=int(generator.integers(0, 4))) for kind in kinds]
-    pictures.append(Picture(height, width, [layer("affine"), layer("perspective")], blend=0.4))
+    pictures = [ImagePlan(height, width, [layer(kind)], flags=int(generator.integers(0, 4))) for kind in kinds]
+    pictures.append(ImagePlan(height, width, [layer("affine"), layer("perspective")], blend=0.4))
     return pictures
 
 
@@ -455,7 +455,7 @@ def test_batches_are_right_under_load_on_a_side_stream(cached, fits, room, files
         torch.cuda.synchronize()
         with waits():
             torch.cuda._sleep(20_000_000)
-            pictures = DevicePictures(memory, torch.device("cuda", torch.cuda.current_device()))
+            pictures = DeviceImages(memory, torch.device("cuda", torch.cuda.current_device()))
             with torch.cuda.stream(side):
                 torch.cuda._sleep(100_000_000)
                 found = [pictures(plan) for plan in plans]

@@ -60,7 +60,7 @@ def test_how_a_picture_is_resized():
 
 def test_code_that_wants_pixels_gives_the_most_that_a_picture_can_take(caplog):
     assert sizes(Blurred, Blurred(64, ["a.jpg"]), [(33, 128)], 64) == ([(64, 64)], [OTHERWISE])
-    assert "every picture may be 64x64: Blurred.load_image wants pixels" in caplog.text
+    assert "every image may be 64x64: Blurred.load_image wants pixels" in caplog.text
 
 
 def test_the_hosts_code_notes_what_is_loaded():

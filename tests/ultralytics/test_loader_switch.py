@@ -256,7 +256,7 @@ def pretended_gpu(monkeypatch):
             return made(plan, *self.pictures._bring(plan))
 
     def begin(finisher, memory, device, key, uploads):
-        finisher.device, finisher.pictures, finisher.key, finisher.uploads = device, Pictures(memory), key, uploads
+        finisher.device, finisher.images, finisher.key, finisher.uploads = device, Pictures(memory), key, uploads
 
     event = SimpleNamespace(record=lambda stream: None)
     cuda = SimpleNamespace(
@@ -311,7 +311,7 @@ def test_the_training_process_makes_batches_of_plans(ultralytics, root, case, mo
     stock = batches(ultralytics, where, **options)
     request.getfixturevalue("pretended_gpu")
     compare(ours(batches, ultralytics, where, device="cuda", **options), stock)
-    assert re.search(f"{kept} pictures are (kept|read) as JPEG files", capsys.readouterr().err)
+    assert re.search(f"{kept} images are JPEG files", capsys.readouterr().err)
 
 
 def little_shared_memory(kib: int) -> bool:

@@ -27,13 +27,13 @@ class Finisher:
 
     def __init__(self, memory: PictureMemory, device: torch.device, key: Any = 0, uploads: bool = True) -> None:
         self.device = device
-        self.pictures = DevicePictures(memory, device)
+        self.images = DeviceImages(memory, device)
         self.key = key
         self.uploads = uploads
 
     def __call__(self, batch: Any) -> Any:
         if isinstance(batch, PlannedBatch):  # else the framework has made it
-            images = assemble(self.pictures(batch.plan), batch.grid)
+            images = assemble(self.images(batch.plan), batch.grid)
             batch = with_images(batch.rest, self.key, images)
         return with_each(self._moved, batch)
 
@@ -67,10 +67,10 @@ class Turns:
                 self._done.record(stream)
 
 
-class DevicePictures(Owner):
+class DeviceImages(Owner):
     """The images of one data set on one GPU, and the batches made of them. Several threads may ask for batches."""
 
-    what, budget = "pictures on the GPU", GPU_BUDGET
+    what, budget = "images on the GPU", GPU_BUDGET
 
     def __init__(self, memory: PictureMemory, device: torch.device) -> None:
         self.memory = memory
@@ -92,7 +92,7 @@ class DevicePictures(Owner):
         return self._cache.numel()
 
     def offer(self) -> str:
-        return f"{words(self.held())} of pictures" if self.held() else ""
+        return f"{words(self.held())} of images" if self.held() else ""
 
     def release(self) -> None:
         """Keep no images from now on: they are uploaded for each batch."""
@@ -121,7 +121,7 @@ class DevicePictures(Owner):
             with torch.inference_mode(False):  # validation makes it, and a thread outside of inference mode fills it
                 return torch.empty(size, dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError:
-            warn(f"loader_optim: no {words(size)} for pictures on the GPU; they are uploaded for each batch")
+            warn(f"loader_optim: no {words(size)} for images on the GPU; they are uploaded for each batch")
             return torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def _bring(self, plan: Plan) -> tuple[list[torch.Tensor], np.ndarray]:

@@ -78,10 +78,10 @@ class Packed:
 def pack_jpeg(file: np.ndarray, head: np.ndarray | None = None) -> Packed | str:
     """A file, packed; or why OpenCV has to decode it. ``head`` is what an earlier pass over it has found."""
     heads = None if head is None else [torch.from_numpy(head)]
-    storage, pictures, refusals = ops.jpeg_pack([torch.from_numpy(file)], heads=heads)
+    storage, images, refusals = ops.jpeg_pack([torch.from_numpy(file)], heads=heads)
     if refusals[0]:
         return refusals[0]
-    offset, size, height, width, before = pictures[0].tolist()
+    offset, size, height, width, before = images[0].tolist()
     return Packed(storage[offset : offset + size].numpy(), (height, width), before)
 
 

@@ -84,7 +84,7 @@ class PlannedLoading:
                     self.key,
                     self.uploads,
                 )
-                kept = self._finisher.pictures.held()
+                kept = self._finisher.images.held()
                 self._say(f"made on the GPU, which keeps {words(kept)} of decoded images")
             return self._finisher
 

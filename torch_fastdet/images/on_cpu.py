@@ -11,7 +11,7 @@ import torch
 from torch_fastdet import ops
 from torch_fastdet.images.jpeg import Wanted, one_after_another
 from torch_fastdet.images.memory import CHANNELS, PictureMemory
-from torch_fastdet.images.plan import FILES, KEEP_BGR, Picture, Plan, in_pixels, pack, shown_of, whole
+from torch_fastdet.images.plan import FILES, KEEP_BGR, ImagePlan, Plan, in_pixels, pack, shown_of, whole
 
 
 class _Room(threading.local):
@@ -56,12 +56,12 @@ def _decoded(plan: Plan, memory: PictureMemory) -> tuple[torch.Tensor, np.ndarra
     return pixels, placements
 
 
-def finish(picture: Picture, memory: PictureMemory) -> Picture:
+def finish(image: ImagePlan, memory: PictureMemory) -> ImagePlan:
     """Make an image here, and return the plan that does no more than take it."""
-    flags, picture.flags = picture.flags, picture.flags | KEEP_BGR
-    out = torch.empty((1, CHANNELS, picture.height, picture.width), dtype=torch.uint8)
+    flags, image.flags = image.flags, image.flags | KEEP_BGR
+    out = torch.empty((1, CHANNELS, image.height, image.width), dtype=torch.uint8)
     out = out.contiguous(memory_format=torch.channels_last)
-    run_on_cpu(pack([picture], memory), memory, out)
+    run_on_cpu(pack([image], memory), memory, out)
     made = whole(in_pixels(out.permute(0, 2, 3, 1).numpy()[0]))
     made.flags = flags & KEEP_BGR
     return made

@@ -56,7 +56,7 @@ class Layer:
 
 
 @dataclass
-class Picture:
+class ImagePlan:
     """One image of a batch, ``height`` by ``width``."""
 
     height: int
@@ -79,10 +79,10 @@ def in_pixels(pixels: np.ndarray) -> Source:
     return Source(-1, pixels.shape[0], pixels.shape[1], np.ascontiguousarray(pixels))
 
 
-def whole(source: Source) -> Picture:
+def whole(source: Source) -> ImagePlan:
     """The plan of an image to which nothing is done."""
     height, width = source.height, source.width
-    return Picture(height, width, [Layer(height, width, [(source, 0, 0, 0, 0, width, height)])])
+    return ImagePlan(height, width, [Layer(height, width, [(source, 0, 0, 0, 0, width, height)])])
 
 
 @dataclass
@@ -137,18 +137,18 @@ class Bytes:
 
 
 def pack(
-    pictures: Sequence[Picture],
+    images: Sequence[ImagePlan],
     memory: PictureMemory,
     on_cpu: bool = True,
     join: Callable[[Bytes], object] = Bytes.joined,
 ) -> Plan:
     """The tables of a batch. Files travel with it: those that were read for it, or with ``on_cpu`` all that it shows, packed."""
-    size = (pictures[0].height, pictures[0].width)
-    for picture in pictures:
-        if (picture.height, picture.width) != size:
+    size = (images[0].height, images[0].width)
+    for image in images:
+        if (image.height, image.width) != size:
             raise RuntimeError(
-                f"pictures of a batch must have one size, but there are {size[0]}x{size[1]} and "
-                f"{picture.height}x{picture.width} (height x width)"
+                f"images of a batch must have one size, but there are {size[0]}x{size[1]} and "
+                f"{image.height}x{image.width} (height x width)"
             )
     own, packed, masks = Bytes(), Bytes(), Bytes()
     placements: list[tuple] = []
@@ -156,9 +156,9 @@ def pack(
     tables: list[np.ndarray] = []
     matrices, rows, sources, blend = [], [], [], []
     files: dict[int, tuple[int, int, int]] = {}
-    for picture in pictures:
-        row = [len(layers), -1, picture.flags, -1]
-        for number, layer in enumerate(picture.layers):
+    for image in images:
+        row = [len(layers), -1, image.flags, -1]
+        for number, layer in enumerate(image.layers):
             row[number] = len(layers)
             mask = -1 if layer.mask is None else masks.add(layer.mask)
             layers.append((len(placements), len(layer.placements), layer.height, layer.width, layer.warp, mask))
@@ -175,11 +175,11 @@ def pack(
                 place = (SHARED, memory.offsets[source.index]) if pixels is None else (OWN, own.add(pixels))
                 sources.append(source.index if pixels is None else -1)
                 placements.append((*place, source.height, source.width, *where))
-        if picture.tables is not None:
+        if image.tables is not None:
             row[3] = len(tables)
-            tables.append(picture.tables)
+            tables.append(image.tables)
         rows.append(row)
-        blend.append(picture.blend)
+        blend.append(image.blend)
     for index, file in memory.take_sent().items() if not on_cpu else ():
         files[index] = index, file.nbytes, packed.add(file)
     return Plan(

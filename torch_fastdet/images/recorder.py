@@ -32,8 +32,8 @@ from torch_fastdet.images.plan import (
     MOST_PLACEMENTS,
     NO_WARP,
     PERSPECTIVE,
+    ImagePlan,
     Layer,
-    Picture,
     Source,
     in_pixels,
     whole,
@@ -70,21 +70,21 @@ class Recorder:
             return pixels
         return Recorded(self, whole(in_pixels(pixels)))
 
-    def picture(self, made: object) -> Picture:
-        """The plan of what the framework ended with: a :class:`Picture`, or the tensor uint8 (3, height, width) of pixels."""
-        if isinstance(made, Picture):
+    def plan_of(self, made: object) -> ImagePlan:
+        """The plan of what the framework ended with: a :class:`ImagePlan`, or the tensor uint8 (3, height, width) of pixels."""
+        if isinstance(made, ImagePlan):
             return made
         if not isinstance(made, torch.Tensor) or made.dtype != torch.uint8 or made.shape[:1] != (CHANNELS,):
             kind = f"{made.dtype} {tuple(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
-            raise CannotRecord(f"its pictures are {kind}, not torch.uint8 (3, height, width).")
-        picture = whole(in_pixels(made.permute(1, 2, 0).contiguous().numpy()))
-        picture.flags = KEEP_BGR  # they are in the loop's order
-        return picture
+            raise CannotRecord(f"its images are {kind}, not torch.uint8 (3, height, width).")
+        image = whole(in_pixels(made.permute(1, 2, 0).contiguous().numpy()))
+        image.flags = KEEP_BGR  # they are in the loop's order
+        return image
 
     def told(self, what: str) -> None:
         worker = get_worker_info()
         if what not in self._told and (worker is None or worker.id == 0):
-            warn(f"loader_optim: a plan cannot say {what}: code of {self.host} makes the pixels of such pictures")
+            warn(f"loader_optim: a plan cannot say {what}: code of {self.host} makes the pixels of such images")
         self._told.add(what)
 
     def items(self, planned: Callable[[], list], stock: Callable[[], list]) -> list:
@@ -101,13 +101,13 @@ class Recorder:
         torch.set_rng_state(states[2])
         items = stock()  # an error of the framework's own is raised here
         self.refusal = refusal
-        warn(f"loader_optim: decodes each picture once, and leaves the rest to {self.host}: {refusal}")
+        warn(f"loader_optim: decodes each image once, and leaves the rest to {self.host}: {refusal}")
         return items
 
 
 def canvas(recorder: Recorder, height: int, width: int) -> Recorded:
     """An image all grey."""
-    return Recorded(recorder, Picture(height, width, [Layer(height, width)]))
+    return Recorded(recorder, ImagePlan(height, width, [Layer(height, width)]))
 
 
 # Stand-ins for arrays -------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
         return self.shape[0]
 
     def __bool__(self) -> bool:
-        return bool(self.real("the truth of a picture"))
+        return bool(self.real("the truth of an image"))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         real = self.real("what reads pixels")
@@ -170,10 +170,10 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
         return getattr(self.real(f"numpy.ndarray.{name}"), name)
 
     def __getitem__(self, key: object) -> Any:
-        return self.real("a part of a picture that is no rectangle")[_reals(key, "an index")]
+        return self.real("a part of an image that is no rectangle")[_reals(key, "an index")]
 
     def __setitem__(self, key: object, value: object) -> None:
-        what = "an assignment to a part of a picture"
+        what = "an assignment to a part of an image"
         self.real(what)[_reals(key, what)] = value.made() if type(value) is Recorded else _reals(value, what)
 
 
@@ -192,26 +192,26 @@ def _reals(value: Any, what: str) -> Any:
 class Recorded(StandIn):
     """An image uint8 (height, width, 3) in BGR, as a plan."""
 
-    __slots__ = ("_views", "picture")
+    __slots__ = ("_views", "image")
 
-    def __init__(self, recorder: Recorder, picture: Picture) -> None:
+    def __init__(self, recorder: Recorder, image: ImagePlan) -> None:
         self.recorder = recorder
         self._real = None
-        self.picture = picture
+        self.image = image
         #: What looks into the same pixels, this one included; None where nothing ever did.
         self._views: list[weakref.ref] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:  # type: ignore[override]
-        picture = self.picture
-        return picture.height, picture.width, CHANNELS
+        image = self.image
+        return image.height, image.width, CHANNELS
 
     def layer(self) -> Layer:
         """Its only layer, on which nothing follows: it is made now if it has more."""
-        picture = self.picture
-        if len(picture.layers) != 1 or picture.tables is not None or picture.flags:
+        image = self.image
+        if len(image.layers) != 1 or image.tables is not None or image.flags:
             self._finish()
-        return self.picture.layers[0]
+        return self.image.layers[0]
 
     def canvas(self) -> Layer:
         """Its only layer, neither mapped nor pasted on: it is made now if it is."""
@@ -219,10 +219,10 @@ class Recorded(StandIn):
         if layer.warp == NO_WARP and layer.mask is None:
             return layer
         self._finish()
-        return self.picture.layers[0]
+        return self.image.layers[0]
 
     def _finish(self) -> None:
-        self.picture = finish(self.picture, self.recorder.memory)
+        self.image = finish(self.image, self.recorder.memory)
 
     def source(self) -> Source:
         """The whole image in one piece: it is made now if it is not."""
@@ -231,7 +231,7 @@ class Recorded(StandIn):
         is_whole = len(placements) == 1 and placements[0][1:] == (0, 0, 0, 0, width, height)
         if not is_whole or (placements[0][0].height, placements[0][0].width) != (height, width):
             self._finish()
-        return self.picture.layers[0].placements[0][0]
+        return self.image.layers[0].placements[0][0]
 
     def made(self) -> np.ndarray:
         if self._real is not None:
@@ -256,10 +256,10 @@ class Recorded(StandIn):
 
     def changed(self, flags: int = 0) -> Recorded:
         """A copy, flipped."""
-        old = self.picture
+        old = self.image
         layers = [Layer(x.height, x.width, [*x.placements], x.warp, x.matrix, x.mask) for x in old.layers]
-        picture = Picture(old.height, old.width, layers, old.blend, old.tables, old.flags ^ flags)
-        return Recorded(self.recorder, picture)
+        image = ImagePlan(old.height, old.width, layers, old.blend, old.tables, old.flags ^ flags)
+        return Recorded(self.recorder, image)
 
     # Views
 
@@ -280,7 +280,7 @@ class Recorded(StandIn):
 
     def _writing(self) -> None:
         if self._is_seen():
-            raise CannotRecord("it writes to a picture of which a view is in use.")
+            raise CannotRecord("it writes to an image of which a view is in use.")
 
     # What arrays do
 
@@ -297,9 +297,9 @@ class Recorded(StandIn):
         rows, columns = key[:2]
         if type(rows) is not slice or type(columns) is not slice:
             return None
-        picture = self.picture
-        y0, y1, y_step = rows.indices(picture.height)
-        x0, x1, x_step = columns.indices(picture.width)
+        image = self.image
+        y0, y1, y_step = rows.indices(image.height)
+        x0, x1, x_step = columns.indices(image.width)
         return (x0, y0, max(x1 - x0, 0), max(y1 - y0, 0)) if y_step == x_step == 1 else None
 
     def __getitem__(self, key: Any) -> Any:
@@ -314,14 +314,14 @@ class Recorded(StandIn):
         part = Layer(height, width)
         for source, src_x, src_y, left, top, w, h in self.canvas().placements:
             _place(part, source, src_x, src_y, left - x, top - y, w, h)
-        return self._view(Recorded(self.recorder, Picture(height, width, [part])))
+        return self._view(Recorded(self.recorder, ImagePlan(height, width, [part])))
 
     def __setitem__(self, key: object, value: object) -> None:
         if self._real is not None:
             self._real[_reals(key, "an index")] = value.made() if type(value) is Recorded else value
             return
         self._writing()
-        if type(value) is Chosen and value.mask is key and self._is_mask(key) and self.paste(value.picture, key):
+        if type(value) is Chosen and value.mask is key and self._is_mask(key) and self.paste(value.image, key):
             return
         rectangle = self._rectangle(key)
         if rectangle is not None and type(value) is Recorded and value.shape[:2] == rectangle[:1:-1]:
@@ -338,16 +338,16 @@ class Recorded(StandIn):
         placements = value.canvas().placements
         if len(placements) != 1 or placements[0][3:] != (0, 0, width, height):
             value.source()  # its border would not cover what is there
-            placements = value.picture.layers[0].placements
+            placements = value.image.layers[0].placements
         placed = self.canvas().placements
         if len(placed) == MOST_PLACEMENTS:
             self._finish()
-            placed = self.picture.layers[0].placements
+            placed = self.image.layers[0].placements
         placed.append((*placements[0][:3], x, y, width, height))
 
     def paste(self, mirrored: Recorded, mask: Any) -> bool:
         """Show the mirror image of this image where ``mask`` (height, width) is not 0, if ``mirrored`` is that."""
-        layer, other = self.canvas(), mirrored.picture
+        layer, other = self.canvas(), mirrored.image
         mask = mask.plane if type(mask) is Mask else mask
         if other.flags != FLIP_LEFT_RIGHT or len(other.layers) != 1 or other.tables is not None:
             return False
@@ -407,7 +407,7 @@ class Planes(StandIn):
         self.of, self.reverse = of, reverse
 
     def made(self) -> np.ndarray:
-        planes = self.of.real("planes of a picture").transpose(2, 0, 1)
+        planes = self.of.real("planes of an image").transpose(2, 0, 1)
         return planes[::-1] if self.reverse else planes
 
     def __getitem__(self, key: object) -> Any:
@@ -415,8 +415,8 @@ class Planes(StandIn):
             return Planes(self.of, not self.reverse)
         return super().__getitem__(key)
 
-    def tensor(self) -> Picture:
-        return self.of.changed(0 if self.reverse else KEEP_BGR).picture
+    def tensor(self) -> ImagePlan:
+        return self.of.changed(0 if self.reverse else KEEP_BGR).image
 
 
 class Mask(StandIn):
@@ -438,14 +438,14 @@ class Mask(StandIn):
 class Chosen(StandIn):
     """The pixels of an image where a mask is true."""
 
-    __slots__ = ("mask", "picture")
+    __slots__ = ("image", "mask")
 
-    def __init__(self, picture: Recorded, mask: Mask | np.ndarray) -> None:
-        self.recorder, self._real = picture.recorder, None
-        self.picture, self.mask = picture, mask
+    def __init__(self, image: Recorded, mask: Mask | np.ndarray) -> None:
+        self.recorder, self._real = image.recorder, None
+        self.image, self.mask = image, mask
 
     def made(self) -> np.ndarray:
-        return self.picture.made()[self.mask.made() if type(self.mask) is Mask else self.mask]
+        return self.image.made()[self.mask.made() if type(self.mask) is Mask else self.mask]
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -463,7 +463,7 @@ class Weighted(StandIn):
         self.parts = parts
 
     def made(self) -> np.ndarray:
-        made = [picture.made() * factor for picture, factor in self.parts]
+        made = [image.made() * factor for image, factor in self.parts]
         return made[0] if len(made) == 1 else made[0] + made[1]
 
     def __add__(self, other: Any) -> Any:
@@ -476,30 +476,30 @@ class Weighted(StandIn):
         if self._real is not None or options or np.dtype(dtype) != _UINT8 or len(self.parts) == 1:
             return self.real("numpy.ndarray.astype").astype(dtype, **options)
         height, width, _ = self.shape
-        layers = [picture.layer() for picture, _ in self.parts]
-        return Recorded(self.recorder, Picture(height, width, layers, blend=self.parts[0][1]))
+        layers = [image.layer() for image, _ in self.parts]
+        return Recorded(self.recorder, ImagePlan(height, width, layers, blend=self.parts[0][1]))
 
 
 class HSV(StandIn):
     """An image in HSV, whose channels go through tables (3, 256)."""
 
-    __slots__ = ("picture", "tables")
+    __slots__ = ("image", "tables")
 
-    def __init__(self, picture: Recorded, tables: np.ndarray | None = None) -> None:
-        super().__init__(picture.recorder, picture.shape)
-        self.picture, self.tables = picture, tables
+    def __init__(self, image: Recorded, tables: np.ndarray | None = None) -> None:
+        super().__init__(image.recorder, image.shape)
+        self.image, self.tables = image, tables
 
     def made(self) -> np.ndarray:
-        pixels = cv2.cvtColor(self.picture.made(), cv2.COLOR_BGR2HSV)
+        pixels = cv2.cvtColor(self.image.made(), cv2.COLOR_BGR2HSV)
         return pixels if self.tables is None else cv2.LUT(pixels, np.ascontiguousarray(self.tables.T)[None])
 
-    def bgr(self) -> Picture:
+    def bgr(self) -> ImagePlan:
         """The plan of the image in BGR again."""
-        recorded = self.picture.changed()
-        if recorded.picture.tables is not None or recorded.picture.flags:
+        recorded = self.image.changed()
+        if recorded.image.tables is not None or recorded.image.flags:
             recorded._finish()
-        recorded.picture.tables = self.tables
-        return recorded.picture
+        recorded.image.tables = self.tables
+        return recorded.image
 
 
 class Channel(StandIn):
@@ -570,11 +570,11 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
             return None
         if src.layer().warp != NO_WARP:
             src._finish()
-        layer = src.changed().picture.layers[0]
+        layer = src.changed().image.layers[0]
         layer.warp, layer.matrix = kind, _IDENTITY.copy()
         layer.matrix[: len(M)] = M
         width, height = map(int, dsize)
-        return Recorded(recorder, Picture(height, width, [layer]))
+        return Recorded(recorder, ImagePlan(height, width, [layer]))
 
     def cvtColor(src: Any, code: int, dst: Any = None, dstCn: int = 0) -> Any:
         if code == cv2.COLOR_BGR2HSV and dst is None and _is(Recorded, src):
@@ -586,7 +586,7 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
         if not _is(Recorded, dst) or dst.shape != src.shape:
             return None
         dst._writing()
-        dst.picture = src.bgr()
+        dst.image = src.bgr()
         return dst
 
     def split(m: Any) -> Any:
@@ -598,7 +598,7 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
         if _is(Channel, src) and src.table is None and lut.shape == (256,):
             return Channel(src.of, src.number, lut)
         if _is(HSV, src) and src.tables is None and lut.shape == (1, 256, CHANNELS):
-            return HSV(src.picture, np.ascontiguousarray(lut[0].T))
+            return HSV(src.image, np.ascontiguousarray(lut[0].T))
         return None
 
     def merge(mv: Any, dst: object = None) -> Any:
@@ -606,7 +606,7 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
             return None
         if any(x.of is not mv[0].of or x.number != number or x.table is None for number, x in enumerate(mv)):
             return None
-        return HSV(mv[0].of.picture, np.array([x.table for x in mv]))
+        return HSV(mv[0].of.image, np.array([x.table for x in mv]))
 
     def flip(src: Any, flipCode: int, dst: object = None) -> Any:
         if dst is not None or flipCode not in (0, 1):
@@ -631,7 +631,7 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
             return None
         dst._writing()
         if not dst.paste(src, mask):
-            dst.picture = whole(in_pixels(cv2.copyTo(src.made(), mask, dst.made().copy())))
+            dst.image = whole(in_pixels(cv2.copyTo(src.made(), mask, dst.made().copy())))
         return dst
 
     recorded = (resize, copyMakeBorder, cvtColor, split, LUT, merge, flip, drawContours, copyTo)
@@ -683,18 +683,18 @@ def _opencv(recorder: Recorder) -> types.ModuleType:
 
 
 def _numpy(recorder: Recorder) -> types.ModuleType:
-    def shape_of_picture(shape: object) -> bool:
+    def shape_of_image(shape: object) -> bool:
         return type(shape) is tuple and shape[2:] == (CHANNELS,) and min(shape) > 0
 
     def full(shape: Any, fill_value: object, dtype: object = None, *arguments: Any, **options: Any) -> Any:
         is_grey = type(fill_value) is int and fill_value == GREY and dtype == np.uint8
-        if is_grey and not arguments and not options and shape_of_picture(shape):
+        if is_grey and not arguments and not options and shape_of_image(shape):
             return canvas(recorder, int(shape[0]), int(shape[1]))
         return np.full(shape, fill_value, dtype, *arguments, **options)
 
     def zeros(shape: Any, *arguments: Any, **options: Any) -> Any:
         dtype = arguments[0] if len(arguments) == 1 else options.get("dtype")
-        if dtype is np.uint8 and len(arguments) + len(options) == 1 and shape_of_picture(shape):
+        if dtype is np.uint8 and len(arguments) + len(options) == 1 and shape_of_image(shape):
             return Mask(recorder, np.zeros(shape[:2], np.uint8))
         return np.zeros(shape, *arguments, **options)
 

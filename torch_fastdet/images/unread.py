@@ -32,14 +32,14 @@ def _read(file: Unread, *_: object, **__: object) -> Unread:
 
 
 def _resize(
-    picture: Unread,
+    image: Unread,
     dsize: Size,
     dst: object = None,
     fx: float = 0,
     fy: float = 0,
     interpolation: int = cv2.INTER_LINEAR,
 ) -> Unread:
-    known = picture.way == AS_IT_IS and dst is None
+    known = image.way == AS_IT_IS and dst is None
     return Unread((dsize[1], dsize[0]), WAYS.get(interpolation, OTHERWISE) if known else OTHERWISE)
 
 
@@ -89,8 +89,8 @@ def sizes(stock: type, dataset: object, originals: Sequence[Size], side: int) ->
         seen = reader(stock, {**vars(dataset), **nothing, "buffer": []}, originals.__getitem__)
         loaded = [seen.load_image(i) for i in range(len(originals))]
         found: list[Size] = [(int(size[0]), int(size[1])) for _, _, size in loaded]
-        ways: list[int] = [picture.way for picture, _, _ in loaded]
+        ways: list[int] = [image.way for image, _, _ in loaded]
     except Exception as error:
-        warn(f"loader_optim: every picture may be {side}x{side}: {stock.__name__}.load_image wants pixels: {error}")
+        warn(f"loader_optim: every image may be {side}x{side}: {stock.__name__}.load_image wants pixels: {error}")
         return [(side, side)] * len(originals), [OTHERWISE] * len(originals)
     return found, ways

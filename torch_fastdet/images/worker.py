@@ -13,7 +13,7 @@ from torch.utils.data import get_worker_info
 
 from torch_fastdet.images.memory import CHANNELS, PictureMemory
 from torch_fastdet.images.on_cpu import finish, run_on_cpu
-from torch_fastdet.images.plan import Bytes, Picture, Plan, pack
+from torch_fastdet.images.plan import Bytes, ImagePlan, Plan, pack
 from torch_fastdet.images.slots import Parcel
 
 #: What travels with a plan goes through shared memory from this size on, and in the message itself below it.
@@ -78,40 +78,40 @@ class Collate:
         placed = batch[self.key].numpy()[:, 0]
         shown, places = np.unique(placed, return_inverse=True)
         grid = places.reshape(placed.shape)
-        pictures = [items[number][self.key] for number in shown.tolist()]
+        images = [items[number][self.key] for number in shown.tolist()]
         if self.on_gpu:
-            return PlannedBatch(self.plan(pictures), grid, with_each(_in_message, with_images(batch, self.key, None)))
-        return with_images(batch, self.key, assemble(self.make(pictures, alone=grid.shape[1:] == (1, 1)), grid))
+            return PlannedBatch(self.plan(images), grid, with_each(_in_message, with_images(batch, self.key, None)))
+        return with_images(batch, self.key, assemble(self.make(images, alone=grid.shape[1:] == (1, 1)), grid))
 
-    def plan(self, pictures: list[Picture]) -> Plan:
+    def plan(self, images: list[ImagePlan]) -> Plan:
         """The plan that this process sends."""
         in_worker = get_worker_info() is not None
         if in_worker:
-            pictures = [picture if picture.is_shared() else finish(picture, self.memory) for picture in pictures]
-        plan = pack(pictures, self.memory, on_cpu=False, join=_for_another_process if in_worker else Bytes.joined)
+            images = [image if image.is_shared() else finish(image, self.memory) for image in images]
+        plan = pack(images, self.memory, on_cpu=False, join=_for_another_process if in_worker else Bytes.joined)
         self.memory.forget_sent()
         return plan
 
-    def make(self, pictures: list[Picture], alone: bool = True) -> Any:
+    def make(self, images: list[ImagePlan], alone: bool = True) -> Any:
         """The images themselves, uint8 (n, 3, height, width); with ``alone`` in a loader process, for the loop's process."""
-        shape = (len(pictures), CHANNELS, pictures[0].height, pictures[0].width)
+        shape = (len(images), CHANNELS, images[0].height, images[0].width)
         parcel = Parcel(shape) if alone and get_worker_info() is not None else None
         out = torch.empty(shape, dtype=torch.uint8) if parcel is None else parcel.tensor
-        run_on_cpu(pack(pictures, self.memory), self.memory, out)
+        run_on_cpu(pack(images, self.memory), self.memory, out)
         self.memory.forget_sent()
         return out if parcel is None else parcel
 
 
-def assemble(pictures: Any, grid: np.ndarray) -> Any:
+def assemble(images: Any, grid: np.ndarray) -> Any:
     """The images of the batch: each place of the grid shows an image of the plan, and one alone is enlarged to fill all places."""
     count, rows, columns = grid.shape
     if rows == columns == 1:
-        return pictures
-    channels, height, width = pictures.shape[1:]
-    tiles = torch.stack([pictures[number] for number in grid.ravel().tolist()])
+        return images
+    channels, height, width = images.shape[1:]
+    tiles = torch.stack([images[number] for number in grid.ravel().tolist()])
     tiles = tiles.view(count, rows, columns, channels, height, width).permute(0, 3, 1, 4, 2, 5)
     out = tiles.reshape(count, channels, rows * height, columns * width)
     for place in np.flatnonzero((grid == grid[:, :1, :1]).all((1, 2))).tolist():
-        alone = pictures[grid[place, 0, 0]][None].float()
+        alone = images[grid[place, 0, 0]][None].float()
         out[place] = F.interpolate(alone, scale_factor=2.0, mode="bilinear")[0].to(torch.uint8)
     return out

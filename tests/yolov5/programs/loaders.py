@@ -584,7 +584,7 @@ def cut_out(image, *arguments, **options):
 
 def fork_unknown():
     """Pixels are made where the recorder does not know an operation, which one line says."""
-    for change, said in ((blurred, "cv2.blur"), (cut_out, "an assignment to a part of a picture")):
+    for change, said in ((blurred, "cv2.blur"), (cut_out, "an assignment to a part of an image")):
         with fork(augment_hsv=change), Lines() as lines:
             same(**TRAIN, workers=0)
             same(**TRAIN, workers=2)

@@ -37,7 +37,7 @@ class Planner:
         self.reader = reader(type(dataset), dataset.__dict__, memory.original)
 
     def items(self, indices: list[int]) -> list[dict[str, Any]]:
-        """What stock's data set returns for a batch, with a :class:`Picture` under ``img``."""
+        """What stock's data set returns for a batch, with a :class:`ImagePlan` under ``img``."""
         loaded = list(self._stock.buffer)
         self.changed.clear()
         return self.recorder.items(lambda: self._planned(indices), lambda: self._stocks(indices, loaded))
@@ -54,7 +54,7 @@ class Planner:
 
     def _item(self, index: int) -> dict[str, object]:
         item = self.dataset[index]
-        item["img"] = self.recorder.picture(item["img"])
+        item["img"] = self.recorder.plan_of(item["img"])
         return item
 
     def _stocks(self, indices: list[int], loaded: list[int]) -> list[dict[str, object]]:
@@ -182,7 +182,7 @@ def cannot_plan(dataset: UltralyticsDataset) -> str | None:
     if changed := {"load_image", "collate_fn", "get_image_and_label"} & vars(dataset).keys():
         return f"{min(changed)} of this data set has been replaced."
     if dataset.channels != CHANNELS:
-        return f"its pictures have {dataset.channels} channel{'s' if dataset.channels > 1 else ''}, not {CHANNELS}."
+        return f"its images have {dataset.channels} channel{'s' if dataset.channels > 1 else ''}, not {CHANNELS}."
     return _unknown_transform(dataset.transforms, dataset)
 
 
@@ -193,7 +193,7 @@ def _unknown_transform(transform: object, dataset: UltralyticsDataset) -> str | 
         if (cls.__module__, cls.__qualname__) != (AUGMENT, "Albumentations"):
             return f"{name} is not a known transform."
         if vars(transform).get("transform") is not None:
-            return "Albumentations, which is installed, changes pictures."
+            return "Albumentations, which is installed, changes images."
         return None
     if issubclass(view, ComposeView):
         return next(filter(None, (_unknown_transform(step, dataset) for step in vars(transform)["transforms"])), None)
@@ -202,6 +202,6 @@ def _unknown_transform(transform: object, dataset: UltralyticsDataset) -> str | 
     if issubclass(view, MixView):
         first = vars(transform)["pre_transform"]
         if vars(transform)["dataset"] is not dataset:
-            return f"its {name} takes pictures from another data set."
+            return f"its {name} takes images from another data set."
         return None if first is None else _unknown_transform(first, dataset)
     return None

@@ -41,7 +41,7 @@ def _data_loader(active: Active, stock: type, module: object) -> object:
 KNOWN = SameCode({"InfiniteDataLoader": ("1fe0ada3",)}, "YOLOv5 7.0 or of GitHub's head")
 YOLOV5 = Switch(
     "loader_optim",
-    "data loaders read each picture once, and make batches with one operator, on the GPU where there is one",
+    "data loaders read each image once, and make batches with one operator, on the GPU where there is one",
     (
         Target(yolov5("utils.dataloaders"), "LoadImagesAndLabels", make=_data_set, evidence=(KNOWN,), missing="refuse"),
         Target(yolov5("utils.dataloaders"), "InfiniteDataLoader", make=_data_loader, missing="refuse"),
@@ -79,7 +79,7 @@ def _build_dataloader(active: Active, stock: Callable[..., object], build: Any) 
 BUILD_DATALOADER = ("dataset", "batch", "workers", "shuffle", "rank", "drop_last", "pin_memory", "device")
 ULTRALYTICS = Switch(
     "loader_optim",
-    "data loaders read each picture once, and make batches with one operator, on the GPU where there is one",
+    "data loaders read each image once, and make batches with one operator, on the GPU where there is one",
     (
         Target(
             ultralytics("data.build"),

@@ -103,10 +103,10 @@ class SharedImages:
 
     def __getitem__(self, i: int) -> np.ndarray:
         i = range(len(self))[i]
-        picture = self.memory.get(i)
-        if picture is None:
+        image = self.memory.get(i)
+        if image is None:
             return self.others[i]
-        return picture if self.is_planned else picture.copy()
+        return image if self.is_planned else image.copy()
 
     def __reduce_ex__(self, protocol: object) -> Any:
         if sys.modules["multiprocessing.context"].get_spawning_popen() is not None:
@@ -221,7 +221,7 @@ class PlannedLoader(FiledAsStock):
 
     # Not there where somebody makes another loader of this class.
     _plans: PlannedLoading | None = None
-    _pictures: tuple[list[str], Any]
+    _images: tuple[list[str], Any]
     _ahead: Ahead | None = None
     #: It has no plans, or somebody gave it another collate_fn, which wants images.
     _as_stock: bool = False
@@ -232,7 +232,7 @@ class PlannedLoader(FiledAsStock):
             return super()._get_iterator()  # type: ignore[misc]
         # A loader that differs in what its processes work on. Stock's attributes stay what people expect of them.
         loader = DataLoader(
-            planned_dataset(Plans(self.dataset, self._plans.memory, *self._pictures)),
+            planned_dataset(Plans(self.dataset, self._plans.memory, *self._images)),
             batch_sampler=PlanBatches(self.batch_sampler),
             num_workers=self.num_workers,
             collate_fn=self._plans.collate(self.collate_fn),
@@ -328,5 +328,5 @@ def plan_loader(loader: Any, device: object) -> Any:
     planned: Any = object.__new__(_loader_class(cls))
     vars(planned).update(vars(loader))
     planned._plans = PlannedLoading(memory, loader.num_workers, on_gpu, gpu, key="img", uploads=False)
-    planned._pictures = list(loader.dataset.im_files), loader.dataset.imgsz
+    planned._images = list(loader.dataset.im_files), loader.dataset.imgsz
     return planned

@@ -41,8 +41,8 @@ class Planner:
         )
 
     def _item(self, index: int) -> tuple:
-        picture, *rest = self._recording[index]
-        return self.recorder.picture(picture), *rest
+        image, *rest = self._recording[index]
+        return self.recorder.plan_of(image), *rest
 
 
 class _Recording:
@@ -55,8 +55,8 @@ class _Recording:
             pixels, original, size = super().load_image(i)  # type: ignore[misc]
             if not self.remembers(i):
                 return self.recorder.of_pixels(pixels), original, size
-        picture = self.recorder.of_memory(i)
-        return picture, self.recorder.memory.original(i), picture.shape[:2]
+        image = self.recorder.of_memory(i)
+        return image, self.recorder.memory.original(i), image.shape[:2]
 
 
 # What stands in for stock's names ------------------------------------------------------------------------------------
@@ -110,14 +110,14 @@ def dataset_class(stock: type) -> type:
             if memory is None:
                 return super().load_image(i)
             if self.ims[i] is not None:
-                picture, *sizes = super().load_image(i)
+                image, *sizes = super().load_image(i)
             elif self._memory_is_current():
-                picture, *sizes = memory.load(super().load_image, i)
+                image, *sizes = memory.load(super().load_image, i)
                 if self._is_cached:  # stock's cache takes it
-                    return picture, *sizes
+                    return image, *sizes
             else:
                 return super().load_image(i)  # somebody has set another size since
-            return picture.copy(), *sizes  # the caller may draw on it
+            return image.copy(), *sizes  # the caller may draw on it
 
         def __getitems__(self, indices: list[int]) -> list:
             if isinstance(indices, Indices):
@@ -171,7 +171,7 @@ def cannot_plan(dataset: YOLOv5Dataset) -> str | None:
     if "torch_fastdet_stock" not in vars(type(dataset)):
         return f"{type(dataset).__name__} is not YOLOv5's."
     if getattr(dataset.albumentations, "transform", None) is not None:
-        return "Albumentations, which is installed, changes pictures."
+        return "Albumentations, which is installed, changes images."
     return None
 
 
@@ -220,7 +220,7 @@ def _planned(dataset: YOLOv5Dataset, options: dict[str, Any]) -> PlannedLoading 
     reason = cannot_plan(dataset)
     if reason is not None:
         if hasattr(type(dataset), "torch_fastdet_stock"):
-            warn(f"loader_optim: decodes each picture once, and leaves the rest to YOLOv5: {reason}")
+            warn(f"loader_optim: decodes each image once, and leaves the rest to YOLOv5: {reason}")
         return None
     collate = options.get("collate_fn")
     if collate not in (type(dataset).collate_fn, type(dataset).collate_fn4) or options.get("batch_size", 1) is None:
