@@ -36,18 +36,14 @@ def _with_strides(gradient: torch.Tensor | None, strides: tuple[int, ...]) -> to
 class ModuleGraphs(CapturedPasses):
     """CUDA graphs of one module's training passes, by input shape; :class:`GraphedModule` without the module around it.
 
-    A shape's first ``warmup`` calls run eagerly, on the same layers, which is all the warm-up there is: nothing
-    runs that the caller did not ask for, so batch norm's running statistics are those of eager training. The next call
-    captures. All graphs share one memory pool, so a forward pass that comes before the backward pass of the last one runs
-    eagerly; at most ``max_graphs`` are kept, the least recently used goes first. A shape that there is no memory to capture
-    runs eagerly, which ``say`` is told.
+    A shape's first ``warmup`` calls run eagerly, so that batch norm's running statistics are those of eager training; the next call captures.
+    A shape that there is no memory to capture runs eagerly, which ``say`` is told.
 
     Args:
         module: what to run.
         forward: how to run it, ``forward(x)``; default ``module.forward``.
         capturing: a context to be in while forward is captured, and in the eager passes before.
-        required: raise :class:`CaptureError` where the module cannot be captured, instead of running it eagerly (with a
-            warning in the log).
+        required: raise :class:`CaptureError` where the module cannot be captured, instead of running it eagerly.
         say: takes one line for each capture; by default they are logged.
         average: who averages the gradients over the processes of a distributed run, and in which tensors.
     """
@@ -248,30 +244,26 @@ class GraphedModule(nn.Module):
             loss = compute_loss(model(images), targets)
         scaler.scale(loss).backward()          # gradients in p.grad, added up over several backward passes
 
-    Each input shape is captured at its second call (:class:`ModuleGraphs`). Calls in eval mode, under no_grad or with further
-    arguments go to the module itself; so do inputs that no graph takes (on the CPU, a list), which ``required`` makes an error.
-    Everything else is the module's: ``state_dict``, parameters, attributes. A copy and a pickle of it *are* the plain module, so
-    that EMA models and checkpoints are what they were without graphs.
+    Each input shape is captured at its second call. Calls in eval mode, under no_grad or with further arguments go to the module itself; so do
+    inputs that no graph takes, which ``required`` makes an error. Everything else is the module's. A copy and a pickle of it *are* the plain
+    module.
 
-    Outputs and gradients live in the graphs' memory: the next forward pass overwrites the outputs, the next backward pass
-    after ``zero_grad()`` the gradients. A second forward pass before the first one's backward pass runs eagerly. Gradients reach ``p.grad`` from ``backward()`` alone; ``torch.autograd.grad`` by a
-    parameter and a second backward pass find nothing.
+    Outputs and gradients live in the graphs' memory: the next forward pass overwrites the outputs, the next backward pass after
+    ``zero_grad()`` the gradients. A second forward pass before the first one's backward pass runs eagerly. Gradients reach ``p.grad`` from
+    ``backward()`` alone; ``torch.autograd.grad`` by a parameter and a second backward pass find nothing.
 
-    In a process group it does what DistributedDataParallel does, and takes its place: the ranks start with rank 0's parameters and
-    buffers, ``backward()`` leaves the ranks' mean gradients in ``p.grad`` and sends rank 0's buffers to the others, except inside of
-    :meth:`no_sync`. Every rank must make as many passes as the others. What changes a buffer between two training passes, an
-    evaluation or your own code, must do so on all ranks.
+    In a process group it takes the place of DistributedDataParallel: the ranks start with rank 0's parameters and buffers, ``backward()``
+    leaves the ranks' mean gradients in ``p.grad`` and sends rank 0's buffers, except inside of :meth:`no_sync`. Every rank must make as many
+    passes as the others, and change buffers between two training passes as they do.
 
     Args:
         module: the module, on a GPU.
         max_graphs: how many input shapes to keep; the least recently used goes first.
         warmup: eager calls of a shape before it is captured.
-        required: raise :class:`CaptureError` where the module cannot be captured (no GPU, host synchronisation,
-            SyncBatchNorm, hooks); else a warning in the log says so once, and the module runs eagerly.
+        required: raise :class:`CaptureError` where the module cannot be captured; else a warning says so once, and it runs eagerly.
         say: takes one line for each capture; by default they are logged.
         process_group: the ranks that train the module together; default: the default group, where there is one.
-        broadcast_buffers: whether rank 0's buffers are sent to the other ranks. Batch norm's running
-            statistics, which no training pass reads, stay each rank's own: validate and save on rank 0.
+        broadcast_buffers: whether rank 0's buffers are sent. Batch norm's running statistics stay each rank's own: save on rank 0.
 
     Raises:
         RuntimeError: the ranks have different models; or ``process_group`` is given where torch.distributed is not initialised.

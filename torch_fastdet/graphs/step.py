@@ -57,17 +57,15 @@ class TrainStep(CapturedCallable[_Phase]):
             items = step(images, targets)              # forward, loss, backward, unscale, clip, SGD, EMA, scale update
             scheduler.step()                           # param_groups are read at each call: warm-up, schedules
 
-    What runs is what the separate calls would run (``scaler.scale(loss).backward()`` and
-    :class:`torch_fastdet.optim.FusedStep`), with the same bits. The first call of each kind is such a step without a
-    graph; the next one captures. There is a graph for each image shape (multi-scale) and each place in an accumulation:
-    ``step(images, targets, update=False)`` adds up gradients, ``update=True`` uses them.
+    The first call of each kind runs without a graph what the separate calls would run, with the same bits; the next one captures. There is a
+    graph for each image shape and each place in an accumulation: ``step(images, targets, update=False)`` adds up gradients,
+    ``update=True`` uses them.
 
     Args:
         model: the model in training mode, on a GPU.
         loss: ``loss(outputs, targets, num_targets) -> (loss, items)``, without host synchronisation, where the first
-            ``num_targets`` (an int64 on the device) rows of targets are in use: :class:`torch_fastdet.yolov5.ComputeLoss`,
-            whose bad rows are counted (``loss.ignored_targets``) in every step, captured or not. If a step is called with masks or
-            other labels, they and ``num_targets`` come by name.
+            ``num_targets`` (an int64 on the device) rows of targets are in use, such as :class:`torch_fastdet.yolov5.ComputeLoss`, which
+            counts bad rows (``loss.ignored_targets``). If a step is called with other labels, they and ``num_targets`` come by name.
         optimizer: SGD, Adam, AdamW or MuSGD of torch_fastdet.optim, or torch.optim's SGD, Adam or AdamW.
         scaler: a torch.amp.GradScaler, driven in the graph (overflow skips the update, growth, backoff).
         ema: a torch_fastdet.ema.ModelEMA of the model.
@@ -81,22 +79,16 @@ class TrainStep(CapturedCallable[_Phase]):
         broadcast_buffers: whether each step in a process group begins with rank 0's buffers, as with DistributedDataParallel;
             batch norm's running statistics stay each rank's own.
 
-    In a process group the ranks start with rank 0's parameters and buffers, and a step that updates uses the mean of the ranks'
-    gradients, so that clipping and the overflow check are the same on all of them. The graph then ends with the backward pass;
-    the exchange and :class:`torch_fastdet.optim.FusedStep` are launched behind it. Every rank must make the same calls,
-    ``update`` included; shapes and targets may differ. A step that fails in its update drops what was added up.
+    In a process group the ranks start with rank 0's parameters and buffers, and an update uses the mean of the ranks' gradients, which are
+    exchanged behind the graph. Every rank must make the same calls, ``update`` included; shapes and targets may differ. A step that fails in its
+    update drops what was added up.
 
-    What a graph has baked in is looked at in each call, and captured again where it changed: memory, ``requires_grad``,
-    training flags, the optimizer's groups and flags, ``fused.max_norm``, the scaler's and the EMA's settings, another scaler, EMA or loss in
-    the place of this one, and what ``loss.graph_key()`` returns, where the loss has it (:class:`GraphLoss`; ComputeLoss: gains, ``anchors``,
-    ``gr``, ``sort_obj_iou``, ``balance``, ``ssi``). Call
-    :meth:`reset` after changing anything else that decides what runs: attributes of layers, hooks, a loss of your own,
-    global flags of torch. Images and targets in pinned memory are read after the call has returned, as with ``non_blocking=True``: do not
-    write into them before you have read the items.
+    What changes memory, ``requires_grad``, training flags, settings of optimizer, scaler and EMA, or ``loss.graph_key()`` (:class:`GraphLoss`)
+    is noticed and captured again. Call :meth:`reset` after changing anything else that decides what runs, such as attributes of layers or
+    hooks. Images and targets in pinned memory are read after the call has returned: do not write into them before you have read the items.
 
     Raises:
-        CaptureError: at the second call, where something in the step cannot be captured; at once for a model that is on
-            the CPU.
+        CaptureError: at the second call, where something in the step cannot be captured; at once for a model on the CPU.
         RuntimeError: the ranks have different models; or ``process_group`` is given where torch.distributed is not initialised.
     """
 

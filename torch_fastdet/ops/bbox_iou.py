@@ -39,12 +39,9 @@ def bbox_iou(
     height, and equal boxes never give NaN. (A float16 gradient beyond 65504 is infinite, as always; GradScaler looks
     for it.) NaN coordinates give NaN. There is no second derivative: asking for one raises.
 
-    Nothing is copied or made contiguous: a row whose four coordinates are adjacent and aligned is read by one vector load,
-    any other stride by four loads. Leading dimensions that do not merge into at most 8 raise.
-
     Raises:
-        RuntimeError: a last dimension other than 4, shapes that do not broadcast, integer boxes, sparse,
-            nested or quantized tensors, tensors on two devices, a tensor of ``torch.inference_mode`` beside one whose
+        RuntimeError: a last dimension other than 4, shapes that do not broadcast or do not merge into at most 8 leading dimensions,
+            integer, sparse, nested or quantized boxes, tensors on two devices, a tensor of ``torch.inference_mode`` beside one whose
             gradient is recorded.
         ValueError: a negative eps.
 
@@ -67,25 +64,17 @@ def iou_loss(
     """1 - IoU of pairs of boxes, reduced in the same pass; the IoUs themselves are never stored.
 
     Args:
-        box1: as for :func:`bbox_iou`.
-        box2: as for :func:`bbox_iou`.
-        kind: "iou", "giou", "diou" or "ciou".
-        xywh: as for :func:`bbox_iou`.
+        kind: "iou", "giou", "diou" or "ciou". The arguments that are not here are those of :func:`bbox_iou`.
         reduction: "mean", "sum" or "none".
-        eps: as for :func:`bbox_iou`.
 
     Returns:
         A scalar, or with "none" the tensor ``1 - bbox_iou(...)`` of shape (..., 1); dtype as for :func:`bbox_iou`, sums in
         float32 (float64 for float64) in an order that depends only on the number of pairs: the same bits in every run.
-        The mean over no pairs is NaN and their sum 0, as in PyTorch. The backward pass is one launch; so is
-        the forward pass, up to 65,536 pairs on a GPU of compute capability 9.0 or newer and up to 256 on an older one, beyond
-        which it is two.
+        The mean over no pairs is NaN and their sum 0, as in PyTorch.
 
     Raises:
         RuntimeError, TypeError: as for :func:`bbox_iou`.
         ValueError: a negative eps, an unknown kind or reduction.
-
-    Layouts, and the source of the formulas: those of :func:`bbox_iou`.
     """
     if not torch.jit.is_scripting():
         check("iou_loss", box1, box2, kind, xywh, reduction, eps)

@@ -23,11 +23,9 @@ def bn_act(
 ) -> Tensor:
     """``residual + act(batch_norm(x))`` with the statistics of the batch, as in training; running statistics in place.
 
-    Two launches forward and two backward: three and five passes over the tensor instead of the thirteen of a norm and a
-    SiLU. Kept for the backward pass are x and two values a channel; the activation's input is recomputed. Nothing is
-    rounded between the norm and the activation. Sums are in float32 (float64 for float64) relative to a value of the
-    channel, so that a large mean costs no digits, and in a fixed order: the same bits in every run on one GPU. No host
-    sync; a CUDA graph can capture it.
+    Two launches forward and two backward, without a host sync. Kept for the backward pass are x and two values a channel. Nothing is
+    rounded between the norm and the activation. Sums are in float32 (float64 for float64) and in a fixed order: the same bits in
+    every run on one GPU.
 
     Args:
         x: (N, C, H, W), float16, bfloat16, float32 or float64, contiguous or channels_last. The convolution's output.
@@ -45,11 +43,8 @@ def bn_act(
     Returns:
         (N, C, H, W) of x's dtype, under autocast too, in the memory format that x suggests, as stock.
 
-    Gradients of x, weight, bias and residual, of the first order. Where x, residual or the incoming gradient has strides
-    that are neither (a transposed view, an expanded gradient), it is first made contiguous in the result's memory format,
-    which costs one more pass over it. Slices of a larger tensor along the channels are read in place.
-
-    The CPU has the operator too, for tests and tracing; it is not faster than stock there.
+    Gradients of x, weight, bias and residual, of the first order. Tensors of other strides are first made contiguous in the result's
+    memory format; slices of a larger tensor along the channels are read in place.
 
     Raises:
         ValueError: a channel has one value (a batch of one and 1x1 maps), in stock's words.
@@ -79,9 +74,8 @@ def bn_act_cat(
 ) -> Tensor:
     """``torch.cat([bn_act(x[0], ..., residual=residual), bn_act(x[1], ...), ...], 1)`` without the copies of a concatenation.
 
-    Each part is :func:`bn_act`. It writes into its channels of the result, and its backward pass reads its channels of the
-    gradient in place. On a GPU this is fast where the channels before each part fill whole vectors of 16 bytes; at other places
-    single elements are read and written.
+    Each part is :func:`bn_act`, which explains the options, and writes into its channels of the result. On a GPU this is fast where the
+    channels before each part fill whole vectors of 16 bytes.
 
     Args:
         x: tensors (N, C_i, H, W), one or more, of one dtype on one device; C_i may differ.
@@ -90,10 +84,6 @@ def bn_act_cat(
         running_mean: a (C_i,) for each of them, updated in place, or an empty list.
         running_var: the same.
         num_batches_tracked: one int64 for each of them, to which 1 is added, or an empty list.
-        momentum: as for bn_act, the same for all parts, as are the next three.
-        eps: added to the variance.
-        activation: "silu", "relu", "leaky_relu", "hardswish" or "identity".
-        slope: LeakyReLU's, for negative values.
         residual: of the shape and dtype of ``x[0]``, added to the first part, or None.
 
     Returns:

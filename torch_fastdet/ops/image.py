@@ -74,13 +74,7 @@ def image_augment(
     if not torch.jit.is_scripting():
         check("image_augment", *given, size, channels, dtype, channels_last, warp, hsv_lanes)
     return torch.ops.torch_fastdet.image_augment(
-        *given,
-        size,
-        channels=channels,
-        dtype=dtype,
-        channels_last=channels_last,
-        warp=warp,
-        hsv_lanes=hsv_lanes,
+        *given, size, channels=channels, dtype=dtype, channels_last=channels_last, warp=warp, hsv_lanes=hsv_lanes
     )
 
 

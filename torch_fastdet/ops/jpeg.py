@@ -111,8 +111,6 @@ def jpeg_plan(headers: Tensor, asked: Tensor) -> tuple[Tensor, list[int]]:
     Raises:
         ValueError: there is no header where a row says so, or its rectangle is not in the picture.
         RuntimeError: a wrong dtype, shape or device.
-
-    Source: :func:`jpeg_decode_`
     """
     if not torch.jit.is_scripting():
         check("jpeg_plan", headers, asked)

@@ -57,20 +57,8 @@ def instance_masks(
     Behaviour: ``process_mask`` and ``process_mask_native`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
     """
     if not torch.jit.is_scripting():
-        check(
-            "instance_masks",
-            protos,
-            coefficients,
-            boxes,
-            size,
-            window,
-            factor,
-            box_scale,
-            sigmoid,
-            crop_first,
-            packed,
-            dtype,
-        )
+        options = window, factor, box_scale, sigmoid, crop_first, packed, dtype
+        check("instance_masks", protos, coefficients, boxes, size, *options)
     scale = [1.0, 1.0] if box_scale is None else box_scale
     return torch.ops.torch_fastdet.instance_masks(
         protos,
@@ -111,11 +99,10 @@ def crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
 
 
 def crop_mask_(masks: Tensor, boxes: Tensor) -> None:
-    """:func:`crop_mask` in place: what lies inside of the boxes is not touched.
+    """:func:`crop_mask` in place, with its boxes: what lies inside of them is not touched.
 
     Args:
         masks: (n, height, width), written; as in :func:`crop_mask`. Those that are not contiguous are copied, cropped and copied back.
-        boxes: (n, 4), as in :func:`crop_mask`.
 
     Raises:
         RuntimeError: a wrong shape, dtype, layout or device, or a leaf that requires grad.

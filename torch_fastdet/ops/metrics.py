@@ -61,15 +61,12 @@ def confusion_matrix_(
 ) -> None:
     """Adds the matches of detections and labels to a confusion matrix, as ``ConfusionMatrix.process_batch`` does.
 
-    Detections above ``conf`` and labels match by IoU only, whatever their classes, where it is above ``iou_thres``. One
-    launch for a whole batch, no host sync. Coordinates are float32: other types are converted first.
+    Detections above ``conf`` and labels match by IoU only, whatever their classes, where it is above ``iou_thres``. One launch for a
+    whole batch, no host sync. The arguments that are not here are those of :func:`match_detections`.
 
     Args:
         matrix: (nc + 1, nc + 1), int64, contiguous, changed in place: counts by [predicted, true]; the last row and column
             are the background. A class index outside of it is not counted.
-        detections: as in :func:`match_detections`.
-        labels: as in :func:`match_detections`.
-        counts: as in :func:`match_detections`.
         conf: detections at or below this confidence do not take part.
         iou_thres: the IoU that a match must exceed.
         rule: "best" (YOLOv5): a detection claims only the label of its greatest IoU, the detection of greatest IoU gets the

@@ -29,9 +29,6 @@ def multi_tensor_ema_(averages: list[Tensor], values: list[Tensor], decay: float
         decay: a number, or a one-element tensor on the same device, read when the kernel runs. Give it in float64: in
             float32, 1 - 0.9999 is off by 1.7e-4.
 
-    Raises:
-        RuntimeError, TypeError: the errors that all lists share (see the top of this module).
-
     Behaviour: ModelEMA of YOLOv5, whose results these are, bit by bit in float32 and float64.
     """
     if not torch.jit.is_scripting():
@@ -98,7 +95,6 @@ def multi_tensor_sgd_(
     Raises:
         ValueError: a negative lr, momentum or weight_decay.
         RuntimeError: momentum without buffers.
-        RuntimeError, TypeError: the errors that all lists share.
 
     Source: the update rule of https://pytorch.org/docs/stable/generated/torch.optim.SGD.html.
     """
@@ -123,8 +119,7 @@ def multi_tensor_unscale_(grads: list[Tensor], scale: Tensor, found_inf: Tensor)
         found_inf: float32 scalar on the device; left as it is where all gradients are finite.
 
     Raises:
-        RuntimeError, TypeError: the errors that all lists share, and a scale or found_inf that is not a tensor of one float element
-            on the device.
+        RuntimeError: a scale or found_inf that is not a tensor of one float element on the device.
 
     Source: ``torch.amp.GradScaler.unscale_``.
     """
@@ -144,9 +139,6 @@ def multi_tensor_norm(tensors: list[Tensor]) -> Tensor:
         bfloat16. Computed in float32 (float64 where one of them is float64) and rounded once, in a fixed order: the same tensors give
         the same bits in every run. An empty list gives 0, float32, on the CPU.
 
-    Raises:
-        RuntimeError, TypeError: the errors that all lists share.
-
     Source: ``torch.nn.utils.get_total_norm``.
     """
     if not torch.jit.is_scripting():
@@ -163,9 +155,6 @@ def multi_tensor_clip_grad_norm_(grads: list[Tensor], max_norm: float) -> Tensor
 
     Returns:
         The norm before, as :func:`multi_tensor_norm` gives it. The factor comes from the norm before it is rounded.
-
-    Raises:
-        RuntimeError, TypeError: the errors that all lists share.
 
     Source: ``torch.nn.utils.clip_grad_norm_``.
     """

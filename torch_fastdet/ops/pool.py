@@ -26,8 +26,6 @@ def max_pools_cat(x: Tensor, kernel_size: int = 5, pools: int = 3) -> Tensor:
 
     The gradient of x is of the first order, in the memory format of the result.
 
-    The CPU has the operator too, for tests and tracing; it is not faster than stock there.
-
     Raises:
         ValueError: kernel_size is even or more than 15, or pools is less than 1.
         RuntimeError: x is not four-dimensional, not floating or not dense, or a second derivative is asked for.

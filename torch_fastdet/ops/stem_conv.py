@@ -25,8 +25,6 @@ def stem_conv2d(squares: Tensor, weight: Tensor) -> Tensor:
 
     The gradient of the weight is of the first order, in its dtype and channels_last.
 
-    The CPU has the operator too, for tests and tracing; it is much slower than stock there.
-
     Raises:
         ValueError: the backward operator's kernel_size is not 2 or 3.
         RuntimeError: a shape, dtype, device or layout is another, squares requires a gradient, a second derivative is asked

@@ -22,13 +22,8 @@ def upsample_nearest2x(x: Tensor) -> Tensor:
         (N, C, 2H, 2W) of x's dtype, under autocast too, in the memory format that x suggests, as stock: channels_last in,
         channels_last out.
 
-    Read in place: channels_last tensors and slices of them whose channels are adjacent, and all others whose rows are
-    adjacent (stride 1 along W). Anything else (a transposed or flipped-stride view, an expanded gradient) is first made
-    contiguous in the output's memory format, which costs one more pass over it.
-
-    On the CPU this is several times as fast as stock for contiguous tensors. For channels_last both copy whole pixels at
-    the speed of memory: somewhat faster than stock while the result fits the cache, and about equal (a tenth slower at
-    times) for a float32 result of tens of megabytes.
+    Read in place: channels_last tensors and slices of them whose channels are adjacent, and all others whose rows are adjacent. Anything
+    else is first made contiguous in the output's memory format.
 
     Raises:
         RuntimeError: x is not four-dimensional, not floating or not a dense tensor.
@@ -54,9 +49,8 @@ def upsample_nearest2x_cat(x: Tensor, skip: Tensor) -> Tensor:
     Returns:
         (N, C1 + C2, 2H, 2W), channels_last where both x and skip are, otherwise contiguous, as stock.
 
-    Read in place: tensors, and slices of tensors, whose innermost dimension in the result's memory format (channels for
-    channels_last, else W) has stride 1. Anything else, such as a channels_last x beside a contiguous skip, is first made
-    contiguous in the result's memory format, which costs one more pass over it.
+    Read in place: tensors, and slices of tensors, whose innermost dimension in the result's memory format has stride 1. Anything else is
+    first made contiguous in that format.
 
     Raises:
         RuntimeError: an argument is not four-dimensional, not floating or not dense, skip does not fit 2x the size of x, or

@@ -124,21 +124,16 @@ class _Adam(BoundOptimizer, torch.optim.Adam):
 class Adam(_Adam):
     """``torch.optim.Adam`` whose step is one launch over all groups, and which GradScaler drives without a host sync.
 
-    Arguments, state_dict (both ways), closures, hooks, schedulers and ``add_param_group`` are those of torch.optim.Adam; results
-    differ from its implementations in last bits, as they do among themselves. As with ``fused=True``, counts of steps live beside
-    the parameters, and GradScaler's scale and overflow flag are read on the device: a skipped step writes nothing.
+    Arguments, state_dict (both ways), closures, hooks, schedulers and ``add_param_group`` are those of torch.optim.Adam; results differ from
+    its implementations in last bits. Counts of steps live beside the parameters, and a skipped step writes nothing.
 
     - lr and betas may be one-element tensors on the parameters' device: a captured step follows what is written into them.
     - float16 and bfloat16 parameters are updated in float32, and their moments are of their own type, as torch's are.
-    - Where ``amsgrad=True``, or a parameter is a tensor subclass (DTensor) or on another device than the CPU or a GPU, torch's own
-      fused step runs.
-    - In a CUDA graph capture, take one step before it.
-
-    ``fused`` is accepted and changes nothing.
+    - With ``amsgrad=True``, or parameters that are tensor subclasses or on another device than the CPU or a GPU, torch's fused step runs.
+    - Take one step before a CUDA graph capture. ``fused`` is accepted and changes nothing.
 
     Raises:
-        RuntimeError: ``foreach=True`` or ``differentiable=True``, which a fused step does not have; sparse gradients; a negative
-            number in a group.
+        RuntimeError: ``foreach=True`` or ``differentiable=True``; sparse gradients; a negative number in a group.
     """
 
 

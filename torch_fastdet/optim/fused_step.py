@@ -52,13 +52,9 @@ class FusedStep:
         step.step()                     # instead of unscale_, clip_grad_norm_, scaler.step, scaler.update and ema.update
         optimizer.zero_grad()
 
-    The first launch looks for infinities and takes the norm; the second updates parameters, momentum and average. All
-    decisions are made on the device. Results equal those of the separate calls of this package. On overflow, parameters and
-    momentum stay as they are, the average moves all the same, and the scale backs off. ``p.grad`` is left as backward wrote it:
-    still scaled and not clipped. Without ``scaler`` and ``max_norm`` it is one launch. Unlike GradScaler, it takes float16
-    gradients.
-
-    MuSGD orthogonalises between the two launches, after a third.
+    Results equal those of the separate calls of this package, and all decisions are made on the device. On overflow, parameters and momentum stay,
+    the average moves all the same, and the scale backs off. ``p.grad`` is left scaled and not clipped. Unlike GradScaler, it takes float16
+    gradients. MuSGD orthogonalises between the two launches, after a third.
 
     Args:
         optimizer: SGD, Adam, AdamW or MuSGD of torch_fastdet.optim, or torch.optim's SGD, Adam or AdamW, with all parameters on
@@ -72,8 +68,7 @@ class FusedStep:
         found_inf: device scalar, 1 where the last step's gradients were not finite (with a scaler or max_norm).
         counter: device scalar, the EMA's updates as captured steps count them; ``refresh()`` brings ``ema.updates`` there.
 
-    In a CUDA graph: take one step before the capture. Hyper-parameters that are numbers are then read from the device; call
-    ``refresh()`` before the capture and before each replay, and ``after_replay()`` after it.
+    In a CUDA graph: take one step before the capture, call ``refresh()`` before the capture and each replay, and ``after_replay()`` after it.
     """
 
     def __init__(
@@ -246,10 +241,7 @@ class FusedStep:
         return (ema.decay_at(updates), 0.0, updates) if ramp is None else (ramp.decay, ramp.tau, updates)
 
     def refresh(self) -> None:
-        """Bring the numbers in param_groups, and ``ema.updates``, to the device, where a captured step reads them.
-
-        Copies only what changed since.
-        """
+        """Bring the numbers in param_groups, and ``ema.updates``, to the device, where a captured step reads them, if they changed."""
         if self.ema is not None and self._counted != self.ema.updates:
             self.counter.fill_(self.ema.updates)
             self._counted = self.ema.updates

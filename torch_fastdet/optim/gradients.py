@@ -31,15 +31,14 @@ def clip_grad_norm_(
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_`` in two launches and without a host sync: returns the norm as a device scalar.
 
-    Summed in a fixed order, so equal gradients give equal bits in every run. Clips p.grad in place, as stock does. The norm has
-    stock's dtype, but is rounded once: stock rounds each tensor's norm, and clips half-precision gradients by a rounded norm.
+    Summed in a fixed order, so equal gradients give equal bits, and rounded once to torch's dtype.
 
     Args:
-        parameters: tensors whose ``.grad`` is clipped; those without are left out.
+        parameters: tensors whose ``.grad`` is clipped in place; those without are left out.
         max_norm: the norm to clip to.
         norm_type: other norms than 2 are left to torch's function.
-        error_if_nonfinite: the check that waits for the GPU is left to torch's function too; so are gradients on several
-            devices, complex ones, and those of tensor subclasses (DTensor). Sparse ones are an error.
+        error_if_nonfinite: left to torch's function too; so are gradients on several devices, complex ones, and those of tensor
+            subclasses (DTensor). Sparse ones are an error.
         foreach: accepted; changes nothing.
     """
     if isinstance(parameters, Tensor):

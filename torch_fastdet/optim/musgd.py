@@ -205,16 +205,12 @@ class MusgdBinding(Binding):
 class MuSGD(BoundOptimizer):
     """``ultralytics.optim.MuSGD`` with few launches: momentum and SGD of all groups are one each, Newton-Schulz 17.
 
-    Arguments, results and state_dict (both ways) are those of Ultralytics' class. In a group with ``use_muon`` each parameter,
-    a matrix or a convolution's weight, moves by its orthogonalised momentum times ``lr * muon``, then by SGD with ``lr * sgd``;
-    the other groups have SGD with ``lr``.
+    Arguments, results and state_dict (both ways) are those of Ultralytics' class. In a group with ``use_muon`` each parameter moves by its
+    orthogonalised momentum times ``lr * muon``, then by SGD with ``lr * sgd``; the other groups have SGD with ``lr``.
 
-    Newton-Schulz has bfloat16 products, rounded where stock's are; momentum and SGD are stock's arithmetic in float32. On a GPU
-    matrices of all shapes are multiplied together, by kernels of our own. On the CPU, for other types than float32, and before compute
-    capability 8.0, matrices of one shape are a batch of torch's products. Beside Newton-Schulz a step is two launches. With
-    GradScaler, overflow is decided on the device: a skipped step writes nothing, and no step waits for the GPU. lr, momentum and
-    weight_decay may be one-element tensors on the parameters' device, which a captured step follows. In a CUDA graph capture, take
-    one step before it.
+    Newton-Schulz has bfloat16 products, rounded where the original's are. On the CPU, for other types than float32, and before compute
+    capability 8.0, matrices of one shape are a batch of torch's products. With GradScaler, a skipped step writes nothing, and no step waits for
+    the GPU. lr, momentum and weight_decay may be one-element tensors on the parameters' device. Take one step before a CUDA graph capture.
 
     Raises:
         ValueError: a parameter of a group with ``use_muon`` has less than two dimensions; at the step.
