@@ -42,11 +42,9 @@ class DecayRamp:
 class ModelEMA:
     """Keeps ``ema``, a copy of a model whose every floating state_dict entry follows the model's: YOLOv5's ModelEMA.
 
-    Each :meth:`update` does ``v *= d; v += (1 - d) * x`` with ``d = decay(updates)``, in float64 on the host, over parameters
-    and buffers of any floating type at once; integer entries stay as they were when the copy was made. Results are those of the
-    stock loop, bit by bit in float32. The tensors are remembered, and replaced ones (``ema.half().float()``, a resume,
-    ``.to(memory_format=...)``, ``p.data = ...``, another model) are noticed at the next update. EMA and model may differ in
-    strides and dtypes.
+    Each :meth:`update` does ``v *= d; v += (1 - d) * x`` with ``d = decay(updates)`` over parameters and buffers of any floating type at once;
+    integer entries stay. Results are those of the stock loop, bit by bit in float32. Replaced tensors (``ema.half().float()``, a resume,
+    another model) are noticed. EMA and model may differ in strides and dtypes. Copies and pickles find their own tensors.
 
     Args:
         model: what to average; DataParallel, DistributedDataParallel and torch.compile are unwrapped.
@@ -59,8 +57,6 @@ class ModelEMA:
         updates: number of updates.
         decay: callable, updates -> decay; may be replaced.
         enabled: set it to False to make update and update_attr do nothing, as Ultralytics does.
-
-    It can be copied (deepcopy), pickled and saved; the copy finds its own tensors.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.9999, tau: float = 2000, updates: int = 0):
@@ -187,8 +183,7 @@ class ModelEMA:
         """Copy the model's attributes to the EMA: those in ``include`` (all, if empty), but none in ``exclude`` or with a
         leading underscore.
 
-        Attributes set on a DistributedDataParallel or DataParallel, as YOLOv5 sets ``names`` and ``hyp``, go before those of the
-        module inside; without ``include``, those that the module has too: the rest is the wrapper's own.
+        Attributes that YOLOv5 sets on a DistributedDataParallel or DataParallel, such as ``names`` and ``hyp``, go before those inside.
         """
         if not self.enabled:
             return

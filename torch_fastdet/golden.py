@@ -1,17 +1,13 @@
 """Golden stage tensors: save what each stage of a detector's post-processing produced, and find the first that differs.
 
-A port of post-processing to another language or runtime often gives wrong boxes, and no hint where they went wrong. Save the
-same named stages on both sides, here and in C++ (``torch_fastdet/golden.h``), and compare::
-
-    from torch_fastdet import golden
+Save the same named stages of a port, here and in C++ (``torch_fastdet/golden.h``), and compare::
 
     stages = golden.yolov5_stages(heads, anchors, strides)     # raw.0, raw.1, ..., decoded, candidates, sorted, kept
     golden.save("reference", stages)
     print(golden.compare("reference", "port"))                 # or: python -m torch_fastdet.golden compare reference port
 
-A folder holds an ``NN_stage.npy`` for each stage, which ``numpy.load`` reads, and ``stages.txt``, which lists these files in the
-order of the pipeline, one a line. Elements are in row-major order, little-endian: float16, float32, float64, int8, uint8, int16,
-int32, int64 or bool. bfloat16 is saved as float32.
+A folder holds an ``NN_stage.npy`` for each stage and ``stages.txt``, which lists these files in the order of the pipeline. Elements are in
+row-major order, little-endian: float16, float32, float64, int8, uint8, int16, int32, int64 or bool. bfloat16 is saved as float32.
 """
 
 from __future__ import annotations

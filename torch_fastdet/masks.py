@@ -2,10 +2,10 @@
 
 The functions ``*_process_mask*`` take, and raise RuntimeError for a wrong shape, dtype or device of:
 
-- protos: (channels, height, width), the prototypes of one picture.
+- protos: (channels, height, width), the prototypes of one image.
 - masks_in: (n, channels), coefficients of its detections.
 - bboxes: (n, 4), x1, y1, x2, y2.
-- shape: height and width of the picture in whose pixels boxes are: the network's input, or for ``*_native`` the original picture.
+- shape: height and width of the image in whose pixels boxes are: the network's input, or for ``*_native`` the original image.
 
 They return masks (n, height, width) of 0 and 1: uint8 for Ultralytics, float32 for YOLOv5.
 """
@@ -94,7 +94,7 @@ def ultralytics_process_mask(
 ) -> Tensor:
     """``ultralytics.utils.ops.process_mask``: masks of ``shape`` with ``upsample``, otherwise of the prototypes' size."""
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
-    size = _sides(shape if upsample else shape[:2])  # stock takes a picture's shape, too, where it does not resample
+    size = _sides(shape if upsample else shape[:2])  # stock takes an image's shape, too, where it does not resample
     if upsample:
         return instance_masks(protos, coefficients, boxes, list(size))
     height, width = protos.shape[1:]
@@ -103,7 +103,7 @@ def ultralytics_process_mask(
 
 
 def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
-    """``ultralytics.utils.ops.process_mask_native``: masks in the pixels of the original picture."""
+    """``ultralytics.utils.ops.process_mask_native``: masks in the pixels of the original image."""
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides(shape)
     factor, window = _letterbox_window((int(protos.shape[1]), int(protos.shape[2])), size)
@@ -153,7 +153,7 @@ def yolov5_process_mask_upsample(protos: Tensor, masks_in: Tensor, bboxes: Tenso
 
 
 def yolov5_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
-    """YOLOv5's ``utils.segment.general.process_mask_native``: masks in the pixels of the original picture."""
+    """YOLOv5's ``utils.segment.general.process_mask_native``: masks in the pixels of the original image."""
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides(shape)
     height, width = protos.shape[1:]

@@ -1,4 +1,4 @@
-"""Pictures as OpenCV makes them, a whole batch a call: resize, letterbox, and mosaic, warp, colours and flips in one pass."""
+"""Images as OpenCV makes them, a whole batch a call: resize, letterbox, and mosaic, warp, colours and flips in one pass."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ def image_augment(
     warp: str = "fixed",
     hsv_lanes: int = 32,
 ) -> Tensor:
-    """A batch of training pictures: mosaic, warp, mixup, colours and flips in one launch, with OpenCV's pixels to the bit.
+    """A batch of training images: mosaic, warp, mixup, colours and flips in one launch, with OpenCV's pixels to the bit.
 
-    No canvas is built: each output pixel is sampled from the pictures that lie under it. In order, and as OpenCV and numpy
-    compute them: placement of pictures on a canvas of grey 114, copy-paste by mask, ``cv2.warpAffine`` or
-    ``cv2.warpPerspective`` (bilinear, border 114), mixup with a second canvas, ``cv2.cvtColor`` to HSV, three tables, and
-    back, flips, BGR to RGB, HWC to CHW.
+    In order, and as OpenCV and numpy compute them: placement of images on a canvas of grey 114, copy-paste by mask, ``cv2.warpAffine`` or
+    ``cv2.warpPerspective`` (bilinear, border 114), mixup with a second canvas, ``cv2.cvtColor`` to HSV, three tables, and back, flips,
+    BGR to RGB, HWC to CHW.
 
-    Pictures are uint8, HWC, BGR (or grey), rows without gaps, one after another in packed storages. Tables are contiguous,
-    on the storages' device, and on CUDA never read by the host, so that a call can be captured in a CUDA graph.
+    Images are uint8, HWC, BGR (or grey), rows without gaps, one after another in packed storages. Tables are contiguous, on the storages'
+    device, and on CUDA never read by the host.
 
     Args:
         storages: 1 to 8 one-dimensional uint8 tensors on one device.
-        placements: (P, 10) int64: storage, byte offset, height and width of a picture; x and y of its first pixel that is
+        placements: (P, 10) int64: storage, byte offset, height and width of an image; x and y of its first pixel that is
             taken; x, y, width and height of the rectangle that it fills on the canvas. Later rows of a layer cover earlier
-            ones. What lies outside of the canvas or of the picture is cut off.
+            ones. What lies outside of the canvas or of the image is cut off.
         layers: (N, 6) int64, one canvas a row: first placement and number of placements (at most 16), canvas height and width
             (below 32,768), warp (0 none, 1 affine, 2 perspective), byte offset of a mask of the canvas' size in ``masks`` or
             -1. Where the mask is not 0, the canvas shows its pixel mirrored left to right.
@@ -49,16 +48,15 @@ def image_augment(
             row of ``tables`` or -1.
         blend: (B,) float64, mixup's ratio r: ``(first * r + second * (1 - r)).astype(uint8)``, kept within 0 to 255. None: no
             mixup.
-        tables: (T, 3, 256) uint8: hue, saturation and value, as for ``cv2.LUT``. None: colours stay. Not for grey pictures.
+        tables: (T, 3, 256) uint8: hue, saturation and value, as for ``cv2.LUT``. None: colours stay. Not for grey images.
         masks: one-dimensional uint8, or None.
         size: height and width of the output, in pixels.
-        channels: 3, or 1 for grey pictures.
+        channels: 3, or 1 for grey images.
         dtype: torch.uint8 (the default), torch.float16 or torch.float32: x / 255, as PyTorch divides on that device.
         channels_last: The output's memory format.
-        warp: "fixed": the pixels of OpenCV 4. "float": those of OpenCV 5, which may differ by one level on one pixel in a
-            thousand, as OpenCV 5's own do between processors. :func:`opencv_rules` finds what is installed.
-        hsv_lanes: Pixels that the installed OpenCV converts from HSV at once: it drops a level's fraction there, and rounds in
-            the columns that are left of a row. 32 on x86 with AVX2.
+        warp: "fixed": the pixels of OpenCV 4. "float": those of OpenCV 5, which may differ by one level on one pixel in a thousand.
+            :func:`opencv_rules` finds what is installed.
+        hsv_lanes: Pixels that the installed OpenCV converts from HSV at once: it drops a level's fraction there. 32 on x86 with AVX2.
 
     Returns:
         (B, C, H, W): RGB, or BGR where asked for.
@@ -114,17 +112,17 @@ def image_letterbox(
     channels_last: bool = False,
     bgr: bool = False,
 ) -> Tensor:
-    """Pictures of any sizes, resized and padded with grey 114 to one size, in one launch: ``cv2.resize`` to the bit.
+    """Images of any sizes, resized and padded with grey 114 to one size, in one launch: ``cv2.resize`` to the bit.
 
     The caller decides new sizes and padding, so that each host's own rounding stays. Storages and plan are contiguous.
 
     Args:
-        storages: 1 to 8 one-dimensional uint8 tensors on one device, with pictures HWC, BGR or grey.
-        plan: (B, 10) int64: storage, byte offset, height and width of a picture, bytes from row to row; new height and
-            width; top and left of the resized picture in the output; interpolation, 0 for ``cv2.INTER_LINEAR`` and 1 for
+        storages: 1 to 8 one-dimensional uint8 tensors on one device, with images HWC, BGR or grey.
+        plan: (B, 10) int64: storage, byte offset, height and width of an image, bytes from row to row; new height and
+            width; top and left of the resized image in the output; interpolation, 0 for ``cv2.INTER_LINEAR`` and 1 for
             ``cv2.INTER_AREA``. What lies outside of the output is cut off.
         size: height and width of the output, in pixels.
-        channels: 3, or 1 for grey pictures.
+        channels: 3, or 1 for grey images.
         dtype: torch.uint8 (the default), torch.float16 or torch.float32: x / 255, as PyTorch divides on that device.
         channels_last: The output's memory format.
         bgr: Keep the order of channels. By default they are exchanged to RGB.
@@ -135,7 +133,7 @@ def image_letterbox(
     Raises:
         ValueError: an unknown warp, or a number that is not taken.
         RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan that makes no sense, or that points
-            outside of its storage; on CUDA such a picture is grey all over.
+            outside of its storage; on CUDA such an image is grey all over.
 
     Source: cv2.resize and cv2.copyMakeBorder, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
     """
@@ -161,16 +159,16 @@ def image_letterbox_(out: Tensor, storages: list[Tensor], plan: Tensor, bgr: boo
 
 
 def image_resize_(out: Tensor, storages: list[Tensor], plan: Tensor, channels: int = 3) -> None:
-    """``cv2.resize`` of pictures of any sizes to any sizes, from packed storages into a packed storage, in one launch.
+    """``cv2.resize`` of images of any sizes to any sizes, from packed storages into a packed storage, in one launch.
 
     All tensors are contiguous.
 
     Args:
         out: one-dimensional uint8. It must not overlap what is read.
         storages: 1 to 8 one-dimensional uint8 tensors on the same device.
-        plan: (n, 8) int64: storage, byte offset, height and width of a picture; byte offset in ``out``, new height and
+        plan: (n, 8) int64: storage, byte offset, height and width of an image; byte offset in ``out``, new height and
             width; interpolation, 0 for ``cv2.INTER_LINEAR`` and 1 for ``cv2.INTER_AREA``.
-        channels: 3, or 1 for grey pictures.
+        channels: 3, or 1 for grey images.
 
     Raises:
         ValueError: an unknown warp, or a number that is not taken.
@@ -208,8 +206,7 @@ def image_gather_(out: Tensor, storages: list[Tensor], pieces: Tensor) -> None:
 def opencv_rules() -> tuple[str, int]:
     """``warp`` and ``hsv_lanes`` of :func:`image_augment` that give the installed OpenCV's pixels.
 
-    A small picture is warped, and one converted, once a process: OpenCV's version number does not say it, because its code
-    depends on the processor too.
+    A small image is warped, and one converted, once a process: OpenCV's code depends on the processor too.
 
     Returns:
         ("fixed" or "float", pixels that OpenCV's vector code converts at once; 0 where it always rounds).

@@ -1,4 +1,4 @@
-"""JPEG files with OpenCV's pixels, on the CPU or the GPU: whole pictures or rectangles of them, a whole batch a call.
+"""JPEG files with OpenCV's pixels, on the CPU or the GPU: whole images or rectangles of them, a whole batch a call.
 
 A *packed JPEG* is a file that a decoder can enter anywhere: its tables, its entropy-coded scan, and an index of 10 bytes for
 every four MCUs or fewer (an MCU is 16 x 16 pixels in most files). :func:`jpeg_pack` makes it on the host and is the only one that reads
@@ -74,11 +74,11 @@ def jpeg_pack(
         pin_memory: Give the storage in pinned memory, to copy it to a GPU.
         heads: For each file the head of its packed JPEG, which an earlier call gave: its first bytes, as many as ``pictures`` says.
             It spares most of the pass. An empty one, and one that does not belong to the file, is not used.
-        segment: The index has an entry for so many MCUs: 1, 2 or 4. With fewer a GPU decodes a few pictures faster.
+        segment: The index has an entry for so many MCUs: 1, 2 or 4. With fewer a GPU decodes a few images faster.
 
     Returns:
         storage: one-dimensional uint8, the packed JPEGs, each at a multiple of 16 bytes.
-        pictures: (n, 5) int64: byte offset in the storage (-1: refused), bytes, height and width as OpenCV shows the picture, bytes
+        pictures: (n, 5) int64: byte offset in the storage (-1: refused), bytes, height and width as OpenCV shows the image, bytes
             of the head.
         refusals: For each file why it was refused, such as "progressive" or "damaged"; "" where it was not.
 
@@ -99,8 +99,8 @@ def jpeg_plan(headers: Tensor, asked: Tensor) -> tuple[Tensor, list[int]]:
     Args:
         headers: one-dimensional uint8 on the CPU, contiguous: packed JPEGs, or the first 128 bytes of each, at multiples of 16
             bytes.
-        asked: (P, 8) int64, contiguous, one rectangle a row: offset of the picture's header in ``headers``; offset of its packed
-            JPEG in the storage from which it will be decoded; x, y, width and height of the rectangle, in the picture as OpenCV
+        asked: (P, 8) int64, contiguous, one rectangle a row: offset of the image's header in ``headers``; offset of its packed
+            JPEG in the storage from which it will be decoded; x, y, width and height of the rectangle, in the image as OpenCV
             shows it; offset of its first pixel in the output; bytes from row to row there. An empty rectangle is skipped.
 
     Returns:
@@ -109,7 +109,7 @@ def jpeg_plan(headers: Tensor, asked: Tensor) -> tuple[Tensor, list[int]]:
             decodes every plan that needs no more of any than the sizes that it was captured with.
 
     Raises:
-        ValueError: there is no header where a row says so, or its rectangle is not in the picture.
+        ValueError: there is no header where a row says so, or its rectangle is not in the image.
         RuntimeError: a wrong dtype, shape or device.
     """
     if not torch.jit.is_scripting():
@@ -130,7 +130,7 @@ def jpeg_decode_(out: Tensor, storage: Tensor, plan: Tensor, sizes: list[int]) -
         sizes: From :func:`jpeg_plan`, or more of each. The CPU does not look at them.
 
     Raises:
-        RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan whose picture is not in the storage, or whose
+        RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan whose image is not in the storage, or whose
             pixels are not in ``out``; on CUDA such a row is skipped.
 
     Source: cv2.imdecode, https://docs.opencv.org/4.x/d4/da8/group__imgcodecs.html

@@ -1,4 +1,4 @@
-"""Where a letterbox puts a picture: as large as the network's input allows, in the middle of a border."""
+"""Where a letterbox puts an image: as large as the network's input allows, in the middle of a border."""
 
 # No "from __future__ import annotations": TorchScript reads the fields' types as they stand.
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch_fastdet.ops._checks import check_type
 
 
 class Placing(NamedTuple):
-    """Where a resized picture lies in the network's input, in pixels; ``size`` is the input's height and width."""
+    """Where a resized image lies in the network's input, in pixels; ``size`` is the input's height and width."""
 
     height: int
     width: int
@@ -19,10 +19,10 @@ class Placing(NamedTuple):
 
 
 def place(shape: list[int], size: list[int]) -> Placing:
-    """Where ``LetterBox`` of Ultralytics, or ``letterbox`` of YOLOv5 with ``auto=False``, puts a picture. Scriptable.
+    """Where ``LetterBox`` of Ultralytics, or ``letterbox`` of YOLOv5 with ``auto=False``, puts an image. Scriptable.
 
     Args:
-        shape: height and width of the picture.
+        shape: height and width of the image.
         size: height and width of the network's input.
 
     YOLOv5's raises an error where a side is resized to nothing; here it gets one pixel, as Ultralytics' does.

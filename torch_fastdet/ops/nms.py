@@ -186,10 +186,9 @@ def ultralytics_non_max_suppression_padded(
             coefficients, keypoints).
         nc: classes; 0 takes every channel past the box for a class.
         rotated: "none" for upright boxes. "fast" and "greedy" take the last extra channel for an angle in radians (without
-            extra channels the class, as stock) and compare boxes by probiou, evaluated in stock's order in float32. "fast" is
-            stock's Fast-NMS: a box goes if any better one overlaps it, kept or not. "greedy": only a kept one counts. Memory
-            grows with the candidates, not with their square. A probiou within 1e-5 of the threshold may be decided otherwise
-            than by stock, whose own devices differ there; boxes 60 times as long as wide lose more digits in the formula.
+            extra channels the class, as stock) and compare boxes by probiou. "fast" is stock's Fast-NMS: a box goes if any better one
+            overlaps it, kept or not. "greedy": only a kept one counts. A probiou within 1e-5 of the threshold may be decided otherwise
+            than by stock, whose own devices differ there.
 
     Returns:
         detections (images, max_det, 6 + extra), counts (images,), indices (images, max_det), int64: the anchor of each
@@ -232,9 +231,8 @@ def yolov5_postprocess(
 ) -> tuple[Tensor, Tensor]:
     """:func:`yolov5_decode` and :func:`non_max_suppression_padded` in one: raw head maps to detections, bit for bit the same.
 
-    Nothing decoded is stored: logits are compared with the threshold's logit, class scores read only where objectness passes,
-    and boxes decoded for survivors alone. Heads, anchors and strides (their shapes, units, dtypes, layouts, errors) are those
-    of :func:`yolov5_decode`, options and results those of :func:`non_max_suppression_padded`.
+    Nothing decoded is stored. Heads, anchors and strides are those of :func:`yolov5_decode`, options and results those of
+    :func:`non_max_suppression_padded`.
 
     Behaviour: ``Detect.forward`` and ``non_max_suppression`` of YOLOv5 v7.0.
     """
@@ -268,8 +266,8 @@ def ultralytics_postprocess(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Raw maps of Ultralytics' anchor-free head to detections, as :func:`ultralytics_non_max_suppression_padded` gives them.
 
-    Distances are the softmax expectation of their bins, computed in float32 (float64 for float64) for survivors alone; neither
-    softmax nor boxes are stored. Options and results are those of :func:`ultralytics_non_max_suppression_padded`.
+    Distances are computed in float32 (float64 for float64). Options and results are those of
+    :func:`ultralytics_non_max_suppression_padded`.
 
     Args:
         boxes: one map a level, (images, 4 * reg_max, ny, nx): logits of the distance bins of left, top, right, bottom

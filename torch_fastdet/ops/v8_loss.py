@@ -62,8 +62,8 @@ def v8_loss(
     Args:
         heads: raw outputs, one (bs, 4 * reg_max + classes, ny, nx) a level, or two joined tensors, boxes
             (bs, 4 * reg_max, anchors) and scores (bs, classes, anchors), with the levels one after the other;
-            float16, bfloat16, float32 or float64, any strides. Dense heads are read and their gradients written where they lie (contiguous or
-            channels_last), without a copy. Arithmetic is float32 whatever half type they have, float64 for float64.
+            float16, bfloat16, float32 or float64, any strides. Dense heads are read, and their gradients written, without a copy.
+            Arithmetic is float32, float64 for float64.
         targets: (n, 6) float32: image index, class, x, y, width, height; the last four are shares of the image. Rows may come
             in any order. A box whose corners, in pixels, add up to 0 or less, or are not finite, is left out, as in stock.
         settings: nine float64 on the heads' device, as :func:`v8_loss_settings` lists them. They are read when the kernels
@@ -89,8 +89,6 @@ def v8_loss(
         RuntimeError: shapes, dtypes or devices do not fit each other.
         ValueError: on the CPU, a row of targets whose image is not in the batch or whose class is not one of the model's. On a
             GPU it is ignored and counted, because the host does not wait for it.
-
-    Heads in any other layout are read by their strides; their gradients are contiguous.
 
     Behaviour: that of v8DetectionLoss in Ultralytics 8.4.190.
     """
@@ -124,11 +122,9 @@ def v8_segmentation_loss(
     bitwise repeatable.
 
     The mask part is the mean, over all assigned anchors of the batch, of the entropy of ``coefficients`` x ``protos`` and the target's
-    mask inside of the target's box, as a mean over all pixels, divided by the share of the image that the box covers. One pass
-    computes it from coefficients and prototypes: no mask is ever in memory, and what is kept for the backward pass grows with
-    targets x ``topk``.
+    mask inside of the target's box, as a mean over all pixels, divided by the share of the image that the box covers.
 
-    The other arguments are those of :func:`v8_loss`; heads are joined or one a level. The box gain of ``settings`` weighs the mask part, too.
+    The other arguments and the errors are those of :func:`v8_loss`; heads are joined or one a level. The box gain of ``settings`` weighs the mask part, too.
 
     Args:
         coefficients: (bs, channels, anchors), at most 128 channels, any strides; of the heads' dtype.
@@ -146,10 +142,6 @@ def v8_segmentation_loss(
         loss: (4), box, mask, class and distance part times batch size and weight; differentiable by heads, coefficients and protos.
         items: (4), the parts before that.
         status: as that of :func:`v8_loss`.
-
-    Raises:
-        RuntimeError: shapes, dtypes or devices do not fit each other.
-        ValueError: as :func:`v8_loss`.
 
     Source: the behaviour of v8SegmentationLoss in Ultralytics 8.4.190, with ``compare_masks`` that of SegmentLoss26, less its
     semantic part.
@@ -240,7 +232,7 @@ def v8_pose_loss(
     ones; ``e`` is the squared distance over ``2 * (2 * sigma)**2 *`` the area of the target's box, all in cells of the anchor's level. The
     kobj part is the mean entropy of the visibility.
 
-    The other arguments are those of :func:`v8_loss`; heads are joined or one a level.
+    The other arguments and the errors are those of :func:`v8_loss`; heads are joined or one a level.
 
     Args:
         predictions: (bs, keypoints * 2 or 3, anchors), keypoint after keypoint: x, y and, with 3, the logit of its visibility; the anchors
@@ -259,28 +251,12 @@ def v8_pose_loss(
         items: (5), the parts before that. kobj is 0 where the predictions have no visibility.
         status: as that of :func:`v8_loss`.
 
-    Raises:
-        RuntimeError: shapes, dtypes or devices do not fit each other.
-        ValueError: as :func:`v8_loss`.
-
     Source: the behaviour of v8PoseLoss in Ultralytics 8.4.190, with ``compare_keypoints`` that of PoseLoss26, less its RLE part.
     """
     common = targets, settings, strides, sizes, num_targets, class_weights
     if not torch.jit.is_scripting():
-        given = (
-            heads,
-            predictions,
-            keypoints,
-            sigmas,
-            targets,
-            settings,
-            gains,
-            strides,
-            sizes,
-            num_targets,
-            class_weights,
-        )
-        check("v8_pose_loss", *given, reg_max, topk, topk2, compare_keypoints)
+        more = strides, sizes, num_targets, class_weights, reg_max, topk, topk2, compare_keypoints
+        check("v8_pose_loss", heads, predictions, keypoints, sigmas, targets, settings, gains, *more)
     if compare_keypoints:
         loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_posed_loss(
             heads, predictions, keypoints, sigmas, *common, reg_max=reg_max, topk=topk, topk2=topk2
@@ -324,7 +300,7 @@ def v8_obb_loss(
     Boxes overlap by probiou, the similarity of Gaussians that have their spread. Distances are measured along a box's own axes. The
     angle part is ``sin(2 d)**2`` of the angle ``d`` between prediction and target, weighted less the longer the target is.
 
-    The other arguments are those of :func:`v8_loss`.
+    The other arguments and the errors are those of :func:`v8_loss`.
 
     Args:
         boxes: (bs, 4 * reg_max, anchors), the levels one after the other; float16, bfloat16, float32 or float64, any strides.
@@ -338,10 +314,6 @@ def v8_obb_loss(
         loss: (4), box, class, distance and angle part times batch size and weight; differentiable by boxes, scores and angles.
         items: (4), the parts before that.
         status: as that of :func:`v8_loss`.
-
-    Raises:
-        RuntimeError: shapes, dtypes or devices do not fit each other.
-        ValueError: as :func:`v8_loss`.
 
     Source: the behaviour of v8OBBLoss in Ultralytics 8.4.190.
     """

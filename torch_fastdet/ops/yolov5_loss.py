@@ -104,8 +104,6 @@ def yolov5_loss(
         ValueError: on the CPU, a row of targets whose image is not in the batch, whose class is below 0 or not below the number of
             classes, or whose box is not finite. On a GPU it is ignored and counted, because the host does not wait for it.
 
-    Heads in any other layout are read by their strides; their gradients are contiguous.
-
     Behaviour: that of ComputeLoss in YOLOv5 v7.0.
     """
     options = Yolov5LossOptions(box, obj, cls, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou)
@@ -141,7 +139,7 @@ def yolov5_segmentation_loss(
     target's mask inside of the target's box, as a mean over all pixels, divided by the share of the image that the box covers; the sum
     of these means over the number of images, times ``box``. No mask of a match is ever in memory.
 
-    The other arguments are those of :func:`yolov5_loss`.
+    The other arguments and the errors are those of :func:`yolov5_loss`.
 
     Args:
         heads: raw outputs, one a level: (bs, na, ny, nx, no), no = 5 + classes + channels, any strides. The last ``channels`` are the
@@ -158,10 +156,6 @@ def yolov5_segmentation_loss(
         items: (4), box, mask, objectness and class part.
         level_objectness: (nl), mean objectness entropy of each level, before gains.
         status: as that of :func:`yolov5_loss`.
-
-    Raises:
-        RuntimeError: shapes, dtypes or devices do not fit each other.
-        ValueError: as :func:`yolov5_loss`.
 
     Source: the behaviour of utils.segment.loss.ComputeLoss in YOLOv5 v7.0.
     """
