@@ -444,12 +444,11 @@ def operators_table(benchmarks: dict[str, list[dict]]) -> str:
         found = []
         for case, best, (ours, *_) in _beside_the_best(rows):
             name = ours["variant"].removeprefix(OURS).strip(" ,")
-            times = f"{_time(best['median_us'])} ({best['variant']}), {_time(ours['median_us'])}"
-            text = f"{case} ({name}): {times}" if name else f"{case}: {times}"
             ratio = best["median_us"] / ours["median_us"]
-            found.append((ratio, text, f"{ratio:.1f}x{_apart([best, ours])}"))
-        body.append([family, *(cell for _, *cells in (max(found), min(found)) for cell in cells)])
-    return table(["operators", "best case", "faster", "worst case", "faster"], body)
+            cells = f"{case} ({name})" if name else case, f"{_time(best['median_us'])} ({best['variant']})"
+            found.append((ratio, *cells, _time(ours["median_us"]), f"{ratio:.1f}x{_apart([best, ours])}"))
+        body += [[family, *max(found)[1:]], ["", *min(found)[1:]]]
+    return table(["operators", "case", "fastest alternative", OURS, "faster"], body)
 
 
 def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
@@ -478,8 +477,8 @@ def headline_table(rows: list[dict]) -> str:
          f"{row['before'] / row['ours']:.1f}x{_apart(row['from'])}"]
         for row in rows
     ]  # fmt: skip
-    below = measured({"": [of_it for row in rows for of_it in row["from"]]})
-    return f"{table(['', 'GPU', 'before', f'with {OURS}', 'faster'], body)}\n{below}"
+    text = table(["", "GPU", "before", f"with {OURS}", "faster"], body)
+    return measured(text, {"": [of_it for row in rows for of_it in row["from"]]})
 
 
 def _gpu(row: dict) -> str:
@@ -613,14 +612,14 @@ def provenance(benchmarks: dict[str, list[dict]], figures: str = "medians") -> s
     return _below(machines(benchmarks).values(), figures)
 
 
-def measured(benchmarks: dict[str, list[dict]], figures: str = "Medians") -> str:
-    """The line below a table of a page: GPUs or processors, PyTorch and days; the folder's tables.md have the rest."""
+def measured(text: str, benchmarks: dict[str, list[dict]], figures: str = "Medians") -> str:
+    """A page's table, and a line below it: GPUs or processors, PyTorch and days. The folder's tables.md have the rest."""
     rows = [row for of_it in benchmarks.values() for row in of_it]
     days = sorted({row["date"] for row in rows})
     torches = ", ".join(sorted({row["torch"].partition("+")[0] for row in rows}))
     where = ", ".join(sorted({machine_of(row) for row in rows}))
-    apart = f" {APART}: the two times are of different days." if len(days) > 1 else ""
-    return f"{figures} on {where}, torch {torches}, {' to '.join(dict.fromkeys([days[0], days[-1]]))}.{apart}\n"
+    apart = f" {APART}: the two times are of different days." if APART in text else ""
+    return f"{text}\n{figures} on {where}, torch {torches}, {' to '.join(dict.fromkeys([days[0], days[-1]]))}.{apart}\n"
 
 
 def tables(folder: Path) -> str:
@@ -691,10 +690,10 @@ def section(name: str) -> str:
     if what == "truths":
         return truths()
     if what == "summary":
-        return f"{summary_table(benchmarks)}\n{measured(benchmarks, SPREAD)}"
+        return measured(summary_table(benchmarks), benchmarks, SPREAD)
     if what == "operators":
         of_families = {name: benchmarks[name] for names in OPERATORS.values() for name in names}
-        return f"{operators_table(benchmarks)}\n{measured(of_families)}"
+        return measured(operators_table(benchmarks), of_families)
     if what == "headlines":
         return headline_table(headlines(benchmarks))
     if what == "memory":
@@ -709,7 +708,7 @@ def section(name: str) -> str:
             name: [row for row in benchmarks[name] if (name, row["case"], row["variant"]) in cases]
             for name in dict.fromkeys(row[1] for row in MEMORY)
         } | {"": limits}
-        return f"{memory_table(benchmarks, limits)}\n{measured(measured_in, 'Peaks of reserved memory')}"
+        return measured(memory_table(benchmarks, limits), measured_in, "Peaks of reserved memory")
     floor, what = what.endswith("-floor"), what.removesuffix("-floor")
     if floor and shown and what not in benchmarks:  # a page whose cases are a part of another benchmark
         benchmarks = {what: [row for rows in benchmarks.values() for row in rows]}
@@ -718,11 +717,11 @@ def section(name: str) -> str:
         return f"Not measured yet: `{command}` on such a machine writes it.\n"
     of_it = {what: benchmarks[what]}
     if floor:
-        return f"{floor_table(benchmarks[what])}\n{measured(of_it)}"
+        return measured(floor_table(benchmarks[what]), of_it)
     variants = {row["variant"] for row in benchmarks[what]}
     compared = variants <= {"stock", OURS, COMPILED} or shown
     text = comparison_table(benchmarks[what]) if compared else benchmark_table(benchmarks[what])
-    return f"{text}\n{measured(of_it, SPREAD)}{_picture(kind, what)}"
+    return f"{measured(text, of_it, SPREAD)}{_picture(kind, what)}"
 
 
 def rendered(page: Path) -> str:
@@ -733,7 +732,12 @@ def rendered(page: Path) -> str:
         raise KeyError(
             f"{page.name} has no <!-- results:{absent[0]} --> with its <!-- end results -->, which are expected"
         )
-    return MARKER.sub(lambda found: f"{found.group(1)}\n{section(found.group(2))}\n{found.group(3)}", text)
+
+    def shown(found: re.Match[str]) -> str:
+        said = section(found[2]).replace("picture", "image")  # cases keep the names that older results have
+        return f"{found[1]}\n{said}\n{found[3]}"
+
+    return MARKER.sub(shown, text)
 
 
 def pages() -> list[Path]:
@@ -750,7 +754,7 @@ def bring(check: bool = False) -> list[str]:
             if not check:
                 path.write_text(text)
     rows = headlines(load_newest("gpu"))
-    about = measured({"": [of_it for row in rows for of_it in row["from"]]}).strip()
+    about = headline_table(rows).splitlines()[-1]
     if not plot_is_current(rows, PLOT, about) and (check or plot_headlines(rows, PLOT, about)):
         stale.append(PLOT.name)
     for shown, source in pictures().items():
