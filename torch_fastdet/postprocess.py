@@ -61,16 +61,10 @@ class _PostProcess(nn.Module):
     classes: list[int] | None
 
     def _take(self, options: nms.NmsOptions) -> None:
-        # TorchScript types attributes by their values, so each is stored as the plain type that the operator wants.
-        self.conf_thres = options.conf_thres
-        self.iou_thres = options.iou_thres
-        self.classes = options.classes
-        self.agnostic = options.agnostic
-        self.multi_label = options.multi_label
-        self.max_det = options.max_det
-        self.per_class = options.per_class
-        self.max_nms = options.max_nms
-        self.max_wh = options.max_wh
+        # TorchScript types attributes by their values, which are of the plain types that the operator wants.
+        self.conf_thres, self.iou_thres, self.classes = options[:3]
+        self.agnostic, self.multi_label, self.max_det = options[3:6]
+        self.per_class, self.max_nms, self.max_wh = options[7:]
 
     def _options(self, letterboxes: Tensor | None) -> nms.NmsOptions:
         return nms.NmsOptions(
@@ -117,13 +111,11 @@ class YOLOv5PostProcess(_PostProcess):
     ):
         super().__init__()
         op = "YOLOv5PostProcess"
-        options = nms.NmsOptions(
-            conf_thres, iou_thres, classes, agnostic, multi_label, max_det, None, per_class, max_nms, max_wh
-        )
-        self._take(nms.checked_options(op, options))
-        _check_count("YOLOv5PostProcess", "nc", nc, 1, "classes")
-        _check_count("YOLOv5PostProcess", "nm", nm, 0, "masks")
-        self.strides = _stride_list("YOLOv5PostProcess", strides)
+        options = conf_thres, iou_thres, classes, agnostic, multi_label, max_det, None, per_class, max_nms, max_wh
+        self._take(nms.checked_options(op, nms.NmsOptions(*options)))
+        _check_count(op, "nc", nc, 1, "classes")
+        _check_count(op, "nm", nm, 0, "masks")
+        self.strides = _stride_list(op, strides)
         try:
             anchors = torch.as_tensor(anchors).detach().float().clone()
         except (TypeError, ValueError, RuntimeError):
@@ -207,31 +199,26 @@ class UltralyticsPostProcess(_PostProcess):
     ):
         super().__init__()
         op = "UltralyticsPostProcess"
-        options = nms.NmsOptions(
-            conf_thres, iou_thres, classes, agnostic, multi_label, max_det, None, per_class, max_nms, max_wh
-        )
-        self._take(nms.checked_options(op, options))
+        options = conf_thres, iou_thres, classes, agnostic, multi_label, max_det, None, per_class, max_nms, max_wh
+        self._take(nms.checked_options(op, nms.NmsOptions(*options)))
         if end2end:  # which needs no suppression: no IoU is above 1
             self.iou_thres, self.multi_label = 1.0, not agnostic
-        _check_count("UltralyticsPostProcess", "nc", nc, 1, "classes")
-        _check_count("UltralyticsPostProcess", "reg_max", reg_max, 1, "bins")
+        _check_count(op, "nc", nc, 1, "classes")
+        _check_count(op, "reg_max", reg_max, 1, "bins")
         _check_word("task", task, tuple(_EXTRA_KINDS))
-        _check_word("extra_kind", _EXTRA_KINDS[task][0] if extra_kind is None else extra_kind, _EXTRA_KINDS[task])
-        _check_word("rotated_rule", rotated_rule, ("fast", "greedy"))
-        self.strides = _stride_list("UltralyticsPostProcess", strides)
-        self.nc = int(nc)
-        self.reg_max = int(reg_max)
-        self.end2end = bool(end2end)
         self.task = task
         self.extra_kind = _EXTRA_KINDS[task][0] if extra_kind is None else extra_kind
+        _check_word("extra_kind", self.extra_kind, _EXTRA_KINDS[task])
+        _check_word("rotated_rule", rotated_rule, ("fast", "greedy"))
+        self.strides = _stride_list(op, strides)
+        self.nc, self.reg_max, self.end2end = int(nc), int(reg_max), bool(end2end)
         self.rotated = rotated_rule if task == "obb" else "none"
 
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "UltralyticsPostProcess":
         """With strides, classes, bins and the task of an Ultralytics model (or of its Detect, Segment, Pose or OBB module).
 
-        It is for the maps of :func:`split_ultralytics_heads`, in which angles are radians. A head that needs no suppression
-        (``head.end2end``) gives ``end2end=True``: say the same to that function.
+        It is for the maps of :func:`split_ultralytics_heads`, which takes the same ``end2end`` as the model's head has.
         """
         head = _head_of(model, *_ULTRALYTICS_HEAD)
         if head is None:
@@ -268,9 +255,7 @@ class UltralyticsPostProcess(_PostProcess):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same for maps that are apart, as the operator takes them; also gives indices."""
         options = self._options(letterboxes)
-        return nms.ultralytics_postprocess(
-            boxes, scores, extra, self.strides, *options[:6], *options[6:], self.rotated, self.extra_kind
-        )
+        return nms.ultralytics_postprocess(boxes, scores, extra, self.strides, *options, self.rotated, self.extra_kind)
 
     def extra_repr(self) -> str:
         return (
@@ -355,17 +340,17 @@ def _check_pictures_model(model: object) -> None:
 
 
 class PictureDetector(nn.Module):
-    """uint8 pictures of any sizes to detections in their own pixels: letterbox, network and post-processing. Scriptable.
+    """uint8 images of any sizes to detections in their own pixels: letterbox, network and post-processing. Scriptable.
 
-    Pictures are resized as ``cv2.resize`` does and padded with grey to ``size``, in the middle, as YOLOv5's and Ultralytics'
-    letterboxes with ``auto=False`` do; a side that YOLOv5's would resize to nothing gets one pixel.
+    Images are resized as ``cv2.resize`` does and padded with grey to ``size``, in the middle, as YOLOv5's and Ultralytics' letterboxes with
+    ``auto=False`` do; a side that YOLOv5's would resize to nothing gets one pixel.
 
     Args:
         network: (images, 3, height, width), RGB, 0..1 -> list of raw heads, a level each, as ``postprocess`` takes them, and after
             them the prototypes of a model that segments: scripted, traced, or scriptable.
         postprocess: What makes detections of the heads.
         size: height and width of the network's input, or one number for both.
-        bgr: The pictures' channels are blue, green, red, as OpenCV reads them, and not red, green, blue.
+        bgr: The images' channels are blue, green, red, as OpenCV reads them, and not red, green, blue.
         half_precision: The network takes float16, not float32.
     """
 
@@ -397,15 +382,12 @@ class PictureDetector(nn.Module):
     def from_model(
         cls, model: nn.Module, size: int | Sequence[int] = 640, bgr: bool = False, half: bool = False, **options: Any
     ) -> "PictureDetector":
-        """Of a model of YOLOv5 or Ultralytics: a copy of it is traced, on its device.
-
-        An Ultralytics model (ultralytics >= 8.4) detects, segments, finds rotated boxes or poses; its copy is fused, as by its
-        predictor. A YOLOv5 model detects or segments.
+        """Of a model of YOLOv5 or Ultralytics (8.4 or later): a copy of it is traced, on its device, fused as by its predictor.
 
         Args:
             model: The model, or what holds it in ``model``, such as ``YOLO("yolo11n.pt")``; it stays as it is.
             size: height and width of the network's input, or one number for both.
-            bgr: The pictures will be blue, green, red.
+            bgr: The images will be blue, green, red.
             half: The copy computes in float16.
             options: Those of :class:`YOLOv5PostProcess` or :class:`UltralyticsPostProcess`.
         """
@@ -429,10 +411,7 @@ class PictureDetector(nn.Module):
         return cls(traced, postprocess, size, bgr, half).eval()
 
     def forward(self, pictures: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """pictures, each (height, width, 3) uint8 -> detections (images, max_det, 6 + nm), counts (images,).
-
-        All on one device. Pictures on the host are uploaded together; what tells where they lie goes to the device, too.
-        """
+        """images, each (height, width, 3) uint8 -> detections (images, max_det, 6 + nm), counts (images,). All on one device."""
         detections, counts, _ = self._detect_pictures(pictures, self.bgr)
         return detections, counts
 
@@ -454,9 +433,8 @@ class PictureDetector(nn.Module):
 
     @torch.jit.export
     def forward_prototypes(self, pictures: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of a model that segments, and its prototypes (images, channels, height, width).
-
-        The process_mask_native functions of :mod:`torch_fastdet.masks` make masks of them in a picture's own pixels.
+        """The same of a model that segments, and its prototypes (images, channels, height, width), of which
+        :mod:`torch_fastdet.masks` makes masks in an image's own pixels.
         """
         detections, counts, prototypes = self._detect_pictures(pictures, self.bgr)
         if prototypes is None:
@@ -489,7 +467,7 @@ class PictureDetector(nn.Module):
 
     @torch.jit.export
     def forward_batch(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
-        """The same for pictures of one size, (images, height, width, 3) uint8 on the module's device.
+        """The same for images of one size, (images, height, width, 3) uint8 on the module's device.
 
         Nothing comes from the host, so that a CUDA graph can capture it, and nothing is kept, so that threads can share the module.
         """
