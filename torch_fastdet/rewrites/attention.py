@@ -19,8 +19,7 @@ MOST_POSITIONS = 1024  # of the operator, core::kMostSoftmaxColumns
 
 
 class _Softmax(torch.autograd.Function):
-    """``x.softmax(-1).to(dtype)``. Its gradient comes transposed from the matrix product behind; torch's backward pass would convert it,
-    multiply it by the result and copy it before it begins. Here one launch does it all."""
+    """``x.softmax(-1).to(dtype)``, whose gradient comes transposed from the product behind: one launch, where torch needs several."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -46,7 +45,7 @@ def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _attend(block: Any, x: Tensor, areas: int, key: int, scale: float) -> Tensor:
     """Attention within each of ``areas`` horizontal parts of x; queries and keys have ``key`` channels a head.
 
-    The matrix products have the operands that stock gives them, and so its bits. Images are channels_last on the way.
+    The matrix products have the original's operands, and so its bits. Images are channels_last on the way.
     """
     n, _, h, w = x.shape
     heads, width = block.num_heads, block.head_dim

@@ -18,8 +18,7 @@ _SEQUENTIAL = nn.Sequential.forward
 
 
 class _Level:
-    """Branches of a head that read the same features. Whichever is called first runs the first blocks of all that are alike as one
-    convolution."""
+    """Branches of a head that read the same features. The first that is called runs the first blocks of all as one convolution."""
 
     def __init__(self, branches: list[nn.Sequential]) -> None:
         self.branches = branches

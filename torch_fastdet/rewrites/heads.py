@@ -21,10 +21,7 @@ from torch_fastdet.rewrites.rewrite import (
 
 
 def raw_heads(detect: Any, x: list[Tensor]) -> list[Tensor]:
-    """What YOLOv5's Detect returns in training, (bs, na, ny, nx, no) a level, as views of its convolutions' outputs.
-
-    Channels are the outputs of one anchor after the other. The results take the place of the feature maps in ``x``, as in stock.
-    """
+    """What YOLOv5's Detect returns in training, (bs, na, ny, nx, no) a level, as views of its convolutions' outputs, also in ``x``."""
     outputs = (convolution(features) for convolution, features in zip(detect.m, x))
     x[:] = [output.unflatten(1, (detect.na, detect.no)).movedim(2, -1) for output in outputs]
     return x
@@ -41,8 +38,7 @@ def _obstacle_to_views(forward: Any) -> Obstacle | None:
 class HeadViews:
     """YOLOv5's Detect returns (bs, na, ny, nx, no) views of its convolutions' outputs, where the original copies them.
 
-    Losses index heads by these five dimensions, whatever their strides; ComputeLoss writes its gradients in the same
-    layout, so that neither the outputs nor their gradients are copied.
+    ComputeLoss writes its gradients in the same layout, so that these are not copied either.
     """
 
     about = "YOLOv5's Detect returns views of its convolutions' outputs"
@@ -87,11 +83,7 @@ def _obstacle_to_outputs(forward_head: object) -> Obstacle | None:
 
 
 class HeadRows:
-    """The boxes and scores of Ultralytics' Detect have the channels of an anchor side by side in memory.
-
-    That is how its convolutions write them. The original writes them one channel after the other. Losses index them by three
-    dimensions, whatever their strides.
-    """
+    """The boxes and scores of Ultralytics' Detect have the channels of an anchor side by side, as its convolutions write them."""
 
     about = "Ultralytics' Detect writes the channels of an anchor side by side"
 

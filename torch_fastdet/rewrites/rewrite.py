@@ -54,13 +54,7 @@ ULTRALYTICS_HEADS = Framework(("ultralytics.nn.modules.head",))
 
 
 def layers_of(model: object, framework: Framework, loop_alone: bool = False) -> list[Any]:
-    """The model's layers if the framework runs them in a row and nothing sees each module's call; else nothing.
-
-    Args:
-        model: the model.
-        framework: whose methods must be the model's.
-        loop_alone: look at the last method only.
-    """
+    """The model's layers if the framework's methods, or the last of them with ``loop_alone``, run them in a row unseen; else nothing."""
     layers = getattr(model, "model", None)
     methods = framework.methods[-1:] if loop_alone else framework.methods
     found: list[Any] = [getattr(type(model), name, None) for name in methods]

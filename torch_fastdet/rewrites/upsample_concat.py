@@ -57,8 +57,7 @@ def _joined(upsample: Any, concat: object) -> Callable[[list[Tensor]], Tensor]:
 class UpsampleConcat:
     """Each upsampling of ``upsample_optim`` whose result only a concatenation reads becomes one operator with it.
 
-    Both frameworks run their layers in a row, each on the results that its attribute ``f`` names; ``model.save`` has the
-    numbers of those that later layers read. A model that does otherwise is left alone.
+    A layer reads the results that its attribute ``f`` names; ``model.save`` has the numbers of those that later layers read.
     """
 
     about = "upsamplings write into the concatenations behind them"

@@ -1,9 +1,7 @@
 """DistributedDataParallel around a model whose passes are CUDA graphs.
 
-DistributedDataParallel learns from hooks of autograd that a gradient is there, and a replayed backward pass calls none. So its
-``forward`` is replaced for models of a switch: buffers are sent and gradients are averaged by
-:class:`torch_fastdet.graphs.ranks.Ranks`, for passes in graphs and eager ones alike. The object, its attributes, its
-``state_dict`` and ``no_sync`` are stock's; other models, and modes that do more than average, run stock's ``forward``.
+It learns from hooks of autograd that a gradient is there, and a replayed backward pass calls none. So its ``forward`` is replaced for models
+of a switch: :class:`torch_fastdet.graphs.ranks.Ranks` sends buffers and averages gradients. Modes that do more run the original.
 """
 
 from __future__ import annotations
@@ -24,11 +22,7 @@ from torch_fastdet.patching.switch import Active
 
 
 class GraphedDDP:
-    """What a ``cuda_graph`` switch puts in the place of ``DistributedDataParallel.forward``.
-
-    Args:
-        switch: the switch.
-    """
+    """What a ``cuda_graph`` switch puts in the place of ``DistributedDataParallel.forward``."""
 
     def __init__(self, switch: Active) -> None:
         self._switch = switch

@@ -1,7 +1,7 @@
-"""``ap_per_class`` of both hosts from one sort by class and confidence, in place of a search for each class: the same bits.
+"""``ap_per_class`` of both frameworks from one sort by class and confidence, in place of a search for each class: the same bits.
 
-Between two true positives recall stays and precision falls. So ``compute_ap`` of the host, given only the true positives, the
-detection before each and the last one, returns what it returns for all detections.
+Between two true positives recall stays and precision falls. So ``compute_ap`` of the framework needs only the true positives, the
+detection before each and the last one.
 """
 
 from __future__ import annotations
@@ -71,15 +71,10 @@ def _turns(hits: np.ndarray, count: int) -> np.ndarray:
 def curves(
     tp: np.ndarray, conf: np.ndarray, pred_cls: np.ndarray, target_cls: np.ndarray, compute_ap: Callable, eps: float
 ) -> Curves:
-    """The curves of detections and labels, as both hosts define them.
+    """The curves of detections and labels, as both frameworks define them.
 
-    Args:
-        tp: (n, t) bool, whether a detection is correct at each IoU threshold.
-        conf: (n,) confidences.
-        pred_cls: (n,) classes of the detections.
-        target_cls: (m,) classes of the labels.
-        compute_ap: the host's function of recall and precision.
-        eps: added to divisors.
+    ``tp`` is (n, t) bool, whether a detection is correct at each IoU threshold; ``target_cls`` are the labels' classes; ``compute_ap`` is the
+    framework's function of recall and precision; ``eps`` is added to divisors.
     """
     classes, labels = np.unique(target_cls, return_counts=True)
     x = np.linspace(0, 1, 1000)
@@ -110,11 +105,9 @@ def curves(
 
 
 def from_one_sort(stock: Any, rest: Callable[[Any, Any, Curves], tuple[object, ...]]) -> Callable[..., object]:
-    """``ap_per_class`` by :func:`curves`; stock's own functions integrate and smooth.
+    """``ap_per_class`` by :func:`curves`; the original's own functions integrate and smooth.
 
-    Args:
-        stock: the host's.
-        rest: from stock, its arguments as attributes, and the curves to what the host returns behind the numbers; it plots, too.
+    ``rest`` returns what the framework returns behind the numbers, from the original, its arguments as attributes, and the curves; it plots, too.
     """
     signature, host = inspect.signature(stock), stock.__globals__
 

@@ -20,15 +20,25 @@ from torch_fastdet.patching.replace import is_code_of
 from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import ALL_READ, REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
-from torch_fastdet.switches.val import average_precision, cases
+from torch_fastdet.switches.val import average_precision
 from torch_fastdet.switches.val import ultralytics as of_ultralytics
 from torch_fastdet.switches.val import yolov5 as of_yolov5
-from torch_fastdet.switches.val.cases import DETECTIONS, IOUV, LABELS
+
+# Detections and labels that rules of matching match differently. The second detection overlaps most with the first label,
+# which the first detection gets, and less with the second label. By the rule "best" it then gets nothing, by "greedy" the second
+# label (:func:`torch_fastdet.ops.match_detections`).
+DETECTIONS = torch.tensor(
+    [[0.0, 0, 10, 10, 0.9, 1], [0, 0, 10, 9, 0.8, 1], [30, 30, 40, 40, 0.7, 0], [80, 80, 90, 90, 0.6, 1]],
+    device="cpu",  # whatever the user's defaults are
+    dtype=torch.float32,
+)
+LABELS = DETECTIONS.new_tensor([[1, 0, 0, 10, 10], [1, 0, 0, 10, 7], [1, 30, 30, 40, 41], [0, 60, 60, 70, 70]])
+IOUV = DETECTIONS.new_tensor([0.5, 0.75, 0.95])
 
 
 def _confused(kind: type) -> torch.Tensor:
     matrix = kind(2)
-    matrix.process_batch(cases.DETECTIONS.clone(), cases.LABELS.clone())
+    matrix.process_batch(DETECTIONS.clone(), LABELS.clone())
     return torch.as_tensor(matrix.matrix).long()
 
 
@@ -38,7 +48,7 @@ def _takes_masks(matcher: Any) -> bool:
 
 def _correct(matcher: Any, masks: bool) -> list[torch.Tensor]:
     """By boxes; with ``masks`` also by one mask a label, and by labels that overlap in one mask of half the size."""
-    detections, labels, iouv = cases.DETECTIONS.clone(), cases.LABELS.clone(), cases.IOUV.clone()
+    detections, labels, iouv = DETECTIONS.clone(), LABELS.clone(), IOUV.clone()
     y, x = torch.arange(100)[:, None], torch.arange(100)
 
     def inside(boxes: torch.Tensor) -> torch.Tensor:

@@ -130,10 +130,7 @@ def update_on_host(
 ) -> Callable:
     """A validator's ``update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
 
-    A validator whose ``_process_batch`` is not ``processing`` gets stock's.
-
-    Args:
-        overlaps: of a task, see :func:`preparing_overlaps`.
+    A validator whose ``_process_batch`` is not ``processing`` gets the original's. For ``overlaps`` see :func:`preparing_overlaps`.
     """
 
     @functools.wraps(stock)
@@ -277,13 +274,9 @@ def preparing_overlaps(
 ) -> Callable[[Validator, list[dict[str, Tensor]], dict[str, Any]], Callable | None]:
     """Makes a validator's ``_prepare_batch``, with the overlaps of all images of a batch in one copy from the GPU.
 
-    It returns None, and stock's code runs, if masks are needed on the host, or if the validator has a ``_prepare_pred`` of its own:
-    the overlaps are of the rows that came from the model.
-
-    Args:
-        function: returns the host's function that computes overlaps, as it is at the time.
-        keeping_rows: stock's ``_prepare_pred``.
-        preparing: stock's ``_prepare_batch``, and what stands for it; None: nothing does.
+    It returns None, and the original runs, if masks are needed on the host, or if the validator's ``_prepare_pred`` is not ``keeping_rows``.
+    ``function`` returns the framework's function that computes overlaps; ``preparing`` is the original's ``_prepare_batch`` and what
+    stands for it.
     """
 
     def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], labels: dict[str, Any]) -> Callable | None:

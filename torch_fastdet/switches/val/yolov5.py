@@ -21,16 +21,9 @@ from torch_fastdet.switches.val import average_precision
 
 
 def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor, *, iou: Tensor | None = None) -> Tensor:
-    """Correct detections of one image at each IoU threshold, as ``process_batch`` of YOLOv5's val.py.
+    """Correct detections (n, t) of one image at each IoU threshold, as ``process_batch`` of YOLOv5's val.py, on the device of iouv.
 
-    Args:
-        detections: (n, 6), x1, y1, x2, y2, confidence, class.
-        labels: (m, 5), class, x1, y1, x2, y2.
-        iouv: (t,) IoU thresholds.
-        iou: (m, n) other overlaps than those of the boxes.
-
-    Returns:
-        (n, t), bool, on the device of iouv. Stock leaves labels of equal IoU to an unstable sort; the later one counts here.
+    Stock leaves labels of equal IoU to an unstable sort; the later one counts here. ``iou`` are other overlaps (m, n) than those of the boxes.
     """
     count("val_optim", "images matched")
     thresholds = as_float(iouv).to(detections.device)
@@ -72,14 +65,7 @@ def _mask_overlaps(stock: Callable, detections: Tensor, labels: Tensor, iouv: Te
 
 
 def scale_boxes(img1_shape: Sequence[int], boxes: Any, img0_shape: Sequence[int], ratio_pad: Any = None) -> object:
-    """Boxes of a letterboxed image in pixels of the original one, in place, as YOLOv5's ``scale_boxes``: the same bits.
-
-    Args:
-        img1_shape: height and width of the letterboxed image.
-        boxes: (..., 4 or more), x1, y1, x2, y2; a tensor or an array.
-        img0_shape: height and width of the original image.
-        ratio_pad: ((gain, ...), (pad x, pad y)) of the letterbox; None: from the shapes.
-    """
+    """Boxes of a letterboxed image in pixels of the original one, in place, as YOLOv5's ``scale_boxes``: the same bits."""
     gain = min(map(operator.truediv, img1_shape[:2], img0_shape)) if ratio_pad is None else ratio_pad[0][0]
     for axis, (outer, inner) in enumerate(((img1_shape[1], img0_shape[1]), (img1_shape[0], img0_shape[0]))):
         border = (outer - inner * gain) / 2 if ratio_pad is None else ratio_pad[1][axis]
@@ -104,9 +90,9 @@ def plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tu
 
 
 def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
-    """A class that derives from stock's ``ConfusionMatrix`` and counts on the device; ``on_use`` is called with each new one.
+    """A class that derives from the original's ``ConfusionMatrix``; ``on_use`` is called with each new one.
 
-    Counts stay on the device until ``matrix`` is read. A copy is of stock's class, and so is what is pickled.
+    Counts stay on the device until ``matrix`` is read. A copy is of the original's class, and so is what is pickled.
     """
 
     class ConfusionMatrix(stock):
