@@ -152,7 +152,8 @@ class Host:
                     self.on[active.name] = active
                 active.patches.watch_imports()
                 active.begin()
-            active.look_through(self.patches.modules())
+            if not dry:
+                active.look_through(self.patches.modules())
             if import_now:
                 self.import_modules(active.switch.modules)
                 if dry:  # nothing has watched the imports
