@@ -163,7 +163,7 @@ def _sgd(a: Any) -> int:
 def _by_schema(name: str, formula: Callable[[Any], int]) -> Callable[..., int]:
     """The formula as register_flop_formula wants it: it is called as the operator is, with the shape of the result besides."""
 
-    def count(*args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    def count(*args: object, out_shape: object = None, **kwargs: object) -> int:
         arguments = operator_arguments(getattr(torch.ops.torch_fastdet, name).default)
         given = dict(zip([argument.name for argument in arguments], args), **kwargs)
         return formula(SimpleNamespace(**{each.name: given.get(each.name, each.default_value) for each in arguments}))

@@ -380,7 +380,7 @@ class PictureDetector(nn.Module):
 
     @classmethod
     def from_model(
-        cls, model: nn.Module, size: int | Sequence[int] = 640, bgr: bool = False, half: bool = False, **options: Any
+        cls, model: nn.Module, size: int | Sequence[int] = 640, bgr: bool = False, half: bool = False, **options: object
     ) -> "PictureDetector":
         """Of a model of YOLOv5 or Ultralytics (8.4 or later): a copy of it is traced, on its device, fused as by its predictor.
 

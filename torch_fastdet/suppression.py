@@ -103,14 +103,14 @@ def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tens
     return torch.cat(rows) if rows else None
 
 
-def _room(max_det: Any) -> tuple[Any, Any]:
+def _room(max_det: object) -> tuple[Any, Any]:
     """max_det as the operators take it, and the end of a slice behind them: a negative one leaves the last out, as in stock."""
     if max_det is None or (isinstance(max_det, Integral) and max_det < 0):
         return sys.maxsize, max_det
     return max_det, None
 
 
-def _split(detections: Tensor, counts: list[int], end: Any) -> list[Tensor]:
+def _split(detections: Tensor, counts: list[int], end: object) -> list[Tensor]:
     return [rows[:count][:end] for rows, count in zip(detections.unbind(0), counts)]
 
 

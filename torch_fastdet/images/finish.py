@@ -25,19 +25,19 @@ from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, with_r
 class Finisher:
     """Makes the batches on the GPU, whose images are at ``key``. With ``uploads`` all other tensors go there too, else to pinned memory."""
 
-    def __init__(self, memory: PictureMemory, device: torch.device, key: Any = 0, uploads: bool = True) -> None:
+    def __init__(self, memory: PictureMemory, device: torch.device, key: object = 0, uploads: bool = True) -> None:
         self.device = device
         self.images = DeviceImages(memory, device)
         self.key = key
         self.uploads = uploads
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: object) -> Any:
         if isinstance(batch, PlannedBatch):  # else the framework has made it
             images = assemble(self.images(batch.plan), batch.grid)
             batch = with_images(batch.rest, self.key, images)
         return with_each(self._moved, batch)
 
-    def _moved(self, value: Any) -> Any:
+    def _moved(self, value: object) -> Any:
         value = torch.as_tensor(value) if isinstance(value, np.ndarray) else value
         if not isinstance(value, torch.Tensor) or value.is_cuda:
             return value

@@ -231,7 +231,9 @@ class PictureMemory(SharedFile):
             self._marks[index] = 1
         return True
 
-    def load(self, load_image: Callable[..., tuple], index: int, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    def load(
+        self, load_image: Callable[..., tuple], index: int, *args: object, **kwargs: object
+    ) -> tuple[Any, Any, Any]:
         """What ``load_image``, a framework's own, returns: image, original size, size; it is called where the image is not there."""
         if not self.has(index):
             picture, original, size = load_image(index, *args, **kwargs)

@@ -654,7 +654,7 @@ def _recording(name: str, function: Callable, noted: Callable | None) -> Callabl
     """A function of OpenCV that may be given stand-ins; ``noted`` records it, or returns None."""
 
     @functools.wraps(function, updated=())
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments: object, **options: object) -> Any:
         if not _holds(arguments) and not (options and _holds(options.values())):
             return function(*arguments, **options)
         found = None if noted is None else noted(*arguments, **options)

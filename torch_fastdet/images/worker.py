@@ -63,7 +63,7 @@ class Collate:
     its result tells which image went where. With ``on_gpu`` the result is for :class:`~torch_fastdet.images.finish.Finisher`.
     """
 
-    def __init__(self, stock: Callable[[list], Any], memory: PictureMemory, on_gpu: bool, key: Any = 0) -> None:
+    def __init__(self, stock: Callable[[list], Any], memory: PictureMemory, on_gpu: bool, key: object = 0) -> None:
         self.stock = stock
         self.memory = memory
         self.on_gpu = on_gpu

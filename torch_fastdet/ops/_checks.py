@@ -37,7 +37,7 @@ _parameters: dict[str, dict[str, _Rule]] = {}
 _classes: dict[str, list[tuple[type, ...]]] = {}  # of the parameters of functions that take no lists
 
 
-def _rule(hint: Any) -> _Rule:
+def _rule(hint: object) -> _Rule:
     inner = typing.get_args(hint)
     if typing.get_origin(hint) in (list, tuple):
         item = _rule(inner[0])
@@ -63,7 +63,7 @@ def learn(function: Callable) -> None:
         _classes[function.__name__] = [rule.classes for rule in rules.values()]
 
 
-def _converts(value: Any, method: str) -> bool:
+def _converts(value: object, method: str) -> bool:
     try:
         getattr(value, method)()
     except (AttributeError, TypeError, ValueError, RuntimeError):
@@ -85,7 +85,7 @@ def _fault(name: str, value: Any, rule: _Rule) -> str:
     return ""
 
 
-def check(op: str, *values: Any) -> None:
+def check(op: str, *values: object) -> None:
     """Raise a TypeError that names the first of ``values`` whose type is not what the function ``op`` of this package annotates.
 
     Args:
@@ -105,7 +105,7 @@ def check(op: str, *values: Any) -> None:
             raise TypeError(f"{op}: {fault}")
 
 
-def check_type(op: str, name: str, value: Any, hint: Any) -> None:
+def check_type(op: str, name: str, value: object, hint: object) -> None:
     """Raise the same error for one argument of a function that is not in this package."""
     fault = "" if torch.compiler.is_compiling() else _fault(name, value, _rule(hint))
     if fault:

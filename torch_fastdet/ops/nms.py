@@ -4,7 +4,7 @@ Every operator works without a host sync, is capturable in a CUDA graph and give
 """
 
 # No "from __future__ import annotations": TorchScript reads the types of NmsOptions as they stand.
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ def checked_options(op: str, options: NmsOptions) -> NmsOptions:
     return options
 
 
-def _class_list(op: str, classes: Any) -> list[int] | None:
+def _class_list(op: str, classes: object) -> list[int] | None:
     """A list of classes; an int is one class, as the stock functions take it."""
     if classes is None:
         return None

@@ -69,7 +69,7 @@ class Binding:
         return values, tensors if any(elsewhere) else [], [flags for _, flags in groups]
 
     @classmethod
-    def numbers_of(cls, optimizer: Any, group: dict[str, Any]) -> tuple[list[float | Tensor], int]:
+    def numbers_of(cls, optimizer: object, group: dict[str, Any]) -> tuple[list[float | Tensor], int]:
         """The numbers of one group, and its flags."""
         raise NotImplementedError
 
@@ -262,7 +262,7 @@ class SgdBinding(Binding):
         return group["lr"], group["momentum"], group["dampening"], group["weight_decay"]
 
     @classmethod
-    def numbers_of(cls, optimizer: Any, group: dict[str, Any]) -> tuple[list[float | Tensor], int]:
+    def numbers_of(cls, optimizer: object, group: dict[str, Any]) -> tuple[list[float | Tensor], int]:
         if group["differentiable"]:
             raise RuntimeError(
                 "SGD: differentiable is True, but a fused step has no autograd; use torch.optim.SGD for that"

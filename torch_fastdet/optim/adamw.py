@@ -24,7 +24,7 @@ class AdamBinding(Binding):
         return group["lr"], *group["betas"], group["weight_decay"], group["eps"]
 
     @classmethod
-    def numbers_of(cls, optimizer: Any, group: dict[str, Any]) -> tuple[list[float | Tensor], int]:
+    def numbers_of(cls, optimizer: object, group: dict[str, Any]) -> tuple[list[float | Tensor], int]:
         if group["amsgrad"]:
             raise RuntimeError(
                 f"{type(optimizer).__name__}: amsgrad is True, but FusedStep steps without it; call optimizer.step() instead"

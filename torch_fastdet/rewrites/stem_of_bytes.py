@@ -29,7 +29,7 @@ class StemOfBytes:
     def __init__(self, framework: Framework) -> None:
         self._framework = framework
 
-    def matches(self, model: Any) -> Obstacle | None:
+    def matches(self, model: object) -> Obstacle | None:
         first = next(iter(layers_of(model, self._framework)), None)
         if first is None or getattr(first, "f", None) != -1 or not begins_with_stem(first):
             return Obstacle("its first layer is not a stem of bn_act_optim that alone reads the images.")

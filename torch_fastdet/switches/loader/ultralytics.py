@@ -142,7 +142,7 @@ def _filling_class(stock: type) -> Any:
     class Filling(stock):
         __slots__ = ("memory",)
 
-        def load_image(self, i: int, *args: Any, **kwargs: Any) -> tuple:
+        def load_image(self, i: int, *args: object, **kwargs: object) -> tuple:
             return self.memory.load(super().load_image, i, *args, **kwargs)
 
         def _ImageCache(self, images: list[np.ndarray]) -> SharedImages:
@@ -286,7 +286,7 @@ def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callabl
     tell = saying_once("loader_optim", warn)
 
     @in_place_of(stock)
-    def build_dataloader(*args: Any, **kwargs: Any) -> object:
+    def build_dataloader(*args: object, **kwargs: object) -> object:
         loader: Any = stock(*args, **kwargs)
         if type(loader) is not stock_loader:
             return loader

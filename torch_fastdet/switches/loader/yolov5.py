@@ -70,7 +70,7 @@ def dataset_class(stock: type) -> type:
         torch_fastdet_stock = stock
         _planner: Planner | None = None
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: object, **kwargs: object) -> None:
             self._memory: PictureMemory | None = None
             #: What the memory was made for; None before it was asked for.
             self._memory_is_of: tuple[int, bool] | None = None
@@ -98,7 +98,7 @@ def dataset_class(stock: type) -> type:
         def _memory_is_current(self) -> bool:
             return self._memory_is_of == (self.img_size, self.augment)
 
-        def check_cache_ram(self, *args: Any, **kwargs: Any) -> bool:
+        def check_cache_ram(self, *args: object, **kwargs: object) -> bool:
             self._all_in_memory = super().check_cache_ram(*args, **kwargs)
             memory = self.memory  # now: threads load into it
             # What another rank has decoded takes no more memory here.

@@ -58,7 +58,7 @@ class _Criterion:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_fastdet"}
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         name = ByName(self.stock.__module__, self.stock.__name__)
         return copyreg._reconstructor, (name, object, None), self.__getstate__()  # type: ignore[attr-defined]
 

@@ -34,13 +34,13 @@ def _kept(function: Any, prediction: Tensor) -> list[Tensor]:
     return [image for kind in kinds for image in function(prediction.clone(), 0.2, 0.35, **kind)]
 
 
-def _rows(function: Any) -> list[Tensor]:
+def _rows(function: object) -> list[Tensor]:
     prediction = _prediction(1 + CLASSES).repeat(2, 1, 1)
     prediction[1, :, 4] *= 0.7
     return _kept(function, prediction)
 
 
-def _ultralytics_rows(function: Any) -> list[Tensor]:
+def _ultralytics_rows(function: object) -> list[Tensor]:
     return _kept(function, _prediction(CLASSES).T[None])
 
 

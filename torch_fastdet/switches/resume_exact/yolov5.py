@@ -156,7 +156,7 @@ def loading(active: Active, stock: Callable[..., Any], _: object) -> Callable[..
     run = active.shared(Run)
 
     @in_place_of(stock)
-    def create_dataloader(*args: Any, **kwargs: Any) -> Any:
+    def create_dataloader(*args: object, **kwargs: object) -> Any:
         made = stock(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs)
         arguments.apply_defaults()

@@ -114,12 +114,12 @@ def updating(active: Active, stock: Callable[..., object], known: type) -> Calla
     return update
 
 
-def describe_rows(results: Any) -> str:
+def describe_rows(results: object) -> str:
     data = getattr(results, "data", None)
     return f"{type(results).__name__} of {getattr(data, 'dtype', type(data).__name__)}"
 
 
-def camera_motion(tracker: Tracker, results: Any, img: Any, rotated: bool) -> NDArray[np.float64] | None:
+def camera_motion(tracker: Tracker, results: object, img: object, rotated: bool) -> NDArray[np.float64] | None:
     """Return what the tracker's own code finds and applies to tracks; None if the camera stands still.
 
     Its code runs on two tracks with the identity's columns as their velocities, and one as the width.
