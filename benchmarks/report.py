@@ -502,19 +502,19 @@ def plot_headlines(rows: list[dict], path: Path, about: str) -> bool:
     """The headline table as bars. What it shows goes into the file too, so that it can be held against the results."""
     if not (plt := pyplot()):
         return False
-    figure, axes = plt.subplots(figsize=(9, 0.4 + 0.5 * len(rows)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.55 * len(rows)), layout="constrained")
     for offset, key, label, color in ((-0.2, "before", "before", "0.75"), (0.2, "ours", f"with {OURS}", "C1")):
         shares = [100 * row[key] / row["before"] for row in rows]
         axes.barh([i + offset for i in range(len(rows))], shares, 0.38, color=color, label=label)
         for i, (row, share) in enumerate(zip(rows, shares)):
             faster = f" ({row['before'] / row['ours']:.1f}x)" if key == "ours" else ""
-            axes.text(share, i + offset, f" {_time(row[key])}{faster}", va="center", fontsize=8)
-    titles = [textwrap.fill(f"{row['title']} ({_gpu(row['from'][0])})", 48) for row in rows]
-    axes.set_yticks(range(len(rows)), titles, fontsize=8)
+            axes.text(share, i + offset, f" {_time(row[key])}{faster}", va="center", fontsize=10)
+    titles = [textwrap.fill(f"{row['title']} ({_gpu(row['from'][0])})", 44) for row in rows]
+    axes.set_yticks(range(len(rows)), titles, fontsize=10)
     axes.invert_yaxis()
-    axes.set(xticks=[], xlim=(0, 118))
+    axes.set(xticks=[], xlim=(0, 122))
     axes.spines[["top", "right", "bottom"]].set_visible(False)
-    axes.legend(loc="lower right", fontsize=8, frameon=False)
+    figure.legend(loc="outside upper right", ncols=2, fontsize=10, frameon=False)
     figure.savefig(path, dpi=150, metadata={"torch_fastdet": _plotted(rows, about)})
     plt.close(figure)
     return True
