@@ -134,8 +134,6 @@ def image_letterbox(
         ValueError: an unknown warp, or a number that is not taken.
         RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan that makes no sense, or that points
             outside of its storage; on CUDA such an image is grey all over.
-
-    Source: cv2.resize and cv2.copyMakeBorder, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
     """
     if not torch.jit.is_scripting():
         check("image_letterbox", storages, plan, size, channels, dtype, channels_last, bgr)
@@ -174,8 +172,6 @@ def image_resize_(out: Tensor, storages: list[Tensor], plan: Tensor, channels: i
         ValueError: an unknown warp, or a number that is not taken.
         RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan that makes no sense, or that points
             outside of its storage; on CUDA such a row is skipped.
-
-    Source: cv2.resize, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
     """
     if not torch.jit.is_scripting():
         check("image_resize_", out, storages, plan, channels)
@@ -194,8 +190,6 @@ def image_gather_(out: Tensor, storages: list[Tensor], pieces: Tensor) -> None:
 
     Raises:
         RuntimeError: a wrong dtype, shape or device, or a piece that does not lie within its storage and ``out``.
-
-    Source: torch.cat of slices
     """
     if not torch.jit.is_scripting():
         check("image_gather_", out, storages, pieces)
@@ -213,8 +207,6 @@ def opencv_rules() -> tuple[str, int]:
 
     Raises:
         ImportError: OpenCV (cv2) is not installed.
-
-    Source: measured
     """
     import cv2
     import numpy as np

@@ -36,8 +36,6 @@ def decode_jpeg(files: list[Tensor], device: torch.device | str | int = "cpu") -
     Raises:
         ValueError: a file is refused, as "file 3: progressive". Nothing is decoded then.
         RuntimeError: a file is no contiguous one-dimensional uint8 tensor on the CPU.
-
-    Source: cv2.imdecode, https://docs.opencv.org/4.x/d4/da8/group__imgcodecs.html
     """
     check("decode_jpeg", files, device)
     where = torch.device(device)
@@ -132,8 +130,6 @@ def jpeg_decode_(out: Tensor, storage: Tensor, plan: Tensor, sizes: list[int]) -
     Raises:
         RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan whose image is not in the storage, or whose
             pixels are not in ``out``; on CUDA such a row is skipped.
-
-    Source: cv2.imdecode, https://docs.opencv.org/4.x/d4/da8/group__imgcodecs.html
     """
     if not torch.jit.is_scripting():
         check("jpeg_decode_", out, storage, plan, sizes)

@@ -60,8 +60,6 @@ def letterbox(
         TypeError: a shape is not a list of numbers, ratio_pad not a pair of pairs, or rounding not a string.
         ValueError: an unknown rounding, shapes without height and width, an input or an image without pixels, a ratio_pad
             whose gains are not above 0.
-
-    Behaviour: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
     if not torch.jit.is_scripting():
         # Sides may be floats here.

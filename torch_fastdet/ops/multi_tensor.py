@@ -120,8 +120,6 @@ def multi_tensor_unscale_(grads: list[Tensor], scale: Tensor, found_inf: Tensor)
 
     Raises:
         RuntimeError: a scale or found_inf that is not a tensor of one float element on the device.
-
-    Source: ``torch.amp.GradScaler.unscale_``.
     """
     if not torch.jit.is_scripting():
         check("multi_tensor_unscale_", grads, scale, found_inf)
@@ -138,8 +136,6 @@ def multi_tensor_norm(tensors: list[Tensor]) -> Tensor:
         A scalar on their device, of the dtype that they promote to: float16 where all are float16, float32 where they are float16 and
         bfloat16. Computed in float32 (float64 where one of them is float64) and rounded once, in a fixed order: the same tensors give
         the same bits in every run. An empty list gives 0, float32, on the CPU.
-
-    Source: ``torch.nn.utils.get_total_norm``.
     """
     if not torch.jit.is_scripting():
         check("multi_tensor_norm", tensors)
@@ -155,8 +151,6 @@ def multi_tensor_clip_grad_norm_(grads: list[Tensor], max_norm: float) -> Tensor
 
     Returns:
         The norm before, as :func:`multi_tensor_norm` gives it. The factor comes from the norm before it is rounded.
-
-    Source: ``torch.nn.utils.clip_grad_norm_``.
     """
     if not torch.jit.is_scripting():
         check("multi_tensor_clip_grad_norm_", grads, max_norm)

@@ -330,8 +330,6 @@ def scale_boxes(
     Raises:
         RuntimeError: fewer than four columns, a dtype that is not floating.
         TypeError, ValueError: an argument of another type than its annotation, and what :func:`letterbox` raises.
-
-    Behaviour: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
     if not torch.jit.is_scripting():
         check_type("scale_boxes", "boxes", boxes, Tensor)
@@ -363,8 +361,6 @@ def scale_boxes_batched(boxes: Tensor, letterboxes: Tensor, xywh: bool = False) 
 
     Raises:
         RuntimeError: shapes that do not fit, a dtype that is not floating, tensors on two devices.
-
-    Behaviour: ``scale_boxes`` of YOLOv5 v7.0 and of ultralytics 8.4.
     """
     if not torch.jit.is_scripting():
         check("scale_boxes_batched", boxes, letterboxes, xywh)

@@ -90,8 +90,6 @@ def rtdetr_loss_fault(status: list[int], most: int) -> tuple[int, int]:
 
     Returns:
         Image and row of the first bad target, (-1, -1) if there is none. Row ``most`` is the image's count.
-
-    Source: the status of :func:`rtdetr_loss`.
     """
     if not torch.jit.is_scripting():
         check("rtdetr_loss_fault", status, most)

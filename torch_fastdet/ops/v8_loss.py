@@ -345,8 +345,6 @@ def v8_loss_fault(status: list[int]) -> tuple[int, int]:
 
     Returns:
         Row and column of the first bad row of targets, (-1, -1) if there is none.
-
-    Source: the status of :func:`v8_loss`.
     """
     if not torch.jit.is_scripting():
         check("v8_loss_fault", status)
