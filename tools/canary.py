@@ -146,7 +146,8 @@ def table() -> str:
             found["channels_last"] = "in stock"  # which doctor says on a GPU alone
             columns.append(("Ultralytics", release, found))
     head = ["switch", *(f"{host} {release}" for host, release, _ in columns)]
-    rows = [[f"`{name}`", *(found.get(name, "-") for _, _, found in columns)] for name in columns[0][2]]
+    names = dict.fromkeys(name for _, _, found in columns for name in found)
+    rows = [[f"`{name}`", *(found.get(name, "-") for _, _, found in columns)] for name in names]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)) + "\n"
 
 
