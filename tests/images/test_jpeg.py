@@ -102,7 +102,7 @@ def test_a_file_without_room_is_read_for_each_batch(files, tmp_path):
         assert memory.files.used() <= one + 64 == memory.files.room == memory.files.held()
         for index, path in enumerate(files):
             assert memory.is_file(index) and np.array_equal(memory.get(index), cv2.imread(path))
-        memory.forget_sent()
+        memory.take_sent()
         assert [memory.has(index) for index in range(4)] == [True, False, False, False]
     write(files[1], *SIZES[1], seed=77)  # an index is kept of what it was
     assert memory.read(1) and np.array_equal(memory.get(1), cv2.imread(files[1]))
@@ -130,7 +130,7 @@ def test_a_file_that_does_not_change_is_judged_once(files, monkeypatch):
     os.utime(files[0])  # its content may be another
     for _ in range(2):
         assert memory.read(0) and len(judged) == 5
-        memory.forget_sent()
+        memory.take_sent()
     assert memory.files.used() == memory.files.held() == 0
 
 
@@ -139,7 +139,7 @@ def test_a_file_that_changes_and_says_it_does_not_ends_the_training(how, files):
     """Its time and size are what they were: a disk that is broken. Who packs the file sees that its bytes are not."""
     memory = memory_of(files, budget=0)
     assert memory.read(0)
-    memory.forget_sent()
+    memory.take_sent()
     if how == "broken":
         Path(files[0]).write_bytes(Path(files[0]).read_bytes()[:-2] + b"\0\0")
     else:
@@ -198,7 +198,7 @@ def test_a_file_that_is_broken_when_it_is_read_is_opencvs(change, reason, kept, 
     memory = memory_of(files, budget=0)
     if kept:
         assert memory.read(0)
-        memory.forget_sent()
+        memory.take_sent()
     data = Path(files[0]).read_bytes()
     Path(files[0]).write_bytes(change(data))
     with caplog.at_level("WARNING", "torch_fastdet"):
@@ -215,7 +215,7 @@ def test_a_damaged_index_is_not_used(files):
             assert np.array_equal(memory.get(index), cv2.imread(path))
             head = memory.files._head(index)
             head[generator.integers(0, len(head), 3)] = generator.integers(0, 256, 3)
-        memory.forget_sent()
+        memory.take_sent()
 
 
 def test_names_that_are_not_utf8(tmp_path):
@@ -232,7 +232,7 @@ def test_nothing_is_kept_where_memory_is_low(files, monkeypatch):
     memory = memory_of(files)
     assert all(memory.read(index) for index in range(4))
     assert memory.files.used() == 0 and len(memory.files.sent) == 4 and memory.files._head(0) is None
-    memory.forget_sent()
+    memory.take_sent()
     assert not memory.put(0, cv2.imread(files[0]), SIZES[0])
 
 
@@ -428,7 +428,7 @@ def test_a_file_that_another_process_decodes_while_it_travels(cached, files):
     assert all(memory.read(index) for index in range(4))
     batch = random_batch(np.random.default_rng(1), memory)
     wanted, plan = of_whole_pictures(batch, memory), pack(batch, memory, on_cpu=False)
-    memory.forget_sent()
+    memory.take_sent()
     for index, path in enumerate(files):
         assert memory.put(index, cv2.imread(path), SIZES[index])
     assert torch.equal(made(plan, *pictures_on_the_cpu(memory, cached)._bring(plan)), wanted)
@@ -447,7 +447,7 @@ def test_batches_are_right_under_load_on_a_side_stream(cached, fits, room, files
         batch = random_batch(generator, memory)
         wanted.append(of_whole_pictures(batch, memory))
         plans.append(pack(batch, memory, on_cpu=False))
-        memory.forget_sent()
+        memory.take_sent()
     side, others = torch.cuda.Stream(), torch.zeros(1 << 22, device=cuda)
     for waits in (contextlib.nullcontext, no_sync):
         others.zero_()

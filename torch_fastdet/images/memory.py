@@ -167,10 +167,6 @@ class PictureMemory(SharedFile):
         sent, self.jpegs.sent = self.jpegs.sent, {}
         return sent
 
-    def forget_sent(self) -> None:
-        """The batch is made."""
-        self.take_sent()
-
     def is_decoded(self, index: int) -> bool:
         """Whether the image is there, decoded."""
         marked = bool(self._marks[index])

@@ -71,7 +71,7 @@ class Collate:
 
     def __call__(self, items: Sequence[Any]) -> Any:
         if isinstance(items[0][self.key], torch.Tensor):  # the framework has made them
-            self.memory.forget_sent()
+            self.memory.take_sent()
             return self.stock(list(items))
         numbers = [torch.full((1, 1, 1), number, dtype=torch.int16) for number in range(len(items))]
         batch = self.stock([with_images(item, self.key, number) for item, number in zip(items, numbers, strict=True)])
@@ -89,7 +89,7 @@ class Collate:
         if in_worker:
             images = [image if image.is_shared() else finish(image, self.memory) for image in images]
         plan = pack(images, self.memory, on_cpu=False, join=_for_another_process if in_worker else Bytes.joined)
-        self.memory.forget_sent()
+        self.memory.take_sent()
         return plan
 
     def make(self, images: list[ImagePlan], alone: bool = True) -> Any:
@@ -98,7 +98,7 @@ class Collate:
         parcel = Parcel(shape) if alone and get_worker_info() is not None else None
         out = torch.empty(shape, dtype=torch.uint8) if parcel is None else parcel.tensor
         run_on_cpu(pack(images, self.memory), self.memory, out)
-        self.memory.forget_sent()
+        self.memory.take_sent()
         return out if parcel is None else parcel
 
 

@@ -103,7 +103,7 @@ def decode_kept(dataset: UltralyticsDataset, memory: PictureMemory) -> None:
         if isinstance(loaded, Unread):
             memory.read(i)
             loaded = memory.get(i)
-            memory.forget_sent()
+            memory.take_sent()
         if isinstance(loaded, np.ndarray) and not loaded.flags.writeable:
             loaded = loaded.copy()  # stock's code may draw on it
         dataset.ims[i] = loaded
