@@ -104,38 +104,6 @@ def test_what_has_no_exact_form_is_refused_in_a_line(runtime, tmp_path):
     assert "\n" not in str(error.value) and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("version", [9, 11, 17, 99, "18"])
-def test_an_opset_that_torch_does_not_write_is_refused(runtime, tmp_path, version):
-    import onnx
-
-    x = torch.rand(1, 3, 32, 32)
-    newest = onnx.defs.onnx_opset_version()
-    with pytest.raises(ValueError, match=f"opset_version is {version!r}, but a number of 18 to {newest} is expected"):
-        ours.export(Network(), x, tmp_path / "a.onnx", opset_version=version)
-    assert not list(tmp_path.iterdir())
-    ours.export(Network(), x, tmp_path / "a.onnx", opset_version=20)
-    assert [entry.version for entry in onnx.load(tmp_path / "a.onnx").opset_import] == [20]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["upsample_nearest2x", "max_pools_cat", "space_to_depth"])
-def test_types_without_a_kernel_are_refused(runtime, tmp_path, name, dtype):
-    class Model(nn.Module):
-        def forward(self, x):
-            return ops.space_to_depth(x, 16) if name == "space_to_depth" else getattr(ops, name)(x)
-
-    x, path = torch.rand(1, 4, 6, 6).to(dtype), tmp_path / "a.onnx"
-    if dtype == torch.float64 and name != "upsample_nearest2x":
-        ours.export(Model(), (x,), path)
-        assert np.array_equal(answers(runtime, path, x)[0], Model()(x).numpy())
-    else:
-        with pytest.raises(
-            ValueError, match=f"calls {name} with {dtype}, for which ONNX Runtime has no kernel; export it"
-        ):
-            ours.export(Model(), (x,), path)
-        assert not path.exists()
-
-
 def test_without_onnxscript_one_line_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(ImportError, match=r"torch_fastdet\.onnx needs the packages onnx and onnxscript"):

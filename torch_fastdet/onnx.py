@@ -14,14 +14,6 @@ import torch_fastdet.ops  # noqa: F401  (registers the operators)
 __all__ = ["export", "translations"]
 
 OPSET = 18  # the oldest that torch writes without saying otherwise
-# Input types for which ONNX or ONNX Runtime has no kernel of an operator in the file.
-_DOUBLE, _BRAIN = (torch.float64, torch.bfloat16), (torch.bfloat16,)
-_WITHOUT_KERNEL = {
-    "upsample_nearest2x": _DOUBLE,
-    "upsample_nearest2x_cat": _DOUBLE,
-    "max_pools_cat": _BRAIN,
-    "space_to_depth": _BRAIN,
-}
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -76,36 +68,14 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 
 def _refuse_others(program: torch.export.ExportedProgram, known: Mapping[Callable[..., Any], Any]) -> None:
-    found = set()
-    for module in program.graph_module.modules():
-        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-            if getattr(node.target, "namespace", "") != "torch_fastdet":
-                continue
-            name = node.target.name().removeprefix("torch_fastdet::")
-            if node.target not in known:
-                found.add(name)
-                continue
-            dtype = getattr(node.args[0].meta.get("val"), "dtype", None)
-            if dtype in _WITHOUT_KERNEL.get(name, ()):
-                raise ValueError(
-                    f"torch_fastdet.onnx.export: the model calls {name} with {dtype}, for which ONNX Runtime has no kernel; "
-                    "export it in float32 or float16"
-                )
+    modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    targets: set[Any] = {node.target for module in modules for node in module.graph.nodes}
+    ours = [target for target in targets if getattr(target, "namespace", "") == "torch_fastdet"]
+    found = {target.name().removeprefix("torch_fastdet::") for target in ours if target not in known}
     if found:
         raise ValueError(
             f"torch_fastdet.onnx.export: the model calls {', '.join(sorted(found))}, for which ONNX has no operators that give "
             "the same bits; export the network that gives raw heads, and run the post-processing on these"
-        )
-
-
-def _check_opset(version: object) -> None:
-    """torch silently writes 18 for a version that it does not know."""
-    import onnx
-
-    newest = onnx.defs.onnx_opset_version()
-    if version is not None and not (isinstance(version, int) and OPSET <= version <= newest):
-        raise ValueError(
-            f"torch_fastdet.onnx.export: opset_version is {version!r}, but a number of {OPSET} to {newest} is expected"
         )
 
 
@@ -130,8 +100,7 @@ def export(
         The ONNX program.
 
     Raises:
-        ValueError: The model calls an operator of ours that has no exact ONNX form, or with a dtype that ONNX Runtime has no kernel
-            for; ``opset_version`` is older than 18 or newer than the package onnx; or ``dynamo=False``.
+        ValueError: The model calls an operator of ours that has no exact ONNX form, or ``dynamo=False``.
         ImportError: onnxscript is not installed.
     """
     if not options.pop("dynamo", True):
@@ -139,7 +108,6 @@ def export(
             "torch_fastdet.onnx.export: dynamo is False, but the exporter without dynamo cannot write our operators"
         )
     table = translations()
-    _check_opset(options.get("opset_version"))
     own = {name: options.pop(name) for name in ("dynamic_shapes", "kwargs", "strict") if name in options}
     if isinstance(model, torch.export.ExportedProgram):
         program = model
