@@ -51,6 +51,5 @@ def test_are_made_on_the_models_device(kind):
     assert "forward" not in vars(model[0])
 
 
-def test_a_training_keeps_its_random_numbers():
-    assert ConstantsOnDevice().matches(torch.nn.Sequential(MAKE["AIFI"][0]()).train()) is not None
+def test_other_models_stay():
     assert ConstantsOnDevice().matches(torch.nn.Sequential(torch.nn.Linear(2, 2)).eval()) is not None

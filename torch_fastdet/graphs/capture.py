@@ -272,6 +272,29 @@ def aliased_parameters(module: nn.Module) -> Iterator[dict[nn.Parameter, nn.Para
             entries[name] = parameter
 
 
+def attribute_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """Tensors that only attributes of modules hold, such as what heads keep for the shape of their last input."""
+    values = [value for child in module.modules() for value in vars(child).values()]
+    inside = [item for value in values if isinstance(value, (list, tuple)) for item in value]
+    return [value for value in (*values, *inside) if isinstance(value, torch.Tensor)]
+
+
+@contextlib.contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Attributes of modules that are set inside are put back: what a capture makes lies in the pool, and has no values yet."""
+    before = [(vars(child), dict(vars(child))) for child in module.modules()]
+    lists = [(value, list(value)) for _, then in before for value in then.values() if type(value) is list]
+    try:
+        yield
+    finally:
+        for now, then in before:
+            for name in now.keys() - then.keys():
+                del now[name]
+            now.update(then)
+        for value, items in lists:
+            value[:] = items
+
+
 def input_format(module: nn.Module, x: torch.Tensor) -> torch.memory_format:
     """NHWC for a model on NHWC weights: the copy into the graph's input then changes the layout as well."""
     first = next((p for p in module.parameters() if p.dim() == 4), None)

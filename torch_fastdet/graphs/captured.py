@@ -92,6 +92,7 @@ class Passes:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.forward_graph, self.backward_graph = Graph(stream), Graph(stream)
+        self.held: list[Tensor]  # that only an attribute of a module holds, and that the graph may read
         self.inputs: list[Tensor]
         self.input_gradients: list[Tensor | None]
         self.outputs: list[Tensor]
@@ -176,8 +177,10 @@ class CapturedPasses(CapturedCallable[Passes]):
         """
         stream, pool = self._pool.stream(), self._pool.handle
         captured = Passes(stream)
+        captured.held = _capture.attribute_tensors(module)
         with (
             _capture.aliased_parameters(module) as aliases,
+            _capture.attributes_kept(module),
             _capture.capture_into(captured.forward_graph.held, pool, stream),
             _capture.uncached_autocast(_capture.autocast_dtype()),
             contextlib.ExitStack() as stack,

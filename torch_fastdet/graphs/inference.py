@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -145,12 +145,12 @@ class InferenceGraphs(CapturedCallable[_Captured]):
 
     def _captured(self, x: Tensor, module: nn.Module, run: Callable[[Tensor], object]) -> _Captured:
         stream = self._pool.stream()
-        captured = _Captured(stream, _attribute_tensors(module))
+        captured = _Captured(stream, _capture.attribute_tensors(module))
         # Replays may write to the input outside of inference mode, which only an ordinary tensor allows.
         with (
             torch.inference_mode(False),
             torch.no_grad(),
-            _attributes_kept(module),
+            _capture.attributes_kept(module),
             _capture.capture_into(captured.graph.held, self._pool.handle, stream, random_numbers=False, collect=False),
             self.capturing(),
         ):
@@ -193,25 +193,3 @@ def _flags() -> tuple[bool | str, ...]:
         cudnn.conv.fp32_precision,  # TF32 or not
         torch.backends.cuda.matmul.fp32_precision,
     )
-
-
-def _attribute_tensors(module: nn.Module) -> list[Tensor]:
-    values = [value for child in module.modules() for value in vars(child).values()]
-    inside = [item for value in values if isinstance(value, (list, tuple)) for item in value]
-    return [value for value in (*values, *inside) if isinstance(value, Tensor)]
-
-
-@contextlib.contextmanager
-def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Attributes of modules that are set inside are put back: what a capture makes lies in the pool, and has no values yet."""
-    before = [(vars(child), dict(vars(child))) for child in module.modules()]
-    lists = [(value, list(value)) for _, then in before for value in then.values() if type(value) is list]
-    try:
-        yield
-    finally:
-        for now, then in before:
-            for name in now.keys() - then.keys():
-                del now[name]
-            now.update(then)
-        for value, items in lists:
-            value[:] = items

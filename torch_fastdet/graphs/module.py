@@ -41,7 +41,7 @@ class ModuleGraphs(CapturedPasses):
 
     Args:
         module: what to run.
-        forward: how to run it, ``forward(x)``; default ``module.forward``.
+        forward: how to run it, ``forward(x, *others)``; default ``module.forward``.
         capturing: a context to be in while forward is captured, and in the eager passes before.
         required: raise :class:`CaptureError` where the module cannot be captured, instead of running it eagerly.
         say: takes one line for each capture; by default they are logged.
@@ -51,7 +51,7 @@ class ModuleGraphs(CapturedPasses):
     def __init__(
         self,
         module: nn.Module,
-        forward: Callable[[torch.Tensor], Any] | None = None,
+        forward: Callable[..., Any] | None = None,
         *,
         max_graphs: int = 48,
         warmup: int = 1,
@@ -73,18 +73,18 @@ class ModuleGraphs(CapturedPasses):
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
         self._saved: dict[torch.Tensor, torch.Tensor] = {}
 
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.module.forward(x) if self._forward is None else self._forward(x)
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return (self._forward or self.module.forward)(*inputs)
 
     def _contexts(self) -> list[contextlib.AbstractContextManager]:
         return [bn_act.captured(), self.capturing(), weights_cast_once(self.module, _capture.autocast_dtype())]
 
-    def _first(self, x: torch.Tensor) -> object:
+    def _first(self, *inputs: torch.Tensor) -> object:
         """An eager call of what would be captured: a resumed training begins with the bits that a replay would have."""
         with contextlib.ExitStack() as stack:
             for context in self._contexts():
                 stack.enter_context(context)
-            result = self.forward(x)
+            result = self.forward(*inputs)
         for output in tree_flatten(result)[0]:
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
                 strides = torch.empty_like(output, device="meta").stride()
@@ -107,30 +107,37 @@ class ModuleGraphs(CapturedPasses):
         tensors = [*self._gradients.values(), *self._saved.values()]
         return self._pool.held() + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def __call__(self, x: torch.Tensor) -> Any:
+    def __call__(self, x: torch.Tensor, *others: torch.Tensor) -> Any:
+        """The module's result.
+
+        Args:
+            x: the images.
+            others: what ``forward`` takes beside them, without gradients.
+        """
         module = self.module
         if not (module.training and torch.is_grad_enabled()) or not self._takes(x, module):
-            return self.forward(x)
+            return self.forward(x, *others)
         if self.running() is not None:  # its activations lie in the pool
             self._say_once("a forward pass runs eagerly where the backward pass of the one before it is still to come")
-            return self.forward(x)
+            return self.forward(x, *others)
         if self._baked.moved(module):
             self.reset()
-        key = self._baked.key(x)
+        key = (*self._baked.key(x), *((other.shape, other.dtype) for other in others))
         captured = self._pool.get(key, x.device)
         if captured is None:
             if not self._pool.is_warm(key):
-                return self._pool.warm_up(key, lambda: self._first(x), module.buffers())
-            captured = self._try_capture(key, module, lambda: self._captured(x), averaged=self.average is not None)
+                return self._pool.warm_up(key, lambda: self._first(x, *others), module.buffers())
+            make = partial(self._captured, x, *others)
+            captured = self._try_capture(key, module, make, averaged=self.average is not None)
             if captured is None:
-                return self.forward(x)
+                return self.forward(x, *others)
             self.say(
                 f"captured forward and backward of {self.what} for input {key[0]}; {len(self._pool)} shapes hold "
                 f"{self.memory() / 2**20:.0f} MiB"
             )
         if self._leaf is None or self._leaf.device != x.device:
             self._leaf = torch.zeros((), device=x.device, requires_grad=True)
-        return tree_unflatten(list(self._replay(captured, x, self._leaf)), captured.structure)
+        return tree_unflatten(list(self._replay(captured, x, *others, self._leaf)), captured.structure)
 
     def _takes(self, x: torch.Tensor, module: nn.Module) -> bool:
         """Whether a graph may run this input; says once why not."""
@@ -160,14 +167,15 @@ class ModuleGraphs(CapturedPasses):
             where = "" if self.average is None else f"rank {torch.distributed.get_rank()}: "
             warn(f"{where}{line}; it runs eagerly", every_rank=True)
 
-    def _captured(self, x: torch.Tensor) -> Passes:
+    def _captured(self, x: torch.Tensor, *others: torch.Tensor) -> Passes:
         module = self.module
         if self.average is not None:
             self.average.prepare(list(module.parameters()))
         self._make_places()
 
         def static() -> list[torch.Tensor]:
-            return [torch.empty_like(x, memory_format=_capture.input_format(module, x))]
+            images = torch.empty_like(x, memory_format=_capture.input_format(module, x))
+            return [images, *map(torch.empty_like, others)]
 
         return self._capture_passes(module, static, self.forward, self._contexts())
 
@@ -187,9 +195,9 @@ class ModuleGraphs(CapturedPasses):
                     self._gradients[parameter] = torch.empty_like(parameter, requires_grad=False)
 
     def _replay_forward(self, captured: Passes, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        x, (static,) = tensors[0], captured.inputs
-        # x may be an output of an earlier replay, which lies in the same pool.
-        static.copy_(x.clone() if _capture.overlap(x, static) else x)
+        for static, given in zip(captured.inputs, tensors):
+            # It may be an output of an earlier replay, which lies in the same pool.
+            static.copy_(given.clone() if _capture.overlap(given, static) else given)
         before = captured.forward_graph.replayed_on
         captured.forward_graph.replay()
         if (stream := captured.forward_graph.replayed_on) is not None and stream != before:
@@ -222,7 +230,7 @@ class ModuleGraphs(CapturedPasses):
         # Autograd makes the stream of backward() wait for the gradients that it brings to p.grad itself. The replay
         # wrote its own, on the forward pass's stream.
         _capture.make_backward_wait(captured.inputs[0].device)
-        return None, None
+        return (None,) * (len(captured.inputs) + 1)
 
 
 def _of_module(name: str) -> Any:

@@ -30,13 +30,11 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 class ConstantsOnDevice:
-    """Tensors that are made without a device are made on the model's. In training they would be other random numbers."""
+    """Tensors that are made without a device are made on the model's. In training, denoising queries are drawn before the pass."""
 
-    about = "RT-DETR makes its constants on the GPU, in evaluation"
+    about = "RT-DETR makes its constants on the GPU"
 
     def matches(self, model: nn.Module) -> Obstacle | None:
-        if model.training:
-            return Obstacle("it trains, and draws random numbers on the CPU.")
         return None if _blocks(model) else Obstacle("it has no block of RT-DETR's.")
 
     def apply(self, model: nn.Module) -> Callable[[], None]:

@@ -38,29 +38,29 @@ class TrainingGraphs:
         switch.replace(bn_act, "fuses", bn_act.is_captured, quietly=True)
         self._graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
 
-    def __call__(self, model: nn.Module, x: torch.Tensor, stock: Callable[[nn.Module, torch.Tensor], object]) -> object:
-        """``stock(model, x)``, by a replay where that can be."""
+    def __call__(self, model: nn.Module, x: torch.Tensor, stock: Callable[..., Any], *others: torch.Tensor) -> Any:
+        """``stock(model, x, *others)``, by a replay where that can be."""
         if x.requires_grad:  # a measurement of how much memory a batch needs
             with bn_act.captured():
-                return stock(model, x)
+                return stock(model, x, *others)
         average = self.ddp.average(model)
         if average is None and (group_size() > 1 or self.ddp.wraps(model)):
             if not self.ddp.wraps(model):
                 self._switch.cannot_apply("several processes train the model, but not by DistributedDataParallel.")
-            return stock(model, x)
+            return stock(model, x, *others)
         if is_replica(model):
             self._switch.cannot_apply("DataParallel is not supported.")
-            return stock(model, x)
+            return stock(model, x, *others)
         graphs = self._graphs.get(model)
         if graphs is None or graphs.average is not average:
             graphs = self._graphs[model] = self._new(model, average, stock)
         try:
-            output = graphs(x)
+            output = graphs(x, *others)
         except CaptureError as error:
             # The other ranks may go on in graphs: what is exchanged is the same.
             graphs.required = False
             self._switch.cannot_apply(f"{error}.", this_rank=True)
-            return stock(model, x)
+            return stock(model, x, *others)
         count(self._switch.name, "training passes" if graphs.reason is None else "training passes without graphs")
         return output
 
@@ -69,7 +69,7 @@ class TrainingGraphs:
         name = self._switch.name
         return ModuleGraphs(
             model,
-            forward=lambda x: stock(alive(), x),
+            forward=lambda *inputs: stock(alive(), *inputs),
             capturing=lambda: fewer_copies(alive()),
             required=True,
             say=lambda line: say(f"{name}: {line}"),

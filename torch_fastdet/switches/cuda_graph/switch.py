@@ -9,6 +9,7 @@ from torch_fastdet.patching.evidence import Signature
 from torch_fastdet.patching.switch import GPU, Switch, Target, needs_gpu
 from torch_fastdet.rewrites import registry
 from torch_fastdet.rewrites.registry import lines
+from torch_fastdet.switches.cuda_graph import rtdetr
 from torch_fastdet.switches.cuda_graph import ultralytics as of_ultralytics
 from torch_fastdet.switches.cuda_graph import yolov5 as of_yolov5
 from torch_fastdet.switches.cuda_graph.common import timer
@@ -61,6 +62,29 @@ ULTRALYTICS = Switch(
             make=of_ultralytics.model_predict,
             evidence=(of_ultralytics.PREDICT,),
             otherwise="say",
+        ),
+        Target(
+            ultralytics("nn.tasks"),
+            "RTDETRDetectionModel.loss",
+            make=rtdetr.model_loss,
+            evidence=(rtdetr.LOSS,),
+            otherwise="say",
+        ),
+        Target(
+            (rtdetr.DRAWS,),
+            "get_cdn_group",
+            make=rtdetr.get_cdn_group,
+            evidence=(rtdetr.DRAW,),
+            otherwise="say",
+            quiet=True,
+        ),
+        Target(
+            ultralytics("models.yolo.detect.train"),
+            "DetectionTrainer.preprocess_batch",
+            make=rtdetr.preprocess_batch,
+            evidence=(rtdetr.PREPROCESS,),
+            otherwise="nothing",
+            quiet=True,
         ),
         setup_train_target(of_ultralytics.compiles),
         Target(

@@ -70,7 +70,7 @@ def compile_objection(value: str) -> str | None:
     return f"compile={value} is given too, which makes graphs of its own; leave one of the two out."
 
 
-def _training(active: Active) -> TrainingGraphs:
+def training_graphs(active: Active) -> TrainingGraphs:
     say = saying_once(active.name)
 
     def new_graphs() -> RowGraphs:
@@ -93,7 +93,7 @@ def begin_again(_: Active, stock: Callable[[Trainer], object], __: object) -> Ca
 
 def model_predict(active: Active, stock: Callable[..., object], model_class: Any) -> Callable[..., object]:
     """The ``predict`` of a model's class by graphs in training."""
-    graphs = active.shared(_training)
+    graphs = active.shared(training_graphs)
 
     @in_place_of(stock, "cuda_graph.predict")
     def predict(model: nn.Module, x: Any, *args: object, **kwargs: object) -> object:

@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import copyreg
 import functools
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 
 from torch_fastdet._deferred import DeferredStatus
 from torch_fastdet._torch.modules import own_attributes
+from torch_fastdet.patching.by_name import ByName
 
 TARGET_COLUMNS = ("image", "class", "x", "y", "w", "h")
 WANTED = ("an image index of the batch", "a class index below the number of classes", *["a finite number"] * 4)
 FindFault = Callable[[list[int]], tuple[int, int]]
+
+
+class Criterion:
+    """Base of all of Ultralytics' criteria: a copy has the same class, a pickle the original one."""
+
+    stock: ClassVar[type]  # set by drop_in()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_fastdet"}
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        name = ByName(self.stock.__module__, self.stock.__name__)
+        return copyreg._reconstructor, (name, object, None), self.__getstate__()  # type: ignore[attr-defined]
+
+    def __copy__(self) -> Any:
+        result = type(self).__new__(type(self))
+        vars(result).update(self.__getstate__())
+        return result
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        vars(result).update(copy.deepcopy(self.__getstate__(), memo))
+        return result
 
 
 def describe_bad_targets(op: str, find_fault: FindFault, status: list[int], rows: int) -> str | None:

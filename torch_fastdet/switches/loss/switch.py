@@ -11,7 +11,8 @@ from torch_fastdet.patching.replace import describe
 from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import yolov5
-from torch_fastdet.switches.loss.trial import CRITERION, TRIALS
+from torch_fastdet.switches.loss import rtdetr
+from torch_fastdet.switches.loss.trial import CRITERION, RTDETR_CRITERION, TRIALS
 from torch_fastdet.switches.loss.ultralytics import STOCK_MODULE, drop_in
 from torch_fastdet.switches.loss.yolov5 import ComputeLoss, SegmentationLoss
 from torch_fastdet.switches.loss.yolov5_trial import LOSS, SEGMENTATION_LOSS
@@ -64,7 +65,7 @@ def _end_to_end(active: Active, stock: Any, _: ModuleType) -> Any:
 
 ULTRALYTICS = Switch(
     "loss_optim",
-    "whole v8DetectionLoss, v8SegmentationLoss, SegmentLoss26, v8PoseLoss, PoseLoss26, v8OBBLoss and E2ELoss of training and validation in a few launches, "
+    "whole v8DetectionLoss, v8SegmentationLoss, SegmentLoss26, v8PoseLoss, PoseLoss26, v8OBBLoss, E2ELoss and RTDETRDetectionLoss of training and validation in a few launches, "
     "without host synchronisation",
     (
         # To add a criterion, add its class to ``ultralytics.py`` and a row to ``TRIALS`` of ``trial.py``.
@@ -88,6 +89,16 @@ ULTRALYTICS = Switch(
                 Signature(("self", "model", "loss_fn"), "__init__"),
                 Signature(("self", "preds", "batch"), "__call__"),
                 Signature(("self",), "update"),
+            ),
+            otherwise="say",
+        ),
+        Target(
+            (rtdetr.STOCK_MODULE,),
+            "RTDETRDetectionLoss",
+            make=lambda _, stock, __: drop_in(stock),
+            evidence=(
+                Signature(("self", "preds", "batch", "dn_bboxes", "dn_scores", "dn_meta"), "forward"),
+                RTDETR_CRITERION,
             ),
             otherwise="say",
         ),

@@ -136,3 +136,29 @@ def _losses(stock: Any) -> tuple[list[object], list[object]]:
 
 
 CRITERION = Behaves("its loss", _losses, 1e-4, REFERENCE)
+
+
+def rtdetr_losses(stock: Any) -> tuple[list[object], list[object]]:
+    """The terms of both classes, of two images and 20 queries, with denoising queries and without."""
+    groups, queries, classes = [3, 1], 20, 3
+
+    def numbers(sets: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+        wave = (torch.arange(sets * 2 * queries * (4 + classes)) * 0.7).sin().view(sets, 2, queries, -1)
+        return wave[..., :4] * 0.2 + 0.4, wave[..., 4:] * 3 - 1
+
+    batch = {
+        "cls": torch.tensor([0, 2, 1, 2]),
+        "bboxes": torch.tensor(BOXES).view(-1, 4)[: sum(groups)] / WIDTH,
+        "gt_groups": groups,
+    }
+    places = [torch.tensor([0, 1, 2, 6, 7, 8]), torch.tensor([0, 6])]
+    meta = {"dn_pos_idx": places, "dn_gt_idx": [torch.arange(3), torch.tensor([3])], "dn_num_group": 2}
+    found: tuple[list[object], list[object]] = ([], [])
+    for results, kind in zip(found, (stock, drop_in(stock))):
+        criterion = kind(nc=classes, use_vfl=True)
+        terms = [criterion(numbers(3, queries), batch), criterion(numbers(2, queries), batch, *numbers(2, 12), meta)]
+        results += [list(each.items()) for each in terms]
+    return found
+
+
+RTDETR_CRITERION = Behaves("its loss", rtdetr_losses, 1e-4, REFERENCE)

@@ -7,8 +7,6 @@ for. So they have everything that the original classes have, and pickles contain
 from __future__ import annotations
 
 import contextlib
-import copy
-import copyreg
 import functools
 import importlib
 import inspect
@@ -25,11 +23,11 @@ from torch_fastdet._torch.tensors import DeviceNumbers
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.graphs.rows import RowGraphs
 from torch_fastdet.ops.v8_loss import v8_mask_part, v8_with_parts
-from torch_fastdet.patching.by_name import ByName
 from torch_fastdet.patching.replace import defined_in
 from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.rewrites.registry import fewer_copies
-from torch_fastdet.switches.loss.common import TARGET_COLUMNS, TargetStatus
+from torch_fastdet.switches.loss import rtdetr
+from torch_fastdet.switches.loss.common import TARGET_COLUMNS, Criterion, TargetStatus
 
 STOCK_MODULE = "ultralytics.utils.loss"
 DETECTION_SETTINGS = len(ops.v8_loss_settings())
@@ -50,30 +48,6 @@ class _State:
         self.graphs: RowGraphs | None = None
 
 
-class _Criterion:
-    """Base of all criteria: a copy has the same class, a pickle the original one."""
-
-    stock: ClassVar[type]  # set by drop_in()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_fastdet"}
-
-    def __reduce_ex__(self, protocol: object) -> Any:
-        name = ByName(self.stock.__module__, self.stock.__name__)
-        return copyreg._reconstructor, (name, object, None), self.__getstate__()  # type: ignore[attr-defined]
-
-    def __copy__(self) -> Any:
-        result = type(self).__new__(type(self))
-        vars(result).update(self.__getstate__())
-        return result
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
-        result = type(self).__new__(type(self))
-        memo[id(self)] = result
-        vars(result).update(copy.deepcopy(self.__getstate__(), memo))
-        return result
-
-
 class _Slots(NamedTuple):
     """What the assignment of a batch leaves for the parts of a task."""
 
@@ -92,7 +66,7 @@ class _Assignment(NamedTuple):
     options: dict[str, Any]
 
 
-class _DetectionLoss(_Criterion):
+class _DetectionLoss(Criterion):
     """Ultralytics' ``v8DetectionLoss`` as one operator: no host synchronisation, a few launches, capturable.
 
     These attributes are read at each call, as in the original: ``hyp.box``, ``hyp.cls``, ``hyp.dfl``, ``class_weights``, and of
@@ -507,7 +481,7 @@ class _OBBLoss(_DetectionLoss):
         return _Assignment(torch.ops.torch_fastdet.v8_obb_loss, (boxes, scores, preds["angle"].to(boxes.dtype)), {})
 
 
-class _E2ELoss(_Criterion):
+class _E2ELoss(Criterion):
     """Ultralytics' ``E2ELoss``: two branches of :class:`v8DetectionLoss`, whose weights live on the device.
 
     A captured graph follows ``update()``, which changes the weights ``o2m`` and ``o2o`` once an epoch. If ``loss_fn`` is not a class of
@@ -598,6 +572,7 @@ KINDS: dict[str, type] = {
     "PoseLoss26": _PoseLoss26,
     "v8OBBLoss": _OBBLoss,
     "E2ELoss": _E2ELoss,
+    "RTDETRDetectionLoss": rtdetr.RTDETRLoss,
 }
 
 
@@ -611,7 +586,8 @@ def drop_in(stock: type) -> Any:
 
 def __getattr__(name: str) -> Any:
     if name in KINDS:
-        importlib.import_module(STOCK_MODULE)
-        if (stock := defined_in(STOCK_MODULE, name)) is not None:
+        module = rtdetr.STOCK_MODULE if KINDS[name] is rtdetr.RTDETRLoss else STOCK_MODULE
+        importlib.import_module(module)
+        if (stock := defined_in(module, name)) is not None:
             return drop_in(stock)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,246 @@
+"""RT-DETR's training: its criterion by loss_optim, and its step with denoising queries by cuda_graph, against Ultralytics' own."""
+
+import copy
+
+import pytest
+import torch
+
+pytest.importorskip("ultralytics")
+
+import ultralytics.models.utils.loss as stock_loss
+import ultralytics.models.utils.ops as stock_ops
+from ultralytics.models.yolo.detect.train import DetectionTrainer
+from ultralytics.nn.tasks import RTDETRDetectionModel
+
+from tests.conftest import cuda_missing
+from tests.graphs import fake_gpu
+from torch_fastdet.nn import bn_act
+from torch_fastdet.patching import switch
+from torch_fastdet.switches.cuda_graph import rtdetr
+from torch_fastdet.ultralytics import patch, unpatch
+
+CLASSES = 5
+# One of RT-DETR's blocks each, and a decoder of two layers.
+SMALL = {
+    "nc": CLASSES,
+    "backbone": [
+        [-1, 1, "HGStem", [8, 16]],
+        [-1, 2, "HGBlock", [8, 32, 3]],
+        [-1, 1, "DWConv", [32, 3, 2, 1, False]],
+        [-1, 2, "HGBlock", [8, 32, 3, True, False]],
+    ],
+    "head": [
+        [-1, 1, "Conv", [32, 1, 1, None, 1, 1, False]],
+        [-1, 1, "AIFI", [32, 2]],
+        [1, 1, "Conv", [32, 3, 2]],
+        [[-1, -2], 1, "Concat", [1]],
+        [-1, 1, "RepC3", [32]],
+        [[6, 8], 1, "RTDETRDecoder", ["nc", 32, 20, 4, 2, 2, 32]],
+    ],
+}
+
+
+def make_model():
+    torch.manual_seed(0)
+    model = RTDETRDetectionModel(copy.deepcopy(SMALL), nc=CLASSES, verbose=False).train()
+    model.nc = CLASSES  # as the trainer sets it
+    for module in model.modules():
+        if hasattr(module, "sampling_offsets"):  # off the grid's points, where the gradient jumps
+            torch.nn.init.normal_(module.sampling_offsets.bias)
+    return model
+
+
+def make_batch(groups, seed=0, device="cpu", size=64):
+    g = torch.Generator().manual_seed(seed)
+    count = sum(groups)
+    batch = {
+        "img": torch.rand(len(groups), 3, size, size, generator=g),
+        "batch_idx": torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(groups)).float(),
+        "cls": torch.randint(CLASSES, (count, 1), generator=g).float(),
+        "bboxes": torch.rand(count, 4, generator=g) * 0.4 + 0.2,
+    }
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+def train(model, batches, seed=3):
+    """Loss, items and gradients of each step, whose random numbers begin with a seed."""
+    torch.manual_seed(seed)
+    results = []
+    for batch in batches:
+        model.zero_grad()
+        loss, items = model(batch)
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        results.append((loss.detach(), items, gradients))
+    return results, torch.rand(3)
+
+
+def check(stock, ours, near=1e-4):
+    (theirs, drawn), (found, drawn_by_ours) = stock, ours
+    assert torch.equal(drawn, drawn_by_ours), "other random numbers were drawn"
+    for (loss, items, gradients), (mine, my_items, my_gradients) in zip(theirs, found, strict=True):
+        torch.testing.assert_close(mine, loss, rtol=near, atol=near)
+        assert list(my_items) == list(items)
+        for name, item in items.items():
+            torch.testing.assert_close(torch.as_tensor(my_items[name]), item, rtol=near, atol=near)
+        assert my_gradients.keys() == gradients.keys()
+        most = max(gradient.abs().max() for gradient in gradients.values())
+        for name, gradient in gradients.items():
+            assert (my_gradients[name] - gradient).abs().max() <= near * max(gradient.abs().max(), 1e-3 * most), name
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Turn switches on, on a GPU or on the CPU with recorded graphs; the device."""
+
+    def start(kind, **switches):
+        if kind == "fake":
+            fake_gpu.install(monkeypatch)
+            monkeypatch.setattr(bn_act, "DEVICES", ("cpu", "cuda"))
+        elif reason := cuda_missing():
+            pytest.skip(reason)
+        monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+        patch(**switches)
+        return "cpu" if kind == "fake" else "cuda"
+
+    yield start
+    unpatch()
+
+
+# Groups of objects: a shape's first pass is eager, its second is captured, later ones are replayed.
+GROUPS = [[3, 0], [1, 4], [0, 0], [5, 1], [120, 2], [2, 2]]
+
+
+@pytest.mark.parametrize("kind", ["fake", "cuda"])
+def test_steps_in_graphs_are_stocks(kind, on, capfd):
+    if kind == "cuda" and (reason := cuda_missing()):
+        pytest.skip(reason)
+    device = "cpu" if kind == "fake" else "cuda"
+    batches = [make_batch(groups, i, device) for i, groups in enumerate(GROUPS)]
+    stock = train(make_model().to(device), batches)
+    on(kind, cuda_graph=True, loss_optim=True, bn_act_optim=True)
+    check(stock, train(make_model().to(device), batches), 1e-4 if kind == "fake" else 2e-3)
+    assert "captured forward and backward of RTDETRDetectionModel for input (2, 3, 64, 64)" in capfd.readouterr().err
+
+
+def test_each_shape_has_its_own_anchors(on):
+    batches = [make_batch([2, 1], i, size=size) for i, size in enumerate((64, 96, 64, 96, 64, 96))]
+    stock = train(make_model(), batches)
+    on("fake", cuda_graph=True, loss_optim=True, bn_act_optim=True)
+    check(stock, train(make_model(), batches))
+
+
+@pytest.mark.parametrize("given", [{"loss_optim": True}, {"cuda_graph": True}])
+def test_each_switch_alone(given, on):
+    batches = [make_batch(groups, i) for i, groups in enumerate(GROUPS[:4])]
+    stock = train(make_model(), batches)
+    on("fake", **given)
+    check(stock, train(make_model(), batches))
+
+
+class Trainer(DetectionTrainer):
+    def __init__(self):
+        self.device = torch.device("cpu")
+        self.args = type("Args", (), {"multi_scale": 0.0})
+
+
+def test_labels_of_the_host_are_kept_for_a_step(on):
+    on("fake", cuda_graph=True, loss_optim=True)
+    host = make_batch([2, 1])
+    batch = Trainer().preprocess_batch({name: value.clone() for name, value in host.items()})
+    note = getattr(batch["batch_idx"], rtdetr._NOTE)
+    batch["cls"] = batch["cls"].clone()
+    assert rtdetr._labels_on_host(batch)[1] is not note.on_host[1], "somebody has put other labels there"
+    batch["cls"] = note.on_device[1]
+    assert rtdetr._labels_on_host(batch) is note.on_host
+    batch["bboxes"].mul_(2)
+    assert rtdetr._labels_on_host(batch) is not note.on_host, "somebody has written to them"
+
+
+@pytest.mark.parametrize("groups", [[3, 0, 2], [0, 0], [130, 1]])
+def test_denoising_queries_are_stocks(groups):
+    """What the head gets from the padded input of a graph is what get_cdn_group gives, and spare queries are hidden."""
+    batch, queries, embed = make_batch(groups), 7, torch.randn(CLASSES, 6)
+    targets = {
+        "cls": batch["cls"].long().view(-1),
+        "bboxes": batch["bboxes"],
+        "batch_idx": batch["batch_idx"].long(),
+        "gt_groups": groups,
+    }
+    head = type("Head", (), {"nc": CLASSES, "num_denoising": 100, "label_noise_ratio": 0.5, "box_noise_scale": 1.0})
+    torch.manual_seed(1)
+    padded, count, meta = rtdetr._draw(stock_ops.get_cdn_group, head, targets)
+    torch.manual_seed(1)
+    wanted = stock_ops.get_cdn_group(targets, CLASSES, queries, embed, 100, 0.5, 1.0, True)
+    found, boxes, mask, own = padded.embedded(queries, embed)
+    assert own["dn_num_split"] == [200, queries] and found.shape[1] == boxes.shape[1] == 200
+    seen = mask == 0
+    assert not seen[:count, count:200].any() and not seen[200:, count:200].any() and seen.any(1).all()
+    assert not seen[count:200, :count].any() and not seen[count:200, 200:].any()
+    if wanted[3] is None:
+        assert meta is None and count == 0 and seen[200:, 200:].all()
+        return
+    assert torch.equal(found[:, :count], wanted[0]) and torch.equal(boxes[:, :count], wanted[1])
+    used = torch.cat([torch.arange(count), torch.arange(200, 200 + queries)])
+    assert torch.equal(seen[used[:, None], used], ~wanted[2])
+
+
+def predictions(sets, images, queries):
+    boxes = torch.rand(sets, images, queries, 4) * 0.5 + 0.2
+    return [boxes.requires_grad_(), torch.randn(sets, images, queries, CLASSES).requires_grad_()]
+
+
+@pytest.mark.parametrize("groups", [[3, 0, 2], [0, 0], [130, 1], [310, 4]])
+def test_the_criterion_has_stocks_terms(groups, on):
+    stock = stock_loss.RTDETRDetectionLoss(nc=CLASSES, use_vfl=True)
+    on("fake", loss_optim=True)
+    ours = stock_loss.RTDETRDetectionLoss(nc=CLASSES, use_vfl=True)
+    assert type(ours) is not type(stock)
+    batch = make_batch(groups)
+    targets = {"cls": batch["cls"].long().view(-1), "bboxes": batch["bboxes"], "gt_groups": groups}
+    targets["batch_idx"] = batch["batch_idx"].long()
+    *_, meta = stock_ops.get_cdn_group(targets, CLASSES, 300, torch.zeros(CLASSES, 1), training=True)
+    leaves = predictions(3, len(groups), 300)
+    dn = [] if meta is None else predictions(2, len(groups), meta["dn_num_split"][0])
+
+    def run(criterion):
+        terms = criterion((leaves[0], leaves[1]), targets, *(dn or [None, None]), meta)
+        return terms, torch.autograd.grad(sum(terms.values()), [*leaves, *dn])
+
+    (wanted, gradients), (found, my_gradients) = run(stock), run(ours)
+    assert found.keys() == wanted.keys()
+    for name, term in wanted.items():
+        torch.testing.assert_close(found[name], term, rtol=1e-4, atol=1e-5)
+    for mine, gradient in zip(my_gradients, gradients):
+        torch.testing.assert_close(mine, gradient, rtol=1e-3, atol=1e-5)
+    terms = ours((leaves[0], leaves[1]), targets)
+    (uneven,) = torch.autograd.grad(2 * terms["loss_class"] + terms["loss_giou"], leaves[1])
+    assert uneven.isnan().all(), "terms that are weighted differently have no gradient"
+
+
+def test_other_options_run_the_original_code(on):
+    stock = stock_loss.RTDETRDetectionLoss
+    on("fake", loss_optim=True)
+    batch = make_batch([2, 1])
+    targets = {"cls": batch["cls"].long().view(-1), "bboxes": batch["bboxes"], "gt_groups": [2, 1]}
+    leaves = predictions(2, 2, 300)
+    for options in ({"use_vfl": False}, {"use_vfl": True, "gamma": 2.0}, {"use_vfl": True, "aux_loss": False}):
+        wanted = stock(nc=CLASSES, **options)(leaves, targets)
+        found = stock_loss.RTDETRDetectionLoss(nc=CLASSES, **options)(leaves, targets)
+        assert {name: term.item() for name, term in found.items()} == {name: t.item() for name, t in wanted.items()}
+
+
+def test_predictions_that_are_no_numbers(on):
+    on("fake", loss_optim=True)
+    targets = {"cls": torch.tensor([1]), "bboxes": torch.tensor([[0.5, 0.5, 0.2, 0.2]]), "gt_groups": [1]}
+    boxes, scores = predictions(2, 1, 300)
+    scores = scores.detach().index_fill(2, torch.tensor([4]), float("nan"))
+    terms = stock_loss.RTDETRDetectionLoss(nc=CLASSES, use_vfl=True)((boxes, scores), targets)
+    assert terms["loss_class"].isnan() and terms["loss_bbox"].isfinite()
+
+
+def test_a_class_that_the_model_has_not(on):
+    on("fake", loss_optim=True)
+    targets = {"cls": torch.tensor([CLASSES]), "bboxes": torch.tensor([[0.5, 0.5, 0.2, 0.2]]), "gt_groups": [1]}
+    with pytest.raises(ValueError, match="rtdetr_loss"):
+        stock_loss.RTDETRDetectionLoss(nc=CLASSES, use_vfl=True)(predictions(2, 1, 300), targets)

@@ -1,0 +1,103 @@
+"""RT-DETR's attention in a captured step: deformable attention as one operator, and no averaged weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fastdet import ops
+from torch_fastdet._torch.modules import put_attributes
+from torch_fastdet._torch.private import runs_plainly
+from torch_fastdet.patching.evidence import Obstacle, difference, plainly_on_the_cpu
+from torch_fastdet.rewrites.rewrite import obstacle_to_other_sums
+
+_MODULE = "ultralytics.nn.modules.transformer"
+_SAMPLED = "multi_scale_deformable_attn_pytorch"
+# Layer -> its attention, of whose results it reads the first alone.
+_SELF_ATTENTION = {"TransformerEncoderLayer": "ma", "AIFI": "ma", "DeformableTransformerDecoderLayer": "self_attn"}
+
+
+def attend(value: Tensor, shapes: list[list[int]], locations: Tensor, weights: Tensor) -> Tensor:
+    """What Ultralytics samples with ``grid_sample``; points of all levels are in one dimension."""
+    levels = len(shapes)
+    sizes = [(int(height), int(width)) for height, width in shapes]
+    return ops.deformable_attention(
+        value, sizes, locations.unflatten(3, (levels, -1)), weights.unflatten(3, (levels, -1))
+    )
+
+
+def _samples(function: Any) -> bool:
+    """Whether ``function`` computes what :func:`attend` does."""
+    wave = (torch.arange(2 * 10 * 2 * 4, device="cpu") * 0.7).sin()
+    value, shapes = wave.view(2, 10, 2, 4), [[2, 3], [2, 2]]
+    locations, weights = wave[:96].view(2, 3, 2, 4, 2) * 0.7 + 0.5, wave[:48].view(2, 3, 2, 4)
+    try:
+        with plainly_on_the_cpu():
+            found, wanted = (each(value, shapes, locations, weights) for each in (function, attend))
+            return difference(found, wanted, 1e-5) is None
+    except Exception:  # the code is somebody else's
+        return False
+
+
+@functools.cache
+def _forward_of(stock: Any) -> Callable[..., Tensor] | None:
+    """``MSDeformAttn.forward`` with :func:`attend` in the place of the function that samples; None where it is not as known."""
+    if not isinstance(stock, FunctionType) or not _samples(stock.__globals__.get(_SAMPLED)):
+        return None
+    names = {**stock.__globals__, _SAMPLED: attend}
+    return FunctionType(stock.__code__, names, stock.__name__, stock.__defaults__, stock.__closure__)
+
+
+def _deformable(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Tensor]]]:
+    for module in model.modules():
+        kind = type(module)
+        if (kind.__module__, kind.__name__) == (_MODULE, "MSDeformAttn") and runs_plainly(module, kind.forward):
+            forward = _forward_of(kind.forward)
+            if forward is not None:
+                yield module, functools.partial(forward, module)
+
+
+class DeformableAttention:
+    """``MSDeformAttn`` runs :func:`torch_fastdet.ops.deformable_attention`."""
+
+    about = "RT-DETR's deformable attention is one operator"
+
+    def matches(self, model: nn.Module) -> Obstacle | None:
+        if (obstacle := obstacle_to_other_sums(model)) is not None:
+            return obstacle
+        found = model.training and any(_deformable(model))
+        return None if found else Obstacle("it has no deformable attention of Ultralytics', in training.")
+
+    def apply(self, model: nn.Module) -> Callable[[], None]:
+        return put_attributes([(module, "forward", forward) for module, forward in _deformable(model)])
+
+
+def _self_attention(model: nn.Module) -> Iterator[nn.MultiheadAttention]:
+    for layer in model.modules():
+        name = _SELF_ATTENTION.get(type(layer).__name__) if type(layer).__module__ == _MODULE else None
+        attention = getattr(layer, name) if name else None
+        if type(attention) is nn.MultiheadAttention and runs_plainly(attention, nn.MultiheadAttention.forward):
+            yield attention
+
+
+class WithoutAveragedWeights:
+    """Self-attention of RT-DETR's layers computes no averaged weights, which nothing reads, and so may be fused."""
+
+    about = "RT-DETR's self-attention averages no weights"
+
+    def matches(self, model: nn.Module) -> Obstacle | None:
+        if (obstacle := obstacle_to_other_sums(model)) is not None:
+            return obstacle
+        found = model.training and any(True for _ in _self_attention(model))
+        return None if found else Obstacle("it has no self-attention of RT-DETR's, in training.")
+
+    def apply(self, model: nn.Module) -> Callable[[], None]:
+        forward: Any = functools.partial(nn.MultiheadAttention.forward, need_weights=False)
+        return put_attributes(
+            [(attention, "forward", functools.partial(forward, attention)) for attention in _self_attention(model)]
+        )

@@ -1,0 +1,225 @@
+"""RT-DETR's training step: the network and its denoising queries as CUDA graphs, and the loss behind them.
+
+Ultralytics draws the denoising queries inside of the network, on the host and on the GPU. Here its own function draws them before the
+network runs, from the same generators and in the same order, because nothing else of a training pass draws. The graph reads them as
+an input. Their number differs from batch to batch, so the graph has room for the most that there can be; spare queries see each other
+alone, and nothing sees them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.graphs.loss_items import read_early
+from torch_fastdet.patching.evidence import SameCode, Signature
+from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.switch import Active
+from torch_fastdet.switches.cuda_graph.ultralytics import training_graphs, trains
+from torch_fastdet.switches.frameworks import ALL_READ
+from torch_fastdet.switches.loss.rtdetr import RTDETRLoss, padded_targets
+
+PREDICT = Signature(("self", "x", "profile", "batch", "augment", "embed"))
+LOSS = SameCode({"": ("b45e893b",)}, ALL_READ)
+DRAW = SameCode({"": ("254e921d",)}, ALL_READ)
+PREPROCESS = Signature(("self", "batch"))
+DRAWS = "ultralytics.models.utils.ops"
+_LABELS = ("batch_idx", "cls", "bboxes")
+_NOTE = "torch_fastdet_labels"
+
+
+class Queries(NamedTuple):
+    """Denoising queries of a pass in a graph, in the place of the batch that they are drawn from."""
+
+    #: (images, room): 1 + class, 0 where there is no query.
+    classes: Tensor
+    #: (images, room, 4) logits.
+    boxes: Tensor
+    #: (room + 1, room + 1): what must not be seen; the last row and column are those of all matching queries.
+    mask: Tensor
+
+    def embedded(self, queries: int, class_embed: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """What ``get_cdn_group`` returns for ``queries`` matching queries."""
+        known = class_embed[(self.classes - 1).clamp(0, len(class_embed) - 1)]
+        embed = torch.where(self.classes.unsqueeze(-1) > 0, known, 0)
+        room = self.classes.shape[1]
+        kinds = torch.arange(room + queries, device=self.mask.device).clamp(max=room)
+        # As nn.MultiheadAttention makes it of such a mask, in each layer.
+        mask = torch.zeros_like(self.mask, dtype=torch.float32).masked_fill(self.mask, -torch.inf)[
+            kinds[:, None], kinds
+        ]
+        return embed, self.boxes, mask, {"dn_num_split": [room, queries]}
+
+
+class _Note(NamedTuple):
+    """Labels of a batch on the device, how often each was written to, and the same labels on the host."""
+
+    on_device: tuple[Tensor, ...]
+    writes: tuple[int, ...]
+    on_host: tuple[Tensor, ...]
+
+
+def preprocess_batch(_: Active, stock: Callable[..., Any], __: object) -> Callable[..., Any]:
+    """The trainer's ``preprocess_batch``, which brings a batch to the GPU: the labels on the host are kept for this step."""
+
+    @functools.wraps(stock)
+    def preprocess_batch(trainer: object, batch: Any) -> Any:
+        on_host = tuple(batch.get(name) for name in _LABELS) if isinstance(batch, dict) else ()
+        result = stock(trainer, batch)
+        if on_host and all(isinstance(label, Tensor) and label.device.type == "cpu" for label in on_host):
+            on_device = tuple(result[name] for name in _LABELS)
+            if all(isinstance(label, Tensor) for label in on_device):
+                note = _Note(on_device, tuple(label._version for label in on_device), on_host)
+                setattr(on_device[0], _NOTE, note)
+        return result
+
+    return preprocess_batch
+
+
+def _labels_on_host(batch: Any) -> tuple[Tensor, ...]:
+    """The labels of a batch on the host: those that :func:`preprocess_batch` has kept, or copies, for which the host waits."""
+    labels = tuple(batch[name] for name in _LABELS)
+    note = getattr(labels[0], _NOTE, None)
+    same = note is not None and all(map(operator.is_, labels, note.on_device))
+    if same and note.writes == tuple(label._version for label in labels):
+        return note.on_host
+    return tuple(label.cpu() for label in labels)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Iterator[list[Tensor]]:
+    """While inside, work is launched on another stream: who waits for that does not wait for the step before.
+
+    The current stream waits for it then, and may use the tensors that are put into the list.
+    """
+    made: list[Tensor] = []
+    if device.type != "cuda":
+        yield made
+        return
+    stream, current = _stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(stream):
+        yield made
+    current.wait_stream(stream)
+    _capture.read_on(made, current)
+
+
+class _Drawn(NamedTuple):
+    queries: Queries
+    count: int
+    meta: dict[str, Any] | None
+
+
+def _draw(draw: Any, head: Any, targets: dict[str, Any]) -> _Drawn:
+    """Denoising queries by Ultralytics' ``get_cdn_group``, with classes in the place of their embeddings."""
+    device, images, room = targets["bboxes"].device, len(targets["gt_groups"]), 2 * head.num_denoising
+    names = torch.arange(1, head.nc + 1, dtype=torch.float32, device=device).unsqueeze(1)
+    found, boxes, seen, meta = draw(
+        targets, head.nc, 1, names, head.num_denoising, head.label_noise_ratio, head.box_noise_scale, True
+    )
+    count = 0 if meta is None else found.shape[1]
+    classes = torch.zeros(images, room, dtype=torch.int64, device=device)
+    padded = torch.zeros(images, room, 4, device=device)
+    mask = torch.ones(room + 1, room + 1, dtype=torch.bool, device=device)
+    mask[count:room, count:room] = False
+    mask[room, room] = False
+    if meta is not None:
+        classes[:, :count] = found.squeeze(-1)
+        padded[:, :count] = boxes
+        used = F.pad(seen[:count, :count], (0, room - count), value=True)
+        mask[:count, :room] = used
+        mask[:count, room] = seen[:count, count]
+        mask[room, :count] = seen[count, :count]
+    return _Drawn(Queries(classes, padded, mask), count, meta)
+
+
+def network(model: nn.Module, x: Tensor, *queries: Tensor) -> tuple[Tensor, ...]:
+    """The pass that is captured: boxes and scores of the encoder's and the decoder's sets, and those of the denoising sets."""
+    boxes, scores, enc_boxes, enc_scores, meta = model.predict(x, batch=Queries(*queries))  # type: ignore[operator]
+    room = meta["dn_num_split"][0]
+    sets = (torch.cat([first[None], every[:, :, room:]]) for every, first in ((boxes, enc_boxes), (scores, enc_scores)))
+    return (*sets, boxes[:, :, :room].contiguous(), scores[:, :, :room].contiguous())
+
+
+class _Drawer:
+    """Ultralytics' ``get_cdn_group``, once its module has been imported."""
+
+    def __init__(self, _: Active) -> None:
+        self.stock: Callable[..., Any] | None = None
+
+
+def get_cdn_group(active: Active, stock: Callable[..., Any], _: object) -> Callable[..., Any]:
+    """``get_cdn_group`` that takes :class:`Queries` for a batch, too."""
+    active.shared(_Drawer).stock = stock
+
+    @in_place_of(stock, "cuda_graph.get_cdn_group")
+    def drawn(batch: Any, num_classes: int, num_queries: int, class_embed: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(batch, Queries):
+            return batch.embedded(num_queries, class_embed)
+        return stock(batch, num_classes, num_queries, class_embed, *args, **kwargs)
+
+    return drawn
+
+
+def _head(model: Any) -> Any:
+    """The model's last layer if it is Ultralytics' ``RTDETRDecoder`` with denoising queries; else None."""
+    head = model.model[-1]
+    kind = type(head)
+    known = (kind.__module__, kind.__name__) == ("ultralytics.nn.modules.head", "RTDETRDecoder")
+    return head if known and "forward" not in vars(head) and head.num_denoising > 0 else None
+
+
+def model_loss(active: Active, stock: Callable[..., Any], model_class: Any) -> Callable[..., Any]:
+    """``RTDETRDetectionModel.loss`` in training, where ``loss_optim`` has replaced the criterion."""
+    graphs, drawer, predict = active.shared(training_graphs), active.shared(_Drawer), model_class.predict
+
+    def takes(model: Any, batch: Any) -> bool:
+        if torch.compiler.is_compiling() or type(model).predict is not predict or "predict" in vars(model):
+            return False
+        if getattr(model, "criterion", None) is None:
+            model.criterion = model.init_criterion()
+        head = _head(model)
+        if head is None or not trains(model, batch["img"]) or not isinstance(model.criterion, RTDETRLoss):
+            return False
+        importlib.import_module(DRAWS)
+        return drawer.stock is not None and model.criterion.takes(head.nc)
+
+    @in_place_of(stock, "cuda_graph.loss")
+    def loss(model: Any, batch: Any, preds: Any = None) -> Any:
+        if preds is not None or not takes(model, batch):
+            return stock(model, batch, preds)
+        x, criterion = batch["img"], model.criterion
+        owner, classes, boxes = _labels_on_host(batch)
+        owner = owner.long().view(-1)
+        groups = owner.bincount(minlength=len(x))[: len(x)].tolist()
+        with _beside(x.device) as made:
+            targets = {
+                "cls": classes.to(x.device, torch.long).view(-1),
+                "bboxes": boxes.to(x.device),
+                "batch_idx": owner.to(x.device),
+                "gt_groups": groups,
+            }
+            queries, drawn, meta = _draw(drawer.stock, _head(model), targets)
+            matched = None if meta is None else criterion.matched(meta)
+            labels = padded_targets(targets["cls"], targets["bboxes"], groups, matched, drawn)
+            made += [tensor for tensor in (*queries, *labels) if tensor is not None]
+        outputs, scores, dn_boxes, dn_scores = graphs(model, x, network, *queries)
+        denoising = (dn_boxes[:, :, :drawn], dn_scores[:, :, :drawn]) if drawn else None
+        value, terms = criterion.fused(outputs, scores, labels, denoising)
+        of_classes, of_boxes, of_giou = read_early(terms[len(outputs) - 1], beside=False).unbind()
+        return value, {"giou_loss": of_giou, "cls_loss": of_classes, "l1_loss": of_boxes}
+
+    return loss

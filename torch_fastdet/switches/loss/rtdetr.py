@@ -1,0 +1,190 @@
+"""Ultralytics' ``RTDETRDetectionLoss`` as one operator, with its constructor, call, attributes and results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_fastdet import ops
+from torch_fastdet._deferred import DeferredStatus
+from torch_fastdet._say import count
+from torch_fastdet.switches.loss.common import Criterion
+
+STOCK_MODULE = "ultralytics.models.utils.loss"
+PARTS = ("class", "bbox", "giou")
+#: Constants of the operator.
+_ALPHA, _COST_GAMMA, _ENTROPY_GAMMA = 0.25, 2.0, 1.5
+
+
+def describe_bad_targets(status: list[int], most: int) -> str | None:
+    """Return one line on what was wrong with the targets, or None."""
+    image, row = ops.rtdetr_loss_fault(status, most)
+    if image < 0:
+        return None
+    return f"rtdetr_loss: image {image}, target {row}: its class is not one of the model's; {status[0]} targets are bad"
+
+
+class Targets(NamedTuple):
+    """Labels as :func:`torch_fastdet.ops.rtdetr_loss` takes them, on the device."""
+
+    rows: Tensor
+    counts: Tensor
+    matches: Tensor | None
+
+
+def uploaded(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return numbers of the host on the device, without waiting for it."""
+    if device.type != "cuda":
+        return numbers.to(device)
+    return numbers.pin_memory().to(device, non_blocking=True)
+
+
+def padded_targets(
+    classes: Tensor, boxes: Tensor, groups: Sequence[int], matched: list[tuple[Tensor, Tensor]] | None, queries: int
+) -> Targets:
+    """Pad the labels of a batch to the most that an image has.
+
+    Args:
+        classes: (n) classes, those of an image after those of the one before it.
+        boxes: (n, 4).
+        groups: the number of labels of each image.
+        matched: for each image the denoising queries that have a target, and the rows of their labels; on the host.
+        queries: the number of denoising queries.
+    """
+    counts = torch.tensor(groups)
+    images, total, most = len(groups), int(counts.sum()), max(1, *groups)
+    first = counts.cumsum(0) - counts
+    places = torch.arange(most).expand(images, most)
+    index = torch.where(places < counts[:, None], first[:, None] + places, total)
+    owners = torch.full((images, queries if matched is not None else 0), -1)
+    for owner, start, (query, row) in zip(owners, first, matched or ()):
+        owner[query] = row - start
+    numbers = uploaded(torch.cat([counts, index.flatten(), owners.flatten()]), boxes.device)
+    counts, index, owners = numbers.split([images, images * most, owners.numel()])
+    rows = torch.cat([classes.view(-1, 1).to(torch.float32), boxes.to(torch.float32)], 1)
+    rows = torch.cat([rows, rows.new_zeros(1, 5)])[index].view(images, most, 5)
+    return Targets(rows, counts, None if matched is None else owners.view(images, queries))
+
+
+class _SharedGradient(torch.autograd.Function):
+    """The terms of a loss, each of which has the gradient of their sum. NaN where they are not weighted alike."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, terms: Tensor) -> Tensor:
+        return terms.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return torch.where((grad == grad[0]).all(), grad[0], torch.nan), None
+
+
+class RTDETRLoss(Criterion):
+    """Ultralytics' ``RTDETRDetectionLoss`` in a few launches, without host synchronisation (:func:`torch_fastdet.ops.rtdetr_loss`).
+
+    ``loss_gain`` and ``matcher.cost_gain`` are read at each call. With other options than those of RT-DETR (``aux_loss``,
+    ``use_uni_match``, other constants of the focal terms, another number of classes) the original code runs.
+
+    The gradient is that of the sum of all terms, which :meth:`RTDETRDetectionModel.loss` returns. If terms are weighted differently, it
+    is NaN.
+
+    A class that the model does not have raises ValueError: on the CPU at once; on a GPU in a later call or in :meth:`check`, which
+    waits. The trainer calls :meth:`update` at the end of each epoch.
+    """
+
+    # The original's attributes and methods.
+    aux_loss: bool
+    fl: Any
+    get_dn_match_indices: Any
+    loss_gain: dict[str, float]
+    matcher: Any
+    nc: int
+    use_uni_match: bool
+    vfl: Any
+
+    @property
+    def _status(self) -> DeferredStatus:
+        return vars(self).setdefault("_fastdet", DeferredStatus(describe_bad_targets))
+
+    def takes(self, classes: int) -> bool:
+        """Return False for options, and scores of as many classes, that the original code has to take."""
+        fl, vfl, matcher = self.fl, self.vfl, self.matcher
+        return (
+            self.aux_loss
+            and not self.use_uni_match
+            and fl is not None
+            and vfl is not None
+            and (float(fl.alpha), fl.gamma, vfl.alpha, vfl.gamma) == (_ALPHA, _ENTROPY_GAMMA) * 2
+            and (matcher.use_fl, matcher.alpha, matcher.gamma) == (True, _ALPHA, _COST_GAMMA)
+            and classes == self.nc
+        )
+
+    def forward(
+        self,
+        preds: tuple[Tensor, Tensor],
+        batch: dict[str, Any],
+        dn_bboxes: Tensor | None = None,
+        dn_scores: Tensor | None = None,
+        dn_meta: dict[str, Any] | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the terms by their names: those of the last set, the sums of the others, and both of the denoising sets."""
+        boxes, scores = preds
+        if not self.takes(scores.shape[-1]):
+            return super().forward(preds, batch, dn_bboxes, dn_scores, dn_meta)  # type: ignore[misc]
+        denoising = None if dn_bboxes is None or dn_scores is None or dn_meta is None else (dn_bboxes, dn_scores)
+        matched, queries = None, 0
+        if denoising is not None:
+            matched, queries = self.matched(dn_meta), denoising[0].shape[2]
+        targets = padded_targets(batch["cls"], batch["bboxes"], batch["gt_groups"], matched, queries)
+        loss, terms = self.fused(boxes, scores, targets, denoising)
+        main, dn = terms[: len(boxes)], terms[len(boxes) :]
+        parts = [
+            part
+            for sets in (main, dn)
+            for part in ((sets[-1], sets[:-1].sum(0)) if len(sets) else sets.new_zeros(2, 3))
+        ]
+        named = _SharedGradient.apply(loss, torch.cat([*parts])).unbind()
+        names = [f"loss_{part}{aux}{dn}" for dn in ("", "_dn") for aux in ("", "_aux") for part in PARTS]
+        return dict(zip(names, named, strict=True))
+
+    def matched(self, meta: Any) -> list[tuple[Tensor, Tensor]]:
+        """Return each image's denoising queries that have a target, and the labels that they have."""
+        return self.get_dn_match_indices(meta["dn_pos_idx"], meta["dn_num_group"], meta["dn_gt_idx"])
+
+    def fused(
+        self, boxes: Tensor, scores: Tensor, targets: Targets, denoising: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of all terms, and the terms (sets, 3) without gradients, those of denoising sets last."""
+        count("loss_optim", "losses")
+        gains, costs = self.loss_gain, self.matcher.cost_gain
+        dn_boxes, dn_scores = denoising or (None, None)
+        loss, terms, status = ops.rtdetr_loss(
+            boxes,
+            scores,
+            targets.rows,
+            targets.counts,
+            dn_boxes,
+            None if dn_scores is None else dn_scores.to(scores.dtype),
+            targets.matches if denoising else None,
+            class_gain=gains["class"],
+            box_gain=gains["bbox"],
+            giou_gain=gains["giou"],
+            class_cost=costs["class"],
+            box_cost=costs["bbox"],
+            giou_cost=costs["giou"],
+        )
+        if status.is_cuda:  # on the CPU the operator raises
+            self._status.add(status, targets.rows.shape[1])
+            self._status.raise_arrived(wait=not torch.is_grad_enabled())
+        return loss, terms
+
+    def check(self) -> None:
+        """Wait for the losses computed so far; raise ValueError if a target of one had a bad class."""
+        self._status.raise_arrived(wait=True)
+
+    def update(self) -> None:
+        """Call :meth:`check`. The trainer calls this method at the end of each epoch, if a criterion has it."""
+        self.check()
