@@ -84,6 +84,10 @@ CASES = {
     "files_alone": {"root": "files", "epochs": 3, **HYP},
     "files_on_pixels": {"root": "files", "workers": 2, "cutmix": 0.5, "epochs": 3, **HYP},
     "files_val": {"root": "files", "mode": "val", "rect": True},
+    "rtdetr": {"rtdetr": True, "workers": 2, **HYP},
+    "rtdetr_ram": {"rtdetr": True, "cache": "ram", **HYP},
+    "rtdetr_val": {"rtdetr": True, "mode": "val"},
+    "files_rtdetr": {"root": "files", "rtdetr": True, "workers": 2, "epochs": 3, **HYP},
     "no_memory": {"environment": "TORCH_FASTDET_CACHE=0", "workers": 2, **HYP},
     "little_memory": {"environment": "TORCH_FASTDET_CACHE=200K", **HYP},
     "files_not_kept": {
@@ -176,13 +180,19 @@ def _make(cv2, root: Path, kind: str, count: int = 24) -> Path:
     return root
 
 
-def loader_of(u, root, mode="train", rect=False, workers=0, batch=6, device="cpu", data=None, **hyp):
+def loader_of(u, root, mode="train", rect=False, workers=0, batch=6, device="cpu", data=None, rtdetr=False, **hyp):
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     cfg = u.configure({"imgsz": SIZE, **hyp})
     info = {"names": {0: "a", 1: "b"}, "nc": 2, "channels": 3, **(data or {})}
-    made = u.build.build_yolo_dataset(cfg, str(root / "images"), batch, info, mode=mode, rect=rect, stride=32)
+    if rtdetr:  # stretches its images
+        from ultralytics.models.rtdetr.train import RTDETRTrainer
+
+        trainer = SimpleNamespace(args=cfg, data=info)
+        made = RTDETRTrainer.build_dataset(trainer, str(root / "images"), mode, batch)
+    else:
+        made = u.build.build_yolo_dataset(cfg, str(root / "images"), batch, info, mode=mode, rect=rect, stride=32)
     loader = u.data.build_dataloader(made, batch, workers, shuffle=mode == "train" and not rect, device=device)
     return loader, cfg
 

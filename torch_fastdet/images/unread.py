@@ -73,9 +73,15 @@ class _Reader:
 
 def reader(stock: type, attributes: dict[str, object], size_of: Callable[[int], Size]) -> Any:
     """A data set of a framework's class with these attributes, whose ``load_image`` reads nothing."""
-    load: Any = stock.load_image  # type: ignore[attr-defined]
+    # A derived class may call the method of its base.
+    base = next(cls for cls in reversed(stock.__mro__) if "load_image" in vars(cls))
+    load: Any = vars(base)["load_image"]
     copy = with_names(load, imread=_read, cv2=recording_module(cv2, {"imread": _read, "resize": _resize}))
-    made = type(stock.__name__, (_Reader, stock), {"load_image": copy, "__slots__": ("unread_files",)})
+    if stock.load_image is load:  # type: ignore[attr-defined]
+        made = type(stock.__name__, (_Reader, stock), {"load_image": copy, "__slots__": ("unread_files",)})
+    else:
+        below = type(base.__name__, stock.__bases__, {"load_image": copy})
+        made = type(stock.__name__, (_Reader, stock, below), {"__slots__": ("unread_files",)})
     seen: Any = object.__new__(made)
     seen.__dict__ = attributes
     seen.unread_files = _Files(size_of)

@@ -89,9 +89,9 @@ def _labels_on_host(batch: Any) -> tuple[Tensor, ...]:
     """The labels of a batch on the host: those that :func:`preprocess_batch` has kept, or copies, for which the host waits."""
     labels = tuple(batch[name] for name in _LABELS)
     note = getattr(labels[0], _NOTE, None)
-    same = note is not None and all(map(operator.is_, labels, note.on_device))
-    if same and note.writes == tuple(label._version for label in labels):
-        return note.on_host
+    if isinstance(note, _Note) and all(map(operator.is_, labels, note.on_device)):
+        versions = tuple(label._version for label in labels)
+        return note.on_host if versions == note.writes else tuple(label.cpu() for label in labels)
     return tuple(label.cpu() for label in labels)
 
 
@@ -119,7 +119,7 @@ def _beside(device: torch.device) -> Iterator[list[Tensor]]:
 
 class _Drawn(NamedTuple):
     queries: Queries
-    count: int
+    used: int
     meta: dict[str, Any] | None
 
 
@@ -206,15 +206,11 @@ def model_loss(active: Active, stock: Callable[..., Any], model_class: Any) -> C
         owner = owner.long().view(-1)
         groups = owner.bincount(minlength=len(x))[: len(x)].tolist()
         with _beside(x.device) as made:
-            targets = {
-                "cls": classes.to(x.device, torch.long).view(-1),
-                "bboxes": boxes.to(x.device),
-                "batch_idx": owner.to(x.device),
-                "gt_groups": groups,
-            }
+            classes, boxes = classes.to(x.device, torch.long).view(-1), boxes.to(x.device)
+            targets = {"cls": classes, "bboxes": boxes, "batch_idx": owner.to(x.device), "gt_groups": groups}
             queries, drawn, meta = _draw(drawer.stock, _head(model), targets)
             matched = None if meta is None else criterion.matched(meta)
-            labels = padded_targets(targets["cls"], targets["bboxes"], groups, matched, drawn)
+            labels = padded_targets(classes, boxes, groups, matched, drawn)
             made += [tensor for tensor in (*queries, *labels) if tensor is not None]
         outputs, scores, dn_boxes, dn_scores = graphs(model, x, network, *queries)
         denoising = (dn_boxes[:, :, :drawn], dn_scores[:, :, :drawn]) if drawn else None

@@ -119,9 +119,12 @@ class DatasetView(View):
     __slots__ = ()
 
     def load_image(self: Any, i: int, rect_mode: bool = True, resize_short: bool = False) -> tuple:
+        return self._load(i, rect_mode and not resize_short, rect_mode, resize_short)
+
+    def _load(self: Any, i: int, as_kept: bool, *arguments: bool) -> tuple:
         planner = self.planner
         recorder, memory = planner.recorder, planner.recorder.memory
-        usual = rect_mode and not resize_short and self.imgsz == planner.size and self.im_files[i] == planner.files[i]
+        usual = as_kept and self.imgsz == planner.size and self.im_files[i] == planner.files[i]
         for number in (i, *self.buffer[:1]):
             planner.changed.setdefault(number, (self.ims[number], self.im_hw0[number], self.im_hw[number]))
         if usual and (memory.has(i) or (not os.path.exists(self.npy_files[i]) and memory.read(i))):
@@ -131,7 +134,7 @@ class DatasetView(View):
             return recorder.of_memory(i), original, size
         if isinstance(self.ims[i], Unread):
             self.ims[i] = memory.get(i)
-        pixels, original, size = super().load_image(i, rect_mode, resize_short)  # type: ignore[misc]
+        pixels, original, size = super().load_image(i, *arguments)  # type: ignore[misc]
         if not usual or not memory.put(i, pixels, original):
             return recorder.of_pixels(pixels), original, size
         if self.ims[i] is pixels:
@@ -141,6 +144,15 @@ class DatasetView(View):
     @property
     def transforms(self: Any) -> Any:
         return self.planner.view(vars(self)["transforms"])
+
+
+class StretchedView(DatasetView):
+    """RT-DETR's data set, whose images are stretched to the size of the training."""
+
+    __slots__ = ()
+
+    def load_image(self: Any, i: int, rect_mode: bool = False) -> tuple:
+        return self._load(i, not rect_mode, rect_mode)
 
 
 class ComposeView(View):
@@ -167,6 +179,7 @@ class MixView(View):
 
 MIXINS: dict[tuple[str, str], type] = {
     (DATASET, "YOLODataset"): DatasetView,
+    ("ultralytics.models.rtdetr.val", "RTDETRDataset"): StretchedView,
     (AUGMENT, "Compose"): ComposeView,
     **{(AUGMENT, name): MixView for name in ("Mosaic", "CopyPaste", "MixUp", "CutMix")},
     **{(AUGMENT, name): View for name in ("RandomPerspective", "RandomHSV", "RandomFlip", "LetterBox", "Format")},

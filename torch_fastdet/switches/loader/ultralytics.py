@@ -29,6 +29,7 @@ from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.switches.loader.deferred import Planner, cannot_plan, decode_kept, view_class
 
 # Fingerprints of the code of Ultralytics that this switch replaces or counts on, from 8.4.184 to 8.4.190.
+RTDETR = "ultralytics.models.rtdetr.val"  # imported by who trains one
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "ultralytics.data.base": {
         "BaseDataset.load_image": ("f790c565",),
@@ -37,12 +38,15 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "ultralytics.data.dataset": {"YOLODataset.collate_fn": ("146beee5",)},
     "ultralytics.data.build": {"InfiniteDataLoader": ("7b688ec0",)},
+    RTDETR: {"RTDETRDataset.load_image": ("f18eba54",)},
 }
 
 
 def unknown_code(but: tuple[str, ...] = ()) -> str | None:
     """The first name of Ultralytics, ``but`` some, whose code is not the one that is known here; None where all is."""
     for module, names in KNOWN.items():
+        if module == RTDETR and module not in sys.modules:
+            continue
         for name, known in names.items():
             found: Any = importlib.import_module(module)
             for part in name.split("."):
