@@ -13,7 +13,7 @@ from torch_fastdet.rewrites.casts import weights_cast_once
 
 
 class Net(nn.Module):
-    """Convolutions of every kind: with bias, 1x1, grouped, shared, unused, and one that autocast does not reach."""
+    """Convolutions of every kind: with bias, 1x1, grouped, shared, unused, and one that autocast does not reach; a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -21,10 +21,12 @@ class Net(nn.Module):
         self.body = nn.Sequential(nn.Conv2d(8, 8, 1, bias=False), nn.SiLU(), nn.Conv2d(8, 8, 3, padding=1, groups=2))
         self.reflecting = nn.Conv2d(8, 8, 3, padding=1, padding_mode="reflect")
         self.single = nn.Conv2d(8, 8, 3, padding=1)
+        self.linear = nn.Linear(8, 8)
         self.unused = nn.Conv2d(8, 8, 1)
 
     def forward(self, x):
         x = self.body(self.body(self.first(x)))
+        x = self.linear(x.movedim(1, -1)).movedim(-1, 1)
         x = self.reflecting(x)
         with torch.autocast(x.device.type, enabled=False):
             x = self.single(x.float())
@@ -212,3 +214,18 @@ def test_launches(cuda):
         return sum("copy" in name for name in names)
 
     assert casts(True) <= casts(False) - 140
+
+
+def test_the_bias_of_a_linear_layer(device, monkeypatch):
+    """Its gradient is a sum of all rows, as torch's."""
+    monkeypatch.setattr(_casts, "PADDED_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(_casts, "is_used", lambda model: True)
+    torch.manual_seed(0)
+    dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
+    x = torch.randn(3, 7, 16, device=device)
+    for outputs in (4, 24):
+        net = nn.Sequential(nn.Linear(16, outputs)).to(device)
+        (mine, my_grads), (theirs, their_grads) = (run(net, x, dtype, once) for once in (True, False))
+        assert torch.equal(mine, theirs)
+        for a, b in zip(my_grads, their_grads):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-5)

@@ -23,6 +23,8 @@ from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.rewrites.rewrite import rewritten
 
 _FORWARD = nn.Conv2d.forward
+_LINEAR = nn.Linear.forward
+Layer = nn.Conv2d | nn.Linear
 _GROUP = 8  # channels that cuDNN's kernels take at once
 # Where zeros behind the outputs of a convolution were measured to be faster than what cuDNN does by itself.
 PADDED_DEVICES = ("cuda",)
@@ -160,6 +162,26 @@ class _Pointwise(torch.autograd.Function):
         return grad_x, grad_weight, bias, None
 
 
+class _Linear(torch.autograd.Function):
+    """A linear layer with a bias, whose gradient is summed by one operator: torch's reduction of few columns is slow."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows, channels = grad.reshape(-1, grad.shape[-1]), grad.shape[-1]
+        as_image = rows.view(1, len(rows), 1, channels).permute(0, 3, 1, 2)
+        _, sums = torch.ops.torch_fastdet.pad_and_sum(as_image, channels)
+        of_x = (rows @ weight).view_as(x) if ctx.needs_input_grad[0] else None
+        of_weight = rows.t() @ x.reshape(len(rows), -1) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, sums
+
+
 def _takes_rows(conv: nn.Conv2d) -> bool:
     """Whether rows of zeros behind the weights of this convolution spare cuDNN copies.
 
@@ -176,11 +198,11 @@ def _takes_rows(conv: nn.Conv2d) -> bool:
     )
 
 
-def _rooms(convs: list[nn.Conv2d], joined: list[list[nn.Conv2d]]) -> list[_Room]:
+def _rooms(layers: list[Layer], joined: list[list[nn.Conv2d]]) -> list[_Room]:
     """A room for each parameter, and one for the weights of each group of ``joined``."""
-    uses = Counter(p for conv in convs for p in conv._parameters.values() if p is not None)
+    uses = Counter(p for layer in layers for p in layer._parameters.values() if p is not None)
     rows = {parameter: parameter.shape[0] for parameter in uses}
-    for conv in filter(_takes_rows, convs):
+    for conv in (layer for layer in layers if type(layer) is nn.Conv2d and _takes_rows(layer)):
         parameters = [p for p in conv._parameters.values() if p is not None]
         if all(uses[p] == 1 for p in parameters):
             rows.update(dict.fromkeys(parameters, -(-conv.out_channels // _GROUP) * _GROUP))
@@ -221,23 +243,25 @@ def _joined(model: nn.Module, convs: list[nn.Conv2d]) -> list[list[nn.Conv2d]]:
     return groups
 
 
-def _takes_cast(conv: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether ``conv`` is torch's own convolution with float32 parameters, so that autocast casts them and nothing sees it."""
-    if type(conv) is not nn.Conv2d or not runs_plainly(conv, _FORWARD):
+def _takes_cast(layer: nn.Module) -> TypeGuard[Layer]:
+    """Whether ``layer`` is one of torch's own with float32 parameters, so that autocast casts them and nothing sees it."""
+    if type(layer) is nn.Conv2d:
+        if not runs_plainly(layer, _FORWARD) or layer.padding_mode != "zeros" or has_stem_shape(layer):
+            return False
+    elif type(layer) is not nn.Linear or not runs_plainly(layer, _LINEAR):
         return False
-    if conv.padding_mode != "zeros" or has_stem_shape(conv):
+    weight = layer._parameters.get("weight")
+    if weight is None:  # somebody keeps it elsewhere
         return False
-    if conv._parameters.get("weight") is None:  # somebody keeps the weight elsewhere
-        return False
-    parameters = list(conv._parameters.values())
-    return all(p is None or (p.dtype == torch.float32 and p.device == conv.weight.device) for p in parameters)
+    parameters = list(layer._parameters.values())
+    return all(p is None or (p.dtype == torch.float32 and p.device == weight.device) for p in parameters)
 
 
 class WeightsCastOnce:
-    """Convolutions take copies of their parameters in autocast's dtype, which one function made at the start.
+    """Convolutions and linear layers take copies of their parameters in autocast's dtype, which one function made at the start.
 
     Autocast casts each weight and each gradient by itself, in two launches a layer, of a microsecond of work each. The
-    values are those of autocast with its cache. Only what the convolution itself reads is replaced: ``conv.weight`` stays the parameter. The stem,
+    values are those of autocast with its cache. Only what the layer itself reads is replaced: ``conv.weight`` stays the parameter. The stem,
     which has a cast of its own, is left alone. Copies of weights with 255 rows get another one of zeros (:func:`_takes_rows`); the
     result is the first 255 channels.
 
@@ -257,15 +281,18 @@ class WeightsCastOnce:
         if self._dtype is None:
             return Obstacle("autocast is off.")
         return (
-            None if any(map(_takes_cast, model.modules())) else Obstacle("it has no convolution that autocast casts.")
+            None
+            if any(map(_takes_cast, model.modules()))
+            else Obstacle("it has no layer whose weights autocast casts.")
         )
 
     def apply(self, model: nn.Module) -> Callable[[], None]:
         dtype = self._dtype
         assert dtype is not None
-        convs = [module for module in model.modules() if _takes_cast(module)]
+        layers = [module for module in model.modules() if _takes_cast(module)]
+        convs = [layer for layer in layers if isinstance(layer, nn.Conv2d)]
         joined = _joined(model, convs)
-        rooms = _rooms(convs, joined)
+        rooms = _rooms(layers, joined)
         trained, frozen = ([r for r in rooms if r.members[0].requires_grad is wanted] for wanted in (True, False))
         made = [
             *_CastAll.apply(dtype, trained, *[p for room in trained for p in room.members]),
@@ -275,7 +302,12 @@ class WeightsCastOnce:
         products = is_used(model)
         joints = [(group, _joint_of(group[0], cast[group[0].weight][1], dtype)) for group in joined]
         return put_attributes(
-            [(conv, "forward", _forward_of(conv, cast, dtype, products and _is_pointwise(conv))) for conv in convs]
+            [
+                (layer, "forward", _linear(layer, cast, dtype, products))
+                for layer in layers
+                if isinstance(layer, nn.Linear)
+            ]
+            + [(conv, "forward", _forward_of(conv, cast, dtype, products and _is_pointwise(conv))) for conv in convs]
             + [(conv, JOINT, joint) for group, joint in joints for conv in group]
         )
 
@@ -315,6 +347,21 @@ def _is_pointwise(conv: nn.Conv2d) -> bool:
 def _takes_products() -> bool:
     """Whether torch takes matrix products on a GPU: its deterministic algorithms want a setting of cuBLAS for them."""
     return not torch.are_deterministic_algorithms_enabled() or "CUBLAS_WORKSPACE_CONFIG" in os.environ
+
+
+def _linear(
+    layer: nn.Linear, cast: dict[Tensor, tuple[_Room, Tensor]], dtype: torch.dtype, product: bool
+) -> Callable[[Tensor], Tensor]:
+    weight, bias = cast[layer.weight][1], None if layer.bias is None else cast[layer.bias][1]
+
+    def forward(x: Tensor) -> Tensor:
+        if not _is_cast(x, dtype):
+            return _LINEAR(layer, x)
+        if bias is not None and product and weight.device.type in PADDED_DEVICES:
+            return _Linear.apply(x.to(dtype), weight, bias)
+        return F.linear(x, weight, bias)
+
+    return forward
 
 
 def _forward_of(

@@ -12,13 +12,14 @@ import contextlib
 import functools
 import importlib
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torch_fastdet._torch.private import writes
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.patching.evidence import SameCode, Signature
@@ -61,11 +62,33 @@ class Queries(NamedTuple):
 
 
 class _Note(NamedTuple):
-    """Labels of a batch on the device, how often each was written to, and the same labels on the host."""
+    """Labels of a batch on the host, beside those on the device, the first of which has this note."""
 
-    on_device: tuple[Tensor, ...]
-    writes: tuple[int, ...]
     on_host: tuple[Tensor, ...]
+    others: tuple[Tensor, ...]
+    writes: tuple[int | None, ...]
+
+
+def _writes(labels: Sequence[Tensor]) -> tuple[int | None, ...]:
+    return tuple(writes(label) for label in labels)
+
+
+def keep_labels(on_device: Sequence[object], on_host: Sequence[object]) -> None:
+    """Note the labels of the host that were just brought to the device."""
+    labels, copies = ([label for label in given if isinstance(label, Tensor)] for given in (on_host, on_device))
+    moved = len(labels) == len(copies) == len(_LABELS) and copies[0] is not labels[0]
+    if moved and not any(label.is_cuda for label in labels):
+        setattr(copies[0], _NOTE, _Note(tuple(labels), tuple(copies[1:]), _writes(copies)))
+
+
+def labels_on_host(batch: Any) -> tuple[Tensor, ...]:
+    """The labels of a batch on the host: those that :func:`keep_labels` has noted, or copies, for which the host waits."""
+    labels = tuple(batch[name] for name in _LABELS)
+    note = getattr(labels[0], _NOTE, None)
+    same = isinstance(note, _Note) and all(map(operator.is_, labels[1:], note.others))
+    if note is not None and same and note.writes == _writes(labels):
+        return note.on_host
+    return tuple(label.cpu() for label in labels)
 
 
 def preprocess_batch(_: Active, stock: Callable[..., Any], __: object) -> Callable[..., Any]:
@@ -73,26 +96,12 @@ def preprocess_batch(_: Active, stock: Callable[..., Any], __: object) -> Callab
 
     @functools.wraps(stock)
     def preprocess_batch(trainer: object, batch: Any) -> Any:
-        on_host = tuple(batch.get(name) for name in _LABELS) if isinstance(batch, dict) else ()
+        on_host = [batch.get(name) for name in _LABELS]
         result = stock(trainer, batch)
-        if on_host and all(isinstance(label, Tensor) and label.device.type == "cpu" for label in on_host):
-            on_device = tuple(result[name] for name in _LABELS)
-            if all(isinstance(label, Tensor) for label in on_device):
-                note = _Note(on_device, tuple(label._version for label in on_device), on_host)
-                setattr(on_device[0], _NOTE, note)
+        keep_labels([result.get(name) for name in _LABELS], on_host)
         return result
 
     return preprocess_batch
-
-
-def _labels_on_host(batch: Any) -> tuple[Tensor, ...]:
-    """The labels of a batch on the host: those that :func:`preprocess_batch` has kept, or copies, for which the host waits."""
-    labels = tuple(batch[name] for name in _LABELS)
-    note = getattr(labels[0], _NOTE, None)
-    if isinstance(note, _Note) and all(map(operator.is_, labels, note.on_device)):
-        versions = tuple(label._version for label in labels)
-        return note.on_host if versions == note.writes else tuple(label.cpu() for label in labels)
-    return tuple(label.cpu() for label in labels)
 
 
 @functools.cache
@@ -202,7 +211,7 @@ def model_loss(active: Active, stock: Callable[..., Any], model_class: Any) -> C
         if preds is not None or not takes(model, batch):
             return stock(model, batch, preds)
         x, criterion = batch["img"], model.criterion
-        owner, classes, boxes = _labels_on_host(batch)
+        owner, classes, boxes = labels_on_host(batch)
         owner = owner.long().view(-1)
         groups = owner.bincount(minlength=len(x))[: len(x)].tolist()
         with _beside(x.device) as made:

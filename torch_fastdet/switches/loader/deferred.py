@@ -151,7 +151,7 @@ class StretchedView(DatasetView):
 
     __slots__ = ()
 
-    def load_image(self: Any, i: int, rect_mode: bool = False) -> tuple:
+    def load_image(self: Any, i: int, rect_mode: bool = False) -> tuple:  # type: ignore[override]
         return self._load(i, not rect_mode, rect_mode)
 
 
