@@ -214,18 +214,3 @@ def test_launches(cuda):
         return sum("copy" in name for name in names)
 
     assert casts(True) <= casts(False) - 140
-
-
-def test_the_bias_of_a_linear_layer(device, monkeypatch):
-    """Its gradient is a sum of all rows, as torch's."""
-    monkeypatch.setattr(_casts, "PADDED_DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(_casts, "is_used", lambda model: True)
-    torch.manual_seed(0)
-    dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
-    x = torch.randn(3, 7, 16, device=device)
-    for outputs in (4, 24):
-        net = nn.Sequential(nn.Linear(16, outputs)).to(device)
-        (mine, my_grads), (theirs, their_grads) = (run(net, x, dtype, once) for once in (True, False))
-        assert torch.equal(mine, theirs)
-        for a, b in zip(my_grads, their_grads):
-            torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-5)

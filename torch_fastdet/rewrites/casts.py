@@ -162,26 +162,6 @@ class _Pointwise(torch.autograd.Function):
         return grad_x, grad_weight, bias, None
 
 
-class _Linear(torch.autograd.Function):
-    """A linear layer with a bias, whose gradient is summed by one operator: torch's reduction of few columns is slow."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rows, channels = grad.reshape(-1, grad.shape[-1]), grad.shape[-1]
-        as_image = rows.view(1, len(rows), 1, channels).permute(0, 3, 1, 2)
-        _, sums = torch.ops.torch_fastdet.pad_and_sum(as_image, channels)
-        of_x = (rows @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        of_weight = rows.t() @ x.reshape(len(rows), -1) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, sums
-
-
 def _takes_rows(conv: nn.Conv2d) -> bool:
     """Whether rows of zeros behind the weights of this convolution spare cuDNN copies.
 
@@ -350,16 +330,12 @@ def _takes_products() -> bool:
 
 
 def _linear(
-    layer: nn.Linear, cast: dict[Tensor, tuple[_Room, Tensor]], dtype: torch.dtype, product: bool
+    layer: nn.Linear, cast: dict[Tensor, tuple[_Room, Tensor]], dtype: torch.dtype
 ) -> Callable[[Tensor], Tensor]:
     weight, bias = cast[layer.weight][1], None if layer.bias is None else cast[layer.bias][1]
 
     def forward(x: Tensor) -> Tensor:
-        if not _is_cast(x, dtype):
-            return _LINEAR(layer, x)
-        if bias is not None and product and weight.device.type in PADDED_DEVICES:
-            return _Linear.apply(x.to(dtype), weight, bias)
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias) if _is_cast(x, dtype) else _LINEAR(layer, x)
 
     return forward
 

@@ -13,7 +13,7 @@ from torch_fastdet.rewrites.constants import ConstantsOnDevice
 from torch_fastdet.rewrites.first_blocks import FirstBlocks
 from torch_fastdet.rewrites.heads import HeadRows, HeadViews
 from torch_fastdet.rewrites.rewrite import Rewrite, rewritten
-from torch_fastdet.rewrites.rtdetr import DeformableAttention, QueriesAreRows, WithoutAveragedWeights
+from torch_fastdet.rewrites.rtdetr import DeformableAttention, WithoutAveragedWeights
 from torch_fastdet.rewrites.stem_of_bytes import StemOfBytes
 from torch_fastdet.rewrites.upsample_concat import UpsampleConcat
 
@@ -28,7 +28,6 @@ ULTRALYTICS: tuple[Rewrite, ...] = (
     ConstantsOnDevice(),
     DeformableAttention(),
     WithoutAveragedWeights(),
-    QueriesAreRows(),
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from types import FunctionType
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from torch_fastdet import ops
 from torch_fastdet._torch.modules import put_attributes
@@ -77,77 +75,6 @@ class DeformableAttention:
 
     def apply(self, model: nn.Module) -> Callable[[], None]:
         return put_attributes([(module, "forward", forward) for module, forward in _deformable(model)])
-
-
-class _Rows(torch.autograd.Function):
-    """``x[first, second]`` where no element is taken twice. Torch's gradient sorts the indices and adds; here it is written."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        ctx.save_for_backward(first, second)
-        ctx.shape = x.shape
-        return x[first, second]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        whole = grad.new_zeros(ctx.shape)
-        with _in_any_order():
-            whole[ctx.saved_tensors] = grad
-        return whole, None, None
-
-
-@contextlib.contextmanager
-def _in_any_order() -> Iterator[None]:
-    """Deterministic algorithms would sort what is written, in case that an element is written twice."""
-    wanted = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(False)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(wanted[0], warn_only=wanted[1])
-
-
-class _QueriesAreRows(TorchFunctionMode):
-    """The decoder takes each query's row of the encoder's features once."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is Tensor.__getitem__ and args[0].requires_grad and _is_pair(args[1]):
-            return _Rows.apply(args[0], *args[1])
-        return func(*args, **kwargs or {})
-
-
-def _is_pair(index: object) -> bool:
-    if not isinstance(index, tuple) or len(index) != 2:
-        return False
-    return all(isinstance(part, Tensor) and part.dtype == torch.int64 for part in index)
-
-
-def _take_rows(decoder: nn.Module, *args: object, **kwargs: object) -> Any:
-    with _QueriesAreRows():
-        return type(decoder)._get_decoder_input(decoder, *args, **kwargs)  # type: ignore[operator]
-
-
-class QueriesAreRows:
-    """The gradients of RT-DETR's selected queries are written where they belong."""
-
-    about = "gradients of RT-DETR's selected queries are written, not sorted and added"
-
-    def matches(self, model: nn.Module) -> Obstacle | None:
-        if (obstacle := obstacle_to_other_sums(model)) is not None:
-            return obstacle
-        return None if _decoders(model) else Obstacle("it has no RTDETRDecoder, in training.")
-
-    def apply(self, model: nn.Module) -> Callable[[], None]:
-        return put_attributes(
-            [(head, "_get_decoder_input", functools.partial(_take_rows, head)) for head in _decoders(model)]
-        )
-
-
-def _decoders(model: nn.Module) -> list[nn.Module]:
-    kinds = {("ultralytics.nn.modules.head", "RTDETRDecoder")}
-    found = [m for m in model.modules() if (type(m).__module__, type(m).__name__) in kinds] if model.training else []
-    return [head for head in found if hasattr(head, "_get_decoder_input")]
 
 
 def _self_attention(model: nn.Module) -> Iterator[nn.MultiheadAttention]:

@@ -38,6 +38,26 @@ _LABELS = ("batch_idx", "cls", "bboxes")
 _NOTE = "torch_fastdet_labels"
 
 
+class _Embedded(torch.autograd.Function):
+    """Rows of ``weight`` by 1 + their number; zeros for 0.
+
+    Backward, a product adds the gradients of each class: torch's would add those of thousands of queries of few classes one by one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, numbers: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(numbers)
+        ctx.rows = len(weight)
+        return torch.where(numbers.unsqueeze(-1) > 0, weight[(numbers - 1).clamp(0, len(weight) - 1)], 0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (numbers,) = ctx.saved_tensors
+        rows = torch.arange(1, ctx.rows + 1, device=grad.device).unsqueeze(1)
+        return None, (numbers.view(1, -1) == rows).to(grad.dtype) @ grad.reshape(-1, grad.shape[-1])
+
+
 class Queries(NamedTuple):
     """Denoising queries of a pass in a graph, in the place of the batch that they are drawn from."""
 
@@ -50,8 +70,7 @@ class Queries(NamedTuple):
 
     def embedded(self, queries: int, class_embed: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
         """What ``get_cdn_group`` returns for ``queries`` matching queries."""
-        known = class_embed[(self.classes - 1).clamp(0, len(class_embed) - 1)]
-        embed = torch.where(self.classes.unsqueeze(-1) > 0, known, 0)
+        embed = _Embedded.apply(self.classes, class_embed)
         room = self.classes.shape[1]
         kinds = torch.arange(room + queries, device=self.mask.device).clamp(max=room)
         # As nn.MultiheadAttention makes it of such a mask, in each layer.

@@ -147,7 +147,7 @@ class RTDETRLoss(Criterion):
             for part in ((sets[-1], sets[:-1].sum(0)) if len(sets) else sets.new_zeros(2, 3))
         ]
         named = _SharedGradient.apply(loss, torch.cat([*parts])).unbind()
-        names = [f"loss_{part}{aux}{dn}" for dn in ("", "_dn") for aux in ("", "_aux") for part in PARTS]
+        names = ["_".join(("loss", part, *of)) for of in ((), ("aux",), ("dn",), ("aux", "dn")) for part in PARTS]
         return dict(zip(names, named, strict=True))
 
     def matched(self, meta: Any) -> list[tuple[Tensor, Tensor]]:
