@@ -282,11 +282,7 @@ class WeightsCastOnce:
         products = is_used(model)
         joints = [(group, _joint_of(group[0], cast[group[0].weight][1], dtype)) for group in joined]
         return put_attributes(
-            [
-                (layer, "forward", _linear(layer, cast, dtype, products))
-                for layer in layers
-                if isinstance(layer, nn.Linear)
-            ]
+            [(layer, "forward", _linear(layer, cast, dtype)) for layer in layers if isinstance(layer, nn.Linear)]
             + [(conv, "forward", _forward_of(conv, cast, dtype, products and _is_pointwise(conv))) for conv in convs]
             + [(conv, JOINT, joint) for group, joint in joints for conv in group]
         )
