@@ -175,13 +175,8 @@ TRUTHS = (
 )
 # The training of each row of the table `truths`: the file that has it.
 TRUTH_ROWS = ("training_truth_small", *TRUTHS[2:])
-# Of a results folder: what a marker stands for, and the picture that is shown below it.
-PICTURES = {
-    "roofline": "roofline",
-    "postprocess": "postprocess_breakdown",
-    "latency": "latency_breakdown",
-    **{name: name for name in TRUTHS},
-}
+# Pictures in docs/ -> what they show, in the newest folder of a GPU that has it.
+PICTURES = {"gpu-roofline.png": "roofline", "gpu-training_truth_yolov8n.png": "training_truth_yolov8n"}
 # What each page shows: one that lost a marker would keep its old figures for ever.
 SECTIONS = {
     "README.md": ("gpu-headlines",),
@@ -637,28 +632,11 @@ def tables(folder: Path) -> str:
 def pictures() -> dict[Path, Path]:
     """Pictures in docs/ -> those of a new run, which go there. mkdocs shows nothing from outside of docs/, and git keeps them once."""
     found = {}
-    for kind in ("gpu", "cpu"):
-        for what in PICTURES:
-            if source := _picture_of(kind, what):
-                found[_shown(kind, what)] = source
+    for shown, what in PICTURES.items():
+        folder = newest("gpu", f"{what}.md")
+        if folder and (folder / f"{what}.png").exists():
+            found[DOCS / shown] = folder / f"{what}.png"
     return found
-
-
-def _shown(kind: str, what: str) -> Path:
-    return DOCS / f"{kind}-{PICTURES[what]}.png"
-
-
-def _picture_of(kind: str, what: str) -> Path | None:
-    """A section's picture, where the folder that its table is of has one."""
-    folder = newest(kind, f"{what}.md") or newest(kind, f"{what}.json")
-    path = folder / f"{PICTURES[what]}.png" if folder and what in PICTURES else None
-    return path if path and path.exists() else None
-
-
-def _picture(kind: str, what: str) -> str:
-    """The line that shows a section's picture, where there is one."""
-    there = what in PICTURES and (_picture_of(kind, what) or _shown(kind, what).exists())
-    return f"\n![{what}, {kind.upper()}]({_shown(kind, what).name})\n" if there else ""
 
 
 def truths() -> str:
@@ -681,7 +659,7 @@ def section(name: str) -> str:
         lines = (folder / f"{what}.md").read_text().splitlines(keepends=True)
         if shown:
             lines[2:] = [line for line in lines[2:] if line[0] != "|" or line[2:].split(" | ")[0] in shown]
-        return "".join(lines) + _picture(kind, what)
+        return "".join(lines)
     benchmarks = load_newest(kind)
     if shown:
         benchmarks = {
@@ -721,7 +699,7 @@ def section(name: str) -> str:
     variants = {row["variant"] for row in benchmarks[what]}
     compared = variants <= {"stock", OURS, COMPILED} or shown
     text = comparison_table(benchmarks[what]) if compared else benchmark_table(benchmarks[what])
-    return f"{measured(text, of_it, SPREAD)}{_picture(kind, what)}"
+    return measured(text, of_it, SPREAD)
 
 
 def rendered(page: Path) -> str:
