@@ -5,11 +5,6 @@ import json
 import pytest
 
 from benchmarks import bench_ultralytics
-from benchmarks.bench_ultralytics import iteration_seconds
-
-
-def test_first_epoch_and_first_iterations_are_left_out():
-    assert iteration_seconds([[0.0, 9.0, 99.0], [100.0, 100.5, 101.0], [110.0, 110.25], [120.0]]) == [49.5, 0.5, 0.25]
 
 
 @pytest.mark.slow
