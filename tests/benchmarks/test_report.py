@@ -1,6 +1,5 @@
 """Tables in the README and the docs are the ones that benchmarks/results/ holds."""
 
-
 import pytest
 
 from benchmarks import report

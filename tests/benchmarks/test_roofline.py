@@ -1,6 +1,5 @@
 """Formulas fit the cases that benchmarks really have, and nothing is faster than its floor."""
 
-
 import pytest
 
 from benchmarks import report, roofline, work

@@ -62,26 +62,3 @@ def test_labels_fit_the_picture(sources, size, split):
                 separate = left >= other[2] - 1e-9 or other[0] >= right - 1e-9
                 assert separate or top >= other[3] - 1e-9 or other[1] >= bottom - 1e-9
             boxes.append((left, top, right, bottom))
-
-
-def test_labels_of_tasks(sources):
-    """Outlines and points lie on the ink of the boxes that detection has; turned corners are a rectangle around all ink."""
-    for index in range(4):
-        _, boxes = dataset.draw(dataset.Recipe(), sources["val"], "val", index)
-        for task in ("segment", "pose"):
-            _, labels = dataset.draw(dataset.Recipe(task=task), sources["val"], "val", index)
-            assert [label[0] for label in labels] == [box[0] for box in boxes]
-            for label, (_, x, y, width, height) in zip(labels, boxes):
-                points = np.array(label[1:]).reshape(-1, 2) if task == "segment" else np.array(label[5:]).reshape(4, 3)
-                assert task == "segment" or (label[1:5] == (x, y, width, height) and (points[:, 2] == 2).all())
-                extent = np.concatenate((points.min(0)[:2], points.max(0)[:2]))
-                edges = np.array([x - width / 2, y - height / 2, x + width / 2, y + height / 2])
-                np.testing.assert_allclose(extent, edges, atol=1.01 / 128)
-
-
-def test_splits_share_no_digit(sources):
-    train, val = sources["train"].digits, sources["val"].digits
-    assert len(train) + len(val) == 1797
-    assert len(train) == 1437
-    # A few scans in the collection are alike by chance; the split itself must not copy any.
-    assert len(np.unique(np.concatenate([train, val]), axis=0)) > 1790

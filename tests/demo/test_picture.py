@@ -5,33 +5,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
-from examples.demo import dataset, picture
+from examples.demo import picture
 
 cv2 = pytest.importorskip("cv2", exc_type=ImportError)
 for package in ("ultralytics", "sklearn"):
     pytest.importorskip(package, exc_type=ImportError)
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize("index", range(4))
-def test_labels_lie_around_their_digits(index):
-    sources = dataset.load_sources()["val"]
-    pixels, labels = picture.draw(256, "val", index, sources)
-    again, _ = picture.draw(256, "val", index, sources)
-    assert pixels.shape == (256, 256, 3) and np.array_equal(pixels, again)
-    assert len(labels["seg"]) == len(labels["obb"]) > 0
-    for (digit, outline), (same, corners) in zip(labels["seg"], labels["obb"]):
-        assert digit == same and corners.shape == (4, 2)
-        sides = np.roll(corners, -1, 0) - corners
-        assert abs(sides[0] @ sides[1]) < 1e-6 and np.allclose(sides[0], -sides[2])
-        box = corners.astype(np.float32)
-        inside = [cv2.pointPolygonTest(box, (float(x), float(y)), True) for x, y in outline]
-        assert min(inside) > -2.5
-        assert cv2.contourArea(outline.astype(np.float32)) > 20
 
 
 @pytest.mark.nightly

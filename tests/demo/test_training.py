@@ -28,39 +28,6 @@ def test_timing_leaves_out_the_first_batch_and_validation():
     assert progress.seconds_an_epoch() == pytest.approx(106)  # the median of 104 and 108: the first step is warm-up
 
 
-def test_timing_of_one_epoch_uses_it():
-    progress = Progress()
-    for done in range(4):
-        progress.feed(bar(0, done), 0.5 * done)
-    assert progress.seconds_an_iteration() == pytest.approx(0.5)
-    assert progress.seconds_an_epoch() is None
-    assert progress.first_losses == [(float(f"0.121{done}"), 0.0123, 0.123) for done in range(4)]
-
-
-def test_timing_of_a_classifier_leaves_out_validation_which_has_the_same_bar():
-    progress = Progress()
-    for epoch in range(1, 4):
-        line = f"       {epoch}/3     1.23G        2.31                                    "
-        for done in range(1, 5):
-            progress.feed(f"{line}:  50%|█████     | {done}/5 [00:00<00:00,  7.50it/s]", 100 * epoch + 0.5 * done)
-        progress.feed(f"{line[:-12]}  validating:   0%|          | 0/2 [00:00<?, ?it/s]", 100 * epoch + 2.0)
-    assert progress.iteration_seconds() == pytest.approx([0.5, 0.5])
-    assert progress.first_losses == []
-
-
-def test_timing_of_nothing_is_none():
-    assert Progress().seconds_an_iteration() is None and Progress().seconds_an_epoch() is None
-
-
-def test_stream_keeps_lines_shows_bars_and_logs_everything(tmp_path, capfd):
-    code = "import sys; print('torch_fastdet: one'); sys.stderr.write('\\r 1%\\r 2%\\n'); print('two')"
-    lines, _ = stream([sys.executable, "-u", "-c", code], {}, tmp_path / "log" / "run.log")
-    assert "torch_fastdet: one" in lines and lines[-1] == "two"
-    shown = capfd.readouterr().out
-    assert "torch_fastdet: one" in shown and " 2%" in shown and "two" in shown
-    assert (tmp_path / "log" / "run.log").read_bytes().count(b"\r") == 2
-
-
 def test_stream_says_which_command_failed_and_where_its_output_is(tmp_path):
     with pytest.raises(RuntimeError, match=r"ended with exit code 3; its output is in .*run\.log"):
         stream([sys.executable, "-c", "raise SystemExit(3)"], {}, tmp_path / "run.log")

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from examples import command_line, draw, export, serve, train_step
-from examples.pictures import Detection, PictureDetector, detections_of, detector_of, find_pictures, read
+from examples.pictures import PictureDetector, detections_of, detector_of, find_pictures, read
 from tests import stock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,12 +31,6 @@ def run(*arguments, code=0, stdin=None, without=None) -> subprocess.CompletedPro
     result = subprocess.run(command, cwd=ROOT, env=env, input=stdin, capture_output=True, text=True, timeout=300)
     assert result.returncode == code, result.stdout[-3000:] + result.stderr[-3000:]
     return result
-
-
-def test_deformable_attention_runs_as_a_file_from_anywhere(tmp_path):
-    command = [sys.executable, str(ROOT / "examples/deformable_attention.py"), "--help"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0 and "usage" in result.stdout, result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -158,23 +152,6 @@ def test_pictures_ts_is_drawn_and_served_too(tmp_path):
     assert [d["name"] for d in json.loads(ran.stdout)["detections"]] == [d.name for d in wanted]
     ran = run("examples.draw", tmp_path / "pictures.ts", tmp_path / "same.png", "--out", tmp_path / "drawn")
     assert f"{len(wanted)} detections -> " in ran.stdout
-
-
-def test_drawing_masks_and_rotated_boxes():
-    picture = Image.new("RGB", (80, 60))
-    mask = np.zeros((60, 80), bool)
-    mask[20:40, 10:30] = True
-    tilted = [[50.0, 20], [60, 30], [50, 40], [40, 30]]
-    detections = [
-        Detection("bee", 0.9, [40, 20, 60, 40], corners=tilted),
-        Detection("ant", 0.8, [8, 18, 32, 42], mask=mask),
-    ]
-    drawn = draw.draw(picture, detections, ["ant", "bee"])
-    ant, bee = draw.color(0), draw.color(1)
-    assert drawn.getpixel((20, 30)) == tuple(value // 2 for value in ant)  # inside the mask
-    assert drawn.getpixel((8, 30)) == ant and drawn.getpixel((34, 30)) == (0, 0, 0)  # its box, and beside it
-    assert drawn.getpixel((45, 35)) == bee and drawn.getpixel((41, 39)) == drawn.getpixel((50, 30)) == (0, 0, 0)
-    assert picture.getpixel((20, 30)) == (0, 0, 0)
 
 
 def test_results_of_ultralytics_become_detections():
@@ -368,13 +345,6 @@ def test_serving_takes_names_of_any_bytes(files, detector):
     assert [os.fsencode(answer["picture"]) for answer in answers[1:3]] == list(odd) and "is not a file" in str(
         answers[3]
     )
-
-
-def test_drawing_a_name_that_is_not_utf_8(files, detector, capfd, monkeypatch):
-    shutil.copy("picture.png", b"bad\xff.png")
-    monkeypatch.setattr(sys, "argv", ["draw.py", str(detector), os.fsdecode(b"bad\xff.png"), "--out", "o"])
-    assert draw.main() == 0 and Path("o", os.fsdecode(b"bad\xff.png")).is_file()
-    assert "bad\\udcff.png: " in capfd.readouterr().out
 
 
 CLONE = """

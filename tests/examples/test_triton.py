@@ -60,21 +60,9 @@ def test_a_detector_that_says_nothing_about_itself_is_refused(about):
         pictures.about(about, "detector.ts")
 
 
-def test_a_batch_of_bad_pictures_is_answered(detector_file):
-    (line,) = server.answers(PictureDetector(detector_file), [b""], 99, 99)
-    # Which error depends on who has changed Pillow's open() in this process, as ultralytics does.
-    assert json.loads(line)["error"].startswith("the picture cannot be read: ")
-
-
 def test_without_pytriton_it_says_so(detector_file, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytriton", None)
     monkeypatch.setattr(sys, "argv", ["server.py", str(detector_file)])
     with pytest.raises(SystemExit) as ended:
         command_line.run(server.main)
     assert ended.value.code == 2 and "`make serve-test` makes an environment" in capsys.readouterr().err
-
-
-def test_the_folder_does_not_hide_the_compiler_of_that_name():
-    """An example that runs as a file has examples/ on its path, and torch.compile imports triton: a folder without __init__.py
-    gives way to a package that is installed."""
-    assert not (Path(server.__file__).parent / "__init__.py").exists()

@@ -71,15 +71,6 @@ def test_every_layout_holds_the_elements_in_row_major_order(tmp_path):
         assert values.tobytes() == loaded[name].tobytes() and values.shape == loaded[name].shape, name
 
 
-def test_lists_become_numbered_stages_and_a_save_replaces_the_last(tmp_path):
-    golden.save(tmp_path, {"old": torch.ones(2)})
-    golden.save(tmp_path, {"raw": [torch.zeros(1), torch.ones(2)], "kept": np.arange(3, dtype=">i4")})
-    assert list(golden.load(tmp_path)) == ["raw.0", "raw.1", "kept"]
-    assert (tmp_path / "stages.txt").read_text() == "00_raw.0.npy\n01_raw.1.npy\n02_kept.npy\n"
-    assert {path.name for path in tmp_path.iterdir()} == {"stages.txt", "00_raw.0.npy", "01_raw.1.npy", "02_kept.npy"}
-    assert golden.load(tmp_path)["kept"].tolist() == [0, 1, 2]
-
-
 def pair(tmp_path, a, b):
     return golden.save(tmp_path / "a", a), golden.save(tmp_path / "b", b)
 
@@ -123,19 +114,6 @@ def test_a_wrong_stride_other_rows_and_a_cut_off_are_named(tmp_path):
     assert ordered.hint == "the same rows in another order"
     assert kept.hint == "A starts with all 3 rows of B, and goes on: another threshold or limit"
     assert flat.hint == "the same elements in the same order, under another shape"
-
-
-def test_tolerances_nan_and_large_integers(tmp_path):
-    nan = torch.nan
-    a, b = pair(tmp_path, {"x": torch.tensor([1000.0, nan, 0.0])}, {"x": torch.tensor([1001.0, nan, -0.0])})
-    assert not golden.compare(a, b)
-    assert golden.compare(a, b, rtol=1e-3) and golden.compare(a, b, atol=1)
-    golden.save(b, {"x": torch.tensor([1000.0, 1.0, 0.0])})
-    assert not golden.compare(a, b, rtol=1, atol=1e9), "NaN is near no number"
-    a, b = pair(tmp_path, {"x": torch.tensor([2**60 + 1])}, {"x": torch.tensor([2**60])})
-    assert not golden.compare(a, b)
-    with pytest.raises(ValueError, match="rtol must be a number of at least 0"):
-        golden.compare(a, b, rtol=-1)
 
 
 def test_bad_input_is_one_sentence(tmp_path):
@@ -307,18 +285,6 @@ def test_yolov5_stages():
         golden.yolov5_stages(heads, anchors, [8])
 
 
-def test_yolov5_stages_keep_what_torchvision_keeps():
-    torchvision = pytest.importorskip("torchvision")
-    anchors = torch.tensor([[[4.0, 4.0], [6.0, 5.0], [3.0, 8.0]]])
-    heads = [torch.randn(2, 3 * 7, 12, 12) * 2]
-    stages = golden.yolov5_stages(heads, anchors, [8], conf_thres=0.2, iou_thres=0.5)
-    for image in range(2):
-        rows = stages["sorted"][stages["sorted"][:, 0] == image]
-        index = torchvision.ops.batched_nms(rows[:, 1:5], rows[:, 5], rows[:, 6], 0.5)
-        assert 0 < len(index) < len(rows)
-        assert torch.equal(rows[index.sort().values], stages["kept"][stages["kept"][:, 0] == image])
-
-
 @pytest.mark.parametrize("images", [2, 0])
 def test_yolov5_stages_without_candidates(device, images):
     head = torch.full((images, 3 * 9, 4, 4), -9.0, dtype=torch.float16, device=device)
@@ -327,10 +293,3 @@ def test_yolov5_stages_without_candidates(device, images):
     for name in ("candidates", "sorted", "kept"):
         assert stages[name].shape == (0, 7) and stages[name].dtype == torch.float32, name
         assert stages[name].device == head.device, name
-
-
-def test_yolov5_stages_where_one_image_has_no_candidates(device):
-    head = torch.full((2, 21, 4, 4), -9.0, device=device)
-    head[1] = 9
-    kept = golden.yolov5_stages([head], torch.ones(1, 3, 2), [8])["kept"]
-    assert len(kept) and (kept[:, 0] == 1).all()
