@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.capture import capture
 from tests.ops.test_masks import problem
 from tests.references import masks as reference
 from torch_fastdet import masks, ops
@@ -123,26 +122,3 @@ def test_errors_are_a_sentence(device):
         for op in (ops.crop_mask, ops.crop_mask_):
             with pytest.raises(RuntimeError, match=message):
                 op(*bad)
-
-
-def test_opcheck_scripts_and_compiles(device):
-    values, boxes = (t.to(device) for t in drawn(9, (8, 12)))
-    named = torch.ops.torch_fastdet
-    torch.library.opcheck(named.crop_mask.default, (values.clone().requires_grad_(), boxes))
-    torch.library.opcheck(named.crop_mask_.default, (values.clone(), boxes))
-    assert torch.equal(torch.jit.script(ops.crop_mask)(values, boxes), ops.crop_mask(values, boxes))
-    torch._dynamo.reset()
-    compiled = torch.compile(ops.crop_mask, fullgraph=True, backend="aot_eager", dynamic=True)
-    for n in (9, 4):
-        assert torch.equal(compiled(values[:n], boxes[:n]), ops.crop_mask(values[:n], boxes[:n]))
-
-
-def test_in_a_graph(cuda):
-    values, boxes = (t.to(cuda) for t in drawn(9, (64, 64)))
-    static, corners = values.clone(), boxes.clone()
-    graph, found = capture(lambda: ops.crop_mask(static, corners))
-    other = torch.randn_like(values)
-    static.copy_(other)
-    corners.copy_(boxes.flip(0))
-    graph.replay()
-    assert torch.equal(found, ops.crop_mask(other, boxes.flip(0)))

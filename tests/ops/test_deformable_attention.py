@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from tests.launches import launched, no_sync
-from tests.ops.capture import check_replay
+from tests.launches import launched
 from tests.references import deformable_attention as reference
 from torch_fastdet import ops
 
@@ -204,14 +202,6 @@ def test_gradcheck(device):
     assert torch.autograd.gradcheck(lambda v, x, w: ops.deformable_attention(v, shapes, x, w), leaves)
 
 
-def test_no_second_derivative(device):
-    value, shapes, locations, weights = problem(CASES[0], device)
-    out = ops.deformable_attention(value.requires_grad_(), shapes, locations.requires_grad_(), weights)
-    (grad,) = torch.autograd.grad(out.square().sum(), value, create_graph=True)
-    with pytest.raises(RuntimeError, match="deformable_attention has no second derivative"):
-        grad.sum().backward()
-
-
 def test_gradient_of_one_input(device):
     value, shapes, locations, weights = problem(CASES[0], device)
     grad = torch.randn(2, 5, 64, device=device)
@@ -221,62 +211,6 @@ def test_gradient_of_one_input(device):
         (found,) = torch.autograd.grad(ops.deformable_attention(value, shapes, locations, weights), leaf, grad)
         leaf.requires_grad_(False)
         assert torch.equal(found, wanted[i + 1])
-
-
-def test_opcheck(device):
-    for requires_grad in (False, True):
-        value, shapes, locations, weights = problem(CASES[0], device, torch.float16)
-        sides = [side for shape in shapes for side in shape]
-        leaves = [tensor.requires_grad_(requires_grad) for tensor in (value, locations, weights)]
-        torch.library.opcheck(operator.default, (leaves[0], sides, *leaves[1:]))
-    grad = torch.randn(2, 5, 64, device=device).half()
-    leaves = [tensor.detach() for tensor in leaves]
-    torch.library.opcheck(backward_operator.default, (grad, leaves[0], sides, *leaves[1:]))
-
-
-class Sampler(nn.Module):
-    def forward(
-        self, value: torch.Tensor, shapes: list[tuple[int, int]], locations: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        return ops.deformable_attention(value, shapes, locations, weights) * 2
-
-
-def test_script(device):
-    value, shapes, locations, weights = problem(CASES[0], device)
-    grad = torch.randn(2, 5, 64, device=device)
-    scripted = torch.jit.script(Sampler())
-    for ours, theirs in zip(
-        gradients(scripted, value, shapes, locations, weights, grad),
-        gradients(Sampler(), value, shapes, locations, weights, grad),
-    ):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(device, dynamic):
-    torch._dynamo.reset()
-    compiled = torch.compile(Sampler(), fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for shapes in ([(6, 7), (3, 4)], [(5, 5), (2, 3)]) if dynamic else ([(6, 7), (3, 4)],):
-        inputs = problem((2, 5, 2, 32, 4, shapes), device)
-        grad = torch.randn(2, 5, 64, device=device)
-        for ours, theirs in zip(gradients(compiled, *inputs, grad), gradients(Sampler(), *inputs, grad)):
-            torch.testing.assert_close(ours, theirs)
-
-
-def test_export(device):
-    inputs = problem(CASES[0], device)
-    batch = torch.export.Dim("batch", min=1, max=64)
-    dynamic = ({0: batch}, [(None, None)] * 2, {0: batch}, {0: batch})
-    program = torch.export.export(Sampler(), inputs, dynamic_shapes=dynamic)
-    other = problem((4, *CASES[0][1:]), device)
-    torch.testing.assert_close(program.module()(*other), Sampler()(*other))
-
-
-def test_autocast_passes_dtypes_through(device):
-    value, shapes, locations, weights = problem(CASES[0], device)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        assert ops.deformable_attention(value, shapes, locations, weights).dtype == torch.float32
-        assert ops.deformable_attention(value.bfloat16(), shapes, locations, weights).dtype == torch.bfloat16
 
 
 BAD = [
@@ -352,35 +286,6 @@ def test_launches(cuda):
     out = ops.deformable_attention(leaves[0], inputs[1], leaves[1], leaves[2])
     assert len(launched(lambda: ops.deformable_attention(leaves[0], inputs[1], leaves[1], leaves[2]))) == 1
     assert len(launched(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True))) == 2
-
-
-def test_graph(cuda):
-    value, shapes, locations, weights = problem(CASES[0], cuda, torch.float16)
-    leaves = [tensor.requires_grad_() for tensor in (value, locations, weights)]
-    grad = torch.randn(2, 5, 64, device=cuda).half()
-
-    def step():
-        out = ops.deformable_attention(leaves[0], shapes, leaves[1], leaves[2])
-        return [out, *torch.autograd.grad(out, leaves, grad)]
-
-    check_replay(step, [*leaves, grad])
-
-
-def test_no_host_sync(cuda):
-    inputs = problem(CASES[0], cuda)
-    grad = torch.randn(2, 5, 64, device=cuda)
-    with no_sync():
-        gradients(ops.deformable_attention, *inputs, grad)
-
-
-def test_other_device(cuda):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
-    value, shapes, locations, weights = problem(CASES[0], "cuda:1")
-    grad = torch.randn(2, 5, 64, device="cuda:1")
-    found = gradients(ops.deformable_attention, value, shapes, locations, weights, grad)
-    assert found[1].device.index == 1 and torch.cuda.current_device() == 0
-    assert_near(found[1], exact(value, shapes, locations, weights, grad)[1], torch.float32, torch.float32)
 
 
 @pytest.mark.alone

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from tests.launches import launched, no_sync
+from tests.launches import launched
 from tests.ops.capture import capture
 from torch_fastdet import ops
 from torch_fastdet.ops.linear_assignment import _statuses
@@ -160,32 +160,6 @@ def test_columns_that_are_not_there(device, bad):
         _statuses.raise_arrived(wait=True)
 
 
-def test_opcheck(device):
-    cost, used = make("random", 3, 6, 4)
-    torch.library.opcheck(operator.default, (cost.float().to(device), used.to(device)))
-    torch.library.opcheck(operator.default, (cost.float().to(device).requires_grad_(), used.to(device)))
-
-
-def test_programs(device):
-    """TorchScript, torch.compile and export."""
-    cost, used = (tensor.to(device) for tensor in make("near", 6, 30, 9))
-    wanted = ops.linear_assignment(cost, used)
-
-    class Match(torch.nn.Module):
-        def forward(self, cost: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
-            return ops.linear_assignment(cost, used) + 1
-
-    assert torch.equal(torch.jit.script(Match())(cost, used), wanted + 1)
-    torch._dynamo.reset()
-    compiled = torch.compile(Match(), fullgraph=True, backend="aot_eager", dynamic=True)
-    assert torch.equal(compiled(cost, used), wanted + 1)
-    assert torch.equal(
-        compiled(cost[:4, :20], used[:4].clamp(max=9)), ops.linear_assignment(cost[:4, :20], used[:4]) + 1
-    )
-    program = torch.export.export(Match(), (cost, used))
-    assert torch.equal(program.module()(cost, used), wanted + 1)
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -225,28 +199,12 @@ def test_graph(cuda):
     assert (found[3] == -1).all() and (found[4] >= 0).all()
 
 
-def test_no_host_sync(cuda):
-    cost, used = (tensor.to(cuda) for tensor in make("near", 20, 30, 9))
-    ops.linear_assignment(cost, used)  # its pinned memory stays
-    with no_sync():
-        ops.linear_assignment(cost, used)
-
-
 @pytest.mark.alone
 def test_launches(cuda):
     cost, used = (tensor.to(cuda) for tensor in make("near", 20, 300, 9))
     cost = cost.transpose(1, 2).contiguous().transpose(1, 2)
     operator(cost, used)
     assert len(launched(lambda: operator(cost, used))) == 2  # one fills the status
-
-
-def test_other_device(cuda):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
-    cost, used = make("near", 6, 30, 9)
-    found = ops.linear_assignment(cost.to("cuda:1"), used.to("cuda:1"))
-    assert found.device.index == 1 and torch.equal(found.cpu(), expected(cost, used))
-    _statuses.raise_arrived(wait=True)
 
 
 @pytest.mark.sanitizer

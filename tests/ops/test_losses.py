@@ -35,30 +35,6 @@ def loss(request):
     return LOSSES[request.param]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"backend": "aot_eager"}, {"backend": "aot_eager", "dynamic": True}, pytest.param({}, marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_compile_fullgraph(device, loss, options):
-    args = loss.sample(device)
-
-    def run(heads, *rest):
-        return loss.call([head * 1.5 for head in heads], *rest)[0].sum()
-
-    want = run(*args)
-    gradients = torch.autograd.grad(want, args[0])
-    torch._dynamo.reset()
-    got = torch.compile(run, fullgraph=True, **options)(*args)
-    assert torch.equal(got, want)
-    assert all(map(torch.equal, gradients, torch.autograd.grad(got, args[0])))
-
-
-def test_script(device, loss):
-    args = loss.sample(device)
-    assert torch.equal(torch.jit.script(loss.call)(*args)[0], loss.call(*args)[0])
-
-
 @pytest.mark.parametrize("name, column, value, sentence", BAD_ROWS)
 def test_bad_row(device, name, column, value, sentence):
     loss = LOSSES[name]
@@ -83,14 +59,3 @@ def test_num_targets_that_is_no_number_of_rows(device, loss, claimed):
             loss.call(*args)
     else:
         assert loss.call(*args)[-1].tolist() == [0, 0, claimed - 5, 0]
-
-
-def test_side_stream(cuda, loss):
-    heads, *rest = loss.sample(cuda)
-    want = loss.call(heads, *rest)[0]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        got = loss.call([head * 1 for head in heads], *rest)[0]
-    stream.synchronize()
-    assert torch.equal(want, got)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.launches import no_sync
 from tests.references import masks as reference
 from torch_fastdet import masks, ops
 
@@ -233,47 +232,6 @@ def test_takes_what_stock_takes(device):
 
 
 # The dispatcher, the compilers, the GPU --------------------------------------------------------------------------------
-
-
-def test_opcheck(device):
-    tensors = [t.to(device) for t in problem(9, 10, 12, (40, 48))]
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    op = torch.ops.torch_fastdet.instance_masks.default
-    torch.library.opcheck(op, (*tensors, [40, 48]), {"window": [1, 1, 9, 11]}, test_utils=tests)
-    torch.library.opcheck(op, (*tensors, [40, 49]), {"packed": True, "factor": 2}, test_utils=tests)
-
-
-def test_scripts_and_compiles(device):
-    def kept(protos: torch.Tensor, coefficients: torch.Tensor, boxes: torch.Tensor) -> torch.Tensor:
-        return ops.instance_masks(protos, coefficients, boxes, [40, 48], sigmoid=True)
-
-    tensors = [t.to(device) for t in problem(9, 10, 12, (40, 48))]
-    assert torch.equal(torch.jit.script(kept)(*tensors), kept(*tensors))
-    torch._dynamo.reset()
-    compiled = torch.compile(masks.ultralytics_process_mask, fullgraph=True, backend="aot_eager", dynamic=True)
-    for n in (9, 4, 12):
-        tensors = [t.to(device) for t in problem(n, 10, 12, (40, 48))]
-        assert torch.equal(compiled(*tensors, (40, 48), True), masks.ultralytics_process_mask(*tensors, (40, 48), True))
-
-
-def test_has_no_gradient(device):
-    protos, coefficients, boxes = (t.to(device) for t in problem(9, 10, 12, (40, 48)))
-    found = ops.instance_masks(protos.requires_grad_(), coefficients, boxes, [40, 48], dtype=torch.float32)
-    assert not found.requires_grad
-
-
-def test_is_captured_and_replayed_without_host_sync(cuda):
-    tensors = [t.to(cuda) for t in problem(40, 24, 40, (96, 160))]
-    ops.instance_masks(*tensors, [96, 160])
-    with no_sync():
-        ops.instance_masks(*tensors, [96, 160])
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = ops.instance_masks(*tensors, [96, 160])
-    for tensor, other in zip(tensors, problem(40, 24, 40, (96, 160), seed=1)):
-        tensor.copy_(other)
-    graph.replay()
-    assert torch.equal(found, ops.instance_masks(*tensors, [96, 160]))
 
 
 def test_no_other_memory(cuda):

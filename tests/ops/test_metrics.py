@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.launches import no_sync
 from tests.references import metrics as reference
 from torch_fastdet import ops
 
@@ -192,15 +191,6 @@ def test_classes_beyond_the_matrix_are_not_counted(device):
     assert not matrix.any()
 
 
-def test_opcheck(device):
-    detections, labels, counts, _ = batch(device)
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    op = torch.ops.torch_fastdet
-    torch.library.opcheck(op.match_detections.default, (detections, labels, IOUV.to(device), counts), test_utils=tests)
-    matrix = torch.zeros(4, 4, dtype=torch.int64, device=device)
-    torch.library.opcheck(op.confusion_matrix_.default, (matrix, detections, labels, counts), test_utils=tests)
-
-
 def test_compiles_for_any_number_of_labels(device):
     torch._dynamo.reset()
     compiled = torch.compile(ops.match_detections, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -209,40 +199,6 @@ def test_compiles_for_any_number_of_labels(device):
         assert torch.equal(
             compiled(detections, labels, IOUV.to(device)), ops.match_detections(detections, labels, IOUV.to(device))
         )
-
-
-def test_scripts(device):
-    def correct(d: torch.Tensor, t: torch.Tensor, iouv: torch.Tensor) -> torch.Tensor:
-        return ops.match_detections(d, t, iouv, rule="greedy")
-
-    detections, labels = (t.to(device) for t in image(5, 2, 6))
-    wanted = correct(detections, labels, IOUV.to(device))
-    assert torch.equal(torch.jit.script(correct)(detections, labels, IOUV.to(device)), wanted)
-
-
-def test_is_captured_and_replayed_with_other_values(cuda):
-    detections, labels, counts, _ = batch(cuda)
-    iouv, matrix = IOUV.to(cuda), torch.zeros(4, 4, dtype=torch.int64, device=cuda)
-    ops.match_detections(detections, labels, iouv, counts)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        correct = ops.match_detections(detections, labels, iouv, counts, "greedy")
-        ops.confusion_matrix_(matrix, detections, labels, counts)
-    detections[..., :4] += 5
-    counts -= counts.clamp(max=1)
-    graph.replay()
-    assert torch.equal(correct, ops.match_detections(detections, labels, iouv, counts, "greedy"))
-    wanted = torch.zeros_like(matrix)
-    ops.confusion_matrix_(wanted, detections, labels, counts)
-    assert torch.equal(matrix, wanted)
-
-
-def test_no_host_sync(cuda):
-    detections, labels, counts, _ = batch(cuda)
-    iouv, matrix = IOUV.to(cuda), torch.zeros(4, 4, dtype=torch.int64, device=cuda)
-    with no_sync():
-        ops.match_detections(detections, labels, iouv, counts)
-        ops.confusion_matrix_(matrix, detections, labels, counts)
 
 
 D, L = torch.rand(4, 6), torch.rand(3, 5)

@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 
-from tests.launches import no_sync
 from tests.references import multi_tensor as reference
 from torch_fastdet import ops
 
@@ -372,83 +371,11 @@ def test_errors_of_hyper_parameters(device):
         ops.multi_tensor_ema_(params, grads, torch.ones(2, device=device))
 
 
-def samples(device):
-    params, grads, buffers = (tensors([(5,), (0,), (3, 4)], device, seed=i) for i in range(3))
-    scale, found_inf = torch.tensor(4.0, device=device), torch.zeros((), device=device)
-    lr, momentum = (torch.tensor(x, device=device) for x in (0.1, 0.9))
-    return {
-        OP.multi_tensor_ema_.default: (params, grads, 0.9),
-        OP.multi_tensor_ema_.tensor: (params, grads, lr),
-        OP.multi_tensor_sgd_.default: (params, grads, buffers, 0.1, 0.9),
-        OP.multi_tensor_sgd_.tensor: (params, grads, buffers, lr, momentum),
-        OP.multi_tensor_unscale_.default: (grads, scale, found_inf),
-        OP.multi_tensor_norm.default: (grads,),
-        OP.multi_tensor_clip_grad_norm_.default: (grads, 1.0),
-    }
-
-
-@pytest.mark.parametrize("index", range(7))
-def test_opcheck(device, index):
-    operator, arguments = list(samples(device).items())[index]
-    torch.library.opcheck(operator, arguments)
-
-
-@pytest.mark.parametrize("index", range(5))  # a norm of nothing has no device, which fake tensors want
-def test_opcheck_of_empty_lists(device, index):
-    operator, arguments = list(samples(device).items())[index]
-    torch.library.opcheck(operator, tuple([] if isinstance(x, list) else x for x in arguments))
-
-
 def step(params: list[torch.Tensor], grads: list[torch.Tensor], buffers: list[torch.Tensor]) -> torch.Tensor:
     norm = ops.multi_tensor_clip_grad_norm_(grads, 1.0)
     ops.multi_tensor_sgd_(params, grads, buffers, 0.1, 0.9)
     ops.multi_tensor_ema_(buffers, grads, 0.5)
     return norm + ops.multi_tensor_norm(params)
-
-
-@pytest.mark.parametrize("make", [torch.jit.script, lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")])
-def test_script_and_compile(device, make):
-    eager = lists("odd sizes", device, torch.float32, 3)
-    other = lists("odd sizes", device, torch.float32, 3)
-    wanted = step(*eager)
-    result = make(step)(*other)
-    torch.testing.assert_close(result, wanted)
-    for part, right in zip(other, eager):
-        assert all(torch.equal(a, b) for a, b in zip(part, right))
-
-
-class Clipped(torch.nn.Module):
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        a, b = x * 1, y * 1
-        norm = ops.multi_tensor_clip_grad_norm_([a, b], 1.0)
-        return norm + a.sum() + b.sum()
-
-
-def test_export(device):
-    arguments = (torch.randn(5, device=device), torch.randn(3, 4, device=device))
-    exported = torch.export.export(Clipped(), arguments)
-    torch.testing.assert_close(exported.module()(*arguments), Clipped()(*arguments))
-
-
-def test_side_stream(cuda):
-    averages, values = lists("odd sizes", cuda, torch.float32, 2)
-    wanted = [reference.ema(v, x, 0.5) for v, x in zip(averages, values)]
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        ops.multi_tensor_ema_(averages, values, 0.5)
-    stream.synchronize()
-    close(averages, wanted, torch.float32)
-
-
-def test_other_device(cuda):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
-    averages, values = lists("odd sizes", torch.device("cuda:1"), torch.float32, 2)
-    wanted = [reference.ema(v, x, 0.5) for v, x in zip(averages, values)]
-    ops.multi_tensor_ema_(averages, values, 0.5)
-    close(averages, wanted, torch.float32)
 
 
 def test_graph_replays_with_changed_values_and_survives_other_calls(cuda):
@@ -522,13 +449,6 @@ def test_graph_frees_its_work_list(cuda):
             return
         time.sleep(0.05)
     assert allocated() <= before
-
-
-def test_no_host_sync(cuda):
-    params, grads, buffers = lists("odd sizes", cuda, torch.float32, 3)
-    with no_sync():
-        step(params, grads, buffers)
-        step(params, grads, buffers)
 
 
 @pytest.mark.alone

@@ -8,98 +8,16 @@ import torch
 
 from tests.launches import no_sync
 from tests.ops.capture import capture
-from tests.ops.nms_samples import clustered, rotated
+from tests.ops.nms_samples import clustered
 from tests.ops.test_nms import ANCHORS, FORMS, STRIDES, as_ultralytics, split_heads, ultralytics_heads, yolov5_heads
 from torch_fastdet import ops
 from torch_fastdet.postprocess import UltralyticsPostProcess, YOLOv5PostProcess, split_ultralytics_heads
-
-
-def calls(device):
-    """name -> (function of tensors, tensors), every operator once."""
-    prediction = clustered(2, 200, 5, 2).to(device)
-    labels = torch.tensor([[0.0, 1, 50, 50, 20, 20], [1, 2, 90, 90, 30, 30]], device=device)
-    letterboxes = torch.tensor([ops.letterbox([640, 640], [480, 640])] * 2, device=device)
-    heads = [h.to(device) for h in yolov5_heads(2, 4)]
-    free = [h.to(device) for h in ultralytics_heads(2, 5)]
-    angles = [h[:, :1] for h in free]
-    boxes, scores = split_heads(free, 16, 5)
-    anchors = ANCHORS.to(device)
-    return {
-        "yolov5_decode": (lambda *h: ops.yolov5_decode(list(h), anchors, STRIDES), heads),
-        "non_max_suppression_padded": (
-            lambda p, lb, box: ops.non_max_suppression_padded(p, nm=2, labels=lb, letterboxes=box, classes=[0, 2]),
-            (prediction, labels, letterboxes),
-        ),
-        "ultralytics_non_max_suppression_padded": (
-            lambda p: ops.ultralytics_non_max_suppression_padded(p, multi_label=True, conf_thres=0.1),
-            (as_ultralytics(prediction),),
-        ),
-        "yolov5_postprocess": (lambda *h: ops.yolov5_postprocess(list(h), anchors, STRIDES), heads),
-        "ultralytics_postprocess": (
-            lambda *m: ops.ultralytics_postprocess(list(m[:3]), list(m[3:]), [], STRIDES),
-            (*boxes, *scores),
-        ),
-        "ultralytics_non_max_suppression_padded: rotated": (
-            lambda p, box: ops.ultralytics_non_max_suppression_padded(
-                p, multi_label=True, conf_thres=0.1, nc=5, letterboxes=box, rotated="fast"
-            ),
-            (rotated(2, 200, 5).to(device), letterboxes),
-        ),
-        "ultralytics_postprocess: rotated": (
-            lambda *m: ops.ultralytics_postprocess(
-                list(m[:3]), list(m[3:6]), list(m[6:]), STRIDES, rotated="greedy", extra_kind="angle_logit"
-            ),
-            (*boxes, *scores, *angles),
-        ),
-        "ultralytics_postprocess: keypoints": (
-            lambda *m: ops.ultralytics_postprocess(
-                list(m[:3]), list(m[3:6]), list(m[:3]), STRIDES, extra_kind="keypoints_xy", letterboxes=letterboxes
-            ),
-            (*boxes, *scores),
-        ),
-        "scale_boxes": (
-            lambda b, box: ops.scale_boxes_batched(b, box),
-            (prediction[..., :6].contiguous(), letterboxes),
-        ),
-    }
-
-
-NAMES = list(calls("cpu"))
 
 
 def same(got, want):
     got, want = (x if isinstance(x, (tuple, list)) else (x,) for x in (got, want))
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_opcheck(device, name):
-    function, tensors = calls(device)[name]
-    op = getattr(torch.ops.torch_fastdet, name.partition(":")[0]).default
-    captured = []
-
-    class Record(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is op:
-                captured.append((args, kwargs or {}))
-            return func(*args, **(kwargs or {}))
-
-    with Record():
-        function(*tensors)
-    (args, kwargs), *_ = captured
-    torch.library.opcheck(op, args, kwargs)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "yolov5_decode"])
-def test_no_gradient_is_no_secret(device, name):
-    """What has no gradient says so: its results do not require grad, and backward() is torch's error."""
-    function, tensors = calls(device)[name]
-    result = function(*[t.requires_grad_() for t in tensors])
-    results = result if isinstance(result, tuple) else (result,)
-    assert not any(t.requires_grad for t in results)
-    with pytest.raises(RuntimeError, match="does not require grad"):
-        results[0].sum().backward()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -115,27 +33,6 @@ def test_decode_gradient(device, form):
         decoded = ops.yolov5_decode([*some, heads[2].detach().to(dtype)], anchors.float(), STRIDES, nm=1)
         decoded.float().square().mean().backward()
         assert all(h.grad.dtype == dtype and h.grad.shape == h.shape and h.grad.abs().sum() > 0 for h in some)
-
-
-def test_decode_gradient_compiled(device):
-    function, tensors = calls(device)["yolov5_decode"]
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    gradients = []
-    for run in (function, compiled):
-        heads = [t.clone().requires_grad_() for t in tensors]
-        run(*heads).square().mean().backward()
-        gradients.append([h.grad for h in heads])
-    torch.testing.assert_close(gradients[1], gradients[0])
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compile(device, name, dynamic):
-    function, tensors = calls(device)[name]
-    torch._dynamo.reset()
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    same(compiled(*tensors), function(*tensors))
 
 
 @pytest.mark.parametrize("marked", [False, True])
@@ -168,35 +65,6 @@ def test_compile_for_any_number_of_images(device):
         for tensor in tensors:
             torch._dynamo.mark_dynamic(tensor, 0)
         same(compiled(*tensors), function(*tensors))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_export(device, name):
-    function, tensors = calls(device)[name]
-
-    class Module(torch.nn.Module):
-        def forward(self, *args):
-            return function(*args)
-
-    exported = torch.export.export(Module(), tuple(tensors), strict=False)
-    same(exported.module()(*tensors), function(*tensors))
-
-
-@pytest.mark.parametrize(
-    "wrapper",
-    [
-        ops.yolov5_decode,
-        ops.non_max_suppression_padded,
-        ops.ultralytics_non_max_suppression_padded,
-        ops.yolov5_postprocess,
-        ops.ultralytics_postprocess,
-        ops.letterbox,
-        ops.scale_boxes,
-        ops.scale_boxes_batched,
-    ],
-)
-def test_wrappers_are_scriptable(wrapper):
-    torch.jit.script(wrapper)
 
 
 def test_scripted_scale_boxes(device):
@@ -390,14 +258,6 @@ def test_modules_refuse_at_construction(options):
             make()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_host_sync(cuda, name):
-    function, tensors = calls(cuda)[name]
-    function(*tensors)
-    with no_sync():
-        function(*tensors)
-
-
 def test_scale_boxes_in_a_graph(cuda):
     """Nothing comes from the host, also the first time."""
     boxes = torch.rand(5, 6, device=cuda) * 600
@@ -441,33 +301,6 @@ def test_graph_of_raw_heads(cuda):
             head.copy_(fresh)
         graph.replay()
         same(got, module(heads))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_side_stream(cuda, name):
-    """Kernels run on the current stream: behind a long one there, not beside it."""
-    function, tensors = calls(cuda)[name]
-    want = function(*tensors)
-    poisoned = [torch.zeros_like(t) for t in tensors]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)
-        for target, source in zip(poisoned, tensors):
-            target.copy_(source)
-        got = function(*poisoned)
-    stream.synchronize()
-    same(got, want)
-
-
-def test_second_device(cuda):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
-    for name in NAMES:
-        function, tensors = calls("cuda:1")[name]
-        got = function(*tensors)
-        first = got[0] if isinstance(got, tuple) else got
-        assert first.device == torch.device("cuda:1")
 
 
 @pytest.mark.slow

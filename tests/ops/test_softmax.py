@@ -46,12 +46,10 @@ def test_bits_of_torchs_on_a_gpu(cuda, shape, dtype):
         assert torch.equal(softmax_backward(grad, y.detach()), wanted)
 
 
-def test_empty_and_programs(device):
+def test_empty(device):
     for shape in ((0, 3, 4), (2, 0, 4), (2, 3, 0)):
         empty = torch.empty(shape, device=device)
         assert softmax_backward(empty, empty).shape == shape
-    y, grad = make((2, 3, 5), device, torch.float16 if device.type == "cuda" else torch.bfloat16, "columns")
-    torch.library.opcheck(softmax_backward.default, (grad, y))
 
 
 @pytest.mark.parametrize(
@@ -71,14 +69,3 @@ def test_errors_are_one_line(device, change, message):
     with pytest.raises(RuntimeError, match=f"softmax_backward: {message}") as error:
         softmax_backward(*change(torch.ones(2, 3, 5, device=device), torch.ones(2, 3, 5, device=device)))
     assert len(str(error.value).splitlines()) == 1
-
-
-def test_in_a_graph(cuda):
-    y, grad = make((64, 400, 400), cuda, torch.float16, "columns")
-    softmax_backward(grad, y)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = softmax_backward(grad, y)
-    grad.mul_(2)
-    graph.replay()
-    assert torch.equal(out, softmax_backward(grad, y))

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ops.capture import check_replay
 from tests.references import space_to_depth as reference
 from torch_fastdet import ops
 
@@ -100,27 +99,6 @@ def test_gradients_of_any_order(device):
         assert torch.autograd.gradcheck(call, x) and torch.autograd.gradgradcheck(call, x)
 
 
-def test_programs(device):
-    x = random((2, 3, 4, 6), device, torch.float16)
-    for requires_grad in (False, True):
-        x = x.detach().requires_grad_(requires_grad)
-        torch.library.opcheck(torch.ops.torch_fastdet.space_to_depth.default, (x, 16, True, torch.float32))
-        grad = random((2, 16, 3, 4), device).requires_grad_(requires_grad)
-        torch.library.opcheck(backward.default, (grad, 3, True, torch.float16))
-
-    def squares(x: torch.Tensor) -> torch.Tensor:
-        return ops.space_to_depth(x, 16, True, torch.float32)
-
-    expected = squares(x)
-    assert torch.equal(torch.jit.script(squares)(x), expected)
-    torch._dynamo.reset()
-    compiled = torch.compile(squares, fullgraph=True, backend="aot_eager", dynamic=True)
-    for part in (x, x[:, :, :2]):
-        assert torch.equal(compiled(part), squares(part))
-    (grad,) = torch.autograd.grad(compiled(x).square().sum(), x)
-    assert torch.equal(grad, 2 * x.detach())
-
-
 def test_sizes_stay_free_in_an_exported_program():
     class Squares(torch.nn.Module):
         def forward(self, x):
@@ -149,14 +127,3 @@ def test_errors_are_sentences(device, call, message):
     with pytest.raises(RuntimeError, match=message) as caught:
         call(random((2, 3, 4, 6), device))
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_graph(cuda):
-    x = random((2, 3, 8, 8), cuda).requires_grad_()
-    grad = random((2, 16, 5, 5), cuda, torch.float16, torch.channels_last)
-
-    def step():
-        out = ops.space_to_depth(x, 16, True, torch.float16)
-        return [out.detach(), *torch.autograd.grad(out, x, grad)]
-
-    check_replay(step, [x, grad])

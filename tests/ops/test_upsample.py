@@ -3,10 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from tests.launches import launched, no_sync
-from tests.ops.capture import check_replay
+from tests.launches import launched
 from tests.references import upsample as reference
 from torch_fastdet import ops
 
@@ -212,81 +210,6 @@ def test_gradcheck(device, memory_format):
     assert torch.autograd.gradgradcheck(ops.upsample_nearest2x_cat, (x, skip))
 
 
-@pytest.mark.parametrize("memory_format", FORMATS)
-def test_opcheck(device, memory_format):
-    x = random((2, 8, 3, 4), device, torch.float16, memory_format)
-    skip = random((2, 5, 6, 8), device, torch.float16, memory_format)
-    operators = torch.ops.torch_fastdet
-    for requires_grad in (False, True):
-        x, skip = x.detach().requires_grad_(requires_grad), skip.detach().requires_grad_(requires_grad)
-        torch.library.opcheck(operators.upsample_nearest2x.default, (x,))
-        torch.library.opcheck(operators.upsample_nearest2x_cat.default, (x, skip))
-        torch.library.opcheck(operators.upsample_nearest2x_backward.default, (skip,))
-    torch.library.opcheck(operators.upsample_nearest2x_cat.default, (x, skip.detach().float().requires_grad_()))
-    torch.library.opcheck(operators.upsample_nearest2x.default, (x.detach()[:, 2:7],))
-    torch.library.opcheck(operators.upsample_nearest2x.default, (x.detach()[:0],))
-
-
-class Neck(nn.Module):
-    """Upsample and concat, as between the levels of a detector."""
-
-    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
-        return ops.upsample_nearest2x(ops.upsample_nearest2x_cat(x, skip)) * 2
-
-
-def neck_inputs(device, memory_format=torch.contiguous_format, size=4):
-    x = random((2, 8, size, size), device, torch.float32, memory_format)
-    return x, random((2, 8, 2 * size, 2 * size), device, torch.float32, memory_format)
-
-
-def gradients(module, *inputs):
-    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
-    out = module(*inputs)
-    return [out, *torch.autograd.grad(out.square().sum(), inputs)]
-
-
-def stock_neck(x, skip):
-    return stock(torch.cat([stock(x), skip], 1)) * 2
-
-
-@pytest.mark.parametrize("memory_format", FORMATS)
-def test_script(device, memory_format):
-    inputs = neck_inputs(device, memory_format)
-    for ours, theirs in zip(gradients(torch.jit.script(Neck()), *inputs), gradients(stock_neck, *inputs)):
-        torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("memory_format", FORMATS)
-def test_compile(device, memory_format, dynamic):
-    torch._dynamo.reset()
-    compiled = torch.compile(Neck(), fullgraph=True, backend="aot_eager", dynamic=dynamic)
-    for size in (4, 6) if dynamic else (4,):
-        inputs = neck_inputs(device, memory_format, size)
-        for ours, theirs in zip(gradients(compiled, *inputs), gradients(stock_neck, *inputs)):
-            torch.testing.assert_close(ours, theirs)
-            assert ours.stride() == theirs.stride()
-
-
-def test_export(device):
-    inputs = neck_inputs(device)
-    size = torch.export.Dim("size", min=2, max=64)
-    shapes = ({2: size, 3: size}, {2: 2 * size, 3: 2 * size})
-    program = torch.export.export(Neck(), inputs, dynamic_shapes=shapes)
-    for size in (4, 7):
-        inputs = neck_inputs(device, size=size)
-        torch.testing.assert_close(program.module()(*inputs), stock_neck(*inputs))
-
-
-def test_autocast_passes_dtypes_through(device):
-    x, skip = neck_inputs(device)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-        assert ops.upsample_nearest2x(x).dtype == torch.float32
-        assert ops.upsample_nearest2x(x.bfloat16()).dtype == torch.bfloat16
-        ours, theirs = ops.upsample_nearest2x_cat(x.bfloat16(), skip), torch.cat([stock(x.bfloat16()), skip], 1)
-        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
-
-
 def test_half_sums_do_not_overflow_early(device):
     """60000 + 60000 - 60000 - 59008 fits float16, its partial sums do not."""
     grad = torch.tensor([[60000.0, 60000.0], [-60000.0, -59008.0]], dtype=torch.float16, device=device).view(1, 1, 2, 2)
@@ -353,49 +276,6 @@ def test_mixed_devices(cuda):
     x, skip = random((2, 8, 3, 4), cuda), random((2, 5, 6, 8), "cpu")
     with pytest.raises(RuntimeError, match="skip is on cpu, but x is on cuda:0; both must be on one device"):
         ops.upsample_nearest2x_cat(x, skip)
-
-
-@pytest.mark.parametrize("memory_format", FORMATS)
-def test_graph(cuda, memory_format):
-    """Captured forward and backward follow their inputs' new values."""
-    x, skip = (tensor.requires_grad_() for tensor in neck_inputs(cuda, memory_format))
-    grad = torch.randn(2, 16, 8, 8, device=cuda).contiguous(memory_format=memory_format)
-
-    def step():
-        out = ops.upsample_nearest2x_cat(x, skip)
-        return [out, *torch.autograd.grad(out, [x, skip], grad)]
-
-    check_replay(step, [x, skip, grad])
-
-
-def test_side_stream(cuda):
-    """The kernels run on the current stream: behind a long wait there, they see what was written after it."""
-    x, skip = neck_inputs(cuda)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(100_000_000)
-        x.fill_(3)
-        out = ops.upsample_nearest2x_cat(x, skip)
-        grad = torch.ops.torch_fastdet.upsample_nearest2x_backward(out)
-    side.synchronize()
-    assert (out[:, :8] == 3).all() and (grad[:, :8] == 12).all()
-
-
-def test_no_host_sync(cuda):
-    x, skip = (tensor.requires_grad_() for tensor in neck_inputs(cuda))
-    with no_sync():
-        out = ops.upsample_nearest2x_cat(x, skip)
-        torch.autograd.grad(out, [x, skip], torch.ones_like(out))
-
-
-def test_other_device(cuda):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
-    x, skip = neck_inputs("cuda:1")
-    out = ops.upsample_nearest2x_cat(x, skip)
-    assert out.device.index == 1 and torch.cuda.current_device() == 0
-    assert torch.equal(out.double(), reference.upsample_nearest2x_cat(x, skip))
 
 
 def need_memory(gigabytes):

@@ -307,25 +307,6 @@ def sample_call(device, dtype=torch.float32, layout=None):
     return [h.requires_grad_() for h in heads], make_targets(5, 2, 4, device), settings_on(device), STRIDES[:2], sizes
 
 
-@pytest.mark.parametrize("layout", [None, "contiguous", "channels_last"])
-def test_opcheck(device, layout):
-    args = sample_call(device, layout=layout)
-    torch.library.opcheck(torch.ops.torch_fastdet.v8_loss.default, args, {"topk": 7, "topk2": 1})
-    heads = [head.detach() for head in args[0]]
-    outputs = torch.ops.torch_fastdet.v8_loss(heads, *args[1:])
-    torch.library.opcheck(
-        torch.ops.torch_fastdet.v8_loss_backward.default,
-        (torch.ones(3, device=device), heads, args[1], *outputs[2:6], *args[3:]),
-    )
-
-
-def test_second_derivative_is_refused(device):
-    args = sample_call(device)
-    (gradient, _) = torch.autograd.grad(ops.v8_loss(*args)[0].sum(), args[0], create_graph=True)
-    with pytest.raises(RuntimeError, match="v8_loss: a second derivative was asked for"):
-        gradient.pow(2).sum().backward()
-
-
 BAD_ARGUMENTS = [
     ({"targets": torch.rand(4, 5)}, "image, class, x, y, w, h"),
     ({"targets": torch.rand(4, 6).double()}, "targets is float64"),

@@ -374,45 +374,6 @@ def test_errors_of_keypoints():
         pose("cpu", torch.float32, one, keypoints=torch.zeros(1, 4, 3))
 
 
-def test_shapes_are_known_without_data():
-    with torch.device("meta"):
-        heads = [torch.empty(2, 64, 126), torch.empty(2, 4, 126)]
-        loss, items, status = ops.v8_segmentation_loss(
-            heads,
-            torch.empty(2, 32, 126),
-            torch.empty(2, 32, 16, 24),
-            torch.empty(2, 16, 24),
-            torch.empty(7, 6),
-            torch.empty(9, dtype=torch.float64),
-            STRIDES[:3],
-            flat(SIZES),
-        )
-        assert loss.shape == items.shape == (4,) and status.shape == (4,)
-
-
-def test_gradient_of_a_gradient_is_refused():
-    got, tensors, *_ = pose("cpu", torch.float64, torch.tensor([[0, 1, 0.5, 0.5, 0.5, 0.5]]))
-    (first,) = torch.autograd.grad(got[0][1], tensors[2:], create_graph=True)
-    with pytest.raises(RuntimeError, match="v8_keypoint_loss: a second derivative was asked for"):
-        first.sum().backward()
-    got, tensors, _ = segmentation("cpu", torch.float64, torch.tensor([[0, 1, 0.5, 0.5, 0.5, 0.5]]))
-    first = torch.autograd.grad(got[0][1], tensors[2:], create_graph=True)
-    with pytest.raises(RuntimeError, match="v8_mask_loss: a second derivative was asked for"):
-        first[0].sum().backward()
-
-
-def test_assignments_opcheck(device):
-    operators, given = torch.ops.torch_fastdet, (settings_on(device), STRIDES[:3], flat(SIZES))
-    targets, heads = sorted_targets(5, 2).to(device), make_joined(2, 4, SIZES, 16, torch.float32, device)
-    heads = [head.requires_grad_() for head in heads]
-    masks = torch.randint(0, 6, (2, 16, 24), device=device)
-    coefficients, protos = (torch.randn(shape, device=device) for shape in ((2, 32, 126), (2, 32, 16, 24)))
-    torch.library.opcheck(operators.v8_masked_loss.default, (heads, coefficients, protos, masks, targets, *given))
-    predictions, labels = torch.randn(2, 15, 126, device=device), torch.rand(5, 5, 3, device=device)
-    sigmas = torch.full((5,), 0.1, device=device)
-    torch.library.opcheck(operators.v8_posed_loss.default, (heads, predictions, labels, sigmas, targets, *given))
-
-
 class ImageSizes(TorchDispatchMode):
     """The image sizes that v8_mask_loss gets."""
 

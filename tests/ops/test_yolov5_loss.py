@@ -288,53 +288,9 @@ def test_only_one_head_needs_a_gradient(device):
     assert heads[0].grad is None and heads[1].grad is not None
 
 
-def test_autocast_takes_heads_as_they_are(device):
-    heads = make_heads(1, 3, SIZES[3], device, torch.bfloat16)
-    args = (make_targets(4, 1, 3, device), ANCHORS[:3].to(device), BALANCE.to(device))
-    loss = ops.yolov5_loss(heads, *args)[0]
-    with torch.autocast(device.type, torch.bfloat16):
-        again = ops.yolov5_loss(heads, *args)[0]
-    assert torch.equal(loss, again)
-
-
 def sample_call(device, dtype=torch.float32, layout="anchor_rows"):
     heads = make_heads(2, 3, [(4, 6), (2, 3)], device, dtype, layout)
     return (heads, make_targets(5, 2, 3, device), ANCHORS[:2].to(device), BALANCE.to(device))
-
-
-@pytest.mark.parametrize("layout", ["anchor_rows", "cell_rows", "planes", "4d_channels_last", *LONGER])
-def test_opcheck(device, layout):
-    args = sample_call(device, layout=layout)
-    torch.library.opcheck(torch.ops.torch_fastdet.yolov5_loss.default, args, {"fl_gamma": 1.5})
-    outputs = torch.ops.torch_fastdet.yolov5_loss(*[[h.detach() for h in args[0]], *args[1:]])
-    heads = [head.detach() for head in args[0]]
-    grad = torch.ones(1, device=device)
-    torch.library.opcheck(
-        torch.ops.torch_fastdet.yolov5_loss_backward.default, (grad, heads, args[1], *outputs[2:]), {"cls_pw": 1.5}
-    )
-
-
-def test_export(device):
-    class Loss(torch.nn.Module):
-        def forward(self, heads: list[torch.Tensor], targets, anchors, balance):
-            return ops.yolov5_loss(heads, targets, anchors, balance)[1]
-
-    heads, *rest = sample_call(device)
-    args = ([head.detach() for head in heads], *rest)
-    exported = torch.export.export(Loss(), args)
-    assert torch.equal(exported.module()(*args), Loss()(*args))
-
-
-def test_second_derivative_is_refused(device):
-    heads = [torch.randn(1, 3, 4, 4, 8, device=device, requires_grad=True)]
-    targets = torch.tensor([[0, 1, 0.5, 0.5, 0.3, 0.3]], device=device)
-    balance = torch.ones(1, dtype=torch.float64, device=device)
-    loss = ops.yolov5_loss(heads, targets, ANCHORS[:1].to(device), balance)[0]
-    (gradient,) = torch.autograd.grad(loss.sum(), heads, create_graph=True)
-    (plain,) = torch.autograd.grad(ops.yolov5_loss(heads, targets, ANCHORS[:1].to(device), balance)[0].sum(), heads)
-    assert torch.equal(gradient, plain)
-    with pytest.raises(RuntimeError, match="yolov5_loss: a second derivative was asked for"):
-        gradient.pow(2).sum().backward()
 
 
 BAD_ARGUMENTS = [

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ops.capture import check_replay
 from tests.ops.test_yolov5_loss import ANCHORS, BALANCE, GRADIENT, SIZES, make_targets
 from tests.references import yolov5_loss as reference
 from torch_fastdet import ops
@@ -144,26 +143,3 @@ def test_errors():
             run(heads, protos, torch.zeros(2, 32, 24), targets, True)[0].sum(), [protos], create_graph=True
         )
         first[0].sum().backward()
-
-
-def test_script_and_compile():
-    targets = sorted_targets(3)
-    heads, protos = make("cpu", torch.float32)
-    args = heads, protos, make_masks(targets, True), targets, ANCHORS[:3], BALANCE
-    want = ops.yolov5_segmentation_loss(*args, overlap=True)[0]
-    assert torch.equal(torch.jit.script(ops.yolov5_segmentation_loss)(*args, overlap=True)[0], want)
-    compiled = torch.compile(ops.yolov5_segmentation_loss, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*args, overlap=True)[0], want)
-
-
-def test_same_bits_in_a_graph(cuda):
-    targets = sorted_targets(20)
-    heads, protos = make(cuda, torch.float16)
-    masks, rows = make_masks(targets, True).to(cuda).float(), targets.to(cuda)
-    anchors, balance = ANCHORS[:3].to(cuda), BALANCE.to(cuda)
-
-    def call():
-        loss, items, _, _ = ops.yolov5_segmentation_loss(heads, protos, masks, rows, anchors, balance, overlap=True)
-        return [loss.detach(), items, *torch.autograd.grad(loss.sum(), [*heads, protos])]
-
-    check_replay(call, [])
