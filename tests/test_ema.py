@@ -323,6 +323,7 @@ def test_errors():
     for wrong, wanted in (
         ({"decay": 2.0}, "decay is 2.0, but a number from 0 to 1"),
         ({"decay": math.nan}, "decay is nan, but a number from 0 to 1"),
+        ({"decay": "a"}, "decay is 'a', but a number from 0 to 1"),
         ({"tau": -5}, "tau is -5, but a number not below 0"),
         ({"updates": -1}, "updates is -1, but a number not below 0"),
     ):

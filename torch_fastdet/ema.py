@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import weakref
 from collections.abc import Callable, Container
 from copy import deepcopy
@@ -18,9 +19,9 @@ __all__ = ["ModelEMA"]
 
 
 def _check(name: str, value: float, most: float = math.inf) -> None:
-    if not 0 <= value <= most:
+    if not isinstance(value, numbers.Real) or not 0 <= value <= most:
         wanted = "a number not below 0" if most == math.inf else f"a number from 0 to {most}"
-        raise ValueError(f"ModelEMA: {name} is {value}, but {wanted} is expected")
+        raise ValueError(f"ModelEMA: {name} is {value!r}, but {wanted} is expected")
 
 
 class DecayRamp:

@@ -31,9 +31,11 @@ __all__ = [
 ]
 
 
-def _sides(shape: Sequence[int] | Tensor) -> tuple[int, int]:
-    height, width = shape
-    return int(height), int(width)
+def _sides(name: str, shape: Sequence[int] | Tensor, most: int = 2) -> tuple[int, int]:
+    """Height and width, which may be followed by others up to ``most`` numbers."""
+    if not isinstance(shape, (Sequence, Tensor)) or not 2 <= len(shape) <= most:
+        raise TypeError(f"{name}: shape is {shape!r}, but a height and a width are expected")
+    return int(shape[0]), int(shape[1])
 
 
 def _inputs(protos: Tensor, masks_in: Tensor, bboxes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,7 +96,8 @@ def ultralytics_process_mask(
 ) -> Tensor:
     """``ultralytics.utils.ops.process_mask``: masks of ``shape`` with ``upsample``, otherwise of the prototypes' size."""
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
-    size = _sides(shape if upsample else shape[:2])  # stock takes an image's shape, too, where it does not resample
+    # Stock takes an image's shape, too, where it does not resample.
+    size = _sides("ultralytics_process_mask", shape, 2 if upsample else 3)
     if upsample:
         return instance_masks(protos, coefficients, boxes, list(size))
     height, width = protos.shape[1:]
@@ -105,7 +108,7 @@ def ultralytics_process_mask(
 def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
     """``ultralytics.utils.ops.process_mask_native``: masks in the pixels of the original image."""
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
-    size = _sides(shape)
+    size = _sides("ultralytics_process_mask_native", shape)
     factor, window = _letterbox_window((int(protos.shape[1]), int(protos.shape[2])), size)
     return instance_masks(protos, coefficients, boxes, list(size), window, factor)
 
@@ -132,7 +135,7 @@ def yolov5_process_mask(
     Masks are of ``shape`` with ``upsample``, otherwise of the prototypes' size.
     """
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
-    size = _sides(shape)
+    size = _sides("yolov5_process_mask", shape)
     height, width = protos.shape[1:]
     return instance_masks(
         protos,
@@ -149,13 +152,20 @@ def yolov5_process_mask(
 def yolov5_process_mask_upsample(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
     """YOLOv5's ``utils.segment.general.process_mask_upsample``: prototypes are resampled to ``shape``, then cropped."""
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
-    return instance_masks(protos, coefficients, boxes, list(_sides(shape)), sigmoid=True, dtype=torch.float32)
+    return instance_masks(
+        protos,
+        coefficients,
+        boxes,
+        list(_sides("yolov5_process_mask_upsample", shape)),
+        sigmoid=True,
+        dtype=torch.float32,
+    )
 
 
 def yolov5_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
     """YOLOv5's ``utils.segment.general.process_mask_native``: masks in the pixels of the original image."""
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
-    size = _sides(shape)
+    size = _sides("yolov5_process_mask_native", shape)
     height, width = protos.shape[1:]
     _, _, left, top, _, _ = letterbox([height, width], list(size))
     window = [int(top), int(left), int(height - top), int(width - left)]

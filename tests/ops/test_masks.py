@@ -244,6 +244,13 @@ def test_no_other_memory(cuda):
     assert torch.cuda.max_memory_allocated() - before <= found.numel() + 2**20
 
 
+@pytest.mark.parametrize("shape", [640, None, (640,), (640, 480, 3)])
+@pytest.mark.parametrize("name", [name for name in masks.__all__ if "process" in name])
+def test_a_shape_that_is_none_is_one_line(name, shape):
+    with pytest.raises(TypeError, match=rf"^{name}: shape is [^\n]*, but a height and a width are expected$"):
+        getattr(masks, name)(P, C, B, shape, *([True] if name.endswith("process_mask") else []))
+
+
 P, C, B = torch.rand(8, 4, 4), torch.rand(3, 8), torch.rand(3, 4)
 
 
