@@ -560,6 +560,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "BaseTrainer._setup_train": "tests/ultralytics/test_graph_switches.py",
         "BaseTrainer._build_train_pipeline": "tests/ultralytics/test_graph_switches.py",
         "BaseTrainer.train": "tests/ultralytics/test_launcher.py",
+        "Model.val": "tests/ultralytics/test_patch.py",
         "v8SegmentationLoss": "tests/ultralytics/test_task_loss_switch.py",
         "v8PoseLoss": "tests/ultralytics/test_task_loss_switch.py",
         "v8OBBLoss": "tests/ultralytics/test_task_loss_switch.py",

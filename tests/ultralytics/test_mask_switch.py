@@ -9,7 +9,10 @@ import pytest
 import torch
 
 import torch_fastdet.ultralytics as drop_in
-from torch_fastdet import masks
+from torch_fastdet import _say, masks
+from torch_fastdet.ops.letterbox import place
+from torch_fastdet.ops.masks import instance_masks
+from torch_fastdet.switches.mask import switch as mask_switch
 
 
 @pytest.fixture
@@ -25,12 +28,13 @@ def test_is_replaced_and_put_back(ops):
     loss = pytest.importorskip("ultralytics.utils.loss")
     stock, crop = (ops.process_mask, ops.process_mask_native), loss.crop_mask
     said = drop_in.patch(mask_optim=True)
-    assert ops.crop_mask is loss.crop_mask is masks.ultralytics_crop_mask
+    assert ops.crop_mask is loss.crop_mask and ops.crop_mask.__wrapped__ is masks.ultralytics_crop_mask
     assert sum(line.startswith("mask_optim: ultralytics.utils.ops.process_mask") for line in said) == 2
-    assert (ops.process_mask, ops.process_mask_native) == (
-        masks.ultralytics_process_mask,
-        masks.ultralytics_process_mask_native,
-    )
+    ours = masks.ultralytics_process_mask, masks.ultralytics_process_mask_native
+    assert (ops.process_mask.__wrapped__, ops.process_mask_native.__wrapped__) == ours
+    assert not _say.counts, "the trials are not the run's work"
+    ops.process_mask(torch.randn(4, 8, 8), torch.randn(3, 4), torch.rand(3, 4) * 32, (32, 32))
+    assert _say.counts == {("mask_optim", "masks"): 3}
     drop_in.unpatch()
     assert (ops.process_mask, ops.process_mask_native) == stock and ops.crop_mask is loss.crop_mask is crop
 
@@ -48,6 +52,23 @@ def test_another_rule_is_refused(ops, monkeypatch, rule):
     redefine(ops, monkeypatch, "process_mask", "(protos, masks_in, bboxes, shape, upsample=False)", source)
     with pytest.raises(drop_in.SwitchError, match=r"its process_mask (of a small case|cannot be compared)"):
         drop_in.patch(mask_optim=True)
+
+
+@pytest.mark.parametrize("height, told", [(41, True), (40, False)])
+def test_the_trial_tells_versions_that_cut_the_border_off_first(height, told):
+    """Up to 8.4.169 prototypes are not enlarged before. A border of a multiple of 8 pixels, as of 40 x 64, shows nothing."""
+
+    def cut_first(protos, masks_in, bboxes, shape):
+        inner = place(list(shape), list(protos.shape[1:]))
+        window = [inner.top, inner.left, inner.top + inner.height, inner.left + inner.width]
+        return instance_masks(protos, masks_in, bboxes, list(shape), window, 1)
+
+    protos, coefficients, boxes = mask_switch.sample()
+    newest = masks.ultralytics_process_mask_native(protos, coefficients, boxes, (height, 64))
+    assert torch.equal(cut_first(protos, coefficients, boxes, (height, 64)), newest) != told
+    if told:
+        target = next(target for target in mask_switch.ULTRALYTICS.targets if target.name == "process_mask_native")
+        assert "its process_mask_native of a small case gives" in target.evidence[-1].obstacle(cut_first)
 
 
 @pytest.mark.parametrize("source", ["return inner(masks.clone(), boxes)", "return inner(masks, boxes + 1)"])

@@ -62,6 +62,31 @@ def test_bad_calls_are_one_sentence(patching):
     assert patching["after_error"]["metrics"] == "ultralytics.utils.metrics", "nothing stays replaced"
 
 
+REPORTING = """
+import sys
+import ultralytics.engine.model as engine
+from torch_fastdet._say import count
+engine.Model.val = lambda self: count("val_optim", "images", 4)  # a validation that does nothing else
+from torch_fastdet.ultralytics import patch
+patch(upsample_optim=True)
+engine.Model.val(None)
+print("behind val", file=sys.stderr, flush=True)
+count("letterbox_optim", "images", 3)  # as predictions do
+print("the end", file=sys.stderr, flush=True)
+"""
+
+
+def test_what_switches_did_is_said_behind_val_and_when_predictions_have_ended(ultralytics_environment):
+    env = ultralytics_environment | {"TORCH_FASTDET_LOG": "info"}
+    done = subprocess.run([sys.executable, "-c", REPORTING], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    validated, predicted = (
+        f"torch_fastdet: this run, by switch:\n  {line}\nnothing fell back\n"
+        for line in ("val_optim: 4 images", "letterbox_optim: 3 images")
+    )
+    assert done.stderr.endswith(f"{validated}behind val\nthe end\n{predicted}")
+
+
 def test_processes_of_several_gpus_are_patched(patching):
     result = subprocess.run([sys.executable, patching["script"]], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

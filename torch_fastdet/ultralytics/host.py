@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import importlib.util
@@ -49,19 +50,25 @@ class Ultralytics(Host):
         return f"{PACKAGE}."
 
     def _report_at_the_end(self) -> None:
-        trainer = importlib.import_module(f"{PACKAGE}.engine.trainer").BaseTrainer
-        stock = vars(trainer).get("train")
-        if stock is None or any(r.owner is trainer and r.attribute == "train" for r in self.patches.replacements):
-            return
+        """Of a training and of a validation; what predictions did is said when the process ends, for there may be many calls."""
+        atexit.unregister(self.report)
+        atexit.register(self.report)
+        for module, owner, name in (("engine.trainer", "BaseTrainer", "train"), ("engine.model", "Model", "val")):
+            kind = vars(importlib.import_module(f"{PACKAGE}.{module}"))[owner]
+            stock = vars(kind).get(name)
+            known = any(r.owner is kind and r.attribute == name for r in self.patches.replacements)
+            if stock is not None and not known:
+                self.patches.replace("report", kind, name, self._reporting(stock), quietly=True)
 
+    def _reporting(self, stock: Callable[..., object]) -> Callable[..., object]:
         @functools.wraps(stock)
-        def train(trainer: object, *args: object, **kwargs: object) -> object:
-            counts.clear()  # those of a validation or of an interrupted training
-            result = stock(trainer, *args, **kwargs)
+        def call(self_: object, *args: object, **kwargs: object) -> object:
+            counts.clear()  # those of predictions or of an interrupted training
+            result = stock(self_, *args, **kwargs)
             self.report()
             return result
 
-        self.patches.replace("report", trainer, "train", train, quietly=True)
+        return call
 
     def _patch_distributed(self) -> None:
         """A training on several GPUs starts processes of its own, from a script that Ultralytics writes: patch there too."""

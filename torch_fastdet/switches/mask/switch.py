@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from torch_fastdet import masks
+from torch_fastdet._say import count
 from torch_fastdet.patching.evidence import Behaves
 from torch_fastdet.patching.switch import Switch, Target
 from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
@@ -36,14 +38,24 @@ def _masks(function: Callable[..., object], name: str) -> list[object]:
     return [function(protos.clone(), coefficients.clone(), boxes.clone(), *way) for way in ways]
 
 
+def _counting(ours: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(ours)
+    def counted(*args: object, **kwargs: object) -> torch.Tensor:
+        found = ours(*args, **kwargs)
+        count("mask_optim", "masks", len(found))
+        return found
+
+    return counted
+
+
 def _switch(
-    where: tuple[str, ...], functions: dict[str, Callable[..., object]], reference: str, **options: Any
+    where: tuple[str, ...], functions: dict[str, Callable[..., torch.Tensor]], reference: str, **options: Any
 ) -> Switch:
     """The switch of a host whose modules ``where`` define ``functions``, by their names, as ``reference`` does."""
 
-    def target(name: str, ours: Callable[..., object]) -> Target:
+    def target(name: str, ours: Callable[..., torch.Tensor]) -> Target:
         case = Behaves(f"its {name}", lambda stock: (_masks(stock, name), _masks(ours, name)), 0.0, reference)
-        return Target(where, name, ours, evidence=(case,))
+        return Target(where, name, _counting(ours), evidence=(case,))
 
     return Switch(
         "mask_optim",
