@@ -319,6 +319,15 @@ def test_a_module_that_may_define_it_can_still_come(loaded, capsys):
     host.unpatch()
 
 
+@pytest.mark.parametrize("theirs, missing", [("/clone/host/shapes.py", True), ("/user/host/shapes.py", False)])
+def test_a_module_of_the_same_name_is_somebody_elses(loaded, theirs, missing):
+    """As a user's own top-level ``val`` beside YOLOv5's modules, which is in another folder."""
+    loaded(module("host.shapes", __file__=theirs), module("host.new", __file__="/clone/host/new.py"))
+    host = Host({MOVED.name: MOVED}, ("host",))
+    active = host.try_switch(MOVED)
+    assert ("no area is defined" in (active.why_not or "")) == missing
+
+
 def test_a_main_function_is_found_where_it_has_moved_to(loaded):
     loaded(module("host.shapes", STOCK[STOCK.index("class") :]))
     new = loaded(module("host.new", STOCK.partition("class")[0]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.abc
 import sys
 from collections.abc import Callable, Collection
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +29,15 @@ def is_run(name: str) -> bool:
     module = sys.modules.get(name)
     spec = None if module is None else namespace(module).get("__spec__")
     return module is not None and not getattr(spec, "_initializing", False)
+
+
+def root(name: str) -> Path | None:
+    """Return the folder on the path under which a loaded module lies; None without a file."""
+    file = namespace(sys.modules[name]).get("__file__")
+    if not isinstance(file, str):
+        return None
+    path = Path(file).resolve()
+    return path.parents[name.count(".") + (path.name == "__init__.py")]
 
 
 def loaded_modules(leaving_out: Collection[str]) -> list[ModuleType]:

@@ -19,7 +19,7 @@ import torch
 from torch_fastdet._say import rank, say, warn
 from torch_fastdet._torch.private import gpu_count
 from torch_fastdet.patching.evidence import Asks, Evidence, Obstacle, Signature, obstacle_among
-from torch_fastdet.patching.import_hook import is_run, namespace, top_level
+from torch_fastdet.patching.import_hook import is_run, namespace, root, top_level
 from torch_fastdet.patching.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
 
 T = TypeVar("T")
@@ -100,8 +100,9 @@ class Target:
     def missing_from(self, just_run: str) -> Obstacle | None:
         """Why there is nothing to replace, if a module that should define the function or class has been run; else None."""
         run = [name for name in self.places if name == just_run or is_run(name)]
-        if not set(self.where) & set(run) or (self.moved and not set(self.moved) & set(run)):
-            return None  # a module that may define it can still come
+        here, there = ({root(name) for name in run if name in names} for names in (self.where, self.moved))
+        if not (here & there if self.moved else here):
+            return None  # a module that may define it can still come, as where a module of this name is somebody else's
         if any(defined_in(name, self.name) for name in self.places):
             return None
         return Obstacle(f"no {self.name} is defined in {' or '.join(run)}, or it has been replaced by somebody else.")
