@@ -460,6 +460,17 @@ def test_branches_keep_another_detection_loss(monkeypatch, models, capsys):
     assert f"loss_optim: {stays}" in "".join(capsys.readouterr())
 
 
+def test_another_weighted_sum_is_kept(monkeypatch, capsys):
+    call = REAL.e2e.__call__
+    monkeypatch.setattr(REAL.e2e, "__call__", lambda self, preds, batch: (call(self, preds, batch)[0] * 1.1, {}))
+    try:
+        patch(loss_optim=True)
+        assert stock_loss.E2ELoss is REAL.e2e and stock_loss.v8DetectionLoss is not REAL.loss
+    finally:
+        unpatch()
+    assert "E2ELoss stays: its loss of a small case gives" in "".join(capsys.readouterr())
+
+
 def test_without_a_detection_loss_it_is_refused(monkeypatch):
     monkeypatch.delattr(stock_loss, "v8DetectionLoss")
     with pytest.raises(SwitchError, match="loss_optim cannot apply: no v8DetectionLoss is defined in"):

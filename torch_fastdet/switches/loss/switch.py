@@ -12,7 +12,7 @@ from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import yolov5
 from torch_fastdet.switches.loss import rtdetr
-from torch_fastdet.switches.loss.trial import CRITERION, RTDETR_CRITERION, TRIALS
+from torch_fastdet.switches.loss.trial import CRITERION, END_TO_END, RTDETR_CRITERION, TRIALS
 from torch_fastdet.switches.loss.ultralytics import STOCK_MODULE, drop_in
 from torch_fastdet.switches.loss.yolov5 import ComputeLoss, SegmentationLoss
 from torch_fastdet.switches.loss.yolov5_trial import LOSS, SEGMENTATION_LOSS
@@ -89,6 +89,7 @@ ULTRALYTICS = Switch(
                 Signature(("self", "model", "loss_fn"), "__init__"),
                 Signature(("self", "preds", "batch"), "__call__"),
                 Signature(("self",), "update"),
+                END_TO_END,
             ),
             otherwise="say",
         ),

@@ -135,7 +135,20 @@ def _losses(stock: Any) -> tuple[list[object], list[object]]:
     return found
 
 
-CRITERION = Behaves("its loss", _losses, 1e-4, REFERENCE)
+def _end_to_end_losses(stock: Any) -> tuple[list[object], list[object]]:
+    """Weighted sums of two branches, and the items of the second, before and after an epoch."""
+    found: tuple[list[object], list[object]] = ([], [])
+    preds, batch = trial(1)
+    preds = {"one2many": preds, "one2one": {**preds, "scores": preds["scores"] / 2}}
+    for results, kind in zip(found, (stock, drop_in(stock))):
+        model = _Model(1)
+        model.args.epochs = 3
+        criterion = kind(model)
+        for _ in range(2):
+            loss, items = criterion(preds, batch)
+            results += [loss, list(items.values())]
+            criterion.update()
+    return found
 
 
 def rtdetr_losses(stock: Any) -> tuple[list[object], list[object]]:
@@ -161,4 +174,6 @@ def rtdetr_losses(stock: Any) -> tuple[list[object], list[object]]:
     return found
 
 
+CRITERION = Behaves("its loss", _losses, 1e-4, REFERENCE)
+END_TO_END = Behaves("its loss", _end_to_end_losses, 1e-4, REFERENCE)
 RTDETR_CRITERION = Behaves("its loss", rtdetr_losses, 1e-4, REFERENCE)
