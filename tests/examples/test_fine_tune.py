@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from examples import export, fine_tune, yolov5_env
-from examples.command_line import Unusable
+from examples.command_line import Unusable, run
 from examples.yolov5_env import environment
+from torch_fastdet.ultralytics import host
 
 EXAMPLES = Path(fine_tune.__file__).parent
 
@@ -61,6 +62,16 @@ def test_the_next_command_is_understood(tmp_path, monkeypatch, host):
         assert words[2] == str(best)
 
 
+def test_without_ultralytics_one_line_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(host, "_is_installed", lambda: False)
+    (tmp_path / "data.yaml").touch()
+    monkeypatch.setattr(sys, "argv", ["fine_tune.py", "--data", str(tmp_path / "data.yaml"), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        run(fine_tune.main)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and line.startswith("fine_tune.py: error: ") and "pip install ultralytics" in line
+
+
 def test_stand_ins_beside_yolov5(tmp_path, monkeypatch):
     """What make puts into .venv, so that a user's own ``python -m yolov5.train`` starts there; what is installed stays."""
     (tmp_path / "yolov5").mkdir()
@@ -75,21 +86,27 @@ def test_stand_ins_beside_yolov5(tmp_path, monkeypatch):
     assert (tmp_path / "roboflow/__init__.py").read_text() == "the real one"
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cpu
-@pytest.mark.parametrize("host, model", [("ultralytics", "yolo11n.yaml"), ("yolov5", "yolov5n.yaml")])
-def test_script(tmp_path, host, model):
-    pytest.importorskip(host, exc_type=ImportError)
+@pytest.mark.parametrize("framework, model", [("ultralytics", "yolo11n.yaml"), ("yolov5", "yolov5n.yaml")])
+def test_script(tmp_path, framework, model):
+    """A real training of each framework, whose lines of ours are few: one for all switches, those of the loader, and the block."""
+    pytest.importorskip(framework, exc_type=ImportError)
     # Not environment(): .venv has what both frameworks need, and the script makes the rest. No font is downloaded.
     config = {"YOLOV5_CONFIG_DIR": str(tmp_path / "config"), "YOLO_CONFIG_DIR": str(tmp_path / "config")}
     environment(tmp_path)
     env = os.environ | config | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "YOLO_OFFLINE": "true"}
-    words = f"--host {host} --draw 10 --epochs 1 --img 64 --weights {model} --device cpu --out {tmp_path}/out".split()
+    env["TORCH_FASTDET_LOG"] = "info"
+    words = (
+        f"--host {framework} --draw 10 --epochs 1 --img 64 --weights {model} --device cpu --out {tmp_path}/out".split()
+    )
     command = [sys.executable, "-m", "examples.fine_tune", *words]
     result = subprocess.run(command, cwd=EXAMPLES.parent, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     assert (tmp_path / "out/train/weights/best.pt").is_file() and "trained: " in result.stdout
+    said = [line for line in (result.stdout + result.stderr).splitlines() if "torch_fastdet: " in line]
+    assert 2 <= len(said) <= 5, said
+    assert sum("switches on" in line for line in said) == sum("this run, by switch" in line for line in said) == 1
 
 
 @pytest.mark.slow

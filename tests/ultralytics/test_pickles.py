@@ -35,10 +35,9 @@ def stepped(kind, **options) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.parametrize(
-    "kind, options", [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {}), (torch.optim.AdamW, {})]
-)
-def test_optimizers_are_filed_as_torchs(kind, options):
+@pytest.mark.parametrize("name, options", [("SGD", {"momentum": 0.9}), ("Adam", {}), ("AdamW", {}), ("MuSGD", {})])
+def test_optimizers_are_filed_as_the_originals(name, options):
+    kind = getattr(pytest.importorskip("ultralytics.optim") if name == "MuSGD" else torch.optim, name)
     optimizer = stepped(kind, **options)
     data = pickle.dumps(optimizer)
     assert b"torch_fastdet" not in data

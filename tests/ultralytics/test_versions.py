@@ -82,7 +82,7 @@ def trials(*folders):
     """The obstacles that the small cases of all switches find in the Ultralytics of these folders, or in the installed one."""
     path = [str(check_versions.ROOT), *map(str, folders), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-    command = [sys.executable, PROGRAMS / "trials.py"]
+    command = [sys.executable, PROGRAMS / "trials.py", "ultralytics"]
     ran = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(ran.stdout.splitlines()[-1])
 

@@ -2,7 +2,8 @@
 
 * ``package``: PyPI's yolov5 (``python -m yolov5.train``);
 * ``checkout``: the GitHub layout (``python train.py``), derived from the package by taking the ``yolov5.`` prefix away;
-* ``head``: the same, with ``bbox_iou`` imported from ultralytics.utils.metrics, as the GitHub head has it.
+* ``head``: the same, with ``bbox_iou`` imported from ultralytics.utils.metrics and ``process_batch`` in utils/metrics.py, as the
+  GitHub head has them.
 """
 
 from __future__ import annotations
@@ -126,7 +127,16 @@ def _head(folder: Path) -> None:
         r"^from \.\.metrics import bbox_iou$",
         "from ultralytics.utils.metrics import bbox_iou",
     )
-    _edit(folder / "utils/metrics.py", r"^def bbox_iou\(.*?(?=^def )", "")
+    metrics, val = folder / "utils/metrics.py", folder / "val.py"
+    _edit(metrics, r"^def bbox_iou\(.*?(?=^def )", "")
+    process_batch = re.search(r"^def process_batch\(.*?(?=^@)", val.read_text(), flags=re.M | re.S)[0]
+    metrics.write_text(f"{metrics.read_text()}\n\n{process_batch}")
+    _edit(val, re.escape(process_batch), "")
+    _edit(
+        val,
+        r"^from utils\.metrics import ConfusionMatrix,",
+        "from utils.metrics import ConfusionMatrix, process_batch,",
+    )
 
 
 def _edit(path: Path, pattern: str, replacement: str) -> None:

@@ -70,6 +70,20 @@ def assert_same_boxes(project: Path, rtol: float = 2e-5, atol: float = 2e-5) -> 
     return sum(map(len, stock.values()))
 
 
+def of_val(digits: Path, weights: Path) -> tuple:
+    sizes = ("--img", SIZE, "--batch-size", 8, "--workers", 0, "--device", "cpu")
+    return ("--data", digits, "--weights", weights, *sizes, "--verbose")
+
+
+@pytest.mark.slow
+def test_val_of_the_head_prints_the_same_numbers(real_yolov5, digits, weights, tmp_path):
+    """Where process_batch has moved from val.py to utils/metrics.py; val_optim finds it there."""
+    head, common = real_yolov5("head"), ("val", *of_val(digits, weights), "--project", tmp_path)
+    stock, fast = head.stock(*common).stdout, head.fast(*common, "--val_optim").stdout
+    assert "val_optim: utils.metrics.process_batch -> torch_fastdet." in fast and "switches on; off" not in fast
+    assert table(fast) == table(stock) and len(table(stock)) > 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "flags"),
@@ -81,21 +95,8 @@ def assert_same_boxes(project: Path, rtol: float = 2e-5, atol: float = 2e-5) -> 
     ids=["plain", "hybrid", "augment"],
 )
 def test_val_prints_the_same_numbers(layout, flags, real_yolov5, digits, weights, tmp_path):
-    common = (
-        "--data",
-        digits,
-        "--weights",
-        weights,
-        "--img",
-        SIZE,
-        "--batch-size",
-        8,
-        "--workers",
-        0,
-        "--device",
-        "cpu",
-    )
-    stock, fast = both(real_yolov5(layout), "val", *common, "--verbose", *flags, project=tmp_path)
+    common = of_val(digits, weights)
+    stock, fast = both(real_yolov5(layout), "val", *common, *flags, project=tmp_path)
     rows = table(stock)
     every = next(row for row in rows if row[0] == "all")
     assert float(every[5]) > 0.2, f"too weak a model to tell: {every}"

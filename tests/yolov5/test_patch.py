@@ -1,8 +1,11 @@
 """patch(), unpatch(), add_arguments() and apply(): every importer is reached, and every name put back."""
 
 import argparse
+import pickle
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +64,39 @@ unpatch()
     out = fake_yolov5.python("-c", program).stdout
     assert "ERROR bbox_iou_optim cannot apply: no YOLOv5 was found" in out
     assert out.count("torch_fastdet: bbox_iou_optim does not apply: no YOLOv5 was found") == 1
+
+
+def test_objects_are_filed_as_yolov5s():
+    """What a user can pickle of a training loads where we are not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch_utils = pytest.importorskip("yolov5.utils.torch_utils", reason="yolov5 is not installed")
+        from yolov5.models import yolo
+        from yolov5.utils import loss, metrics
+    drop_in.patch()
+    try:
+        model = yolo.DetectionModel(str(Path(yolo.__file__).with_name("yolov5n.yaml")), nc=2)
+        model.hyp = {
+            "box": 0.05,
+            "cls": 0.5,
+            "cls_pw": 1.0,
+            "obj": 1.0,
+            "obj_pw": 1.0,
+            "anchor_t": 4.0,
+            "fl_gamma": 0.0,
+        }
+        objects = {
+            "model": model,
+            "average": torch_utils.ModelEMA(model),
+            "optimizer": torch_utils.smart_optimizer(model, "SGD"),
+            "loss": loss.ComputeLoss(model),
+            "matrix": metrics.ConfusionMatrix(2),
+        }
+        filed = {name: pickle.dumps(value) for name, value in objects.items()}
+    finally:
+        drop_in.unpatch()
+    assert [name for name, data in filed.items() if b"torch_fastdet" in data] == []
+    assert all(pickle.loads(data) is not None for data in filed.values())
 
 
 def test_a_function_with_other_parameters_is_left_alone(fake_yolov5):

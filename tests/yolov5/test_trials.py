@@ -1,17 +1,22 @@
 """A fork that has changed the loss or the average under stock's names keeps its own."""
 
+import dataclasses
+import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 import torch_fastdet.yolov5 as drop_in
+from tools import canary
 from torch_fastdet.ema import ModelEMA as OurModelEMA
 from torch_fastdet.switches.bbox_iou.common import bbox_iou, iou
 from torch_fastdet.switches.loss import yolov5_trial as losses
 from torch_fastdet.switches.nms.trial import DECODING, SUPPRESSION
 from torch_fastdet.switches.optimizer.trial import moving_average
 
+TRIALS = Path(__file__).parents[1] / "ultralytics/programs/trials.py"
 IOU, AVERAGE = iou(bbox_iou, "YOLOv5 7.0"), moving_average(OurModelEMA, "YOLOv5 7.0")
 
 
@@ -48,6 +53,36 @@ def test_targets_share_no_cell(loss):
     for level in indices:
         cells = list(zip(*(part.tolist() for part in level)))
         assert len(cells) > 4 and len(set(cells)) == len(cells)
+
+
+@pytest.fixture
+def trials(real_yolov5):
+    """The obstacles that the small cases of all switches find in a layout of YOLOv5, or in the checkout in a folder."""
+
+    def run(layout, folder=None):
+        real = real_yolov5(layout)
+        real = real if folder is None else dataclasses.replace(real, folder=folder)
+        said = real.python("-c", f"import sys; sys.path.insert(0, '.')\n{TRIALS.read_text()}", "yolov5").stdout
+        return json.loads(said.splitlines()[-1])
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["package", "head"])
+def test_trials_accept_both_layouts(trials, layout):
+    found = trials(layout)
+    assert len(found) > 12 and not any(found.values()), found
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_trials_accept_the_newest_commit(trials):
+    """It has no process_mask_upsample, which no script of YOLOv5 called."""
+    if (checkout := canary.head()) is None:
+        pytest.skip("git does not reach YOLOv5")
+    found = trials("checkout", checkout)
+    assert found.keys() == trials("package").keys() - {"process_mask_upsample"} and not any(found.values()), found
 
 
 CHANGES = {
