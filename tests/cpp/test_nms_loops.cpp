@@ -1,8 +1,7 @@
-// The CPU loops of non-maximum suppression against kernels/nms_problem.h.
+// The CPU loops of non-maximum suppression in another order of threads, over kernels/nms_problem.h.
 #include <gtest/gtest.h>
 
 #include "core/nms/decode_loops.h"
-#include "core/nms/nms_loops.h"
 #include "kernels/backwards.h"
 #include "kernels/nms_problem.h"
 
@@ -12,8 +11,7 @@ namespace {
 struct Loops {
   static void seed(uint64_t) {}
   static bool suppress(const Problem& problem, const NmsOutput& output, const NmsPlan&) {
-    const int64_t threads = 2;  // a single image is threaded inside
-    nms_loops::suppress<Halves>(problem.source, problem.options, problem.filter, output, threads, backwards);
+    suppress_by_loops(problem, output, 2, backwards);
     return true;
   }
   static bool decode(const DecodeParams& params) {

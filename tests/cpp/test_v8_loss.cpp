@@ -4,6 +4,7 @@
 #include "core/v8_loss/v8_keypoint_loops.h"
 #include "core/v8_loss/v8_loss_loops.h"
 #include "core/v8_loss/v8_mask_loops.h"
+#include "kernels/backwards.h"
 #include "kernels/dtypes.h"
 #include "kernels/v8_keypoint_problem.h"
 #include "kernels/v8_loss_problem.h"
@@ -72,10 +73,21 @@ TEST(V8KeypointLossLoops, RandomKeypoints) {
   });
 }
 
-// Against the formulas, from the assignment that the loops leave.
-TEST(V8ObbLossLoops, RandomHeadsAndTargets) {
+template <typename T>
+struct ObbLoopsBackwards : v8_obb_problem::Loops<T> {
+  static bool forward(const V8ObbLossParams& params, int64_t count) {
+    v8_loops::obb_forward<T>(params, count, backwards);
+    return true;
+  }
+  static bool backward(const V8ObbLossBackwardParams& params) {
+    v8_loops::obb_backward<T>(params, backwards);
+    return true;
+  }
+};
+
+TEST(V8ObbLossLoops, ThreadsInAnyOrder) {
   for (uint64_t seed = 0; seed < rounds(24) && !HasFailure(); ++seed) {
-    v8_obb_problem::check<v8_obb_problem::Loops<double>, v8_obb_problem::Loops<double>, double>(seed, DType::kFloat64);
+    v8_obb_problem::check<ObbLoopsBackwards<double>, v8_obb_problem::Loops<double>, double>(seed, DType::kFloat64);
   }
 }
 

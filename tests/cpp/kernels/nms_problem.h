@@ -1,19 +1,23 @@
-// Non-maximum suppression on random problems by loops over images, anchors, classes and boxes, which kernels and CPU
-// loops are compared with.
+// Random problems of non-maximum suppression, in which kernels, and CPU loops in any order of threads, are compared
+// with the CPU loops in order.
 #pragma once
 
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <numeric>
 
 #include "core/nms/candidates.h"
 #include "core/nms/decode.h"
+#include "core/nms/nms_loops.h"
 #include "core/nms/nms_plan.h"
 #include "core/nms/rotated_math.h"
 #include "memory.h"
 #include "random.h"
 
 namespace torch_fastdet::core::nms_problem {
+
+constexpr auto in_order = [](int64_t begin, int64_t end, int64_t, const auto& f) { f(begin, end); };
 
 struct Problem {
   CandidateSource source;
@@ -25,185 +29,51 @@ struct Problem {
   std::vector<double> letterboxes;
 };
 
-struct Detection {
-  std::vector<double> row;
-  int64_t anchor;
+// The CPU loops, which the Python tests compare with an oracle. `threads`: a single image is threaded inside.
+template <typename ParallelFor>
+void suppress_by_loops(const Problem& problem, const NmsOutput& output, int64_t threads, const ParallelFor& parallel) {
+  nms_loops::suppress<Halves>(problem.source, problem.options, problem.filter, output, threads, parallel);
+}
+
+// What a run writes: detections, how many of each image, and their anchors.
+struct Found {
+  Tensor detections, letterboxes;
+  std::vector<int64_t> counts, indices;
+
+  explicit Found(const Problem& problem)
+      : detections(wide(problem), {problem.source.images, problem.options.max_detections, 6 + problem.source.extra}),
+        letterboxes(wide(problem), {problem.source.images, 6}),
+        counts(problem.source.images, -7),
+        indices(problem.source.images * problem.options.max_detections, -7),
+        scales(!problem.letterboxes.empty()) {
+    for (size_t i = 0; i < problem.letterboxes.size(); ++i) letterboxes.set(i, problem.letterboxes[i]);
+  }
+  NmsOutput output() {
+    return {detections.data(), counts.data(), indices.data(), scales ? letterboxes.data() : nullptr};
+  }
+
+ private:
+  bool scales;
+
+  static DType wide(const Problem& problem) {
+    return problem.source.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  }
 };
-
-template <typename A>
-struct Candidate {
-  A confidence;
-  int64_t n, c;
-};
-
-template <typename Layout>
-void add_extra(const Problem& problem, int64_t image, bool promoted, Detection& detection) {
-  using A = typename Layout::A;
-  const CandidateSource& source = problem.source;
-  for (int64_t e = 0; e < source.extra; ++e) {
-    A value = candidate_extra<Layout>(source, problem.options, image, detection.anchor, e, promoted);
-    const int64_t kind = source.keypoint_values ? e % source.keypoint_values : 2;
-    if (kind < 2 && !problem.letterboxes.empty()) {
-      const double* l = problem.letterboxes.data() + image * 6;
-      value = clamp((value - A(l[2 + kind])) / A(l[kind]), A(0), A(l[4 + kind]));
-    }
-    detection.row.push_back(value);
-  }
-}
-
-// Rotated boxes: Fast-NMS or greedy over sorted candidates, with each pair compared by the formula.
-template <typename Layout>
-std::vector<Detection> suppress_rotated(const Problem& problem, int64_t image,
-                                        const std::vector<Candidate<typename Layout::A>>& candidates) {
-  using A = typename Layout::A;
-  const CandidateSource& source = problem.source;
-  const NmsOptions& options = problem.options;
-  std::vector<Detection> kept;
-  std::vector<std::pair<RotatedBox<A>, int64_t>> against;
-  for (const auto& candidate : candidates) {
-    if (static_cast<int64_t>(kept.size()) >= options.max_detections) break;
-    const auto rotated = Layout::rotated(source, Layout::anchor(source, image, candidate.n), candidate.c);
-    if (!is_finite(rotated)) continue;
-    const A offset = options.class_rule == ClassRule::kOffset ? A(options.max_wh) : A(0);
-    const RotatedBox<A> placed = place_rotated(rotated, A(candidate.c) * offset, A(options.reach_scale));
-    bool suppressed = false;
-    for (const auto& [box, box_class] : against) {
-      if (options.class_rule == ClassRule::kExact && box_class != candidate.c) continue;
-      suppressed = suppressed || probiou(box, placed) > A(options.iou);
-    }
-    if (!suppressed || options.rotated == RotatedRule::kFast) against.push_back({placed, candidate.c});
-    if (suppressed) continue;
-    CenterBox<A> box = rotated.box;
-    if (!problem.letterboxes.empty()) {
-      const double* l = problem.letterboxes.data() + image * 6;
-      box = scale_center(box, Letterbox<A>{A(l[0]), A(l[1]), A(l[2]), A(l[3]), A(l[4]), A(l[5])});
-    }
-    Detection detection{{box.x, box.y, box.width, box.height, candidate.confidence, static_cast<double>(candidate.c)},
-                        candidate.n};
-    add_extra<Layout>(problem, image, false, detection);
-    kept.push_back(detection);
-  }
-  return kept;
-}
-
-// One image, from the definitions in nms.h.
-template <typename Layout>
-std::vector<Detection> suppress(const Problem& problem, int64_t image) {
-  using A = typename Layout::A;
-  const CandidateSource& source = problem.source;
-  const NmsOptions& options = problem.options;
-  bool promoted = false;
-  for (int64_t l = 0; l < source.label_count; ++l) promoted = promoted || source.labels[l * 6] == image;
-  const A threshold = confidence_threshold<A>(options, promoted);
-  std::vector<Candidate<A>> candidates;
-  const auto add = [&](int64_t n, int64_t c, A confidence) {
-    if (confidence > threshold && std::isfinite(confidence) && is_allowed(problem.filter, c)) {
-      candidates.push_back({confidence, n, c});
-    }
-  };
-  for (int64_t n = 0; n < source.anchors; ++n) {
-    const auto anchor = Layout::anchor(source, image, n);
-    A objectness = 0;
-    if (!Layout::objectness(source, anchor, options, objectness)) continue;
-    std::vector<Candidate<A>> mine;
-    bool broken = false;
-    for (int64_t c = 0; c < source.classes; ++c) {
-      A score = 0;
-      if (!Layout::score(Layout::scores(source, anchor).at(c), options, score)) continue;
-      const A confidence = core::confidence<Layout>(source, objectness, score, promoted);
-      broken = broken || confidence != confidence;
-      mine.push_back({confidence, n, c});
-    }
-    if (broken && (!options.multi_label || options.nan_class_drops_anchor)) continue;
-    if (!options.multi_label && !mine.empty()) {
-      mine = {*std::max_element(mine.begin(), mine.end(),
-                                [](const auto& a, const auto& b) { return a.confidence < b.confidence; })};
-    }
-    for (const auto& candidate : mine) add(candidate.n, candidate.c, candidate.confidence);
-  }
-  for (int64_t l = 0; l < source.label_count && source.classes; ++l) {
-    if (label_exists(source, l, image)) add(source.anchors + l, static_cast<int64_t>(source.labels[l * 6 + 1]), A(1));
-  }
-  std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) {
-    return a.confidence != b.confidence ? a.confidence > b.confidence : a.n != b.n ? a.n < b.n : a.c < b.c;
-  });
-  if (static_cast<int64_t>(candidates.size()) > options.max_candidates) candidates.resize(options.max_candidates);
-
-  if constexpr (Layout::kMayBeRotated) {
-    if (options.rotated != RotatedRule::kNone) return suppress_rotated<Layout>(problem, image, candidates);
-  }
-  std::vector<Detection> kept;
-  std::vector<CornerBox<A>> kept_boxes;
-  for (const auto& candidate : candidates) {
-    if (static_cast<int64_t>(kept.size()) >= options.max_detections) break;
-    CornerBox<A> box = candidate_corners<Layout>(source, image, candidate.n, promoted);
-    if (!is_finite(box)) continue;
-    const A offset = options.class_rule == ClassRule::kOffset ? A(options.max_wh) : A(0);
-    const CornerBox<A> placed = moved(box, A(candidate.c) * offset);
-    bool suppressed = false;
-    for (size_t k = 0; k < kept.size() && !suppressed; ++k) {
-      if (options.class_rule == ClassRule::kExact && kept[k].row[5] != candidate.c) continue;
-      suppressed = overlaps(kept_boxes[k], placed, A(options.iou));
-    }
-    if (suppressed) continue;
-    kept_boxes.push_back(placed);
-    if (!problem.letterboxes.empty()) {
-      const double* l = problem.letterboxes.data() + image * 6;
-      box = scale_corners(box, Letterbox<A>{A(l[0]), A(l[1]), A(l[2]), A(l[3]), A(l[4]), A(l[5])});
-    }
-    Detection detection{{box.x1, box.y1, box.x2, box.y2, candidate.confidence, static_cast<double>(candidate.c)},
-                        candidate.n};
-    add_extra<Layout>(problem, image, promoted, detection);
-    kept.push_back(detection);
-  }
-  return kept;
-}
-
-inline std::vector<Detection> expected(const Problem& problem, int64_t image) {
-  return with_dtype<Halves>(problem.source.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    switch (problem.source.layout) {
-      case CandidateLayout::kPrediction:
-        return suppress<PredictionLayout<T>>(problem, image);
-      case CandidateLayout::kAnchorHeads:
-        return suppress<AnchorHeadLayout<T>>(problem, image);
-      case CandidateLayout::kAnchorFreeHeads:
-        break;
-    }
-    return suppress<AnchorFreeHeadLayout<T>>(problem, image);
-  });
-}
 
 // Returns the GPU's plan, and how many were kept.
 template <class Backend>
 std::pair<NmsPlan, int64_t> check(const Problem& problem) {
-  const CandidateSource& source = problem.source;
-  const int64_t rows = problem.options.max_detections, columns = 6 + source.extra;
-  const NmsPlan plan = plan_nms(source, problem.options, problem.shared_limit);
-  const DType type = source.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  Tensor detections(type, {source.images, rows, columns}), letterboxes(type, {source.images, 6});
-  std::vector<int64_t> counts(source.images, -7), indices(source.images * rows, -7);
-  for (size_t i = 0; i < problem.letterboxes.size(); ++i) letterboxes.set(i, problem.letterboxes[i]);
-  const NmsOutput output{detections.data(), counts.data(), indices.data(),
-                         problem.letterboxes.empty() ? nullptr : letterboxes.data()};
-  EXPECT_TRUE(Backend::suppress(problem, output, plan));
-  int64_t kept = 0;
-  for (int64_t image = 0; image < source.images; ++image) {
-    const std::vector<Detection> want = expected(problem, image);
-    kept += static_cast<int64_t>(want.size());
-    EXPECT_EQ(counts[image], static_cast<int64_t>(want.size())) << "image " << image;
-    for (int64_t row = 0; row < rows; ++row) {
-      const bool used = row < static_cast<int64_t>(want.size());
-      EXPECT_EQ(indices[image * rows + row], used ? want[row].anchor : -1) << "image " << image << ", row " << row;
-      for (int64_t c = 0; c < columns; ++c) {
-        const double got = detections.get((image * rows + row) * columns + c), wanted = used ? want[row].row[c] : 0;
-        EXPECT_TRUE(identical(got, wanted) || got == wanted)
-            << "image " << image << ", row " << row << ", column " << c << ": " << got << ", wanted " << wanted;
-      }
-      if (testing::Test::HasFailure()) return {plan, kept};
-    }
+  const NmsPlan plan = plan_nms(problem.source, problem.options, problem.shared_limit);
+  Found got(problem), want(problem);
+  EXPECT_TRUE(Backend::suppress(problem, got.output(), plan));
+  suppress_by_loops(problem, want.output(), 1, in_order);
+  EXPECT_EQ(got.counts, want.counts);
+  EXPECT_EQ(got.indices, want.indices);
+  for (int64_t i = 0; i < got.detections.numel() && !testing::Test::HasFailure(); ++i) {
+    const double mine = got.detections.get(i), wanted = want.detections.get(i);
+    EXPECT_TRUE(identical(mine, wanted) || mine == wanted) << "number " << i << ": " << mine << ", wanted " << wanted;
   }
-  return {plan, kept};
+  return {plan, std::accumulate(want.counts.begin(), want.counts.end(), int64_t{0})};
 }
 
 // A score between 0 and 1 in few steps, so that many are equal; or something nasty.

@@ -20,13 +20,6 @@ void rotate(int* out, bool with_barrier) {
   out[blockIdx.x * 64 + threadIdx.x] = shared[(threadIdx.x + 1) % 64];
 }
 
-TEST(Emulator, RunsEveryThreadOfEveryBlock) {
-  std::vector<int> out(3 * 64, -1);
-  rotate << Launch(3, 64)(out.data(), true);
-  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
-  for (int i = 0; i < 3 * 64; ++i) EXPECT_EQ(out[i], (i + 1) % 64);
-}
-
 #ifndef EMULATOR_TSAN  // which says so itself
 TEST(Emulator, FindsAMissingBarrier) {
   bool wrong = false;
@@ -77,19 +70,6 @@ TEST(Emulator, FindsThreadsThatDoNotMeet) {
   EXPECT_EQ(out[63], 0);
 }
 
-void warp_intrinsics(unsigned* out) {
-  const unsigned lane = threadIdx.x % 32;
-  unsigned* mine = out + threadIdx.x * 8;
-  mine[0] = __ballot_sync(0xffffffffu, lane % 3 == 0);
-  mine[1] = __any_sync(0xffffffffu, lane == 5);
-  mine[2] = __all_sync(0xffffffffu, lane != 5);
-  mine[3] = __shfl_sync(0xffffffffu, 100 + lane, 7);
-  mine[4] = __shfl_xor_sync(0xffffffffu, lane, 5);
-  mine[5] = __shfl_up_sync(0xffffffffu, lane, 2);
-  mine[6] = __shfl_down_sync(0xffffffffu, lane, 2);
-  mine[7] = __syncthreads_or(threadIdx.x == 40);
-}
-
 struct alignas(16) Wide {
   float x[4];
 };
@@ -102,29 +82,6 @@ TEST(Emulator, FindsAMisalignedAccess) {
   static Wide to;
   copy_wide << Launch(1, 1)(from + 4, &to);
   EXPECT_DEATH(copy_wide << Launch(1, 1)(from + 1, &to), "misaligned address");
-}
-
-TEST(Emulator, WarpIntrinsics) {
-  std::vector<unsigned> out(64 * 8);
-  warp_intrinsics << Launch(1, 64)(out.data());
-  for (unsigned thread = 0; thread < 64; ++thread) {
-    const unsigned lane = thread % 32;
-    const std::vector<unsigned> mine(out.begin() + thread * 8, out.begin() + thread * 8 + 8);
-    EXPECT_EQ(mine, (std::vector<unsigned>{0x49249249u, 1, 0, 107, lane ^ 5, lane < 2 ? lane : lane - 2,
-                                           lane > 29 ? lane : lane + 2, 1}));
-  }
-}
-
-void read_shared(unsigned* out) {
-  static char key;
-  out[threadIdx.x] = emulator::shared<unsigned[64]>(&key)[threadIdx.x];
-}
-
-TEST(Emulator, SharedMemoryHoldsGarbage) {
-  emulator::seed(0);
-  std::vector<unsigned> out(64);
-  read_shared << Launch(1, 64)(out.data());
-  EXPECT_GT(std::set<unsigned>(out.begin(), out.end()).size(), 60u);
 }
 
 void write_dynamic() {
