@@ -1,6 +1,7 @@
 """cuda_graph and channels_last under the real trainer: a graphed training is stock's, and nothing of ours is saved."""
 
 import copy
+import functools
 import math
 import re
 from types import SimpleNamespace
@@ -17,11 +18,24 @@ from torch_fastdet.switches.cuda_graph.ultralytics import begin_again
 from torch_fastdet.ultralytics import patch, unpatch
 from torch_fastdet.ultralytics.host import HOST
 
-CASES = ("plain", "val_and_save", "multi_scale", "freeze", "freeze_later", "out_of_memory", "resume", "yolo26n")
-#: Rebuilds in the middle: by the trainer, and by a user's callback.
-REBUILDS = ("out_of_memory_thrice", "cudnn", "nan_recovery", "swap_ema", "swap_loader", "rect", "early_stopping")
-OPTIMIZERS = ("AdamW", "resume_MuSGD", "together", "nan_recovery_AdamW", "swap_optimizer_SGD")
-MORE_OPTIMIZERS = ("NAdam", "resume_AdamW", "out_of_memory_AdamW", "auto", "swap_ema_SGD")
+#: Options, and rebuilds in the middle, by the trainer and by a user's callback: for each change, and each night.
+CASES = ("multi_scale", "resume", "yolo26n", "out_of_memory_thrice", "nan_recovery")
+FURTHER = (
+    "val_and_save",
+    "freeze",
+    "freeze_later",
+    "out_of_memory",
+    "cudnn",
+    "swap_ema",
+    "swap_loader",
+    "rect",
+    "early_stopping",
+)
+OPTIMIZERS = ("resume_MuSGD", "together")
+FURTHER_OPTIMIZERS = (
+    *("AdamW", "nan_recovery_AdamW", "swap_optimizer_SGD", "NAdam", "resume_AdamW", "out_of_memory_AdamW", "auto"),
+    "swap_ema_SGD",
+)
 AGAIN = ("freeze_later", "resume")  # what is trained changes, or another model trains
 CAPTURED = r"cuda_graph: captured forward and backward of DetectionModel for input \((\d+), 3, (\d+), (\d+)\)"
 
@@ -32,8 +46,17 @@ def trainings(program, digits, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def more_trainings(program, digits, tmp_path_factory):
-    return program("graphs.py", digits, tmp_path_factory.mktemp("graphs"), *CASES[1:], *REBUILDS)
+def trained(program, digits, tmp_path_factory):
+    """Trains all cases of a group, once."""
+    return functools.cache(lambda cases: program("graphs.py", digits, tmp_path_factory.mktemp("graphs"), *cases))
+
+
+def each_of(cases, further):
+    nightly = [pytest.mark.slow, pytest.mark.nightly]
+    return [
+        *(pytest.param(cases, case, id=case, marks=pytest.mark.slow) for case in cases),
+        *(pytest.param(further, case, id=case, marks=nightly) for case in further),
+    ]
 
 
 def captured(training):
@@ -85,10 +108,9 @@ def test_what_cannot_be_graphed_is_refused_in_a_line(trainings):
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [*CASES[1:], *REBUILDS])
-def test_options_of_the_trainer(more_trainings, case):
-    stock, graphed = more_trainings[case]["stock"], more_trainings[case]["graphed"]
+@pytest.mark.parametrize("cases, case", each_of(CASES, FURTHER))
+def test_options_of_the_trainer(trained, cases, case):
+    stock, graphed = trained(cases)[case]["stock"], trained(cases)[case]["graphed"]
     check(stock, graphed, once=case not in AGAIN)
     if case == "multi_scale":
         assert len({shape[1] for shape in captured(graphed)}) > 1
@@ -106,30 +128,8 @@ def test_options_of_the_trainer(more_trainings, case):
         assert "epoch0.pt" in graphed["files"]
 
 
-@pytest.fixture(scope="module")
-def fused_trainings(program, digits, tmp_path_factory):
-    return program("graphs.py", digits, tmp_path_factory.mktemp("graphs"), *OPTIMIZERS)
-
-
-@pytest.fixture(scope="module")
-def more_fused_trainings(program, digits, tmp_path_factory):
-    return program("graphs.py", digits, tmp_path_factory.mktemp("graphs"), *MORE_OPTIMIZERS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", OPTIMIZERS)
-def test_the_optimizers_step_is_fused_too(fused_trainings, case):
-    check_fused(fused_trainings[case], case)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MORE_OPTIMIZERS)
-def test_more_steps_of_the_optimizer_are_fused(more_fused_trainings, case):
-    check_fused(more_fused_trainings[case], case)
-
-
-def check_fused(trainings, case):
+@pytest.mark.parametrize("cases, case", each_of(OPTIMIZERS, FURTHER_OPTIMIZERS))
+def test_the_optimizers_step_is_fused_too(trained, cases, case):
     """Rounding differs, and grows from step to step; a step that is missing or taken twice shows at once.
 
     Every run on one CPU gives the same bits, whatever its threads and load; another instruction set rounds otherwise. Measured with
@@ -137,7 +137,7 @@ def check_fused(trainings, case):
     moments a resume reads in float16. Stock itself with weights one rounding away ends as far off as MuSGD, and farther than AdamW.
     A step that is missing or taken twice is at least 2e-2 off in the next loss, and 7e-2 in the state or the EMA.
     """
-    stock, graphed = trainings["stock"], trainings["graphed"]
+    stock, graphed = trained(cases)[case]["stock"], trained(cases)[case]["graphed"]
     assert stock["fused"] == 0 and (graphed["fused"] == 0 if case == "NAdam" else graphed["fused"] >= 3)
     losses, state = (1e-1, 4e-2) if case == "resume_MuSGD" else (2e-2, 2e-2)
     for first, rel in ((2, 1e-4), (6, 2e-3), (None, losses)):
