@@ -188,6 +188,8 @@ CALLS: dict[str, Callable[[], tuple[Any, tuple, dict[str, Any], tuple[int, ...]]
     "multi_tensor_norm": lambda: (ops.multi_tensor_norm, (*lists(1),), {}, ()),
     "multi_tensor_clip_grad_norm_": lambda: (ops.multi_tensor_clip_grad_norm_, (*lists(1), 1.0), {}, ()),
 }  # fmt: skip
+#: `make test` leaves out the variants where something is compiled.
+FEWER = [pytest.param(name, marks=[pytest.mark.slow] * ("," in name)) for name in CALLS]
 DIFFERENTIABLE = [name for name, make in CALLS.items() if make()[3]]
 
 
@@ -269,7 +271,7 @@ def test_opcheck(device, name):
         torch.library.opcheck(operator, args, kwargs, test_utils=[test for test in tests if test not in but])
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", FEWER)
 def test_script_and_export(device, name):
     sample = Sample(name, device)
     wanted = sample.run()
@@ -286,14 +288,15 @@ def test_script_and_export(device, name):
     assert same(program.module()(*tensors), wanted[: len(sample(*tensors))])
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FEWER)
 def test_compile(device, name, dynamic):
     sample = Sample(name, device)
     torch._dynamo.reset()
     compiled = torch.compile(sample.__call__, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     found, wanted = sample.run(compiled), sample.run()
-    assert same(found, wanted) and [x.stride() for x in found] == [x.stride() for x in wanted]
+    results = len(sample(*sample.tensors))  # gradients may lie as their tensors or as what came in
+    assert same(found, wanted) and [x.stride() for x in found[:results]] == [x.stride() for x in wanted[:results]]
 
 
 #: One of each kind of schema: lists, optional tensors and numbers, several results, results that are written.
@@ -304,6 +307,7 @@ SCHEMAS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_default_backend(device, name):
     """Its lowering has rules of its own for schemas."""

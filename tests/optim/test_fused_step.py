@@ -24,7 +24,6 @@ from tests.optim.samples import (
     parameters,
     set_grads,
 )
-from tests.references import multi_tensor as reference
 from torch_fastdet import optim
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.optim import SGD, FusedStep
@@ -88,13 +87,6 @@ class TestFusedStep:
         for group, rate in zip(groups, rates):
             group["lr"] = rate
 
-    def test_updates_of_the_average_set_from_outside(self, device):
-        loop = Loop(device, True)
-        loop.step(0)
-        loop.ema.updates = 500
-        loop.fused.refresh()
-        assert int(loop.fused.counter) == 500
-
     @pytest.mark.parametrize("scale", [True, False, None], ids=["scaler", "scaler off", "no scaler"])
     @pytest.mark.parametrize("max_norm", [1.0, None], ids=["clip", "no clip"])
     @pytest.mark.parametrize("optimizer", [SGD, torch.optim.SGD])
@@ -152,49 +144,6 @@ class TestFusedStep:
             norms = [loop.step(step).to(dtype) for loop in loops]
             assert float(norms[0]) == float(norms[1])
         assert equal(*(loop.tensors() for loop in loops))
-
-    def test_average_moves_when_parameters_do_not(self, device):
-        loop = Loop(device, True)
-        loop.step(0)
-        before = [p.detach().clone() for p in loop.params]
-        averages = [p.clone() for p in loop.ema.ema.parameters()]
-        momentum = [s["momentum_buffer"].clone() for s in loop.optimizer.state.values()]
-        loop.step(1, overflow=True)
-        assert float(loop.fused.found_inf) == 1
-        assert loop.scaler.get_scale() == 128.0
-        assert equal(loop.params, before)
-        assert equal([s["momentum_buffer"] for s in loop.optimizer.state.values()], momentum)
-        assert not equal(loop.ema.ema.parameters(), averages)
-
-    def test_against_the_float64_oracle(self, device):
-        loop = Loop(device, True)
-        params = {n: p.detach().double() for n, p in loop.model.named_parameters()}
-        average = {n: v.double() for n, v in loop.model.state_dict().items() if v.is_floating_point()}
-        buffers = dict.fromkeys(params)
-        decays = {id(p): g["weight_decay"] for g in loop.optimizer.param_groups for p in g["params"]}
-        scale, tracker = 256.0, 0
-        for step in range(100):
-            overflow = step % 9 == 2
-            loop.step(step, overflow)
-            grads = {n: p.grad.double() for n, p in loop.model.named_parameters()}
-            finite = reference.finite(list(grads.values()))
-            assert finite != overflow
-            if finite:
-                clipped = reference.clip([g / scale for g in grads.values()], 1.0)
-                for (name, p), grad in zip(loop.model.named_parameters(), clipped):
-                    params[name], buffers[name] = reference.sgd(
-                        params[name], grad, buffers[name], 0.05, 0.9, 0.0, decays[id(p)], True
-                    )
-            scale, tracker = reference.update_scale(scale, tracker, overflow, 2.0, 0.5, 4)
-            decay = reference.ramp(0.9999, 2000, step + 1)
-            state = loop.model.state_dict()
-            for name in average:
-                average[name] = reference.ema(average[name], params.get(name, state[name]), decay)
-        assert loop.scaler.get_scale() == scale
-        for name, wanted in params.items():
-            torch.testing.assert_close(loop.model.state_dict()[name].double(), wanted, rtol=1e-5, atol=1e-6)
-        for name, wanted in average.items():
-            torch.testing.assert_close(loop.ema.ema.state_dict()[name].double(), wanted, rtol=1e-5, atol=1e-6)
 
     def test_frozen_parameters_keep_their_average_moving(self, device):
         loop = Loop(device, True)
