@@ -14,7 +14,8 @@ from torch_fastdet.optim import SGD
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torch_fastdet"
 FILES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "_torch/private.py"})
-# Of the hosts, of Python (a spec's, a NamedTuple's), a key in a host's object, and those that private.py says are used everywhere.
+# Of the frameworks, of Python (a spec's, a NamedTuple's), a key in a framework's object, and those that private.py says are used
+# everywhere.
 KNOWN = {
     "_YOLO_CLI_COMMAND",
     "_initializing",
@@ -22,6 +23,12 @@ KNOWN = {
     "_forward_once",
     "_predict_once",
     "_inference",
+    "_ids",
+    "_pre_first_associate",
+    "_prepare_batch",
+    "_prepare_pred",
+    "_split_detections",
+    "_tlwh",
     "_reconstructor",
     "_fastdet",
     "_do_train",

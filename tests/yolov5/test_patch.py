@@ -72,24 +72,14 @@ def test_objects_are_filed_as_yolov5s():
         warnings.simplefilter("ignore")
         torch_utils = pytest.importorskip("yolov5.utils.torch_utils", reason="yolov5 is not installed")
         from yolov5.models import yolo
-        from yolov5.utils import loss, metrics
+        from yolov5.utils import metrics
     drop_in.patch()
     try:
         model = yolo.DetectionModel(str(Path(yolo.__file__).with_name("yolov5n.yaml")), nc=2)
-        model.hyp = {
-            "box": 0.05,
-            "cls": 0.5,
-            "cls_pw": 1.0,
-            "obj": 1.0,
-            "obj_pw": 1.0,
-            "anchor_t": 4.0,
-            "fl_gamma": 0.0,
-        }
         objects = {
             "model": model,
             "average": torch_utils.ModelEMA(model),
             "optimizer": torch_utils.smart_optimizer(model, "SGD"),
-            "loss": loss.ComputeLoss(model),
             "matrix": metrics.ConfusionMatrix(2),
         }
         filed = {name: pickle.dumps(value) for name, value in objects.items()}

@@ -5,6 +5,7 @@ import json
 import sys
 
 from torch_fastdet.patching.evidence import Asks, Behaves
+from torch_fastdet.patching.replace import defined_in
 from torch_fastdet.patching.switch import GPU, Target
 
 HOST = importlib.import_module(f"torch_fastdet.{sys.argv[1]}.host").HOST
@@ -15,7 +16,9 @@ for switch in HOST.switches.values():
         for place in target.places if isinstance(target, Target) else ():
             if (module := sys.modules.get(place)) is None:
                 continue
-            owner, stock = target.find(place, module)
+            name, _, method = target.name.partition(".")
+            owner, stock = (defined_in(place, name), None) if method else (module, defined_in(place, name))
+            stock = getattr(owner, method, None) if method else stock
             for evidence, code in (
                 *((e, stock) for e in target.evidence),
                 *((e, owner) for e in target.class_evidence),
