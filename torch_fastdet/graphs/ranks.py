@@ -152,10 +152,6 @@ class _Layout:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        devices = {parameter.device for parameter in parameters}
-        if len(devices) > 1:
-            names = ", ".join(sorted(map(str, devices)))
-            raise ValueError(f"the model's parameters are on {names}, but one device for each process is expected")
         kinds: dict[torch.dtype, list[int]] = {}
         for index, parameter in enumerate(self.parameters):
             kinds.setdefault(parameter.dtype, []).append(index)
@@ -257,11 +253,6 @@ class GradientAverage:
             gradient = parameter.grad
             if gradient is None:
                 missing.append(index)
-            elif gradient.is_sparse:
-                raise TypeError(
-                    f"the gradient of a parameter of shape {tuple(parameter.shape)} is sparse, but a dense one is expected in a "
-                    "process group"
-                )
             elif gradient is not place and gradient.data_ptr() != place.data_ptr():
                 elsewhere.append(gradient)
                 places.append(place)

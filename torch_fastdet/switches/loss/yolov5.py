@@ -25,12 +25,6 @@ def _not_apart(*_: object) -> Any:
     )
 
 
-def _fixed(*_: object) -> None:
-    raise AttributeError(
-        "ComputeLoss: cp and cn follow from hyp['label_smoothing'] when the loss is made; set that and make a new loss"
-    )
-
-
 class ComputeLoss:
     """Drop-in for YOLOv5's ``utils.loss.ComputeLoss``: same constructor, same call, same results.
 
@@ -88,9 +82,9 @@ class ComputeLoss:
 
     BCEcls = BCEobj = build_targets = property(_not_apart, _not_apart)
 
-    # The targets of a right and a wrong class.
-    cp = property(lambda self: 1.0 - 0.5 * self._entropy["label_smoothing"], _fixed)
-    cn = property(lambda self: 0.5 * self._entropy["label_smoothing"], _fixed)
+    # The targets of a right and a wrong class, of when the loss was made.
+    cp = property(lambda self: 1.0 - 0.5 * self._entropy["label_smoothing"])
+    cn = property(lambda self: 0.5 * self._entropy["label_smoothing"])
 
     @property
     def balance(self) -> list[float]:
