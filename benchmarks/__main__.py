@@ -43,6 +43,7 @@ LIMITS = {
     "jpeg": 60,
     "masks": 45,
     "pictures": 45,
+    "predict": 60,
     "bn_act": 75,
     "train": 170,
     "ultralytics": 110,

@@ -53,7 +53,7 @@ def bench_detector(report: harness.Report, images: int, **options: Any) -> None:
 # Of predict: what is switched on.
 PREDICTING: dict[str, dict[str, bool] | None] = {
     "stock": None,
-    f"{harness.OURS}, no graphs": {"letterbox_optim": True, "nms_optim": True},
+    f"{harness.OURS}, no graphs": {"predict_optim": True, "nms_optim": True},
     harness.OURS: {},
 }
 BLOCKS = 5

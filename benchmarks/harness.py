@@ -79,6 +79,7 @@ WANTS = {
     "postprocess": REAL_SCRIPTS,
     "pictures": ("yolov5", "ultralytics", "cv2", "sklearn"),
     "latency": ("yolov5", "cv2"),
+    "predict": ("ultralytics", "cv2", "sklearn"),
     "rtdetr": ("ultralytics", "scipy"),
     "training_truth": REAL_SCRIPTS,
 }

@@ -133,7 +133,7 @@ class UltralyticsDetector:
             why = f"{type(error).__name__}: {brief(error)}"
             wanted = "a detector.ts of export.py or a model of Ultralytics"
             raise Unusable(f"{path} is expected as {wanted}, but does not load: {why}") from error
-        drop_in.patch(nms_optim=True, mask_optim=True, letterbox_optim=True)
+        drop_in.patch(nms_optim=True, mask_optim=True, predict_optim=True)
         self.device: str = device
 
     def __call__(self, pictures: list[Image.Image]) -> list[list[Detection]]:

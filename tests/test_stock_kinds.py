@@ -518,8 +518,8 @@ CASES: dict[str, dict[str, Case]] = {
 # What takes models, data sets or a trainer, and the tests that compare it.
 ELSEWHERE: dict[str, dict[str, str]] = {
     "yolov5": {
-        "AutoShape.forward": "tests/yolov5/test_letterbox_switch.py",
-        "LoadImages.__next__": "tests/yolov5/test_letterbox_switch.py",
+        "AutoShape.forward": "tests/yolov5/test_predict_switch.py",
+        "LoadImages.__next__": "tests/yolov5/test_predict_switch.py",
         "LoadImagesAndLabels": "tests/yolov5/test_loader_switch.py",
         "LoadImagesAndLabelsAndMasks": "tests/yolov5/test_loader_switch.py",
         "InfiniteDataLoader": "tests/yolov5/test_loader_switch.py",
@@ -567,7 +567,18 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "SegmentLoss26": "tests/ultralytics/test_task_loss_switch.py",
         "PoseLoss26": "tests/ultralytics/test_task_loss_switch.py",
         "_PoseLoss26.new_graphs": "tests/ultralytics/test_task_loss_switch.py",
-        "BasePredictor.setup_source": "tests/ultralytics/test_letterbox_switch.py",
+        **dict.fromkeys(
+            (
+                "BasePredictor.inference",
+                "BasePredictor.setup_source",
+                "BasePredictor.stream_inference",
+                "DetectionPredictor.construct_result",
+                "DetectionPredictor.postprocess",
+                "Results.new",
+                "Results.orig_img",
+            ),
+            "tests/ultralytics/test_predict_switch.py",
+        ),
         "BaseValidator.match_predictions": "tests/ultralytics/test_val_switch.py",
         "DetectionValidator.update_metrics": "tests/ultralytics/test_val_switch.py",
         "SegmentationValidator._process_batch": "tests/ultralytics/test_val_switch.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -235,6 +235,45 @@ def ultralytics_non_max_suppression(
         RuntimeError: a wrong shape.
         TypeError: prediction is not a tensor, classes not an int or a list of ints, or another option not a number.
     """
+    given = conf_thres, iou_thres, classes, agnostic, multi_label, max_det, nc, max_nms, max_wh, rotated, end2end
+    padded = ultralytics_padded(prediction, *given, per_class=per_class, rotated_rule=rotated_rule, device=device)
+    rows, indices = padded.rows(padded.counts.tolist())
+    return (rows, indices) if return_idxs else rows
+
+
+class Padded(NamedTuple):
+    """Detections of a batch before the host knows their counts: (images, most, columns), (images,), (images, most)."""
+
+    detections: Tensor
+    counts: Tensor
+    indices: Tensor
+    #: The end of a slice of each image's rows.
+    end: int | None
+
+    def rows(self, counts: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """Detections and indices of each image, once its count has come to the host."""
+        return _split(self.detections, counts, self.end), _split(self.indices, counts, self.end)
+
+
+def ultralytics_padded(
+    prediction: Tensor | list | tuple,
+    conf_thres: float = 0.25,
+    iou_thres: float = 0.45,
+    classes: object = None,
+    agnostic: bool = False,
+    multi_label: bool = False,
+    max_det: int | None = 300,
+    nc: int | None = 0,
+    max_nms: int = 30000,
+    max_wh: int = 7680,
+    rotated: bool = False,
+    end2end: bool = False,
+    *,
+    per_class: str = "offset",
+    rotated_rule: str = "fast",
+    device: torch.device | str | None = None,
+) -> Padded:
+    """:func:`ultralytics_non_max_suppression` without its copy to the host."""
     op = "non_max_suppression"
     count("nms_optim", "batches suppressed")
     prediction = _first(op, prediction)
@@ -266,6 +305,4 @@ def ultralytics_non_max_suppression(
         detections, counts, indices = nms.ultralytics_non_max_suppression_padded(
             prediction, *options[:5], capacity, int(nc or 0), *options[6:], rotated_rule if rotated else "none"
         )
-    sizes = counts.tolist()
-    rows = _split(detections.to(home), sizes, end)
-    return (rows, _split(indices.to(home), sizes, end)) if return_idxs else rows
+    return Padded(detections.to(home), counts, indices.to(home), end)

@@ -13,6 +13,7 @@ import torch
 from torch_fastdet import _say
 from torch_fastdet.patching.engine import ALL, Host
 from torch_fastdet.patching.evidence import Asks, Obstacle, plainly_on_the_cpu
+from torch_fastdet.patching.launcher import Launcher
 from torch_fastdet.patching.replace import SwitchError, with_names
 from torch_fastdet.patching.switch import GPU, Outside, Switch, Target
 
@@ -382,3 +383,18 @@ def test_a_copy_of_a_function_sees_what_its_module_holds_later():
     del host.width
     with pytest.raises(NameError, match="width"):
         copy()
+
+
+def test_a_former_name_still_means_its_switch(host):
+    new = Switch("new", "", (), needs_host=False, formerly="old")
+    host.switches = {"new": new, "size": Switch("size", "", (), needs_host=False)}
+    host.patch({"old": True})
+    assert list(host.on) == ["new"]
+    host.unpatch()
+    host.patch({"fastdet": True, "old": False})
+    assert list(host.on) == ["size"]
+    host.unpatch()
+    host.patch({"new": False, "old": True, "size": True})  # the new name decides
+    assert list(host.on) == ["size"]
+    flags = Launcher(host, "", "", "").split(["--old", "--no-size", "x"])
+    assert flags == ({"new": True, "size": False}, ["x"])

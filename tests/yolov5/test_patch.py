@@ -36,7 +36,7 @@ def test_flags_are_the_registry():
     drop_in.add_arguments(parser)
     opt = parser.parse_args(["--bbox_iou_optim"])
     assert {name for name, on in vars(opt).items() if on} == {"bbox_iou_optim"}
-    assert {name for name in vars(opt) if not name.startswith("no_")} == {*SWITCHES, ALL}
+    assert {name for name in vars(opt) if not name.startswith("no_")} == {*SWITCHES, ALL, "letterbox_optim"}
     assert drop_in.apply(argparse.Namespace(epochs=3)) == ()
 
 

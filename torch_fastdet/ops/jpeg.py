@@ -45,16 +45,21 @@ def decode_jpeg(files: list[Tensor], device: torch.device | str | int = "cpu") -
     for i, reason in enumerate(refusals):
         if reason:
             raise ValueError(f"decode_jpeg: file {i}: {reason}")
-    if not files:
+    return decode_packed(storage, pictures.tolist(), where)
+
+
+def decode_packed(storage: Tensor, pictures: list[list[int]], device: torch.device) -> list[Tensor]:
+    """Decode whole images of packed JPEGs in ``storage``, on the CPU, by rows of what :func:`jpeg_pack` returns; as :func:`decode_jpeg`."""
+    if not pictures:
         return []
     asked, end = [], 0
-    for offset, _, height, width, _ in pictures.tolist():
+    for offset, _, height, width, _ in pictures:
         asked.append([offset, offset, 0, 0, width, height, end, 3 * width])
         end += -(-3 * width * height // 16) * 16
     plan, sizes = jpeg_plan(storage, torch.tensor(asked, device="cpu"))
-    out = torch.empty(end, dtype=torch.uint8, device=where)
-    if where.type != "cpu":
-        storage, plan = storage.to(where, non_blocking=True), plan.to(where, non_blocking=True)
+    out = torch.empty(end, dtype=torch.uint8, device=device)
+    if device.type != "cpu":
+        storage, plan = storage.to(device, non_blocking=True), plan.to(device, non_blocking=True)
     jpeg_decode_(out, storage, plan, sizes)
     return [out[begin : begin + pitch * height].view(height, -1, 3) for *_, height, begin, pitch in asked]
 

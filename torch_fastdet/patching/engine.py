@@ -65,7 +65,9 @@ class Host:
 
     def patch(self, switches: Mapping[str, bool], import_now: bool = True) -> tuple[str, ...]:
         """Switch on what the keywords say, and return a line for each name that is replaced; ``import_now`` as of :meth:`switch_on`."""
-        check_switches(switches, [ALL, *self.switches])
+        former = self.former_names()
+        check_switches(switches, [ALL, *self.switches, *former])
+        switches = {former.get(name, name): on for name, on in switches.items() if former.get(name) not in switches}
         by_name = [name for name in self.switches if switches.get(name)]
         everything = self.everything() if switches.get(ALL, not switches) else ()
         names = [name for name in self.switches if name in by_name or (name in everything and switches.get(name, True))]
@@ -78,6 +80,10 @@ class Host:
     def everything(self) -> list[str]:
         """The switches that ``fastdet`` stands for."""
         return [name for name, switch in self.switches.items() if not switch.by_name_only]
+
+    def former_names(self) -> dict[str, str]:
+        """Return the switch that each former name means."""
+        return {switch.formerly: name for name, switch in self.switches.items() if switch.formerly}
 
     def unpatch(self) -> int:
         """Put every replaced name back, print and return how many there were."""
@@ -130,6 +136,9 @@ class Host:
         for name, switch in self.switches.items():
             group.add_argument(f"--{name}", action="store_true", help=switch.help)
             group.add_argument(f"--no-{name}", action="store_true", help=argparse.SUPPRESS)
+        for name in self.former_names():
+            for flag in (f"--{name}", f"--no-{name}"):
+                group.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
         group.add_argument(f"--{ALL}", action="store_true", help=f"{ALL_HELP}; --no-<switch> leaves one out")
 
     # Inside ----------------------------------------------------------------------------------------------------------

@@ -25,8 +25,9 @@ class Launcher:
     @property
     def flags(self) -> dict[str, tuple[str, bool]]:
         """The switch of each flag, and whether the flag switches it on: ``--nms_optim``, ``--no-nms_optim``."""
-        on = {f"--{name}": (name, True) for name in (*self.host.switches, ALL)}
-        return on | {f"--no-{name}": (name, False) for name in self.host.switches}
+        names = {name: name for name in self.host.switches} | self.host.former_names()
+        on = {f"--{name}": (switch, True) for name, switch in (names | {ALL: ALL}).items()}
+        return on | {f"--no-{name}": (switch, False) for name, switch in names.items()}
 
     def split(self, argv: list[str]) -> tuple[dict[str, bool], list[str]]:
         """Switches that are asked for or left out, and everything else in its order. What follows ``--`` is not ours."""

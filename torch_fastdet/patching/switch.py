@@ -150,6 +150,7 @@ class Switch:
         notice: returns what to say when it is switched on, or None.
         by_name_only: it is not a part of "everything that applies".
         rewrites: for the doctor: what it changes in a model while that is captured, a line each.
+        formerly: an earlier name, which still means it.
     """
 
     name: str
@@ -162,6 +163,7 @@ class Switch:
     notice: Callable[[], str | None] | None = None
     by_name_only: bool = False
     rewrites: tuple[str, ...] = ()
+    formerly: str = ""
 
 
 @dataclass

@@ -10,12 +10,12 @@ from torch_fastdet.switches.bbox_iou import switch as bbox_iou
 from torch_fastdet.switches.bn_act import switch as bn_act
 from torch_fastdet.switches.channels_last import switch as channels_last
 from torch_fastdet.switches.cuda_graph import switch as cuda_graph
-from torch_fastdet.switches.letterbox import switch as letterbox
 from torch_fastdet.switches.loader import switch as loader
 from torch_fastdet.switches.loss import switch as loss
 from torch_fastdet.switches.mask import switch as mask
 from torch_fastdet.switches.nms import switch as nms
 from torch_fastdet.switches.optimizer import switch as optimizer
+from torch_fastdet.switches.predict import switch as predict
 from torch_fastdet.switches.resume_exact import switch as resume_exact
 from torch_fastdet.switches.track import switch as track
 from torch_fastdet.switches.upsample import switch as upsample
@@ -32,7 +32,7 @@ YOLOV5 = _by_name(
     loss.YOLOV5,
     nms.YOLOV5,
     mask.YOLOV5,
-    letterbox.YOLOV5,
+    predict.YOLOV5,
     val.YOLOV5,
     loader.YOLOV5,
     optimizer.YOLOV5,
@@ -50,7 +50,7 @@ ULTRALYTICS = _by_name(
     optimizer.ULTRALYTICS,
     nms.ULTRALYTICS,
     mask.ULTRALYTICS,
-    letterbox.ULTRALYTICS,
+    predict.ULTRALYTICS,
     val.ULTRALYTICS,
     track.ULTRALYTICS,
     channels_last.ULTRALYTICS,

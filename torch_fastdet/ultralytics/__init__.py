@@ -42,7 +42,7 @@ def patch(
     loss_optim: bool | None = None,
     nms_optim: bool | None = None,
     mask_optim: bool | None = None,
-    letterbox_optim: bool | None = None,
+    predict_optim: bool | None = None,
     val_optim: bool | None = None,
     track_optim: bool | None = None,
     loader_optim: bool | None = None,
@@ -51,6 +51,7 @@ def patch(
     channels_last: bool | None = None,
     cuda_graph: bool | None = None,
     resume_exact: bool | None = None,
+    letterbox_optim: bool | None = None,
 ) -> tuple[str, ...]:
     """Replace functions and classes of Ultralytics in every loaded module that holds one.
 
@@ -69,7 +70,7 @@ def patch(
         loss_optim: the whole loss of detection, segmentation, pose and oriented boxes.
         nms_optim: non-maximum suppression.
         mask_optim: masks in validation and prediction.
-        letterbox_optim: the predictor's images.
+        predict_optim: prediction, from files and images to results.
         val_optim: matching in validation.
         track_optim: the trackers ByteTrack and BoT-SORT.
         loader_optim: the data loaders.
@@ -78,6 +79,7 @@ def patch(
         channels_last: NHWC memory, where the trainer does not use it itself.
         cuda_graph: the model's passes as CUDA graphs.
         resume_exact: a resumed training has the bits of one that was not stopped.
+        letterbox_optim: the former name of predict_optim.
 
     Returns:
         One line for each name that is replaced so far.

@@ -49,7 +49,7 @@ def patch(
     loss_optim: bool | None = None,
     nms_optim: bool | None = None,
     mask_optim: bool | None = None,
-    letterbox_optim: bool | None = None,
+    predict_optim: bool | None = None,
     val_optim: bool | None = None,
     loader_optim: bool | None = None,
     multi_tensor_optimizer: bool | None = None,
@@ -57,6 +57,7 @@ def patch(
     channels_last: bool | None = None,
     cuda_graph: bool | None = None,
     resume_exact: bool | None = None,
+    letterbox_optim: bool | None = None,
 ) -> tuple[str, ...]:
     """Replace functions and classes of the YOLOv5 that this process imported or can import.
 
@@ -74,7 +75,7 @@ def patch(
         loss_optim: the whole ``ComputeLoss``.
         nms_optim: decoding and non-maximum suppression.
         mask_optim: masks of detections.
-        letterbox_optim: letterbox of images to predict on.
+        predict_optim: images to predict on.
         val_optim: matching in validation, the confusion matrix and average precision.
         loader_optim: the data loaders.
         multi_tensor_optimizer: the optimizer, the moving average, unscaling and clipping.
@@ -82,6 +83,7 @@ def patch(
         channels_last: NHWC memory where it is faster.
         cuda_graph: the model's passes as CUDA graphs.
         resume_exact: a resumed training has the bits of one that was not stopped.
+        letterbox_optim: the former name of predict_optim.
 
     Returns:
         One line for each name that is replaced so far.
@@ -105,6 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def apply(opt: argparse.Namespace) -> tuple[str, ...]:
     """Call :func:`patch` with the flags of :func:`add_arguments` that ``opt`` has; without any that is on, replace nothing."""
-    given = {name: True for name in (*SWITCHES, ALL) if getattr(opt, name, False)}
-    left_out = {name: False for name in SWITCHES if getattr(opt, f"no_{name}", False)}
+    names = (*SWITCHES, *HOST.former_names())
+    given = {name: True for name in (*names, ALL) if getattr(opt, name, False)}
+    left_out = {name: False for name in names if getattr(opt, f"no_{name}", False)}
     return patch(**given, **left_out) if given else ()

@@ -1,6 +1,8 @@
-"""Pictures in memory to a network's input by one operator, for the switch ``letterbox_optim`` of both hosts."""
+"""Pictures in memory to a network's input by one operator, for the switch ``predict_optim`` of both hosts."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +35,7 @@ def letterbox(
     A long list needs no more memory than a few of its images, beside the result: the CPU reads them where they are, and a GPU gets
     them in groups of ``UPLOAD`` bytes.
     """
-    count("letterbox_optim", "images", len(pictures))
+    count("predict_optim", "images", len(pictures))
     shape = (len(pictures), pictures[0].shape[2], *placings[0].size)
     out = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cuda":
@@ -45,7 +47,23 @@ def letterbox(
     return out
 
 
-def _plan(pictures: list[np.ndarray], placings: list[Placing], where: list[tuple[int, int]]) -> Tensor:
+def staged_letterbox(
+    images: list[Any],
+    placings: list[Placing],
+    storages: list[Tensor],
+    where: list[tuple[int, int]],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As :func:`letterbox`, of images that are on the device: ``where`` says in which storage, and at which offset."""
+    count("predict_optim", "images", len(images))
+    out = torch.empty((len(images), images[0].shape[2], *placings[0].size), dtype=dtype, device=device)
+    plan = _plan(images, placings, where)
+    ops.image_letterbox_(out, storages, plan.to(device, non_blocking=True))
+    return out
+
+
+def _plan(pictures: list[Any], placings: list[Placing], where: list[tuple[int, int]]) -> Tensor:
     """``where``: of each image the storage and its offset."""
     rows = [
         [*at, *im.shape[:2], im.shape[1] * im.shape[2], p.height, p.width, p.top, p.left, 0]

@@ -1,4 +1,4 @@
-"""letterbox.py PREFIX: letterbox_optim finds AutoShape in this layout, gives what it gives, and puts it back."""
+"""predict.py PREFIX: predict_optim finds AutoShape in this layout, gives what it gives, and puts it back."""
 
 import importlib
 import sys
@@ -9,7 +9,7 @@ import torch_fastdet.yolov5 as drop_in
 switch.missing_gpu = lambda: None
 common = importlib.import_module(f"{sys.argv[1]}models.common")
 stock = common.AutoShape.forward
-lines = drop_in.patch(letterbox_optim=True)
+lines = drop_in.patch(predict_optim=True)
 assert len(lines) == 2 and f"{sys.argv[1]}models.common.AutoShape.forward -> " in lines[0], lines
 assert f"{sys.argv[1]}utils.dataloaders.LoadImages.__next__ -> " in lines[1], lines
 assert common.AutoShape.forward is not stock

@@ -1,5 +1,6 @@
-"""letterbox_optim against stock's AutoShape: the same network input and the same Detections, bit for bit."""
+"""predict_optim against stock's AutoShape: the same network input and the same Detections, bit for bit."""
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +11,7 @@ from PIL import Image
 
 from torch_fastdet import yolov5 as drop_in
 from torch_fastdet.patching.switch import SwitchError
-from torch_fastdet.switches.letterbox import auto_shape
-from torch_fastdet.switches.letterbox import files as shared
-from torch_fastdet.switches.letterbox import yolov5 as files
+from torch_fastdet.switches.predict import auto_shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning")
 
@@ -151,7 +150,7 @@ def test_the_same_errors(device, pictures):
 @pytest.fixture
 def patched(monkeypatch):
     monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
-    drop_in.patch(letterbox_optim=True)
+    drop_in.patch(predict_optim=True)
     yield common.AutoShape.forward
     drop_in.unpatch()
     assert common.AutoShape.forward is STOCK
@@ -176,7 +175,7 @@ def test_a_subclass_runs_stocks(patched, device, capsys):
     mine = type("Mine", (common.AutoShape,), {})
     for _ in range(2):
         compare(make(device, cls=mine), patched, SOURCES["one"], 64)
-    assert capsys.readouterr().err.count("letterbox_optim: Mine derives from AutoShape, and runs stock's") == 1
+    assert capsys.readouterr().err.count("predict_optim: Mine derives from AutoShape, and runs stock's") == 1
 
 
 def test_an_own_letterbox_stays(device, monkeypatch):
@@ -191,46 +190,84 @@ def test_refusals(monkeypatch):
     with monkeypatch.context() as other:
         other.setattr(common, "letterbox", lambda im, *args, **kw: letterbox(im, *args, color=(0, 0, 0), **kw))
         with pytest.raises(SwitchError, match="its AutoShape of a small case gives"):
-            drop_in.patch(letterbox_optim=True)
+            drop_in.patch(predict_optim=True)
     with monkeypatch.context() as other:
         other.setattr(common.AutoShape, "forward", lambda self, ims, size=640, augment=False, profile=False: None)
         with pytest.raises(SwitchError, match="replaced by somebody else"):
-            drop_in.patch(letterbox_optim=True)
+            drop_in.patch(predict_optim=True)
     assert common.AutoShape.forward is STOCK and common.Profile is profile
 
 
 @pytest.mark.slow
 def test_a_checkout(real_yolov5):
     checkout = real_yolov5("checkout")
-    assert "as stock" in checkout.program("letterbox.py", checkout.prefix).stdout
+    assert "as stock" in checkout.program("predict.py", checkout.prefix).stdout
 
 
-def test_load_images_decodes_files_with_stocks_pixels(patched, device, tmp_path, monkeypatch):
-    """Where the process uses a GPU."""
+@pytest.fixture
+def load_images(patched, tmp_path):
+    """``LoadImages`` of a folder with ten images and a video."""
+    import cv2
     from yolov5.utils.dataloaders import LoadImages
 
-    for name, data in (("a.jpg", {}), ("b.jpg", {"progressive": True}), ("c.png", {})):
-        Image.fromarray(picture(70, 50)).save(tmp_path / name, **data)
-    seen, decoded = [], shared.decoded
-    monkeypatch.setattr(shared, "decoded", lambda *given: seen.append(decoded(*given)) or seen[-1])
-    for gpu in (None, device):
-        monkeypatch.setattr(files, "_gpu", lambda: gpu)  # noqa: B023
-        found = [(path, im, im0, line) for path, im, im0, _, line in LoadImages(str(tmp_path))]
-        drop_in.unpatch()
-        want = [(path, im, im0, line) for path, im, im0, _, line in LoadImages(str(tmp_path))]
-        drop_in.patch(letterbox_optim=True)
-        for ours, stock in zip(found, want, strict=True):
-            assert ours[::3] == stock[::3] and all(map(np.array_equal, ours[1:3], stock[1:3]))
-        assert [pixels is not None for pixels in seen] == ([] if gpu is None else [True, False, False])
+    for number in range(10):
+        Image.fromarray(picture(50 + number, 70, number)).save(tmp_path / f"{number}.{'png' if number % 3 else 'jpg'}")
+    writer = cv2.VideoWriter(str(tmp_path / "v.avi"), cv2.VideoWriter_fourcc(*"MJPG"), 5, (64, 48))
+    for seed in range(3):
+        writer.write(picture(48, 64, seed))
+    writer.release()
+    return lambda **options: LoadImages(str(tmp_path), **options)
 
 
-def test_load_images_follows_what_others_replace(patched, device, tmp_path, monkeypatch):
-    """Another cv2.imread, which need not take flags, reads JPEG files too."""
+def read(loader):
+    return [
+        (path, im, im0, line, loader.count, loader.mode, getattr(loader, "frame", 0))
+        for path, im, im0, _, line in loader
+    ]
+
+
+def readers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("torch_fastdet")]
+
+
+@pytest.mark.parametrize("options", [{}, {"auto": False}, {"transforms": lambda im: im[:8, :8]}], ids=str)
+def test_load_images_reads_ahead_what_stock_reads(load_images, options):
+    loader = load_images(**options)
+    found = [read(loader), read(loader)]
+    assert not readers()
+    drop_in.unpatch()
+    loader = load_images(**options)
+    want = [read(loader), read(loader)]
+    drop_in.patch(predict_optim=True)
+    for each, its in zip(found, want):
+        for ours, stock in zip(each, its, strict=True):
+            assert (ours[0], *ours[3:]) == (stock[0], *stock[3:]) and all(map(np.array_equal, ours[1:3], stock[1:3]))
+
+
+def test_load_images_that_are_left_or_begun_again(load_images):
+    loader = load_images()
+    begun = iter(loader)
+    first = next(begun), next(begun)
+    assert len(readers()) > 0
+    again = next(iter(loader))
+    assert again[0] == first[0][0] and loader.count == 1
+    del loader, begun
+    assert not readers()
+
+
+def test_load_images_raises_where_stock_does(load_images, tmp_path):
+    (tmp_path / "4.png").write_bytes(b"no image")
+    found = []
+    with pytest.raises(AssertionError, match=r"Image Not Found .*4\.png"):
+        for path, *_ in load_images():
+            found.append(Path(path).stem)
+    assert found == ["0", "1", "2", "3"] and not readers()
+
+
+def test_load_images_follows_what_others_replace(load_images, monkeypatch):
     from yolov5.utils import dataloaders
 
-    Image.fromarray(picture(70, 50)).save(tmp_path / "a.jpg")
-    monkeypatch.setattr(files, "_gpu", lambda: device)
     monkeypatch.setattr(dataloaders, "letterbox", lambda image, *_, **__: (image[:9, :8],))
-    assert next(iter(dataloaders.LoadImages(str(tmp_path))))[1].shape == (3, 9, 8)
+    assert next(iter(load_images()))[1].shape == (3, 9, 8)
     monkeypatch.setattr(dataloaders.cv2, "imread", lambda path: np.full((20, 30, 3), 7, np.uint8))
-    assert next(iter(dataloaders.LoadImages(str(tmp_path))))[2].shape == (20, 30, 3)
+    assert next(iter(load_images()))[2].shape == (20, 30, 3)

@@ -22,7 +22,7 @@ from torch_fastdet.images.recorder import recording_module
 from torch_fastdet.ops.letterbox import place
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.replace import with_names
-from torch_fastdet.switches.letterbox.common import fits, letterbox
+from torch_fastdet.switches.predict.common import fits, letterbox
 
 RUNS = "runs stock's AutoShape.forward"
 
@@ -125,7 +125,7 @@ def detecting(
     names = namespace(module)
     stock_letterbox = names.get("letterbox")
     inner: Any = getattr(stock, "__wrapped__", stock)  # under torch.inference_mode
-    tell = saying_once("letterbox_optim", warn)
+    tell = saying_once("predict_optim", warn)
 
     @functools.wraps(stock)
     def forward(self: Any, ims: object, size: object = 640, augment: bool = False, profile: bool = False) -> Any:

@@ -1,0 +1,99 @@
+"""YOLO(...).predict end to end, by source: stock, and with patch(). Microseconds an image.
+
+    python -m benchmarks.bench_predict [--device cpu|cuda] [--out FOLDER]
+
+The model is yolov8s, on a GPU in half precision (on a CPU yolov8n), with random weights and the confidence at which it finds about five
+boxes an image. Results are read as a user reads them: their boxes come to the host. Sources: a folder of JPEG files and a list of their
+names in batches of 16, 64 arrays in batches of 16, and one frame.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+
+from benchmarks import harness
+from benchmarks.bench_jpeg import photograph
+
+BATCH = 16
+FILES = 128
+
+
+def folder(files: int) -> list[str]:
+    """The names of JPEG files of photographs, about 100 kB each."""
+    made = harness.WORK / f"predict-{files}"
+    made.mkdir(parents=True, exist_ok=True)
+    names = [made / f"{number:04d}.jpg" for number in range(files)]
+    for number, name in enumerate(names):
+        if not name.exists():
+            cv2.imwrite(str(name), photograph(number), [cv2.IMWRITE_JPEG_QUALITY, 90])
+    return [str(name) for name in names]
+
+
+def model(device: torch.device, images: list[np.ndarray]) -> tuple[Any, dict[str, Any]]:
+    """A model whose scores differ, and options of ``predict`` by which it finds some boxes."""
+    from ultralytics import YOLO
+
+    torch.manual_seed(0)
+    made: Any = YOLO("yolov8s.yaml" if device.type == "cuda" else "yolov8n.yaml")
+    with torch.no_grad():
+        for branch in made.model.model[-1].cv3:
+            branch[-1].weight.mul_(30)
+    options: dict[str, Any] = {
+        "imgsz": 640,
+        "half": device.type == "cuda",
+        "device": str(device),
+        "verbose": False,
+        "iou": 0.5,
+    }
+    found = made.predict(images, conf=0.001, max_det=3000, **options)
+    scores = torch.cat([result.boxes.conf for result in found]).sort(descending=True).values
+    return made, {**options, "conf": float(scores[min(5 * len(images), len(scores) - 1)])}
+
+
+def measure(report: harness.Report) -> None:
+    from torch_fastdet import ultralytics as drop_in
+
+    if report.prepare:
+        return
+    cuda = report.device.type == "cuda"
+    names = folder(FILES if cuda else 8)
+    images: list[Any] = [cv2.imread(name) for name in (names * 64)[:64]]
+    with contextlib.redirect_stdout(io.StringIO()):
+        yolo, options = model(report.device, images[:BATCH])
+    sources: dict[str, tuple[Any, int]] = {
+        f"folder, batch {BATCH}": (str(Path(names[0]).parent), len(names)),
+        f"list of files, batch {BATCH}": (names, len(names)),
+        f"arrays, batch {BATCH}": (images[: 64 if cuda else 4], 64 if cuda else 4),
+        "one frame": (images[0], 1),
+    }
+    for case, (source, count) in sources.items():
+        times: dict[str, list[float]] = {"stock": [], harness.OURS: []}
+        for _ in range(3):
+            for variant, values in times.items():
+                try:
+                    if variant != "stock":
+                        drop_in.patch()
+                    repeat = (8 if count > 1 else 100) if cuda else 1
+                    for number in range(repeat + 4 * cuda):  # the third captures
+                        began = time.perf_counter()
+                        for result in yolo.predict(source, batch=BATCH, stream=True, **options):
+                            result.boxes.data.cpu()
+                        if number >= 4 * cuda:
+                            values.append((time.perf_counter() - began) * 1e6 / count)
+                finally:
+                    drop_in.unpatch()
+        for variant, values in times.items():
+            report.add(f"predict, {case}", variant, "call", values)
+    report.write()
+
+
+if __name__ == "__main__":
+    harness.run("predict", measure)

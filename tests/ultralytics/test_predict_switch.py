@@ -1,0 +1,610 @@
+"""predict_optim against Ultralytics' own prediction: the same input of the network, and the same results, calls and files."""
+
+import copy
+import os
+import pickle
+import threading
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("ultralytics", exc_type=ImportError)
+pytest.importorskip("cv2", exc_type=ImportError)
+
+import cv2
+import ultralytics.data.loaders as loaders
+import ultralytics.engine.predictor as predictor
+from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_fastdet import ultralytics as drop_in
+from torch_fastdet.ops.letterbox import place
+from torch_fastdet.switches.predict import common, pipeline, results, sources
+from torch_fastdet.switches.predict import ultralytics as predictors
+
+STOCK = predictor.BasePredictor.preprocess
+
+
+@pytest.fixture
+def patched():
+    drop_in.patch(predict_optim=True)
+    yield predictor.BasePredictor
+    drop_in.unpatch()
+    assert predictor.BasePredictor.preprocess is STOCK
+
+
+def make(cls, device, imgsz=(64, 96), rect=True, fp16=False, kind="pt", dynamic=False, scale_fill=False):
+    made = type("Predictor", (cls,), {"__init__": lambda self: None, "scale_fill": scale_fill})()
+    model = SimpleNamespace(format=kind, dynamic=dynamic, fp16=fp16, stride=32)
+    vars(made).update(imgsz=list(imgsz), args=SimpleNamespace(rect=rect), model=model, device=device)
+    return made
+
+
+def picture(height, width, channels=3, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+BATCHES = {
+    "one": lambda: [picture(75, 133)],
+    "exactly half": lambda: [picture(128, 192)],
+    "its own size": lambda: [picture(64, 96)],
+    "one pixel": lambda: [picture(1, 1)],
+    "thin": lambda: [picture(1, 900), picture(700, 1)],
+    "one size": lambda: [picture(120, 67, seed=s) for s in range(3)],
+    "several sizes": lambda: [picture(50 + 7 * s, 40 + 31 * s, seed=s) for s in range(11)],
+    "grey": lambda: [picture(55, 33, 1), picture(20, 44, 1)],
+    "views": lambda: [picture(90, 91)[::-1], picture(90, 91)[:, ::-1], picture(90, 91)[5:, 3:80:2], picture(60, 70)[..., ::-1]],
+    "read-only": lambda: [np.broadcast_to(np.uint8([1, 2, 3]), (40, 50, 3))],
+}  # fmt: skip
+OPTIONS = {
+    "pt": {},
+    "square": {"rect": False, "imgsz": (64, 64)},
+    "half": {"fp16": True},
+    "onnx": {"kind": "onnx"},
+    "dynamic onnx": {"kind": "onnx", "dynamic": True},
+    "stretched": {"scale_fill": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("batch", BATCHES)
+def test_pixels(patched, device, batch, options):
+    ours = make(patched, device, **options)
+    assert patched.preprocess is not STOCK
+    got, want = ours.preprocess(BATCHES[batch]()), STOCK(ours, BATCHES[batch]())
+    assert got.dtype == want.dtype and got.device == want.device and got.is_contiguous()
+    assert torch.equal(got, want)
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes of each tensor that is allocated, on any device."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.empty.memory_format, torch.ops.aten._to_copy.default):
+            self.sizes.append(made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "flipped"])
+def test_a_long_list_is_not_copied(kind, device, monkeypatch):
+    """Of the 40 images a few are in memory twice: none on the CPU that it can read, at most eight others, four on a GPU."""
+    images = [picture(200, 300, seed=s) for s in range(40)]
+    images = images if kind == "contiguous" else [image[:, ::-1] for image in images]
+    placings = [place(image.shape[:2], (64, 96)) for image in images]
+    monkeypatch.setattr(common, "UPLOAD", 4 * images[0].nbytes)
+    wanted = torch.cat([common.letterbox([im], [at], device, torch.float32) for im, at in zip(images, placings)])
+    with Allocations() as allocated:
+        found = common.letterbox(images, placings, device, torch.float32)
+    tracemalloc.start()  # sees NumPy's arrays
+    common.letterbox(images, placings, device, torch.float32)
+    arrays = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert torch.equal(found, wanted)
+    allocated.sizes.remove(found.nbytes)
+    if device.type == "cpu":
+        assert arrays + sum(allocated.sizes) < (0.5 if kind == "contiguous" else 9) * images[0].nbytes
+    else:
+        assert arrays + max(allocated.sizes) < 4.5 * images[0].nbytes
+
+
+@pytest.mark.parametrize(
+    "pictures",
+    [
+        torch.rand(2, 3, 64, 96),
+        [picture(30, 30, 4)],
+        [picture(30, 40).astype(np.float32)],
+        [picture(30, 40).astype(np.uint16)],
+        [picture(30, 40)[..., 0]],
+    ],
+    ids=["tensor", "alpha", "float", "uint16", "two dimensions"],
+)
+def test_other_sources_are_stocks(patched, device, pictures):
+    ours = make(patched, device)
+    assert torch.equal(ours.preprocess(pictures), STOCK(ours, pictures))
+
+
+def test_an_own_pre_transform_stays(patched, device):
+    ours = make(patched, device)
+    ours.pre_transform = lambda ims: [np.full((64, 96, 3), 7, np.uint8) for _ in ims]
+    assert ours.preprocess([picture(30, 40)]).unique().numel() == 1
+
+
+def test_whatever_the_default_device_is(patched, device):
+    ours = make(patched, device)
+    with torch.device("meta"):
+        for name in ("one", "several sizes"):
+            assert torch.equal(ours.preprocess(BATCHES[name]()), STOCK(ours, BATCHES[name]()))
+
+
+# The pipeline --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    """The pipeline runs on the CPU, too."""
+    monkeypatch.setattr(predictors, "DEVICES", ("cpu", "cuda"))
+    with mock.patch.dict(os.environ):  # Ultralytics changes it
+        yield
+
+
+@pytest.fixture(scope="module")
+def detector():
+    return with_detections("yolov8n.yaml")
+
+
+def with_detections(name):
+    """A model with random weights that finds different boxes in different images."""
+    from ultralytics import YOLO
+
+    with mock.patch.dict(os.environ), torch.no_grad():
+        torch.manual_seed(0)
+        model = YOLO(name)
+        head = model.model.model[-1]
+        for branches in filter(
+            None, (getattr(head, part, None) for part in ("cv2", "cv3", "one2one_cv2", "one2one_cv3"))
+        ):
+            for branch in branches:
+                branch[-1].weight.mul_(10)
+        for branch in (*head.cv3, *getattr(head, "one2one_cv3", ())):
+            branch[-1].bias.fill_(-2)
+    return model
+
+
+def files(folder):
+    """What a folder may hold: JPEG files of many kinds, other images, and files that nobody can read. Return the good ones."""
+    for number in range(6):
+        cv2.imwrite(str(folder / f"a{number}.jpg"), picture(50 + 9 * number, 70, seed=number))
+    cv2.imwrite(str(folder / "b.JPG"), picture(40, 33, 1))
+    cv2.imwrite(str(folder / "c.jpeg"), picture(90, 64), [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])
+    cv2.imwrite(str(folder / "d.png"), picture(30, 20))
+    cv2.imwrite(str(folder / "e.png"), picture(30, 20).astype(np.uint16) * 200)
+    Image.fromarray(picture(33, 44)[..., 0]).save(folder / "f.bmp")
+    Image.fromarray(picture(40, 44)).convert("CMYK").save(folder / "g.jpg")
+    frames = [Image.fromarray(picture(40, 44, seed=seed)) for seed in range(3)]
+    frames[0].save(folder / "h.webp", save_all=True, append_images=frames[1:])
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(picture(30, 52)).save(folder / "i.jpg", exif=exif)
+    (folder / os.fsdecode(b"j\xff.jpg")).write_bytes((folder / "a0.jpg").read_bytes())
+    good = sorted(folder.iterdir())
+    whole = (folder / "a1.jpg").read_bytes()
+    (folder / "a1x.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "a2x.jpg").write_bytes(b"")
+    (folder / "a3x.jpg").write_bytes(b"no image")
+    (folder / "a4x.jpg").write_bytes(whole[:30])
+    (folder / "dx.png").write_bytes(b"\x89PNG no more")
+    (folder / "a5x.jpg").symlink_to(folder / "nowhere")
+    return [str(path) for path in good]
+
+
+def video(path, frames):
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 5, (64, 48))
+    for seed in range(frames):
+        writer.write(cv2.resize(picture(6, 8, seed=seed), (64, 48)))
+    writer.release()
+
+
+OPTIONS_OF_RUN = {"imgsz": 96, "conf": 0.05, "max_det": 12, "verbose": False}
+PARTS = ("boxes", "masks", "keypoints", "obb")
+
+
+def run(model, source, device, tmp_path, on, **options):
+    """Results of stock, or with the switch, or another one, on; a new predictor each time."""
+    model.predictor = None
+    if on:
+        drop_in.patch(**{"predict_optim" if on is True else on: True})
+    try:
+        given = {
+            **OPTIONS_OF_RUN,
+            "device": str(device),
+            "project": str(tmp_path / "runs"),
+            "exist_ok": True,
+            **options,
+        }
+        with torch.backends.cudnn.flags(allow_tf32=False):  # the batches of a long list differ from stock's
+            return list(model.predict(source, **given))
+    finally:
+        drop_in.unpatch()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("torch_fastdet")]
+        assert pipeline.KEY not in vars(model.predictor)
+
+
+def assert_same(ours, stock):
+    assert [result.path for result in ours] == [result.path for result in stock] and stock
+    for one, other in zip(ours, stock):
+        assert type(one) is type(other) and one.orig_shape == other.orig_shape and one.names == other.names
+        assert vars(one).keys() == vars(other).keys() and one.speed.keys() == other.speed.keys()
+        assert type(vars(one)["orig_img"]) is np.ndarray and one.orig_img.flags.writeable
+        assert np.array_equal(one.orig_img, other.orig_img)
+        for part in PARTS:
+            a, b = getattr(one, part), getattr(other, part)
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert a.data.dtype == b.data.dtype and a.data.device == b.data.device and a.orig_shape == b.orig_shape
+                torch.testing.assert_close(a.data, b.data, rtol=1e-4, atol=1e-3)
+
+
+def pictures(good):
+    return [cv2.imread(path) for path in good[:5]]
+
+
+SOURCES = {
+    "folder": (lambda folder, good: folder, {"batch": 1}),
+    "folder, batch 4": (lambda folder, good: folder, {"batch": 4}),
+    "folder, batch 8": (lambda folder, good: folder, {"batch": 8}),  # from eight on Ultralytics reads in threads
+    "glob": (lambda folder, good: f"{folder}/a*.jpg", {"batch": 3}),
+    "file": (lambda folder, good: Path(good[0]), {}),
+    "text file": (lambda folder, good: folder / "list.txt", {"batch": 2}),
+    "paths": (lambda folder, good: good, {}),
+    "many paths": (lambda folder, good: [*good, *good[::-1]], {}),  # more than one batch
+    "paths of one shape": (lambda folder, good: [good[0]] * 18, {}),
+    "all kinds in a list": (lambda folder, good: [Path(good[0]), cv2.imread(good[1]), Image.open(good[2])], {}),
+    "arrays": (lambda folder, good: pictures(good), {}),
+    "many arrays": (lambda folder, good: [cv2.imread(good[0])] * 17 + pictures(good), {}),
+    "array": (lambda folder, good: pictures(good)[0], {}),
+    "images of Pillow": (lambda folder, good: [Image.open(good[0]), Image.open(good[1])], {}),
+    "tensor": (lambda folder, good: torch.rand(2, 3, 64, 96, generator=torch.Generator().manual_seed(0)), {}),
+    "video": (lambda folder, good: folder / "v.avi", {"batch": 2}),
+    "folder with a video": (lambda folder, good: folder / "mixed", {"batch": 2, "vid_stride": 2}),
+    "another size": (lambda folder, good: folder, {"batch": 4, "imgsz": (64, 128), "rect": False}),
+    "classes": (lambda folder, good: folder, {"batch": 4, "classes": [0, 3], "agnostic_nms": True}),
+    "augment": (lambda folder, good: good[0], {"augment": True}),
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = tmp_path / "images"
+    made.mkdir()
+    good = files(made)
+    (made / "list.txt").write_text("a0.jpg\na3.jpg\nd.png\n")
+    video(made / "v.avi", 5)
+    (made / "jpegs").mkdir()
+    for number in range(6):
+        (made / "jpegs" / f"a{number}.jpg").write_bytes((made / f"a{number}.jpg").read_bytes())
+    (made / "mixed").mkdir()
+    for name in ("a0.jpg", "d.png", "a1x.jpg"):
+        (made / "mixed" / name).write_bytes((made / name).read_bytes())
+    video(made / "mixed" / "v.avi", 5)
+    return made, good
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_every_source_gives_stocks_results(ahead, detector, folder, device, tmp_path, name):
+    source, options = SOURCES[name]
+    stock = run(detector, source(*folder), device, tmp_path, False, **options)
+    assert_same(run(detector, source(*folder), device, tmp_path, True, **options), stock)
+
+
+@pytest.mark.parametrize("model", ["yolov8n-seg.yaml", "yolov8n-pose.yaml", "yolov8n-obb.yaml", "yolo26n.yaml"])
+def test_every_task(ahead, folder, device, tmp_path, model):
+    model = with_detections(model)
+    for options in ({"batch": 4}, {"batch": 4, "retina_masks": True}):
+        # Of rotated boxes with equal scores stock keeps any.
+        other = "nms_optim" if model.task == "obb" else False
+        stock = run(model, f"{folder[0]}/a*.jpg", device, tmp_path, other, **options)
+        assert_same(run(model, f"{folder[0]}/a*.jpg", device, tmp_path, True, **options), stock)
+        if model.task != "segment":
+            break
+
+
+def test_a_list_is_decoded_as_pillow_does(ahead, detector, tmp_path, device):
+    """...whichever orientation a file has, and wherever that stands."""
+    whole = cv2.imencode(".jpg", picture(40, 60))[1].tobytes()
+    paths = []
+    for orientation in range(10):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        paths.append(str(tmp_path / f"{orientation}.jpg"))
+        Image.fromarray(picture(40 + orientation, 60)).save(paths[-1], exif=exif)
+    xmp = b'http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:x="adobe:ns:meta/" tiff:Orientation="8"/>'
+    paths.append(str(tmp_path / "xmp.jpg"))
+    Path(paths[-1]).write_bytes(whole[:2] + b"\xff\xe1" + (len(xmp) + 2).to_bytes(2, "big") + xmp + whole[2:])
+    stock = run(detector, paths, device, tmp_path, False)
+    assert stock[-1].orig_shape == (60, 40)
+    assert_same(run(detector, paths, device, tmp_path, True), stock)
+
+
+@pytest.mark.parametrize(
+    "bad", ["cut", "no end", "empty", "nonsense", "missing", "http://localhost:9/a.jpg", 3], ids=str
+)
+def test_a_list_with_a_bad_file_is_stocks_error(ahead, detector, tmp_path, device, bad):
+    whole = cv2.imencode(".jpg", picture(40, 60))[1].tobytes()
+    good, path = tmp_path / "good.jpg", tmp_path / "bad.jpg"
+    good.write_bytes(whole)
+    kinds = {"cut": whole[: len(whole) // 2], "no end": whole[:-2], "empty": b"", "nonsense": b"no image"}
+    if bad in kinds:
+        path.write_bytes(kinds[bad])
+    source = [str(good), bad if bad == 3 or "//" in str(bad) else str(path), str(good)]
+    errors = []
+    for on in (False, True):
+        with pytest.raises(Exception) as error:
+            run(detector, source, device, tmp_path, on)
+        errors.append(error.value)
+    assert type(errors[0]) is type(errors[1]) and (
+        bad == "empty" or "//" in str(bad) or str(errors[0]) == str(errors[1])
+    )
+
+
+# Results -------------------------------------------------------------------------------------------------------------
+
+
+def test_images_of_results(ahead, detector, folder, device, tmp_path, monkeypatch):
+    """They become arrays when they are read, copied, pickled or when the switch goes; pixels of a GPU stay for two batches."""
+    detector.predictor = None
+    options = {**OPTIONS_OF_RUN, "device": str(device), "project": str(tmp_path / "runs"), "batch": 2}
+    drop_in.patch(predict_optim=True)
+    try:
+        found = detector.predict(folder[0] / "jpegs", **options)
+        held = [vars(result)["orig_img"] for result in found]
+        assert [type(image) for image in held] == [results.Pixels] * 6
+        detector.predict([picture(20, 20)] * 70, **options)
+        assert all(image.pixels is None for image in held)
+        of_cpu, some, copied = found[0].cpu(), found[1][:0], copy.copy(found[2])
+        assert vars(of_cpu)["orig_img"] is held[0] and vars(some)["orig_img"] is held[1]
+        loaded, deep = pickle.loads(pickle.dumps(found[3])), copy.deepcopy(found[4])
+        assert {type(vars(each)["orig_img"]) for each in (loaded, deep)} == {np.ndarray}
+        assert found[5].orig_img is found[5].orig_img and type(vars(found[5])["orig_img"]) is np.ndarray
+        found[5].orig_img = held[0].numpy()
+    finally:
+        drop_in.unpatch()
+    assert "orig_img" not in vars(type(found[0]))
+    everything = [*found[:5], of_cpu, some, copied, loaded, deep, found[5]]
+    wanted = [cv2.imread(path) for path in folder[1][:5]]
+    wanted += [wanted[i] for i in (0, 1, 2, 3, 4, 0)]
+    for result, image in zip(everything, wanted, strict=True):
+        assert type(vars(result)["orig_img"]) is np.ndarray and np.array_equal(result.orig_img, image)
+
+
+def tree(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_files_that_are_saved(ahead, detector, folder, device, tmp_path, caplog):
+    made = []
+    for on in (False, True):
+        out = tmp_path / f"out{on}"
+        options = {
+            "save": True,
+            "save_txt": True,
+            "save_crop": True,
+            "save_conf": True,
+            "project": str(out),
+            "name": "x",
+        }
+        options |= {"batch": 3, "max_det": 2, "verbose": True}
+        run(detector, folder[0] / "mixed", device, tmp_path, on, **options)
+        made.append(tree(out))
+    assert made[0].keys() == made[1].keys() and len(made[0]) > 6
+    assert {name for name in made[0] if made[0][name] != made[1][name]} == set()
+
+
+# Calls in between ----------------------------------------------------------------------------------------------------
+
+EVENTS = (
+    "on_predict_start",
+    "on_predict_batch_start",
+    "on_predict_postprocess_end",
+    "on_predict_batch_end",
+    "on_predict_end",
+)
+
+
+def with_callbacks(detector, functions):
+    """A model like it that has these callbacks."""
+    model = copy.copy(detector)
+    model.predictor = None
+    model.callbacks = {event: list(known) for event, known in detector.callbacks.items()}
+    for event, function in functions.items():
+        model.add_callback(event, function)
+    return model
+
+
+@pytest.mark.parametrize("events", [EVENTS, tuple(event for event in EVENTS if "batch_start" not in event)], ids=len)
+def test_callbacks_see_what_stock_shows(ahead, detector, folder, device, tmp_path, events):
+    seen = []
+
+    def note(event):
+        def callback(its):
+            state = (event, its.seen, its.dataset.mode, getattr(its.dataset, "count", None), len(its.dataset))
+            if its.batch is not None and event not in ("on_predict_start", "on_predict_end"):
+                paths, images, lines = its.batch
+                kinds = {type(image) for image in images} | {type(images[0]), *map(type, images[:2])}
+                state += (*paths, lines[0].split(" ")[:2], kinds, [image.shape for image in images])
+            seen.append(state)
+
+        return callback
+
+    found = []
+    for on in (False, True):
+        model = with_callbacks(detector, {event: note(event) for event in events})
+        run(model, folder[0] / "mixed", device, tmp_path, on, batch=2)
+        found.append(list(seen))
+        seen.clear()
+    assert found[0] == found[1] and len(found[0]) > 8
+
+
+def draw(its):
+    for image in its.batch[1]:
+        image[:20] = 0
+
+
+def set_image(its):
+    its.batch[1][0] = its.batch[1][0][:30].copy()
+
+
+def set_batch(its):
+    its.batch = (its.batch[0], [image[:, ::-1] for image in its.batch[1]], its.batch[2])
+
+
+@pytest.mark.parametrize("change", [draw, set_image, set_batch])
+def test_a_callback_may_change_images(ahead, detector, folder, device, tmp_path, change):
+    found = []
+    for on in (False, True):
+        model = with_callbacks(detector, {"on_predict_batch_start": change})
+        found.append(run(model, f"{folder[0]}/a*.jpg", device, tmp_path, on, batch=2))
+    assert_same(found[1], found[0])
+
+
+def test_a_callback_may_change_options(ahead, detector, folder, device, tmp_path):
+    def fewer(its):
+        its.args.max_det = 3
+
+    found = []
+    for on in (False, True):
+        model = with_callbacks(detector, {"on_predict_batch_end": fewer})
+        found.append(run(model, f"{folder[0]}/a*.jpg", device, tmp_path, on, batch=2))
+    assert_same(found[1], found[0])
+    assert len(found[1][0].boxes) == 12 and len(found[1][2].boxes) == 3
+
+
+@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_error_in_a_callback_leaves_no_thread(ahead, detector, folder, device, tmp_path, event, error):
+    def fail(_):
+        raise error
+
+    model = with_callbacks(detector, {event: fail})
+    with pytest.raises(type(error)):
+        run(model, folder[0], device, tmp_path, True, batch=2)
+    if event != "on_predict_end":
+        assert type(model.predictor.dataset) is loaders.LoadImagesAndVideos
+    model.callbacks[event].remove(fail)
+    options = {**OPTIONS_OF_RUN, "device": str(device)}
+    assert len(model.predict(folder[1][0], **options)) == 1
+
+
+def test_a_stream_that_is_left(ahead, detector, folder, device, tmp_path):
+    detector.predictor = None
+    drop_in.patch(predict_optim=True)
+    try:
+        options = {**OPTIONS_OF_RUN, "device": str(device), "batch": 2, "stream": True}
+        stream = detector.predict(folder[0], **options)
+        assert next(stream).path == folder[1][0]
+        assert [thread for thread in threading.enumerate() if thread.name.startswith("torch_fastdet")]
+        del stream
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("torch_fastdet")]
+        assert len(list(detector.predict(folder[1][:2], **options))) == 2
+    finally:
+        drop_in.unpatch()
+
+
+def test_files_that_go_while_they_are_read(ahead, detector, folder, device, tmp_path, monkeypatch):
+    """They are skipped, and a warning says so, as with a file that cannot be read."""
+    header = sources._sequential_jpeg
+
+    def deleting(path):
+        if path.endswith("a3.jpg"):
+            Path(path).unlink()
+        return header(path)
+
+    monkeypatch.setattr(sources, "_sequential_jpeg", deleting)
+    found = run(detector, f"{folder[0]}/a*.jpg", device, tmp_path, True, batch=2)
+    assert [Path(result.path).stem for result in found] == ["a0", "a1", "a2", "a4", "a5"]
+
+
+def test_two_predictors_at_once(ahead, detector, folder, device, tmp_path):
+    sources_of = [f"{folder[0]}/a*.jpg", folder[1][::-1]]
+    models = [with_callbacks(detector, {}) for _ in range(2)]
+    stock = [run(model, source, device, tmp_path, False, batch=2) for model, source in zip(models, sources_of)]
+    drop_in.patch(predict_optim=True)
+    try:
+        found = [None, None]
+
+        def predict(i):
+            options = {**OPTIONS_OF_RUN, "device": str(device), "batch": 2}
+            found[i] = models[i].predict(sources_of[i], **options)
+
+        threads = [threading.Thread(target=predict, args=(i,)) for i in range(2)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    finally:
+        drop_in.unpatch()
+    for ours, its in zip(found, stock):
+        assert_same(ours, its)
+
+
+def test_track(ahead, detector, folder, device, tmp_path):
+    pytest.importorskip("lap")
+    found = []
+    for on in (False, True):
+        model = with_callbacks(detector, {})
+        if on:
+            drop_in.patch(predict_optim=True)
+        try:
+            options = {**OPTIONS_OF_RUN, "device": str(device), "tracker": "bytetrack.yaml"}
+            found.append(list(model.track(folder[0] / "v.avi", **options)))
+        finally:
+            drop_in.unpatch()
+    assert_same(found[1], found[0])
+
+
+def test_an_own_imread_stays(ahead, detector, folder, device, tmp_path, monkeypatch):
+    own = lambda path, flags: np.full((8, 8, 3), 7, np.uint8)  # noqa: E731
+    monkeypatch.setattr(loaders, "imread", own)
+    (found,) = run(detector, folder[1][0], device, tmp_path, True)
+    assert found.orig_img.max() == 7
+
+
+def test_an_own_predictor_keeps_its_methods(ahead, detector, folder, device, tmp_path):
+    from ultralytics.models.yolo.detect import DetectionPredictor
+
+    class Mine(DetectionPredictor):
+        def construct_result(self, pred, img, orig_img, img_path):
+            assert type(orig_img) is np.ndarray
+            return super().construct_result(pred[:1], img, orig_img, img_path)
+
+    found = [run(detector, folder[0], device, tmp_path, on, predictor=Mine, batch=4) for on in (False, True)]
+    assert_same(found[1], found[0])
+
+
+def test_no_memory_leaves_files_to_opencv(ahead, detector, folder, device, tmp_path, monkeypatch):
+    """Torch raises another error than OutOfMemoryError for pinned memory."""
+    stock = run(detector, folder[0], device, tmp_path, False, batch=4)
+
+    def jpeg_pack(*_, **__):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(sources.ops, "jpeg_pack", jpeg_pack)
+    text = "CUDA error: out of memory"
+    assert_same(run(detector, folder[0], device, tmp_path, True, batch=4), stock)
+    text = "CUDA error: misaligned address"
+    with pytest.raises(RuntimeError, match="misaligned"):
+        run(detector, folder[0], device, tmp_path, True, batch=4)
+
+
+def test_a_source_before_the_model(patched, tmp_path):
+    cv2.imwrite(str(tmp_path / "a.jpg"), picture(30, 40))
+    ours = patched(overrides={"imgsz": 96, "project": str(tmp_path / "runs")})
+    ours.setup_source(tmp_path, 32)
+    assert ours.device is None and type(ours.dataset) is loaders.LoadImagesAndVideos

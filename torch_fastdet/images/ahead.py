@@ -1,0 +1,44 @@
+"""Work of threads ahead of who needs it, in order."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def in_order(work: Callable[[T], R], jobs: Iterable[T], threads: int, ahead: int) -> Iterator[R]:
+    """Yield ``work(job)`` of each job in order, which ``threads`` threads compute up to ``ahead`` jobs early.
+
+    An exception is raised in its result's place and ends the iteration. After that, and after ``close()``, no thread is left.
+    """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="torch_fastdet")
+    waiting: deque[Future[R]] = deque()
+    remaining = iter(jobs)
+    try:
+        waiting.extend(pool.submit(work, job) for job in itertools.islice(remaining, ahead))
+        while waiting:
+            result = waiting.popleft().result()
+            waiting.extend(pool.submit(work, job) for job in itertools.islice(remaining, 1))
+            yield result
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def following(iterator: Iterator[R], ahead: int) -> Iterator[R]:
+    """Yield what ``iterator`` yields, which runs in a thread up to ``ahead`` items early. It is closed in the end."""
+    end = object()
+    try:
+        for item in in_order(lambda _: next(iterator, end), itertools.repeat(None), 1, ahead):
+            if item is end:
+                return
+            yield item  # type: ignore[misc]
+    finally:
+        close = getattr(iterator, "close", None)
+        if close is not None:
+            close()

@@ -1,0 +1,302 @@
+"""One run of Ultralytics' predictor: the next batch goes through the network before this one is looked at.
+
+``stream_inference`` of Ultralytics runs as it is. It iterates over a :class:`Feed` in place of its loader, and its calls of
+``preprocess``, ``inference`` and ``postprocess`` hand out what is computed already, on a stream of the pipeline's own. So reading a
+result does not wait for the next batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fastdet.images.ahead import following
+from torch_fastdet.ops.letterbox import Placing, letterbox
+from torch_fastdet.ops.nms import scale_boxes_batched
+from torch_fastdet.patching.replace import is_code_of
+from torch_fastdet.suppression import Padded, ultralytics_padded
+from torch_fastdet.switches.predict.common import staged_letterbox
+from torch_fastdet.switches.predict.results import Images, keep_two_batches
+from torch_fastdet.switches.predict.sources import LIST_BATCH, Batch, Stager, of_files, of_list
+
+KEY = "torch_fastdet_feed"  # in a predictor's attributes while it predicts
+# Of each predictor: for the network, and for its images. The caching allocator keeps memory for each stream.
+_streams: weakref.WeakKeyDictionary[Any, tuple[torch.cuda.Stream, torch.cuda.Stream]] = weakref.WeakKeyDictionary()
+
+
+@functools.lru_cache(1024)
+def _letterbox_row(size: tuple[int, int], shape: tuple[int, int]) -> list[float]:
+    return letterbox(list(size), list(shape), None, "ultralytics")
+
+
+class Asked(Exception):
+    """Carries the arguments with which ``postprocess`` calls ``non_max_suppression``."""
+
+
+class Asking(list):
+    """In the place of images: ``postprocess`` is to raise :class:`Asked`."""
+
+
+class Flight:
+    """A batch on its way through the network."""
+
+    def __init__(self, batch: Batch, on_gpu: bool) -> None:
+        self.batch, self._on_gpu = batch, on_gpu
+        self.settings: dict[str, Any] | None = None  # of the predictor when it was launched; None before
+        self.input: Tensor
+        self.output: Any
+        #: What ``non_max_suppression`` was asked for, and what it found; None where it runs later.
+        self.asked: tuple[Any, ...] | None = None
+        self.found: Padded | None = None
+        self.counts: Tensor
+        self.scaled = False  # whether the boxes are in pixels of the images
+        self.marks: list[torch.cuda.Event] = []
+
+    def mark(self) -> None:
+        """Note the time on the current stream, for :meth:`seconds`."""
+        if self._on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+
+    def answer(self, stock: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """What ``non_max_suppression``, which is ``stock``, returns for this batch."""
+        asked, known = self.asked or ((None,), {})
+        same = arguments[0] is asked[0] and (arguments[1:], options) == (asked[1:], known)
+        if self.found is None or not same:  # settings have changed since
+            self.scaled = False
+            return stock(*arguments, **options)
+        rows, indices = self.found.rows(self.counts.tolist())
+        return (rows, indices) if options.get("return_idxs") else rows
+
+    def seconds(self, stage: int) -> float:
+        """How long the GPU took for letterbox, network or suppression."""
+        return self.marks[stage].elapsed_time(self.marks[stage + 1]) / 1e3 if len(self.marks) > stage + 1 else 0.0
+
+
+class Feed:
+    """Stands for the predictor's loader. Attributes are those of the loader, as it was when it gave the current batch."""
+
+    def __init__(self, predictor: Any, parts: Parts) -> None:
+        self._predictor, self._parts = weakref.ref(predictor), parts
+        self.loader = self._now = predictor.dataset
+        self._batches: Iterator[Any] | None = None
+        self.flight: Flight | None = None
+        self.device = torch.device(predictor.device)
+        self._on_gpu = self.device.type == "cuda"
+        self._own: torch.cuda.Stream | None = (
+            None  # of the network; None for a single batch, which runs on the caller's
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_now":  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._now, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        iter(self.loader)  # it begins again
+        self._batches = self._run()
+        return self._batches
+
+    def close(self) -> None:
+        """End reading, and leave the predictor with its own loader."""
+        if self._batches is not None:
+            self._batches.close()  # type: ignore[attr-defined]
+        predictor = self._predictor()
+        if predictor is not None and vars(predictor).get(KEY) is self:
+            del vars(predictor)[KEY]
+            predictor.dataset = self.loader
+        if hasattr(self.loader, "close"):
+            self.loader.close()
+
+    # Batches ---------------------------------------------------------------------------------------------------------
+
+    def _run(self) -> Iterator[tuple[list[str], Images, list[str]]]:
+        predictor = self._predictor()
+        source = self._source(predictor)
+        early = self._may_run_early(predictor)
+        waiting: Flight | None = None
+        with contextlib.closing(source):  # type: ignore[type-var]
+            while True:
+                error: Exception | None = None
+                batch: Batch | None = None
+                try:
+                    batch = next(source, None)
+                except Exception as raised:  # after the batch before it
+                    error = raised
+                flight = None if batch is None else Flight(batch, self._on_gpu)
+                if flight is not None and early:
+                    self._launch(predictor, flight)
+                if waiting is not None:
+                    yield self._show(waiting)
+                waiting = flight
+                if flight is not None and not early:
+                    yield self._show(flight)
+                    waiting = None
+                if error is not None:
+                    raise error
+                if batch is None:
+                    return
+
+    def _source(self, predictor: Any) -> Iterator[Batch]:
+        of_names = hasattr(self.loader, "nf")
+        size = self.loader.bs if of_names else max(predictor.args.batch, LIST_BATCH)
+        several = self.loader.nf > min(size, self.loader.ni) if of_names else len(self.loader) > size
+        reading: torch.cuda.Stream | None = None
+        if several and self._on_gpu:
+            if predictor not in _streams:
+                _streams[predictor] = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+            self._own, reading = _streams[predictor]
+        stager = Stager(self.device, reading)
+        source = of_files(self.loader, stager) if of_names else of_list(self.loader, size, stager)
+        return following(source, 1) if several else source
+
+    def _may_run_early(self, predictor: Any) -> bool:
+        """Whether nothing that a user has put into the predictor comes between a batch and its predictions."""
+        before = predictor.callbacks.get("on_predict_batch_start", ())
+        if not all(is_code_of(callback, "ultralytics") for callback in before) or "postprocess" in vars(predictor):
+            return False
+        network = predictor.model
+        return not any(part._forward_hooks or part._forward_pre_hooks for part in network.modules())
+
+    def _show(self, flight: Flight) -> tuple[list[str], Images, list[str]]:
+        batch, self.flight = flight.batch, flight
+        self._now = batch.dataset
+        return batch.paths, batch.images, batch.info
+
+    # Launching -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _on_own_stream(self) -> Iterator[None]:
+        """Behind what the caller has launched; the caller's stream does not wait."""
+        if self._own is None:
+            yield
+            return
+        self._own.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._own):
+            yield
+
+    def _launch(self, predictor: Any, flight: Flight) -> None:
+        batch, parts = flight.batch, self._parts
+        flight.settings = dict(vars(predictor.args))
+        flight.marks, flight.found, flight.scaled = [], None, False
+        with self._on_own_stream():
+            if batch.ready is not None and self._own is not None:
+                self._own.wait_event(batch.ready)
+            flight.mark()
+            placings = None if batch.images.touched or not batch.storages else parts.placings(predictor, batch)
+            if placings is None:
+                flight.input = parts.preprocess(predictor, list(batch.images))
+            else:
+                dtype = torch.float16 if predictor.model.fp16 else torch.float32
+                held = batch.images.held
+                flight.input = staged_letterbox(held, placings, batch.storages, batch.where, self.device, dtype)
+            flight.mark()
+            flight.output = parts.inference(predictor, flight.input)
+            flight.mark()
+            self._suppress(predictor, flight, placings)
+            flight.mark()
+        keep_two_batches(batch.images.held)
+
+    def _suppress(self, predictor: Any, flight: Flight, placings: list[Placing] | None) -> None:
+        if "postprocess" in vars(predictor):
+            return
+        flight.asked = self._parts.asks(predictor, flight)
+        if flight.asked is None:
+            return
+        arguments, options = flight.asked
+        flight.found = ultralytics_padded(*arguments, **{k: v for k, v in options.items() if k != "return_idxs"})
+        if placings is not None and self._parts.scales(predictor):
+            size = tuple(flight.input.shape[2:])
+            rows = [_letterbox_row(size, tuple(image.shape[:2])) for image in flight.batch.images.held]
+            table = torch.tensor(rows, dtype=torch.float32, device="cpu").to(self.device, non_blocking=True)
+            boxes = scale_boxes_batched(flight.found.detections, table)
+            flight.found, flight.scaled = flight.found._replace(detections=boxes), True
+        counts = flight.found.counts
+        flight.counts = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=self._on_gpu)
+        flight.counts.copy_(counts, non_blocking=True)
+
+    # For the predictor -----------------------------------------------------------------------------------------------
+
+    def input(self, predictor: Any) -> Tensor:
+        """The network's input of the current batch, which is launched now if it is not, or was with other settings."""
+        flight = self.flight
+        assert flight is not None
+        if flight.settings != vars(predictor.args) or flight.batch.images.touched:
+            self._launch(predictor, flight)
+            flight.batch.images.touched = False
+        if flight.marks:
+            flight.marks[-1].synchronize()  # so that reading a result waits for nothing that is launched later
+        return flight.input
+
+
+class Parts:
+    """What a pipeline calls of the predictor's classes; each replacement gives its own."""
+
+    #: ``preprocess`` for any images.
+    preprocess: Callable[..., Tensor]
+    #: Where the predictor's letterbox puts images of some shapes.
+    where: Callable[[Any, Any], list[Placing | None]]
+    #: Ultralytics' own method.
+    inference: Callable[..., Any]
+    #: Whether ``non_max_suppression`` is known, so that it can run without its copy to the host.
+    suppresses: Callable[[], bool]
+    #: Whether results hold nothing but boxes, so that these can be scaled for the whole batch.
+    scales: Callable[[Any], bool]
+
+    def placings(self, predictor: Any, batch: Batch) -> list[Placing] | None:
+        """Where the letterbox puts the images of a batch; None if the operator cannot put them there."""
+        images = batch.images.held
+        shapes = list({tuple(image.shape): None for image in images})
+        asked = [SimpleNamespace(shape=shape) for shape in shapes]
+        if batch.mixed and len(shapes) == 1:  # the others of its list count, too
+            asked.append(SimpleNamespace(shape=(shapes[0][0] + 1, *shapes[0][1:])))
+        found = dict(zip(shapes, self.where(predictor, asked)))
+        placings = [placing for image in images if (placing := found[tuple(image.shape)]) is not None]
+        known = len(placings) == len(images) and len({placing.size for placing in placings}) == 1
+        return placings if known else None
+
+    def asks(self, predictor: Any, flight: Flight) -> tuple[Any, ...] | None:
+        """With what ``postprocess`` calls ``non_max_suppression``: positional and keyword arguments; None if that is unknown."""
+        if not self.suppresses():
+            return None
+        try:
+            predictor.postprocess(flight.output, flight.input, Asking())
+        except Asked as asked:
+            return asked.args
+        return None
+
+
+def timing(predictor: Any, stock: Any) -> type:
+    """Ultralytics' ``Profile`` for one run: of a pipeline's batch it shows the GPU's time, and does not wait for the next batch."""
+    made: list[Any] = []
+
+    class Profile(stock):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+        def time(self) -> float:
+            return time.perf_counter() if KEY in vars(predictor) else super().time()
+
+        def __exit__(self, *error: object) -> None:
+            feed = vars(predictor).get(KEY)
+            if feed is None or feed.flight is None or not feed.flight.marks:
+                super().__exit__(*error)
+                return
+            stage = made.index(self) % 3
+            self.dt = feed.flight.seconds(stage) + (self.time() - self.start if stage == 2 else 0.0)
+            self.t += self.dt
+
+    return Profile

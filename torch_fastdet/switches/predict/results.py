@@ -1,0 +1,129 @@
+"""``Results`` of Ultralytics whose image is on the GPU until somebody reads it.
+
+While the switch is on, ``Results.orig_img`` is a property. It finds the array in the object's own attributes, where Ultralytics keeps it,
+or a :class:`Pixels`, which becomes the array. So the class stays Ultralytics' own, and pickles and copies hold arrays.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import cv2
+import numpy as np
+from torch import Tensor
+
+NAME = "orig_img"
+_alive: weakref.WeakSet[Pixels] = weakref.WeakSet()
+_recent: deque[list[weakref.ref[Pixels]]] = deque()  # batches whose pixels are on a GPU
+_one_thread = threading.Lock()
+
+
+class Pixels:
+    """An image of a JPEG file, decoded on the GPU.
+
+    After two further batches the pixels are freed. Then the file's bytes, which take less memory than an array, are decoded by OpenCV,
+    which gives the same pixels.
+    """
+
+    def __init__(self, pixels: Tensor, file: Tensor) -> None:
+        self.shape: tuple[int, ...] = tuple(pixels.shape)
+        self.pixels: Tensor | None = pixels
+        self._file: Tensor | None = file
+        self._array: np.ndarray | None = None
+        _alive.add(self)
+
+    def numpy(self) -> np.ndarray:
+        """Return the image as an array, the same one each time."""
+        if self._array is None:
+            pixels, file = self.pixels, self._file  # another thread may be here, too
+            if pixels is not None:
+                self._array = pixels.cpu().numpy().copy() if pixels.device.type == "cpu" else pixels.cpu().numpy()
+            elif file is not None:
+                self._array = cv2.imdecode(file.numpy(), cv2.IMREAD_COLOR)
+            self._file = None
+        assert self._array is not None
+        return self._array
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.numpy().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: object) -> np.ndarray:
+        return self.numpy().copy()
+
+
+def keep_two_batches(images: Iterable[object]) -> None:
+    """Note a batch that is launched, and free the pixels of batches before the last two that were."""
+    with _one_thread:
+        _recent.append([weakref.ref(image) for image in images if isinstance(image, Pixels)])
+        while len(_recent) > 3:
+            for ref in _recent.popleft():
+                if (image := ref()) is not None:
+                    image.pixels = None
+
+
+class Images(list):
+    """The images of a batch. Callbacks see arrays."""
+
+    touched = False  # whether somebody has read an array, and may have changed it
+
+    @property
+    def held(self) -> list[Any]:
+        """The images as they are: arrays, and :class:`Pixels`."""
+        return list(super().__iter__())
+
+    def _array(self, image: Any) -> Any:
+        self.touched = True
+        return image.numpy() if isinstance(image, Pixels) else image
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return [self._array(each) for each in found] if isinstance(index, slice) else self._array(found)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.touched = True
+        super().__setitem__(index, value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._array, super().__iter__())
+
+
+def lazy_image(*_: object) -> property:
+    """The property ``Results.orig_img``."""
+
+    def read(result: Any) -> Any:
+        try:
+            value = vars(result)[NAME]
+        except KeyError:
+            raise AttributeError(f"'{type(result).__name__}' object has no attribute '{NAME}'") from None
+        if isinstance(value, Pixels):
+            value = vars(result)[NAME] = value.numpy()
+        return value
+
+    def write(result: Any, value: object) -> None:
+        vars(result)[NAME] = value
+
+    return property(read, write, lambda result: vars(result).pop(NAME))
+
+
+def renewing(_: object, stock: Callable[[Any], Any], __: object) -> Callable[[Any], Any]:
+    """``Results.new``, from which ``cpu()``, ``to()`` and slices come, without reading the image."""
+
+    def new(self: Any) -> Any:
+        return stock(SimpleNamespace(**vars(self)) if isinstance(vars(self)[NAME], Pixels) else self)
+
+    return new
+
+
+def read_all(results: type) -> None:
+    """Give each object of the class ``results`` its array, before the property goes. Copies have their own attributes."""
+    images = list(_alive)
+    for holder in gc.get_referrers(*images) if images else ():
+        attributes = vars(holder) if isinstance(holder, results) else holder
+        if type(attributes) is dict and isinstance(image := attributes.get(NAME), Pixels):
+            attributes[NAME] = image.numpy()

@@ -1,0 +1,322 @@
+"""What Ultralytics' predictor predicts on, as batches: files are read ahead by threads, and images are on the device already.
+
+Which files there are, how a file that is not a JPEG file is read and what is said of one that cannot be read is left to Ultralytics'
+loaders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_fastdet import ops
+from torch_fastdet.images.ahead import in_order
+from torch_fastdet.images.jpeg import is_jpeg
+from torch_fastdet.memory import is_out_of_memory
+from torch_fastdet.ops.jpeg import decode_packed
+from torch_fastdet.patching.replace import is_code_of
+from torch_fastdet.switches.predict.common import UPLOAD, fits
+from torch_fastdet.switches.predict.results import Images, Pixels
+
+READERS = 4  # threads
+#: Images of a list that go through the network at once, or ``batch`` if that is more. Ultralytics takes the whole list as one batch.
+LIST_BATCH = 16
+_opening = threading.Lock()  # Pillow registers formats when it opens a first file of them
+
+
+@dataclass
+class Batch:
+    """One batch: what Ultralytics' loaders give, and where its images are on the device.
+
+    Args:
+        paths: names of the images.
+        images: arrays, and images of the GPU.
+        info: the beginning of a line to print for each image.
+        dataset: the loader as it was when it gave the batch.
+        storages: what holds the images on the device; empty if they are not there.
+        where: of each image the storage and its offset there.
+        ready: is recorded when they are there.
+        mixed: whether the list that this is a part of has images of several shapes.
+    """
+
+    paths: list[str]
+    images: Images
+    info: list[str]
+    dataset: Any
+    storages: list[Tensor]
+    where: list[tuple[int, int]]
+    ready: torch.cuda.Event | None = None
+    mixed: bool = False
+
+
+class Stager:
+    """Decodes JPEG files and uploads arrays.
+
+    Args:
+        device: where the images are wanted.
+        stream: where that is launched; None on a CPU.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
+        self.device, self.cuda, self._stream = device, device.type == "cuda", stream
+
+    def decoded(self, files: list[Any], otherwise: Callable[[int], Any]) -> list[Any]:
+        """``files`` with :class:`Pixels` in the places of tensors; ``otherwise(i)`` where the decoder refuses the i-th file."""
+        places = [i for i, file in enumerate(files) if isinstance(file, Tensor)]
+        made = list(files)
+        if not places:
+            return made
+        try:
+            with torch.cuda.stream(self._stream):
+                storage, pictures, refusals = ops.jpeg_pack(
+                    [files[i] for i in places], pin_memory=self.cuda, segment=1 if self.cuda else 4
+                )
+                taken = [i for i, reason in zip(places, refusals) if not reason]
+                rows = [row for row, reason in zip(pictures.tolist(), refusals) if not reason]
+                for i, pixels in zip(taken, decode_packed(storage, rows, self.device)):
+                    made[i] = Pixels(pixels, files[i])
+        except RuntimeError as error:
+            if not is_out_of_memory(error):  # of pinned memory, too
+                raise
+        return [otherwise(i) if isinstance(each, Tensor) else each for i, each in enumerate(made)]
+
+    def batch(self, paths: list[str], images: list[Any], info: list[str], dataset: Any, mixed: bool = False) -> Batch:
+        """Return a batch; its arrays are uploaded in one copy."""
+        made = Batch(paths, Images(images), info, dataset, [], [], mixed=mixed)
+        arrays = [image for image in images if not isinstance(image, Pixels)]
+        decoded = {
+            i: each.pixels for i, each in enumerate(images) if isinstance(each, Pixels) and each.pixels is not None
+        }
+        known = len(arrays) + len(decoded) == len(images) and (fits(arrays) or not arrays)
+        if not known or (arrays and decoded and arrays[0].shape[2] != 3) or sum(a.size for a in arrays) > UPLOAD:
+            return made
+        with torch.cuda.stream(self._stream):
+            ends = np.cumsum([0] + [array.size for array in arrays]).tolist()
+            buffer = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=self.cuda and bool(arrays))
+            for array, begin, end in zip(arrays, ends, ends[1:]):
+                np.copyto(buffer[begin:end].numpy().reshape(array.shape), array)
+            made.storages = [buffer.to(self.device, non_blocking=True)] if arrays else []
+            if decoded:  # views of one allocation
+                first = next(iter(decoded.values()))
+                made.storages.append(first.as_strided((first.untyped_storage().nbytes(),), (1,), 0))
+            last, offsets = len(made.storages) - 1, iter(ends)
+            made.where = [
+                (last, int(decoded[i].storage_offset())) if i in decoded else (0, next(offsets))
+                for i in range(len(images))
+            ]
+            if self._stream is not None:
+                made.ready = torch.cuda.Event()
+                made.ready.record()
+        return made
+
+
+def _sequential_jpeg(path: str) -> tuple[Tensor, _Header] | None:
+    """The bytes and the header of a sequential JPEG file; None for another file, and for one that cannot be read."""
+    if not is_jpeg(path):
+        return None
+    try:
+        data = np.fromfile(path, dtype=np.uint8)
+    except OSError:
+        return None  # Ultralytics says what is wrong
+    header = _header(data.data)
+    return (torch.from_numpy(data), header) if header is not None and header.frame <= 0xC1 else None
+
+
+def _read_ahead(read: Callable[[Any], Any], what: list[Any], batch: int) -> Iterator[Any]:
+    """``read(each)`` of ``what`` in order. Threads read two batches ahead. An exception is raised in its place."""
+    group = max(batch // READERS, 2)
+
+    def read_group(begin: int) -> list[Any]:
+        found: list[Any] = []
+        for each in what[begin : begin + group]:
+            try:
+                found.append(read(each))
+            except Exception as error:
+                return [*found, error]
+        return found
+
+    with contextlib.closing(in_order(read_group, range(0, len(what), group), READERS, 2 * READERS)) as groups:  # type: ignore[type-var]
+        for each in itertools.chain.from_iterable(groups):
+            if isinstance(each, Exception):
+                raise each
+            yield each
+
+
+def of_files(dataset: Any, stager: Stager) -> Iterator[Batch]:
+    """The batches of a ``LoadImagesAndVideos``: images as it reads them, then the frames of its videos."""
+    stock = type(dataset).__next__
+    imread, own = stock.__globals__["imread"], is_code_of(stock.__globals__["imread"], "ultralytics")
+    in_turn = stock.__globals__.get("PIL_FALLBACK_SUFFIXES", ())
+
+    def by_opencv(path: str) -> np.ndarray | None:
+        with _opening if path.lower().endswith(tuple(in_turn)) else contextlib.nullcontext():
+            return imread(path, flags=dataset.cv2_flag)
+
+    def read(path: str) -> Any:
+        decodes = own and dataset.cv2_flag == cv2.IMREAD_COLOR
+        found = _sequential_jpeg(path) if decodes else None
+        return by_opencv(path) if found is None else found[0]
+
+    files = dataset.files[: dataset.ni]
+    read_ahead = _read_ahead(read, files, dataset.bs)
+    with contextlib.closing(read_ahead):  # type: ignore[type-var]
+        while dataset.count < dataset.ni:
+            paths: list[str] = []
+            images: list[Any] = []
+            info: list[str] = []
+            while len(images) < dataset.bs and dataset.count < dataset.ni:
+                group = list(itertools.islice(read_ahead, dataset.bs - len(images)))
+                if images:  # in the places of files that cannot be read
+                    decoded = [by_opencv(files[dataset.count + i]) for i in range(len(group))]
+                else:
+                    decoded = stager.decoded(group, lambda i: by_opencv(files[dataset.count + i]))
+                for image in decoded:
+                    dataset.count += 1
+                    dataset._append_image(paths, images, info, files[dataset.count - 1], image, dataset.count)
+            dataset.mode = "image"
+            if images:
+                yield stager.batch(paths, images, info, copy.copy(dataset))
+    while dataset.count < dataset.nf and (found := next(dataset, None)) is not None:
+        paths, images, info = found
+        yield stager.batch(paths, images, info, copy.copy(dataset))
+
+
+def of_list(dataset: Any, batch: int, stager: Stager) -> Iterator[Batch]:
+    """The images of a ``LoadPilAndNumpy``, ``batch`` at a time."""
+    count, elements = len(dataset), dataset.im0
+    mixed = count > batch and _is_mixed(dataset)
+    read_ahead = _read_ahead(dataset.read, elements, batch) if hasattr(dataset, "read") else iter(elements)
+    dataset.count = 1
+    try:
+        for begin in range(0, count, batch):
+            group = list(itertools.islice(read_ahead, batch))
+            paths, names = dataset.paths[begin : begin + batch], elements[begin : begin + batch]
+
+            def by_pillow(i: int, names: list[Any] = names) -> Any:
+                return dataset.by_pillow(names[i])
+
+            yield stager.batch(paths, stager.decoded(group, by_pillow), [""] * len(group), dataset, mixed)
+    finally:
+        close = getattr(read_ahead, "close", None)
+        if close is not None:
+            close()
+
+
+def _is_mixed(dataset: Any) -> bool:
+    shape_of = getattr(dataset, "shape_of", lambda image: image.shape)
+    shapes = map(shape_of, dataset.im0)
+    first = next(shapes)
+    return any(shape != first for shape in shapes)
+
+
+@functools.cache
+def _listed() -> type:
+    from PIL import Image
+    from ultralytics.data.build import autocast_list
+    from ultralytics.data.loaders import LoadPilAndNumpy, SourceTypes
+
+    class Listed(LoadPilAndNumpy):
+        """A list with names of files, which are opened when their turn comes."""
+
+        def __init__(self, source: list[Any], channels: int) -> None:
+            self.im0, self.channels, self.mode, self.count = source, channels, "image", 0
+            self.bs = len(source)
+            self.paths = [
+                os.fspath(each) if _is_name(each) else getattr(each, "filename", "") or f"image{i}.jpg"
+                for i, each in enumerate(source)
+            ]
+            self.source_type = SourceTypes(stream=False, screenshot=False, from_img=True, tensor=False)
+
+        def by_pillow(self, element: Any) -> np.ndarray:
+            if _is_name(element):
+                with _opening:
+                    element = Image.open(element)
+            elif isinstance(element, str):  # an address
+                (element,) = autocast_list([element])
+            return self._single_check(element, self.channels)
+
+        def read(self, element: Any) -> Any:
+            """An array, or the bytes of a JPEG file of which Pillow and OpenCV make the same pixels."""
+            if _is_name(element) and self.channels == 3 and (found := _sequential_jpeg(os.fspath(element))) is not None:
+                data, header = found
+                small = header.shape[0] * header.shape[1] <= (Image.MAX_IMAGE_PIXELS or 0)
+                ends = b"\xff\xd9" in data[-64:].numpy().tobytes()  # Pillow raises an error without
+                if small and ends and not header.xmp_turns:
+                    return data
+            return self.by_pillow(element)
+
+        def shape_of(self, element: Any) -> tuple[int, ...]:
+            if not _is_name(element):
+                return self.by_pillow(element).shape
+            with contextlib.suppress(OSError), open(element, "rb") as file:
+                header = _header(memoryview(file.read(4096)))
+                if header is not None and not header.exif and not header.xmp_turns:
+                    return (*header.shape[:2], self.channels)
+            with _opening, Image.open(element) as image:
+                turned = image.getexif().get(0x0112) in (5, 6, 7, 8)
+                return (*(image.size if turned else image.size[::-1]), self.channels)
+
+    return Listed
+
+
+def known_loaders() -> tuple[type, ...]:
+    """Ultralytics' loaders that :func:`of_files` and :func:`of_list` take."""
+    from ultralytics.data.loaders import LoadImagesAndVideos, LoadPilAndNumpy
+
+    return LoadImagesAndVideos, LoadPilAndNumpy, _listed()
+
+
+def _is_name(element: object) -> bool:
+    return isinstance(element, Path) or (
+        isinstance(element, str) and not element.lower().startswith(("http://", "https://"))
+    )
+
+
+def with_names_of_files(source: object, channels: int) -> object:
+    """A list of which some elements are names of files, as a loader; any other source as it is."""
+    from PIL import Image
+
+    if not isinstance(source, (list, tuple)) or not any(_is_name(each) for each in source):
+        return source
+    if not all(isinstance(each, (str, Path, Image.Image, np.ndarray)) for each in source):
+        return source
+    return _listed()(list(source), channels)
+
+
+class _Header(NamedTuple):
+    """What comes before the image in a JPEG file."""
+
+    frame: int  # its marker: 0xC0 and 0xC1 are sequential
+    shape: tuple[int, int, int]
+    exif: bool
+    xmp_turns: bool  # Pillow finds an orientation there, too; OpenCV does not
+
+
+def _header(data: memoryview) -> _Header | None:
+    """The header of a JPEG file that is ``data``, or begins with it; None if it is damaged or longer."""
+    if bytes(data[:2]) != b"\xff\xd8":
+        return None
+    at, exif, xmp_turns = 2, False, False
+    while at + 9 < len(data) and data[at] == 0xFF:
+        marker, size = data[at + 1], data[at + 2] << 8 | data[at + 3]
+        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
+            height, width = data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8]
+            return _Header(marker, (height, width, 3), exif, xmp_turns)
+        if marker == 0xE1:
+            segment = bytes(data[at + 4 : at + 2 + size])
+            exif, xmp_turns = exif or segment.startswith(b"Exif"), xmp_turns or b"Orientation" in segment
+        at += 2 + size
+    return None

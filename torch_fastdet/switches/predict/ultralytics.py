@@ -1,0 +1,214 @@
+"""What ``predict_optim`` puts in place of the methods of Ultralytics' predictors.
+
+Where images go is not computed here: the predictor's own ``pre_transform`` runs with a ``LetterBox`` that says where it would put an
+image, instead of moving its pixels. What is suppressed, and with which thresholds, is asked of its own ``postprocess`` likewise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_fastdet.images.recorder import recording_module
+from torch_fastdet.ops.letterbox import Placing
+from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.replace import is_code_of, original, with_names
+from torch_fastdet.patching.switch import Active
+from torch_fastdet.suppression import ultralytics_non_max_suppression
+from torch_fastdet.switches.nms.trial import ULTRALYTICS_SUPPRESSION
+from torch_fastdet.switches.predict.common import fits, letterbox
+from torch_fastdet.switches.predict.pipeline import KEY, Asked, Asking, Feed, Flight, Parts, timing
+from torch_fastdet.switches.predict.sources import known_loaders, with_names_of_files
+
+#: Where prediction runs ahead. On a CPU the network itself takes all cores.
+DEVICES: tuple[str, ...] = ("cuda",)
+GREY = 114  # of the operator's border
+
+
+def _asking(pre_transform: object, stock_letterbox: Any) -> Callable[[object, object], list[Placing | None]]:
+    """``pre_transform`` that returns where each picture goes; None for one that the operator cannot put there."""
+
+    class Asked(stock_letterbox):
+        def apply_image(self, labels: dict[str, object], params: dict[str, Any]) -> dict[str, Any]:
+            width, height = params["new_unpad"]
+            top, bottom, left, right = (params[side] for side in ("top", "bottom", "left", "right"))
+            known = self.padding_value == GREY and self.interpolation == cv2.INTER_LINEAR
+            size = (top + height + bottom, left + width + right)
+            whole = known and min(top, bottom, left, right) >= 0
+            labels["img"] = Placing(height, width, top, left, size) if whole else None
+            return labels
+
+    return with_names(pre_transform, LetterBox=Asked)
+
+
+def preprocessing(stock: Callable, stock_pre_transform: Callable, module: ModuleType, parts: Parts) -> Callable:
+    """``BasePredictor.preprocess`` whose lists of images go through :func:`letterbox`; all else gets the original's."""
+    stock_letterbox = namespace(module).get("LetterBox")
+    where = parts.where = _asking(stock_pre_transform, stock_letterbox)
+
+    def preprocess(self: Any, im: Any) -> Tensor:
+        if type(self).pre_transform is not stock_pre_transform or "pre_transform" in vars(self):
+            return stock(self, im)  # a predictor with a pre_transform of its own keeps it
+        if namespace(module).get("LetterBox") is not stock_letterbox or not fits(im):
+            return stock(self, im)
+        device = torch.device(self.device)
+        placings = [placing for placing in where(self, im) if placing is not None]
+        if device.type not in ("cpu", "cuda") or len(placings) != len(im) or len({p.size for p in placings}) != 1:
+            return stock(self, im)
+        return letterbox(im, placings, device, torch.float16 if self.model.fp16 else torch.float32)
+
+    parts.preprocess = preprocess
+
+    @functools.wraps(stock)
+    def preprocess_or_read(self: Any, im: Any) -> Tensor:
+        feed = vars(self).get(KEY)
+        if feed is not None and feed.flight is not None and im is feed.flight.batch.images:
+            return feed.input(self)
+        return preprocess(self, im)
+
+    return preprocess_or_read
+
+
+def sourcing(active: Active, stock: Callable, owner: Any) -> Callable:
+    """``BasePredictor.setup_source`` whose loader is a :class:`Feed` where the pipeline can run."""
+    parts = active.shared(parts_of)
+
+    @functools.wraps(stock)
+    def setup_source(self: Any, source: object, *args: object, **kwargs: object) -> None:
+        vars(self).pop(KEY, None)
+        takes = runs_ahead(self, owner)
+        stock(
+            self, with_names_of_files(source, getattr(self.model, "channels", 3)) if takes else source, *args, **kwargs
+        )
+        if takes and type(self.dataset) in known_loaders():
+            vars(self)[KEY] = self.dataset = Feed(self, parts)
+
+    return setup_source
+
+
+def parts_of(_: Active) -> Parts:
+    return Parts()
+
+
+def runs_ahead(predictor: Any, base: Any) -> bool:
+    """Whether the predictor's model and methods are those that the pipeline knows."""
+    if predictor.model is None or torch.device(predictor.device).type not in DEVICES or predictor.model.format != "pt":
+        return False
+    from ultralytics.models.yolo.detect import DetectionPredictor
+    from ultralytics.models.yolo.segment import SegmentationPredictor
+
+    kind, options = type(predictor), predictor.args
+    own = {"preprocess", "inference", "pre_transform"}
+    if any(getattr(kind, name) is not getattr(base, name) for name in own) or own & vars(predictor).keys():
+        return False
+    if kind.postprocess not in (DetectionPredictor.postprocess, SegmentationPredictor.postprocess):
+        return False
+    makers = (kind.construct_result, kind.construct_results)
+    known = all(is_code_of(getattr(maker, "__wrapped__", maker), "ultralytics") for maker in makers)
+    return known and not (options.augment or options.visualize or options.embed)
+
+
+def inferring(active: Active, stock: Callable, _: object) -> Callable:
+    """``BasePredictor.inference``, whose answer is there already for a batch of the pipeline."""
+    active.shared(parts_of).inference = stock
+
+    @functools.wraps(stock)
+    def inference(self: Any, im: Any, *args: object, **kwargs: object) -> object:
+        flight = _flight(self)
+        if flight is not None and im is flight.input and not args and not kwargs:
+            return flight.output
+        return stock(self, im, *args, **kwargs)
+
+    return inference
+
+
+def _flight(predictor: Any) -> Flight | None:
+    feed = vars(predictor).get(KEY)
+    flight: Flight | None = None if feed is None else feed.flight
+    return flight if flight is not None and flight.settings is not None else None
+
+
+def streaming(_: Active, stock: Callable, __: object) -> Callable:
+    """``BasePredictor.stream_inference`` that does not wait for the GPU to read a clock."""
+    inner: Any = getattr(stock, "__wrapped__", stock)  # under torch.inference_mode
+    names = inner.__globals__
+
+    @functools.wraps(stock)
+    def stream_inference(self: Any, *args: object, **kwargs: object) -> object:
+        timed = recording_module(names["ops"], {"Profile": timing(self, names["ops"].Profile)})
+        return torch.inference_mode()(with_names(inner, ops=timed))(self, *args, **kwargs)
+
+    return stream_inference
+
+
+def postprocessing(active: Active, stock: Callable, detector: Any) -> Callable:
+    """``DetectionPredictor.postprocess`` with what the pipeline has found."""
+    names: dict[str, Any] = stock.__globals__
+    nms = names["nms"]
+    known = original(nms, "non_max_suppression")
+    suppresses = known is not None and ULTRALYTICS_SUPPRESSION.obstacle(known) is None
+    parts = active.shared(parts_of)
+    parts.suppresses = lambda: suppresses and nms.non_max_suppression in (known, ultralytics_non_max_suppression)
+    parts.scales = lambda predictor: (
+        type(predictor).construct_result is detector.construct_result
+        and active.has_replaced(detector, "construct_result")
+        and predictor.args.task == "detect"
+    )
+
+    def ask(*arguments: object, **options: object) -> None:
+        raise Asked(arguments, options)
+
+    asking = with_names(stock, nms=recording_module(nms, {"non_max_suppression": ask}))
+
+    @functools.wraps(stock)
+    def postprocess(self: Any, preds: object, img: object, orig_imgs: object, **kwargs: object) -> object:
+        if isinstance(orig_imgs, Asking):
+            return asking(self, preds, img, orig_imgs, **kwargs)
+        flight = _flight(self)
+        if flight is None or orig_imgs is not flight.batch.images:
+            return stock(self, preds, img, orig_imgs, **kwargs)
+        answer = functools.partial(flight.answer, nms.non_max_suppression)
+        answering = with_names(stock, nms=recording_module(nms, {"non_max_suppression": answer}))
+        return answering(self, preds, img, flight.batch.images.held, **kwargs)
+
+    return postprocess
+
+
+def constructing(_: Active, stock: Callable, __: object) -> Callable:
+    """``DetectionPredictor.construct_result`` for boxes that are in pixels of the image already."""
+    names: dict[str, Any] = stock.__globals__
+    as_they_are = recording_module(names["ops"], {"scale_boxes": lambda _, boxes, *__, **___: boxes})
+    scaled = with_names(stock, ops=as_they_are)
+
+    @functools.wraps(stock)
+    def construct_result(self: Any, *args: object, **kwargs: object) -> object:
+        flight = _flight(self)
+        return (scaled if flight is not None and flight.scaled else stock)(self, *args, **kwargs)
+
+    return construct_result
+
+
+def prepared(predictor: Any, preprocess: Callable[..., Tensor]) -> list[Tensor]:
+    """What ``preprocess`` makes of small pictures for this class of predictors."""
+    picture = np.arange(3 * 40 * 31, dtype=np.uint8).reshape(31, 40, 3)
+    cases = [
+        ([picture], "pt", False, True, False),
+        ([picture[:20], picture[:20, :17]], "pt", False, True, True),
+        ([picture[:, :, :1]], "onnx", False, True, False),
+        ([picture], "onnx", True, False, False),
+    ]
+    found = []
+    for pictures, kind, dynamic, rect, half in cases:
+        model = SimpleNamespace(format=kind, dynamic=dynamic, fp16=half, stride=32)
+        settings = {"imgsz": [64, 96], "args": SimpleNamespace(rect=rect), "model": model, "device": "cpu"}
+        probe = type("Probe", (predictor,), {"__init__": lambda self: None})()
+        vars(probe).update(settings)
+        found.append(preprocess(probe, pictures))
+    return found

@@ -1,0 +1,44 @@
+"""``LoadImages`` of detect.py and its like: threads read and letterbox the next images meanwhile, each by YOLOv5's own code."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+from torch_fastdet.images.ahead import in_order
+
+KEY = "torch_fastdet_reader"  # in a loader's attributes while images are read ahead
+THREADS, AHEAD = 4, 8
+
+
+def reading(stock: Any) -> object:
+    """``LoadImages.__next__`` that starts to read images before they are asked for. Videos are read as before."""
+
+    @functools.wraps(stock)
+    def following(self: Any) -> object:
+        images = self.video_flag.index(True) if True in self.video_flag else self.nf
+        at, reader = vars(self).pop(KEY, (None, None))
+        if at != self.count and reader is not None:
+            reader.close()  # somebody begins again
+            reader = None
+        if self.count >= images or (reader is None and images - self.count == 1):
+            return stock(self)
+        if reader is None:
+            loader = copy.copy(self)  # `self` must not be held by its own reader
+
+            def read(number: int) -> object:
+                each = copy.copy(loader)
+                each.count = number
+                return stock(each)
+
+            reader = in_order(read, range(self.count, images), THREADS, AHEAD)
+        found = next(reader)
+        self.count += 1
+        if self.count < images:
+            vars(self)[KEY] = self.count, reader
+        else:
+            reader.close()
+        return found
+
+    return following
