@@ -1,10 +1,7 @@
 """Images in memory that all processes of a data loader share: decoded, or as files that the GPU decodes.
 
-The memory is an anonymous file (``memfd``): it has no name, so nothing is left behind however a process ends, and the size
-of ``/dev/shm`` does not matter. Every image has its place from the start, because the label scan knows the sizes; pages
-are taken when an image is written. Whoever decodes an image first writes it, then sets its mark.
-
-With :class:`JpegFiles`, files take the budget first, and an image is decoded into its place only where OpenCV has to decode it.
+The memory is an anonymous file (``memfd``), of which nothing is left however a process ends. Every image has its place from the start,
+because the label scan knows the sizes. Whoever decodes an image first writes it, then sets its mark.
 """
 
 from __future__ import annotations
@@ -97,13 +94,10 @@ class SharedFile(Owner):
 
 
 class PictureMemory(SharedFile):
-    """A place for each of ``n`` images, as far as a budget goes.
+    """A place for each image, as far as ``budget`` bytes go; ``shapes`` are (height, width) as it will be kept, or somewhat more.
 
-    Args:
-        shapes: (height, width) of each image as it will be kept, or somewhat more.
-        budget: bytes that images may take.
-        fd: the file of such a memory in another process, with the same shapes and budget; it is taken over.
-        jpegs: keeps files in place of images, as far as it can. Their images have places, too, but behind all others.
+    ``fd`` is the file of such a memory in another process, which is taken over. ``jpegs`` keeps files in place of images, as far as it can:
+    their images have places behind all others.
     """
 
     what, label = "decoded pictures", "torch_fastdet_pictures"
@@ -251,14 +245,8 @@ class PictureMemory(SharedFile):
 class JpegFiles(SharedFile):
     """JPEG files with an index (:func:`torch_fastdet.ops.jpeg_pack`), one after another in the order in which they are first needed.
 
-    A file for which there is no room is read for each batch and travels with it, as it is: who makes the batch packs it. Its index is
-    kept: behind the budget, as it takes 3% of a file.
-
-    Args:
-        files: those of a data set.
-        budget: bytes that files may take.
-        fd: the file of such a memory in another process, with the same files and budget, and ``nbytes``; it is taken over.
-        nbytes: bytes of files and indices together.
+    A file for which ``budget`` has no room is read for each batch and travels with it, as it is: who makes the batch packs it. Its index is
+    kept, as it takes 3% of a file. ``fd`` and ``nbytes``, of files and indices together, are those of such a memory in another process.
     """
 
     what, label = "JPEG files", "torch_fastdet_jpegs"
@@ -302,8 +290,7 @@ class JpegFiles(SharedFile):
     def read(self, index: int) -> bool:
         """Read an image's file unless it is there. Whether it is there: kept, or for the batch that is planned.
 
-        It is not where OpenCV has to decode it, because :func:`~torch_fastdet.ops.jpeg_pack` refuses it. One that has not changed
-        since it was judged is not judged again.
+        It is not where OpenCV has to decode it. A file that has not changed since it was judged is not judged again.
         """
         kept, head, judged = self._rows[index, 0], self._rows[index, 2], self._rows[index, 4:].tolist()
         if kept or index in self.sent:

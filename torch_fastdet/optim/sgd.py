@@ -10,22 +10,17 @@ from torch_fastdet.optim._watch import BoundOptimizer, SgdBinding, unfilled_buff
 class SGD(BoundOptimizer, torch.optim.SGD):
     """``torch.optim.SGD`` whose step is one launch over all groups, and which GradScaler drives without a host sync.
 
-    Arguments, results, state_dict (both ways), closures, hooks, schedulers and ``add_param_group`` are those of
-    torch.optim.SGD. In float32 and float64 the results are its bits; float16 and bfloat16 parameters are updated in float32 and
-    rounded once.
+    Arguments, results, state_dict (both ways), closures, hooks, schedulers and ``add_param_group`` are those of torch.optim.SGD. In float32
+    and float64 the results are its bits; float16 and bfloat16 parameters are updated in float32 and rounded once.
 
-    - lr, momentum, dampening and weight_decay may be one-element tensors on the parameters' device: they are read there, when
-      the kernel runs, so a captured step follows what is written into them.
-    - With GradScaler, overflow is decided on the device. A skipped step writes nothing. Momentum buffers that a skipped first
-      step made hold zeros (with dampening they are left out of the state_dict, as after a stock skip).
-    - ``p.grad`` stays as it is, but for GradScaler's unscaling.
+    - lr, momentum, dampening and weight_decay may be one-element tensors on the parameters' device, which a captured step follows.
+    - With GradScaler, a skipped step writes nothing. Momentum buffers that a skipped first step made hold zeros (with dampening they are
+      left out of the state_dict).
     - Parameters may be on several devices, of several dtypes, and lie differently in memory than their gradients.
-    - In a CUDA graph capture, take one step before it: buffers made inside of it would not outlive a replay.
-
-    ``foreach`` and ``fused`` are accepted and change nothing; ``differentiable=True`` is an error at the step.
+    - Take one step before a CUDA graph capture. ``foreach`` and ``fused`` are accepted and change nothing.
 
     Raises:
-        RuntimeError: sparse, integer or complex gradients, a negative lr in a group; named, before anything is written.
+        RuntimeError: ``differentiable=True``; sparse, integer or complex gradients, a negative lr in a group; before anything is written.
     """
 
     _binding_class = SgdBinding

@@ -28,22 +28,17 @@ def _not_apart(*_: object) -> Any:
 class ComputeLoss:
     """Drop-in for YOLOv5's ``utils.loss.ComputeLoss``: same constructor, same call, same results.
 
-    Stock's attributes are here as far as they are data (``hyp``, ``gr``, ``balance``, ``autobalance``, ``ssi``, ``cp``, ``cn``,
-    ``na``, ``nc``, ``nl``, ``anchors``, ``device``, ``sort_obj_iou``); its inner steps ``BCEcls``, ``BCEobj`` and
-    ``build_targets`` are not, because one operator does their work.
+    Its attributes are here as far as they are data; ``BCEcls``, ``BCEobj`` and ``build_targets`` are not, because one operator does their work.
 
-    ``ComputeLoss(model)(p, targets)`` returns ``(loss (1), items (3))``: the loss times the batch size, and the detached
-    box, objectness and class parts. ``p`` is the list of the Detect layer's raw outputs, (bs, na, ny, nx, no) or
-    (bs, na*no, ny, nx), of any float dtype; ``targets`` is (nt, 6): image, class, x, y, w, h as shares of the image.
+    ``ComputeLoss(model)(p, targets)`` returns ``(loss (1), items (3))``: the loss times the batch size, and the detached box, objectness and
+    class parts. ``p`` is the list of the Detect layer's raw outputs, (bs, na, ny, nx, no) or (bs, na*no, ny, nx), of any float dtype;
+    ``targets`` is (nt, 6): image, class, x, y, w, h as shares of the image. Where several targets share a cell, the objectness follows the last
+    one in stock's order of matches, or with ``sort_obj_iou`` the one of greatest CIoU.
 
-    Where several targets share a cell, the objectness follows the last one in stock's order of matches, or with
-    ``sort_obj_iou`` the one of greatest CIoU: one of the results that stock's unordered write can give, always the same.
-
-    A bad row of targets raises ValueError with its row and column: on the CPU at once; on a GPU, where waiting for the
-    result would stall the step, at the end of the call if the GPU has got there, else in a later call or in
-    :meth:`check`, which waits. Calls without gradients (validation) wait as well. In a CUDA graph, and inside of :meth:`counting`, such rows are ignored and counted in
-    :attr:`ignored_targets`. A ``num_targets`` below 0 or beyond the rows of targets is such an error too; in a graph,
-    :meth:`check` raises it.
+    A bad row of targets raises ValueError with its row and column: on the CPU at once; on a GPU at the end of the call if the GPU has got
+    there, else in a later call or in :meth:`check`, which waits, as calls without gradients do. In a CUDA graph, and inside of
+    :meth:`counting`, such rows are ignored and counted in :attr:`ignored_targets`. A ``num_targets`` below 0 or beyond the rows of targets is such
+    an error too; in a graph, :meth:`check` raises it.
     """
 
     sort_obj_iou = False
@@ -197,18 +192,13 @@ class ComputeLoss:
 class SegmentationLoss(ComputeLoss):
     """Drop-in for ``ComputeLoss`` of YOLOv5's ``utils.segment.loss``: same constructor, call and results.
 
-    ``SegmentationLoss(model, overlap=True)((p, protos), targets, masks)`` returns ``(loss (1), items (4))``: the loss times the
-    batch size, and the detached box, mask, objectness and class parts. ``p`` and ``protos`` are the Segment layer's outputs in
-    training mode; ``targets`` is that of :class:`ComputeLoss`; ``masks`` is (bs, h, w) with ``overlap``, the number of the target that
-    covers a pixel, else (nt, h, w). What :class:`ComputeLoss` says of attributes, targets and errors holds here too; there is no
-    ``single_mask_loss``. The operator is :func:`torch_fastdet.ops.yolov5_segmentation_loss`.
+    ``SegmentationLoss(model, overlap=True)((p, protos), targets, masks)`` returns ``(loss (1), items (4))``: the loss times the batch size, and
+    the detached box, mask, objectness and class parts. ``p`` and ``protos`` are the Segment layer's outputs in training mode; ``masks`` is
+    (bs, h, w) with ``overlap``, the place of the target that covers a pixel among its image's rows, else (nt, h, w). The rest is as in
+    :class:`ComputeLoss`; there is no ``single_mask_loss``.
 
-    With ``overlap`` the number in a mask is the target's place among its image's rows of ``targets``. The original means the same, for
-    rows that are sorted by image, as its loader's are.
-
-    Without targets, and on the CPU without matches, no gradient reaches ``protos``, as in the original. In a CUDA graph, and on a GPU
-    if no target matches an anchor, the host does not know that: the gradient is zero, and the optimizer moves the layers of the
-    prototypes by momentum and weight decay.
+    Without targets, and on the CPU without matches, no gradient reaches ``protos``, as in the original. In a CUDA graph, and on a GPU if no
+    target matches an anchor, the gradient is zero, and the optimizer moves the layers of the prototypes by momentum and weight decay.
     """
 
     single_mask_loss = property(_not_apart, _not_apart)
