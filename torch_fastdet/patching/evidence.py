@@ -71,7 +71,7 @@ class Asks:
     about: str
     question: Callable[[object], str | None]
 
-    def obstacle(self, stock: object) -> Obstacle | None:
+    def obstacle(self, stock: object = None) -> Obstacle | None:
         answer = self.question(stock)
         return None if answer is None else Obstacle(answer)
 
@@ -251,21 +251,13 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in found.group().split(".")) if found else ()
 
 
-@dataclass(frozen=True)
-class Version:
+def at_least(package: str, oldest: str) -> Asks:
     """The installed ``package`` is not older than ``oldest``, the first version whose results the drop-ins have."""
 
-    package: str
-    oldest: str
-
-    def obstacle(self, stock: object = None) -> Obstacle | None:
-        version = installed_version(self.package)
-        if release(version) >= release(self.oldest):
+    def question(_: object) -> str | None:
+        if release(version := installed_version(package)) >= release(oldest):
             return None
-        return Obstacle(
-            f"{self.package} {version} is older than {self.oldest}, the oldest version that is supported; "
-            f"type: pip install -U {self.package}"
-        )
+        supported = f"{oldest}, the oldest version that is supported"
+        return f"{package} {version} is older than {supported}; type: pip install -U {package}"
 
-    def __str__(self) -> str:
-        return f"{self.package} {self.oldest} or later"
+    return Asks(f"{package} {oldest} or later", question)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from torch_fastdet.patching.evidence import Signature, Version
+from torch_fastdet.patching.evidence import Signature, at_least
 
 YOLOV5_REFERENCE = "YOLOv5 7.0"
 #: The first version of Ultralytics whose results the drop-ins have, and the last one that was read.
 OLDEST, REFERENCE = "8.4.184", "8.4.190"
-VERSION = Version("ultralytics", OLDEST)
+VERSION = at_least("ultralytics", OLDEST)
 ALL_READ = f"ultralytics {OLDEST} to {REFERENCE}"
 #: The parameters of a method without arguments.
 SELF = Signature(("self",))
