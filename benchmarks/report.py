@@ -48,7 +48,7 @@ HEADLINES = [
     Headline("train.py of YOLOv5: an epoch of 118,287 images (COCO's size), yolov5s", "h100:dataset", COCO_CASE, times=EPOCH),
     Headline("Ultralytics' trainer: an iteration of yolov8s, batch 16", "ultralytics", "yolov8s, batch 16"),
     Headline("Ultralytics' trainer: an iteration of yolo26s, batch 16", "ultralytics", "yolo26s, batch 16"),
-    Headline("Ultralytics' trainer: an iteration of yolov8s-seg, batch 16", "ultralytics", "yolov8s-seg, batch 16"),
+    Headline("Ultralytics' trainer: an iteration of rtdetr-l, batch 16", "h100:rtdetr_training", "rtdetr-l, batch 16, 320 JPEGs"),
     Headline("val.py of YOLOv5: the whole command on 5,000 JPEGs, yolov5s", "val",
              "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command"),
     Headline("YOLO(\"yolov8n\").predict of one image in memory", "pictures",
@@ -188,6 +188,7 @@ SECTIONS = {
     **{f"{name}.md": (f"gpu-{name}-floor",) for name in ("bn_act", "stem_conv", "pool", "v8_loss")},
     **{f"{name}.md": (f"gpu-{name}-floor",) for name in ("nms", "masks", "image", "jpeg")},
     "machine.md": ("h100-machine", "gpu-memory"),
+    "predict.md": ("h100-predict",),
     "results.md": (
         *("gpu-dataset", "h100-dataset", "gpu-train", "gpu-ultralytics", "h100-ultralytics", "gpu-val"),
         *("gpu-truths", "gpu-summary", "gpu-operators", "cpu-summary"),

@@ -234,6 +234,7 @@ WITHOUT = {
         "postprocess",
         r".*",
     ): "its work depends on what the trained model detects; bench_nms has the same operators on stated data",
+    ("rtdetr_training", r".*"): "a whole training",
     ("pictures", r".*"): "most of it is the network, which is not ours",
     ("loss", r"segmentation, .*"): "its work depends on the pixels of the boxes",
     ("nms", r"rotated boxes, .*"): "its work depends on how many boxes lie near each other",
