@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from setuptools import Extension, setup
 
 ROOT = Path(__file__).resolve().parent
-TORCH_OLDEST, TORCH_NEWEST = (2, 11), (2, 15)
+TORCH_OLDEST, TORCH_NEWEST = (2, 10), (2, 15)
 TORCH_WANTED = "{}.{} to {}.{}".format(*TORCH_OLDEST, *TORCH_NEWEST)
 TORCH_INSTALL = 'pip install "torch>={}.{},<{}.{}"'.format(*TORCH_OLDEST, TORCH_NEWEST[0], TORCH_NEWEST[1] + 1)
 GENERATED = ROOT / "build/generated"
@@ -34,7 +34,11 @@ TOGETHER: dict[str, set[str] | None] = {
         *("slices", "softmax", "space_to_depth", "stem_conv", "upsample"),
     },
 }
-DEFAULT_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"
+#: The oldest nvcc of CUDA 12 whose kernels have run.
+NVCC_OLDEST = (12, 4)
+#: The nvcc that knows Blackwell, and -compress-mode.
+NVCC_BLACKWELL = (12, 8)
+DEFAULT_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0"
 
 
 def stop(sentence: str) -> NoReturn:
@@ -111,7 +115,21 @@ def choose_cuda() -> str | None:
             f"{torch_cuda.split('.')[0]}.x; type: CUDA_HOME=/usr/local/cuda-{torch_cuda} pip install --no-build-isolation . "
             "(or TORCH_FASTDET_CUDA=0 pip install --no-build-isolation . for the CPU only)"
         )
+    if numbers(version) < NVCC_OLDEST:
+        stop(
+            f"found nvcc {version} ({nvcc}), but {'.'.join(map(str, NVCC_OLDEST))} or newer is needed; type: "
+            f"CUDA_HOME=/usr/local/cuda-{torch_cuda} pip install --no-build-isolation ."
+        )
     return version
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def default_architectures(cuda: str) -> str:
+    """Every architecture that the kernels are for, and code that newer GPUs compile when they load it."""
+    return DEFAULT_ARCHITECTURES + (";10.0;12.0+PTX" if numbers(cuda) >= NVCC_BLACKWELL else "+PTX")
 
 
 def check_compiler() -> None:
@@ -157,7 +175,7 @@ def check_architectures(nvcc: Path, version: str) -> None:
     except (ValueError, IndexError):  # IndexError: "native" without a GPU
         stop(
             f"found TORCH_CUDA_ARCH_LIST={wanted!r}, which torch {torch.__version__} does not understand; it wants compute "
-            f'capabilities, such as: TORCH_CUDA_ARCH_LIST="{DEFAULT_ARCHITECTURES}" pip install --no-build-isolation .'
+            f'capabilities, such as: TORCH_CUDA_ARCH_LIST="{default_architectures(version)}" pip install --no-build-isolation .'
         )
     output = subprocess.run([str(nvcc), "--list-gpu-arch"], capture_output=True, text=True).stdout
     known = set(re.findall(r"compute_(\d+)", output))
@@ -230,11 +248,11 @@ def operators(cuda: str | None) -> Extension:
         # Where pip puts the CUDA runtime: a C++ program may load us before torch has.
         kwargs["extra_link_args"].append(f"-Wl,-rpath,$ORIGIN/../nvidia/cu{cuda.split('.')[0]}/lib")
         flags["nvcc"] = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler", "-Wall,-fvisibility=hidden"]
-        # Line tables for profilers are two thirds of an object file, and compression makes the rest a ninth.
+        # Line tables for profilers are two thirds of an object file, and compression makes the rest a ninth (a third by older nvcc).
         if os.environ.get("TORCH_FASTDET_LINEINFO") == "1":
             flags["nvcc"].append("-lineinfo")
-        if tuple(map(int, cuda.split("."))) >= (12, 8):
-            flags["nvcc"].append("-compress-mode=size")
+        newer = numbers(cuda) >= NVCC_BLACKWELL
+        flags["nvcc"] += ["-compress-mode=size"] if newer else ["-Xfatbin", "-compress-all"]
         kwargs["define_macros"] = [("TORCH_FASTDET_WITH_CUDA", None)]
         extension = cpp_extension.CUDAExtension("torch_fastdet.libtorch_fastdet", sources(cuda), **kwargs)
     else:
@@ -328,7 +346,7 @@ def write_if_changed(path: Path, text: str) -> None:
 
 CUDA = choose_cuda()
 if CUDA and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
-    os.environ["TORCH_CUDA_ARCH_LIST"] = DEFAULT_ARCHITECTURES
+    os.environ["TORCH_CUDA_ARCH_LIST"] = default_architectures(CUDA)
 if CUDA:
     check_architectures(nvcc_path(), CUDA)
 

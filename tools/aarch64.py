@@ -14,6 +14,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tools import debian
+from tools.debian import run
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build/aarch64"
 COMPILER = "aarch64-linux-gnu-g++"
@@ -25,17 +28,7 @@ BESIDE_TORCH = ("numpy", "opencv-python-headless", "pytest", "hypothesis")
 TESTS = [f"tests/ops/test_{family}.py" for family in ("bbox_iou", "upsample", "pool", "crop_mask", "space_to_depth")]
 # Tracing takes minutes under QEMU, and what it traces does not depend on the processor.
 SELECTED = "not opcheck and not compile and not export"
-APT = """
-APT::Architecture "arm64";
-APT::Architectures {{ "arm64"; }};
-Dir::State "{apt}/state";
-Dir::State::status "{apt}/status";
-Dir::Cache "{apt}/cache";
-"""
-
-
-def run(*command: object, **options: object) -> None:
-    subprocess.run([str(word) for word in command], check=True, **options)  # type: ignore[call-overload]
+ARM = 'APT::Architecture "arm64"; APT::Architectures { "arm64"; };\n'
 
 
 def stop_without_tools() -> None:
@@ -56,16 +49,9 @@ def fetch_packages(folder: Path) -> None:
 
 def fetch_python(folder: Path) -> None:
     """Debian's aarch64 Python and C libraries, unpacked and not installed."""
-    apt = folder.parent / "apt"
-    for name in ("state/lists/partial", "cache/archives/partial"):
-        (apt / name).mkdir(parents=True, exist_ok=True)
-    (apt / "status").touch()
-    (apt / "apt.conf").write_text(APT.format(apt=apt))
-    env = os.environ | {"APT_CONFIG": str(apt / "apt.conf")}
-    run("apt-get", "update", "-qq", env=env)
     wanted = (f"python{VERSION}", "libstdc++6", "libgomp1")
-    run("apt-get", "install", "-qq", "--yes", "--download-only", "--no-install-recommends", *wanted, env=env)
-    for package in (apt / "cache/archives").glob("*.deb"):
+    install = ("install", "--yes", "--download-only", "--no-install-recommends")
+    for package in debian.download(folder.parent / "apt", *install, *wanted, options=ARM):
         run("dpkg-deb", "-x", package, folder)
 
 

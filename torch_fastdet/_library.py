@@ -26,8 +26,10 @@ def _series(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
+#: As in setup.py.
+TORCH_OLDEST = (2, 10)
 #: PyTorch series -> the CUDA of PyPI's build, for which there are wheels.
-WHEELS = {"2.11": "13.0", "2.12": "13.0", "2.13": "13.0", "2.14": "13.0", "2.15": "13.2"}
+WHEELS = {"2.10": "12.8", "2.11": "13.0", "2.12": "13.0", "2.13": "13.0", "2.14": "13.0", "2.15": "13.2"}
 
 
 def _again(version: str) -> str:
@@ -48,6 +50,12 @@ def load() -> dict[str, str]:
     Raises ImportError with one line if the library is missing or was built for another torch or CUDA.
     """
     config = build_config()
+    if tuple(map(int, _series(torch.__version__).split("."))) < TORCH_OLDEST:
+        oldest = "{}.{}".format(*TORCH_OLDEST)
+        raise ImportError(
+            f"torch_fastdet {config['version']} needs torch {oldest} or newer, but torch {torch.__version__} is running; type: "
+            f'pip install -U "torch>={oldest}" (this build is for torch {_series(config["torch"])})'
+        )
     if _series(config["torch"]) != _series(torch.__version__):
         raise ImportError(
             f"torch_fastdet {config['version']} was built for torch {_series(config['torch'])} ({config['torch']}), but "

@@ -39,7 +39,7 @@ def fake_nvcc(folder: Path, release: str) -> dict[str, str]:
     nvcc = folder / "bin/nvcc"
     nvcc.parent.mkdir(parents=True)
     known = "compute_75 compute_80 compute_86 compute_89 compute_90" + " compute_100 compute_120" * (
-        release != "13.0-old"
+        not release.endswith("-old")
     )
     nvcc.write_text(
         "#!/bin/sh\n"
@@ -52,6 +52,12 @@ def fake_nvcc(folder: Path, release: str) -> dict[str, str]:
 
 CUDA = torch.version.cuda
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def other_cuda(folder: Path, version: str) -> dict[str, str]:
+    """As beside a torch that was built with that CUDA."""
+    (folder / "sitecustomize.py").write_text(f"import torch.version\ntorch.version.cuda = {version!r}\n")
+    return {"PYTHONPATH": str(folder)}
 
 
 def broken_nvcc(folder: Path) -> dict[str, str]:
@@ -69,6 +75,12 @@ def no_pybind11(folder: Path) -> dict[str, str]:
 WITH_CUDA = {
     "another nvcc": (lambda f: fake_nvcc(f, "11.8"), ["found nvcc 11.8", f"CUDA {CUDA}", "type: CUDA_HOME="]),
     "the same nvcc": (lambda f: fake_nvcc(f, str(CUDA)), [""]),
+    "an nvcc that was never tried": (
+        lambda f: {**other_cuda(f, "12.8"), **fake_nvcc(f, "12.3")},
+        ["found nvcc 12.3", "but 12.4 or newer is needed; type: CUDA_HOME=/usr/local/cuda-12.8"],
+    ),
+    # It does not know Blackwell, which the default list leaves out.
+    "the oldest nvcc": (lambda f: {**other_cuda(f, "12.8"), **fake_nvcc(f, "12.4-old")}, [""]),
     # Known bug 26: the default list names GPUs that this nvcc cannot build for.
     "an older nvcc": (
         lambda f: fake_nvcc(f, "13.0-old"),
@@ -163,7 +175,7 @@ def test_compiler_whose_link_to_the_shared_runtime_dangles(dangling_compiler):
     assert result.returncode == 0 and result.stdout.endswith("['-l:libstdc++.so.6']\n"), result.stderr
 
 
-@pytest.mark.parametrize("version", ["2.5.1", "2.10.0+cu128", "2.16.0", "3.0.0"])
+@pytest.mark.parametrize("version", ["2.5.1", "2.9.1+cu128", "2.16.0", "3.0.0"])
 def test_other_torch_at_build(tmp_path, version):
     fake = tmp_path / "torch"
     (fake / "utils").mkdir(parents=True)
@@ -172,7 +184,7 @@ def test_other_torch_at_build(tmp_path, version):
     (fake / "utils/cpp_extension.py").write_text("")
     result = setup_py(PYTHONPATH=str(tmp_path))
     assert result.returncode != 0
-    assert f'needs torch 2.11 to 2.15 and found {version}; type: pip install "torch>=2.11,<2.16"' in result.stderr
+    assert f'needs torch 2.10 to 2.15 and found {version}; type: pip install "torch>=2.10,<2.16"' in result.stderr
 
 
 def test_an_isolated_build_is_refused(tmp_path):
@@ -202,6 +214,14 @@ def test_other_torch_at_import(tmp_path, built_with):
     if torch.version.cuda and _library.WHEELS.get(series) == torch.version.cuda:
         tag = f"cu{torch.version.cuda.replace('.', '')}torch{series}"
         assert f"pip install torch_fastdet=={torch_fastdet.__version__}+{tag} --find-links" in sentence
+
+
+def test_a_torch_that_is_too_old_at_import(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    with pytest.raises(
+        ImportError, match=r'2\.9\.1\+cu128 is running; type: pip install -U "torch>=2\.10" \(this build'
+    ):
+        _library.load()
 
 
 @pytest.mark.parametrize("installed", [False, True])
