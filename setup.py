@@ -1,8 +1,8 @@
 """Builds libtorch_fastdet.so (every operator, no Python symbol) and the small pybind11 module torch_fastdet._C.
 
 Environment: TORCH_FASTDET_CUDA=0|1 forces a CPU or a CUDA build; TORCH_FASTDET_LINEINFO=1 keeps the kernels' line tables, for
-profilers; TORCH_FASTDET_LOCAL_VERSION=1 names torch and CUDA in the wheel's version; TORCH_CUDA_ARCH_LIST and MAX_JOBS are
-respected.
+profilers; TORCH_FASTDET_LOCAL_VERSION=1 names torch and CUDA in the wheel's version; TORCH_FASTDET_LIBRARY names a library of this
+tree that was built for another Python and the same torch, which is taken as it is; TORCH_CUDA_ARCH_LIST and MAX_JOBS are respected.
 """
 
 import json
@@ -316,6 +316,8 @@ class BuildExtension(cpp_extension.BuildExtension):
         package = ROOT if self.inplace else Path(self.build_lib)
         write_if_changed(package / "torch_fastdet/_build_config.json", json.dumps(config, indent=2) + "\n")
         write_cmake_package(package / "torch_fastdet", config)
+        if LIBRARY:
+            shutil.copy2(LIBRARY, package / "torch_fastdet/libtorch_fastdet.so")
         targets = f"CUDA {CUDA}, architectures {config['architectures']}" if CUDA else "CPU only"
         say(f"built {config['version']} for torch {config['torch']}: {targets}")
 
@@ -345,6 +347,7 @@ def write_if_changed(path: Path, text: str) -> None:
 
 
 CUDA = choose_cuda()
+LIBRARY = os.environ.get("TORCH_FASTDET_LIBRARY")
 if CUDA and not os.environ.get("TORCH_CUDA_ARCH_LIST"):
     os.environ["TORCH_CUDA_ARCH_LIST"] = default_architectures(CUDA)
 if CUDA:
@@ -354,6 +357,6 @@ setup(
     version=VERSION + local_version(CUDA),
     # The library loads with the series of torch that it was built for, and with no other.
     install_requires=[f"torch=={TORCH_SERIES}.*", "numpy"],
-    ext_modules=[operators(CUDA), *python_module()],
+    ext_modules=[*([] if LIBRARY else [operators(CUDA)]), *python_module()],
     cmdclass={"build_ext": BuildExtension},
 )

@@ -1,8 +1,8 @@
 """Builds, tries and lists wheels: ``make wheels``.
 
 ``build``  one wheel for each Python and torch of ``--pythons`` and ``--torches``, each in an environment of its own under build/wheels,
-           with every GPU architecture that torch_fastdet supports, or those of TORCH_CUDA_ARCH_LIST. Each is checked
-           (tools/check_wheel.py) and tried.
+           with every GPU architecture that torch_fastdet supports, or those of TORCH_CUDA_ARCH_LIST. The operators are compiled once
+           for each torch. Each wheel is checked (tools/check_wheel.py) and tried.
 ``try``    installs a wheel in a fresh environment without compilers, beside the torch of ``--python``, and runs operators there.
 ``index``  writes the pages that ``pip install torch_fastdet --find-links`` reads: index.html with every wheel, and one page for each
            torch and CUDA.
@@ -19,14 +19,15 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 from urllib.parse import quote
 
-from tools import check_wheel
+from tools import check_wheel, cuda12
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
-TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
+TORCHES = ("2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
 TOOLS = ("setuptools>=77", "wheel", "pybind11>=2.13", "ninja", "numpy")
 TRIAL = """
 import importlib.util, json, shutil, subprocess, sys, torch, torch_fastdet
@@ -61,17 +62,32 @@ def environment(python: str, torch: str) -> Path:
     return folder / "bin/python"
 
 
-def build(python: Path, dist: Path) -> Path:
-    """Builds the wheel of this tree for that Python and the torch beside it, and returns its file."""
+def build(python: Path, dist: Path, cuda: dict[str, str], like: Path | None) -> Path:
+    """Builds the wheel of this tree for that Python and the torch beside it, and returns its file.
+
+    Args:
+        cuda: variables that say where the toolkit is.
+        like: a wheel for the same torch and another Python, whose operators are taken.
+    """
     # setuptools packs what an older build left there.
     for old in [*ROOT.glob("build/lib.*"), *ROOT.glob("build/bdist.*")]:
         shutil.rmtree(old)
     with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | cuda | {"TORCH_FASTDET_LOCAL_VERSION": "1"}
+        if like:
+            with zipfile.ZipFile(like) as archive:
+                env["TORCH_FASTDET_LIBRARY"] = archive.extract(check_wheel.LIBRARY, folder)
         options = ["--no-build-isolation", "--no-deps", "--wheel-dir", folder]
-        run(python, "-m", "pip", "wheel", *options, ROOT, env=os.environ | {"TORCH_FASTDET_LOCAL_VERSION": "1"})
+        run(python, "-m", "pip", "wheel", *options, ROOT, env=env)
         (made,) = Path(folder).glob("*.whl")
         dist.mkdir(parents=True, exist_ok=True)
         return Path(shutil.move(made, dist / made.name))
+
+
+def toolkit(torch: str) -> dict[str, str]:
+    """CUDA_HOME for PyPI's build of that torch, unless the user has set it: torch 2.10 is for CUDA 12, newer ones for CUDA 13."""
+    asked = {"CUDA_HOME", "TORCH_FASTDET_CUDA"} & set(os.environ)
+    return {} if asked or not torch.startswith("2.10.") else {"CUDA_HOME": str(cuda12.toolkit())}
 
 
 def try_wheel(wheel: Path, python: Path) -> None:
@@ -129,11 +145,12 @@ def build_all(pythons: list[str], torches: list[str], dist: Path) -> None:
         raise SystemExit(
             f"wheels: found no {', '.join(missing)}; install them, or name others: make wheels PYTHONS=python3.12"
         )
-    for python in pythons:
-        for torch in torches:
-            began = time.monotonic()
+    for torch in torches:
+        cuda, wheel = toolkit(torch), None
+        for python in pythons:
             inside = environment(python, torch)
-            wheel = build(inside, dist)
+            began = time.monotonic()
+            wheel = build(inside, dist, cuda, wheel)
             if check_wheel.main([str(wheel)]):
                 raise SystemExit(f"wheels: {wheel.name} is not as it should be")
             try_wheel(wheel, inside)

@@ -133,6 +133,25 @@ def test_what_the_build_says_of_a_machine(tmp_path, case):
     assert "Traceback" not in result.stderr and all(sentence in result.stderr for sentence in sentences), result.stderr
 
 
+def test_a_library_of_another_python_is_taken(tmp_path, compiler):
+    """Nothing is compiled: without Python's headers the module is left out, too. The configuration is that of the build in place."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sysconfig\n"
+        "paths = sysconfig.get_paths\n"
+        "sysconfig.get_paths = lambda *a, **k: paths(*a, **k) | {'include': '/none', 'platinclude': '/none'}\n"
+    )
+    config = _library.build_config()
+    config = {"TORCH_CUDA_ARCH_LIST": config["architectures"], "TORCH_FASTDET_CUDA": str(int(bool(config["cuda"])))}
+    places = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    library = {"TORCH_FASTDET_LIBRARY": str(_library.LIBRARY), "PYTHONPATH": str(tmp_path)}
+    result = setup_py("build_ext", *places, CXX=compiler, **library, **config)
+    assert result.returncode == 0 and "leaving out torch_fastdet._C" in result.stderr, result.stderr
+    package = tmp_path / "lib/torch_fastdet"
+    assert (package / _library.LIBRARY.name).read_bytes() == _library.LIBRARY.read_bytes()
+    assert json.loads((package / "_build_config.json").read_text()) == _library.build_config()
+    assert not (tmp_path / "temp").exists()
+
+
 def build_ext(folder: Path, compiler: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs the build, which stops at its checks of the compiler."""
     places = ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp")]
