@@ -535,6 +535,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "smart_DDP": "tests/yolov5/test_real_training_on_ranks.py",
         "Profile.time": "tests/yolov5/test_graph_switches.py",
         "DistributedDataParallel.forward": "tests/distributed/test_distributed.py",
+        "DistributedDataParallel.__init__": "tests/yolov5/test_graph_switches.py",
         "fuses": "tests/test_bn_act.py",
     },
     "ultralytics": {

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import subprocess
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -50,7 +52,9 @@ def test_are_replaced_and_put_back(yolo, switched):
     said = switched(cuda_graph=True, channels_last=True)
     assert yolo.DetectionModel.forward is not stock
     assert sum("DetectionModel.forward" in line for line in said) == 2
+    assert "channels_last" in torch.nn.parallel.DistributedDataParallel.__init__.__qualname__
     drop_in.unpatch()
+    assert "channels_last" not in torch.nn.parallel.DistributedDataParallel.__init__.__qualname__
     assert yolo.DetectionModel.forward is stock and "__deepcopy__" not in vars(yolo.DetectionModel)
 
 
@@ -92,6 +96,38 @@ def test_a_forks_detect_keeps_its_own_forward(yolo, monkeypatch):
         found = model(x)
     for mine, theirs in zip(found, expected):
         torch.testing.assert_close(mine, theirs)
+
+
+RANK = """
+import sys, types, warnings, torch
+from torch.nn.parallel import DistributedDataParallel
+from torch_fastdet.switches.channels_last import common, layout
+
+class Model(torch.nn.Sequential):
+    def forward(self, x):
+        return super().forward(layout.place(self, x, print))
+
+common.on_gpu = lambda tensor: True
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+stock, active = DistributedDataParallel.__init__, types.SimpleNamespace(name="channels_last")
+active.replace = lambda owner, name, new, quietly: setattr(owner, name, new)
+common.wrapped_in_layout(active).append(Model)
+for init in DistributedDataParallel.__init__, stock:
+    DistributedDataParallel.__init__ = init
+    model = DistributedDataParallel(Model(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 4, 3)), static_graph=True)
+    with warnings.catch_warnings(record=True) as said:  # PyTorch says it once in a process
+        for _ in range(3):
+            model(torch.rand(2, 3, 8, 8)).sum().backward()
+    print(sum("Grad strides do not match" in str(warning.message) for warning in said))
+"""
+
+
+def test_ranks_have_their_layout_before_places_of_gradients_are_made(tmp_path):
+    """DistributedDataParallel would copy each gradient into a place of the other layout, and warn."""
+    command = [sys.executable, "-c", RANK, str(tmp_path / "store")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert result.returncode == 0, result.stderr
+    assert [line for line in result.stdout.split() if line.isdecimal()] == ["0", "1"]
 
 
 def test_copies_and_fused_models_are_contiguous(yolo, switched):

@@ -7,23 +7,43 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from torch_fastdet._say import saying_once
+from torch_fastdet._say import say, saying_once
+from torch_fastdet.graphs.capture import on_gpu
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active, Target
-from torch_fastdet.switches.channels_last.layout import place
+from torch_fastdet.switches.channels_last.layout import place, to_channels_last
 from torch_fastdet.switches.cuda_graph.yolov5 import trains
 
 
-def _in_layout(active: Active, stock: Callable[..., object], _: object) -> object:
+def _in_layout(active: Active, stock: Callable[..., object], model_class: type[nn.Module]) -> object:
     """A model's ``forward``, whose training passes run in the layout that is faster."""
-    say = saying_once(active.name)
+    once = saying_once(active.name)
+    active.shared(wrapped_in_layout).append(model_class)
 
     @in_place_of(stock, "channels_last.forward")
     def forward(model: nn.Module, x: Any, *args: object, **kwargs: object) -> object:
-        return stock(model, place(model, x, say) if trains(active, model, x) else x, *args, **kwargs)
+        return stock(model, place(model, x, once) if trains(active, model, x) else x, *args, **kwargs)
 
     return forward
+
+
+def wrapped_in_layout(active: Active) -> list[type[nn.Module]]:
+    """Classes whose models DistributedDataParallel gets in their layout: it places gradients by the weights' strides as it finds them."""
+    classes: list[type[nn.Module]] = []
+    stock = DistributedDataParallel.__init__
+
+    @in_place_of(stock, "channels_last.ddp_init")
+    def __init__(ddp: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        weights = next(module.parameters(), None)
+        if isinstance(module, tuple(classes)) and weights is not None and on_gpu(weights):
+            to_channels_last(module)
+            say(f"{active.name}: trains in NHWC memory on {weights.device}")
+        stock(ddp, module, *args, **kwargs)
+
+    active.replace(DistributedDataParallel, "__init__", __init__, quietly=True)
+    return classes
 
 
 def _make_contiguous(model: nn.Module) -> None:
