@@ -207,7 +207,7 @@ def test_data_sets_share_the_budget_that_is_set(monkeypatch):
 def test_caches_of_a_gpu_share_a_budget(monkeypatch):
     monkeypatch.delenv(GPU_BUDGET, raising=False)
     device, other = torch.device("cuda", 0), torch.device("cuda", 1)
-    for free, budget in ((2, 0.5), (20, 5), (60, 5)):  # GiB; another process may hold the rest
+    for free, budget in ((2, 0), (12, 2), (20, 5), (60, 5)):  # GiB; another process may hold the rest
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * GIB, 80 * GIB))
         assert memory.gpu_budget(device) == budget * GIB
     first = Holder(3 * GIB, GPU_BUDGET, device)

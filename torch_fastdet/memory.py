@@ -33,8 +33,8 @@ T = TypeVar("T")
 HOST_BUDGET, GPU_BUDGET = "TORCH_FASTDET_CACHE", "TORCH_FASTDET_GPU_CACHE"
 #: Share of the host's available memory that images may take where ``TORCH_FASTDET_CACHE`` is not set.
 HOST_SHARE = 0.5
-#: Share of a GPU's memory, and of its free memory, that images may take where ``TORCH_FASTDET_GPU_CACHE`` is not set.
-GPU_SHARE, FREE_GPU_SHARE = 1 / 16, 1 / 4
+#: Share of a GPU's memory that images may take where ``TORCH_FASTDET_GPU_CACHE`` is not set, and the share that they leave free.
+GPU_SHARE, GPU_RESERVE = 1 / 16, 1 / 8
 #: The host's memory is low where less than this share of it is free. Nothing is added to what images take then.
 RESERVE = 0.05
 #: The budget where all images are to be kept, as with ``--cache ram``.
@@ -147,14 +147,19 @@ def host_budget() -> int:
     return max(whole - sum(owner.held() for owner in mine), 0)
 
 
+def waits_for_steps() -> bool:
+    """Whether images may take what the first steps leave free: ``TORCH_FASTDET_GPU_CACHE`` is not set."""
+    return _asked(GPU_BUDGET) is None
+
+
 def gpu_budget(device: torch.device) -> int:
-    """Bytes of a GPU's memory that are left of ``TORCH_FASTDET_GPU_CACHE``."""
+    """Bytes of a GPU's memory that are left of ``TORCH_FASTDET_GPU_CACHE``, or that are free now where that is not set."""
     mine = [owner for owner in owners() if owner.budget == GPU_BUDGET]
     whole = _asked(GPU_BUDGET)
     if whole is None:
         mine = [owner for owner in mine if owner.device == device]
         free, total = torch.cuda.mem_get_info(device)
-        whole = int(min(total * GPU_SHARE, (free + sum(owner.used() for owner in mine)) * FREE_GPU_SHARE))
+        whole = int(min(total * GPU_SHARE, free + sum(owner.used() for owner in mine) - total * GPU_RESERVE))
     return max(whole - sum(owner.held() for owner in mine), 0)
 
 

@@ -15,6 +15,7 @@ def pictures_on_the_cpu(memory, cached=0):
     pictures._cache = torch.zeros(cached, dtype=torch.uint8)
     pictures._offsets, _ = hand_out(memory.shapes, cached)
     pictures._fits = pictures._offsets >= 0
+    pictures._waits = 0
     pictures._here = np.zeros(len(memory), dtype=bool)
     pictures._host = [memory.tensor()] if memory.jpegs is None else [memory.tensor(), memory.jpegs.tensor()]
     return pictures

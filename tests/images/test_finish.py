@@ -16,6 +16,12 @@ from torch_fastdet.images.memory import JpegFiles, PictureMemory
 from torch_fastdet.images.plan import ImagePlan, Layer, Source, pack
 
 
+@pytest.fixture(autouse=True)
+def budget(monkeypatch):
+    """Pictures are kept from the first batch on."""
+    monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "1G")
+
+
 def test_pictures_first_asked_for_in_inference_mode_are_filled_outside_of_it(cuda):
     """YOLOv5 validates in inference mode, which is the thread's own: the thread that fills the pictures has none."""
     memory = PictureMemory([(4, 6)], 1 << 20)
@@ -51,15 +57,36 @@ def pretended_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
 
 
-def test_no_memory_waits_for_pictures_that_never_stay(pretended_stream, monkeypatch):
+def test_no_memory_waits_for_pictures_that_never_stay(pretended_stream):
     """What has no place in the host's memory travels as pixels; a file is decoded on the GPU, wherever it is read."""
-    monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "1G")
     shapes, gpu = [(4, 6)] * 3, torch.device("cpu")
     pictures = DeviceImages(PictureMemory(shapes, budget=72), gpu)
     assert pictures.held() == 72 and pictures._fits.tolist() == [True, False, False]
     files = JpegFiles(Files.of(["", "", "a.jpg"], shapes, [AS_IT_IS] * 3), budget=0)
     pictures = DeviceImages(PictureMemory(shapes, budget=72, jpegs=files), gpu)
     assert pictures.held() == 128 + 72 and pictures._fits.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "total, free, kept",
+    [(80 << 30, 70 << 30, 3), (8 << 20, 2 << 20, 2), (8 << 20, (1 << 20) + 4000, 0), (8 << 20, 1 << 19, 0)],
+    ids=["a large card", "a sixteenth of a small one", "little room for one", "a card that the batch fills"],
+)
+def test_pictures_take_what_the_first_steps_leave_free(pretended_stream, monkeypatch, caplog, total, free, kept):
+    monkeypatch.delenv("TORCH_FASTDET_GPU_CACHE")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total, total))
+    host, size = PictureMemory([(256, 256)] * 3, 1 << 20), 256 * 256 * 3
+    pictures = DeviceImages(host, torch.device("cpu"))
+    assert pictures.held() == 0 and "as far as the first steps leave memory free" in pictures.how_many()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))  # behind the first steps
+    with caplog.at_level("INFO", "torch_fastdet"):
+        for _batch in range(finish.FIRST_BATCHES):
+            assert pictures.held() == 0 and not pictures._fits.any()
+            pictures._count()
+    assert pictures._fits.tolist() == [True] * kept + [False] * (3 - kept) and pictures.held() == kept * size
+    assert total - free + pictures.held() <= max(total - free, total * 7 / 8), "an eighth stays free"
+    (line,) = (record.message for record in caplog.records)
+    assert line == f"loader_optim: the GPU keeps {memory.words(kept * size)} of decoded images"
 
 
 def test_pictures_are_given_back(pretended_stream, monkeypatch):
@@ -153,7 +180,7 @@ def test_two_threads_make_one_finisher(monkeypatch):
     made, begun = [], threading.Barrier(2)
 
     class Finisher:
-        pictures = SimpleNamespace(held=lambda: 0)
+        images = SimpleNamespace(how_many=lambda: "nothing")
 
         def __init__(self, *_):
             made.append(self)

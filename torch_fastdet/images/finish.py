@@ -1,6 +1,7 @@
 """What the thread that finishes batches runs: it uploads what the GPU does not have yet, and makes the batch in one launch.
 
-The GPU keeps the first images of a data set, decoded, as many as its budget allows.
+The GPU keeps the first images of a data set, decoded, as many as its budget allows. Unless the budget is set, it is what the first
+steps leave free.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from torch_fastdet.images.jpeg import Wanted, one_after_another
 from torch_fastdet.images.memory import PictureMemory, hand_out
 from torch_fastdet.images.plan import FILES, OWN, SHARED, Plan, shown_of
 from torch_fastdet.images.worker import PlannedBatch, assemble, with_each, with_images
-from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, with_room, words
+from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, waits_for_steps, with_room, words
+
+#: Batches that are made before images are kept: what steps on the first of them, and their graphs, take goes first.
+FIRST_BATCHES = 16
 
 
 class Finisher:
@@ -75,21 +79,43 @@ class DeviceImages(Owner):
     def __init__(self, memory: PictureMemory, device: torch.device) -> None:
         self.memory = memory
         self.device: torch.device = device
-        comes = memory.offsets >= 0  # others travel as pixels, for each batch
-        if memory.jpegs is not None:
-            comes |= memory.jpegs.may_keep
-        self._offsets, size = hand_out(memory.shapes * comes[:, None], gpu_budget(device))
-        self._cache = self._allocate(size)
+        self._cache = self._allocate(0)
+        self._offsets = np.full(len(memory), -1, dtype=np.int64)
+        self._fits, self._here = np.zeros((2, len(memory)), dtype=bool)
+        self._waits = FIRST_BATCHES if waits_for_steps() else 0
+        if not self._waits:
+            self._keep()
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(device))  # the cache's memory is free behind it
         self._turns = Turns(ready)
-        self._fits = (self._offsets >= 0) & (self.held() == size)
-        self._here = np.zeros(len(memory), dtype=bool)
         self._host = [memory.tensor()] if memory.jpegs is None else [memory.tensor(), memory.jpegs.tensor()]
         register(self)
 
+    def _count(self) -> None:
+        """Count one of the first batches; the last of them takes memory for images."""
+        self._waits -= 1
+        if not self._waits:
+            self._keep()
+            say(f"loader_optim: the GPU keeps {self.how_many()}")
+
+    def _keep(self) -> None:
+        """Take memory for the images that the budget allows now."""
+        memory = self.memory
+        comes = memory.offsets >= 0  # others travel as pixels, for each batch
+        if memory.jpegs is not None:
+            comes |= memory.jpegs.may_keep
+        self._offsets, size = hand_out(memory.shapes * comes[:, None], gpu_budget(self.device))
+        self._cache = self._allocate(size)
+        self._fits = (self._offsets >= 0) & (self.held() == size)
+
     def held(self) -> int:
         return self._cache.numel()
+
+    def how_many(self) -> str:
+        """What it keeps, in words."""
+        if self._waits:
+            return "decoded images as far as the first steps leave memory free"
+        return f"{words(self.held())} of decoded images"
 
     def offer(self) -> str:
         return f"{words(self.held())} of images" if self.held() else ""
@@ -98,6 +124,7 @@ class DeviceImages(Owner):
         """Keep no images from now on: they are uploaded for each batch."""
         with self._turns.turn(torch.cuda.current_stream(self.device)):
             self._fits[:] = self._here[:] = False
+            self._waits = 0
             self._cache = self._allocate(0)
 
     def __call__(self, plan: Plan) -> torch.Tensor:
@@ -109,6 +136,8 @@ class DeviceImages(Owner):
     def _make(self, plan: Plan) -> torch.Tensor:
         stream = torch.cuda.current_stream(self.device)
         with self._turns.turn(stream):  # what is noted as here is only there behind the turn that brought it
+            if self._waits:
+                self._count()
             cache = self._cache  # which another thread may let go
             cache.record_stream(stream)  # the allocator keeps it until this batch is made
             storages, brought = self._bring(plan)

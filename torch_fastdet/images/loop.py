@@ -84,8 +84,7 @@ class PlannedLoading:
                     self.key,
                     self.uploads,
                 )
-                kept = self._finisher.images.held()
-                self._say(f"made on the GPU, which keeps {words(kept)} of decoded images")
+                self._say(f"made on the GPU, which keeps {self._finisher.images.how_many()}")
             return self._finisher
 
     def batches(self, source: Iterator[object], limited: bool = False) -> Iterator[Any]:

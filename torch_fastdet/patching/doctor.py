@@ -75,7 +75,8 @@ def facts(host: str, version: str | None) -> dict[str, object]:
     budgets["images on the host"] = memory.words(memory.host_budget())
     if torch.cuda.is_available():
         gpu = torch.device("cuda", torch.cuda.current_device())
-        budgets["images on the GPU"] = memory.words(memory.gpu_budget(gpu))
+        before = "at most, before the training's first steps, " * memory.waits_for_steps()
+        budgets["images on the GPU"] = before + memory.words(memory.gpu_budget(gpu))
     return {
         "host": host,
         "host_version": version,
