@@ -278,7 +278,10 @@ def python_module() -> list[Extension]:
             "torch_fastdet._C",
             sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc/python").glob("*.cpp")),
             include_dirs=[pybind11.get_include(), str(ROOT / "csrc"), str(GENERATED)],
-            depends=[str(GENERATED / "build_config.h"), *map(str, (ROOT / "csrc/core/track").glob("*.h"))],
+            depends=[
+                str(GENERATED / "build_config.h"),
+                *(str(path) for name in ("labels", "track") for path in (ROOT / "csrc/core" / name).glob("*.h")),
+            ],
             language="c++",
             # -ffp-contract=off: as the operators. The trackers' results have NumPy's bits.
             extra_compile_args={"cxx": ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]},

@@ -4,6 +4,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 def build_info() -> dict[str, str]: ...
+def scan_labels(
+    images: Sequence[bytes], labels: Sequence[bytes], classes: float, threads: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]: ...
 
 class Tracker:
     def __init__(self, xywh: bool) -> None: ...

@@ -1,8 +1,9 @@
-// torch_fastdet._C: build information, and the trackers, which need no torch. Operators live in libtorch_fastdet.so,
-// which needs no Python.
+// torch_fastdet._C: build information, the trackers and the scan of labels, which need no torch. Operators live in
+// libtorch_fastdet.so, which needs no Python.
 #include <pybind11/pybind11.h>
 
 #include "build_config.h"
+#include "python/labels.h"
 #include "python/trackers.h"
 
 namespace py = pybind11;
@@ -20,5 +21,6 @@ PYBIND11_MODULE(_C, m) {
         return info;
       },
       "What this module was compiled with: version, torch, CUDA, architectures and compiler.");
+  bind_labels(m);
   bind_trackers(m);
 }

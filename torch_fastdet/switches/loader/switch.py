@@ -10,12 +10,15 @@ from typing import Any
 from torch_fastdet.patching.evidence import MEMFD, OPENCV, Asks, SameCode, Signature
 from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import ALL_READ, ultralytics, yolov5
+from torch_fastdet.switches.loader import labels
 from torch_fastdet.switches.loader import yolov5_ranks as ranks
 
 
-def _data_set(_: Active, stock: object, __: object) -> object:
+def _data_set(active: Active, stock: object, module: Any) -> object:
     from torch_fastdet.switches.loader import yolov5 as loader  # with cv2, which few of ours need
 
+    if not module.__name__.endswith(".segment.dataloaders"):
+        labels.scan_by_threads(active, module, "Pool", labels.yolov5_result, labels.YOLOV5)
     return loader.dataset_class(stock)
 
 
@@ -73,6 +76,8 @@ def _build_dataloader(active: Active, stock: Callable[..., object], build: Any) 
     base = importlib.import_module("ultralytics.data.base").BaseDataset
     for method in ("cache_images", "set_rectangle"):
         active.replace(base, method, getattr(loader, method)(vars(base)[method]))
+    scans = importlib.import_module("ultralytics.data.dataset")
+    labels.scan_by_threads(active, scans, "ThreadPool", labels.ultralytics_result, labels.ULTRALYTICS)
     return loader.build_dataloader(stock, build.InfiniteDataLoader)
 
 

@@ -1,0 +1,72 @@
+// torch_fastdet._C.scan_labels: image and label files read by threads, with the GIL released.
+#include "python/labels.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/stl.h>
+
+#include <atomic>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/labels/plain_file.h"
+
+namespace py = pybind11;
+namespace core = torch_fastdet::core;
+
+namespace {
+
+struct Found {
+  core::ImageSize size;
+  int64_t count = core::kNotPlain;
+  std::vector<core::LabelRow> rows;
+};
+
+std::vector<Found> scan(const std::vector<std::string>& images, const std::vector<std::string>& labels, float classes,
+                        int threads) {
+  std::vector<Found> found(images.size());
+  std::atomic<size_t> next{0};
+  const auto work = [&] {
+    for (size_t i; (i = next++) < images.size();)
+      found[i].count = core::scan_plain(images[i].c_str(), labels[i].c_str(), classes, found[i].size, found[i].rows);
+  };
+  std::vector<std::thread> others;
+  try {
+    while (static_cast<int>(others.size()) < threads - 1) others.emplace_back(work);
+  } catch (const std::system_error&) {  // the system has no more threads for us
+  }
+  work();
+  for (std::thread& thread : others) thread.join();
+  return found;
+}
+
+py::tuple scan_labels(const std::vector<std::string>& images, const std::vector<std::string>& labels, float classes,
+                      int threads) {
+  if (images.size() != labels.size()) throw py::value_error("expected as many label files as images");
+  std::vector<Found> found;
+  {
+    const py::gil_scoped_release release;
+    found = scan(images, labels, classes, threads);
+  }
+  const auto files = static_cast<py::ssize_t>(found.size());
+  py::ssize_t rows = 0;
+  for (const Found& each : found) rows += static_cast<py::ssize_t>(each.rows.size());
+  py::array_t<int64_t> table({files, py::ssize_t{3}});
+  py::array_t<float> values({rows, py::ssize_t{5}});
+  int64_t* to = table.mutable_data();
+  float* out = values.mutable_data();
+  for (const Found& each : found) {
+    *to++ = each.size.height, *to++ = each.size.width, *to++ = each.count;
+    for (const core::LabelRow& row : each.rows) out = std::copy(row.begin(), row.end(), out);
+  }
+  return py::make_tuple(table, values);
+}
+
+}  // namespace
+
+void bind_labels(py::module_& m) {
+  m.def(
+      "scan_labels", scan_labels, py::arg("images"), py::arg("labels"), py::arg("classes"), py::arg("threads"),
+      "(height, width, rows) of each image, where rows is -1 without a label file and -2 for files that are not proven "
+      "plain; and the rows of all label files.");
+}

@@ -1,0 +1,100 @@
+"""The scan of a data set's images and labels where the label cache is missing or old: threads of ``_C`` read the files.
+
+A file about which the framework's own function has nothing to say is proven plain in C++ (``csrc/core/labels``): a whole JPEG that is
+not turned, and labels of five numbers in range, no row twice. All others are left to that function, so that what it mends, warns of
+and refuses, and the order of all that, are the framework's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from torch_fastdet.patching.fingerprint import fingerprint
+from torch_fastdet.patching.switch import Active
+
+#: Files that are read at once.
+CHUNK = 4096
+MISSING, NOT_PLAIN = -1, -2
+#: Above it float32 does not have each integer.
+MOST_CLASSES = 1 << 24
+#: From the arguments of ``verify_image_label``, the rows, (height, width), and whether there is a label file, what it returns.
+Result = Callable[[Any, np.ndarray, tuple[int, int], bool], Any]
+
+
+def scan_by_threads(
+    active: Active, module: Any, name: str, result: Result, known: Mapping[str, Collection[str]]
+) -> None:
+    """Replace the pool by which a framework's module scans labels.
+
+    Args:
+        module: the module, which has ``verify_image_label`` too.
+        name: what it calls its class of pools.
+        result: makes what ``verify_image_label`` returns.
+        known: fingerprints of the functions that say which files are plain.
+    """
+    verify = module.verify_image_label
+    for function, fingerprints in known.items():
+        if fingerprint(verify.__globals__[function]) not in fingerprints:
+            return active.tell(f"{active.name}: the original code scans labels, because {function} is not known")
+    try:
+        from torch_fastdet._C import scan_labels
+    except ImportError:
+        return active.tell(f"{active.name}: the original code scans labels, because torch_fastdet._C is not built")
+    active.replace(module, name, _pool_class(getattr(module, name), verify, result, scan_labels), quietly=True)
+
+
+def _pool_class(stock: Any, verify: Callable[[Any], Any], result: Result, scan_labels: Any) -> Any:
+    """A pool whose ``imap`` of ``verify``, the framework's function, asks that one for files alone that are not plain."""
+
+    class Pool(stock):
+        def imap(self, func: Any, iterable: Iterable[Any], chunksize: int = 1) -> Iterator[Any]:
+            if func is not verify:
+                return super().imap(func, iterable, chunksize)
+            return self._scan(iter(iterable))
+
+        def _scan(self, arguments: Iterator[Any]) -> Iterator[Any]:
+            while chunk := list(itertools.islice(arguments, CHUNK)):
+                classes = _classes(chunk[0])
+                if classes is None:
+                    yield from super().imap(verify, itertools.chain(chunk, arguments))
+                    return
+                images, labels = ([os.fsencode(each[column]) for each in chunk] for column in (0, 1))
+                table, rows = scan_labels(images, labels, classes, len(self._pool))
+                found = table.tolist()
+                rest = super().imap(verify, [each for each, row in zip(chunk, found) if row[2] == NOT_PLAIN])
+                begin = 0
+                for each, (height, width, count) in zip(chunk, found):
+                    if count == NOT_PLAIN:
+                        yield next(rest)
+                        continue
+                    end = begin + max(count, 0)
+                    yield result(each, rows[begin:end], (height, width), count != MISSING)
+                    begin = end
+
+    return Pool
+
+
+def _classes(arguments: tuple[Any, ...]) -> float | None:
+    """How many classes a plain label file may have; None for keypoints."""
+    if len(arguments) == 3:  # YOLOv5 checks them later
+        return MOST_CLASSES
+    _, _, _, keypoints, classes, *_, single = arguments
+    return None if keypoints or classes < 1 else MOST_CLASSES if single else min(classes, MOST_CLASSES)
+
+
+def yolov5_result(arguments: Any, rows: np.ndarray, shape: tuple[int, int], found: bool) -> Any:
+    return arguments[0], rows, shape[::-1], [], int(not found), int(found), int(found and not len(rows)), 0, ""
+
+
+def ultralytics_result(arguments: Any, rows: np.ndarray, shape: tuple[int, int], found: bool) -> Any:
+    return arguments[0], rows, shape, [], None, int(not found), int(found), int(found and not len(rows)), 0, ""
+
+
+#: Of YOLOv5 7.0 and of GitHub's head, and of Ultralytics 8.4.184 to 8.4.190.
+YOLOV5 = {"verify_image_label": ("9953d107", "bb5db9ee"), "exif_size": ("d33d2f69",)}
+ULTRALYTICS = {"verify_image_label": ("f38a2497",), "check_image": ("241deb30",), "exif_size": ("3cccd665",)}
