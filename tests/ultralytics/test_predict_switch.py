@@ -521,14 +521,14 @@ def test_a_stream_that_is_left(ahead, detector, folder, device, tmp_path):
 
 def test_files_that_go_while_they_are_read(ahead, detector, folder, device, tmp_path, monkeypatch):
     """They are skipped, and a warning says so, as with a file that cannot be read."""
-    header = sources._sequential_jpeg
+    header = sources.sequential_jpeg
 
     def deleting(path):
         if path.endswith("a3.jpg"):
             Path(path).unlink()
         return header(path)
 
-    monkeypatch.setattr(sources, "_sequential_jpeg", deleting)
+    monkeypatch.setattr(sources, "sequential_jpeg", deleting)
     found = run(detector, f"{folder[0]}/a*.jpg", device, tmp_path, True, batch=2)
     assert [Path(result.path).stem for result in found] == ["a0", "a1", "a2", "a4", "a5"]
 

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import cv2
@@ -34,7 +31,7 @@ from torch_fastdet.switches.predict.results import Images, Pixels
 READERS = 4  # threads
 #: Images of a list that go through the network at once, or ``batch`` if that is more. Ultralytics takes the whole list as one batch.
 LIST_BATCH = 16
-_opening = threading.Lock()  # Pillow registers formats when it opens a first file of them
+one_opens = threading.Lock()  # Pillow registers formats when it opens a first file of them
 
 
 @dataclass
@@ -123,7 +120,7 @@ class Stager:
         return made
 
 
-def _sequential_jpeg(path: str) -> tuple[Tensor, _Header] | None:
+def sequential_jpeg(path: str) -> tuple[Tensor, Header] | None:
     """The bytes and the header of a sequential JPEG file; None for another file, and for one that cannot be read."""
     if not is_jpeg(path):
         return None
@@ -131,7 +128,7 @@ def _sequential_jpeg(path: str) -> tuple[Tensor, _Header] | None:
         data = np.fromfile(path, dtype=np.uint8)
     except OSError:
         return None  # Ultralytics says what is wrong
-    header = _header(data.data)
+    header = header_of(data.data)
     return (torch.from_numpy(data), header) if header is not None and header.frame <= 0xC1 else None
 
 
@@ -162,12 +159,12 @@ def of_files(dataset: Any, stager: Stager) -> Iterator[Batch]:
     in_turn = stock.__globals__.get("PIL_FALLBACK_SUFFIXES", ())
 
     def by_opencv(path: str) -> np.ndarray | None:
-        with _opening if path.lower().endswith(tuple(in_turn)) else contextlib.nullcontext():
+        with one_opens if path.lower().endswith(tuple(in_turn)) else contextlib.nullcontext():
             return imread(path, flags=dataset.cv2_flag)
 
     def read(path: str) -> Any:
         decodes = own and dataset.cv2_flag == cv2.IMREAD_COLOR
-        found = _sequential_jpeg(path) if decodes else None
+        found = sequential_jpeg(path) if decodes else None
         return by_opencv(path) if found is None else found[0]
 
     files = dataset.files[: dataset.ni]
@@ -222,81 +219,7 @@ def _is_mixed(dataset: Any) -> bool:
     return any(shape != first for shape in shapes)
 
 
-@functools.cache
-def _listed() -> type:
-    from PIL import Image
-    from ultralytics.data.build import autocast_list
-    from ultralytics.data.loaders import LoadPilAndNumpy, SourceTypes
-
-    class Listed(LoadPilAndNumpy):
-        """A list with names of files, which are opened when their turn comes."""
-
-        def __init__(self, source: list[Any], channels: int) -> None:
-            self.im0, self.channels, self.mode, self.count = source, channels, "image", 0
-            self.bs = len(source)
-            self.paths = [
-                os.fspath(each) if _is_name(each) else getattr(each, "filename", "") or f"image{i}.jpg"
-                for i, each in enumerate(source)
-            ]
-            self.source_type = SourceTypes(stream=False, screenshot=False, from_img=True, tensor=False)
-
-        def by_pillow(self, element: Any) -> np.ndarray:
-            if _is_name(element):
-                with _opening:
-                    element = Image.open(element)
-            elif isinstance(element, str):  # an address
-                (element,) = autocast_list([element])
-            return self._single_check(element, self.channels)
-
-        def read(self, element: Any) -> Any:
-            """An array, or the bytes of a JPEG file of which Pillow and OpenCV make the same pixels."""
-            if _is_name(element) and self.channels == 3 and (found := _sequential_jpeg(os.fspath(element))) is not None:
-                data, header = found
-                small = header.shape[0] * header.shape[1] <= (Image.MAX_IMAGE_PIXELS or 0)
-                ends = b"\xff\xd9" in data[-64:].numpy().tobytes()  # Pillow raises an error without
-                if small and ends and not header.xmp_turns:
-                    return data
-            return self.by_pillow(element)
-
-        def shape_of(self, element: Any) -> tuple[int, ...]:
-            if not _is_name(element):
-                return self.by_pillow(element).shape
-            with contextlib.suppress(OSError), open(element, "rb") as file:
-                header = _header(memoryview(file.read(4096)))
-                if header is not None and not header.exif and not header.xmp_turns:
-                    return (*header.shape[:2], self.channels)
-            with _opening, Image.open(element) as image:
-                turned = image.getexif().get(0x0112) in (5, 6, 7, 8)
-                return (*(image.size if turned else image.size[::-1]), self.channels)
-
-    return Listed
-
-
-def known_loaders() -> tuple[type, ...]:
-    """Ultralytics' loaders that :func:`of_files` and :func:`of_list` take."""
-    from ultralytics.data.loaders import LoadImagesAndVideos, LoadPilAndNumpy
-
-    return LoadImagesAndVideos, LoadPilAndNumpy, _listed()
-
-
-def _is_name(element: object) -> bool:
-    return isinstance(element, Path) or (
-        isinstance(element, str) and not element.lower().startswith(("http://", "https://"))
-    )
-
-
-def with_names_of_files(source: object, channels: int) -> object:
-    """A list of which some elements are names of files, as a loader; any other source as it is."""
-    from PIL import Image
-
-    if not isinstance(source, (list, tuple)) or not any(_is_name(each) for each in source):
-        return source
-    if not all(isinstance(each, (str, Path, Image.Image, np.ndarray)) for each in source):
-        return source
-    return _listed()(list(source), channels)
-
-
-class _Header(NamedTuple):
+class Header(NamedTuple):
     """What comes before the image in a JPEG file."""
 
     frame: int  # its marker: 0xC0 and 0xC1 are sequential
@@ -305,7 +228,7 @@ class _Header(NamedTuple):
     xmp_turns: bool  # Pillow finds an orientation there, too; OpenCV does not
 
 
-def _header(data: memoryview) -> _Header | None:
+def header_of(data: memoryview) -> Header | None:
     """The header of a JPEG file that is ``data``, or begins with it; None if it is damaged or longer."""
     if bytes(data[:2]) != b"\xff\xd8":
         return None
@@ -314,7 +237,7 @@ def _header(data: memoryview) -> _Header | None:
         marker, size = data[at + 1], data[at + 2] << 8 | data[at + 3]
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             height, width = data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8]
-            return _Header(marker, (height, width, 3), exif, xmp_turns)
+            return Header(marker, (height, width, 3), exif, xmp_turns)
         if marker == 0xE1:
             segment = bytes(data[at + 4 : at + 2 + size])
             exif, xmp_turns = exif or segment.startswith(b"Exif"), xmp_turns or b"Orientation" in segment

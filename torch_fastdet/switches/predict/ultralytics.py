@@ -6,8 +6,11 @@ image, instead of moving its pixels. What is suppressed, and with which threshol
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,7 +28,7 @@ from torch_fastdet.suppression import ultralytics_non_max_suppression
 from torch_fastdet.switches.nms.trial import ULTRALYTICS_SUPPRESSION
 from torch_fastdet.switches.predict.common import fits, letterbox
 from torch_fastdet.switches.predict.pipeline import KEY, Asked, Asking, Feed, Flight, Parts, timing
-from torch_fastdet.switches.predict.sources import known_loaders, with_names_of_files
+from torch_fastdet.switches.predict.sources import header_of, one_opens, sequential_jpeg
 
 #: Where prediction runs ahead. On a CPU the network itself takes all cores.
 DEVICES: tuple[str, ...] = ("cuda",)
@@ -193,6 +196,80 @@ def constructing(_: Active, stock: Callable, __: object) -> Callable:
         return (scaled if flight is not None and flight.scaled else stock)(self, *args, **kwargs)
 
     return construct_result
+
+
+@functools.cache
+def listed_class() -> type:
+    from PIL import Image
+    from ultralytics.data.build import autocast_list
+    from ultralytics.data.loaders import LoadPilAndNumpy, SourceTypes
+
+    class Listed(LoadPilAndNumpy):
+        """A list with names of files, which are opened when their turn comes."""
+
+        def __init__(self, source: list[Any], channels: int) -> None:
+            self.im0, self.channels, self.mode, self.count = source, channels, "image", 0
+            self.bs = len(source)
+            self.paths = [
+                os.fspath(each) if _is_name(each) else getattr(each, "filename", "") or f"image{i}.jpg"
+                for i, each in enumerate(source)
+            ]
+            self.source_type = SourceTypes(stream=False, screenshot=False, from_img=True, tensor=False)
+
+        def by_pillow(self, element: Any) -> np.ndarray:
+            if _is_name(element):
+                with one_opens:
+                    element = Image.open(element)
+            elif isinstance(element, str):  # an address
+                (element,) = autocast_list([element])
+            return self._single_check(element, self.channels)
+
+        def read(self, element: Any) -> Any:
+            """An array, or the bytes of a JPEG file of which Pillow and OpenCV make the same pixels."""
+            if _is_name(element) and self.channels == 3 and (found := sequential_jpeg(os.fspath(element))) is not None:
+                data, header = found
+                small = header.shape[0] * header.shape[1] <= (Image.MAX_IMAGE_PIXELS or 1 << 62)
+                ends = b"\xff\xd9" in data[-64:].numpy().tobytes()  # Pillow raises an error without
+                if small and ends and not header.xmp_turns:
+                    return data
+            return self.by_pillow(element)
+
+        def shape_of(self, element: Any) -> tuple[int, ...]:
+            if not _is_name(element):
+                return self.by_pillow(element).shape
+            with contextlib.suppress(OSError), open(element, "rb") as file:
+                header = header_of(memoryview(file.read(4096)))
+                if header is not None and not header.exif and not header.xmp_turns:
+                    return (*header.shape[:2], self.channels)
+            with one_opens, Image.open(element) as image:
+                turned = image.getexif().get(0x0112) in (5, 6, 7, 8)
+                return (*(image.size if turned else image.size[::-1]), self.channels)
+
+    return Listed
+
+
+def known_loaders() -> tuple[type, ...]:
+    """Ultralytics' loaders that :func:`of_files` and :func:`of_list` take."""
+    from ultralytics.data.loaders import LoadImagesAndVideos, LoadPilAndNumpy
+
+    return LoadImagesAndVideos, LoadPilAndNumpy, listed_class()
+
+
+def _is_name(element: object) -> bool:
+    return isinstance(element, Path) or (
+        isinstance(element, str) and not element.lower().startswith(("http://", "https://"))
+    )
+
+
+def with_names_of_files(source: object, channels: int) -> object:
+    """A list of which some elements are names of files, as a loader; any other source as it is."""
+    from PIL import Image
+
+    if not isinstance(source, (list, tuple)) or not any(_is_name(each) for each in source):
+        return source
+    if not all(isinstance(each, (str, Path, Image.Image, np.ndarray)) for each in source):
+        return source
+    return listed_class()(list(source), channels)
 
 
 def prepared(predictor: Any, preprocess: Callable[..., Tensor]) -> list[Tensor]:
