@@ -8,11 +8,10 @@ from typing import Any, TypeAlias
 AnchorHead: TypeAlias = Any
 YOLOv5Dataset: TypeAlias = Any
 
-#: Ultralytics' ``YOLODataset``, ``BaseTrainer``, ``DetectionValidator``, ``ConfusionMatrix``, ``BasePredictor``, ``STrack`` and trackers.
+#: Ultralytics' ``YOLODataset``, ``BaseTrainer``, ``DetectionValidator``, ``ConfusionMatrix``, ``STrack`` and trackers.
 UltralyticsDataset: TypeAlias = Any
 Trainer: TypeAlias = Any
 Validator: TypeAlias = Any
 ConfusionMatrix: TypeAlias = Any
-Predictor: TypeAlias = Any
 Track: TypeAlias = Any
 Tracker: TypeAlias = Any

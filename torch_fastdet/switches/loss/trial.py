@@ -57,7 +57,7 @@ class _Model(nn.Module):
         self.__dict__["model"] = [head]
 
 
-def trial(reg_max: int) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
+def trial(reg_max: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Predictions and labels of a small batch whose assignment has no ties.
 
     ``torch.topk`` returns equal values in an order that depends on the machine. So each anchor predicts a box that covers one of
