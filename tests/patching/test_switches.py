@@ -147,7 +147,8 @@ def test_threads_that_patch_at_once_replace_each_name_once():
 @pytest.mark.parametrize("door, switches", [("yolov5", YOLOV5), ("ultralytics", ULTRALYTICS)])
 def test_patch_names_its_keywords(door, switches):
     parameters = inspect.signature(importlib.import_module(f"torch_fastdet.{door}").patch).parameters
-    assert set(parameters) == {"fastdet", *switches} and all(p.default is None for p in parameters.values())
+    names = {name for name, parameter in parameters.items() if parameter.default is None}
+    assert names == set(parameters) == {"fastdet", "letterbox_optim", *switches}  # the former name of predict_optim
 
 
 def test_programs_of_tune_get_the_switches():
