@@ -231,7 +231,9 @@ def run(model, source, device, tmp_path, on, **options):
             "exist_ok": True,
             **options,
         }
-        with torch.backends.cudnn.flags(allow_tf32=False):  # the batches of a long list differ from stock's
+        with torch.backends.cudnn.flags(
+            enabled=True, allow_tf32=False
+        ):  # the batches of a long list differ from stock's
             return list(model.predict(source, **given))
     finally:
         drop_in.unpatch()
@@ -546,8 +548,9 @@ def test_two_predictors_at_once(ahead, detector, folder, device, tmp_path):
             found[i] = models[i].predict(sources_of[i], **options)
 
         threads = [threading.Thread(target=predict, args=(i,)) for i in range(2)]
-        [thread.start() for thread in threads]
-        [thread.join() for thread in threads]
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as in run()
+            [thread.start() for thread in threads]
+            [thread.join() for thread in threads]
     finally:
         drop_in.unpatch()
     for ours, its in zip(found, stock):
