@@ -1,7 +1,7 @@
 """What bn_act_optim puts in place of a model's layers, forward and backward, against PyTorch's.
 
 bn_act against BatchNorm2d and SiLU, eager and torch.compile of the two; on a GPU also two of them side by side, the stem under autocast, with its weights'
-gradient, and SPPF's poolings. The shapes are YOLOv5s' at batch 64 and 16, 640x640. Those below 60 MB can stay in an H200's L2
+gradient, SPPF's poolings, and bias_act against PyTorch's bias and SiLU. The shapes are YOLOv5s' at batch 64 and 16, 640x640. Those below 60 MB can stay in an H200's L2
 between the passes.
 """
 
@@ -77,6 +77,7 @@ def measure(report: harness.Report) -> None:
         measure_concatenation(report)
         measure_stem(report)
         measure_pools(report)
+        measure_evaluation(report)
 
 
 def arguments_of(norms: list[nn.BatchNorm2d], inputs: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -111,6 +112,23 @@ def measure_concatenation(report: harness.Report) -> None:
 
 def cat_step(function: Callable[[], torch.Tensor], leaves: list[torch.Tensor], grad: torch.Tensor) -> Any:
     return torch.autograd.grad(function(), leaves, grad)
+
+
+def measure_evaluation(report: harness.Report) -> None:
+    """What is behind a convolution whose norm is fused: its bias and the activation."""
+    for shape in ((16, 64, 160, 160), (16, 256, 20, 20), (1, 256, 20, 20)):
+        x = torch.randn(shape, device=report.device, dtype=torch.float16).contiguous(memory_format=torch.channels_last)
+        bias, out = torch.randn(shape[1], device=report.device, dtype=torch.float16), torch.empty_like(x)
+        report.compare(
+            f"evaluation {shape}".replace(", ", ","),
+            {
+                "torch_fastdet": partial(ops.bias_act, x, bias, out=out),
+                "eager": lambda x=x, bias=bias: F.silu(x + bias[:, None, None]),
+            },
+            bytes=2 * x.numel() * x.element_size(),
+            repetitions=30,
+            inner=5,
+        )
 
 
 def measure_stem(report: harness.Report) -> None:

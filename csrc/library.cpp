@@ -18,6 +18,8 @@ TORCH_LIBRARY(torch_fastdet, m) {
 
   // x beside poolings of poolings of it, each of stride 1 and x's size; indices are for the backward pass.
   m.def("max_pools_cat(Tensor x, int kernel_size=5, int pools=3) -> (Tensor y, Tensor indices)");
+  // The same without a gradient; the first channels of y are x.
+  m.def("max_pools_(Tensor(a!) y, int kernel_size=5, int pools=3) -> ()");
   m.def("max_pools_cat_backward(Tensor grad_y, Tensor indices, int kernel_size=5, int pools=3) -> Tensor");
 
   // BatchNorm2d in training and the activation behind it; mean and invstd are for the backward pass.
@@ -41,6 +43,11 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def(
       "bn_act_parts_backward(Tensor[] grad_y, Tensor x, Tensor[] weight, Tensor[] bias, Tensor mean, Tensor invstd, "
       "str activation, float slope) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
+  // y = residual + act(batch_norm(x)) in evaluation; without statistics: of x * weight + bias. y and last, the last
+  // channels of the result once more, may be x.
+  m.def(
+      "bias_act(Tensor x, Tensor(a!) y, Tensor? weight, Tensor? bias, Tensor? mean=None, Tensor? variance=None, "
+      "float eps=1e-05, str activation='silu', float slope=0.01, Tensor? residual=None, Tensor(b!)? last=None) -> ()");
 
   // out = x[0] + x[1] + ..., rounded after each addition, or a copy of x[0]; slices of tensors along the channels.
   m.def("sum_slices(Tensor[] x, Tensor(a!) out) -> ()");

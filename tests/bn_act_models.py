@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import io
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fastdet.nn import bn_act, stem
@@ -14,9 +16,9 @@ from torch_fastdet.rewrites.casts import weights_cast_once
 
 class Operators(TorchDispatchMode):
     """How many norms bn_act computed, and stock; how many concatenations it wrote; the stem's and SPPF's operators;
-    and slices that sum_slices copied or added, and concatenations of torch."""
+    and slices that sum_slices copied or added, and concatenations of torch. ``evaluated``: blocks of bias_act, ``pooled``: of max_pools_."""
 
-    ours = stock = stems = kernels = pools = concatenations = joined = copies = cats = 0
+    evaluated = pooled = ours = stock = stems = kernels = pools = concatenations = joined = copies = cats = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.stems += str(func) == "torch_fastdet.space_to_depth.default"
@@ -24,6 +26,8 @@ class Operators(TorchDispatchMode):
         self.pools += str(func) == "torch_fastdet.max_pools_cat.default"
         self.ours += str(func) == "torch_fastdet.bn_act.default"
         self.copies += str(func) == "torch_fastdet.sum_slices.default"
+        self.evaluated += str(func) == "torch_fastdet.bias_act.default"
+        self.pooled += str(func) == "torch_fastdet.max_pools_.default"
         self.cats += str(func) == "aten.cat.default"
         if str(func) == "torch_fastdet.bn_act_parts.default":
             self.ours += len(args[1])
@@ -69,7 +73,7 @@ class Tensors(torch.nn.Module):
 
 
 def other_uses(model, images, programs=()):
-    """What a trained model is used for next: results of the model, of its trace, in half precision and fused."""
+    """What a trained model is used for next: results of its trace."""
     model = copy.deepcopy(model).float().eval()
     images = images.float()
     traced, texts = model, []
@@ -80,12 +84,8 @@ def other_uses(model, images, programs=()):
     if "export" in programs:
         texts.append(str(torch.export.export(Tensors(model), (images,), strict=False).graph))
     assert all("batch_norm" in text and "torch_fastdet" not in text for text in texts)
-    half = copy.deepcopy(model).bfloat16()
-    fused = copy.deepcopy(model).fuse()
-    assert not any(type(module) is torch.nn.BatchNorm2d for module in fused.modules())
     with torch.no_grad():
-        outputs = [f(x) for f, x in ((traced, images), (half, images.bfloat16()), (fused, images))]
-    return [t for output in outputs for t in tensors(output)]
+        return tensors(traced(images)) if "trace" in programs else []
 
 
 FORMATS = (torch.channels_last, torch.contiguous_format)
@@ -132,6 +132,69 @@ def compare(build, drop_in, uses=(), layouts=FORMATS, concatenations=0):
     for mine, theirs in zip(ours_then, other_uses(trained, images) if uses else []):
         assert torch.equal(mine, theirs)
     print("as stock")
+
+
+def _apart(conv, x):
+    """A convolution as cuDNN's in half precision, which rounds before PyTorch adds the bias; on the CPU there is one rounding."""
+    y = F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+    return y if conv.bias is None else y + conv.bias[:, None, None]
+
+
+def compare_in_evaluation(build, drop_in, cats, device="cpu", dtypes=(torch.float16, torch.float32)):
+    """Predictions in ``dtypes``, of a model whose norms are fused and of one whose are not, are closer to float64 than the original's.
+
+    Args:
+        cats: concatenations of torch that stay, fused and not: those of the neck and the head.
+    """
+    on_the_cpu()
+    torch.manual_seed(0)
+    model, images = build().to(device), torch.rand(2, 3, 96, 64, device=device)
+    for module in model.modules():  # activations of an ordinary size
+        if type(module) is torch.nn.BatchNorm2d:
+            module.momentum = 1.0
+    with torch.no_grad():
+        model.train()(images)
+    model.eval()
+
+    def run(fused, dtype, layout, patched, double=False):
+        if patched:
+            drop_in.patch(bn_act_optim=True)
+        ready = copy.deepcopy(model).fuse() if fused else copy.deepcopy(model)
+        ready, x = ready.to(dtype).to(memory_format=layout), images.to(dtype).contiguous(memory_format=layout)
+        if double:
+            ready, x = ready.double(), x.double()
+        forward = torch.nn.Conv2d.forward if patched else _apart
+        with Operators() as operators, torch.no_grad(), mock.patch.object(torch.nn.Conv2d, "forward", forward):
+            found = tensors(ready(x)[1])  # before boxes are made of it, and sorted
+        if patched:
+            drop_in.unpatch()
+            with Operators() as after, torch.no_grad():
+                ready(x)
+            assert after.evaluated == 0
+        return operators, [t.double() for t in found], ready
+
+    def apart(found, exact):
+        """The mean relative error of the tensors."""
+        return sum((a - b).norm() / b.norm() for a, b in zip(found, exact)) / len(exact)
+
+    for fused in (True, False):
+        for layout in FORMATS:
+            exact = run(fused, torch.float32, torch.contiguous_format, False, double=True)[1]
+            operators, double, ready = run(fused, torch.float32, layout, True, double=True)
+            assert apart(double, exact) <= 1e-7
+            blocks = sum(hasattr(module, "forward_fuse") for module in ready.modules())
+            assert (operators.evaluated, operators.pooled) == (blocks, 1), (
+                operators.evaluated,
+                operators.pooled,
+                blocks,
+            )
+            assert operators.cats == cats[not fused], operators.cats
+            for dtype in dtypes:
+                exact = run(fused, dtype, layout, False, double=True)[1]
+                theirs, mine = (run(fused, dtype, layout, patched)[1] for patched in (False, True))
+                error, allowed = (apart(found, exact) for found in (mine, theirs))
+                print(f"{'fused' if fused else 'norms'} {dtype} {layout}: {error:.3g}, original {allowed:.3g}")
+                assert 0 < error <= (1.5 if dtype == torch.float32 else 1.0) * allowed
 
 
 def compare_in_a_step(build, drop_in, joined, surroundings=contextlib.nullcontext):

@@ -17,6 +17,7 @@ from torch_fastdet.nn.bn_act import (
     c3_forward,
     can_fuse,
     conv_forward,
+    conv_forward_fuse,
     sppf_forward,
 )
 from torch_fastdet.nn.joint import JOINT
@@ -37,6 +38,9 @@ class Conv(nn.Module):
 
     def forward(self, x):
         return self.act(self.bn(self.conv(x)))
+
+    def forward_fuse(self, x):
+        return self.act(self.conv(x))
 
 
 class Bottleneck(nn.Module):
@@ -92,6 +96,7 @@ def _fused(monkeypatch):
     assert CONV.is_that_of(Conv.forward) and BOTTLENECK.is_that_of(Bottleneck.forward)
     forward = conv_forward(Conv.forward)
     monkeypatch.setattr(Conv, "forward", forward)
+    monkeypatch.setattr(Conv, "forward_fuse", conv_forward_fuse(Conv.forward_fuse))
     monkeypatch.setattr(Bottleneck, "forward", bottleneck_forward(Bottleneck.forward, forward))
     assert C3_FORMULA.is_that_of(C3.forward)
     monkeypatch.setattr(C3, "forward", c3_forward(C3.forward, forward, Bottleneck.forward))
@@ -99,7 +104,7 @@ def _fused(monkeypatch):
     monkeypatch.setattr(C2f, "stock", C2f.forward, raising=False)
     monkeypatch.setattr(C2f, "forward", c2f_forward(C2f.forward, forward, Bottleneck.forward, C3.forward))
     monkeypatch.setattr(SPPF, "stock", SPPF.forward, raising=False)
-    monkeypatch.setattr(SPPF, "forward", sppf_forward(SPPF.forward, counts=True))
+    monkeypatch.setattr(SPPF, "forward", sppf_forward(SPPF.forward, True, forward))
 
 
 def images(device="cpu", dtype=torch.float32):
@@ -711,3 +716,137 @@ def test_compiled_blocks_are_fused_in_one_graph(device, dynamic):
 )
 def test_other_formulas_are_not_taken_for_it(formula, forward):
     assert not formula.is_that_of(forward)
+
+
+def evaluated(module, fused=False):
+    """In eval mode with statistics of its own, its norms fused into the convolutions as the frameworks do it, or not."""
+    module = copy.deepcopy(module).eval()
+    for block in module.modules():
+        if not isinstance(block, Conv):
+            continue
+        nn.init.uniform_(block.bn.running_mean, -0.5, 0.5)
+        nn.init.uniform_(block.bn.running_var, 0.5, 2)
+        nn.init.uniform_(block.bn.bias, -0.5, 0.5)
+        if fused:
+            block.conv = nn.utils.fusion.fuse_conv_bn_eval(block.conv, block.bn)
+            del block.bn
+            block.forward = block.forward_fuse
+    return module
+
+
+EVALUATED = {
+    "conv": lambda: Conv(8, 16, 3, act=nn.LeakyReLU(0.2)),
+    "bottleneck": lambda: Bottleneck(8),
+    "bottleneck without a shortcut": lambda: Bottleneck(8, False),
+    "C3": lambda: C3(8, 2),
+    "C3, no shortcut": lambda: C3(8, 1, False, more=0),
+    "SPPF": lambda: SPPF(8),
+    "SPPF with a shortcut": lambda: SPPF(8, 2, True),
+    **{f"C2f of {name}": lambda blocks=blocks: C2f(8, *blocks()) for name, blocks in C2F_BLOCKS.items()},
+}
+
+
+def stock_of_evaluated(module):
+    """A copy that calls its modules one by one."""
+    copied = stock_of(module)
+    for block in copied.modules():
+        if isinstance(block, Conv) and not hasattr(block, "bn"):
+            block.forward = lambda x, b=block: b.act(b.conv(x))
+    return copied
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", EVALUATED)
+def test_blocks_in_evaluation(device, name, fused, memory_format):
+    module = evaluated(EVALUATED[name](), fused).to(device, memory_format=memory_format)
+    x = images(device).contiguous(memory_format=memory_format)
+    with torch.no_grad(), Operators() as operators:
+        y = module(x)
+    blocks = sum(isinstance(block, Conv) for block in module.modules())
+    assert (operators.evaluated, operators.pooled) == (blocks, "SPPF" in name)
+    with torch.no_grad():
+        want = stock_of_evaluated(module)(x)
+    assert y.stride() == want.stride()
+    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-4)
+    with torch.inference_mode():
+        assert torch.equal(module(x), y)
+    with Operators() as operators:
+        assert module(x).requires_grad
+    assert operators.evaluated == operators.pooled == 0, "who asks for gradients gets the original"
+
+
+KEEPS_ITS_MODULES = {
+    "a hook on the activation": lambda m: m.act.register_forward_hook(lambda *_: None),
+    "a hook on the convolution": lambda m: m.conv.register_forward_hook(lambda *_: None),
+    "another padding": lambda m: setattr(m.conv, "padding_mode", "circular"),
+    "another activation": lambda m: setattr(m, "act", nn.Tanh()),
+    "another convolution": lambda m: setattr(m, "conv", OtherConv(8, 8, 3, padding=1)),
+    "training": lambda m: m.train(),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("change", KEEPS_ITS_MODULES.values(), ids=KEEPS_ITS_MODULES)
+def test_what_keeps_its_modules_in_evaluation(change, fused):
+    module, x = evaluated(Conv(8, 8, 3), fused), images()
+    change(module)
+    reference = stock_of_evaluated(module)
+    with torch.no_grad(), Operators() as operators:
+        torch.testing.assert_close(module(x), reference(x), rtol=1e-4, atol=1e-4)
+    assert operators.evaluated == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.bn.train(),
+        lambda m: setattr(m, "bn", nn.BatchNorm2d(8, track_running_stats=False).eval()),
+        lambda m: m.bn.register_forward_hook(lambda *_: None),
+    ],
+)
+def test_norms_that_evaluation_does_not_know(change):
+    module = evaluated(Conv(8, 8))
+    change(module)
+    with torch.no_grad(), Operators() as operators:
+        module(images())
+    assert operators.evaluated == 0 and operators.stock == 1
+
+
+def test_a_convolution_with_a_bias_before_a_norm_keeps_it():
+    module, x = Conv(8, 8), images()
+    module.conv = nn.Conv2d(8, 8, 1)
+    module = evaluated(module)
+    with torch.no_grad(), Operators() as operators:
+        torch.testing.assert_close(module(x), stock_of_evaluated(module)(x), rtol=1e-4, atol=1e-4)
+    assert operators.evaluated == 1
+
+
+def test_evaluation_that_is_recorded_or_no_longer_patched(monkeypatch):
+    module, x = evaluated(nn.Sequential(Bottleneck(8), C3(8), C2f(8, Bottleneck(8)), SPPF(8)), fused=True), images()
+    with torch.no_grad():
+        program = torch.jit.trace(module, x, check_trace=False)
+        assert "torch_fastdet" not in str(program.inlined_graph)
+        assert "torch_fastdet" not in str(torch.export.export(module, (x,), strict=False).graph)
+        monkeypatch.undo()
+        with Operators() as operators:
+            torch.testing.assert_close(module(x), program(x), rtol=1e-4, atol=1e-4)
+        assert operators.evaluated == 0
+
+
+def test_evaluation_that_is_compiled():
+    module, x, texts = evaluated(nn.Sequential(Bottleneck(8), SPPF(8)), fused=True), images(), []
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(module, backend=lambda graph, _: texts.append(graph.code) or graph.forward)
+        torch.testing.assert_close(compiled(x), stock_of_evaluated(module)(x), rtol=1e-4, atol=1e-4)
+    assert texts and not any("bias_act" in text for text in texts)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_hooks_of_blocks_fire_in_evaluation(fused):
+    module, seen = evaluated(Bottleneck(8), fused), []
+    module.cv2.register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad(), Operators() as operators:
+        module(images())
+    assert seen == [1] and operators.evaluated == 2

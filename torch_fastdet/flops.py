@@ -105,6 +105,12 @@ def _any_iou_backward(a: Any) -> int:
     return iou_backward(_pairs(a.box1, a.box2), a.kind, a.xywh)
 
 
+def _bias_act(a: Any) -> int:
+    """The bias, or the norm (three), the activation, and the shortcut's sum."""
+    normed = 0 if a.variance is None else 2
+    return math.prod(a.x) * (1 + normed + ACTIVATION[a.activation] + (a.residual is not None))
+
+
 def _bn_act(a: Any) -> int:
     """Mean and variance (four an element), the norm (three), the activation, and the shortcut's sum."""
     elements = _total(a.x) if isinstance(a.x[0], Sequence) else math.prod(a.x)
@@ -191,6 +197,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "bbox_iou_backward": _any_iou_backward,
         "iou_loss": lambda a: iou_loss(_pairs(a.box1, a.box2), a.kind, a.xywh, a.reduction != "none"),
         "iou_loss_backward": _any_iou_backward,
+        "bias_act": _bias_act,
         **dict.fromkeys(("bn_act", "bn_act_cat", "bn_act_parts"), _bn_act),
         **dict.fromkeys(("bn_act_backward", "bn_act_parts_backward"), _bn_act_backward),
         "pad_and_sum": lambda a: math.prod(a.x),
@@ -198,6 +205,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "sum_slices": lambda a: (len(a.x) - 1) * math.prod(a.out),
         "stem_conv2d": _stem_conv2d,
         "stem_conv2d_backward": lambda a: 2 * math.prod(a.grad_output) * a.squares[1] * a.kernel_size**2,
+        "max_pools_": lambda a: max_pools(math.prod(a.y) * a.pools // (a.pools + 1), a.kernel_size),
         "max_pools_cat": lambda a: max_pools(math.prod(a.x) * a.pools, a.kernel_size),
         "max_pools_cat_backward": lambda a: max_pools(math.prod(a.indices), a.kernel_size),
         "upsample_nearest2x_backward": lambda a: UPSAMPLE_BACKWARD * (math.prod(a.grad_output) // 4),

@@ -25,6 +25,17 @@ struct Loops {
         backwards);
     return true;
   }
+
+  template <typename A>
+  static bool eval(Case<A>& c, int64_t first, const BnActPlan&) {
+    const bn_act_loops::Sizes sizes{c.x.batch, c.x.channels, c.x.pixels, c.x.channels_last};
+    const BnActImage residual = c.with_residual ? c.residual.walk() : BnActImage{};
+    bn_act_loops::eval<Halves>(
+        {sizes, c.dtype, c.x.walk(), residual, c.y.walk(), c.grad_x.walk(), first, c.given(c.weight), c.given(c.bias),
+         c.given(c.running_mean), c.given(c.running_var), c.eps, c.activation, c.slope},
+        backwards);
+    return true;
+  }
 };
 
 TEST(BnActLoops, RandomShapesAndLayouts) {

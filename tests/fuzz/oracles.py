@@ -93,6 +93,11 @@ def _bn_act(a: Any) -> list[Tensor]:
     return [found.y, found.mean, a.found[2], *running]
 
 
+def _bias_act(a: Any) -> list[Tensor]:
+    y = bn_act.bias_act(a.x, a.weight, a.bias, a.mean, a.variance, a.eps, a.activation, a.slope, a.residual)
+    return [y] if a.last is None else [y, y[:, y.shape[1] - a.last.shape[1] :]]
+
+
 def _bn_act_backward(a: Any) -> list[Tensor]:
     assert a.x.isfinite().all(), "another mean"
     options = {"activation": a.activation, "slope": a.slope, "statistics": (a.mean, a.invstd)}
@@ -429,6 +434,7 @@ def _v8_obb_loss(a: Any) -> list[Tensor]:
 ORACLES: dict[str, Callable[[Any], list[Tensor]]] = {
     "bbox_iou": _bbox_iou,
     "bbox_iou_backward": _bbox_iou_backward,
+    "bias_act": _bias_act,
     "bn_act": _bn_act,
     "bn_act_backward": _bn_act_backward,
     "bn_act_cat": _bn_act_cat,
@@ -450,6 +456,7 @@ ORACLES: dict[str, Callable[[Any], list[Tensor]]] = {
     "iou_loss_backward": _iou_loss_backward,
     "linear_assignment": _linear_assignment,
     "match_detections": _matches,
+    "max_pools_": lambda a: [pool.max_pools_cat(a.y.chunk(a.pools + 1, 1)[0], a.kernel_size, a.pools)[0]],
     "max_pools_cat": lambda a: [pool.max_pools_cat(a.x, a.kernel_size, a.pools)[0]],
     "max_pools_cat_backward": _max_pools_cat_backward,
     "multi_tensor_clip_grad_norm_": lambda a: [torch.tensor(multi_tensor.norm(a.grads)), *multi_tensor.clip(a.grads, a.max_norm)],
@@ -537,6 +544,8 @@ ANY = {
     "image_letterbox": {"plan"},
     "image_resize": {"plan"},
     "instance_masks": {"boxes"},
+    "bias_act": {"y", "last"},
+    "max_pools": {"y"},
     "max_pools_cat": {"x"},
     "non_max_suppression_padded": {"prediction"},
     "space_to_depth": {"x"},

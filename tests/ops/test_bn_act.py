@@ -700,3 +700,126 @@ def test_graph_and_side_stream(cuda):
             [captured[0].detach(), *captured[1:], *norm.buffers()], [found, *grads, *buffers.values()]
         ):
             assert torch.equal(mine, theirs)
+
+
+def vectors(channels, device, dtype=torch.float32):
+    """Weight, bias, mean and variance."""
+    return [
+        v.to(device=device, dtype=dtype)
+        for v in (torch.rand(channels) + 0.5, *torch.randn(2, channels), torch.rand(channels) + 0.5)
+    ]
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_in_evaluation(device, shape, dtype, memory_format):
+    """One rounding of the exact result, or what float32 loses of a sum."""
+    x, residual = (random(shape, device, dtype, memory_format) for _ in range(2))
+    weight, bias, mean, variance = vectors(shape[1], device)
+    of_norm = {"weight": weight, "mean": mean, "variance": variance, "eps": 1e-3}
+    for activation in ACTIVATIONS:
+        for extra, norm in ((None, {}), (residual, {}), (None, of_norm), (residual, of_norm)):
+            y = ops.bias_act(x, bias, activation, 0.1, extra, **norm)
+            exact = reference.bias_act(
+                x, norm.get("weight"), bias, norm.get("mean"), norm.get("variance"), 1e-3, activation, 0.1, extra
+            )
+            unit = torch.finfo(dtype).eps / 2 if dtype != torch.float64 else 2**-52
+            within = (
+                unit * exact.abs()
+                + 2e-6 * (1 + (x.double() * norm.get("weight", bias)[:, None, None]).abs().amax())
+                + 1e-7
+            )
+            assert ((y.double() - exact).abs() <= within).all()
+            assert y.dtype == dtype and layout(y) == layout(x.contiguous(memory_format=memory_format))
+    assert not ops.bias_act(x, bias.requires_grad_()).requires_grad
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("before, channels", [(8, 24), (3, 16), (16, 7)])
+def test_in_evaluation_into_slices_and_in_place(device, before, channels, dtype, memory_format):
+    x = random((2, channels, 6, 5), device, dtype, memory_format)
+    wide = random((2, channels + 11, 6, 5), device, dtype, memory_format)
+    residual, (_, bias, *_) = wide[:, 3 : 3 + channels], vectors(channels, device)
+    want = ops.bias_act(x, bias, residual=residual)
+    for count in (min(8, channels), 5, channels):
+        room = torch.full((2, before + channels + 8, 6, 5), 7.0, dtype=dtype, device=device).contiguous(
+            memory_format=memory_format
+        )
+        place, last = room[:, before : before + channels], torch.empty_like(x[:, :count], memory_format=memory_format)
+        torch.ops.torch_fastdet.bias_act(x, place, None, bias, residual=residual, last=last)
+        assert torch.equal(place, want) and torch.equal(last, want[:, channels - count :])
+        assert (room[:, :before] == 7).all() and (room[:, before + channels :] == 7).all()
+    assert ops.bias_act(x, bias, residual=residual, out=room[:, :channels]).data_ptr() == room.data_ptr()
+    torch.ops.torch_fastdet.bias_act(x, place, None, bias, residual=residual, last=x)
+    assert torch.equal(x, want) and torch.equal(place, want)
+    with torch.inference_mode():
+        x = x.clone()
+        assert ops.bias_act(x, bias, out=x) is x
+
+
+def test_in_evaluation_no_elements_other_strides_and_opcheck(device):
+    x, (_, bias, mean, variance) = random((2, 8, 6, 6), device), vectors(8, device)
+    assert torch.equal(ops.bias_act(x.transpose(2, 3), bias), ops.bias_act(x, bias).transpose(2, 3))
+    wide = vectors(16, device)[1]
+    assert torch.equal(ops.bias_act(x, wide[::2]), ops.bias_act(x, wide[::2].contiguous()))
+    assert ops.bias_act(x[:0], bias).shape == (0, 8, 6, 6)
+    arguments = (
+        x,
+        torch.empty_like(x),
+        None,
+        bias,
+        mean,
+        variance,
+        1e-3,
+        "silu",
+        0.01,
+        x.clone(),
+        torch.empty_like(x[:, :4]),
+    )
+    torch.library.opcheck(torch.ops.torch_fastdet.bias_act.default, arguments)
+
+    def function(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return ops.bias_act(x, bias, "relu")
+
+    assert torch.equal(torch.jit.script(function)(x, bias), function(x, bias))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda a: a.update(activation="x"), "activation is 'x', but"),
+        (lambda a: a.update(bias=torch.ones(7)), r"bias has shape \[7\], but \(8,\) is expected"),
+        (lambda a: a.update(x=a["x"][0]), "x has shape .*, but four dimensions"),
+        (lambda a: a.update(y=a["y"].half()), "y has dtype float16, but x has float32"),
+        (lambda a: a.update(y=a["y"].transpose(2, 3)), "y has strides"),
+        (lambda a: a.update(residual=a["x"][:, :4]), "residual has shape"),
+        (
+            lambda a: a.update(last=torch.zeros(2, 9, 4, 4)),
+            "last has 9 channels, but at most those of x, 8, are expected",
+        ),
+        (lambda a: a.update(last=torch.zeros(2, 4, 4, 3)), "last has shape"),
+    ],
+)
+def test_in_evaluation_errors_are_one_line_and_write_nothing(change, message):
+    arguments = {"x": torch.ones(2, 8, 4, 4), "y": torch.zeros(2, 8, 4, 4), "weight": None, "bias": None}
+    change(arguments)
+    with pytest.raises((RuntimeError, ValueError), match=f"bias_act: {message}") as error:
+        torch.ops.torch_fastdet.bias_act(**arguments)
+    assert len(str(error.value).splitlines()) == 1 and not arguments["y"].any()
+
+
+def test_in_evaluation_in_a_graph_with_norms_that_change(cuda):
+    x = random((4, 64, 40, 40), cuda, torch.float16, torch.channels_last)
+    weight, bias, mean, variance = vectors(64, cuda)
+    function = lambda: ops.bias_act(x, bias, weight=weight, mean=mean, variance=variance)  # noqa: E731
+    function()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = function()
+    for vector in (weight, bias, mean, variance):
+        vector.mul_(1.5)
+    graph.replay()
+    assert torch.equal(y, function())
+    assert len(launched(function)) == 1

@@ -150,3 +150,22 @@ def test_repeatable(cuda):
     first = step()
     for _ in range(5):
         assert all(map(torch.equal, first, step()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_poolings_behind_what_is_there(device, memory_format, dtype):
+    for channels, kernel_size, pools in ((8, 5, 3), (3, 3, 2), (16, 13, 1)):
+        x = random((2, channels, 9, 7), device, dtype, memory_format)
+        y = torch.full((2, channels * (pools + 1), 9, 7), 7.0, device=device, dtype=dtype).contiguous(
+            memory_format=memory_format
+        )
+        y[:, :channels] = x
+        torch.ops.torch_fastdet.max_pools_(y, kernel_size, pools)
+        assert torch.equal(y, ops.max_pools_cat(x, kernel_size, pools))
+    torch.library.opcheck(torch.ops.torch_fastdet.max_pools_.default, (y, kernel_size, pools))
+    torch.ops.torch_fastdet.max_pools_(y[:0], kernel_size, pools)
+    with pytest.raises(RuntimeError, match="max_pools_: y has 31 channels, but a multiple of 2 is expected"):
+        torch.ops.torch_fastdet.max_pools_(y[:, :31], 5, 1)
+    with pytest.raises(ValueError, match="max_pools_: kernel_size is 4, but an odd number"):
+        torch.ops.torch_fastdet.max_pools_(y, 4, 1)

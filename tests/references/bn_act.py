@@ -43,6 +43,29 @@ def activate(z: Tensor, activation: str, slope: float) -> tuple[Tensor, Tensor]:
     return z, torch.ones_like(z)
 
 
+def bias_act(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None = None,
+    variance: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str = "silu",
+    slope: float = 0.01,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """In evaluation: the running statistics are constants."""
+    z = x.double()
+    if mean is not None:
+        z = z - mean.double().view(1, -1, 1, 1)
+    if variance is not None:
+        z = z / torch.sqrt(variance.double().view(1, -1, 1, 1) + eps)
+    z = z if weight is None else z * weight.double().view(1, -1, 1, 1)
+    z = z if bias is None else z + bias.double().view(1, -1, 1, 1)
+    value = activate(z, activation, slope)[0]
+    return value if residual is None else value + residual.double()
+
+
 def bn_act(
     x: Tensor,
     weight: Tensor | None,

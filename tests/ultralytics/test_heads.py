@@ -65,6 +65,22 @@ def test_values_and_gradients(device, same_convolutions, fused_blocks, name, kin
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4 * b.abs().max().item())
 
 
+@pytest.mark.parametrize("name", ["yolov8n.yaml", "yolo26n.yaml"])
+def test_evaluation(device, same_convolutions, fused_blocks, name):
+    model, images = make(name, device).eval(), torch.rand(2, 3, 64, 96, device=device)
+    for fused in (False, True):
+        model = model.fuse() if fused else model
+        with torch.no_grad():
+            want = tensors(model(images))
+            with rewritten(model, [HeadRows()]), Operators() as operators:
+                found = tensors(model(images))
+            assert operators.evaluated == 6 * (2 if name == "yolo26n.yaml" and not fused else 1)
+            again = tensors(model(images))
+        for a, b, c in zip(found, want, again):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            assert torch.equal(b, c)
+
+
 def test_what_is_left_to_stock(monkeypatch, fused_blocks):
     def takes(model):
         with rewritten(model, [HeadRows()]):
@@ -75,7 +91,7 @@ def test_what_is_left_to_stock(monkeypatch, fused_blocks):
     with monkeypatch.context() as without:
         without.setattr(type(model.model[0]), "forward", lambda self, x: x)
         assert HeadRows().matches(model) == "bn_act_optim has replaced none of its blocks."
-    assert not takes(copy.deepcopy(model).eval())
+    assert takes(copy.deepcopy(model).eval())
     assert not takes(copy.deepcopy(model).to(memory_format=torch.contiguous_format))
     assert not takes(
         tasks.SegmentationModel("yolov8n-seg.yaml", verbose=False).to(memory_format=torch.channels_last).train()

@@ -18,6 +18,7 @@ from torch_fastdet._torch.private import every_module_has_hooks, foreach_copy_, 
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.baked import BakedForward
 from torch_fastdet.graphs.captured import CapturedCallable
+from torch_fastdet.nn import bn_act
 
 # A capture takes as long as some 30 calls save: so many calls pay for one, and the first few are free.
 _CALLS_FOR_A_CAPTURE = 32
@@ -53,7 +54,7 @@ class InferenceGraphs(CapturedCallable[_Captured]):
     """CUDA graphs of one module's forward passes in eval mode and without gradients, by input shape.
 
     The first ``warmup`` calls of a shape run eagerly, and the last of them also captures; later calls replay. Their results have
-    eager mode's bits and are copies that nothing writes to any more. All graphs share their memory, as large as the largest
+    those calls' bits and are copies that nothing writes to any more. All graphs share their memory, as large as the largest
     needs; at most ``max_graphs`` are kept, the least recently used goes first. A module whose shapes never repeat for long is captured
     once in 32 calls at most.
 
@@ -65,7 +66,7 @@ class InferenceGraphs(CapturedCallable[_Captured]):
         max_graphs: how many graphs to keep.
         warmup: eager calls of a shape before it is replayed.
         settings: what else the module's forward depends on, beside its parameters and buffers; compared at each call.
-        capturing: a context to be in while forward is captured.
+        capturing: a context to be in while forward is captured, and at the first calls.
         say: takes the line of the first capture, and why the module runs eagerly, once each; by default they are printed.
     """
 
@@ -118,7 +119,8 @@ class InferenceGraphs(CapturedCallable[_Captured]):
             captured = self._pool.get(key, x.device)
             if captured is not None:
                 return captured.replay(x)
-            result = self._pool.warm_up(key, lambda: run(x))
+            with self.capturing(), bn_act.captured():
+                result = self._pool.warm_up(key, lambda: run(x))
             if self._pool.is_warm(key) and self._saved >= 1:
                 self._saved -= 1
                 if self._try_capture(key, module, lambda: self._captured(x, module, run)) is not None:
@@ -153,6 +155,7 @@ class InferenceGraphs(CapturedCallable[_Captured]):
             _capture.attributes_kept(module),
             _capture.capture_into(captured.graph.held, self._pool.handle, stream, random_numbers=False, collect=False),
             self.capturing(),
+            bn_act.captured(),
         ):
             static = torch.empty_like(x)
             result = run(static)

@@ -1,6 +1,7 @@
-"""A block of a convolution, a BatchNorm2d and an activation, trained with norm and activation as one operator.
+"""A block of a convolution, a BatchNorm2d and an activation, with norm and activation as one operator, in training and in evaluation.
 
-YOLOv5 and Ultralytics both have such a ``Conv``, a ``Bottleneck`` of two of them with a shortcut, a ``C3`` of three and of
+In evaluation without gradients the framework may have fused the norm into the convolution: then its bias and the activation are that
+operator. YOLOv5 and Ultralytics both have such a ``Conv``, a ``Bottleneck`` of two of them with a shortcut, a ``C3`` of three and of
 bottlenecks, a ``C2f`` of two and of either, and an ``SPPF`` of two with max poolings in between. The functions here make forward methods for such classes. They
 look at the modules at each call, because anything may have changed since the last one. What one operator cannot do with stock's
 results and in stock's order stays stock's.
@@ -14,11 +15,29 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet._torch.private import every_module_has_hooks, is_recorded, is_transforming, runs_plainly
-from torch_fastdet.nn.joint import JOINT, OF_ONE_INPUT, Keep, NormInto, NormsOfParts, NormSplit, Options, Twice
+from torch_fastdet._torch.private import (
+    every_module_has_hooks,
+    is_compiled_in_place,
+    is_recorded,
+    is_transforming,
+    module_has_hooks,
+    runs_plainly,
+)
+from torch_fastdet.nn.joint import (
+    JOINT,
+    OF_ONE_INPUT,
+    Keep,
+    NormInto,
+    NormsOfParts,
+    NormSplit,
+    Options,
+    Twice,
+    room_like,
+)
 from torch_fastdet.nn.stem import convolve, convolve_squares, divided, has_stem_shape, is_stem
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
@@ -29,7 +48,7 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.Identity: "identity",
 }
 # Torch's own, to see whether somebody has put another one on the class.
-_KINDS: tuple[type[nn.Module], ...] = (nn.BatchNorm2d, nn.MaxPool2d, nn.Sequential, *ACTIVATIONS)
+_KINDS: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d, nn.Sequential, *ACTIVATIONS)
 _FORWARDS = {kind: kind.forward for kind in _KINDS}
 # Where the operator is the faster one.
 DEVICES = ("cuda",)
@@ -126,12 +145,115 @@ def _slope(act: nn.Module) -> float:
     return act.negative_slope if type(act) is nn.LeakyReLU else 0.0
 
 
+def _is_evaluated(block: Any) -> bool:
+    """Whether a block in evaluation is a convolution and what :func:`_write` does behind it, unobserved and without a gradient."""
+    norm, act = getattr(block, "bn", None), block.act
+    return (
+        fuses()
+        and not (block.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
+        and _is_plain(block.conv)
+        and block.conv.weight.device.type in DEVICES
+        and type(act) in ACTIVATIONS
+        and runs_plainly(act, _FORWARDS[type(act)])
+        and (norm is None or (_has_statistics(norm) and runs_plainly(norm, _FORWARDS[nn.BatchNorm2d])))
+        and not is_watched()
+    )
+
+
+def _is_plain(conv: nn.Module) -> bool:
+    """Whether this is a convolution whose bias can be added later."""
+    return (
+        type(conv) is nn.Conv2d
+        and conv.padding_mode == "zeros"
+        and (conv.bias is None or conv.bias.dtype == conv.weight.dtype)
+        and runs_plainly(conv, _FORWARDS[nn.Conv2d])
+    )
+
+
+def convolved(branch: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What a branch makes of x but for the bias of the convolution that it ends in, and that bias; its result and None otherwise."""
+    if type(branch) is not nn.Sequential or not len(branch) or not runs_plainly(branch, _FORWARDS[nn.Sequential]):
+        return branch(x), None
+    *layers, last = branch
+    for layer in layers:
+        x = layer(x)
+    return (_convolve(last, x, None), last.bias) if _is_plain(last) else (last(x), None)
+
+
+def _convolve(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+    return F.conv2d(x, conv.weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+
+
+def _has_statistics(norm: nn.Module) -> bool:
+    """Whether this is a BatchNorm2d in evaluation that has running statistics."""
+    return type(norm) is nn.BatchNorm2d and not norm.training and norm.running_mean is not None
+
+
+def _vectors(block: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, float]:
+    """Weight, bias, mean and variance of an evaluated block's norm, and its eps; the bias alone where the convolution holds the norm."""
+    norm = getattr(block, "bn", None)
+    if norm is None:
+        return None, block.conv.bias, None, None, 0.0
+    return norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps
+
+
+def _begun(block: Any, x: Tensor) -> Tensor:
+    """What the block's convolution makes of x; in evaluation without the bias that :func:`_finished` adds."""
+    conv = block.conv
+    if block.training:
+        return convolve(conv, x)
+    return _convolve(conv, x, conv.bias if hasattr(block, "bn") else None)
+
+
+def _write(
+    block: Any, x: Tensor, room: Tensor, shortcut: Tensor | None, last: Tensor | None = None, first: int = 0
+) -> None:
+    """In evaluation: the block's result for x, of its convolution, into channels of ``room`` from ``first`` on; its last ones into ``last``."""
+    place = room if room is x else room.narrow(1, first, x.shape[1])
+    options = ACTIVATIONS[type(block.act)], _slope(block.act), shortcut, last
+    torch.ops.torch_fastdet.bias_act(x, place, *_vectors(block), *options)
+
+
+def _fits_evaluated(x: Tensor, block: Any) -> bool:
+    """Whether the operator takes x, of the block's convolution."""
+    kinds, vectors = (torch.float32, x.dtype), [v for v in _vectors(block)[:4] if v is not None]
+    return (
+        type(x) is Tensor
+        and x.device.type in DEVICES
+        and x.dim() == 4
+        and x.numel() > 0
+        and all(v.dtype in kinds and v.device == x.device and len(v) == x.shape[1] for v in vectors)
+    )
+
+
+def _finished(block: Any, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+    """The block's result, plus ``shortcut``, for x of :func:`_begun`; in evaluation in x's place. Ask :func:`_ends_in` first."""
+    if block.training:
+        return norm_and_activation(block.bn, block.act, x, shortcut)
+    if not _fits_evaluated(x, block):
+        norm, bias = getattr(block, "bn", None), block.conv.bias
+        if norm is not None:
+            x = norm(x)
+        elif bias is not None:
+            x = x + bias[:, None, None]
+        y = block.act(x)
+        return y if shortcut is None else shortcut + y
+    added = shortcut is not None and _is_added(shortcut, x)
+    _write(block, x, x, shortcut if added else None)
+    return x if added or shortcut is None else shortcut + x
+
+
+def _is_added(shortcut: Tensor | None, x: Tensor) -> bool:
+    """Whether an operator can add ``shortcut``, if there is one, to its result for x."""
+    return shortcut is None or (shortcut.dtype == x.dtype and shortcut.shape == x.shape)
+
+
 def norm_and_activation(norm: nn.BatchNorm2d, act: nn.Module, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
     """``act(norm(x))``, plus ``shortcut``: one operator where that is possible, the modules where not. Ask can_fuse first."""
     if not _fits(x, norm):
         y = act(norm(x))
         return y if shortcut is None else shortcut + y
-    add = shortcut is not None and shortcut.dtype == x.dtype and shortcut.shape == x.shape
+    add = shortcut is not None and _is_added(shortcut, x)
     tracked = norm.track_running_stats
     y = ops.bn_act(
         x,
@@ -172,7 +294,7 @@ def norms_and_activations_cat(blocks: list[ConvBlock], inputs: list[Tensor], sho
         and all(_options(block) == _options(blocks[0]) for block in blocks)
         and all(x.dtype == first.dtype and x.device == first.device for x in inputs)
         and all(x.shape[0] == first.shape[0] and x.shape[2:] == first.shape[2:] for x in inputs)
-        and (shortcut is None or (shortcut.dtype == first.dtype and shortcut.shape == first.shape))
+        and _is_added(shortcut, first)
     )
     if not joined:
         shortcuts = [shortcut, *[None] * (len(blocks) - 1)]
@@ -195,9 +317,12 @@ def _jointly(blocks: list[ConvBlock], x: Tensor, before: list[int]) -> tuple[Ten
 
     Ask can_fuse for each block first.
     """
-    joint, norms = vars(blocks[0].conv).get(JOINT), [block.bn for block in blocks]
+    joint = vars(blocks[0].conv).get(JOINT)
     z = None if joint is None else joint(x)
-    if z is None or not all(_is_whole(norm) and _options(b) == _options(blocks[0]) for b, norm in zip(blocks, norms)):
+    if z is None:
+        return None
+    norms = [block.bn for block in blocks]
+    if not all(_is_whole(norm) and _options(b) == _options(blocks[0]) for b, norm in zip(blocks, norms)):
         return None
     parts = z.detach().split([block.conv.out_channels for block in blocks], 1)
     dtypes = {(norm.weight.dtype, norm.bias.dtype) for norm in norms}
@@ -217,16 +342,25 @@ def _is_like(x: Tensor, room: Tensor) -> bool:
     return x.dtype == room.dtype and x.shape[2:] == room.shape[2:] and x.is_contiguous() == room.is_contiguous()
 
 
-def _goes_into(room: Tensor, block: ConvBlock, x: Tensor, shortcut: Tensor | None) -> bool:
-    """Whether the block's ``act(bn(x))``, plus ``shortcut``, can be written into ``room``."""
-    added = shortcut is None or (shortcut.dtype == x.dtype and shortcut.shape == x.shape)
-    return added and _fits(x, block.bn) and _is_whole(block.bn) and _is_like(x, room)
+def _goes_into(room: Tensor, block: Any, x: Tensor, shortcut: Tensor | None) -> bool:
+    """Whether the block's result for x of :func:`_begun`, plus ``shortcut``, can be written into ``room``."""
+    fits = _fits(x, block.bn) and _is_whole(block.bn) if block.training else _fits_evaluated(x, block)
+    return fits and _is_added(shortcut, x) and _is_like(x, room)
+
+
+def _into(room: Tensor, first: int, block: Any, x: Tensor, shortcut: Tensor | None) -> Tensor:
+    """``room`` with the block's result for x, plus ``shortcut``, in its channels from ``first`` on. Ask :func:`_goes_into` first."""
+    if block.training:
+        norm = block.bn
+        return NormInto.apply(room, first, x, norm, _options(block), shortcut, norm.weight, norm.bias)
+    _write(block, x, room, shortcut, first=first)
+    return room
 
 
 def _behind(block: ConvBlock, x: Tensor, rest: Tensor, shortcut: Tensor | None) -> Tensor:
     """The concatenation of the block's ``act(bn(x))``, plus ``shortcut``, and the last channels of ``rest``."""
     if _goes_into(rest, block, x, shortcut):
-        return NormInto.apply(rest, 0, x, block.bn, _options(block), shortcut, block.bn.weight, block.bn.bias)
+        return _into(rest, 0, block, x, shortcut)
     room = rest.shape[1] - x.shape[1]
     return torch.cat([norm_and_activation(block.bn, block.act, x, shortcut), rest[:, -room:]], 1)
 
@@ -237,13 +371,39 @@ def conv_forward(stock: Forward) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         # Two ifs: torch.jit.script leaves out the first one's block, but compiles the whole of an `and`.
         if not torch.jit.is_scripting():
-            if self.training and can_fuse(self.bn, self.act):
-                return norm_and_activation(self.bn, self.act, convolve(self.conv, x))
+            if (self.training and can_fuse(self.bn, self.act)) or _is_evaluated(self):
+                return _finished(self, _begun(self, x))
             return stock(self, x)
         return self.act(self.bn(self.conv(x)))
 
     setattr(forward, _MADE_BY, conv_forward)
     return forward
+
+
+def conv_forward_fuse(stock: Forward) -> Forward:
+    """Stands for what a block calls once its convolution holds the norm: ``act(conv(x))``. Instances keep it as their ``forward``."""
+
+    def forward_fuse(self: Any, x: Tensor) -> Tensor:
+        if not torch.jit.is_scripting():
+            if type(self).forward_fuse is forward_fuse and not hasattr(self, "bn") and _is_evaluated(self):
+                return _finished(self, _begun(self, x))
+            return stock(self, x)
+        return self.act(self.conv(x))
+
+    setattr(forward_fuse, _MADE_BY, conv_forward_fuse)
+    return forward_fuse
+
+
+def _is_fused(block: Any) -> bool:
+    """Whether a call of the block is one of the :func:`conv_forward_fuse` that its class has now."""
+    forward = getattr(vars(block).get("forward"), "__func__", None)
+    return (
+        getattr(forward, _MADE_BY, None) is conv_forward_fuse
+        and type(block).forward_fuse is forward
+        and not hasattr(block, "bn")
+        and not module_has_hooks(block)
+        and not is_compiled_in_place(block)
+    )
 
 
 def is_used(model: nn.Module) -> bool:
@@ -273,13 +433,17 @@ def forward_of_bytes(block: Any, x: Tensor) -> Tensor:
 
 
 def _ends_in(block: Any, conv: Forward) -> bool:
-    """Whether ``block`` is a block whose forward is ``conv``, and whose norm and activation can be fused."""
-    return hasattr(block, "bn") and block.training and runs_plainly(block, conv) and can_fuse(block.bn, block.act)
+    """Whether ``block`` is a block whose forward is ``conv``, or what ``conv`` is once the norm is fused, and is one for :func:`_finished`."""
+    if block.training:
+        return hasattr(block, "bn") and runs_plainly(block, conv) and can_fuse(block.bn, block.act)
+    if type(block).forward is not conv or torch.is_grad_enabled():
+        return False
+    return (_is_fused(block) or (hasattr(block, "bn") and runs_plainly(block, conv))) and _is_evaluated(block)
 
 
 def _ends_plainly(block: Any, forward: Forward, end: str, conv: Forward) -> bool:
     """Whether ``block`` is one whose forward is ``forward``, and whose part ``end`` is as :func:`_ends_in` asks."""
-    return block.training and runs_plainly(block, forward) and _ends_in(getattr(block, end), conv)
+    return runs_plainly(block, forward) and _ends_in(getattr(block, end), conv)
 
 
 def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
@@ -291,8 +455,8 @@ def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         if not torch.jit.is_scripting():
             last = self.cv2
-            if self.add and self.training and _ends_in(last, conv):
-                return norm_and_activation(last.bn, last.act, last.conv(self.cv1(x)), x)
+            if self.add and _ends_in(last, conv):
+                return _finished(last, _begun(last, self.cv1(x)), x)
             return stock(self, x)
         y = self.cv2(self.cv1(x))
         return x + y if self.add else y
@@ -320,7 +484,7 @@ def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
 
 def _c3_parts(c3: Any, x: Tensor, conv: Forward, bottleneck: Forward) -> Tensor | None:
     """The concatenation that :func:`c3_forward`'s ``cv3`` reads; None, with nothing done, where it cannot be written in place."""
-    if not c3.training or type(c3.m) is not nn.Sequential:
+    if type(c3.m) is not nn.Sequential:
         return None
     inner: list[Any] = list(c3.m)
     last = inner[-1] if inner else None
@@ -333,17 +497,23 @@ def _c3_parts(c3: Any, x: Tensor, conv: Forward, bottleneck: Forward) -> Tensor 
         return None
     joint = None
     if _ends_in(c3.cv1, conv):
-        joint = _jointly([c3.cv1, c3.cv2], x, [0, last.cv2.bn.num_features])
+        joint = _jointly([c3.cv1, c3.cv2], x, [0, last.cv2.conv.out_channels])
     y = c3.cv1(x) if joint is None else joint[0]
     for block in inner[:-1]:
         y = block(y)
     shortcut = None
     if last.add:
-        shortcut, y = Twice.apply(y) if _can_share(y, last.cv2.bn) else (y, y)
-    deep = last.cv2.conv(last.cv1(y))
+        shortcut, y = Twice.apply(y) if last.cv2.training and _can_share(y, last.cv2.bn) else (y, y)
+    deep = _begun(last.cv2, last.cv1(y))
     if joint is not None:
         return _behind(last.cv2, deep, joint[1], shortcut)
-    return norms_and_activations_cat([last.cv2, c3.cv2], [deep, c3.cv2.conv(x)], shortcut)
+    shallow = _begun(c3.cv2, x)
+    if last.cv2.training and c3.cv2.training:
+        return norms_and_activations_cat([last.cv2, c3.cv2], [deep, shallow], shortcut)
+    room = room_like(shallow, deep.shape[1] + shallow.shape[1])
+    if not (_goes_into(room, last.cv2, deep, shortcut) and _goes_into(room, c3.cv2, shallow, None)):
+        return torch.cat([_finished(last.cv2, deep, shortcut), _finished(c3.cv2, shallow)], 1)
+    return _into(_into(room, 0, last.cv2, deep, shortcut), deep.shape[1], c3.cv2, shallow, None)
 
 
 def c2f_forward(stock: Forward, conv: Forward, bottleneck: Forward, c3: Forward) -> Forward:
@@ -355,9 +525,9 @@ def c2f_forward(stock: Forward, conv: Forward, bottleneck: Forward, c3: Forward)
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not torch.jit.is_scripting():
-            if not self.training or type(self.m) is not nn.ModuleList or not _ends_in(self.cv1, conv):
+            if type(self.m) is not nn.ModuleList or not _ends_in(self.cv1, conv):
                 return stock(self, x)
-            return self.cv2(_c2f_parts(self, self.cv1.conv(x), conv, bottleneck, c3))
+            return self.cv2(_c2f_parts(self, _begun(self.cv1, x), conv, bottleneck, c3))
         parts = list(self.cv1(x).chunk(2, 1))
         for block in self.m:
             parts.append(block(parts[-1]))
@@ -368,29 +538,43 @@ def c2f_forward(stock: Forward, conv: Forward, bottleneck: Forward, c3: Forward)
 
 def _c2f_parts(c2f: Any, x: Tensor, conv: Forward, bottleneck: Forward, c3: Forward) -> Tensor:
     """The concatenation that :func:`c2f_forward`'s ``cv2`` reads; x is the result of ``cv1``'s convolution."""
-    blocks, norm, half = list(c2f.m), c2f.cv1.bn, x.shape[1] // 2
-    if not blocks or half % _VECTOR or x.shape[1] % 2 or not (_can_share(x, norm) and _is_whole(norm)):
-        return _chain(list(norm_and_activation(norm, c2f.cv1.act, x).chunk(2, 1)), blocks)
-    channels = half * (2 + len(blocks))
-    room, shortcut, y = NormSplit.apply(x, channels, norm, _options(c2f.cv1), norm.weight, norm.bias)
+    cv1, blocks, half = c2f.cv1, list(c2f.m), x.shape[1] // 2
+    fits = _can_share(x, cv1.bn) and _is_whole(cv1.bn) if cv1.training else _fits_evaluated(x, cv1)
+    if not blocks or half % _VECTOR or x.shape[1] % 2 or not fits:
+        return _chain(list(_finished(cv1, x).chunk(2, 1)), blocks)
+    room, shortcut, y = _split(cv1, x, half * (2 + len(blocks)))
     for i, block in enumerate(blocks):
         first, end, added = half * (2 + i), None, None
         if _ends_plainly(block, bottleneck, "cv2", conv):
             end, added = block.cv2, shortcut if block.add else None
-            y = end.conv(block.cv1(y))
+            y = _begun(end, block.cv1(y))
         elif _ends_plainly(block, c3, "cv3", conv) and (parts := _c3_parts(block, y, conv, bottleneck)) is not None:
             end = block.cv3
-            y = end.conv(parts)
+            y = _begun(end, parts)
         else:
             y = block(y)
-        if end is not None and i == len(blocks) - 1 and y.shape[1] == half and _goes_into(room, end, y, added):
-            return NormInto.apply(room, first, y, end.bn, _options(end), added, end.bn.weight, end.bn.bias)
+        goes_into = end is not None and y.shape[1] == half and _goes_into(room, end, y, added)
+        if goes_into and i == len(blocks) - 1:
+            return _into(room, first, end, y, added)
+        if goes_into and not end.training:
+            _write(end, y, room, added, last=y, first=first)
+            shortcut = y
+            continue
         if end is not None:
-            y = norm_and_activation(end.bn, end.act, y, added)
+            y = _finished(end, y, added)
         if y.shape[1] != half or not _is_like(y, room):
             return _chain([room[:, :first], y], blocks[i + 1 :])
         room, shortcut, y = Keep.apply(room, first, y)
     return room
+
+
+def _split(cv1: Any, x: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A tensor of ``channels`` that begins with the result of ``cv1`` for x of its convolution, and twice a copy of that's second half."""
+    if cv1.training:
+        return NormSplit.apply(x, channels, cv1.bn, _options(cv1), cv1.bn.weight, cv1.bn.bias)
+    room, half = room_like(x, channels), room_like(x, x.shape[1] // 2)
+    _write(cv1, x, room, None, half)
+    return room, half, half
 
 
 def _chain(parts: list[Tensor], blocks: Sequence[nn.Module]) -> Tensor:
@@ -435,25 +619,39 @@ def can_pool(pool: nn.Module) -> bool:
     )
 
 
-def sppf_forward(stock: Forward, counts: bool) -> Forward:
+def _pooled(cv1: Any, pool: nn.MaxPool2d, pools: int, x: Tensor, conv: Forward) -> Tensor:
+    """The concatenation of ``cv1(x)`` and of ``pools`` poolings, each of the one before it."""
+    if pools > 0 and not cv1.training and _ends_in(cv1, conv):
+        y = _begun(cv1, x)
+        room = room_like(y, y.shape[1] * (pools + 1))
+        if _goes_into(room, cv1, y, None):
+            torch.ops.torch_fastdet.max_pools_(_into(room, 0, cv1, y, None), pool.kernel_size, pools)
+            return room
+        y = _finished(cv1, y)
+    else:
+        y = cv1(x)
+    plain = type(y) is Tensor and y.device.type in DEVICES and y.dim() == 4 and y.is_floating_point()
+    return ops.max_pools_cat(y, pool.kernel_size, pools) if plain and pools > 0 else _chain([y], [pool] * pools)
+
+
+def sppf_forward(stock: Forward, counts: bool, conv: Forward) -> Forward:
     """Stands for the forward of a block that computes ``cv2(cat((y, m(y), m(m(y)), ...)))`` of ``y = cv1(x)``.
 
     Args:
         stock: the forward that it replaces.
         counts: whether the block has a number of poolings ``n`` and a shortcut ``add``, as Ultralytics' has; without them there
             are three poolings and no shortcut.
+        conv: the forward of its ``cv1`` and ``cv2``, one of :func:`conv_forward`.
     """
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if torch.jit.is_scripting() or not self.training or not can_pool(self.m):
+        if torch.jit.is_scripting() or not (self.training or not torch.is_grad_enabled()) or not can_pool(self.m):
             return stock(self, x)
-        pools = getattr(self, "n", 3) if counts else 3
-        y = self.cv1(x)
-        plain = type(y) is Tensor and y.device.type in DEVICES and y.dim() == 4 and y.is_floating_point()
-        ours = plain and pools > 0
-        y = self.cv2(ops.max_pools_cat(y, self.m.kernel_size, pools) if ours else _chain([y], [self.m] * pools))
-        if counts and getattr(self, "add", False):
-            y = y + x
-        return y
+        pools, added = (getattr(self, "n", 3), getattr(self, "add", False)) if counts else (3, False)
+        y = _pooled(self.cv1, self.m, pools, x, conv)
+        if added and not self.training and _ends_in(self.cv2, conv):
+            return _finished(self.cv2, _begun(self.cv2, y), x)
+        y = self.cv2(y)
+        return y + x if added else y
 
     return forward

@@ -22,7 +22,8 @@ OF_ONE_INPUT = "torch_fastdet_one_input"
 Options = tuple[float, float, str, float]
 
 
-def _empty(like: Tensor, channels: int) -> Tensor:
+def room_like(like: Tensor, channels: int) -> Tensor:
+    """An empty tensor of ``channels`` in the memory format of ``like``, and otherwise like it."""
     layout = torch.contiguous_format if like.is_contiguous() else torch.channels_last
     shape = (like.shape[0], channels, *like.shape[2:])
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
@@ -43,7 +44,7 @@ class NormsOfParts(torch.autograd.Function):
         ctx: Any, x: Tensor, before: list[int], norms: list[nn.BatchNorm2d], options: Options, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         count = len(norms)
-        results = [_empty(x, first + norm.num_features) for first, norm in zip(before, norms)]
+        results = [room_like(x, first + norm.num_features) for first, norm in zip(before, norms)]
         places = [result[:, first:] for first, result in zip(before, results)]
         weights, biases = list(parameters[:count]), list(parameters[count:])
         statistics = torch.ops.torch_fastdet.bn_act_parts(x, places, weights, biases, *_buffers(norms), *options)
@@ -121,7 +122,7 @@ class NormSplit(torch.autograd.Function):
         ctx: Any, x: Tensor, channels: int, norm: nn.BatchNorm2d, options: Options, weight: Tensor, bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        room, half = _empty(x, channels), x.shape[1] // 2
+        room, half = room_like(x, channels), x.shape[1] // 2
         place = room[:, : x.shape[1]]
         statistics = torch.ops.torch_fastdet.bn_act_parts(x, [place], [weight], [bias], *_buffers([norm]), *options)
         ctx.save_for_backward(x, *statistics, weight, bias)

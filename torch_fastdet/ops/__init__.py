@@ -10,6 +10,7 @@ A wrong argument raises an error of one line that names it:
 from torch_fastdet.ops import _checks
 from torch_fastdet.ops.bbox_iou import bbox_iou as bbox_iou
 from torch_fastdet.ops.bbox_iou import iou_loss as iou_loss
+from torch_fastdet.ops.bn_act import bias_act as bias_act
 from torch_fastdet.ops.bn_act import bn_act as bn_act
 from torch_fastdet.ops.bn_act import bn_act_cat as bn_act_cat
 from torch_fastdet.ops.deformable_attention import deformable_attention as deformable_attention

@@ -1,4 +1,7 @@
-"""BatchNorm2d in training and the activation behind it, as one operator; also several of them into one concatenation."""
+"""BatchNorm2d in training and the activation behind it, as one operator; also several of them into one concatenation.
+
+In evaluation the norm is a scale and a bias, or part of the convolution before it.
+"""
 
 from __future__ import annotations
 
@@ -100,3 +103,52 @@ def bn_act_cat(
     if not torch.jit.is_scripting():
         check("bn_act_cat", x, weight, bias, *of_batches, *options)
     return torch.ops.torch_fastdet.bn_act_cat(x, weight, bias, *of_batches, *options)[0]
+
+
+def bias_act(
+    x: Tensor,
+    bias: Tensor | None,
+    activation: str = "silu",
+    slope: float = 0.01,
+    residual: Tensor | None = None,
+    out: Tensor | None = None,
+    weight: Tensor | None = None,
+    mean: Tensor | None = None,
+    variance: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Return ``residual + act(x + bias)`` without a gradient, in one launch that reads x once and writes the result once.
+
+    With ``mean`` and ``variance`` it is ``residual + act(batch_norm(x))`` as in evaluation. A convolution without its bias, with this in
+    place behind it, is what a detector's block computes once its norm is fused. Nothing is rounded in between. No host sync; a CUDA graph
+    can capture it.
+
+    Args:
+        x: (N, C, H, W), float16, bfloat16, float32 or float64, contiguous or channels_last. The convolution's output.
+        bias: (C,), of any of these dtypes, or None for 0.
+        activation: "silu", "relu", "leaky_relu", "hardswish" or "identity".
+        slope: LeakyReLU's, for negative values.
+        residual: of x's shape and dtype, added to the result, or None.
+        out: where the result goes: x itself, channels of a larger tensor in x's memory format, or None for a new tensor.
+        weight: (C,), the norm's weight, by which x is multiplied, or None for 1.
+        mean: (C,), the norm's running mean, or None for 0.
+        variance: (C,), the norm's running variance, or None, where nothing is divided.
+        eps: added to the variance.
+
+    Returns:
+        ``out``, or (N, C, H, W) of x's dtype in the memory format that x suggests. It requires no grad.
+
+    The CPU has the operator too, for tests and tracing; it is not faster than the original there.
+
+    Raises:
+        RuntimeError: an argument has another shape, dtype, layout or device than wanted.
+        ValueError: the activation is not known.
+        TypeError: an argument is not a tensor, or not None where that is allowed.
+    """
+    if not torch.jit.is_scripting():
+        check("bias_act", x, bias, activation, slope, residual, out, weight, mean, variance, eps)
+    if out is None:
+        channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        out = torch.empty_like(x, memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    torch.ops.torch_fastdet.bias_act(x, out, weight, bias, mean, variance, eps, activation, slope, residual)
+    return out

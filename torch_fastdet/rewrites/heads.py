@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from torch_fastdet._torch.modules import put_attributes
+from torch_fastdet._torch.private import runs_plainly
+from torch_fastdet.nn.bn_act import convolved
 from torch_fastdet.patching.evidence import Obstacle, agree, pictures, stand_ins
 from torch_fastdet.rewrites.rewrite import (
     ULTRALYTICS_HEADS,
@@ -60,12 +62,40 @@ def _joined(head: Any, x: list[Tensor]) -> Tensor:
     return torch.cat(rows, 1).transpose(1, 2)
 
 
+def _written(head: Any, x: list[Tensor]) -> Tensor:
+    """:func:`_joined` without a gradient: the last convolutions' bias is added on the way into the rows."""
+    parts = [convolved(part, features) for part, features in zip(head, x)]
+    first, positions = parts[0][0], [y.shape[2] * y.shape[3] for y, _ in parts]
+    rows = first.new_empty(len(first), sum(positions), first.shape[1])
+    for (y, bias), place in zip(parts, rows.split(positions, 1)):
+        image = place.unflatten(1, y.shape[2:]).permute(0, 3, 1, 2)
+        if y.is_contiguous(memory_format=torch.channels_last):
+            torch.ops.torch_fastdet.bias_act(y, image, None, bias, activation="identity")
+        else:
+            image.copy_(y if bias is None else y + bias[:, None, None])
+    return rows.transpose(1, 2)
+
+
+def _distances(dfl: Any, x: Tensor) -> Tensor:
+    """Ultralytics' DFL for x whose channels of an anchor lie side by side."""
+    shares = x.transpose(1, 2).unflatten(2, (4, dfl.c1)).softmax(-1)
+    return (shares @ dfl.conv.weight.flatten()).transpose(1, 2)
+
+
+@functools.cache
+def _is_dfl(forward: object) -> bool:
+    bins = nn.Conv2d(2, 1, 1, bias=False).double().requires_grad_(False)
+    bins.weight.data[:] = torch.arange(2).view(1, 2, 1, 1)
+    return agree(cast(Any, forward), _distances, {"conv": bins, "c1": 2}, pictures(8).flatten(2))
+
+
 def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head: object = None) -> dict[str, Any]:
     """Boxes and scores of all anchors beside the features that they come from; nothing where a head is missing."""
     heads = {"boxes": box_head, "scores": cls_head}
     if any(head is None for head in heads.values()):
         return {}
-    return {name: _joined(head, x) for name, head in heads.items()} | {"feats": x}
+    joined = _joined if torch.is_grad_enabled() else _written
+    return {name: joined(head, x) for name, head in heads.items()} | {"feats": x}
 
 
 @functools.cache
@@ -83,18 +113,25 @@ def _obstacle_to_outputs(forward_head: object) -> Obstacle | None:
 
 
 class HeadRows:
-    """The boxes and scores of Ultralytics' Detect have the channels of an anchor side by side, as its convolutions write them."""
+    """The boxes and scores of Ultralytics' Detect have the channels of an anchor side by side, as its convolutions write them.
+
+    In evaluation the distances of boxes are made from them as they lie.
+    """
 
     about = "Ultralytics' Detect writes the channels of an anchor side by side"
 
     def matches(self, model: nn.Module) -> Obstacle | None:
         if (obstacle := obstacle_to_other_sums(model) or obstacle_to_rows(model)) is not None:
             return obstacle
-        detect = detect_of(model, "forward_head", ULTRALYTICS_HEADS)
+        detect = detect_of(model, "forward_head", ULTRALYTICS_HEADS, evaluated=True)
         if detect is None:
-            return Obstacle("it does not end in Ultralytics' Detect, in training.")
+            return Obstacle("it does not end in Ultralytics' Detect.")
         return _obstacle_to_outputs(getattr(type(detect), "forward_head", None))
 
     def apply(self, model: nn.Module) -> Callable[[], None]:
-        detect = detect_of(model, "forward_head", ULTRALYTICS_HEADS)
-        return put_attributes([(detect, "forward_head", functools.partial(_outputs, detect))])
+        detect = detect_of(model, "forward_head", ULTRALYTICS_HEADS, evaluated=True)
+        methods: list[tuple[object, str, object]] = [(detect, "forward_head", functools.partial(_outputs, detect))]
+        dfl, forward = detect.dfl, type(detect.dfl).forward
+        if not model.training and runs_plainly(dfl, forward) and _is_dfl(forward):
+            methods.append((dfl, "forward", functools.partial(_distances, dfl)))
+        return put_attributes(methods)

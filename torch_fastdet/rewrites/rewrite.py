@@ -68,16 +68,16 @@ def layers_of(model: object, framework: Framework, loop_alone: bool = False) -> 
     return list(layers) if isinstance(layers, nn.Sequential) else []
 
 
-def head_of(model: Any, framework: Framework) -> Any:
-    """The last layer of a model in training if its class is the framework's; else None."""
+def head_of(model: Any, framework: Framework, evaluated: bool = False) -> Any:
+    """The last layer of a model in training, or ``evaluated`` too, if its class is the framework's; else None."""
     layers = getattr(model, "model", None)
     head = layers[-1] if isinstance(layers, nn.Sequential) and len(layers) else None
-    return head if type(head).__module__ in framework.modules and model.training else None
+    return head if type(head).__module__ in framework.modules and (model.training or evaluated) else None
 
 
-def detect_of(model: Any, method: str, framework: Framework) -> Any:
+def detect_of(model: Any, method: str, framework: Framework, evaluated: bool = False) -> Any:
     """:func:`head_of` if it is a ``Detect`` whose ``method`` is the class's; else None."""
-    head = head_of(model, framework)
+    head = head_of(model, framework, evaluated)
     return head if type(head).__name__ == "Detect" and method not in vars(head) else None
 
 

@@ -13,6 +13,9 @@ constexpr int kThreads = kBnActThreads;
 constexpr int kBlocksPerSm = 2;
 constexpr int kUnroll = 8;     // accesses in flight of a thread that reads one tensor,
 constexpr int kUnrollTwo = 4;  // and of two tensors each
+// In evaluation a block does little, and most of a small tensor's time is latency: short code, and many threads.
+constexpr int kEvalBlocksPerSm = 3;
+constexpr int kEvalUnroll = 2;
 
 template <typename A>
 struct alignas(2 * sizeof(A)) Pair {
@@ -139,9 +142,10 @@ struct Place {
   int64_t channel;   // first channel of the thread
   int channel_step;  // to its next element's channel: 0 in NCHW
 
-  __device__ __forceinline__ explicit Place(const BnActPlan& plan) {
-    slice = blockIdx.x / static_cast<unsigned>(plan.splits);
-    split = static_cast<int>(blockIdx.x) - slice * plan.splits;
+  __device__ __forceinline__ explicit Place(const BnActPlan& plan)
+      : Place(plan, blockIdx.x / static_cast<unsigned>(plan.splits),
+              static_cast<int>(blockIdx.x % static_cast<unsigned>(plan.splits))) {}
+  __device__ __forceinline__ Place(const BnActPlan& plan, int slice, int split) : slice(slice), split(split) {
     rows = plan.rows;
     row = threadIdx.x / static_cast<unsigned>(plan.slice_vectors);
     column = static_cast<int>(threadIdx.x) - row * plan.slice_vectors;
@@ -428,6 +432,104 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) bn_act_forward(const _
   p.residual ? run(std::true_type{}) : run(std::false_type{});
 }
 
+template <typename S, typename A, int kVector>
+__device__ __forceinline__ void load_channels_of(const void* data, const Place& place, A (&out)[kVector]) {
+  const S* const from = static_cast<const S*>(data) + place.channel;
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) out[j] = static_cast<A>(to_arithmetic(from[j * place.channel_step]));
+}
+
+// The vector's values for a thread's elements, which are all loaded before the first is used.
+template <typename A, int kVector>
+__device__ __forceinline__ void load_channels(const BnActVector& vector, const Place& place, A otherwise,
+                                              A (&out)[kVector]) {
+  if (!vector.data) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) out[j] = otherwise;
+    return;
+  }
+  switch (vector.dtype) {
+    case DType::kFloat16:
+      return load_channels_of<__half>(vector.data, place, out);
+    case DType::kBFloat16:
+      return load_channels_of<__nv_bfloat16>(vector.data, place, out);
+    case DType::kFloat32:
+      return load_channels_of<float>(vector.data, place, out);
+    case DType::kFloat64:
+      break;
+  }
+  load_channels_of<double>(vector.data, place, out);
+}
+
+// A thread's next accesses of a tensor.
+template <typename T, int kVector>
+__device__ __forceinline__ void load_next(const T* from, const BnActStrides& strides, int left, Walk walk,
+                                          Vector<T, kVector> (&packs)[kEvalUnroll]) {
+#pragma unroll
+  for (int u = 0; u < kEvalUnroll; ++u) {
+    if (u < left) packs[u] = load<kVector>(from + walk.offset(strides));
+    walk.retreat();
+  }
+}
+
+// Blocks go through the tensor backwards, and each through its part: what was written last is still in L2.
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kThreads, kEvalBlocksPerSm) bn_act_eval(const __grid_constant__ BnActEvalParams p) {
+  using A = arithmetic_t<T>;
+  constexpr bool kHalf = sizeof(T) == 2;
+  const unsigned slices = static_cast<unsigned>(p.plan.slices), group = blockIdx.x / slices;
+  const Place place(p.plan, static_cast<int>(blockIdx.x - group * slices), p.plan.splits - 1 - static_cast<int>(group));
+  if (!place.active) return;
+  Walk walk(p.plan, place.split, place.row, place.rows, true);
+  const T* const x = static_cast<const T*>(p.x) + place.offset(p.x_strides);
+  const T* const residual = static_cast<const T*>(p.residual) + place.offset(p.residual_strides);
+  T* const y = static_cast<T*>(p.y) + place.offset(p.y_strides);
+  T* const last = static_cast<T*>(p.last) + place.offset(p.last_strides, p.last_first);
+  const bool twice = p.last && place.channel >= p.last_first;
+  const A slope = static_cast<A>(p.slope);
+  Vector<T, kVector> packs[kEvalUnroll], residuals[kEvalUnroll];
+  load_next(x, p.x_strides, walk.count, walk, packs);
+  if (p.residual) load_next(residual, p.residual_strides, walk.count, walk, residuals);
+  A mean[kVector], scale[kVector], shift[kVector];
+  load_channels(p.bias, place, A(0), shift);
+  load_channels(p.weight, place, A(1), scale);
+  load_channels(p.mean, place, A(0), mean);
+  if (p.variance.data) {
+    A variance[kVector];
+    load_channels(p.variance, place, A(0), variance);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) scale[j] /= sqrt(variance[j] + static_cast<A>(p.eps));
+  }
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) shift[j] -= kHalf ? mean[j] * scale[j] : A(0);
+  dispatch_activation(p.activation, [&](auto activation) {
+    for (int left = walk.count; left > 0; left -= kEvalUnroll) {
+#pragma unroll
+      for (int u = 0; u < kEvalUnroll; ++u) {
+        if (u < left) {
+          A value[kVector];
+          unpack(packs[u], value);
+#pragma unroll
+          for (int j = 0; j < kVector; ++j) {
+            value[j] = activate<decltype(activation)::value, kHalf>(
+                normalized<kHalf>(value[j], mean[j], scale[j], shift[j]), slope);
+          }
+          if (p.residual) {
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) value[j] += to_arithmetic(residuals[u].x[j]);
+          }
+          const Vector<T, kVector> result = packed<A, T>(value);
+          *reinterpret_cast<Vector<T, kVector>*>(y + walk.offset(p.y_strides)) = result;
+          if (twice) *reinterpret_cast<Vector<T, kVector>*>(last + walk.offset(p.last_strides)) = result;
+        }
+        walk.retreat();
+      }
+      load_next(x, p.x_strides, left - kEvalUnroll, walk, packs);
+      if (p.residual) load_next(residual, p.residual_strides, left - kEvalUnroll, walk, residuals);
+    }
+  });
+}
+
 // What pass `k` of a walk reads of x and of the gradient.
 template <bool kBack, typename T, int kVector>
 __device__ __forceinline__ void load_two(const BnActBackwardParams& p, const BnActStrides& grad_y_strides, const T* x,
@@ -635,6 +737,14 @@ cudaError_t launch_bn_act_backward(const BnActBackwardParams& params, cudaStream
   dispatch_access(params.dtype, params.plan.vector, [&](auto zero, auto vector) {
     bn_act_backward_sums<decltype(zero), decltype(vector)::value><<<grid, kThreads, 0, stream>>>(params);
     bn_act_backward<decltype(zero), decltype(vector)::value><<<grid, kThreads, 0, stream>>>(params);
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t launch_bn_act_eval(const BnActEvalParams& params, cudaStream_t stream) {
+  const unsigned grid = static_cast<unsigned>(params.plan.slices * params.plan.splits);
+  dispatch_access(params.dtype, params.plan.vector, [&](auto zero, auto vector) {
+    bn_act_eval<decltype(zero), decltype(vector)::value><<<grid, kThreads, 0, stream>>>(params);
   });
   return cudaGetLastError();
 }

@@ -1,6 +1,6 @@
-// BatchNorm2d in training with the activation behind it, forward and backward, on the GPU. Two launches each way: the
-// first reduces each channel over a block's positions into `partials`, the second adds up the partials of its channels
-// and makes the result. No atomics: the order of every sum is fixed by the plan.
+// BatchNorm2d with the activation behind it on the GPU. In training two launches each way: the first reduces each
+// channel over a block's positions into `partials`, the second adds up the partials of its channels and makes the
+// result. No atomics: the order of every sum is fixed by the plan. In evaluation one launch.
 #pragma once
 
 #ifdef TORCH_FASTDET_WITH_CUDA
@@ -45,6 +45,25 @@ struct BnActForwardParams {
   double slope;  // of LeakyReLU
 };
 
+// In evaluation: (x - mean) / sqrt(variance + eps) * weight + bias, the activation of it, and the residual.
+struct BnActEvalParams {
+  BnActPlan plan;
+  DType dtype;  // of x, residual, y and last
+  const void* x;
+  BnActStrides x_strides;
+  const void* residual;  // or null
+  BnActStrides residual_strides;
+  void* y;  // may be x
+  BnActStrides y_strides;
+  void* last;  // the result's channels from `last_first` on once more, or null; may be x
+  BnActStrides last_strides;
+  int64_t last_first;
+  BnActVector weight, bias, mean, variance;  // null: 1, 0, 0 and 1 - eps
+  double eps;
+  Activation activation;
+  double slope;
+};
+
 struct BnActBackwardPart {
   int64_t first;
   const void* grad_y;
@@ -74,6 +93,7 @@ cudaError_t bn_act_blocks(int64_t& blocks);
 
 cudaError_t launch_bn_act_forward(const BnActForwardParams& params, cudaStream_t stream);
 cudaError_t launch_bn_act_backward(const BnActBackwardParams& params, cudaStream_t stream);
+cudaError_t launch_bn_act_eval(const BnActEvalParams& params, cudaStream_t stream);
 #endif
 
 }  // namespace torch_fastdet::core

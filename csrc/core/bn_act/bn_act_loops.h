@@ -31,6 +31,18 @@ struct ForwardParams {
   double slope;
 };
 
+struct EvalParams {
+  Sizes sizes;
+  DType dtype;  // of x, residual, y and last
+  BnActImage x, residual;
+  BnActImage y, last;  // results; last, the channels from `last_first` on once more, may be null
+  int64_t last_first;
+  BnActVector weight, bias, mean, variance;  // null: 1, 0, 0 and 1 - eps
+  double eps;
+  Activation activation;
+  double slope;
+};
+
 struct BackwardParams {
   Sizes sizes;
   DType dtype;  // of x, grad_y and grad_x
@@ -99,13 +111,52 @@ void update_statistics(const ForwardParams& p, int64_t channel, double mean, dou
   blend(p.running_var, variance * (count / (count - 1)));
 }
 
+// What is subtracted from the channels of a task, multiplied and added, in this order.
+template <typename A>
+struct Coefficients {
+  std::array<A, kMostChannels> center, scale, shift;
+};
+
+// Calls write(image, pixel, channel, result) for each element of a task, in order.
+template <typename T, Activation kAct, typename Params, typename A, typename Write>
+void for_results(const Params& p, int64_t first, int64_t channels, const Coefficients<A>& at, Write&& write) {
+  const Elements<const T> x(p.x), residual(p.residual);
+  const A slope = static_cast<A>(p.slope);
+  for_positions(p.sizes, [&](int64_t n, int64_t pixel) {
+    for (int64_t c = 0; c < channels; ++c) {
+      const A z = (Storage<T>::load(x.at(n, pixel, first + c)) - at.center[c]) * at.scale[c] + at.shift[c];
+      A value = activate<kAct, false>(z, slope);
+      if (residual.data) value += Storage<T>::load(residual.at(n, pixel, first + c));
+      write(n, pixel, first + c, Storage<T>::store(value));
+    }
+  });
+}
+
+template <class Halves, typename T, Activation kAct, typename ParallelFor>
+void eval_as(const EvalParams& p, const ParallelFor& parallel_for) {
+  using A = typename Storage<T>::arithmetic;
+  const Elements<T> y(p.y), last(p.last);
+  for_channels(p.sizes, parallel_for, [&](int64_t first, int64_t channels) {
+    Coefficients<A> at;
+    for (int64_t c = 0; c < channels; ++c) {
+      const double invstd = 1 / std::sqrt(load_at<Halves>(p.variance, first + c, 1 - p.eps) + p.eps);
+      at.center[c] = static_cast<A>(load_at<Halves>(p.mean, first + c, 0));
+      at.scale[c] = static_cast<A>(invstd * load_at<Halves>(p.weight, first + c, 1));
+      at.shift[c] = static_cast<A>(load_at<Halves>(p.bias, first + c, 0));
+    }
+    for_results<T, kAct>(p, first, channels, at, [&](int64_t n, int64_t pixel, int64_t c, T result) {
+      y.at(n, pixel, c) = result;
+      if (last.data && c >= p.last_first) last.at(n, pixel, c - p.last_first) = result;
+    });
+  });
+}
+
 template <class Halves, typename T, Activation kAct, typename ParallelFor>
 void forward_as(const ForwardParams& p, const ParallelFor& parallel_for) {
   using A = typename Storage<T>::arithmetic;
-  const Elements<const T> x(p.x), residual(p.residual);
+  const Elements<const T> x(p.x);
   const Elements<T> y(p.y);
   const double count = static_cast<double>(p.sizes.images * p.sizes.pixels);
-  const A slope = static_cast<A>(p.slope);
   for_channels(p.sizes, parallel_for, [&](int64_t first, int64_t channels) {
     Sums mean{}, squares{};
     for_positions(p.sizes, [&](int64_t n, int64_t pixel) {
@@ -118,24 +169,18 @@ void forward_as(const ForwardParams& p, const ParallelFor& parallel_for) {
         squares[c] += centered * centered;
       }
     });
-    std::array<A, kMostChannels> center, scale, shift;
+    Coefficients<A> at;
     for (int64_t c = 0; c < channels; ++c) {
       const double variance = squares[c] / count, invstd = 1 / std::sqrt(variance + p.eps);
       store_at<Halves>(p.mean, first + c, mean[c]);
       store_at<Halves>(p.invstd, first + c, invstd);
       update_statistics<Halves>(p, first + c, mean[c], variance, count);
-      center[c] = static_cast<A>(mean[c]);
-      scale[c] = static_cast<A>(invstd * load_at<Halves>(p.weight, first + c, 1));
-      shift[c] = static_cast<A>(load_at<Halves>(p.bias, first + c, 0));
+      at.center[c] = static_cast<A>(mean[c]);
+      at.scale[c] = static_cast<A>(invstd * load_at<Halves>(p.weight, first + c, 1));
+      at.shift[c] = static_cast<A>(load_at<Halves>(p.bias, first + c, 0));
     }
-    for_positions(p.sizes, [&](int64_t n, int64_t pixel) {
-      for (int64_t c = 0; c < channels; ++c) {
-        const A z = (Storage<T>::load(x.at(n, pixel, first + c)) - center[c]) * scale[c] + shift[c];
-        A value = activate<kAct, false>(z, slope);
-        if (residual.data) value += Storage<T>::load(residual.at(n, pixel, first + c));
-        y.at(n, pixel, first + c) = Storage<T>::store(value);
-      }
-    });
+    for_results<T, kAct>(p, first, channels, at,
+                         [&](int64_t n, int64_t pixel, int64_t c, T result) { y.at(n, pixel, c) = result; });
   });
   if (p.num_batches_tracked) ++*p.num_batches_tracked;
 }
@@ -197,6 +242,13 @@ template <class Halves, typename ParallelFor>
 void forward(const ForwardParams& p, const ParallelFor& parallel_for) {
   dispatch<Halves>(p, [&](auto zero, auto activation) {
     forward_as<Halves, decltype(zero), decltype(activation)::value>(p, parallel_for);
+  });
+}
+
+template <class Halves, typename ParallelFor>
+void eval(const EvalParams& p, const ParallelFor& parallel_for) {
+  dispatch<Halves>(p, [&](auto zero, auto activation) {
+    eval_as<Halves, decltype(zero), decltype(activation)::value>(p, parallel_for);
   });
 }
 

@@ -12,7 +12,8 @@ namespace torch_fastdet::core {
 
 constexpr int kBnActThreads = 256;
 constexpr int kBnActMostSliceVectors = 16;
-constexpr int kBnActMostParts = 4;  // norms that share a tensor
+constexpr int kBnActMostParts = 4;     // norms that share a tensor
+constexpr int kBnActEvalAccesses = 4;  // of a thread in evaluation, where there are enough
 
 // A dense part of a tensor: `extent` positions an image, of which each holds `vector` elements that are accessed as
 // one. channels_last: a position is a pixel, and a slice is slice_vectors * vector neighbouring channels. NCHW: a slice

@@ -9,6 +9,7 @@ namespace torch_fastdet::core {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kFastRadius = 2;  // of max_pool_values: SPPF's
 
 // A thread's pixel and first channel.
 struct Pixel {
@@ -73,9 +74,47 @@ __global__ void __launch_bounds__(kThreads) max_pool_forward(const __grid_consta
       places.x[j] = static_cast<uint8_t>(best[j].place);
     }
     store(p.target, p.target.offset(at.n, at.c, at.h, at.w), pooled);
-    store(p.indices, p.indices.offset(at.n, at.c, at.h, at.w), places);
+    if (p.indices.data) store(p.indices, p.indices.offset(at.n, at.c, at.h, at.w), places);
     if (p.copy.data) store(p.copy, p.copy.offset(at.n, at.c, at.h, at.w), load<T, kVector>(p.source, center));
   });
+}
+
+__device__ __forceinline__ int clamped(int at, int size) {
+  return at < 0 ? 0 : at < size ? at : size - 1;
+}
+
+// Values alone, of channels_last maps and windows of 5x5: a thread for each access, whose loads wait for nothing.
+// Outside of the map its edge is read once more, which changes no largest value.
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kThreads) max_pool_values(const __grid_constant__ MaxPoolParams p) {
+  using A = arithmetic_t<T>;
+  const auto width = static_cast<unsigned>(p.width), height = static_cast<unsigned>(p.height);
+  const auto vectors = static_cast<unsigned>(p.channels / kVector);
+  const unsigned i = blockIdx.x * kThreads + threadIdx.x, pixel = i / vectors, row = pixel / width, n = row / height;
+  if (n >= p.batch) return;
+  const int64_t c = int64_t{i - pixel * vectors} * kVector;
+  const int h = static_cast<int>(row - n * height), w = static_cast<int>(pixel - row * width);
+  A best[kVector];
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) best[j] = -static_cast<A>(INFINITY);
+#pragma unroll
+  for (int dy = -kFastRadius; dy <= kFastRadius; ++dy) {
+    const int y = clamped(h + dy, static_cast<int>(height));
+#pragma unroll
+    for (int dx = -kFastRadius; dx <= kFastRadius; ++dx) {
+      const int x = clamped(w + dx, static_cast<int>(width));
+      const auto pack = load<T, kVector>(p.source, p.source.offset(n, c, y, x));
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const A value = to_arithmetic(pack.x[j]);
+        if (value > best[j] || value != value) best[j] = value;
+      }
+    }
+  }
+  Vector<T, kVector> pooled;
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) pooled.x[j] = from_arithmetic<T>(best[j]);
+  store(p.target, p.target.offset(n, c, h, w), pooled);
 }
 
 template <typename T, int kVector>
@@ -139,7 +178,15 @@ cudaError_t launch(const MaxPoolParams& p, F&& f) {
 }  // namespace
 
 cudaError_t launch_max_pool_forward(const MaxPoolParams& params, cudaStream_t stream) {
+  const int64_t elements = params.batch * params.channels * params.height * params.width;
+  const bool values = !params.indices.data && !params.copy.data && params.radius == kFastRadius &&
+                      params.channels_last && elements <= INT32_MAX;
   return launch(params, [&](unsigned rows, auto zero, auto vector) {
+    if (values) {
+      const auto blocks = static_cast<unsigned>(ceil_div(elements / decltype(vector)::value, kThreads));
+      max_pool_values<decltype(zero), decltype(vector)::value><<<blocks, kThreads, 0, stream>>>(params);
+      return;
+    }
     max_pool_forward<decltype(zero), decltype(vector)::value><<<rows, kThreads, 0, stream>>>(params);
   });
 }

@@ -25,9 +25,10 @@ struct PoolTensor {
 };
 
 // Forward: target = the largest value of source in the window around each pixel, indices = its place in the window, row
-// by row; copy = source, where it is given. Of equal values the first counts, of NaNs the last, as in PyTorch.
-// Backward: source = the gradient of a pooling's result, target = the gradient of what was pooled: that of `copy`, its
-// part of the concatenation, and what the windows pass on. Summed row by row in float (double for double).
+// by row, where they are given; copy = source, where it is given. Of equal values the first counts, of NaNs the last,
+// as in PyTorch. Backward: source = the gradient of a pooling's result, target = the gradient of what was pooled: that
+// of `copy`, its part of the concatenation, and what the windows pass on. Summed row by row in float (double for
+// double).
 struct MaxPoolParams {
   int64_t batch, channels, height, width;
   int radius;          // of the window, at most kMostPoolRadius

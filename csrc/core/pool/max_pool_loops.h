@@ -50,7 +50,7 @@ void forward(const MaxPoolParams& p, const ParallelFor& parallel_for) {
       }
     }
     target_of<T>(p.target)[p.target.offset(n, c, h, w)] = from_arithmetic<T>(best.value);
-    target_of<uint8_t>(p.indices)[p.indices.offset(n, c, h, w)] = static_cast<uint8_t>(best.place);
+    if (p.indices.data) target_of<uint8_t>(p.indices)[p.indices.offset(n, c, h, w)] = static_cast<uint8_t>(best.place);
     if (p.copy.data) target_of<T>(p.copy)[p.copy.offset(n, c, h, w)] = *center;
   });
 }

@@ -135,7 +135,7 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("bn_act", unpack<&bn_act_autograd>);
   m.impl("bn_act_cat", unpack<&bn_act_cat_autograd>);
   m.impl("bn_act_backward", unpack<&bn_act_backward_autograd>);
-  without_gradient(m, {"bn_act_parts", "bn_act_parts_backward"});
+  without_gradient(m, {"bn_act_parts", "bn_act_parts_backward", "bias_act"});
 }
 
 }  // namespace torch_fastdet::bn_act_autograd

@@ -266,6 +266,24 @@ inline void check_bn_act_parts(const at::Tensor& x, at::TensorList y, const BnAc
               " entries, but one is expected beside a residual");
 }
 
+// It has no gradient, and may write where x is.
+inline void check_bias_act(const at::Tensor& x, const at::Tensor& y, const OptionalTensor& weight,
+                           const OptionalTensor& bias, const OptionalTensor& mean, const OptionalTensor& variance,
+                           const OptionalTensor& residual, const OptionalTensor& last, const char* op) {
+  check_images(x, op, "x");
+  check_same_image(x, y, op, "y");
+  check_bn_act_vector(x, weight, op, "weight");
+  check_bn_act_vector(x, bias, op, "bias");
+  check_bn_act_vector(x, mean, op, "mean");
+  check_bn_act_vector(x, variance, op, "variance");
+  if (is_given(residual)) check_same_image(x, *residual, op, "residual");
+  if (!is_given(last)) return;
+  check_images(*last, op, "last");
+  TORCH_SYM_CHECK(last->sym_size(1).sym_le(x.sym_size(1)), op, ": last has ", last->sym_size(1),
+                  " channels, but at most those of x, ", x.sym_size(1), ", are expected");
+  check_same_image(x.narrow_symint(1, x.sym_size(1) - last->sym_size(1), last->sym_size(1)), *last, op, "last");
+}
+
 inline void check_bn_act_parts_backward(at::TensorList grad_y, const at::Tensor& x, at::TensorList weight,
                                         at::TensorList bias, const at::Tensor& mean, const at::Tensor& invstd,
                                         const char* op) {

@@ -30,6 +30,13 @@ struct Cpu : OnDevice {
       first += channels;
     }
   }
+  static void eval(const BnActEval& a, const char*) {
+    loops::eval<TorchHalves>(
+        {sizes_of(a.x, a.channels_last), core_dtype(a.x.scalar_type()), image_of(a.x), image_of(a.residual),
+         image_of(a.y), image_of(a.last), a.last_first(), vector_of(a.weight), vector_of(a.bias), vector_of(a.mean),
+         vector_of(a.variance), a.eps, a.activation, a.slope},
+        parallel_for);
+  }
   static void backward(const BnActBackward& a, const char*) {
     int64_t first = 0;
     for (const BnActBackward::Part& part : a.parts) {

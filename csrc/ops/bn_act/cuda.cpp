@@ -6,15 +6,16 @@
 namespace torch_fastdet::bn_act_cuda {
 namespace {
 
-// `images` are all tensors of x's shape that the kernels read and write.
+// `images` are all tensors of x's shape that the kernels read and write; `accesses`, how many of a thread suffice.
 core::BnActPlan plan_of(bool channels_last, const at::Tensor& x, const std::vector<core::BnActImage>& images,
-                        const char* op) {
+                        const char* op, int accesses = 0) {
   TORCH_CHECK(x.size(2) * x.size(3) <= INT32_MAX && x.size(0) <= INT32_MAX, op, ": x has shape ", x.sizes(),
               ", but at most 2147483647 images and pixels an image are expected");
   int64_t blocks = 0;
   check_launch(core::bn_act_blocks(blocks), op);
   const int64_t pixels = x.size(2) * x.size(3);
   const int vector = core::bn_act_vector(channels_last, x.size(1), pixels, static_cast<int>(x.element_size()), images);
+  if (accesses) blocks = std::max(blocks, x.numel() / (int64_t{vector} * core::kBnActThreads * accesses));
   return core::make_bn_act_plan(channels_last, x.size(0), x.size(1), pixels, vector, blocks);
 }
 
@@ -67,6 +68,34 @@ struct Cuda : OnDevice {
     p.activation = a.activation;
     p.slope = a.slope;
     check_launch(core::launch_bn_act_forward(p, current_stream()), op);
+  }
+
+  static void eval(const BnActEval& a, const char* op) {
+    core::BnActEvalParams p{};
+    std::vector<core::BnActImage> images{image_of(a.x), image_of(a.residual), image_of(a.y)};
+    if (a.last.defined()) {
+      images.push_back(image_of(a.last));
+      images.push_back(image_of(a.x.narrow(1, a.last_first(), a.last.size(1))));
+    }
+    p.plan = plan_of(a.channels_last, a.x, images, op, core::kBnActEvalAccesses);
+    p.dtype = core_dtype(a.x.scalar_type());
+    p.x = a.x.const_data_ptr();
+    p.x_strides = strides_of(p.plan, a.x);
+    if (a.residual.defined()) p.residual = a.residual.const_data_ptr();
+    p.residual_strides = strides_of(p.plan, a.residual);
+    p.y = a.y.mutable_data_ptr();
+    p.y_strides = strides_of(p.plan, a.y);
+    if (a.last.defined()) p.last = a.last.mutable_data_ptr();
+    p.last_strides = strides_of(p.plan, a.last);
+    p.last_first = a.last_first();
+    p.weight = vector_of(a.weight);
+    p.bias = vector_of(a.bias);
+    p.mean = vector_of(a.mean);
+    p.variance = vector_of(a.variance);
+    p.eps = a.eps;
+    p.activation = a.activation;
+    p.slope = a.slope;
+    check_launch(core::launch_bn_act_eval(p, current_stream()), op);
   }
 
   static void backward(const BnActBackward& a, const char* op) {

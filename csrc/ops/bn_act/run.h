@@ -1,5 +1,5 @@
-// bn_act and its backward but for the arithmetic: check, guard the device, allocate, and hand the tensors to
-// Backend::forward and Backend::backward, which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
+// bn_act, its backward and bias_act but for the arithmetic: check, guard the device, allocate, and hand the tensors to
+// Backend::forward, backward and eval, which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 
 #include <c10/core/DeviceGuard.h>
@@ -42,6 +42,16 @@ struct BnActBackward {
   at::Tensor grad_x;  // result
   core::Activation activation;
   double slope;
+};
+
+struct BnActEval {
+  bool channels_last;
+  at::Tensor x, residual, weight, bias, mean, variance;
+  at::Tensor y, last;  // results
+  double eps;
+  core::Activation activation;
+  double slope;
+  int64_t last_first() const { return last.defined() ? x.size(1) - last.size(1) : 0; }
 };
 
 // Null where the tensor is undefined or has no elements.
@@ -220,12 +230,36 @@ BnActResult bn_act_parts_backward(at::TensorList grad_y, const at::Tensor& x, at
   return {grad_x, grad_weight, grad_bias};
 }
 
+// In evaluation, into tensors that are there: y, and the last channels of the result once more.
+template <class Backend>
+void bias_act(const at::Tensor& x, const at::Tensor& y, const OptionalTensor& weight, const OptionalTensor& bias,
+              const OptionalTensor& mean, const OptionalTensor& variance, double eps, const BnActActivation& activation,
+              const OptionalTensor& residual, const OptionalTensor& last) {
+  constexpr const char* kOp = "bias_act";
+  const core::Activation parsed = parse_activation(activation.name, kOp);
+  check_bias_act(x, y, weight, bias, mean, variance, residual, last, kOp);
+  if constexpr (!Backend::kMeta) {
+    if (x.numel() == 0) return;
+    const c10::DeviceGuard guard(x.device());
+    const bool channels_last = x.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+    for (const auto& [result, name] : {std::pair{y, "y"}, std::pair{last.value_or(at::Tensor()), "last"}}) {
+      TORCH_CHECK(!result.defined() || is_walkable(result, channels_last), kOp, ": ", name, " has strides ",
+                  result.strides(), ", but the layout of x, of strides ", x.strides(), ", is expected");
+    }
+    Backend::eval({channels_last, walkable(x, channels_last), walkable_or_undefined(residual, channels_last),
+                   contiguous_or_undefined(weight), contiguous_or_undefined(bias), contiguous_or_undefined(mean),
+                   contiguous_or_undefined(variance), y, last.value_or(at::Tensor()), eps, parsed, activation.slope},
+                  kOp);
+  }
+}
+
 template <class Backend>
 void register_bn_act(torch::Library& m) {
   m.impl("bn_act", unpack<&bn_act<Backend>>);
   m.impl("bn_act_cat", unpack<&bn_act_cat<Backend>>);
   m.impl("bn_act_backward", unpack<&bn_act_backward<Backend>>);
   m.impl("bn_act_parts", unpack<&bn_act_parts<Backend>>);
+  m.impl("bias_act", unpack<&bias_act<Backend>>);
   m.impl("bn_act_parts_backward", unpack<&bn_act_parts_backward<Backend>>);
 }
 

@@ -59,6 +59,7 @@ at::Tensor max_pools_cat_backward(const at::Tensor& grad_y, const at::Tensor& in
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("max_pools_cat", max_pools_cat);
   m.impl("max_pools_cat_backward", max_pools_cat_backward);
+  without_gradient(m, {"max_pools_"});
 }
 
 }  // namespace torch_fastdet::pool_autograd

@@ -54,6 +54,28 @@ std::tuple<at::Tensor, at::Tensor> max_pools_cat(const at::Tensor& x, int64_t ke
   return {y, indices};
 }
 
+// Poolings of the first channels of y, one of another, into the other channels.
+template <class Backend>
+void max_pools_(const at::Tensor& y, int64_t kernel_size, int64_t pools) {
+  constexpr const char* op = "max_pools_";
+  check_images(y, op, "y");
+  check_pools(kernel_size, pools, op);
+  TORCH_SYM_CHECK((y.sym_size(1) % (pools + 1)).sym_eq(0), op, ": y has ", y.sym_size(1),
+                  " channels, but a multiple of ", pools + 1, " is expected");
+  if constexpr (!Backend::kMeta) {
+    if (y.numel() == 0) return;
+    const c10::DeviceGuard guard(y.device());
+    const int64_t channels = y.size(1) / (pools + 1);
+    core::MaxPoolParams params = max_pool_params(y.narrow(1, 0, channels), kernel_size,
+                                                 y.suggest_memory_format() == at::MemoryFormat::ChannelsLast);
+    for (int64_t i = 0; i < pools; ++i) {
+      params.source = pool_part(y, i * channels);
+      params.target = pool_part(y, (i + 1) * channels);
+      Backend::forward(params, op);
+    }
+  }
+}
+
 template <class Backend>
 at::Tensor max_pools_cat_backward(const at::Tensor& grad_y, const at::Tensor& indices, int64_t kernel_size,
                                   int64_t pools) {
@@ -84,6 +106,7 @@ at::Tensor max_pools_cat_backward(const at::Tensor& grad_y, const at::Tensor& in
 template <class Backend>
 void register_pool(torch::Library& m) {
   m.impl("max_pools_cat", TORCH_FN(max_pools_cat<Backend>));
+  m.impl("max_pools_", TORCH_FN(max_pools_<Backend>));
   m.impl("max_pools_cat_backward", TORCH_FN(max_pools_cat_backward<Backend>));
 }
 

@@ -115,6 +115,30 @@ struct Case {
     return unit * scale + (sizeof(A) == 4 ? 2e-5 : 1e-12);
   }
 
+  // In evaluation: y, and in grad_x the channels from `first` on once more.
+  BnActPlan eval_plan(int64_t first, int64_t blocks) const {
+    BnActImage added = residual.walk(), from = x.walk();
+    if (!with_residual) added.data = nullptr;
+    from.data = x.buffer.at(x.index(0, first, 0));
+    return planned({x.walk(), from, added, y.walk(), grad_x.walk()}, blocks);
+  }
+  void compare_eval(int64_t first) const {
+    for (int64_t c = 0; c < channels() && !testing::Test::HasFailure(); ++c) {
+      SCOPED_TRACE("channel " + std::to_string(c));
+      each([&](int64_t n, int64_t p) {
+        const double inverse = 1 / std::sqrt(running_var.get(c) + eps);
+        const double z = (x.get(n, c, p) - running_mean.get(c)) * inverse * weight.get(c) + bias.get(c);
+        double want = with_residual ? residual.get(n, c, p) : 0;
+        dispatch_activation(activation, [&](auto act) { want += activate<decltype(act)::value, false>(z, slope); });
+        const double within = tolerance(std::abs(want)) * 2 + tolerance(0) * std::abs(x.get(n, c, p));
+        EXPECT_NEAR(y.get(n, c, p), want, within);
+        if (c >= first) EXPECT_EQ(grad_x.get(n, c - first, p), y.get(n, c, p));
+      });
+    }
+    EXPECT_TRUE(y.all != y.channels || y.buffer.surroundings_intact());
+    EXPECT_TRUE(grad_x.buffer.surroundings_intact());
+  }
+
   void compare() const {
     for (int64_t c = 0; c < channels() && !testing::Test::HasFailure(); ++c)
       compare_channel(c, old_mean[c], old_var[c]);
@@ -192,6 +216,9 @@ void check(DType dtype, Random& random) {
   c.fill(random);
   ASSERT_TRUE(Backend::run(c));
   c.compare();
+  const int64_t first = random.chance(50) ? 0 : channels / 2 / 8 * 8;
+  ASSERT_TRUE(Backend::eval(c, first, c.eval_plan(first, 1 + random.below(40))));
+  c.compare_eval(first);
 }
 
 template <class Backend>

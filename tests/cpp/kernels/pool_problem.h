@@ -115,6 +115,13 @@ void check(uint64_t seed) {
     ASSERT_EQ(places.at(n, c, h, w), place);
     EXPECT_TRUE(!copies || copy.get(n, c, h, w) == x.get(n, c, h, w));
   });
+  // Without places and a copy.
+  Part alone = part(8);
+  MaxPoolParams values = p;
+  values.target = alone.tensor();
+  values.indices = values.copy = PoolTensor{};
+  ASSERT_TRUE(Backend::forward(values));
+  each(p, [&](int64_t n, int64_t c, int64_t h, int64_t w) { ASSERT_EQ(alone.get(n, c, h, w), y.get(n, c, h, w)); });
 
   Part grad = part(8), own = part(24), grad_x = part(0);
   grad.fill(random);

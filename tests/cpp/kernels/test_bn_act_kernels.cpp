@@ -72,6 +72,30 @@ struct Kernels {
     b.slope = c.slope;
     return launch_bn_act_backward(b, nullptr) == cudaSuccess;
   }
+
+  template <typename A>
+  static bool eval(Case<A>& c, int64_t first, const BnActPlan& plan) {
+    BnActEvalParams p{};
+    p.plan = plan;
+    p.dtype = c.dtype;
+    p.x = c.x.data();
+    p.x_strides = c.x.strides(plan);
+    p.residual = c.with_residual ? c.residual.data() : nullptr;
+    p.residual_strides = c.residual.strides(plan);
+    p.y = c.y.data();
+    p.y_strides = c.y.strides(plan);
+    p.last = c.grad_x.data();
+    p.last_strides = c.grad_x.strides(plan);
+    p.last_first = first;
+    p.weight = c.given(c.weight);
+    p.bias = c.given(c.bias);
+    p.mean = c.given(c.running_mean);
+    p.variance = c.given(c.running_var);
+    p.eps = c.eps;
+    p.activation = c.activation;
+    p.slope = c.slope;
+    return launch_bn_act_eval(p, nullptr) == cudaSuccess;
+  }
 };
 
 // One of the five tensors off by one element, or in a pitch that 16 bytes do not divide; the others aligned.

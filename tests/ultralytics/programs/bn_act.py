@@ -1,4 +1,4 @@
-"""bn_act.py MODEL [cuda]: training of it under bn_act_optim is stock's. yolo11n: in both memory formats, and also as a trace.
+"""bn_act.py MODEL [cuda]: training and evaluation of it under bn_act_optim are stock's. yolo11n: in both memory formats, and also as a trace.
 
 cuda: in half precision on a GPU, as near to float64 as stock's."""
 
@@ -8,11 +8,12 @@ import sys
 import torch
 from ultralytics.nn.tasks import DetectionModel
 
-from tests.bn_act_models import FORMATS, compare, compare_in_a_step, compare_on_a_gpu
+from tests.bn_act_models import FORMATS, compare, compare_in_a_step, compare_in_evaluation, compare_on_a_gpu
 from torch_fastdet import ultralytics as drop_in
 from torch_fastdet.rewrites.registry import fewer_copies
 
 name, *device = sys.argv[1:]
+cats = {"yolov8n": (10, 10), "yolo26n": (11, 13)}.get(name)
 concatenations = {"yolov8n": 0, "yolo11n": 3, "yolo26n": 5}[name]  # of C3k
 
 
@@ -23,10 +24,14 @@ def build():
 
 if device:
     compare_on_a_gpu(build, drop_in)
+    if cats:
+        compare_in_evaluation(build, drop_in, cats, "cuda", (torch.float16,))
 elif name == "yolo11n":
     compare(build, drop_in, uses=("trace",), concatenations=concatenations)
 else:
     compare(build, drop_in, layouts=FORMATS[:1], concatenations=concatenations)
+if not device and cats:
+    compare_in_evaluation(build, drop_in, cats)
 if not device:
     # A level each; boxes and classes of the others begin with convolutions of two kinds.
     of_heads = 3 if name == "yolov8n" else 0

@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fastdet.nn.bn_act import bottleneck_forward, c2f_forward, c3_forward, conv_forward, sppf_forward
+from torch_fastdet.nn.bn_act import (
+    bottleneck_forward,
+    c2f_forward,
+    c3_forward,
+    conv_forward,
+    conv_forward_fuse,
+    sppf_forward,
+)
 from torch_fastdet.patching.evidence import Asks, Evidence, Formula
 from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
 from torch_fastdet.switches.frameworks import ultralytics, yolov5
@@ -32,6 +39,7 @@ def _sppf(self: Any, x: Tensor) -> Tensor:
 
 
 CONV = Formula("act(bn(conv(x)))", lambda self, x: self.act(self.bn(self.conv(x))), ("act", "bn", "conv"))
+CONV_FUSE = Formula("act(conv(x))", lambda self, x: self.act(self.conv(x)), ("act", "conv"))
 BOTTLENECK = Formula(
     "x + cv2(cv1(x)), or without x",
     lambda self, x: x + self.cv2(self.cv1(x)) if self.add else self.cv2(self.cv1(x)),
@@ -72,7 +80,7 @@ def _method(name: str, make: Callable[..., Any], *parts: str) -> Make:
 
     def made(_: Active, stock: Callable, __: object) -> Any:
         forward = make(stock, *(stock.__globals__[part].forward for part in parts))
-        forward.__qualname__ = f"bn_act_optim.{name}.forward"
+        forward.__qualname__ = f"bn_act_optim.{name}.{forward.__name__}"
         return forward
 
     return made
@@ -90,10 +98,18 @@ def _switch(
     """
     return Switch(
         "bn_act_optim",
-        "BatchNorm and activation in training as one operator, with the shortcut's sum and the concatenations of C3 and C2f; the stem; SPPF; needs a GPU",
+        "BatchNorm, or bias, and activation as one operator, with the shortcut's sum and the concatenations of C3 and C2f; the stem; SPPF; needs a GPU",
         (
             Target(conv, "Conv.forward", make=_method("Conv", conv_forward), evidence=(CONV,)),
-            # Without these only the sum, or the concatenation, stays stock's.
+            # Without these only fused models, the sum, or the concatenation, stay stock's.
+            Target(
+                conv,
+                "Conv.forward_fuse",
+                make=_method("Conv", conv_forward_fuse),
+                evidence=(CONV_FUSE,),
+                after="Conv.forward",
+                otherwise="nothing",
+            ),
             *(
                 Target(
                     blocks,
@@ -108,7 +124,7 @@ def _switch(
             Target(
                 blocks,
                 "SPPF.forward",
-                make=_method("SPPF", lambda stock: sppf_forward(stock, SPPF_N.is_that_of(stock))),
+                make=_method("SPPF", lambda stock, conv: sppf_forward(stock, SPPF_N.is_that_of(stock), conv), "Conv"),
                 evidence=(Asks(f"it computes {_SPPF}", lambda f: None if SPPF.is_that_of(f) else SPPF_N.obstacle(f)),),
                 otherwise="nothing",
             ),
