@@ -106,7 +106,9 @@ def test_script(tmp_path, framework, model):
     assert (tmp_path / "out/train/weights/best.pt").is_file() and "trained: " in result.stdout
     said = [line for line in (result.stdout + result.stderr).splitlines() if "torch_fastdet: " in line]
     assert 2 <= len(said) <= 6, said
-    assert sum("switches on" in line for line in said) == sum("this run, by switch" in line for line in said) == 1
+    assert sum("switches on" in line for line in said) == 1
+    blocks = {"yolov5": 1, "ultralytics": 2}[host]  # the second calls val() after train()
+    assert sum("this run, by switch" in line for line in said) == blocks
 
 
 @pytest.mark.slow
