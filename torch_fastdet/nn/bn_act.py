@@ -174,7 +174,8 @@ def convolved(branch: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """What a branch makes of x but for the bias of the convolution that it ends in, and that bias; its result and None otherwise."""
     if type(branch) is not nn.Sequential or not len(branch) or not runs_plainly(branch, _FORWARDS[nn.Sequential]):
         return branch(x), None
-    *layers, last = branch
+    layers: list[Any] = list(branch)
+    last = layers.pop()
     for layer in layers:
         x = layer(x)
     return (_convolve(last, x, None), last.bias) if _is_plain(last) else (last(x), None)
@@ -544,7 +545,8 @@ def _c2f_parts(c2f: Any, x: Tensor, conv: Forward, bottleneck: Forward, c3: Forw
         return _chain(list(_finished(cv1, x).chunk(2, 1)), blocks)
     room, shortcut, y = _split(cv1, x, half * (2 + len(blocks)))
     for i, block in enumerate(blocks):
-        first, end, added = half * (2 + i), None, None
+        first, added = half * (2 + i), None
+        end: Any = None
         if _ends_plainly(block, bottleneck, "cv2", conv):
             end, added = block.cv2, shortcut if block.add else None
             y = _begun(end, block.cv1(y))
@@ -619,7 +621,7 @@ def can_pool(pool: nn.Module) -> bool:
     )
 
 
-def _pooled(cv1: Any, pool: nn.MaxPool2d, pools: int, x: Tensor, conv: Forward) -> Tensor:
+def _pooled(cv1: Any, pool: Any, pools: int, x: Tensor, conv: Forward) -> Tensor:
     """The concatenation of ``cv1(x)`` and of ``pools`` poolings, each of the one before it."""
     if pools > 0 and not cv1.training and _ends_in(cv1, conv):
         y = _begun(cv1, x)
