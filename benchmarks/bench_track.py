@@ -1,4 +1,4 @@
-"""``update`` of Ultralytics' ByteTrack and BoT-SORT, stock and with track_optim, a frame of 20, 200 and 1,000 objects, on one core.
+"""``update`` of Ultralytics' trackers, stock and with track_optim, a frame of 20, 200 and 1,000 objects, on one core.
 
 Both get what ``YOLO.track`` gives them: ``Boxes`` of float32 rows in NumPy. BoT-SORT runs without camera motion, whose optical flow
 would be most of the time. Frames alternate between the two, as they do with a detector's work in a pipeline, so caches are cold; a
@@ -27,7 +27,12 @@ def measure(report: Report) -> None:
 
     from torch_fastdet.ultralytics import patch, unpatch
 
-    classes: dict[str, Any] = {"ByteTrack": trackers.BYTETracker, "BoT-SORT": trackers.BOTSORT}
+    classes: dict[str, Any] = {
+        "ByteTrack": trackers.BYTETracker,
+        "BoT-SORT": trackers.BOTSORT,
+        "OC-SORT": trackers.OCSORT,
+        "FastTracker": trackers.FASTTracker,
+    }
     stock = trackers.BYTETracker.update
     patch(track_optim=True)
     updates = {name: {STOCK: stock, OURS: tracker.update} for name, tracker in classes.items()}

@@ -545,6 +545,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             (
                 "BOTSORT.update",
+                "OCSORT.update",
+                "DeepOCSORT.update",
+                "FASTTracker.update",
                 "BYTETracker.update",
                 "BYTETracker.__getstate__",
                 "BYTETracker.tracked_stracks",

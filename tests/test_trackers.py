@@ -8,10 +8,11 @@ import warnings
 import numpy as np
 import pytest
 
-from tests.track_scenes import KINDS, OPTIONS, motions, namespace, rotated, scene
+from tests.track_scenes import motions, namespace, options_of, rotated, scene
 from torch_fastdet import trackers
 
-NAMES = {"ByteTrack": "BYTETracker", "BoTSORT": "BOTSORT"}
+NAMES = {"ByteTrack": "BYTETracker", "BoTSORT": "BOTSORT", "OCSORT": "OCSORT", "FastTracker": "FASTTracker"}
+ROTATING = ("ByteTrack", "BoTSORT")
 EMPTY = np.empty((0, 6), np.float32)
 
 
@@ -45,7 +46,7 @@ def run(tracker, rows, **motion):
 
 
 def check(stock, name, seed, objects, frames, crowd=3.0, moving=False, turned=False):
-    options = {**OPTIONS, **KINDS[seed % len(KINDS)]}
+    options = options_of(name, seed)
     (theirs, results), ours = stock(name, **options), getattr(trackers, name)(**options)
     camera = motions(seed, frames)
     image = None
@@ -61,11 +62,11 @@ def check(stock, name, seed, objects, frames, crowd=3.0, moving=False, turned=Fa
         assert found.dtype == wanted.dtype and np.array_equal(found, wanted), (name, seed, t)
 
 
-@pytest.mark.parametrize("objects, frames", [(5, 60), (20, 60), (120, 15)])
+@pytest.mark.parametrize("objects, frames", [(5, 60), (20, 60), (60, 40), (120, 15)])
 @pytest.mark.parametrize("name", NAMES)
 def test_tracks_are_the_originals(stock, name, objects, frames):
-    for seed in range(5 if objects < 100 else 1):
-        check(stock, name, seed, objects, frames)
+    for seed in range(10 if objects < 20 else 5 if objects < 100 else 1):
+        check(stock, name, seed, objects, frames, (0.5, 1.0, 3.0, 8.0)[seed % 4])
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -74,7 +75,7 @@ def test_tracks_under_a_moving_camera_are_the_originals(stock, turned):
         check(stock, "BoTSORT", seed, 20, 50, moving=True, turned=turned)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ROTATING)
 def test_rotated_tracks_are_the_originals(stock, name):
     for seed in range(3):
         check(stock, name, seed, (5, 20, 60)[seed], 40, turned=True)
@@ -85,7 +86,8 @@ def test_rotated_tracks_are_the_originals(stock, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_many_tracks_are_the_originals(stock, name):
     for seed in range(100, 140):
-        objects, crowd, turned = (5, 20)[seed % 2], (0.5, 1.0, 3.0, 8.0)[seed % 4], seed % 5 == 0
+        objects, crowd = (5, 20)[seed % 2], (0.5, 1.0, 3.0, 8.0)[seed % 4]
+        turned = name in ROTATING and seed % 5 == 0
         check(stock, name, seed, objects, 200, crowd, moving=name == "BoTSORT" and seed % 3 == 0, turned=turned)
     check(stock, name, 7, 1000, 12)
 
@@ -137,11 +139,27 @@ def test_two_trackers_at_once():
         (([[0, 0, 9]], [0.9], [0]), r"ByteTrack.update: boxes has shape \(1, 3\), but \(N, 4\).* or \(N, 5\)"),
         (([[0, 0, 9, 9]], [0.9, 0.8], [0]), r"ByteTrack.update: scores has shape \(2,\), but \(1,\) is expected"),
         (([[0, 0, 9, 9]], [0.9], 0), r"ByteTrack.update: classes has shape \(\), but \(1,\) is expected"),
+        (([[5, 5, 9, 9, 0]], [0.9], [0]), r"OCSORT.update: boxes has shape \(1, 5\), but \(N, 4\), x1 y1 x2 y2 is"),
+        (([[5, 5, 9, 9, 0]], [0.9], [0]), r"FastTracker.update: boxes has shape \(1, 5\), but \(N, 4\), x1 y1 x2"),
     ],
 )
 def test_arguments_of_other_shapes(arguments, message):
     with pytest.raises(ValueError, match=message):
-        trackers.ByteTrack().update(*arguments)
+        getattr(trackers, message.partition(".")[0])().update(*arguments)
+
+
+@pytest.mark.parametrize(
+    "name, option, value",
+    [
+        ("OCSORT", "delta_t", -1),
+        ("OCSORT", "inertia", float("nan")),
+        ("FastTracker", "reset_pos_offset_occ", -2),
+        ("FastTracker", "init_iou_suppress", 0),
+    ],
+)
+def test_options_out_of_range(name, option, value):
+    with pytest.raises(ValueError, match=f"{name}: {option} is {value}, but a number (from|above) 0 is expected"):
+        getattr(trackers, name)(**{option: value})
 
 
 @pytest.mark.parametrize("motion", [np.eye(3), [[1, 0, np.nan], [0, 1, 0]]])

@@ -14,7 +14,15 @@ OPTIONS = {
     "match_thresh": 0.8,
     "fuse_score": True,
 }
-BOT = {"gmc_method": "none", "proximity_thresh": 0.5, "appearance_thresh": 0.8, "with_reid": False, "model": "auto"}
+#: What the framework's BoT-SORT and Deep OC-SORT read besides.
+OTHERS = {
+    "gmc_method": "none",
+    "proximity_thresh": 0.5,
+    "appearance_thresh": 0.8,
+    "with_reid": False,
+    "model": "auto",
+    "alpha_fixed_emb": 0.95,
+}
 #: Options that are tried in turn.
 KINDS: tuple[dict[str, object], ...] = (
     {},
@@ -23,10 +31,33 @@ KINDS: tuple[dict[str, object], ...] = (
     {"track_high_thresh": 0.5, "new_track_thresh": 0.6},
     {"track_high_thresh": 0.6, "track_low_thresh": 0.05, "new_track_thresh": 0.7, "match_thresh": 0.9},
 )
+#: Options that only some trackers have, in turn.
+OWN: dict[str, tuple[dict[str, object], ...]] = {
+    "OCSORT": (
+        {},
+        {"use_byte": True},
+        {"delta_t": 1, "inertia": 0.5},
+        {"delta_t": 5, "inertia": 0.1, "use_byte": True},
+        {"delta_t": 0, "inertia": 0.0},
+    ),
+    "FastTracker": (
+        {},
+        {"init_iou_suppress": 1.0, "active_occ_to_lost_thresh": 0, "occ_cover_thresh": 0.3},
+        {"occ_cover_thresh": 0.4, "active_occ_to_lost_thresh": 3, "occ_reappear_window": 6, "reset_pos_offset_occ": 6},
+        {"occ_cover_thresh": 0.2, "init_iou_suppress": 0.3, "dampen_motion_occ": 0.9, "occ_reappear_window": 90},
+        {"occ_cover_thresh": 0.0, "enlarge_bbox_occ": 1.5, "reset_velocity_offset_occ": 0, "reset_pos_offset_occ": 0},
+    ),
+}
 
 
 def namespace(**options):
-    return SimpleNamespace(**{**OPTIONS, **BOT, **options})
+    return SimpleNamespace(**{**OPTIONS, **OTHERS, **options})
+
+
+def options_of(name, seed):
+    """Return the options of a tracker of torch_fastdet that a seed tries."""
+    own = OWN.get(name, ({},))
+    return {**OPTIONS, **KINDS[seed % len(KINDS)], **own[seed // 2 % len(own)]}
 
 
 def scene(seed, objects, frames, crowd=3.0):

@@ -24,7 +24,7 @@ except ImportError as error:
         "and build torch_fastdet again"
     ) from error
 
-__all__ = ["BoTSORT", "ByteTrack"]
+__all__ = ["OCSORT", "BoTSORT", "ByteTrack", "FastTracker"]
 
 
 class ByteTrack:
@@ -43,7 +43,7 @@ class ByteTrack:
         fuse_score: If True, the overlap is multiplied by the score in the first stage.
     """
 
-    _xywh = False
+    _rotates = True
 
     def __init__(
         self,
@@ -60,7 +60,10 @@ class ByteTrack:
         self.track_buffer = track_buffer
         self.match_thresh = match_thresh
         self.fuse_score = fuse_score
-        self._core = _C.Tracker(self._xywh)
+        self._core = self._make_core()
+
+    def _make_core(self) -> _C.Tracker:
+        return _C.Tracker(False)
 
     @property
     def frame(self) -> int:
@@ -96,10 +99,9 @@ class ByteTrack:
         found = np.asarray(boxes, np.float32)
         if found.size == 0:
             found = found.reshape(0, found.shape[-1] if found.ndim == 2 else 4)
-        if found.ndim != 2 or found.shape[1] not in (4, 5):
-            raise ValueError(
-                f"{name}: boxes has shape {found.shape}, but (N, 4), x1 y1 x2 y2, or (N, 5), x y width height angle, is expected"
-            )
+        if found.ndim != 2 or found.shape[1] not in ((4, 5) if self._rotates else (4,)):
+            or_rotated = ", or (N, 5), x y width height angle," if self._rotates else ""
+            raise ValueError(f"{name}: boxes has shape {found.shape}, but (N, 4), x1 y1 x2 y2{or_rotated} is expected")
         count, columns = found.shape
         rows = np.empty((count, columns + 2), np.float32)
         rows[:, :columns] = found
@@ -129,7 +131,8 @@ class BoTSORT(ByteTrack):
     Re-identification by appearance is not part of it.
     """
 
-    _xywh = True
+    def _make_core(self) -> _C.Tracker:
+        return _C.Tracker(True)
 
     def update(
         self, boxes: ArrayLike, scores: ArrayLike, classes: ArrayLike, motion: ArrayLike | None = None
@@ -157,3 +160,94 @@ class BoTSORT(ByteTrack):
             x, y = motion[:, 0]
             motion = np.c_[motion, [np.linalg.norm(motion[:, 0]), np.arctan2(y, x)]]
         return self._update(boxes, scores, classes, motion)
+
+
+class OCSORT(ByteTrack):
+    """:class:`ByteTrack` that trusts observations more than its filter (OC-SORT, 2023). Boxes are not rotated.
+
+    The cost of the first stage takes in how far a track would turn, what it leaves is looked for at the last observations, and a
+    lost track that is found there has its filter run again through the gap. Low scores continue tracks only with ``use_byte``.
+
+    Args:
+        delta_t: Number of frames between the two observations that give a track's direction.
+        inertia: Weight of the angle between that direction and the way to a detection, in half turns.
+        use_byte: If True, a detection with a low score continues a track, as in :class:`ByteTrack`.
+        **options: The arguments of :class:`ByteTrack`.
+
+    Raises:
+        ValueError: ``delta_t`` or ``inertia`` is negative.
+    """
+
+    _rotates = False
+
+    def __init__(self, delta_t: int = 3, inertia: float = 0.2, use_byte: bool = False, **options: Any) -> None:
+        self._kind = delta_t, inertia, use_byte
+        _check_from_zero("OCSORT", delta_t=delta_t, inertia=inertia)
+        super().__init__(**options)
+
+    def _make_core(self) -> _C.Tracker:
+        return _C.ObservationTracker(*self._kind)
+
+
+class FastTracker(ByteTrack):
+    """:class:`ByteTrack` whose tracks wait where another track covers them (FastTracker, 2025). Boxes are not rotated.
+
+    Only tracks that are seen in this frame are returned.
+
+    Args:
+        reset_velocity_offset_occ: Number of matches by which the velocity of a track goes back when it is covered.
+        reset_pos_offset_occ: Number of matches by which its position goes back.
+        enlarge_bbox_occ: Factor of its height then.
+        dampen_motion_occ: Factor of its velocity then.
+        active_occ_to_lost_thresh: Number of frames for which a covered track is not lost.
+        occ_cover_thresh: A track is covered if one other track is on more than this part of its area.
+        occ_reappear_window: Number of frames after being covered for which a lost track is kept at least.
+        init_iou_suppress: Overlap with a track from which a detection starts none; 1: there is no such limit.
+        **options: The arguments of :class:`ByteTrack`.
+
+    Raises:
+        ValueError: a number is negative, or ``init_iou_suppress`` is 0.
+    """
+
+    _rotates = False
+
+    def __init__(
+        self,
+        reset_velocity_offset_occ: int = 5,
+        reset_pos_offset_occ: int = 3,
+        enlarge_bbox_occ: float = 1.1,
+        dampen_motion_occ: float = 0.5,
+        active_occ_to_lost_thresh: int = 10,
+        occ_cover_thresh: float = 0.7,
+        occ_reappear_window: int = 40,
+        init_iou_suppress: float = 0.7,
+        **options: Any,
+    ) -> None:
+        self._kind: dict[str, Any] = {
+            "velocity_back": reset_velocity_offset_occ,
+            "position_back": reset_pos_offset_occ,
+            "enlarge": enlarge_bbox_occ,
+            "dampen": dampen_motion_occ,
+            "grace": active_occ_to_lost_thresh,
+            "cover": occ_cover_thresh,
+            "window": occ_reappear_window,
+            "suppress": init_iou_suppress,
+        }
+        _check_from_zero(
+            "FastTracker",
+            reset_velocity_offset_occ=reset_velocity_offset_occ,
+            reset_pos_offset_occ=reset_pos_offset_occ,
+            occ_cover_thresh=occ_cover_thresh,
+        )
+        if not init_iou_suppress > 0:
+            raise ValueError(f"FastTracker: init_iou_suppress is {init_iou_suppress}, but a number above 0 is expected")
+        super().__init__(**options)
+
+    def _make_core(self) -> _C.Tracker:
+        return _C.OcclusionTracker(**self._kind)
+
+
+def _check_from_zero(name: str, **values: float) -> None:
+    for option, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name}: {option} is {value}, but a number from 0 is expected")

@@ -8,6 +8,8 @@
 #include <array>
 #include <optional>
 
+#include "core/track/observation.h"
+#include "core/track/occlusion.h"
 #include "core/track/tracker.h"
 
 namespace py = pybind11;
@@ -25,6 +27,7 @@ py::array_t<float> update(Tracker& tracker, const Floats& rows, double high, dou
                           bool rotated) {
   if (rows.ndim() != 2 || rows.shape(1) < 6 + rotated)
     throw py::value_error("expected detections of shape (N, 6 or more; rotated: 7), rows of box ... score class");
+  if (rotated && !tracker.takes_rotated()) throw py::value_error("expected boxes that are not rotated");
   if (motion && (motion->ndim() != 2 || motion->shape(0) != 2 || motion->shape(1) != 4))
     throw py::value_error("expected a camera motion of shape (2, 4): rotation, translation, (scale, angle)");
   core::CameraMotion camera{};
@@ -51,7 +54,7 @@ py::array_t<float> update(Tracker& tracker, const Floats& rows, double high, dou
 }
 
 py::array_t<double> save(const Tracker& tracker, int list) {
-  py::array_t<double> rows({tracker.size(kLists[list]), int64_t{Tracker::kStateColumns}});
+  py::array_t<double> rows({tracker.size(kLists[list]), tracker.columns()});
   tracker.save(kLists[list], rows.mutable_data());
   return rows;
 }
@@ -61,7 +64,7 @@ void load(Tracker& tracker, const std::array<std::optional<Doubles>, 3>& lists, 
   int64_t count[3] = {};
   for (int k = 0; k < 3; k++) {
     if (!lists[k]) continue;
-    if (lists[k]->ndim() != 2 || lists[k]->shape(1) != Tracker::kStateColumns)
+    if (lists[k]->ndim() != 2 || lists[k]->shape(1) != tracker.columns())
       throw py::value_error("expected lists of tracks as save() returns them");
     rows[k] = lists[k]->data(), count[k] = lists[k]->shape(0);
   }
@@ -80,5 +83,19 @@ void bind_trackers(py::module_& m) {
       .def("reset", &Tracker::reset)
       .def_property_readonly("frame", &Tracker::frame)
       .def_property_readonly("removed_now", &Tracker::removed_now)
+      .def_property_readonly("columns", &Tracker::columns)
       .def_property_readonly("last_id", &Tracker::last_id);
+  py::class_<core::ObservationTracker, Tracker>(m, "ObservationTracker")
+      .def(py::init([](int64_t span, float inertia, bool low) {
+             return new core::ObservationTracker({span, inertia, low});
+           }),
+           py::arg("span"), py::arg("inertia"), py::arg("low"));
+  py::class_<core::OcclusionTracker, Tracker>(m, "OcclusionTracker")
+      .def(py::init([](int64_t velocity_back, int64_t position_back, double enlarge, double dampen, int64_t grace,
+                       float cover, int64_t window, double suppress) {
+             return new core::OcclusionTracker(
+                 {velocity_back, position_back, enlarge, dampen, grace, cover, window, suppress});
+           }),
+           py::arg("velocity_back"), py::arg("position_back"), py::arg("enlarge"), py::arg("dampen"), py::arg("grace"),
+           py::arg("cover"), py::arg("window"), py::arg("suppress"));
 }

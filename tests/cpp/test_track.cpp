@@ -9,7 +9,8 @@
 #include <set>
 #include <vector>
 
-#include "core/track/tracker.h"
+#include "core/track/observation.h"
+#include "core/track/occlusion.h"
 
 namespace torch_fastdet::core {
 namespace {
@@ -336,10 +337,94 @@ TEST(Track, CameraMotionMovesTracks) {
   EXPECT_EQ(ids(update(moved, {box(200)}, &shift)), (std::vector<int>{1}));
 }
 
-TEST(Track, ContinuesFromSavedLists) {
+const ObservationOptions kObserving = {3, 0.2f, false};
+const OcclusionOptions kOccluding = {5, 3, 1.1, 0.5, 4, 0.7f, 8, 0.7};
+
+TEST(Track, ALostTrackIsFoundAtItsLastObservation) {
+  Tracker plain(false);
+  ObservationTracker tracker(kObserving);
+  for (int t = 0; t < 8; t++) update(plain, {box(12.f * t)}), update(tracker, {box(12.f * t)});
+  // It stops behind something, while the filter walks on.
+  for (int t = 0; t < 2; t++) EXPECT_TRUE(update(plain, {}).empty() && update(tracker, {}).empty());
+  EXPECT_TRUE(update(plain, {box(90)}).empty());
+  const auto found = update(tracker, {box(90)});
+  ASSERT_EQ(ids(found), (std::vector<int>{1}));
+  EXPECT_NEAR(found[0][0], 90, 4);
+  // The filter has run through the gap slowly: it does not walk on.
+  EXPECT_NEAR(update(tracker, {box(91)})[0][0], 91, 4);
+}
+
+TEST(Track, ATrackKeepsItsDirection) {
+  // Two detections at the same overlap: the one ahead is nearer to the direction of the track.
+  for (const float inertia : {0.f, 1.f}) {
+    ObservationTracker tracker({3, inertia, false});
+    for (int t = 0; t < 6; t++) update(tracker, {box(100 + 4.f * t)});
+    const auto rows = update(tracker, {box(115, 0.9f), box(134, 0.9f)});
+    ASSERT_FALSE(rows.empty());
+    EXPECT_EQ(rows[0][7], inertia ? 1 : 0) << inertia;
+  }
+}
+
+TEST(Track, LowScoresContinueATrackIfAsked) {
+  for (const bool low : {false, true}) {
+    ObservationTracker tracker({3, 0.2f, low});
+    update(tracker, {box(0)});
+    EXPECT_EQ(update(tracker, {box(1, 0.2f)}).size(), low ? 1u : 0u);
+    EXPECT_EQ(tracker.size(Tracker::kLostList), low ? 0 : 1);
+  }
+}
+
+TEST(Track, ACoveredTrackWaitsAndIsKeptLonger) {
+  auto lost_and_gone = [](bool covered) {
+    OcclusionTracker tracker(kOccluding);
+    const std::array<float, 6> front = {70, 0, 180, 90, 0.9f, 1}, away = {400, 0, 510, 90, 0.9f, 1};
+    for (int t = 0; t < 6; t++) EXPECT_EQ(update(tracker, {box(100), covered ? front : away}).size(), 2u);
+    int lost = 0, gone = 0;
+    for (int t = 1; t < 30 && !gone; t++) {
+      EXPECT_EQ(ids(update(tracker, {covered ? front : away})), (std::vector<int>{2}));
+      if (!lost && tracker.size(Tracker::kLostList)) lost = t;
+      if (lost && !tracker.size(Tracker::kLostList)) gone = t;
+    }
+    return std::pair<int, int>{lost, gone};
+  };
+  EXPECT_EQ(lost_and_gone(false), (std::pair<int, int>{3, 5}));
+  EXPECT_EQ(lost_and_gone(true), (std::pair<int, int>{5, 11}));
+}
+
+TEST(Track, ACoveredTrackGoesBackSlowerAndLarger) {
+  OcclusionTracker tracker(kOccluding);
+  std::vector<double> before[10];
+  auto row = [&] {
+    std::vector<double> rows(tracker.size(Tracker::kTrackedList) * tracker.columns());
+    tracker.save(Tracker::kTrackedList, rows.data());
+    return std::vector<double>(rows.begin(), rows.begin() + Tracker::kFilterColumns);
+  };
+  for (int t = 0; t < 10; t++) {
+    update(tracker, {box(100 + 2.f * t), {60, 0, 220, 90, 0.9f, 1}});
+    before[t] = row();
+  }
+  update(tracker, {{60, 0, 220, 90, 0.9f, 1}});
+  const std::vector<double> now = row();
+  for (int k = 0; k < Tracker::kFilterColumns; k++) {
+    const double wanted = k >= 4 && k < 8 ? 0.5 * before[5][k] : before[7][k];
+    EXPECT_EQ(now[k], k == 3 ? 1.1 * wanted : wanted) << k;
+  }
+}
+
+TEST(Track, ATrackSuppressesNewOnesOnIt) {
+  for (const double suppress : {0.7, 1.0}) {
+    OcclusionOptions options = kOccluding;
+    options.suppress = suppress;
+    OcclusionTracker tracker(options);
+    EXPECT_EQ(update(tracker, {box(100), box(101), box(300)}).size(), suppress < 1 ? 2u : 3u);
+    update(tracker, {box(100), box(103), box(300)});
+    EXPECT_EQ(tracker.size(Tracker::kTrackedList), suppress < 1 ? 2 : 3);
+  }
+}
+
+void expect_continues(Tracker& a, Tracker& b, bool moving) {
   std::mt19937 random(11);
   std::uniform_real_distribution<float> uniform(0, 1);
-  Tracker a(true), b(true);
   const CameraMotion motion{{{0.999, -0.01}, {0.01, 1.001}}, {1, -1}, 1, 0};
   for (int t = 0; t < 60; t++) {
     Rows rows;
@@ -347,24 +432,35 @@ TEST(Track, ContinuesFromSavedLists) {
       const float x = 60.f * k + 3 * uniform(random) + t, y = 40.f * (k % 3);
       if (uniform(random) < 0.7f) rows.push_back({x, y, x + 45, y + 60, uniform(random), 0});
     }
-    const CameraMotion* m = t > 20 && t % 2 ? &motion : nullptr;
+    const CameraMotion* m = moving && t > 20 && t % 2 ? &motion : nullptr;
     ASSERT_EQ(update(a, rows, m), update(b, rows, m)) << t;
     std::vector<double> saved[3];
     const double* data[3];
     int64_t count[3];
     for (Tracker::List list : {Tracker::kTrackedList, Tracker::kLostList, Tracker::kRemovedList}) {
-      saved[list].resize(1 + b.size(list) * Tracker::kStateColumns);
+      saved[list].resize(1 + b.size(list) * b.columns());
       b.save(list, saved[list].data());
       data[list] = list == Tracker::kRemovedList && t % 2 ? nullptr : saved[list].data();
       count[list] = b.size(list);
     }
     if (t % 3) b.load(data, count, b.frame(), b.last_id());
   }
-  std::vector<double> row(Tracker::kStateColumns);
+  std::vector<double> row(b.columns());
   row[8 + 2] = 1;  // x depends on the width, which no tracker makes
   const double* data[3] = {row.data(), nullptr, nullptr};
   const int64_t count[3] = {1, 0, 0};
   EXPECT_THROW(b.load(data, count, 1, 1), std::invalid_argument);
+  const Rows next = {box(0), box(300)};
+  EXPECT_EQ(update(a, next), update(b, next));
+}
+
+TEST(Track, ContinuesFromSavedLists) {
+  Tracker moving[2] = {Tracker(true), Tracker(true)};
+  expect_continues(moving[0], moving[1], true);
+  ObservationTracker observing[2] = {ObservationTracker(kObserving), ObservationTracker(kObserving)};
+  expect_continues(observing[0], observing[1], false);
+  OcclusionTracker occluding[2] = {OcclusionTracker(kOccluding), OcclusionTracker(kOccluding)};
+  expect_continues(occluding[0], occluding[1], false);
 }
 
 }  // namespace

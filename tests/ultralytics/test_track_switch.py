@@ -15,7 +15,8 @@ from tests.test_trackers import Camera
 from tests.track_scenes import motions, namespace, rotated, scene
 
 LISTS = ("tracked_stracks", "lost_stracks", "removed_stracks", "removed_stracks_frame")
-NAMES = ("BYTETracker", "BOTSORT")
+NAMES = ("BYTETracker", "BOTSORT", "OCSORT", "DeepOCSORT", "FASTTracker")
+ROTATING = NAMES[:2]
 KEY = "torch_fastdet_core"
 
 
@@ -35,6 +36,19 @@ def boxes(rows):
     return (OBB if rows.shape[1] == 7 else Boxes)(rows, (1080, 1920))
 
 
+def past(track):
+    """What a track of some trackers remembers."""
+    if hasattr(track, "mean_history"):
+        states = [(mean.tolist(), (covariance + 0.0).tolist()) for mean, covariance in track.mean_history]
+        return states, track.not_matched, track.is_occluded, track.occluded_len, track.was_recently_occluded
+    if hasattr(track, "observations"):
+        boxes = {frame: box.tolist() for frame, box in track.observations.items()}
+        saved = track._saved_mean.tolist(), (track._saved_covariance + 0.0).tolist()
+        way = None if track.velocity is None else np.round(track.velocity, 5).tolist()  # BLAS rounds it as it likes
+        return boxes, saved, way, track.last_observation.tolist()
+    return None
+
+
 def contents(tracker):
     """Everything that the tracker's lists say of its tracks."""
 
@@ -48,7 +62,7 @@ def contents(tracker):
             track.is_activated,
         )
         seen = (int(track.idx), track.score, track.cls, track.mean.tolist(), (track.covariance + 0.0).tolist())
-        return *numbers, *seen, track.xyxy.tolist(), track.end_frame, track.angle
+        return *numbers, *seen, track.xyxy.tolist(), track.end_frame, track.angle, past(track)
 
     alive = [[of(track) for track in getattr(tracker, name)] for name in LISTS[:2]]
     removed = [[track.track_id for track in getattr(tracker, name)] for name in LISTS[2:]]
@@ -64,8 +78,7 @@ def original(trackers, name, frames, **options):
     return [(run(tracker, rows), contents(tracker)) for rows in frames]
 
 
-@pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name, turned", [*((name, False) for name in NAMES), *((name, True) for name in ROTATING)])
 def test_tracks_and_lists_are_the_originals(trackers, name, turned):
     stock = trackers.BYTETracker.update
     for seed in range(2):
@@ -73,7 +86,7 @@ def test_tracks_and_lists_are_the_originals(trackers, name, turned):
         frames = rotated(frames) if turned else frames
         wanted = original(trackers, name, frames, track_buffer=5)
         said = drop_in.patch(track_optim=True)
-        assert sum(line.startswith("track_optim:") for line in said) == 2
+        assert sum(line.startswith("track_optim:") for line in said) == len(NAMES)
         unread, read, some = (getattr(trackers, name)(namespace(track_buffer=5)) for _ in range(3))
         for t, (rows, (rows_wanted, lists)) in enumerate(zip(frames, wanted)):
             for tracker in (unread, read, some):
@@ -169,13 +182,26 @@ def test_what_the_original_update_does(trackers, caplog):
         def label(self):
             return "mine"
 
+    def moving():
+        tracker = trackers.DeepOCSORT(namespace(gmc_method="sparseOptFlow"))
+        tracker.gmc = Camera(motions(7, 12))
+        return tracker
+
     def outputs():
         found = {}
-        for kind in (Custom, Named, trackers.OCSORT):
-            extra = {"delta_t": 3, "inertia": 0.2, "use_byte": False} if kind is trackers.OCSORT else {}
-            tracker = kind(namespace(**extra))
-            found[kind.__name__] = [run(tracker, rows) for rows in frames]
-            assert kind is not Custom or tracker.called
+        made = {
+            "Custom": Custom(namespace()),
+            "Named": Named(namespace()),
+            "backwards": trackers.OCSORT(namespace(inertia=-0.2)),
+            "strict": trackers.FASTTracker(namespace(init_iou_suppress=0)),
+            "moving": moving(),
+        }
+        for name, tracker in made.items():
+            found[name] = [run(tracker, rows) for rows in frames]
+        assert made["Custom"].called
+        found["turned"] = [
+            run(turned, rows) for turned in [trackers.FASTTracker(namespace())] for rows in rotated(frames)
+        ]
         tracker = trackers.BYTETracker(namespace())
         found["double"] = [
             run(tracker, rows.astype(np.float64) if t % 3 == 2 else rows) for t, rows in enumerate(frames)
@@ -189,8 +215,9 @@ def test_what_the_original_update_does(trackers, caplog):
     assert all(np.array_equal(a, b) for name in wanted for a, b in zip(found[name], wanted[name]))
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "track_optim: the original update runs: Custom has its own get_dists." in said
-    assert "OCSORT has its own" in said and "Named" not in said and said.count("\n") == 2
-    assert "the original update runs for Boxes of float64" in said
+    assert "inertia of OCSORT is -0.2, and no number from 0." in said and "Named" not in said
+    assert "init_iou_suppress of FASTTracker is 0." in said and "DeepOCSORT follows a moving camera" in said
+    assert "for Boxes of float64" in said and "for OBB of float32" in said and said.count("\n") == 5
 
 
 @pytest.mark.parametrize("place", NAMES)
@@ -209,8 +236,9 @@ def test_an_update_of_the_users_own_stays_and_is_named(trackers, monkeypatch, pl
         drop_in.patch(track_optim=True)
     drop_in.patch(fastdet=True)
     assert kind.update is update
-    run(trackers.BOTSORT(namespace()), scene(9, 5, 1)[0])
-    assert calls == ["BOTSORT"]
+    heir = trackers.BOTSORT if place == "BYTETracker" else kind
+    run(heir(namespace()), scene(9, 5, 1)[0])
+    assert calls == [heir.__name__]
 
 
 def test_a_tracker_may_be_known_after_the_next_patch(trackers):

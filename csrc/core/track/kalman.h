@@ -36,9 +36,11 @@ struct Covariance {
   Lanes pp, pv, vp, vv;
 };
 
-struct KalmanState {
+struct StillState {  // as long as no camera moves
   Lanes position, velocity;
-  Covariance own;    // of each coordinate with itself
+  Covariance own;  // of each coordinate with itself
+};
+struct KalmanState : StillState {
   Covariance cross;  // of each coordinate with swap()'s; zero until a camera moves
 };
 
@@ -65,14 +67,14 @@ class KalmanFilter {
     state.own.vv = velocity * velocity;
   }
 
-  // mixed: a camera has moved before, so that state.cross counts.
-  void predict(KalmanState& state, bool mixed) const {
+  // mixed: a camera has moved before, so that state.cross counts. single: round as NumPy's product for a single track.
+  void predict(KalmanState& state, bool mixed, bool single = false) const {
     const Lanes position = noise(state, kPosition, 1e-2), velocity = noise(state, kVelocity, 1e-5);
     state.position = state.position + state.velocity;
-    step(state.own);
+    step(state.own, single);
     state.own.pp = state.own.pp + position * position;
     state.own.vv = state.own.vv + velocity * velocity;
-    if (mixed) step(state.cross);
+    if (mixed) step(state.cross, single);
   }
 
   void correct(KalmanState& state, const Lanes& measured, bool mixed) const {
@@ -122,11 +124,10 @@ class KalmanFilter {
   }
 
   // position += velocity, for a covariance.
-  static void step(Covariance& c) {
-    const Lanes pv = c.pv + c.vv;
-    c.pp = (c.pp + c.vp) + pv;
-    c.pv = pv;
-    c.vp = c.vp + c.vv;
+  static void step(Covariance& c, bool single) {
+    const Lanes pv = c.pv + c.vv, vp = c.vp + c.vv;
+    c.pp = single ? (c.pp + c.pv) + vp : (c.pp + c.vp) + pv;
+    c.pv = pv, c.vp = vp;
   }
 
   // The same with 2x2 matrices for a pair of coordinates: each is corrected by its own innovation and by its partner's.

@@ -15,11 +15,15 @@ struct TrackBox {
   float area() const { return (x2 - x1) * (y2 - y1); }
 };
 
-// Intersection over union in float32, in the order of operations of the trackers' NumPy. A box with NaN gives 0 or NaN.
-inline float track_iou(const TrackBox& a, float area_a, const TrackBox& b, float area_b) {
+inline float track_intersection(const TrackBox& a, const TrackBox& b) {
   const float w = std::max(std::min(a.x2, b.x2) - std::max(a.x1, b.x1), 0.f);
   const float h = std::max(std::min(a.y2, b.y2) - std::max(a.y1, b.y1), 0.f);
-  const float inside = w * h;
+  return w * h;
+}
+
+// Intersection over union in float32, in the order of operations of the trackers' NumPy. A box with NaN gives 0 or NaN.
+inline float track_iou(const TrackBox& a, float area_a, const TrackBox& b, float area_b) {
+  const float inside = track_intersection(a, b);
   return inside / (((area_b + area_a) - inside) + 1e-7f);
 }
 

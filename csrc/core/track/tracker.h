@@ -1,4 +1,5 @@
 // ByteTrack and BoT-SORT (without re-identification) on one core: predict, associate in two stages, keep the lists.
+// Other trackers are this one with some of its steps replaced.
 #pragma once
 
 #include <algorithm>
@@ -50,12 +51,16 @@ class Tracker {
  public:
   // A track as a row of doubles: mean, covariance by rows, then id, frame, start, length, index, score, class, status,
   // confirmed, angle
-  static constexpr int kStateColumns = 8 + 64 + 10;
+  static constexpr int kFilterColumns = 8 + 64, kStateColumns = kFilterColumns + 10;
   enum List { kTrackedList, kLostList, kRemovedList };
 
   explicit Tracker(bool xywh) : filter_(xywh) {}
+  virtual ~Tracker() = default;
 
-  void reset() { *this = Tracker(filter_.xywh()); }
+  void reset() {
+    frame_ = last_id_ = 0, mixed_ = false;
+    tracks_.clear(), free_slots_.clear(), tracked_.clear(), lost_.clear(), removed_.clear(), removed_now_.clear();
+  }
   int64_t frame() const { return frame_; }
   int64_t last_id() const { return last_id_; }
   int64_t removed_now() const { return removed_now_.size(); }  // the newest of the removed tracks, from the last update
@@ -83,16 +88,18 @@ class Tracker {
     // The unconfirmed tracks come before the low scores, which touch neither them nor the high scores: the index of the
     // high scores serves twice.
     associate_high();
+    recover();
     associate_unconfirmed();
-    start_tracks();
     associate_low();
+    suppress();
+    start_tracks();
     remove_stale();
     merge_lists();
     drop_duplicates();
   }
 
   int64_t confirmed_count() const {
-    return std::count_if(tracked_.begin(), tracked_.end(), [&](int s) { return tracks_[s].confirmed; });
+    return std::count_if(tracked_.begin(), tracked_.end(), [&](int s) { return shown(tracks_[s]); });
   }
 
   // Columns of an output row: x1 y1 x2 y2 (x y width height angle) id score class index.
@@ -101,7 +108,7 @@ class Tracker {
   void write(float* out) const {
     for (int s : tracked_) {
       const Track& t = tracks_[s];
-      if (!t.confirmed) continue;
+      if (!shown(t)) continue;
       if (rotated_) {
         const RotatedCandidate<float> r = rotated_box(t);
         for (float value : {r.box.x, r.box.y, r.box.width, r.box.height, r.angle}) *out++ = value;
@@ -116,37 +123,48 @@ class Tracker {
     return list == kRemovedList ? removed_.size() : list == kLostList ? lost_.size() : tracked_.size();
   }
 
+  virtual bool takes_rotated() const { return true; }
+  int64_t columns() const { return kStateColumns + past_columns(); }
+
+  // size(list) rows of columns(). What a removed track has been through is not kept.
   void save(List list, double* out) const {
-    if (list == kRemovedList)
-      for (const Removed& r : removed_) out = save(r.track, out);
-    else
-      for (int s : list == kLostList ? lost_ : tracked_) out = save(tracks_[s], out);
+    std::fill(out, out + size(list) * columns(), 0.0);
+    if (list == kRemovedList) {
+      for (const Removed& r : removed_) save(r.track, out), out += columns();
+      return;
+    }
+    for (int s : list == kLostList ? lost_ : tracked_) {
+      save_past(s, save(tracks_[s], out));
+      out += columns();
+    }
   }
 
   // Continues from saved lists: rows[list] are count[list] rows, or nullptr for what the list is now.
   void load(const double* const rows[3], const int64_t count[3], int64_t frame, int64_t last_id) {
-    Tracker next(filter_.xywh());
-    next.frame_ = frame, next.last_id_ = last_id;
-    std::array<std::vector<double>, 3> kept;
+    std::array<std::vector<double>, 3> saved;
+    std::array<std::vector<Track>, 3> next;
+    bool mixed = false;
     for (List list : {kTrackedList, kLostList, kRemovedList}) {
-      const double* row = rows[list];
-      if (!row) {
-        kept[list].resize(size(list) * kStateColumns);
-        save(list, kept[list].data());
-        row = kept[list].data();
-      }
-      for (int64_t k = rows[list] ? count[list] : size(list); k > 0; k--, row += kStateColumns) {
-        const Track track = next.load(row);
-        if (list == kRemovedList)
-          next.note_removed(track);
-        else
-          next.add(list == kLostList ? next.lost_ : next.tracked_, track);
+      saved[list].resize(size(list) * columns());
+      if (rows[list])
+        saved[list].assign(rows[list], rows[list] + count[list] * columns());
+      else
+        save(list, saved[list].data());
+      for (size_t at = 0; at < saved[list].size(); at += columns()) next[list].push_back(load(&saved[list][at], mixed));
+    }
+    reset();
+    frame_ = frame, last_id_ = last_id, mixed_ = mixed;
+    for (List list : {kTrackedList, kLostList}) {
+      const double* past = saved[list].data() + kStateColumns;
+      for (const Track& track : next[list]) {
+        load_past(add(list == kLostList ? lost_ : tracked_, track), past);
+        past += columns();
       }
     }
-    *this = std::move(next);
+    for (const Track& track : next[kRemovedList]) note_removed(track);
   }
 
- private:
+ protected:
   struct Detection {
     float left, top, w, h, score, cls;
     double angle;
@@ -181,6 +199,17 @@ class Tracker {
   std::vector<uint8_t> used_, drop_;
   BoxIndex index_;
   SparseAssignment assignment_;
+
+  // The steps that other trackers replace.
+  virtual bool shown(const Track& t) const { return t.confirmed; }
+  virtual bool stale(int slot) const { return frame_ - tracks_[slot].frame > options_.buffer; }
+  virtual void first_match() { match(pool_, high_, options_.match_limit, false, Costs{options_.fuse_score}); }
+  virtual void recover() {}   // after the first stage
+  virtual void suppress() {}  // sets used_ for detections that start no track
+  virtual void started(int) {}
+  virtual int64_t past_columns() const { return 0; }  // of what else a tracker knows of a track
+  virtual void save_past(int, double*) const {}
+  virtual void load_past(int, const double*) {}
 
   void split(const FrameDetections& d) {
     high_.rows.clear(), low_.rows.clear();
@@ -258,7 +287,9 @@ class Tracker {
     set_box(t);
   }
 
-  void take(Track& t, const Detection& d) {
+  virtual void take(int slot, const Stage& stage, int detection) {
+    Track& t = tracks_[slot];
+    const Detection& d = stage.rows[detection];
     filter_.correct(t.state, measure(d), mixed_);
     set_box(t);
     // The box is the same after half a turn: its angle stays the nearest to what it was.
@@ -268,19 +299,33 @@ class Tracker {
     t.status = TrackStatus::kTracked, t.confirmed = true;
   }
 
+  // What the pair of a row and a column costs in float32, given its overlap.
+  struct Costs {
+    bool fuse;
+    float operator()(int, int, float overlap, const Detection& d) const {
+      const float cost = 1.f - overlap;
+      return fuse ? 1.f - (1.f - cost) * d.score : cost;
+    }
+  };
+
   // Assigns detections of the stage, which index_ holds, to the tracks. Afterwards assignment_.column_of(row) tells.
-  void match(const std::vector<int>& rows, const Stage& stage, double limit, bool fuse, bool skip_used) {
-    const int n = static_cast<int>(rows.size()), m = stage.size();
+  template <class Cost>
+  void match(const std::vector<int>& rows, const Stage& stage, double limit, bool skip_used, const Cost& cost) {
     place(rows, tracked_shapes_, limit);
+    match_placed(stage, limit, skip_used, cost);
+  }
+
+  template <class Cost>
+  void match_placed(const Stage& stage, double limit, bool skip_used, const Cost& cost) {
+    const int n = tracked_shapes_.size(), m = stage.size();
     const bool all = limit > 1;  // then even boxes that do not meet are pairs
     const int pairs = !m ? 0 : all ? n * m : index_.collect(tracked_shapes_.boxes.data(), n);
     assignment_.begin(n, m, pairs);
     for (int k = 0; k < pairs; k++) {
       const int i = all ? k / m : index_.rows()[k], j = all ? k % m : index_.columns()[k];
       if (skip_used && used_[j]) continue;
-      float cost = 1.f - tracked_shapes_.overlap(i, stage.shapes, j);
-      if (fuse) cost = 1.f - (1.f - cost) * stage.rows[j].score;
-      assignment_.edge(i, j, static_cast<double>(cost) - limit);
+      const float overlap = tracked_shapes_.overlap(i, stage.shapes, j);
+      assignment_.edge(i, j, static_cast<double>(cost(i, j, overlap, stage.rows[j])) - limit);
     }
     assignment_.solve();
   }
@@ -288,13 +333,13 @@ class Tracker {
   void associate_high() {
     used_.assign(high_.size(), 0), rest_.clear();
     place(high_, std::max(options_.match_limit, kUnconfirmedLimit));
-    match(pool_, high_, options_.match_limit, options_.fuse_score, false);
+    first_match();
     for (size_t r = 0; r < pool_.size(); r++) {
       const int s = pool_[r], j = assignment_.column_of(static_cast<int>(r));
       const bool tracked = tracks_[s].status == TrackStatus::kTracked;
       if (j >= 0) {
         if (!tracked) found_.push_back(s);
-        take(tracks_[s], high_.rows[j]);
+        take(s, high_, j);
         used_[j] = 1;
       } else if (tracked) {
         rest_.push_back(s);
@@ -303,11 +348,11 @@ class Tracker {
   }
 
   void associate_unconfirmed() {
-    match(loose_, high_, kUnconfirmedLimit, options_.fuse_score, true);
+    match(loose_, high_, kUnconfirmedLimit, true, Costs{options_.fuse_score});
     for (size_t r = 0; r < loose_.size(); r++) {
       const int s = loose_[r], j = assignment_.column_of(static_cast<int>(r));
       if (j >= 0) {
-        take(tracks_[s], high_.rows[j]);
+        take(s, high_, j);
         used_[j] = 1;
       } else {
         tracks_[s].status = TrackStatus::kRemoved;
@@ -316,10 +361,11 @@ class Tracker {
     }
   }
 
-  void add(std::vector<int>& list, const Track& track) {
+  int add(std::vector<int>& list, const Track& track) {
     const int s = new_slot();
     tracks_[s] = track;
     list.push_back(s);
+    return s;
   }
 
   int new_slot() {
@@ -342,29 +388,38 @@ class Tracker {
       t.status = TrackStatus::kTracked, t.confirmed = frame_ == 1;
       filter_.start(t.state, measure(d));
       set_box(t);
-      add(born_, t);
+      started(add(born_, t));
     }
   }
 
-  void associate_low() {
+  void match_low() {
     place(low_, kLowLimit);
-    match(rest_, low_, kLowLimit, false, false);
+    match(rest_, low_, kLowLimit, false, Costs{false});
+    size_t kept = 0;
     for (size_t r = 0; r < rest_.size(); r++) {
       const int s = rest_[r], j = assignment_.column_of(static_cast<int>(r));
-      if (j >= 0) {
-        take(tracks_[s], low_.rows[j]);
-      } else {
-        tracks_[s].status = TrackStatus::kLost;
-        missed_.push_back(s);
-      }
+      if (j >= 0)
+        take(s, low_, j);
+      else
+        rest_[kept++] = s;
     }
+    rest_.resize(kept);
+  }
+
+  void lose(int slot) {
+    tracks_[slot].status = TrackStatus::kLost;
+    missed_.push_back(slot);
+  }
+
+  virtual void associate_low() {
+    match_low();
+    for (int s : rest_) lose(s);
   }
 
   void remove_stale() {
     for (int s : lost_) {
-      Track& t = tracks_[s];
-      if (frame_ - t.frame <= options_.buffer) continue;
-      t.status = TrackStatus::kRemoved;
+      if (!stale(s)) continue;
+      tracks_[s].status = TrackStatus::kRemoved;
       removed_now_.push_back(s);
     }
   }
@@ -454,30 +509,40 @@ class Tracker {
         }
   }
 
+  static double* save(const KalmanState& state, double* out) {
+    std::copy(state.position.lane, state.position.lane + 4, out);
+    std::copy(state.velocity.lane, state.velocity.lane + 4, out + 4);
+    visit_covariance([&](int place, auto block, auto part, int i) { out[8 + place] = (state.*block.*part)[i]; });
+    return out + kFilterColumns;
+  }
+
   static double* save(const Track& t, double* out) {
-    std::fill(out, out + kStateColumns, 0.0);
-    std::copy(t.state.position.lane, t.state.position.lane + 4, out);
-    std::copy(t.state.velocity.lane, t.state.velocity.lane + 4, out + 4);
-    visit_covariance([&](int place, auto block, auto part, int i) { out[8 + place] = (t.state.*block.*part)[i]; });
     const double rest[] = {double(t.id),        double(t.frame), double(t.start), double(t.length),
                            double(t.index),     double(t.score), double(t.cls),   double(static_cast<int>(t.status)),
                            double(t.confirmed), double(t.angle)};
-    return std::copy(rest, rest + 10, out + 72);
+    return std::copy(rest, rest + 10, save(t.state, out));
   }
 
-  Track load(const double* row) {
-    Track t;
-    std::copy(row, row + 4, t.state.position.lane);
-    std::copy(row + 4, row + 8, t.state.velocity.lane);
+  // mixed becomes true if a camera has moved before.
+  static KalmanState load_state(const double* row, bool& mixed) {
+    KalmanState state;
+    std::copy(row, row + 4, state.position.lane);
+    std::copy(row + 4, row + 8, state.velocity.lane);
     std::array<bool, 64> known{};
     visit_covariance([&](int place, auto block, auto part, int i) {
-      (t.state.*block.*part)[i] = row[8 + place];
+      (state.*block.*part)[i] = row[8 + place];
       known[place] = true;
-      mixed_ = mixed_ || (block == &KalmanState::cross && row[8 + place] != 0);
+      mixed = mixed || (block == &KalmanState::cross && row[8 + place] != 0);
     });
     for (int k = 0; k < 64; k++)
       if (!known[k] && row[8 + k] != 0) throw std::invalid_argument("a covariance that no tracker makes");
-    const double* rest = row + 72;
+    return state;
+  }
+
+  Track load(const double* row, bool& mixed) const {
+    Track t;
+    t.state = load_state(row, mixed);
+    const double* rest = row + kFilterColumns;
     t.id = rest[0], t.frame = rest[1], t.start = rest[2], t.length = rest[3], t.index = rest[4];
     t.score = rest[5], t.cls = rest[6], t.status = static_cast<TrackStatus>(int(rest[7])), t.confirmed = rest[8] != 0;
     t.angle = rest[9];

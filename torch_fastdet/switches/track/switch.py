@@ -1,4 +1,4 @@
-"""``track_optim``: ``update`` of Ultralytics' ByteTrack and BoT-SORT by the core of :mod:`torch_fastdet.trackers`.
+"""``track_optim``: ``update`` of Ultralytics' trackers, but for TrackTrack, by the core of :mod:`torch_fastdet.trackers`.
 
 The core holds the tracks. They become the framework's own objects when somebody reads the lists of a tracker.
 """
@@ -14,7 +14,13 @@ from torch_fastdet.patching.replace import describe, is_code_of, original
 from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import REFERENCE, VERSION, ultralytics
 
-BYTE, BOT = ultralytics("trackers.byte_tracker"), ultralytics("trackers.bot_sort")
+BYTE = ultralytics("trackers.byte_tracker")
+MODULES = {
+    "BOTSORT": "trackers.bot_sort",
+    "OCSORT": "trackers.oc_sort",
+    "DeepOCSORT": "trackers.deep_oc_sort",
+    "FASTTracker": "trackers.fast_tracker",
+}
 
 
 def _has_core(_: object) -> str | None:
@@ -24,7 +30,8 @@ def _has_core(_: object) -> str | None:
 
 
 def _replaced(tracker: Any) -> str | None:
-    holder = next(each for each in tracker.__mro__ if "update" in vars(each))  # BoT-SORT inherits ByteTrack's
+    # The others inherit ByteTrack's.
+    holder = next(each for each in tracker.__mro__ if original(each, "update") is not None)
     if is_code_of(original(holder, "update"), "ultralytics"):
         return None
     return f"{describe(holder)}.update has been replaced by somebody else, and stays."
@@ -73,14 +80,14 @@ def _state(_: Active, __: object, ___: type) -> object:
 
 ULTRALYTICS = Switch(
     "track_optim",
-    "ByteTrack and BoT-SORT of track on a C++ core, in place of a Python object and NumPy products for each track",
+    "the trackers of track, but for TrackTrack, on a C++ core, in place of a Python object and NumPy products for each track",
     (
         _update(BYTE, "BYTETracker"),
         *(_list(name) for name in ("tracked_stracks", "lost_stracks", "removed_stracks", "removed_stracks_frame")),
         Target(BYTE, "BYTETracker.__getstate__", make=_state, adds=True, after="BYTETracker.update", quiet=True),
-        _update(BOT, "BOTSORT"),
+        *(_update(ultralytics(module), name) for name, module in MODULES.items()),
     ),
     # Ultralytics' trackers import lap, and install it where it is missing: leave that to the first call of track.
-    modules=("trackers.byte_tracker", "trackers.bot_sort") if importlib.util.find_spec("lap") else (),
+    modules=("trackers.byte_tracker", *MODULES.values()) if importlib.util.find_spec("lap") else (),
     evidence=(Asks("the module torch_fastdet._C", _has_core), VERSION),
 )

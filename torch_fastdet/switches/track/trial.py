@@ -20,8 +20,17 @@ OPTIONS: dict[str, Any] = {
     "match_thresh": 0.8,
     "fuse_score": True,
 }
-#: What Ultralytics' BoT-SORT reads besides.
-BOT = {"gmc_method": "none", "proximity_thresh": 0.5, "appearance_thresh": 0.8, "with_reid": False, "model": "auto"}
+#: What Ultralytics' other trackers read besides.
+OTHERS = {"gmc_method": "none", "proximity_thresh": 0.5, "appearance_thresh": 0.8, "with_reid": False, "model": "auto"}
+
+
+CLASSES = {
+    "BYTETracker": trackers.ByteTrack,
+    "BOTSORT": trackers.BoTSORT,
+    "OCSORT": trackers.OCSORT,
+    "DeepOCSORT": trackers.OCSORT,
+    "FASTTracker": trackers.FastTracker,
+}
 
 
 def frames() -> list[NDArray[np.float32]]:
@@ -40,10 +49,10 @@ def frames() -> list[NDArray[np.float32]]:
 
 def tracked(tracker: Any) -> tuple[Any, Any]:
     """The outputs of the framework's class, and of the core of the same name."""
-    ours = {"BYTETracker": trackers.ByteTrack, "BOTSORT": trackers.BoTSORT}[tracker.__name__](**OPTIONS)
-    theirs = tracker(SimpleNamespace(**OPTIONS, **BOT))
+    ours = CLASSES[tracker.__name__](**OPTIONS)
+    theirs = tracker(SimpleNamespace(**OPTIONS, **OTHERS))
     boxes = importlib.import_module("ultralytics.engine.results").Boxes
     cases = frames()
-    update = inspect.unwrap(tracker.update)  # BoT-SORT inherits ByteTrack's, which is replaced already
+    update = inspect.unwrap(tracker.update)  # the others inherit ByteTrack's, which is replaced already
     found = [update(theirs, boxes(rows, (300, 500))) for rows in cases]
     return found, [ours.update(rows[:, :4], rows[:, 4], rows[:, 5]) for rows in cases]

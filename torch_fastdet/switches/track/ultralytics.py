@@ -1,4 +1,4 @@
-"""``BYTETracker.update`` and ``BOTSORT.update`` by the core, and the lists of tracks that are made when they are read.
+"""``update`` of the framework's trackers by the core, and the lists of tracks that are made when they are read.
 
 A tracker is in one of three states. The framework's own ``update`` runs if a subclass or an option does something that the core
 does not. Otherwise the core holds the tracks, or, after somebody has read or set a list, the tracker's own lists do until the next
@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_fastdet import _C
 from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.protocols import Track, Tracker
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
+from torch_fastdet.switches.track.kinds import KINDS, Kind
 
 OPTIONS = ("track_high_thresh", "track_low_thresh", "new_track_thresh", "match_thresh")
 LIVE, REMOVED = ("tracked_stracks", "lost_stracks"), ("removed_stracks", "removed_stracks_frame")
@@ -33,8 +33,9 @@ _held: weakref.WeakSet[Any] = weakref.WeakSet()  # the trackers that have a KEY
 class _Held:
     """The core of a tracker, and which of its lists the tracker's own attributes hold for now."""
 
-    def __init__(self, xywh: bool) -> None:
-        self.core = _C.Tracker(xywh)
+    def __init__(self, kind: Kind, tracker: Tracker) -> None:
+        self.kind = kind
+        self.core = kind.make(tracker)
         self.outside = {*LIVE, *REMOVED}
         self.ids: object = None
 
@@ -56,7 +57,8 @@ def obstacle_to(tracker: Tracker, known: type) -> Obstacle | None:
     for option in OPTIONS:
         if not isinstance(getattr(tracker.args, option), Real):
             return Obstacle(f"{option} of {name} is {getattr(tracker.args, option)!r}, and not a number.")
-    return None
+    reason = KINDS[known.__name__].obstacle(tracker)
+    return None if reason is None else Obstacle(reason)
 
 
 def updating(active: Active, stock: Callable[..., object], known: type) -> Callable[..., object]:
@@ -64,7 +66,7 @@ def updating(active: Active, stock: Callable[..., object], known: type) -> Calla
     from ultralytics.engine.results import OBB, Boxes
 
     own = inspect.unwrap(stock)  # BoT-SORT inherits ByteTrack's
-    xywh = known.__name__ == "BOTSORT"
+    kind = KINDS[known.__name__]
     if give_back_all not in active.patches.at_end:
         active.patches.at_end.append(give_back_all)
 
@@ -73,7 +75,7 @@ def updating(active: Active, stock: Callable[..., object], known: type) -> Calla
         if (obstacle := obstacle_to(tracker, known)) is not None:
             active.tell(f"{active.name}: the original update runs: {obstacle}")
             return None
-        return _Held(xywh)
+        return _Held(kind, tracker)
 
     @in_place_of(own)
     def update(self: Tracker, results: Any, img: Any = None, feats: Any = None, **kwargs: Any) -> object:
@@ -84,8 +86,8 @@ def updating(active: Active, stock: Callable[..., object], known: type) -> Calla
         if held is None:
             return own(self, results, img, feats, **kwargs)
         rotated = type(results) is OBB
-        rows = results.data if rotated or type(results) is Boxes else None
-        moves = xywh and img is not None and self.gmc.method is not None
+        rows = results.data if (rotated and kind.rotates) or type(results) is Boxes else None
+        moves = kind.moves and img is not None and self.gmc.method is not None
         if type(rows) is not np.ndarray or rows.dtype != np.float32:
             active.tell(f"{active.name}: the original update runs for {describe_rows(results)}.")
             give_back(self)
@@ -188,19 +190,20 @@ def give_out(tracker: Tracker, names: tuple[str, ...]) -> None:
     known = {track.track_id: track for name in (*LIVE, *REMOVED) for track in attributes.get(name, ())}
     if names != REMOVED and not held.outside.issuperset(LIVE):
         for place, name in enumerate(LIVE):
-            attributes[name] = _tracks(tracker, held.core.save(place), known)
+            attributes[name] = _tracks(tracker, held.core.save(place), known, held.kind)
     if names != LIVE and not held.outside.issuperset(REMOVED):
         # What is alive again is the same object in both lists, which the core's older copy must not change.
         give_out(tracker, LIVE)
         alive = {track.track_id: track for name in LIVE for track in attributes[name]}
         rows = held.core.save(len(LIVE))
-        tracks = [alive.get(int(row[72])) or track for row, track in zip(rows, _tracks(tracker, rows, {}))]
+        tracks = [alive.get(int(row[72])) or track for row, track in zip(rows, _tracks(tracker, rows, {}, None))]
         attributes["removed_stracks"] = tracks
         attributes["removed_stracks_frame"] = tracks[len(tracks) - held.core.removed_now :]
     held.outside.update(names)
 
 
-def _tracks(tracker: Tracker, rows: NDArray[np.float64], known: dict[int, Track]) -> list[Track]:
+def _tracks(tracker: Tracker, rows: NDArray[np.float64], known: dict[int, Track], kind: Kind | None) -> list[Track]:
+    """Return the framework's tracks of rows; without a kind, without what they remember."""
     if not len(rows):
         return []
     boxes = importlib.import_module("ultralytics.engine.results").Boxes
@@ -227,6 +230,8 @@ def _tracks(tracker: Tracker, rows: NDArray[np.float64], known: dict[int, Track]
             next_id=tracker._ids.__next__,
         )
         track._tlwh = track.tlwh.astype(np.float32)
+        if kind is not None:
+            kind.recall(track, row[82:])
     return made
 
 
@@ -235,18 +240,21 @@ def take_over(tracker: Tracker, held: _Held) -> None:
     if held.ids is not tracker._ids or held.core.frame != tracker.frame_id:
         give_out(tracker, LIVE + REMOVED)
     attributes = tracker.__dict__
-    lists: list[NDArray[np.float64] | None] = [_rows(attributes[name]) for name in LIVE]
-    lists.append(_rows(attributes[REMOVED[0]]) if REMOVED[0] in held.outside else None)
+    columns = held.core.columns
+    lists: list[NDArray[np.float64] | None] = [_rows(attributes[name], columns, held.kind) for name in LIVE]
+    lists.append(_rows(attributes[REMOVED[0]], columns, None) if REMOVED[0] in held.outside else None)
     held.core.load(lists, tracker.frame_id, next(copy.copy(tracker._ids)) - 1)
     held.ids = tracker._ids
     held.outside.clear()
 
 
-def _rows(tracks: list[Any]) -> NDArray[np.float64]:
-    rows = np.empty((len(tracks), 82))
+def _rows(tracks: list[Any], columns: int, kind: Kind | None) -> NDArray[np.float64]:
+    rows = np.full((len(tracks), columns), np.nan)
     for row, track in zip(rows, tracks):
         row[:8], row[8:72] = track.mean, track.covariance.reshape(-1)
-        row[72:] = (
+        if kind is not None:
+            kind.record(track, row[82:])
+        row[72:82] = (
             track.track_id,
             track.frame_id,
             track.start_frame,

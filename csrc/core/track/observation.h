@@ -1,0 +1,176 @@
+// OC-SORT (2023), which trusts observations more than the filter: a track's direction is that between observations,
+// what the filter has missed is looked for at the last observation, and a track that is found again there has its
+// filter run through the gap on a line of virtual observations.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "core/track/tracker.h"
+
+namespace torch_fastdet::core {
+
+struct ObservationOptions {
+  int64_t span;   // frames between the observations that give a direction
+  float inertia;  // weight of the difference of directions
+  bool low;       // whether low scores continue tracks
+};
+
+class ObservationTracker : public Tracker {
+ public:
+  explicit ObservationTracker(const ObservationOptions& options) : Tracker(false), kind_(options) {}
+
+  bool takes_rotated() const override { return false; }
+
+ protected:
+  struct Observation {
+    int64_t frame;
+    TrackBox box;
+  };
+  struct Point {
+    float x, y;
+  };
+  struct Past {
+    std::vector<Observation> seen;  // the newest span + 2, oldest first
+    Point direction{};              // a unit vector; NaN: not known yet
+    StillState corrected;           // the filter after the last observation
+  };
+  ObservationOptions kind_;
+  std::vector<Past> pasts_;  // by slot
+  std::vector<int> left_;
+
+  static Point centre(const TrackBox& b) { return {(b.x1 + b.x2) / 2, (b.y1 + b.y2) / 2}; }
+  static float length(const Point& p) { return std::sqrt(p.x * p.x + p.y * p.y); }
+
+  Past& new_past(int slot) {
+    if (pasts_.size() < tracks_.size()) pasts_.resize(tracks_.size());
+    Past& past = pasts_[slot];
+    past.seen.clear();
+    past.direction.x = std::numeric_limits<float>::quiet_NaN();
+    return past;
+  }
+
+  void started(int slot) override {
+    Past& past = new_past(slot);
+    past.seen.push_back({frame_, tracks_[slot].box});
+    past.corrected = tracks_[slot].state;
+  }
+
+  void take(int slot, const Stage& stage, int detection) override {
+    Past& past = pasts_[slot];
+    past.seen.push_back({frame_, stage.shapes.boxes[detection]});
+    if (static_cast<int64_t>(past.seen.size()) > kind_.span + 2) past.seen.erase(past.seen.begin());
+    Tracker::take(slot, stage, detection);
+    past.corrected = tracks_[slot].state;
+    auto before = past.seen.rbegin();
+    while (before + 1 != past.seen.rend() && before->frame > frame_ - kind_.span) ++before;
+    const Point now = centre(past.seen.back().box), then = centre(before->box), way{now.x - then.x, now.y - then.y};
+    const float norm = length(way);
+    past.direction = norm < 1e-6f ? Point{} : Point{way.x / norm, way.y / norm};
+  }
+
+  // The angle between a track's direction and the way from its last observation to a detection, in half turns.
+  float turn(const Past& past, const TrackBox& detection) const {
+    if (std::isnan(past.direction.x) || past.seen.back().box.x1 < 0) return 0;
+    const Point from = centre(past.seen.back().box), to = centre(detection), way{to.x - from.x, to.y - from.y};
+    const float norm = length(way);
+    if (!(norm > 1e-6f)) return 0;
+    const float cosine = way.x / norm * past.direction.x + way.y / norm * past.direction.y;
+    return std::acos(std::min(std::max(cosine, -1.f), 1.f)) / 3.14159265f;
+  }
+
+  void first_match() override {
+    const Costs costs{options_.fuse_score};
+    match(pool_, high_, options_.match_limit, false, [&](int i, int j, float overlap, const Detection& d) {
+      const float cost = costs(i, j, overlap, d);  // a turn adds to it
+      return cost > options_.match_limit ? cost : cost + kind_.inertia * turn(pasts_[pool_[i]], high_.shapes.boxes[j]);
+    });
+  }
+
+  // Tracked tracks before lost ones, which must not take their detections.
+  void recover() override {
+    left_.clear();
+    for (int s : pool_)
+      if (tracks_[s].status != TrackStatus::kTracked) left_.push_back(s);
+    recover(rest_);
+    recover(left_);
+  }
+
+  void recover(std::vector<int>& rows) {
+    tracked_shapes_.clear();
+    for (int s : rows) {
+      const TrackBox& last = pasts_[s].seen.back().box;
+      tracked_shapes_.add(last.x1 < 0 ? tracks_[s].box : last);  // from beyond the left edge: where the filter is
+    }
+    match_placed(high_, options_.match_limit, true, Costs{options_.fuse_score});
+    size_t kept = 0;
+    for (size_t r = 0; r < rows.size(); r++) {
+      const int s = rows[r], j = assignment_.column_of(static_cast<int>(r));
+      if (j < 0) {
+        rows[kept++] = s;
+        continue;
+      }
+      if (tracks_[s].status != TrackStatus::kTracked) {
+        fill_gap(tracks_[s], pasts_[s], high_.shapes.boxes[j]);
+        found_.push_back(s);
+      }
+      take(s, high_, j);
+      used_[j] = 1;
+    }
+    rows.resize(kept);
+  }
+
+  void fill_gap(Track& track, const Past& past, const TrackBox& now) const {
+    const Observation& last = past.seen.back();
+    const int64_t gap = frame_ - last.frame;
+    if (gap <= 1) return;
+    track.state = {past.corrected, {}};
+    for (int64_t k = 1; k < gap; k++) {
+      const double part = static_cast<double>(k) / static_cast<double>(gap);
+      const float a = static_cast<float>(1 - part), b = static_cast<float>(part);
+      auto between = [&](float TrackBox::*side) { return a * last.box.*side + b * now.*side; };
+      const float x = between(&TrackBox::x1), y = between(&TrackBox::y1), w = between(&TrackBox::x2) - x,
+                  h = between(&TrackBox::y2) - y;
+      filter_.predict(track.state, false, true);
+      filter_.correct(track.state, {{x + w / 2, y + h / 2, w / h, h}}, false);
+    }
+    filter_.predict(track.state, false, true);
+  }
+
+  void associate_low() override {
+    if (kind_.low) return Tracker::associate_low();
+    for (int s : rest_) lose(s);
+  }
+
+  // The direction, the corrected state, and rows of frame x1 y1 x2 y2, NaN where there are fewer.
+  int64_t past_columns() const override { return 2 + kFilterColumns + 5 * (kind_.span + 2); }
+
+  void save_past(int slot, double* out) const override {
+    const Past& past = pasts_[slot];
+    *out++ = past.direction.x, *out++ = past.direction.y;
+    out = save(KalmanState{past.corrected, {}}, out);
+    std::fill(out, out + 5 * (kind_.span + 2), std::numeric_limits<double>::quiet_NaN());
+    for (const Observation& o : past.seen)
+      for (double value :
+           {static_cast<double>(o.frame), double(o.box.x1), double(o.box.y1), double(o.box.x2), double(o.box.y2)})
+        *out++ = value;
+  }
+
+  void load_past(int slot, const double* in) override {
+    Past& past = new_past(slot);
+    past.direction = {static_cast<float>(in[0]), static_cast<float>(in[1])};
+    bool mixed = false;
+    past.corrected = load_state(in + 2, mixed);
+    in += 2 + kFilterColumns;
+    for (int64_t k = 0; k < kind_.span + 2 && !std::isnan(*in); k++, in += 5)
+      past.seen.push_back({static_cast<int64_t>(in[0]),
+                           {static_cast<float>(in[1]), static_cast<float>(in[2]), static_cast<float>(in[3]),
+                            static_cast<float>(in[4])}});
+    if (past.seen.empty()) past.seen.push_back({tracks_[slot].frame, tracks_[slot].box});
+  }
+};
+
+}  // namespace torch_fastdet::core

@@ -1,0 +1,118 @@
+"""What Ultralytics' trackers have beyond ByteTrack: their options, and what their tracks remember, as a row of the core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Real
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torch_fastdet import _C
+
+Row = NDArray[np.float64]
+STATE = 72  # the mean and the covariance of a filter
+
+
+class Kind(NamedTuple):
+    """A tracker of the framework.
+
+    Args:
+        core: makes its core, from the options in their order.
+        options: attributes of a tracker, and their types.
+        recall: sets a track's attributes from the columns of its past.
+        record: sets these columns, which are NaN before, from a track's attributes.
+        moves: its tracks follow a moving camera.
+        rotates: it takes rotated boxes.
+    """
+
+    core: Callable[..., _C.Tracker]
+    options: dict[str, type]
+    recall: Callable[[Any, Row], None] = lambda track, past: None
+    record: Callable[[Any, Row], None] = lambda track, past: None
+    moves: bool = False
+    rotates: bool = False
+
+    def obstacle(self, tracker: Any) -> str | None:
+        """Return why the core cannot do what a tracker does; None if it can."""
+        name = type(tracker).__name__
+        for option, kind in self.options.items():
+            value = getattr(tracker, option)
+            number = isinstance(value, int if kind is int else Real)
+            if kind is not bool and not (number and value >= 0):
+                return f"{option} of {name} is {value!r}, and no {'integer' if kind is int else 'number'} from 0."
+        if getattr(tracker, "init_iou_suppress", 1) == 0:
+            return f"init_iou_suppress of {name} is 0."
+        if not self.moves and getattr(getattr(tracker, "gmc", None), "method", None) is not None:
+            return f"{name} follows a moving camera (gmc_method)."
+        return None
+
+    def make(self, tracker: Any) -> _C.Tracker:
+        return self.core(*(getattr(tracker, option) for option in self.options))
+
+
+def _filter(row: Row) -> tuple[Row, Row]:
+    return row[:8].copy(), row[8:STATE].reshape(8, 8).copy()
+
+
+def _recall_observations(track: Any, past: Row) -> None:
+    track.velocity = None if np.isnan(past[0]) else past[:2].astype(np.float32)
+    track._saved_mean, track._saved_covariance = _filter(past[2:])
+    seen = past[2 + STATE :].reshape(-1, 5)
+    track.observations = {int(row[0]): row[1:].astype(np.float32) for row in seen if row[0] == row[0]}
+    track.last_observation = list(track.observations.values())[-1]
+
+
+def _record_observations(track: Any, past: Row) -> None:
+    if track.velocity is not None:
+        past[:2] = track.velocity
+    past[2:10], past[10 : 2 + STATE] = track._saved_mean, track._saved_covariance.reshape(-1)
+    for row, (frame, box) in zip(past[2 + STATE :].reshape(-1, 5), sorted(track.observations.items())):
+        row[0], row[1:] = frame, box
+
+
+COUNTS = ("not_matched", "occluded_len", "last_occluded_frame", "is_occluded", "was_recently_occluded")
+
+
+def _recall_occlusions(track: Any, past: Row) -> None:
+    for name, value in zip(COUNTS, past):
+        setattr(track, name, type(getattr(track, name))(value))
+    states = past[6:].reshape(-1, STATE)[: int(past[5])]
+    track.mean_history.clear()
+    track.mean_history.extend(_filter(row) for row in states)
+
+
+def _record_occlusions(track: Any, past: Row) -> None:
+    past[:6] = *(getattr(track, name) for name in COUNTS), len(track.mean_history)
+    for row, (mean, covariance) in zip(past[6:].reshape(-1, STATE), track.mean_history):
+        row[:8], row[8:] = mean, covariance.reshape(-1)
+
+
+_OBSERVING = Kind(
+    _C.ObservationTracker,
+    {"delta_t": int, "inertia": float, "use_byte": bool},
+    _recall_observations,
+    _record_observations,
+)
+KINDS = {
+    "BYTETracker": Kind(lambda: _C.Tracker(False), {}, rotates=True),
+    "BOTSORT": Kind(lambda: _C.Tracker(True), {}, moves=True, rotates=True),
+    "OCSORT": _OBSERVING,
+    "DeepOCSORT": _OBSERVING,
+    "FASTTracker": Kind(
+        _C.OcclusionTracker,
+        {
+            "reset_velocity_offset_occ": int,
+            "reset_pos_offset_occ": int,
+            "enlarge_bbox_occ": float,
+            "dampen_motion_occ": float,
+            "active_occ_to_lost_thresh": int,
+            "occ_cover_thresh": float,
+            "occ_reappear_window": int,
+            "init_iou_suppress": float,
+        },
+        _recall_occlusions,
+        _record_occlusions,
+    ),
+}
