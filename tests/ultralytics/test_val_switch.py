@@ -373,3 +373,68 @@ def test_other_validators_get_stocks():
     update(validator, [], labels)
     device, _, seen = validator.seen.pop()
     assert device == "cuda" and seen is labels
+
+
+def detections_metrics(case, device, pretend=False, prepare=None):
+    """The statistics, the confusion matrix and the number of images that a validator of boxes gathers of six images."""
+    metrics = importlib.import_module("ultralytics.utils.metrics")
+    validator = object.__new__(importlib.import_module("ultralytics.models.yolo.detect.val").DetectionValidator)
+    names = {i: str(i) for i in range(3)}
+    options = {"save_json": False, "save_txt": False, "visualize": False, "plots": True, "conf": 0.1, "task": "detect"}
+    vars(validator).update(
+        args=SimpleNamespace(**options, single_cls=case == "single_cls"), seen=0, iouv=IOUV.to(device), niou=10,
+        device="cuda" if pretend else device, is_custom_json=False, build_gdict=False, nc=3, names=names,
+        metrics=metrics.DetMetrics(names), confusion_matrix=metrics.ConfusionMatrix(names=names, task="detect"),
+    )  # fmt: skip
+    if prepare is not None:
+        validator._prepare_pred = prepare
+    generator = torch.Generator().manual_seed(5)
+    sizes = {"no labels": [(9, 0)] * 6, "no detections": [(0, 4)] * 6}
+    found, labels = [], []
+    for number, (n, m) in enumerate(sizes.get(case, [(40, 7), (0, 4), (9, 0), (25, 3), (0, 0), (1, 1)])):
+        rows, truth = image(n, m, number)
+        if case == "not sorted":
+            rows = rows[torch.randperm(n, generator=generator)]
+        found.append({"bboxes": rows[:, :4], "conf": rows[:, 4], "cls": rows[:, 5]})
+        boxes = torch.cat(((truth[:, 1:3] + truth[:, 3:]) / 2, truth[:, 3:] - truth[:, 1:3]), 1) / 128
+        labels.append({"cls": truth[:, :1], "bboxes": boxes, "batch_idx": torch.full((m,), float(number))})
+    batch = {key: torch.cat([label[key] for label in labels]) for key in labels[0]}
+    if case == "mixed labels":
+        order = torch.randperm(len(batch["cls"]), generator=generator)
+        batch = {key: values[order] for key, values in batch.items()}
+    if case == "class out of range":
+        batch["cls"][2] = 5
+    batch = {key: values.to(device) for key, values in batch.items()}
+    batch |= {"img": torch.zeros(6, 3, 128, 128), "ori_shape": [(128, 128)] * 6, "ratio_pad": [None] * 6}
+    preds = [{key: value.to(device) for key, value in pred.items()} for pred in found]
+    try:
+        validator.update_metrics(preds, batch | {"im_file": [f"{i}.jpg" for i in range(6)]})
+    except IndexError as error:
+        return str(error)
+    assert set(vars(validator.confusion_matrix)) == set(vars(metrics.ConfusionMatrix(names=names, task="detect")))
+    return validator.metrics.stats, validator.confusion_matrix.matrix, validator.seen
+
+
+CASES = ("all", "no labels", "no detections", "not sorted", "mixed labels", "single_cls", "class out of range")
+
+
+@pytest.mark.parametrize("case, own", [*((case, False) for case in CASES), *((case, True) for case in CASES[:5])])
+def test_detections_of_a_batch_are_matched_at_once(ultralytics, device, case, own, monkeypatch):
+    def fewer(pred):  # a user's own
+        return {name: values[:5] for name, values in pred.items()}
+
+    prepare = fewer if own else None
+    stock = detections_metrics(case, device, prepare=prepare)
+    drop_in.patch(val_optim=True)
+    calls = []
+    monkeypatch.setattr(validation.ops, "match_detections", calling(calls, validation.ops.match_detections))
+    found = detections_metrics(case, device, device.type == "cpu", prepare)
+    if case == "class out of range":
+        assert isinstance(stock, str) and found == stock
+        return
+    assert stock[0].keys() == found[0].keys() and found[2] == 6
+    for key, values in stock[0].items():
+        for mine, theirs in zip(found[0][key], values, strict=True):
+            assert np.array_equal(mine, theirs) and mine.dtype == theirs.dtype, key
+    assert np.array_equal(found[1], stock[1]) and stock[1].sum() > 5
+    assert own or len(calls) == 1

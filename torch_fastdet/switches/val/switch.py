@@ -176,7 +176,10 @@ MATCHED = Behaves("its match_predictions", _matched, 0, REFERENCE)
 
 
 def _update(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
-    return of_ultralytics.update_on_host(stock, validator._process_batch)
+    known = validator._prepare_batch, validator._prepare_pred
+    all_known = all(is_code_of(method, top_level(validator.__module__)) for method in known)
+    prepare = of_ultralytics.match_all(validator.match_predictions, known) if all_known else None
+    return of_ultralytics.update_on_host(stock, validator._process_batch, prepare)
 
 
 def _process(overlaps: of_ultralytics.Overlaps) -> Callable[..., object]:

@@ -23,6 +23,10 @@ from torch_fastdet.switches.val import average_precision
 HOST = torch.device("cpu")
 #: A detection takes the label that it overlaps most of those that no better detection has taken.
 RULE = "greedy"
+#: The matches of an image, in its labels on the host.
+MATCHED = "torch_fastdet_matched"
+#: In a confusion matrix: what it counts once the batch is over.
+WAITING = "torch_fastdet_waiting"
 
 
 def _rows(detections: dict[str, Tensor]) -> Tensor:
@@ -40,6 +44,9 @@ def match(stock: Callable, matching: Callable) -> Callable:
 
     @functools.wraps(stock)
     def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, object]:
+        if MATCHED in batch:
+            count("val_optim", "images matched")
+            return {"tp": batch[MATCHED]}
         if type(self).match_predictions is not matching or not len(preds["cls"]) or not len(batch["cls"]):
             return stock(self, preds, batch)
         count("val_optim", "images matched")
@@ -50,11 +57,76 @@ def match(stock: Callable, matching: Callable) -> Callable:
     return _process_batch
 
 
-def confusions(rows: Tensor, labels: Tensor, classes: int, conf: float, iou_thres: float) -> Tensor:
-    """Return the confusion matrix of one image, on the host."""
-    counts = torch.zeros(classes + 1, classes + 1, dtype=torch.int64, device=rows.device)
-    ops.confusion_matrix_(counts, rows, labels, None, conf, iou_thres, RULE)
-    return counts.cpu()
+class _Table(NamedTuple):
+    """The rows of several images side by side."""
+
+    rows: Tensor  # (images, n, 6)
+    counts: Tensor  # the rows of each image
+    at: tuple[Tensor, Tensor]  # image and place of each row
+
+
+def _table(rows: Tensor, sizes: list[int]) -> _Table:
+    counts = torch.tensor(sizes)
+    image = torch.arange(len(sizes)).repeat_interleave(counts)
+    place = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[image]
+    at = image.to(rows.device), place.to(rows.device)
+    table = rows.new_zeros(len(sizes), max(1, *sizes), rows.shape[1])
+    table[at] = rows
+    return _Table(table, counts.to(rows.device), at)
+
+
+def match_all(matching: Callable, known: tuple[Callable, Callable]) -> Callable[..., Callable]:
+    """Makes a validator's ``_prepare_batch``, with the matches of all images of a batch from one launch and one copy.
+
+    A validator keeps its own if a method is not the framework's: the matches are of the rows that came from the model.
+
+    Args:
+        matching: the framework's ``match_predictions``.
+        known: its ``_prepare_batch`` and ``_prepare_pred``.
+    """
+
+    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], batch: dict[str, Any]) -> Callable:
+        own = validator._prepare_batch
+        methods = tuple(getattr(method, "__func__", None) for method in (own, validator._prepare_pred))
+        if type(validator).match_predictions is not matching or methods != known:
+            return own
+        with own_attributes([(validator, "device", HOST)]):
+            truth, prepared = _prepared_at_once(own, batch, len(preds))
+        sizes = [len(pred["cls"]) for pred in preds]
+        rows = _rows({name: torch.cat([pred[name] for pred in preds]) for name in ("bboxes", "conf", "cls")})
+        table, device = _table(rows, sizes), rows.device
+        correct = ops.match_detections(table.rows, truth.to(device), validator.iouv.to(device), table.counts, rule=RULE)
+        for label, part in zip(prepared, correct[table.at].cpu().split(sizes)):
+            label[MATCHED] = part.numpy()
+        return lambda number, _: prepared[number]
+
+    return prepare_all
+
+
+def _prepared_at_once(own: Callable, batch: dict[str, Any], images: int) -> tuple[Tensor, list[dict[str, Any]]]:
+    """Return the labels of all images as an operator takes them, and what ``_prepare_batch`` makes of each image, by one call."""
+    number = batch["batch_idx"].reshape(-1)
+    order = number.argsort(stable=True)
+    number = number[order]
+    inside = torch.isin(number, torch.arange(images, dtype=number.dtype))
+    number, order = number[inside], order[inside]
+    whole = own(0, batch | {name: batch[name][order] for name in ("cls", "bboxes")} | {"batch_idx": number * 0})
+    parts = [whole[name].split(number.long().bincount(minlength=images).tolist()) for name in ("cls", "bboxes")]
+    each = {name: batch[name] for name in whole if isinstance(batch.get(name), (list, tuple))}
+    prepared = [
+        {**whole, **{name: values[i] for name, values in each.items()}, "cls": classes, "bboxes": boxes}
+        for i, (classes, boxes) in enumerate(zip(*parts))
+    ]
+    return torch.cat([number[:, None], _labels(whole)], 1), prepared
+
+
+def confusions(
+    rows: Tensor, labels: Tensor, classes: int, conf: float, iou_thres: float, counts: Tensor | None = None
+) -> Tensor:
+    """Return the confusion matrix of one image, or of the images of a table, on the host."""
+    matrix = torch.zeros(classes + 1, classes + 1, dtype=torch.int64, device=rows.device)
+    ops.confusion_matrix_(matrix, rows, labels, counts, conf, iou_thres, RULE)
+    return matrix.cpu()
 
 
 def plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tuple[object, ...]:
@@ -68,9 +140,9 @@ def plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tu
     return result.precision, result.recall, result.f1, result.x, by_recall
 
 
-def _counts_as_stock(detections: dict[str, Any], batch: dict[str, Any], classes: int, *thresholds: object) -> bool:
-    """Whether the operator counts these as stock does. Stock has rules of its own for rotated boxes and for classes that the matrix
-    has no place for, and says what is wrong with other types and shapes."""
+def _counts_as_stock(detections: dict[str, Any], batch: dict[str, Any], *thresholds: object) -> bool:
+    """Whether the operator takes these as stock does, which has rules of its own for rotated boxes, and says what is wrong with other
+    types and shapes."""
     boxes = detections["bboxes"], batch["bboxes"]
     labels = detections["cls"], batch["cls"]
     return (
@@ -78,13 +150,35 @@ def _counts_as_stock(detections: dict[str, Any], batch: dict[str, Any], classes:
         and all(isinstance(value, Tensor) for value in (*detections.values(), *boxes, *labels))
         and all(box.shape == (label.numel(), 4) for box, label in zip(boxes, labels))
         and detections["cls"].shape == detections["conf"].shape == boxes[0].shape[:1]
-        and all(not label.numel() or _within(label, classes) for label in labels)
     )
 
 
-def _within(labels: Tensor, classes: int) -> bool:
-    lowest, highest = labels.aminmax()
-    return bool(lowest >= 0) and bool(highest < classes)
+def _within(classes: int, *labels: Tensor) -> bool:
+    """Whether the matrix has a place for them. Stock has a rule of its own where not."""
+    return all(not each.numel() or bool(((each >= 0) & (each < classes)).all()) for each in labels)
+
+
+def _count_together(stock: Callable, matrix: Any, calls: list[tuple[Any, ...]]) -> None:
+    """``ConfusionMatrix.process_batch`` of several images with the same thresholds."""
+    found, truth = (
+        {name: torch.cat([call[k][name] for call in calls]) for name in names}
+        for k, names in enumerate((("bboxes", "conf", "cls"), ("bboxes", "cls")))
+    )
+    if not _within(matrix.nc, found["cls"], truth["cls"]):
+        for call in calls:
+            stock(matrix, *call)
+        return
+    table = _table(_rows(found), [len(call[0]["cls"]) for call in calls])
+    # Suppression sorts; end-to-end heads do not.
+    confidence = table.rows.new_full(table.rows.shape[:2], -torch.inf)
+    confidence[table.at] = table.rows[table.at][:, 4]
+    order = confidence.argsort(dim=1, descending=True, stable=True)
+    rows = table.rows.gather(1, order[..., None].expand_as(table.rows))
+    labels = _labels(truth)
+    image = torch.arange(len(calls)).repeat_interleave(torch.tensor([call[1]["cls"].numel() for call in calls]))
+    labels = torch.cat([image.to(labels)[:, None], labels], 1).to(rows.device)
+    conf, iou_thres = calls[0][2:]
+    matrix.matrix += confusions(rows, labels, matrix.nc, conf, iou_thres, table.counts).numpy()
 
 
 def confuse(stock: Callable) -> Callable:
@@ -98,13 +192,15 @@ def confuse(stock: Callable) -> Callable:
         conf: float = 0.25,
         iou_thres: float = 0.45,
     ) -> None:
-        if self.matches is not None or not _counts_as_stock(detections, batch, self.nc, conf, iou_thres):
-            stock(self, detections, batch, conf, iou_thres)
+        call = detections, batch, conf, iou_thres
+        if self.matches is not None or not _counts_as_stock(detections, batch, conf, iou_thres):
+            stock(self, *call)
             return
-        rows = _rows(detections)
-        # Suppression sorts; end-to-end heads do not.
-        rows = rows[rows[:, 4].argsort(descending=True, stable=True)]
-        self.matrix += confusions(rows, _labels(batch).to(rows.device), self.nc, conf, iou_thres).numpy()
+        waiting = vars(self).get(WAITING)
+        if waiting is None or (waiting and waiting[0][1][2:] != call[2:]):
+            _count_together(stock, self, [call])
+        else:
+            waiting.append((stock, call))
 
     return process_batch
 
@@ -130,7 +226,8 @@ def update_on_host(
 ) -> Callable:
     """A validator's ``update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
 
-    A validator whose ``_process_batch`` is not ``processing`` gets the original's. For ``overlaps`` see :func:`preparing_overlaps`.
+    A validator whose ``_process_batch`` is not ``processing`` gets the original's. For ``overlaps`` see :func:`preparing_overlaps` and
+    :func:`match_all`.
     """
 
     @functools.wraps(stock)
@@ -151,8 +248,14 @@ def update_on_host(
                 return
             own.append((self, "_prepare_batch", prepare))
             preds = [{name: pred[name] for name in pred if name != "masks"} for pred in preds]
+        waiting: list[Any] = []
+        matrix = getattr(self, "confusion_matrix", None)
+        if matrix is not None and not (self.args.save_json or self.args.save_txt):  # these scale rows
+            own.append((matrix, WAITING, waiting))
         with own_attributes(own):
             stock(self, _to_host(preds), labels)
+        if waiting:
+            _count_together(waiting[0][0], matrix, [call for _, call in waiting])
 
     return update_metrics
 
