@@ -336,6 +336,13 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
+def test_every_switch_has_a_short_page():
+    table = (ROOT / "docs/switches.md").read_text()
+    switches = {**YOLOV5.host.switches, **ULTRALYTICS.host.switches}
+    assert [name for name in switches if f"[`{name}`](../torch_fastdet/switches/" not in table] == []
+    assert [title(page) for page in SWITCHES if len(page.read_text().split()) > 400] == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=title)
 def test_links_lead_somewhere(page):
     for target, _, anchor in re.findall(r"\]\(([^)#]*)(#([\w-]+))?\)", page.read_text()):
