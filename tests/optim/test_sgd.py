@@ -587,7 +587,7 @@ class TestSeveralDevices:
                 fused.step()
 
 
-@pytest.mark.parametrize("dtypes", itertools.combinations_with_replacement(DTYPES, 2), ids=str)
+@pytest.mark.parametrize("dtypes", list(itertools.combinations_with_replacement(DTYPES, 2)), ids=str)
 def test_norm_has_the_dtype_that_torchs_has(device, dtypes):
     """Bug 54: gradients of half precision gave a norm in float32. Clipping by an optimizer's own work list, too."""
     params = [nn.Parameter(torch.ones(5, dtype=dtype, device=device)) for dtype in dtypes]

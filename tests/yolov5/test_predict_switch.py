@@ -230,7 +230,9 @@ def readers():
     return [thread for thread in threading.enumerate() if thread.name.startswith("torch_fastdet")]
 
 
-@pytest.mark.parametrize("options", [{}, {"auto": False}, {"transforms": lambda im: im[:8, :8]}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"auto": False}, {"transforms": lambda im: im[:8, :8]}], ids=["default", "not auto", "transforms"]
+)
 def test_load_images_reads_ahead_what_stock_reads(load_images, options):
     loader = load_images(**options)
     found = [read(loader), read(loader)]
