@@ -52,7 +52,7 @@ def ultralytics_environment(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def program(ultralytics_environment, tmp_path_factory) -> Callable[..., dict[str, Any]]:
-    """Runs programs/<name> with torch_fastdet and Ultralytics, and returns the JSON of its last line, and "output"."""
+    """Runs programs/<name> with torch_fastdet and Ultralytics, and returns the last line of JSON that it prints, and "output"."""
     root = tmp_path_factory.mktemp("ultralytics")
 
     def run(name: str, *arguments: object, seconds: float = 500) -> dict[str, Any]:
@@ -66,7 +66,9 @@ def program(ultralytics_environment, tmp_path_factory) -> Callable[..., dict[str
             timeout=seconds,
         )
         assert result.returncode == 0, result.stdout[-6000:]
-        return json.loads(result.stdout.splitlines()[-1]) | {"output": result.stdout}
+        # What switches did is told when the process ends, behind it.
+        found = [line for line in result.stdout.splitlines() if line.startswith("{")]
+        return json.loads(found[-1]) | {"output": result.stdout}
 
     return run
 

@@ -262,6 +262,9 @@ def pretended_gpu(monkeypatch):
         def held(self):
             return 0
 
+        def how_many(self):
+            return "nothing"
+
         def __call__(self, plan):
             return made(plan, *self.pictures._bring(plan))
 
