@@ -538,9 +538,13 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "DistributedDataParallel.forward": "tests/distributed/test_distributed.py",
         "DistributedDataParallel.__init__": "tests/yolov5/test_graph_switches.py",
         "fuses": "tests/test_bn_act.py",
+        "Conv.forward_fuse": "tests/test_bn_act.py",
     },
     "ultralytics": {
         "fuses": "tests/test_bn_act.py",
+        "Conv.forward_fuse": "tests/test_bn_act.py",
+        "RTDETRDetectionModel.loss": "tests/ultralytics/test_rtdetr_switches.py",
+        "DetectionTrainer.preprocess_batch": "tests/ultralytics/test_rtdetr_switches.py",
         "_YOLO_CLI_COMMAND": "tests/patching/test_switches.py",
         **dict.fromkeys(
             (

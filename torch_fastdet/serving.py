@@ -32,7 +32,7 @@ class Batcher:
 
     Raises:
         TypeError: ``predict`` is not callable, or ``max_batch`` not an int.
-        ValueError: ``max_batch`` is below 1, or ``max_wait_ms`` negative.
+        ValueError: ``max_batch`` is below 1, or ``max_wait_ms`` negative or infinite.
     """
 
     def __init__(self, predict: Callable[[list[Any]], Any], max_batch: int = 16, max_wait_ms: float = 2.0) -> None:
@@ -42,8 +42,8 @@ class Batcher:
             raise TypeError(f"Batcher: max_batch is {max_batch!r}, but an int is expected")
         if max_batch < 1:
             raise ValueError(f"Batcher: max_batch is {max_batch}, but at least 1 is expected")
-        if not max_wait_ms >= 0:
-            raise ValueError(f"Batcher: max_wait_ms is {max_wait_ms}, but at least 0 is expected")
+        if not 0 <= max_wait_ms / 1e3 <= threading.TIMEOUT_MAX:
+            raise ValueError(f"Batcher: max_wait_ms is {max_wait_ms}, but a finite number of at least 0 is expected")
         self._predict, self._max_batch, self._max_wait = predict, max_batch, max_wait_ms / 1e3
         self._waiting: queue.SimpleQueue[tuple[Any, Future[Any], float] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()

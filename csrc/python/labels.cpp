@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <atomic>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -27,8 +28,13 @@ std::vector<Found> scan(const std::vector<std::string>& images, const std::vecto
   std::vector<Found> found(images.size());
   std::atomic<size_t> next{0};
   const auto work = [&] {
-    for (size_t i; (i = next++) < images.size();)
-      found[i].count = core::scan_plain(images[i].c_str(), labels[i].c_str(), classes, found[i].size, found[i].rows);
+    for (size_t i; (i = next++) < images.size();) {
+      try {
+        found[i].count = core::scan_plain(images[i].c_str(), labels[i].c_str(), classes, found[i].size, found[i].rows);
+      } catch (const std::bad_alloc&) {  // left to the framework, which says so
+        found[i] = Found{};
+      }
+    }
   };
   std::vector<std::thread> others;
   try {

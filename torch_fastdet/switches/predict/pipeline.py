@@ -137,11 +137,16 @@ class Feed:
                     error = raised
                 flight = None if batch is None else Flight(batch, self._on_gpu)
                 if flight is not None and early:
-                    self._launch(predictor, flight)
+                    try:
+                        self._launch(predictor, flight)
+                    except Exception as raised:
+                        error, flight = raised, None
                 if waiting is not None:
                     yield self._show(waiting)
                 waiting = flight
                 if flight is not None and not early:
+                    if flight.batch.ready is not None:  # a callback may look at the images before the network does
+                        flight.batch.ready.synchronize()
                     yield self._show(flight)
                     waiting = None
                 if error is not None:
@@ -181,7 +186,9 @@ class Feed:
     def _on_own_stream(self) -> Iterator[None]:
         """Behind what the caller has launched; the caller's stream does not wait."""
         if self._own is None:
-            yield
+            # Ultralytics sets the device in the thread that loads the model, and in no other.
+            with torch.cuda.device(self.device) if self._on_gpu else contextlib.nullcontext():
+                yield
             return
         self._own.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._own):

@@ -33,8 +33,8 @@ def reading(stock: Any) -> object:
                 return stock(each)
 
             reader = in_order(read, range(self.count, images), THREADS, AHEAD)
-        found = next(reader)
         self.count += 1
+        found = next(reader)
         if self.count < images:
             vars(self)[KEY] = self.count, reader
         else:
