@@ -64,6 +64,11 @@ class TrainingGraphs:
         count(self._switch.name, "training passes" if graphs.reason is None else "training passes without graphs")
         return output
 
+    def failed(self, model: nn.Module) -> bool:
+        """Return whether ``model`` could not be captured."""
+        graphs = self._graphs.get(model)
+        return graphs is not None and graphs.reason is not None
+
     def _new(self, model: nn.Module, average: GradientAverage | None, stock: Callable[..., object]) -> ModuleGraphs:
         alive: Any = weakref.ref(model)  # the values of a WeakKeyDictionary must not hold its keys
         name = self._switch.name

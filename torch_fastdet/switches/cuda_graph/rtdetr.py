@@ -217,6 +217,8 @@ def model_loss(active: Active, stock: Callable[..., Any], model_class: Any) -> C
     def takes(model: Any, batch: Any) -> bool:
         if torch.compiler.is_compiling() or type(model).predict is not predict or "predict" in vars(model):
             return False
+        if graphs.failed(model):  # padded queries would only cost time
+            return False
         if getattr(model, "criterion", None) is None:
             model.criterion = model.init_criterion()
         head = _head(model)
