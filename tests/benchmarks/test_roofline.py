@@ -21,7 +21,7 @@ def machine_of(folder) -> work.Machine | None:
     if (folder / "roofline.json").exists():
         return roofline.load_machine(folder)
     row = next(row for _, row in rows_of_ours(folder))
-    rate = row["copy_gb_per_s"]  # None of whole programs, which have no bytes
+    rate = row.get("copy_gb_per_s")  # None of whole programs, which have no bytes
     return work.Machine(row["gpu"], int(rate) * 1e9, CEILINGS) if row["gpu"] and rate else None
 
 

@@ -129,7 +129,8 @@ class Resume(Reader):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.model(torch.randn(2, 3, 5, 5)).sum().backward()
         self.optimizer.step()
-        state = {name: {dict: {}, list: [], int: 7}.get(kind, (0, "")) for name, kind in training.KEPT.items()}
+        dicts = ("random", "model", "gradients", "optimizer", "scaler", "ema", "stopper", "loader", "locals")
+        state = {**{name: {} for name in dicts}, "channels_last": [], "updates": 7, "table": (0, "")}
         state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         resume.write_checkpoint(folder / "last.pt", lambda path: path.write_bytes(b"stock's"), lambda: state)
         self.whole = packed(folder)

@@ -73,15 +73,17 @@ class _Reader:
 
 def reader(stock: type, attributes: dict[str, object], size_of: Callable[[int], Size]) -> Any:
     """A data set of a framework's class with these attributes, whose ``load_image`` reads nothing."""
+
+    def unread(load: Any) -> Any:
+        return with_names(load, imread=_read, cv2=recording_module(cv2, {"imread": _read, "resize": _resize}))
+
+    own: Any = stock.load_image  # type: ignore[attr-defined]
+    bases: tuple[type, ...] = (_Reader, stock)
     # A derived class may call the method of its base.
     base = next(cls for cls in reversed(stock.__mro__) if "load_image" in vars(cls))
-    load: Any = vars(base)["load_image"]
-    copy = with_names(load, imread=_read, cv2=recording_module(cv2, {"imread": _read, "resize": _resize}))
-    if stock.load_image is load:  # type: ignore[attr-defined]
-        made = type(stock.__name__, (_Reader, stock), {"load_image": copy, "__slots__": ("unread_files",)})
-    else:
-        below = type(base.__name__, stock.__bases__, {"load_image": copy})
-        made = type(stock.__name__, (_Reader, stock, below), {"__slots__": ("unread_files",)})
+    if (load := vars(base)["load_image"]) is not own:
+        bases = (*bases, type(base.__name__, stock.__bases__, {"load_image": unread(load)}))
+    made = type(stock.__name__, bases, {"load_image": unread(own), "__slots__": ("unread_files",)})
     seen: Any = object.__new__(made)
     seen.__dict__ = attributes
     seen.unread_files = _Files(size_of)

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from torch_fastdet._say import warn
 from torch_fastdet._torch.modules import is_channels_last
 from torch_fastdet._torch.tensors import unwrap
+from torch_fastdet.switches.resume_exact import files
 from torch_fastdet.switches.resume_exact.files import NotOurs
+
+_PARTS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(
+        ("random", "model", "gradients", "optimizer", "scaler", "ema", "stopper", "loader", "locals"), dict
+    ),
+    "channels_last": list,
+    "updates": int,
+    "table": (list, tuple),
+}
 
 
 def plain(value: object, where: str = "state") -> Any:
@@ -96,6 +106,14 @@ def or_as_stocks() -> Iterator[None]:
         yield
     except NotOurs as reason:
         warn(f"resume_exact: the training resumes as stock's: {reason}")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the state that belongs to the checkpoint ``path``. Raise NotOurs if there is none, or it lacks a part."""
+    state = files.read(path)
+    if wrong := [name for name, kind in _PARTS.items() if not isinstance(state.get(name), kind)]:
+        raise NotOurs(f"it lacks {', '.join(wrong)}.")
+    return state
 
 
 def check(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

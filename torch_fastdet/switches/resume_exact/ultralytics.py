@@ -54,7 +54,7 @@ class Run:
             self.begun = True
             if trainer.resume:
                 with training.or_as_stocks():
-                    self.state = files.read(Path(trainer.args.resume))
+                    self.state = training.read(Path(trainer.args.resume))
                     if self.state["locals"].get("stop", False):
                         raise Over
         # The trainer makes another loader where memory ran out.

@@ -47,7 +47,7 @@ class Run:
         self.state, self.last, self.position = None, None, Position(loader)
         if found["resume"]:
             with training.or_as_stocks():
-                state = files.read(Path(found["weights"]))
+                state = training.read(Path(found["weights"]))
                 if state["locals"].get("stop", False):  # it was killed before it could end: no epoch is left
                     numbers = frames.read(frame, ("start_epoch", "last"))
                     self.last = Path(numbers["last"])
