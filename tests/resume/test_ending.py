@@ -20,7 +20,9 @@ def saved(path: Path, stop: bool, workers: int = 0) -> None:
         "generator": torch.Generator().get_state(),
         "loaded": [],
     }
-    state = {"locals": {"last_opt_step": 1, "maps": torch.zeros(2), "stop": stop}, "loader": loader}
+    others = ("random", "model", "gradients", "optimizer", "scaler", "ema", "stopper")
+    state = {**{name: {} for name in others}, "channels_last": [], "updates": 0, "table": []}
+    state |= {"locals": {"last_opt_step": 1, "maps": torch.zeros(2), "stop": stop}, "loader": loader}
     files.write_checkpoint(path, lambda made: made.write_bytes(b"checkpoint"), lambda: state)
 
 
