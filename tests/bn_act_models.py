@@ -194,7 +194,8 @@ def compare_in_evaluation(build, drop_in, cats, device="cpu", dtypes=(torch.floa
                 theirs, mine = (run(fused, dtype, layout, patched)[1] for patched in (False, True))
                 error, allowed = (apart(found, exact) for found in (mine, theirs))
                 print(f"{'fused' if fused else 'norms'} {dtype} {layout}: {error:.3g}, original {allowed:.3g}")
-                assert 0 < error <= (1.5 if dtype == torch.float32 else 1.0) * allowed
+                # In half, too, other roundings are not smaller ones in every model: YOLOv5n on an H100 has 1.08 of the original's error.
+                assert 0 < error <= (1.5 if dtype == torch.float32 else 1.25) * allowed
 
 
 def compare_in_a_step(build, drop_in, joined, surroundings=contextlib.nullcontext):

@@ -48,6 +48,8 @@ def pairs(host: str) -> dict[str, Pair]:
     """What every switch of ``host`` replaces, by name; nothing is left replaced."""
     pytest.importorskip(host)
     drop_in = importlib.import_module(f"torch_fastdet.{host}")
+    if host == "ultralytics":
+        importlib.import_module("ultralytics.models.utils.loss")  # which patch() does not import
     found: dict[str, Pair] = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
         # Switches that need a GPU replace their names here too.
@@ -543,8 +545,6 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "ultralytics": {
         "fuses": "tests/test_bn_act.py",
         "Conv.forward_fuse": "tests/test_bn_act.py",
-        "RTDETRDetectionModel.loss": "tests/ultralytics/test_rtdetr_switches.py",
-        "DetectionTrainer.preprocess_batch": "tests/ultralytics/test_rtdetr_switches.py",
         "_YOLO_CLI_COMMAND": "tests/patching/test_switches.py",
         **dict.fromkeys(
             (
@@ -560,6 +560,15 @@ ELSEWHERE: dict[str, dict[str, str]] = {
                 "BYTETracker.removed_stracks_frame",
             ),
             "tests/ultralytics/test_track_switch.py",
+        ),
+        **dict.fromkeys(
+            (
+                "DetectionTrainer.preprocess_batch",
+                "RTDETRDetectionLoss",
+                "RTDETRDetectionModel.loss",
+                "get_cdn_group",
+            ),
+            "tests/ultralytics/test_rtdetr_switches.py",
         ),
         "BaseDataset.cache_images": "tests/ultralytics/test_loader_switch.py",
         "BaseDataset.set_rectangle": "tests/ultralytics/test_loader_switch.py",

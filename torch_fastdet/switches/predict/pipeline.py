@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fastdet._torch.private import forward_hooks
 from torch_fastdet.images.ahead import following
 from torch_fastdet.ops.letterbox import Placing, letterbox
 from torch_fastdet.ops.nms import scale_boxes_batched
@@ -173,7 +174,7 @@ class Feed:
         if not all(is_code_of(callback, "ultralytics") for callback in before) or "postprocess" in vars(predictor):
             return False
         network = predictor.model
-        return not any(part._forward_hooks or part._forward_pre_hooks for part in network.modules())
+        return not any(any(forward_hooks(part)) for part in network.modules())
 
     def _show(self, flight: Flight) -> tuple[list[str], Images, list[str]]:
         batch, self.flight = flight.batch, flight
