@@ -557,7 +557,7 @@ ANY = {
 }
 
 #: NaN and infinity in these is not among what an oracle knows: an operator's settings, and what a forward pass left.
-FINITE = {"balance", "class_weights", "gains", "invstd", "iouv", "lr", "matrices", "mean", "settings", "sigmas", "y"}  # fmt: skip
+FINITE = {"anchors", "balance", "class_weights", "gains", "invstd", "iouv", "lr", "matrices", "mean", "settings", "sigmas", "y"}  # fmt: skip
 
 
 def _is_tame(value: Any, finite: bool) -> bool:
