@@ -132,7 +132,9 @@ struct Case {
         dispatch_activation(activation, [&](auto act) { want += activate<decltype(act)::value, false>(z, slope); });
         const double within = tolerance(std::abs(want)) * 2 + tolerance(0) * std::abs(x.get(n, c, p));
         EXPECT_NEAR(y.get(n, c, p), want, within);
-        if (c >= first) EXPECT_EQ(grad_x.get(n, c - first, p), y.get(n, c, p));
+        if (c >= first) {
+          EXPECT_EQ(grad_x.get(n, c - first, p), y.get(n, c, p));
+        }
       });
     }
     EXPECT_TRUE(y.all != y.channels || y.buffer.surroundings_intact());
