@@ -107,7 +107,7 @@ def test_script(tmp_path, framework, model):
     said = [line for line in (result.stdout + result.stderr).splitlines() if "torch_fastdet: " in line]
     assert 2 <= len(said) <= 6, said
     assert sum("switches on" in line for line in said) == 1
-    blocks = {"yolov5": 1, "ultralytics": 2}[host]  # the second calls val() after train()
+    blocks = {"yolov5": 1, "ultralytics": 2}[framework]  # the second calls val() after train()
     assert sum("this run, by switch" in line for line in said) == blocks
 
 
