@@ -2,9 +2,10 @@
 
 ``python -m benchmarks.report`` rewrites what stands between ``<!-- results:NAME -->`` and ``<!-- end results -->`` in
 README.md and docs/*.md, docs/headlines.png and the folders' own tables.md, and moves the pictures of a new run that docs show
-there; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by hand. Each table is of the
-newest folder that has its file, of the machine that was measured last with all that README shows. So a run of some benchmarks
-there replaces those alone, and one of another machine none.
+there; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by hand into a page; if files of
+a folder were copied from a script's output, its ``sources.md`` says so. Each table is of the newest folder that has its file, of
+the machine that was measured last with all that README shows. So a run of some benchmarks there replaces those alone, and one of
+another machine none.
 """
 
 from __future__ import annotations
@@ -311,7 +312,7 @@ def _span(row: dict) -> str:
 
 def _spread(row: dict) -> list[str]:
     """A row's spread where there is one, and of how many it is, where that is known."""
-    spread = [_span(row)] if row["low_us"] != row["high_us"] else []
+    spread = [_span(row)] if row["low_us"] not in (None, row["high_us"]) else []
     return spread + ([f"n = {row['n']}"] if row.get("n") else [])
 
 
@@ -332,7 +333,13 @@ def _number(template: str, value: float | int | None) -> str:
 
 SPREAD = "Medians, with the 10th to 90th percentile in brackets,"
 NOT_MEASURED = "-"
+# Marks behind a ratio, and the sentences below a table that explain them.
 APART = "\\*"
+BY_HAND = "†"
+MARKS = {
+    APART: "the two times are of different days",
+    BY_HAND: "a script of that day printed the two times; sources.md in their results folder describes it",
+}
 # Columns that a table has where one of its rows has a value: title, key of the row, how it is written.
 OPTIONAL_COLUMNS = (
     ("n", "n", "{}"),
@@ -358,9 +365,10 @@ def benchmark_table(rows: list[dict]) -> str:
         any_row = next(iter(by_view.values()))
         cells = [case, f"**{variant}**" if is_ours(variant) else variant]
         cells += [_time(by_view[view]["median_us"]) if view in by_view else "-" for view in views]
-        cells.insert(3, _span(by_view["call"]) if "call" in by_view else "-")
+        call = by_view.get("call")
+        cells.insert(3, _span(call) if call and call["low_us"] is not None else "-")
         if tails:
-            tail = by_view.get("call", any_row).get("p99_us")
+            tail = (call or any_row).get("p99_us")
             cells.append("-" if tail is None else _time(tail))
         if copies:
             rates = [row["percent_of_copy"] for row in by_view.values() if row["percent_of_copy"]]
@@ -372,9 +380,10 @@ def benchmark_table(rows: list[dict]) -> str:
     return table(header + [title for title, _, _ in columns], body)
 
 
-def _apart(rows: Iterable[dict]) -> str:
-    """A mark behind a ratio whose two times are of different days."""
-    return APART * (len({row.get("date") for row in rows}) > 1)
+def _marks(rows: Iterable[dict]) -> str:
+    """The MARKS of a ratio. Rows with a ``source`` were copied from another program's output by hand."""
+    rows = list(rows)
+    return APART * (len({row.get("date") for row in rows}) > 1) + BY_HAND * any("source" in row for row in rows)
 
 
 def comparison_table(rows: list[dict]) -> str:
@@ -390,7 +399,7 @@ def comparison_table(rows: list[dict]) -> str:
         both = [found.get(ours) for ours in (False, True)]
         cells = [case, *(NOT_MEASURED if row is None else _with_span(row) for row in both)]
         ratio = (
-            len(found) == 2 and f"{found[False]['median_us'] / found[True]['median_us']:.1f}x{_apart(found.values())}"
+            len(found) == 2 and f"{found[False]['median_us'] / found[True]['median_us']:.1f}x{_marks(found.values())}"
         )
         cells.append(ratio or NOT_MEASURED)
         cells += [_number("{:,.0f}", row["peak_mib"] if row else None) for row in both] if peaks else []
@@ -426,7 +435,7 @@ def summary_table(benchmarks: dict[str, list[dict]]) -> str:
             fastest = min(ours, key=lambda row: row["median_us"])
             shown = [ours[0]] if fastest["median_us"] > 0.9 * ours[0]["median_us"] else [ours[0], fastest]
             times, ratios = zip(*(_ours(row, best["median_us"]) for row in shown))
-            ratio = "; ".join(ratios) + _apart([best, *shown])
+            ratio = "; ".join(ratios) + _marks([best, *shown])
             body.append([case, f"{best['variant']}: {_with_span(best)}", "; ".join(times), ratio])
     return table(["case", "best alternative", OURS, "faster"], body)
 
@@ -442,7 +451,7 @@ def operators_table(benchmarks: dict[str, list[dict]]) -> str:
             name = ours["variant"].removeprefix(OURS).strip(" ,")
             ratio = best["median_us"] / ours["median_us"]
             cells = f"{case} ({name})" if name else case, f"{_time(best['median_us'])} ({best['variant']})"
-            found.append((ratio, *cells, _time(ours["median_us"]), f"{ratio:.1f}x{_apart([best, ours])}"))
+            found.append((ratio, *cells, _time(ours["median_us"]), f"{ratio:.1f}x{_marks([best, ours])}"))
         body += [[family, *max(found)[1:]], ["", *min(found)[1:]]]
     return table(["operators", "case", "fastest alternative", OURS, "faster"], body)
 
@@ -458,11 +467,7 @@ def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
         ours = known.get(headline.ours)
         if before is not None and ours is not None:
             times = {name: headline.times * row["median_us"] for name, row in (("before", before), ("ours", ours))}
-            ends = {
-                name: [headline.times * row[end] for end in ("low_us", "high_us")]
-                for name, row in (("before", before), ("ours", ours))
-            }
-            found.append({"title": headline.title, **times, "ends": ends, "from": [before, ours]})
+            found.append({"title": headline.title, **times, "from": [before, ours]})
     return found[:8]
 
 
@@ -470,7 +475,7 @@ def headline_table(rows: list[dict]) -> str:
     """README's table, and the line below it."""
     body = [
         [row["title"], _gpu(row["from"][0]), _time(row["before"]), f"**{_time(row['ours'])}**",
-         f"{row['before'] / row['ours']:.1f}x{_apart(row['from'])}"]
+         f"{row['before'] / row['ours']:.1f}x{_marks(row['from'])}"]
         for row in rows
     ]  # fmt: skip
     text = table(["", "GPU", "before", f"with {OURS}", "faster"], body)
@@ -503,7 +508,8 @@ def plot_headlines(rows: list[dict], path: Path, about: str) -> bool:
         shares = [100 * row[key] / row["before"] for row in rows]
         axes.barh([i + offset for i in range(len(rows))], shares, 0.38, color=color, label=label)
         for i, (row, share) in enumerate(zip(rows, shares)):
-            faster = f" ({row['before'] / row['ours']:.1f}x)" if key == "ours" else ""
+            marks = _marks(row["from"]).replace(APART, "*")
+            faster = f" ({row['before'] / row['ours']:.1f}x{marks})" if key == "ours" else ""
             axes.text(share, i + offset, f" {_time(row[key])}{faster}", va="center", fontsize=10)
     titles = [textwrap.fill(f"{row['title']} ({_gpu(row['from'][0])})", 44) for row in rows]
     axes.set_yticks(range(len(rows)), titles, fontsize=10)
@@ -614,8 +620,8 @@ def measured(text: str, benchmarks: dict[str, list[dict]], figures: str = "Media
     days = sorted({row["date"] for row in rows})
     torches = ", ".join(sorted({row["torch"].partition("+")[0] for row in rows}))
     where = ", ".join(sorted({machine_of(row) for row in rows}))
-    apart = f" {APART}: the two times are of different days." if APART in text else ""
-    return f"{text}\n{figures} on {where}, torch {torches}, {' to '.join(dict.fromkeys([days[0], days[-1]]))}.{apart}\n"
+    marks = "".join(f" {mark}: {meaning}." for mark, meaning in MARKS.items() if mark in text)
+    return f"{text}\n{figures} on {where}, torch {torches}, {' to '.join(dict.fromkeys([days[0], days[-1]]))}.{marks}\n"
 
 
 def tables(folder: Path) -> str:
@@ -624,7 +630,7 @@ def tables(folder: Path) -> str:
     parts = [provenance(benchmarks, "medians, with the 10th to 90th percentile beside them"), summary_table(benchmarks)]
     for name, rows in benchmarks.items():
         parts += [f"### {name}\n", benchmark_table(rows)]
-    for page in ("roofline", *TRUTHS):
+    for page in ("sources", "roofline", *TRUTHS):
         if (folder / f"{page}.md").exists():
             parts += [f"### {page}\n", (folder / f"{page}.md").read_text()]
     return "\n".join(parts)

@@ -60,7 +60,7 @@ def doctor(host: str, *folders: Path, script: Path | None = None) -> dict[str, A
 
 
 def verdicts(report: dict[str, Any]) -> dict[str, str]:
-    """Of each switch: "yes", "in part: the names that stay the original", "in stock", or "no: why". A missing GPU does not count."""
+    """Of each switch: "yes", "in part: not NAMES", "built in", or "no: why". A missing GPU does not count."""
     found = {}
     for switch in report["switches"]:
         no_gpu = bool(NO_GPU.search(switch["why_not"] or ""))
@@ -72,9 +72,9 @@ def verdicts(report: dict[str, Any]) -> dict[str, str]:
         if switch["why_not"] and not no_gpu and not switch["in_part"]:
             found[switch["name"]] = f"no: {switch['why_not']}"
         elif switch["notice"]:
-            found[switch["name"]] = "in stock"
+            found[switch["name"]] = "built in"
         else:
-            found[switch["name"]] = f"in part: stock keeps {', '.join(kept)}" if kept else "yes"
+            found[switch["name"]] = f"in part: not {', '.join(kept)}" if kept else "yes"
     return found
 
 
@@ -143,11 +143,11 @@ def table() -> str:
     for release, tests in check_versions.VERSIONS.items():
         if tests:  # what is older is refused
             found = verdicts(doctor("ultralytics", check_versions.install(release)))
-            found["channels_last"] = "in stock"  # which doctor says on a GPU alone
+            found["channels_last"] = "built in"  # which doctor says on a GPU alone
             columns.append(("Ultralytics", release, found))
     head = ["switch", *(f"{host} {release}" for host, release, _ in columns)]
     names = dict.fromkeys(name for _, _, found in columns for name in found)
-    rows = [[f"`{name}`", *(found.get(name, "-") for _, _, found in columns)] for name in names]
+    rows = [[f"`{name}`", *(found.get(name, "none") for _, _, found in columns)] for name in names]
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)) + "\n"
 
 
