@@ -1,5 +1,6 @@
 """torch_fastdet.serving: batches of what threads submit, results and errors to those they belong to."""
 
+import gc
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -76,6 +77,17 @@ def test_close_answers_what_was_submitted_and_leaves_no_thread():
     assert threading.active_count() == before
     with pytest.raises(RuntimeError, match=r"submit\(\) was called after close\(\)"):
         batcher.submit(1)
+
+
+def test_a_batcher_that_is_dropped_answers_and_leaves_no_thread():
+    before = threading.active_count()
+    future = Batcher(Model(), max_wait_ms=50).submit(1)
+    gc.collect()
+    assert future.result(timeout=10) == 2
+    end = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() == before
 
 
 def test_a_cancelled_future_is_not_predicted():

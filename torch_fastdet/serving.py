@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -44,12 +45,13 @@ class Batcher:
             raise ValueError(f"Batcher: max_batch is {max_batch}, but at least 1 is expected")
         if not 0 <= max_wait_ms / 1e3 <= threading.TIMEOUT_MAX:
             raise ValueError(f"Batcher: max_wait_ms is {max_wait_ms}, but a finite number of at least 0 is expected")
-        self._predict, self._max_batch, self._max_wait = predict, max_batch, max_wait_ms / 1e3
         self._waiting: queue.SimpleQueue[tuple[Any, Future[Any], float] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="torch_fastdet.Batcher", daemon=True)
+        work = predict, max_batch, max_wait_ms / 1e3, self._waiting
+        self._thread = threading.Thread(target=_run, args=work, name="torch_fastdet.Batcher", daemon=True)
         self._thread.start()
+        #: Tells the thread to end, once: in close(), or when nobody has the Batcher any more.
+        self._end = weakref.finalize(self, self._waiting.put, None)
 
     def submit(self, image: Any) -> Future[Any]:
         """Return a future of the image's result. An error of ``predict`` for this image is raised by ``future.result()``.
@@ -62,7 +64,7 @@ class Batcher:
         """
         future: Future[Any] = Future()
         with self._lock:  # nothing is submitted behind the end
-            if self._closed:
+            if not self._end.alive:
                 raise RuntimeError("Batcher: submit() was called after close()")
             self._waiting.put((image, future, time.monotonic()))
         return future
@@ -70,9 +72,7 @@ class Batcher:
     def close(self) -> None:
         """Predict what has been submitted, and end the thread. Later calls do nothing."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._waiting.put(None)
+            self._end()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -82,39 +82,44 @@ class Batcher:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _run(self) -> None:
-        sizes: deque[int] = deque([self._max_batch], maxlen=16)  # of the last batches
-        while (first := self._waiting.get()) is not None:
-            batch, end = [first], first[2] + self._max_wait
-            last: Any = ()
-            while len(batch) < self._max_batch:
-                left = max(end - time.monotonic(), 0)
-                try:
-                    last = self._waiting.get(
-                        timeout=min(left, self._max_wait / 8) if len(batch) >= max(sizes) else left
-                    )
-                except queue.Empty:
-                    break
-                if last is None:
-                    break
-                batch.append(last)
-            sizes.append(len(batch))
-            self._answer([(image, future) for image, future, _ in batch if future.set_running_or_notify_cancel()])
-            if last is None:
-                return
 
-    def _answer(self, batch: list[tuple[Any, Future[Any]]]) -> None:
-        """Set the results of a batch. If it fails, try its images one by one, so that only the cause of an error gets it."""
-        try:
-            results = list(self._predict([image for image, _ in batch])) if batch else []
-            if len(results) != len(batch):
-                raise ValueError(f"Batcher: predict returned {len(results)} results for {len(batch)} images")
-        except BaseException as error:
-            if len(batch) == 1:
-                batch[0][1].set_exception(error)
-            else:
-                for one in batch:
-                    self._answer([one])
+def _run(
+    predict: Callable[[list[Any]], Any],
+    max_batch: int,
+    max_wait: float,
+    waiting: queue.SimpleQueue[tuple[Any, Future[Any], float] | None],
+) -> None:
+    sizes: deque[int] = deque([max_batch], maxlen=16)  # of the last batches
+    while (first := waiting.get()) is not None:
+        batch, end = [first], first[2] + max_wait
+        last: Any = ()
+        while len(batch) < max_batch:
+            left = max(end - time.monotonic(), 0)
+            try:
+                last = waiting.get(timeout=min(left, max_wait / 8) if len(batch) >= max(sizes) else left)
+            except queue.Empty:
+                break
+            if last is None:
+                break
+            batch.append(last)
+        sizes.append(len(batch))
+        _answer(predict, [(image, future) for image, future, _ in batch if future.set_running_or_notify_cancel()])
+        if last is None:
             return
-        for (_, future), result in zip(batch, results):
-            future.set_result(result)
+
+
+def _answer(predict: Callable[[list[Any]], Any], batch: list[tuple[Any, Future[Any]]]) -> None:
+    """Set the results of a batch. If it fails, try its images one by one, so that only the cause of an error gets it."""
+    try:
+        results = list(predict([image for image, _ in batch])) if batch else []
+        if len(results) != len(batch):
+            raise ValueError(f"Batcher: predict returned {len(results)} results for {len(batch)} images")
+    except BaseException as error:
+        if len(batch) == 1:
+            batch[0][1].set_exception(error)
+        else:
+            for one in batch:
+                _answer(predict, [one])
+        return
+    for (_, future), result in zip(batch, results):
+        future.set_result(result)
