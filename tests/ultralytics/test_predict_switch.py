@@ -358,6 +358,21 @@ def test_a_list_with_a_bad_file_is_stocks_error(ahead, detector, tmp_path, devic
     )
 
 
+def test_an_address_in_a_long_list_is_fetched_once(ahead, detector, folder, device, tmp_path, monkeypatch):
+    fetched = []
+
+    def get(url, **_):
+        fetched.append(url)
+        return SimpleNamespace(content=Path(folder[1][0]).read_bytes())
+
+    monkeypatch.setattr("requests.get", get)
+    source = [folder[1][0], "http://localhost/a.jpg", *[folder[1][0]] * 17]
+    stock = run(detector, source, device, tmp_path, False)
+    found = run(detector, source, device, tmp_path, True)
+    assert_same(found, stock)
+    assert len(fetched) == 2
+
+
 # Results -------------------------------------------------------------------------------------------------------------
 
 

@@ -205,9 +205,10 @@ def listed_class() -> type:
     from ultralytics.data.loaders import LoadPilAndNumpy, SourceTypes
 
     class Listed(LoadPilAndNumpy):
-        """A list with names of files, which are opened when their turn comes."""
+        """A list with names of files, which are opened when their turn comes. Addresses are fetched now, as Ultralytics does."""
 
         def __init__(self, source: list[Any], channels: int) -> None:
+            source = [each if _is_name(each) else autocast_list([each])[0] for each in source]
             self.im0, self.channels, self.mode, self.count = source, channels, "image", 0
             self.bs = len(source)
             self.paths = [
@@ -220,8 +221,6 @@ def listed_class() -> type:
             if _is_name(element):
                 with one_opens:
                     element = Image.open(element)
-            elif isinstance(element, str):  # an address
-                (element,) = autocast_list([element])
             return self._single_check(element, self.channels)
 
         def read(self, element: Any) -> Any:
