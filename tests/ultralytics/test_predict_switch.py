@@ -493,16 +493,25 @@ def test_a_callback_may_change_images(ahead, detector, folder, device, tmp_path,
     assert_same(found[1], found[0])
 
 
-def test_a_callback_may_change_options(ahead, detector, folder, device, tmp_path):
-    def fewer(its):
-        its.args.max_det = 3
+def fewer(its):
+    its.args.max_det = 3
 
+
+def surer(its):
+    with torch.no_grad():
+        for branch in its.model.model.model[-1].cv3:
+            branch[-1].bias.fill_(-9)
+
+
+@pytest.mark.parametrize("event", ["on_predict_postprocess_end", "on_predict_batch_end"])
+@pytest.mark.parametrize("change, left", [(fewer, 3), (surer, 0)])
+def test_a_callback_may_change_options_and_the_model(ahead, folder, device, tmp_path, event, change, left):
     found = []
     for on in (False, True):
-        model = with_callbacks(detector, {"on_predict_batch_end": fewer})
+        model = with_callbacks(with_detections("yolov8n.yaml"), {event: change})
         found.append(run(model, f"{folder[0]}/a*.jpg", device, tmp_path, on, batch=2))
     assert_same(found[1], found[0])
-    assert len(found[1][0].boxes) == 12 and len(found[1][2].boxes) == 3
+    assert len(found[1][0].boxes) == 12 and len(found[1][2].boxes) == left
 
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])

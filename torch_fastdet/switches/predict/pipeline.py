@@ -29,6 +29,7 @@ from torch_fastdet.switches.predict.results import Images, keep_two_batches
 from torch_fastdet.switches.predict.sources import LIST_BATCH, Batch, Stager, of_files, of_list
 
 KEY = "torch_fastdet_feed"  # in a predictor's attributes while it predicts
+BETWEEN = "on_predict_batch_start", "on_predict_postprocess_end", "on_predict_batch_end"
 # Of each predictor: for the network, and for its images. The caching allocator keeps memory for each stream.
 _streams: weakref.WeakKeyDictionary[Any, tuple[torch.cuda.Stream, torch.cuda.Stream]] = weakref.WeakKeyDictionary()
 
@@ -169,9 +170,9 @@ class Feed:
         return following(source, 1) if several else source
 
     def _may_run_early(self, predictor: Any) -> bool:
-        """Whether nothing that a user has put into the predictor comes between a batch and its predictions."""
-        before = predictor.callbacks.get("on_predict_batch_start", ())
-        if not all(is_code_of(callback, "ultralytics") for callback in before) or "postprocess" in vars(predictor):
+        """Whether nothing that a user has put into the predictor runs between the batches, where it may change what comes next."""
+        callbacks = [getattr(each, "func", each) for event in BETWEEN for each in predictor.callbacks.get(event, ())]
+        if not all(is_code_of(callback, "ultralytics") for callback in callbacks) or "postprocess" in vars(predictor):
             return False
         network = predictor.model
         return not any(any(forward_hooks(part)) for part in network.modules())
