@@ -1,6 +1,7 @@
 """mkdocs' hook: the site shows files that live elsewhere in the repository, under the links that the pages have there.
 
 The tables of ``benchmarks/results/`` become ``results/``, and the README of each switch becomes a page under ``switches/``.
+On a narrow screen, options such as ``--fastdet`` and numbers with their units stay on one line, and names in tables break behind "_".
 """
 
 import re
@@ -13,6 +14,11 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results"
 SWITCHES = "torch_fastdet/switches"
+CODE = re.compile(r"(?<=<code>).*?(?=</code>)", re.DOTALL)
+NAME = re.compile(r"(?<=<code>)[^<]*_[^<]*(?=</code>)")
+OPTION = re.compile(r"(?<![\w!/-])--?[a-z][\w-]+")
+CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:ns|us|ms|s|kB|MB|MiB|GB|TB)\b)")
 
 
 def switches() -> list[Path]:
@@ -47,3 +53,9 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     up = "../" * (1 + page.file.src_uri.count("/"))
     markdown = markdown.replace(f"{up}{RESULTS}/", f"{up[3:]}results/")
     return re.sub(rf"{re.escape(up)}{SWITCHES}/(\w+)/README\.md", rf"{up[3:]}switches/\1.md", markdown)
+
+
+def on_page_content(html: str, **_: object) -> str:
+    html = CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
+    html = CELL.sub(lambda cell: BEFORE_UNIT.sub("&nbsp;", cell[0]), html)
+    return CELL.sub(lambda cell: NAME.sub(lambda name: name[0].replace("_", "_<wbr>"), cell[0]), html)
