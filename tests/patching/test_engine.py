@@ -197,6 +197,18 @@ def test_modules_that_are_imported_later(tmp_path, monkeypatch, host):
         del sys.modules[name]
 
 
+def test_what_no_training_needs_is_imported_by_name(monkeypatch, host):
+    """Ultralytics' trackers take half a second."""
+    host.switches = {"area_optim": dataclasses.replace(AREA, on_demand=True)}
+    imported = []
+    monkeypatch.setattr(host, "import_modules", imported.extend)
+    host.patch({})
+    assert host.on["area_optim"].why_not is None and not imported
+    with pytest.raises(SwitchError, match="found nothing to replace"):
+        host.patch({"area_optim": True})
+    assert imported == ["shapes"]
+
+
 def test_a_reloaded_module_is_searched_for_as_without_us(tmp_path, monkeypatch, host):
     """It may have moved since: here a module became a package."""
     package = tmp_path / "host"

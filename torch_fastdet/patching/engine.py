@@ -163,7 +163,7 @@ class Host:
                 active.begin()
             if not dry:
                 active.look_through(self.patches.modules())
-            if import_now:
+            if import_now and (dry or active.by_name or not active.switch.on_demand):
                 self.import_modules(active.switch.modules)
                 if dry:  # nothing has watched the imports
                     active.look_through(self.patches.modules())

@@ -144,6 +144,7 @@ class Switch:
         help: what it does, for ``--help``.
         targets: what it replaces, in this order.
         modules: modules of the framework, without its package's prefix, that ``patch()`` imports.
+        on_demand: a training needs none of them: ``patch()`` imports them where the switch is asked for by name.
         evidence: what must hold for the switch as a whole. It must not touch CUDA: a script chooses its device later.
         needs_host: whether the framework must be installed.
         options: for the doctor: a function from an option's value to why the switch cannot apply, by the option's name.
@@ -157,6 +158,7 @@ class Switch:
     help: str
     targets: tuple[Target | Outside, ...]
     modules: tuple[str, ...] = ()
+    on_demand: bool = False
     evidence: tuple[Evidence, ...] = ()
     needs_host: bool = True
     options: dict[str, Callable[[str], str | None]] = field(default_factory=dict)

@@ -89,5 +89,6 @@ ULTRALYTICS = Switch(
     ),
     # Ultralytics' trackers import lap, and install it where it is missing: leave that to the first call of track.
     modules=("trackers.byte_tracker", *MODULES.values()) if importlib.util.find_spec("lap") else (),
+    on_demand=True,
     evidence=(Asks("the module torch_fastdet._C", _has_core), VERSION),
 )
