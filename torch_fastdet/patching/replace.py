@@ -180,7 +180,8 @@ class Patches:
                     setattr(owner, attribute, new)
                 return
         if not self.dry:
-            self._remember_holders(new)
+            if isinstance(owner, ModuleType):  # a method is found by its class
+                self._remember_holders(new)
             setattr(owner, attribute, new)
         self._remember(Replacement(switch, owner, attribute, old, new, quietly), what)
 
@@ -218,7 +219,7 @@ class Patches:
 
     def _remember_holders(self, new: object) -> None:
         """Note the modules that hold the drop-in already: they imported it from us on purpose, and keep it."""
-        if any(known.new is new for known in self.replacements):
+        if any(known.new is new and isinstance(known.owner, ModuleType) for known in self.replacements):
             return
         for module in self.modules():
             for attribute, value in list(namespace(module).items()):
