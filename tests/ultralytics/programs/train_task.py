@@ -1,4 +1,4 @@
-"""Trains a nano model of a task on the digits from scratch, stock and then behind patch(); prints the losses of each epoch. On a
+"""Trains a nano model of a task or a family on the digits from scratch, stock and then behind patch(); prints the losses of each epoch. On a
 GPU in mixed precision.
 
 The labels are octagons inside of the digits' boxes, the boxes' corners as keypoints, or rhombs inside of the boxes.
@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from ultralytics import YOLO
+from ultralytics import RTDETR, YOLO
 
 from torch_fastdet.ultralytics import patch
 
@@ -37,7 +37,7 @@ for file in target.glob("labels/*/*.txt"):
         corners = [f"{x + a * w / 2} {y + b * h / 2} 2" for a, b in ((-1, -1), (1, -1), (1, 1), (-1, 1))]
         rhomb = [f"{x + a * w / 2} {y + b * h / 2}" for a, b in ((-0.2, -1), (1, -0.2), (0.2, 1), (-1, 0.2))]
         shapes = {"seg": octagon_shape, "pose": [f"{x} {y} {w} {h}", *corners], "obb": rhomb}
-        lines.append(f"{label} " + " ".join(shapes[task]))
+        lines.append(f"{label} " + " ".join(shapes[task]) if task in shapes else line)
     file.write_text("" if options.unlabelled else "\n".join(lines) + "\n")
 text = Path(options.data).read_text().replace(str(source), str(target))
 data = target / "task.yaml"
@@ -58,7 +58,8 @@ torch.topk = topk
 
 
 def train():
-    model, losses, criteria = YOLO(f"{options.model}.yaml"), [], []
+    kind = RTDETR if "rtdetr" in options.model else YOLO
+    model, losses, criteria = kind(f"{options.model}.yaml"), [], []
 
     def at_epoch_end(trainer):
         losses.append({name: float(loss) for name, loss in trainer.tloss.items()})
