@@ -4,10 +4,26 @@ import math
 
 import pytest
 
-FAMILIES = """
-yolov3-tiny yolov5n yolov6n yolov8n-ghost yolov8n-p2 yolov8n-p6 yolov9t yolov9c-seg yolov10n yolo11n-seg yolo11n-pose yolo11n-obb yolo12n yolo26n-p2
-yolov8n-world yolov8n-worldv2 yolov8n-rtdetr rtdetr-resnet50
-""".split()
+FAMILIES = [
+    "yolov3-tiny",
+    "yolov5n",
+    "yolov6n",
+    "yolov8n-ghost",
+    "yolov8n-p2",
+    "yolov8n-p6",
+    "yolov9t",
+    "yolov9c-seg",
+    "yolov10n",
+    "yolo11n-seg",
+    "yolo11n-pose",
+    "yolo11n-obb",
+    "yolo12n",
+    "yolo26n-p2",
+    "yolov8n-world",
+    "yolov8n-worldv2",
+    "yolov8n-rtdetr",
+    "rtdetr-resnet50",
+]
 
 
 @pytest.mark.nightly
