@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
-from tests.track_scenes import motions, namespace, options_of, rotated, scene
+from tests.track_scenes import OPTIONS, motions, namespace, options_of, rotated, scene
 from torch_fastdet import trackers
 
 NAMES = {"ByteTrack": "BYTETracker", "BoTSORT": "BOTSORT", "OCSORT": "OCSORT", "FastTracker": "FASTTracker"}
@@ -79,6 +79,18 @@ def test_tracks_under_a_moving_camera_are_the_originals(stock, turned):
 def test_rotated_tracks_are_the_originals(stock, name):
     for seed in range(3):
         check(stock, name, seed, (5, 20, 60)[seed], 40, turned=True)
+
+
+@pytest.mark.parametrize("order, tracks", [([0, 1, 2], 3), ([0, 2, 1], 2)])
+def test_overlaps_are_wider_after_the_first_new_track_of_a_frame(stock, order, tracks):
+    options = {**OPTIONS, "init_iou_suppress": 0.5}
+    (theirs, results), ours = stock("FastTracker", **options), trackers.FastTracker(**options)
+    # The last box overlaps the first by .5 in float32, and by a little less in float64.
+    rows = np.array([[0, 0, 20, 10, 0.9, 0], [200, 200, 220, 220, 0.9, 0], [0, 0, 10, 10, 0.9, 0]], np.float32)
+    for seen in (rows[:1], rows[order], rows[order]):
+        wanted = theirs.update(results.Boxes(seen, (1080, 1920)))
+        assert np.array_equal(run(ours, seen), wanted)
+    assert len(wanted) == tracks
 
 
 @pytest.mark.slow

@@ -36,11 +36,12 @@ def boxes(rows):
     return (OBB if rows.shape[1] == 7 else Boxes)(rows, (1080, 1920))
 
 
-def past(track):
-    """What a track of some trackers remembers."""
+def past(track, now):
+    """What a track of some trackers remembers, and counts in a frame."""
     if hasattr(track, "mean_history"):
         states = [(mean.tolist(), (covariance + 0.0).tolist()) for mean, covariance in track.mean_history]
-        return states, track.not_matched, track.is_occluded, track.occluded_len, track.was_recently_occluded
+        counts = track.not_matched, track.is_occluded, track.occluded_len, track.last_occluded_frame
+        return states, counts, track.was_recently_occluded and now - track.last_occluded_frame <= 40
     if hasattr(track, "observations"):
         boxes = {frame: box.tolist() for frame, box in track.observations.items()}
         saved = track._saved_mean.tolist(), (track._saved_covariance + 0.0).tolist()
@@ -62,7 +63,7 @@ def contents(tracker):
             track.is_activated,
         )
         seen = (int(track.idx), track.score, track.cls, track.mean.tolist(), (track.covariance + 0.0).tolist())
-        return *numbers, *seen, track.xyxy.tolist(), track.end_frame, track.angle, past(track)
+        return *numbers, *seen, track.xyxy.tolist(), track.end_frame, track.angle, past(track, tracker.frame_id)
 
     alive = [[of(track) for track in getattr(tracker, name)] for name in LISTS[:2]]
     removed = [[track.track_id for track in getattr(tracker, name)] for name in LISTS[2:]]

@@ -123,21 +123,24 @@ class ObservationTracker : public Tracker {
     rows.resize(kept);
   }
 
+  // Runs the filter again from a lost track's last observation, as if it had been seen on the line to this frame's box.
   void fill_gap(Track& track, const Past& past, const TrackBox& now) const {
     const Observation& last = past.seen.back();
-    const int64_t gap = frame_ - last.frame;
-    if (gap <= 1) return;
     track.state = {past.corrected, {}};
-    for (int64_t k = 1; k < gap; k++) {
-      const double part = static_cast<double>(k) / static_cast<double>(gap);
-      const float a = static_cast<float>(1 - part), b = static_cast<float>(part);
-      auto between = [&](float TrackBox::*side) { return a * last.box.*side + b * now.*side; };
-      const float x = between(&TrackBox::x1), y = between(&TrackBox::y1), w = between(&TrackBox::x2) - x,
-                  h = between(&TrackBox::y2) - y;
+    for (int64_t frame = last.frame + 1; frame <= frame_; frame++) {
       filter_.predict(track.state, false, true);
-      filter_.correct(track.state, {{x + w / 2, y + h / 2, w / h, h}}, false);
+      if (frame == frame_) break;
+      const TrackBox seen = on_line(last, now, frame);
+      filter_.correct(track.state, measure(seen.x1, seen.y1, seen.x2 - seen.x1, seen.y2 - seen.y1), false);
     }
-    filter_.predict(track.state, false, true);
+  }
+
+  // Where a box was in a frame between its last observation and this frame.
+  TrackBox on_line(const Observation& from, const TrackBox& to, int64_t frame) const {
+    const double part = static_cast<double>(frame - from.frame) / static_cast<double>(frame_ - from.frame);
+    const float a = static_cast<float>(1 - part), b = static_cast<float>(part);
+    return {a * from.box.x1 + b * to.x1, a * from.box.y1 + b * to.y1, a * from.box.x2 + b * to.x2,
+            a * from.box.y2 + b * to.y2};
   }
 
   void associate_low() override {

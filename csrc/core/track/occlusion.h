@@ -32,9 +32,9 @@ class OcclusionTracker : public Tracker {
   struct Past {
     std::vector<StillState> states;  // after the newest matches: a ring
     size_t matches = 0;
-    int64_t unmatched = 0, hidden = 0, covered_at = -1;  // in frames
-    bool covered = false, recently = false;
+    int64_t covered_at = -1;  // the last frame in which it began to be covered, since it was born or found; -1: none
   };
+  static constexpr int64_t kUnseen = 2;  // frames for which every track is kept
   OcclusionOptions kind_;
   size_t kept_;
   std::vector<Past> pasts_;  // by slot
@@ -45,9 +45,12 @@ class OcclusionTracker : public Tracker {
   bool shown(const Track& t) const override { return t.confirmed && t.frame == frame_; }
 
   bool stale(int slot) const override {
-    const Past& past = pasts_[slot];
-    return Tracker::stale(slot) && !(past.recently && frame_ - past.covered_at <= kind_.window);
+    const int64_t covered_at = pasts_[slot].covered_at;
+    return Tracker::stale(slot) && !(covered_at >= 0 && frame_ - covered_at <= kind_.window);
   }
+
+  // Whether it has been covered since it was last seen.
+  bool waits(int slot) const { return pasts_[slot].covered_at > tracks_[slot].frame; }
 
   Past& new_past(int slot) {
     if (pasts_.size() < tracks_.size()) pasts_.resize(tracks_.size());
@@ -75,26 +78,19 @@ class OcclusionTracker : public Tracker {
 
   void take(int slot, const Stage& stage, int detection) override {
     Past& past = pasts_[slot];
-    if (tracks_[slot].status != TrackStatus::kTracked) past.covered_at = -1, past.recently = false;
+    if (tracks_[slot].status != TrackStatus::kTracked) past.covered_at = -1;
     Tracker::take(slot, stage, detection);
-    past.unmatched = past.hidden = 0, past.covered = false;
     remember(past, tracks_[slot].state);
   }
 
   void associate_low() override {
     match_low();
     find_covered();
-    for (size_t r = 0; r < rest_.size(); r++) {
-      const int s = rest_[r];
-      Past& past = pasts_[s];
-      past.unmatched++;
-      if (covered_[r] && !past.covered) {
-        past.covered = past.recently = true, past.covered_at = frame_, past.hidden = 0;
-        step_back(tracks_[s], past);
-      }
-      if (past.covered) past.hidden++;
-      if (frame_ - past.covered_at > kind_.window) past.recently = false;
-      if (past.unmatched > 2 && !(past.covered && past.hidden <= kind_.grace)) lose(s);
+    for (size_t r = 0; r < rest_.size(); r++)
+      if (covered_[r] && !waits(rest_[r])) step_back(tracks_[rest_[r]], pasts_[rest_[r]]);
+    for (int s : rest_) {
+      const bool kept = waits(s) && frame_ - pasts_[s].covered_at < kind_.grace;
+      if (frame_ - tracks_[s].frame > kUnseen && !kept) lose(s);
     }
   }
 
@@ -115,7 +111,8 @@ class OcclusionTracker : public Tracker {
     }
   }
 
-  void step_back(Track& track, const Past& past) const {
+  void step_back(Track& track, Past& past) const {
+    past.covered_at = frame_;
     KalmanState& state = track.state;
     const Lanes velocity = state.velocity;
     if (const StillState* before = state_before(past, kind_.position_back)) state = {*before, {}};
@@ -126,57 +123,55 @@ class OcclusionTracker : public Tracker {
     set_box(track);
   }
 
+  // In the order in which detections start tracks: those that overlap a track, or one that starts before, start none.
+  // As NumPy widens its arrays, overlaps are in float64 once a track has started.
   void suppress() override {
-    fresh_.clear(), tracked_shapes_.clear(), active_.clear();
+    fresh_.clear(), active_.clear();
     for (int j = 0; j < high_.size(); j++)
       if (!used_[j] && high_.rows[j].score >= options_.new_track)
-        fresh_.push_back(j), tracked_shapes_.add(high_.shapes.boxes[j]);
-    if (kind_.suppress >= 1 || fresh_.empty()) return;
+        fresh_.push_back(j), active_.add(high_.shapes.boxes[j]);
+    const int count = active_.size();
+    if (kind_.suppress >= 1 || !count) return;
     for (const std::vector<int>* list : {&tracked_, &found_})
       for (int s : *list)
         if (tracks_[s].status == TrackStatus::kTracked) active_.add(tracks_[s].box);
-    const TrackShapes& fresh = tracked_shapes_;
-    index_.build(fresh.boxes.data(), fresh.size());
-    int pairs = index_.collect(active_.boxes.data(), active_.size());
-    for (int k = 0; k < pairs; k++) {
-      const int i = index_.columns()[k];
-      if (active_.overlap(index_.rows()[k], fresh, i) >= static_cast<float>(kind_.suppress)) used_[fresh_[i]] = 1;
-    }
-    pairs = index_.collect(fresh.boxes.data(), fresh.size());
-    for (int k = 0; k < pairs; k++) {  // in the order in which they start tracks
-      const int i = index_.columns()[k], j = index_.rows()[k];
-      if (i < j && !used_[fresh_[i]] && overlap_of_new(fresh.boxes[i], fresh.boxes[j]) >= kind_.suppress)
-        used_[fresh_[j]] = 1;
+    index_.build(active_.boxes.data(), active_.size());
+    const int pairs = index_.collect(active_.boxes.data(), count);
+    bool started = false;
+    for (int i = 0, k = 0; i < count; i++) {
+      bool starts = true;
+      for (; k < pairs && index_.rows()[k] == i; k++) {
+        const int other = index_.columns()[k];
+        if (other < count && (other >= i || used_[fresh_[other]])) continue;
+        if (!started) {
+          starts &= !(active_.overlap(other, active_, i) >= static_cast<float>(kind_.suppress));
+          continue;
+        }
+        const WideBox box = other < count ? corners(measure(high_.rows[fresh_[other]])) : widen(active_.boxes[other]);
+        const double area = active_.areas[i];
+        starts &= !(track_iou(box, box.area(), widen(active_.boxes[i]), area) >= kind_.suppress);
+      }
+      used_[fresh_[i]] = !starts;
+      started |= starts;
     }
   }
 
-  static double overlap_of_new(const TrackBox& a, const TrackBox& b) {
-    auto area = [](const TrackBox& box) { return (double(box.x2) - box.x1) * (double(box.y2) - box.y1); };
-    const double w = std::min(a.x2, b.x2) - double(std::max(a.x1, b.x1));
-    const double h = std::min(a.y2, b.y2) - double(std::max(a.y1, b.y1));
-    const double inside = std::max(w, 0.) * std::max(h, 0.);
-    return inside / (area(a) + area(b) - inside + 1e-7);
-  }
-
-  // unmatched, hidden, covered at, covered, recently, the number of states, the states from the oldest.
-  static constexpr int kCounts = 6;
+  // covered_at, the number of states, the states from the oldest.
+  static constexpr int kCounts = 2;
   int64_t past_columns() const override { return kCounts + kFilterColumns * static_cast<int64_t>(kept_); }
 
   void save_past(int slot, double* out) const override {
     const Past& past = pasts_[slot];
     const size_t held = past.states.size();
-    for (double value : {double(past.unmatched), double(past.hidden), double(past.covered_at), double(past.covered),
-                         double(past.recently), double(held)})
-      *out++ = value;
+    *out++ = past.covered_at, *out++ = held;
     for (size_t back = held; back; back--) out = save(KalmanState{past.states[(past.matches - back) % kept_], {}}, out);
   }
 
   void load_past(int slot, const double* in) override {
     Past& past = new_past(slot);
-    past.unmatched = in[0], past.hidden = in[1], past.covered_at = in[2], past.covered = in[3] != 0,
-    past.recently = in[4] != 0;
+    past.covered_at = in[0];
     bool mixed = false;
-    for (int64_t k = 0; k < in[5]; k++) remember(past, load_state(in + kCounts + k * kFilterColumns, mixed));
+    for (int64_t k = 0; k < in[1]; k++) remember(past, load_state(in + kCounts + k * kFilterColumns, mixed));
   }
 };
 

@@ -10,21 +10,33 @@
 
 namespace torch_fastdet::core {
 
-struct TrackBox {
-  float x1, y1, x2, y2;
-  float area() const { return (x2 - x1) * (y2 - y1); }
+template <class T>
+struct Corners {
+  T x1, y1, x2, y2;
+  T area() const { return (x2 - x1) * (y2 - y1); }
 };
+using TrackBox = Corners<float>;
+using WideBox = Corners<double>;
 
-inline float track_intersection(const TrackBox& a, const TrackBox& b) {
-  const float w = std::max(std::min(a.x2, b.x2) - std::max(a.x1, b.x1), 0.f);
-  const float h = std::max(std::min(a.y2, b.y2) - std::max(a.y1, b.y1), 0.f);
+inline TrackBox narrow(const WideBox& b) {
+  return {static_cast<float>(b.x1), static_cast<float>(b.y1), static_cast<float>(b.x2), static_cast<float>(b.y2)};
+}
+inline WideBox widen(const TrackBox& b) {
+  return {b.x1, b.y1, b.x2, b.y2};
+}
+
+template <class T>
+T track_intersection(const Corners<T>& a, const Corners<T>& b) {
+  const T w = std::max(std::min(a.x2, b.x2) - std::max(a.x1, b.x1), T(0));
+  const T h = std::max(std::min(a.y2, b.y2) - std::max(a.y1, b.y1), T(0));
   return w * h;
 }
 
-// Intersection over union in float32, in the order of operations of the trackers' NumPy. A box with NaN gives 0 or NaN.
-inline float track_iou(const TrackBox& a, float area_a, const TrackBox& b, float area_b) {
-  const float inside = track_intersection(a, b);
-  return inside / (((area_b + area_a) - inside) + 1e-7f);
+// Intersection over union in the order of operations of the trackers' NumPy. A box with NaN gives 0 or NaN.
+template <class T>
+T track_iou(const Corners<T>& a, T area_a, const Corners<T>& b, T area_b) {
+  const T inside = track_intersection(a, b);
+  return inside / (((area_b + area_a) - inside) + T(1e-7));
 }
 
 // Upright boxes with their areas, or rotated boxes with the squares that they reach: two boxes whose squares do not

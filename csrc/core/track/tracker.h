@@ -267,16 +267,18 @@ class Tracker {
         static_cast<float>(t.angle)};
   }
 
-  Lanes measure(const Detection& d) const {  // in float32, then widened
-    const float x = d.left + d.w / 2, y = d.top + d.h / 2;
-    return {{x, y, filter_.xywh() ? d.w : d.w / d.h, d.h}};
+  Lanes measure(float left, float top, float w, float h) const {  // in float32, then widened
+    const float x = left + w / 2, y = top + h / 2;
+    return {{x, y, filter_.xywh() ? w : w / h, h}};
+  }
+  Lanes measure(const Detection& d) const { return measure(d.left, d.top, d.w, d.h); }
+
+  WideBox corners(const Lanes& p) const {  // of a filter's position
+    const double w = filter_.xywh() ? p[2] : p[2] * p[3], h = p[3], x = p[0] - w / 2, y = p[1] - h / 2;
+    return {x, y, w + x, h + y};
   }
 
-  void set_box(Track& t) const {
-    const Lanes& p = t.state.position;
-    const double w = filter_.xywh() ? p[2] : p[2] * p[3], h = p[3], x = p[0] - w / 2, y = p[1] - h / 2;
-    t.box = {static_cast<float>(x), static_cast<float>(y), static_cast<float>(w + x), static_cast<float>(h + y)};
-  }
+  void set_box(Track& t) const { t.box = narrow(corners(t.state.position)); }
 
   void predict(Track& t) const {
     if (t.status != TrackStatus::kTracked) {  // a lost track keeps its size

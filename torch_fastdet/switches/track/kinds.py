@@ -13,6 +13,7 @@ from torch_fastdet import _C
 
 Row = NDArray[np.float64]
 STATE = 72  # the mean and the covariance of a filter
+LOST = 2  # states of tracks from this one are not tracked
 
 
 class Kind(NamedTuple):
@@ -21,7 +22,7 @@ class Kind(NamedTuple):
     Args:
         core: makes its core, from the options in their order.
         options: attributes of a tracker, and their types.
-        recall: sets a track's attributes from the columns of its past.
+        recall: sets the attributes of a tracker's track from the columns of its past.
         record: sets these columns, which are NaN before, from a track's attributes.
         moves: its tracks follow a moving camera.
         rotates: it takes rotated boxes.
@@ -29,7 +30,7 @@ class Kind(NamedTuple):
 
     core: Callable[..., _C.Tracker]
     options: dict[str, type]
-    recall: Callable[[Any, Row], None] = lambda track, past: None
+    recall: Callable[[Any, Any, Row], None] = lambda tracker, track, past: None
     record: Callable[[Any, Row], None] = lambda track, past: None
     moves: bool = False
     rotates: bool = False
@@ -56,7 +57,7 @@ def _filter(row: Row) -> tuple[Row, Row]:
     return row[:8].copy(), row[8:STATE].reshape(8, 8).copy()
 
 
-def _recall_observations(track: Any, past: Row) -> None:
+def _recall_observations(_: Any, track: Any, past: Row) -> None:
     track.velocity = None if np.isnan(past[0]) else past[:2].astype(np.float32)
     track._saved_mean, track._saved_covariance = _filter(past[2:])
     seen = past[2 + STATE :].reshape(-1, 5)
@@ -72,20 +73,24 @@ def _record_observations(track: Any, past: Row) -> None:
         row[0], row[1:] = frame, box
 
 
-COUNTS = ("not_matched", "occluded_len", "last_occluded_frame", "is_occluded", "was_recently_occluded")
-
-
-def _recall_occlusions(track: Any, past: Row) -> None:
-    for name, value in zip(COUNTS, past):
-        setattr(track, name, type(getattr(track, name))(value))
-    states = past[6:].reshape(-1, STATE)[: int(past[5])]
+def _recall_occlusions(tracker: Any, track: Any, past: Row) -> None:
+    covered_at, seen, now = int(past[0]), track.frame_id, tracker.frame_id
+    hidden = covered_at > seen
+    counted = now
+    if track.state >= LOST:  # since then, nothing is counted
+        counted = max(seen + 3, covered_at + tracker.active_occ_to_lost_thresh if hidden else 0)
+    track.last_occluded_frame, track.is_occluded = covered_at, hidden
+    track.not_matched = counted - seen
+    track.occluded_len = counted - covered_at + 1 if hidden else 0
+    track.was_recently_occluded = covered_at >= 0 and now - covered_at <= tracker.occ_reappear_window
+    states = past[2:].reshape(-1, STATE)[: int(past[1])]
     track.mean_history.clear()
     track.mean_history.extend(_filter(row) for row in states)
 
 
 def _record_occlusions(track: Any, past: Row) -> None:
-    past[:6] = *(getattr(track, name) for name in COUNTS), len(track.mean_history)
-    for row, (mean, covariance) in zip(past[6:].reshape(-1, STATE), track.mean_history):
+    past[:2] = track.last_occluded_frame, len(track.mean_history)
+    for row, (mean, covariance) in zip(past[2:].reshape(-1, STATE), track.mean_history):
         row[:8], row[8:] = mean, covariance.reshape(-1)
 
 

@@ -231,7 +231,7 @@ def _tracks(tracker: Tracker, rows: NDArray[np.float64], known: dict[int, Track]
         )
         track._tlwh = track.tlwh.astype(np.float32)
         if kind is not None:
-            kind.recall(track, row[82:])
+            kind.recall(tracker, track, row[82:])
     return made
 
 
