@@ -1,4 +1,4 @@
-"""Each family of models that Ultralytics builds from a file trains behind patch() as it trains without."""
+"""Each family of models that Ultralytics builds without a download trains behind patch() as it trains without."""
 
 import math
 
@@ -19,8 +19,6 @@ FAMILIES = [
     "yolo11n-obb",
     "yolo12n",
     "yolo26n-p2",
-    "yolov8n-world",
-    "yolov8n-worldv2",
     "yolov8n-rtdetr",
     "rtdetr-resnet50",
 ]
