@@ -50,6 +50,8 @@ def say(sentence: str) -> None:
     print(f"torch_fastdet: {sentence}", file=sys.stderr, flush=True)
 
 
+if "CUDA_HOME" in os.environ:  # torch runs its nvcc in another folder
+    os.environ["CUDA_HOME"] = os.path.abspath(os.environ["CUDA_HOME"])
 try:
     import torch
     from torch.utils import cpp_extension

@@ -133,6 +133,18 @@ def test_what_the_build_says_of_a_machine(tmp_path, case):
     assert "Traceback" not in result.stderr and all(sentence in result.stderr for sentence in sentences), result.stderr
 
 
+def test_a_toolkit_may_be_named_relative_to_this_folder(tmp_path):
+    """torch runs nvcc where the objects are."""
+    result = subprocess.run(
+        [sys.executable, "-c", "import setup; print(setup.nvcc_path())", "--version"],
+        cwd=ROOT,
+        env={**os.environ, **fake_nvcc(tmp_path, str(CUDA)), "CUDA_HOME": os.path.relpath(tmp_path, ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.stdout.splitlines()[-1:] == [f"{tmp_path}/bin/nvcc"], result.stderr
+
+
 def test_a_library_of_another_python_is_taken(tmp_path, compiler):
     """Nothing is compiled: without Python's headers the module is left out, too. The configuration is that of the build in place."""
     (tmp_path / "sitecustomize.py").write_text(
