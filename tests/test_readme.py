@@ -343,6 +343,12 @@ def test_every_switch_has_a_short_page():
     assert [title(page) for page in SWITCHES if len(page.read_text().split()) > 400] == []
 
 
+def test_files_that_a_newcomer_opens_exist():
+    table, _, _ = (ROOT / "docs/extend.md").read_text().partition("## Add an operator")
+    for name in re.findall(r"`(\w+/[\w/]+(?:\.\w+)?)`", table):
+        assert any((folder / name).exists() for folder in (ROOT, ROOT / "torch_fastdet")), name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=title)
 def test_links_lead_somewhere(page):
     for target, _, anchor in re.findall(r"\]\(([^)#]*)(#([\w-]+))?\)", page.read_text()):
