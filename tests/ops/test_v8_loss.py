@@ -172,16 +172,6 @@ def test_least_side_follows_its_setting():
     assert len(few[0]) < len(more[0])
 
 
-def test_short_side_follows_its_setting(device):
-    heads = make_joined(1, 2, SIZES[3], dtype=torch.float64, device=device)
-    small = torch.tensor([[0, 1, 0.52, 0.52, 0.1, 0.1]])
-    kept = compare(heads, small, SIZES[3], settings=settings_on(least_side=64.0, short_side=1.0))
-    assert kept[0] == compare(heads, small, SIZES[3], settings=settings_on(least_side=1.0))[0]
-    assert len(kept[0]) < len(
-        compare(heads, small, SIZES[3], settings=settings_on(least_side=64.0, short_side=40.0))[0]
-    )
-
-
 def test_rows_in_any_order_give_the_same(device):
     heads = make_joined(3, 4, SIZES[3], device=device)
     targets = make_targets(40, 3, 4, device)

@@ -7,7 +7,6 @@ A wrong argument raises an error of one line that names it:
 - ``RuntimeError``: it is a tensor of a wrong shape, dtype, layout or device.
 """
 
-from torch_fastdet.ops import _checks
 from torch_fastdet.ops.bbox_iou import bbox_iou as bbox_iou
 from torch_fastdet.ops.bbox_iou import iou_loss as iou_loss
 from torch_fastdet.ops.bn_act import bias_act as bias_act
@@ -62,6 +61,3 @@ from torch_fastdet.ops.yolov5_loss import yolov5_loss_fault as yolov5_loss_fault
 from torch_fastdet.ops.yolov5_loss import yolov5_segmentation_loss as yolov5_segmentation_loss
 
 __all__ = sorted(name for name, value in globals().items() if callable(value))
-
-for _name in __all__:
-    _checks.learn(globals()[_name])

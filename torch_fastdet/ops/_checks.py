@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 import typing
 from collections.abc import Callable
-from itertools import repeat
-from typing import Any, NamedTuple
+from itertools import chain, repeat
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Rule(NamedTuple):
@@ -33,8 +36,6 @@ _RULES: dict[object, _Rule] = {
     torch.device: _Rule((torch.device,), "a device"),
     types.NoneType: _Rule((types.NoneType,), "None"),
 }
-_parameters: dict[str, dict[str, _Rule]] = {}
-_classes: dict[str, list[tuple[type, ...]]] = {}  # of the parameters of functions that take no lists
 
 
 def _rule(hint: object) -> _Rule:
@@ -54,15 +55,6 @@ def _rule(hint: object) -> _Rule:
     return _RULES[hint]
 
 
-def learn(function: Callable) -> None:
-    """Take the types from the function's annotations, so that :func:`check` knows them by its name."""
-    hints = typing.get_type_hints(function)
-    rules = {name: _rule(hints[name]) for name in inspect.signature(function).parameters}
-    _parameters[function.__name__] = rules
-    if not any(rule.item for rule in rules.values()):
-        _classes[function.__name__] = [rule.classes for rule in rules.values()]
-
-
 def _converts(value: object, method: str) -> bool:
     try:
         getattr(value, method)()
@@ -74,7 +66,7 @@ def _converts(value: object, method: str) -> bool:
 def _fault(name: str, value: Any, rule: _Rule) -> str:
     if not isinstance(value, rule.classes) and not (rule.method and _converts(value, rule.method)):
         return f"{name} is a {type(value).__name__}, but {rule.expected} is expected"
-    if rule.item is not None and value is not None:
+    if rule.item is not None and isinstance(value, (list, tuple)):
         # Lists of hundreds of tensors are usual: no call for each.
         if rule.item.item is None and all(map(isinstance, value, repeat(rule.item.classes))):
             return ""
@@ -85,28 +77,33 @@ def _fault(name: str, value: Any, rule: _Rule) -> str:
     return ""
 
 
-def check(op: str, *values: object) -> None:
-    """Raise a TypeError that names the first of ``values`` whose type is not what the function ``op`` of this package annotates.
+def checked(function: F, lone: str = "") -> F:
+    """Return ``function`` that first raises a TypeError that names an argument whose type is not the annotated one.
 
-    Args:
-        op: the function's name.
-        values: all of its arguments, in order.
-
-    Call it only if ``not torch.jit.is_scripting()``: TorchScript checks types itself and does not compile that branch. So does
-    torch.compile.
+    The list ``lone`` may also come as a single item. TorchScript, which checks types itself, and torch.compile take ``function`` as it is.
     """
-    if torch.compiler.is_compiling():
-        return
-    if op in _classes and all(map(isinstance, values, _classes[op])):
-        return  # the usual case, fast
-    for value, (name, rule) in zip(values, _parameters[op].items(), strict=True):
-        fault = _fault(name, value, rule)
-        if fault:
-            raise TypeError(f"{op}: {fault}")
+    hints = typing.get_type_hints(function)
+    rules = {name: _rule(hints[name]) for name in inspect.signature(function).parameters}
+    if lone:
+        rules[lone] = rules[lone]._replace(classes=(*rules[lone].classes, int))
+
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        for name, value in chain(zip(rules, args), kwargs.items()):
+            rule = rules.get(name)
+            if rule is not None and (rule.item is not None or not isinstance(value, rule.classes)):
+                fault = _fault(name, value, rule)
+                if fault:
+                    raise TypeError(f"{function.__name__}: {fault}")
+        return function(*args, **kwargs)
+
+    # As torch.jit.script_if_tracing marks its functions.
+    vars(call).update(__original_fn=function, __script_if_tracing_wrapper=True)
+    return typing.cast(F, call)
 
 
 def check_type(op: str, name: str, value: object, hint: object) -> None:
-    """Raise the same error for one argument of a function that is not in this package."""
+    """Raise the same error for one argument of a function that is not :func:`checked`."""
     fault = "" if torch.compiler.is_compiling() else _fault(name, value, _rule(hint))
     if fault:
         raise TypeError(f"{op}: {fault}")

@@ -2,9 +2,10 @@
 
 import torch
 
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 
 
+@checked
 def bbox_iou(
     box1: torch.Tensor,
     box2: torch.Tensor,
@@ -48,11 +49,10 @@ def bbox_iou(
     Source: Rezatofighi et al., Generalized Intersection over Union (2019); Zheng et al., Distance-IoU Loss (2020).
     The signature is that of the function of this name in YOLOv5 and Ultralytics.
     """
-    if not torch.jit.is_scripting():
-        check("bbox_iou", box1, box2, xywh, GIoU, DIoU, CIoU, eps)
     return torch.ops.torch_fastdet.bbox_iou(box1, box2, xywh, GIoU, DIoU, CIoU, eps)
 
 
+@checked
 def iou_loss(
     box1: torch.Tensor,
     box2: torch.Tensor,
@@ -76,6 +76,4 @@ def iou_loss(
         RuntimeError, TypeError: as for :func:`bbox_iou`.
         ValueError: a negative eps, an unknown kind or reduction.
     """
-    if not torch.jit.is_scripting():
-        check("iou_loss", box1, box2, kind, xywh, reduction, eps)
     return torch.ops.torch_fastdet.iou_loss(box1, box2, kind, xywh, reduction, eps)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 
 
+@checked
 def bn_act(
     x: Tensor,
     weight: Tensor | None,
@@ -57,11 +58,10 @@ def bn_act(
     """
     of_batches = running_mean, running_var, num_batches_tracked
     options = momentum, eps, activation, slope, residual
-    if not torch.jit.is_scripting():
-        check("bn_act", x, weight, bias, *of_batches, *options)
     return torch.ops.torch_fastdet.bn_act(x, weight, bias, *of_batches, *options)[0]
 
 
+@checked
 def bn_act_cat(
     x: list[Tensor],
     weight: list[Tensor],
@@ -100,11 +100,10 @@ def bn_act_cat(
     """
     of_batches = running_mean, running_var, num_batches_tracked
     options = momentum, eps, activation, slope, residual
-    if not torch.jit.is_scripting():
-        check("bn_act_cat", x, weight, bias, *of_batches, *options)
     return torch.ops.torch_fastdet.bn_act_cat(x, weight, bias, *of_batches, *options)[0]
 
 
+@checked
 def bias_act(
     x: Tensor,
     bias: Tensor | None,
@@ -145,8 +144,6 @@ def bias_act(
         ValueError: the activation is not known.
         TypeError: an argument is not a tensor, or not None where that is allowed.
     """
-    if not torch.jit.is_scripting():
-        check("bias_act", x, bias, activation, slope, residual, out, weight, mean, variance, eps)
     if out is None:
         channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         out = torch.empty_like(x, memory_format=torch.channels_last if channels_last else torch.contiguous_format)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 
 
+@checked
 def deformable_attention(value: Tensor, shapes: list[tuple[int, int]], locations: Tensor, weights: Tensor) -> Tensor:
     """Sum of points of several feature maps, sampled bilinearly and weighted, for each query and head.
 
@@ -41,7 +42,6 @@ def deformable_attention(value: Tensor, shapes: list[tuple[int, int]], locations
     align_corners=False)``.
     """
     if not torch.jit.is_scripting():
-        check("deformable_attention", value, shapes, locations, weights)
         for i, shape in enumerate(shapes):
             if len(shape) != 2:
                 raise ValueError(f"deformable_attention: shapes[{i}] is {shape}, but (height, width) is expected")

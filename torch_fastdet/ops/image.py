@@ -7,9 +7,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 
 
+@checked
 def image_augment(
     storages: list[Tensor],
     placements: Tensor,
@@ -69,13 +70,12 @@ def image_augment(
     Source: cv2.resize, cv2.warpAffine, cv2.warpPerspective and cv2.cvtColor, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
     """
     given = storages, placements, layers, matrices, pictures, blend, tables, masks
-    if not torch.jit.is_scripting():
-        check("image_augment", *given, size, channels, dtype, channels_last, warp, hsv_lanes)
     return torch.ops.torch_fastdet.image_augment(
         *given, size, channels=channels, dtype=dtype, channels_last=channels_last, warp=warp, hsv_lanes=hsv_lanes
     )
 
 
+@checked
 def image_augment_(
     out: Tensor,
     storages: list[Tensor],
@@ -98,11 +98,10 @@ def image_augment_(
         RuntimeError: as :func:`image_augment`, and where ``out`` has another shape, dtype, device or layout.
     """
     given = storages, placements, layers, matrices, pictures, blend, tables, masks
-    if not torch.jit.is_scripting():
-        check("image_augment_", out, *given, warp, hsv_lanes)
     torch.ops.torch_fastdet.image_augment_(out, *given, warp=warp, hsv_lanes=hsv_lanes)
 
 
+@checked
 def image_letterbox(
     storages: list[Tensor],
     plan: Tensor,
@@ -135,13 +134,12 @@ def image_letterbox(
         RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan that makes no sense, or that points
             outside of its storage; on CUDA such an image is grey all over.
     """
-    if not torch.jit.is_scripting():
-        check("image_letterbox", storages, plan, size, channels, dtype, channels_last, bgr)
     return torch.ops.torch_fastdet.image_letterbox(
         storages, plan, size, channels=channels, dtype=dtype, channels_last=channels_last, bgr=bgr
     )
 
 
+@checked
 def image_letterbox_(out: Tensor, storages: list[Tensor], plan: Tensor, bgr: bool = False) -> None:
     """:func:`image_letterbox` into a tensor that exists: (B, C, H, W), uint8, float16 or float32, contiguous or channels_last.
 
@@ -151,11 +149,10 @@ def image_letterbox_(out: Tensor, storages: list[Tensor], plan: Tensor, bgr: boo
     Raises:
         RuntimeError: as :func:`image_letterbox`, and where ``out`` has another shape, dtype, device or layout.
     """
-    if not torch.jit.is_scripting():
-        check("image_letterbox_", out, storages, plan, bgr)
     torch.ops.torch_fastdet.image_letterbox_(out, storages, plan, bgr=bgr)
 
 
+@checked
 def image_resize_(out: Tensor, storages: list[Tensor], plan: Tensor, channels: int = 3) -> None:
     """``cv2.resize`` of images of any sizes to any sizes, from packed storages into a packed storage, in one launch.
 
@@ -173,11 +170,10 @@ def image_resize_(out: Tensor, storages: list[Tensor], plan: Tensor, channels: i
         RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan that makes no sense, or that points
             outside of its storage; on CUDA such a row is skipped.
     """
-    if not torch.jit.is_scripting():
-        check("image_resize_", out, storages, plan, channels)
     torch.ops.torch_fastdet.image_resize_(out, storages, plan, channels=channels)
 
 
+@checked
 def image_gather_(out: Tensor, storages: list[Tensor], pieces: Tensor) -> None:
     """Copies pieces of storages into one, on the host: what a batch needs, side by side, so that one copy takes it to a GPU.
 
@@ -191,8 +187,6 @@ def image_gather_(out: Tensor, storages: list[Tensor], pieces: Tensor) -> None:
     Raises:
         RuntimeError: a wrong dtype, shape or device, or a piece that does not lie within its storage and ``out``.
     """
-    if not torch.jit.is_scripting():
-        check("image_gather_", out, storages, pieces)
     torch.ops.torch_fastdet.image_gather_(out, storages, pieces)
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 
 __all__ = ["decode_jpeg", "jpeg_decode_", "jpeg_pack", "jpeg_plan"]
 
 
+@checked
 def decode_jpeg(files: list[Tensor], device: torch.device | str | int = "cpu") -> list[Tensor]:
     """Decodes JPEG files to what ``cv2.imdecode(file, cv2.IMREAD_COLOR)`` gives, to the bit.
 
@@ -37,7 +38,6 @@ def decode_jpeg(files: list[Tensor], device: torch.device | str | int = "cpu") -
         ValueError: a file is refused, as "file 3: progressive". Nothing is decoded then.
         RuntimeError: a file is no contiguous one-dimensional uint8 tensor on the CPU.
     """
-    check("decode_jpeg", files, device)
     where = torch.device(device)
     cuda = where.type == "cuda"
     # A GPU has more threads than a few files have segments, and what is not kept may have a larger index.
@@ -64,6 +64,7 @@ def decode_packed(storage: Tensor, pictures: list[list[int]], device: torch.devi
     return [out[begin : begin + pitch * height].view(height, -1, 3) for *_, height, begin, pitch in asked]
 
 
+@checked
 def jpeg_pack(
     files: list[Tensor], pin_memory: bool = False, heads: list[Tensor] | None = None, segment: int = 4
 ) -> tuple[Tensor, Tensor, list[str]]:
@@ -91,11 +92,10 @@ def jpeg_pack(
 
     Source: ITU-T T.81
     """
-    if not torch.jit.is_scripting():
-        check("jpeg_pack", files, pin_memory, heads, segment)
     return torch.ops.torch_fastdet.jpeg_pack(files, pin_memory, heads, segment)
 
 
+@checked
 def jpeg_plan(headers: Tensor, asked: Tensor) -> tuple[Tensor, list[int]]:
     """Makes the table of :func:`jpeg_decode_` from the rectangles that are wanted, on the host. It takes microseconds.
 
@@ -115,11 +115,10 @@ def jpeg_plan(headers: Tensor, asked: Tensor) -> tuple[Tensor, list[int]]:
         ValueError: there is no header where a row says so, or its rectangle is not in the image.
         RuntimeError: a wrong dtype, shape or device.
     """
-    if not torch.jit.is_scripting():
-        check("jpeg_plan", headers, asked)
     return torch.ops.torch_fastdet.jpeg_plan(headers, asked)
 
 
+@checked
 def jpeg_decode_(out: Tensor, storage: Tensor, plan: Tensor, sizes: list[int]) -> None:
     """Decodes rectangles of packed JPEGs into a tensor that exists, with OpenCV's pixels.
 
@@ -136,6 +135,4 @@ def jpeg_decode_(out: Tensor, storage: Tensor, plan: Tensor, sizes: list[int]) -
         RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan whose image is not in the storage, or whose
             pixels are not in ``out``; on CUDA such a row is skipped.
     """
-    if not torch.jit.is_scripting():
-        check("jpeg_decode_", out, storage, plan, sizes)
     torch.ops.torch_fastdet.jpeg_decode_(out, storage, plan, sizes)

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from torch_fastdet._deferred import DeferredStatus
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 
 
+@checked
 def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
     """For each column of each problem the row that ``scipy.optimize.linear_sum_assignment`` gives it, to the index.
 
@@ -31,12 +32,11 @@ def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
 
     Source: Crouse, On implementing 2D rectangular assignment algorithms (2016), with the order of SciPy 1.15 among equal paths.
     """
-    if not torch.jit.is_scripting():
-        check("linear_assignment", cost, columns)
+    if not torch.jit.is_scripting():  # noqa: SIM102  TorchScript does not compile what is inside
         if _raises(cost):
             _statuses.raise_arrived()
     rows, status = torch.ops.torch_fastdet.linear_assignment(cost, columns)
-    if not torch.jit.is_scripting():  # noqa: SIM102  TorchScript does not compile what is inside
+    if not torch.jit.is_scripting():  # noqa: SIM102
         if _raises(cost):
             _statuses.add(status, cost.shape[0])
     return rows

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 
 
+@checked
 def instance_masks(
     protos: Tensor,
     coefficients: Tensor,
@@ -56,9 +57,6 @@ def instance_masks(
 
     Behaviour: ``process_mask`` and ``process_mask_native`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
     """
-    if not torch.jit.is_scripting():
-        options = window, factor, box_scale, sigmoid, crop_first, packed, dtype
-        check("instance_masks", protos, coefficients, boxes, size, *options)
     scale = [1.0, 1.0] if box_scale is None else box_scale
     return torch.ops.torch_fastdet.instance_masks(
         protos,
@@ -75,6 +73,7 @@ def instance_masks(
     )
 
 
+@checked
 def crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
     """Masks that are zero outside of their boxes, in one pass. One launch, no host sync. Has a gradient to the masks.
 
@@ -93,11 +92,10 @@ def crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
 
     Behaviour: ``crop_mask`` of YOLOv5 v7.0.
     """
-    if not torch.jit.is_scripting():
-        check("crop_mask", masks, boxes)
     return torch.ops.torch_fastdet.crop_mask(masks, boxes)
 
 
+@checked
 def crop_mask_(masks: Tensor, boxes: Tensor) -> None:
     """:func:`crop_mask` in place, with its boxes: what lies inside of them is not touched.
 
@@ -110,6 +108,4 @@ def crop_mask_(masks: Tensor, boxes: Tensor) -> None:
 
     Behaviour: ``crop_mask`` of Ultralytics 8.4.190.
     """
-    if not torch.jit.is_scripting():
-        check("crop_mask_", masks, boxes)
     torch.ops.torch_fastdet.crop_mask_(masks, boxes)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 
 
+@checked
 def match_detections(
     detections: Tensor,
     labels: Tensor,
@@ -45,11 +46,10 @@ def match_detections(
 
     Behaviour: ``val.py`` of YOLOv5 v7.0 and ``BaseValidator.match_predictions`` of Ultralytics 8.4.190.
     """
-    if not torch.jit.is_scripting():
-        check("match_detections", detections, labels, iouv, counts, rule, iou)
     return torch.ops.torch_fastdet.match_detections(detections, labels, iouv, counts, rule, iou)
 
 
+@checked
 def confusion_matrix_(
     matrix: Tensor,
     detections: Tensor,
@@ -79,6 +79,4 @@ def confusion_matrix_(
 
     Behaviour: ``ConfusionMatrix`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
     """
-    if not torch.jit.is_scripting():
-        check("confusion_matrix_", matrix, detections, labels, counts, conf, iou_thres, rule)
     torch.ops.torch_fastdet.confusion_matrix_(matrix, detections, labels, counts, conf, iou_thres, rule)

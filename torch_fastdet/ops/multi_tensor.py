@@ -17,9 +17,10 @@ argument of another type than its annotation raises a TypeError that names it.
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 
 
+@checked
 def multi_tensor_ema_(averages: list[Tensor], values: list[Tensor], decay: float | Tensor) -> None:
     """``v *= decay; v += (1 - decay) * x`` for each v of ``averages`` and x of ``values``, in one launch.
 
@@ -31,8 +32,6 @@ def multi_tensor_ema_(averages: list[Tensor], values: list[Tensor], decay: float
 
     Behaviour: ModelEMA of YOLOv5, whose results these are, bit by bit in float32 and float64.
     """
-    if not torch.jit.is_scripting():
-        check("multi_tensor_ema_", averages, values, decay)
     if isinstance(decay, Tensor):
         torch.ops.torch_fastdet.multi_tensor_ema_(averages, values, decay)
     else:
@@ -61,6 +60,7 @@ def _needed_buffers(params: list[Tensor], momentum_buffers: list[Tensor], moment
     return momentum_buffers
 
 
+@checked
 def multi_tensor_sgd_(
     params: list[Tensor],
     grads: list[Tensor],
@@ -99,8 +99,6 @@ def multi_tensor_sgd_(
     Source: the update rule of https://pytorch.org/docs/stable/generated/torch.optim.SGD.html.
     """
     rest = dampening, weight_decay, nesterov, maximize, is_first_step, grad_scale, found_inf
-    if not torch.jit.is_scripting():
-        check("multi_tensor_sgd_", params, grads, momentum_buffers, lr, momentum, *rest)
     if isinstance(lr, Tensor) or isinstance(momentum, Tensor):
         # The overload takes both as tensors.
         buffers = _needed_buffers(params, momentum_buffers, momentum)
@@ -110,6 +108,7 @@ def multi_tensor_sgd_(
         torch.ops.torch_fastdet.multi_tensor_sgd_(params, grads, momentum_buffers, lr, momentum, *rest)
 
 
+@checked
 def multi_tensor_unscale_(grads: list[Tensor], scale: Tensor, found_inf: Tensor) -> None:
     """Multiply each gradient by ``1 / scale``, in place, and set ``found_inf`` to 1 where one of them was not finite.
 
@@ -121,11 +120,10 @@ def multi_tensor_unscale_(grads: list[Tensor], scale: Tensor, found_inf: Tensor)
     Raises:
         RuntimeError: a scale or found_inf that is not a tensor of one float element on the device.
     """
-    if not torch.jit.is_scripting():
-        check("multi_tensor_unscale_", grads, scale, found_inf)
     torch.ops.torch_fastdet.multi_tensor_unscale_(grads, scale, found_inf)
 
 
+@checked
 def multi_tensor_norm(tensors: list[Tensor]) -> Tensor:
     """The L2 norm of all tensors as one vector.
 
@@ -137,11 +135,10 @@ def multi_tensor_norm(tensors: list[Tensor]) -> Tensor:
         bfloat16. Computed in float32 (float64 where one of them is float64) and rounded once, in a fixed order: the same tensors give
         the same bits in every run. An empty list gives 0, float32, on the CPU.
     """
-    if not torch.jit.is_scripting():
-        check("multi_tensor_norm", tensors)
     return torch.ops.torch_fastdet.multi_tensor_norm(tensors)
 
 
+@checked
 def multi_tensor_clip_grad_norm_(grads: list[Tensor], max_norm: float) -> Tensor:
     """Multiply the gradients by ``min(max_norm / (norm + 1e-6), 1)``, in place, in two launches.
 
@@ -152,6 +149,4 @@ def multi_tensor_clip_grad_norm_(grads: list[Tensor], max_norm: float) -> Tensor
     Returns:
         The norm before, as :func:`multi_tensor_norm` gives it. The factor comes from the norm before it is rounded.
     """
-    if not torch.jit.is_scripting():
-        check("multi_tensor_clip_grad_norm_", grads, max_norm)
     return torch.ops.torch_fastdet.multi_tensor_clip_grad_norm_(grads, max_norm)

@@ -4,13 +4,16 @@ Every operator works without a host sync, is capturable in a CUDA graph and give
 """
 
 # No "from __future__ import annotations": TorchScript reads the types of NmsOptions as they stand.
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check, check_type
+from torch_fastdet.ops._checks import check_type, checked
 from torch_fastdet.ops.letterbox import letterbox
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _ThresholdError(ValueError, AssertionError):
@@ -50,7 +53,8 @@ def checked_options(op: str, options: NmsOptions) -> NmsOptions:
             options = options._replace(**{option: kind(value)})
         except (TypeError, ValueError, OverflowError):
             raise TypeError(f"{op}: {option} is {value!r}, but a number is expected") from None
-    options = options._replace(classes=_class_list(op, options.classes))
+    options = options._replace(classes=_class_list(options.classes))
+    check_type(op, "classes", options.classes, list[int] | None)
     for option in ("conf_thres", "iou_thres"):
         value = getattr(options, option)
         if not 0 <= value <= 1:
@@ -64,17 +68,19 @@ def checked_options(op: str, options: NmsOptions) -> NmsOptions:
     return options
 
 
-def _class_list(op: str, classes: object) -> list[int] | None:
+def _class_list(classes: list[int] | None) -> list[int] | None:
     """A list of classes; an int is one class, as the stock functions take it."""
-    if classes is None:
-        return None
-    if isinstance(classes, (list, tuple)):
-        return list(classes)
-    if isinstance(classes, int):
-        return [classes]
-    raise TypeError(f"{op}: classes is a {type(classes).__name__}, but a list of integers or None is expected")
+    if not torch.jit.is_scripting():  # noqa: SIM102  TorchScript does not compile what is inside
+        if isinstance(classes, int):
+            return [classes]
+    return classes
 
 
+def _suppressing(function: F) -> F:
+    return checked(function, lone="classes")
+
+
+@checked
 def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm: int = 0) -> Tensor:
     """Raw YOLOv5 head maps to the prediction tensor of the stock ``Detect`` module.
 
@@ -96,11 +102,10 @@ def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm
 
     Behaviour: ``Detect.forward`` of YOLOv5 v7.0 (xy = (2 sigmoid - 0.5 + cell) * stride, wh = (2 sigmoid)^2 * anchor).
     """
-    if not torch.jit.is_scripting():
-        check("yolov5_decode", heads, anchors, strides, nm)
     return torch.ops.torch_fastdet.yolov5_decode(heads, anchors, strides, nm)
 
 
+@_suppressing
 def non_max_suppression_padded(
     prediction: Tensor,
     conf_thres: float = 0.25,
@@ -152,16 +157,14 @@ def non_max_suppression_padded(
 
     Behaviour: ``non_max_suppression`` of YOLOv5 v7.0, without its time limit.
     """
-    if not torch.jit.is_scripting():
-        classes = _class_list("non_max_suppression_padded", classes)
+    classes = _class_list(classes)
     options = NmsOptions(
         conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
     )
-    if not torch.jit.is_scripting():
-        check("non_max_suppression_padded", prediction, *options[:6], nm, labels, *options[6:])
     return torch.ops.torch_fastdet.non_max_suppression_padded(prediction, *options[:6], nm, labels, *options[6:])
 
 
+@_suppressing
 def ultralytics_non_max_suppression_padded(
     prediction: Tensor,
     conf_thres: float = 0.25,
@@ -201,18 +204,16 @@ def ultralytics_non_max_suppression_padded(
 
     Behaviour: ``non_max_suppression`` of ultralytics 8.4, without its time limit; probiou, https://arxiv.org/abs/2106.06072.
     """
-    if not torch.jit.is_scripting():
-        classes = _class_list("ultralytics_non_max_suppression_padded", classes)
+    classes = _class_list(classes)
     options = NmsOptions(
         conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
     )
-    if not torch.jit.is_scripting():
-        check("ultralytics_non_max_suppression_padded", prediction, *options[:6], nc, *options[6:], rotated)
     return torch.ops.torch_fastdet.ultralytics_non_max_suppression_padded(
         prediction, *options[:6], nc, *options[6:], rotated
     )
 
 
+@_suppressing
 def yolov5_postprocess(
     heads: list[Tensor],
     anchors: Tensor,
@@ -236,16 +237,14 @@ def yolov5_postprocess(
 
     Behaviour: ``Detect.forward`` and ``non_max_suppression`` of YOLOv5 v7.0.
     """
-    if not torch.jit.is_scripting():
-        classes = _class_list("yolov5_postprocess", classes)
+    classes = _class_list(classes)
     options = NmsOptions(
         conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
     )
-    if not torch.jit.is_scripting():
-        check("yolov5_postprocess", heads, anchors, strides, *options[:6], nm, *options[6:])
     return torch.ops.torch_fastdet.yolov5_postprocess(heads, anchors, strides, *options[:6], nm, *options[6:])
 
 
+@_suppressing
 def ultralytics_postprocess(
     boxes: list[Tensor],
     scores: list[Tensor],
@@ -289,13 +288,10 @@ def ultralytics_postprocess(
 
     Behaviour: ``Detect`` of ultralytics 8.4 (distribution focal loss, https://arxiv.org/abs/2006.04388).
     """
-    if not torch.jit.is_scripting():
-        classes = _class_list("ultralytics_postprocess", classes)
+    classes = _class_list(classes)
     options = NmsOptions(
         conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
     )
-    if not torch.jit.is_scripting():
-        check("ultralytics_postprocess", boxes, scores, extra, strides, *options, rotated, extra_kind)
     return torch.ops.torch_fastdet.ultralytics_postprocess(boxes, scores, extra, strides, *options, rotated, extra_kind)
 
 
@@ -348,6 +344,7 @@ def scale_boxes(
     return scale_boxes_batched(boxes.reshape(1, -1, boxes.size(-1)), letterboxes, xywh).reshape(boxes.shape)
 
 
+@checked
 def scale_boxes_batched(boxes: Tensor, letterboxes: Tensor, xywh: bool = False) -> Tensor:
     """:func:`scale_boxes` for a batch, in one launch.
 
@@ -362,6 +359,4 @@ def scale_boxes_batched(boxes: Tensor, letterboxes: Tensor, xywh: bool = False) 
     Raises:
         RuntimeError: shapes that do not fit, a dtype that is not floating, tensors on two devices.
     """
-    if not torch.jit.is_scripting():
-        check("scale_boxes_batched", boxes, letterboxes, xywh)
     return torch.ops.torch_fastdet.scale_boxes(boxes, letterboxes, xywh)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 
 
+@checked
 def max_pools_cat(x: Tensor, kernel_size: int = 5, pools: int = 3) -> Tensor:
     """``torch.cat([x, p(x), p(p(x)), ...], 1)``, where ``p`` is ``nn.MaxPool2d(kernel_size, 1, kernel_size // 2)``.
 
@@ -32,6 +33,4 @@ def max_pools_cat(x: Tensor, kernel_size: int = 5, pools: int = 3) -> Tensor:
 
     Behaviour: ``SPPF`` of YOLOv5 and Ultralytics.
     """
-    if not torch.jit.is_scripting():
-        check("max_pools_cat", x, kernel_size, pools)
     return torch.ops.torch_fastdet.max_pools_cat(x, kernel_size, pools)[0]

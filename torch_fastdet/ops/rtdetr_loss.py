@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 
 
+@checked
 def rtdetr_loss(
     boxes: Tensor,
     scores: Tensor,
@@ -67,8 +68,6 @@ def rtdetr_loss(
     of RTDETRDetectionLoss in Ultralytics 8.4.190.
     """
     given = boxes, scores, targets, counts, dn_boxes, dn_scores, dn_matches
-    if not torch.jit.is_scripting():
-        check("rtdetr_loss", *given, class_gain, box_gain, giou_gain, class_cost, box_cost, giou_cost)
     loss, terms, status, _, _, _ = torch.ops.torch_fastdet.rtdetr_loss(
         *given,
         class_gain=class_gain,
@@ -81,6 +80,7 @@ def rtdetr_loss(
     return loss, terms, status
 
 
+@checked
 def rtdetr_loss_fault(status: list[int], most: int) -> tuple[int, int]:
     """Which of the targets was bad, from what :func:`rtdetr_loss` reports. Plain Python, on the host.
 
@@ -91,8 +91,6 @@ def rtdetr_loss_fault(status: list[int], most: int) -> tuple[int, int]:
     Returns:
         Image and row of the first bad target, (-1, -1) if there is none. Row ``most`` is the image's count.
     """
-    if not torch.jit.is_scripting():
-        check("rtdetr_loss_fault", status, most)
     if not status[0]:
         return -1, -1
     image, row = divmod(2**60 - status[1], most + 1)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 
 
+@checked
 def space_to_depth(x: Tensor, channels: int, border: bool = False, dtype: torch.dtype | None = None) -> Tensor:
     """``F.pixel_unshuffle(x, 2)`` with further channels of zeros, in another dtype and channels_last, in one launch.
 
@@ -32,6 +33,4 @@ def space_to_depth(x: Tensor, channels: int, border: bool = False, dtype: torch.
 
     Behaviour: ``Focus`` in the stem of YOLOv5, and of the 6x6 convolution that took its place.
     """
-    if not torch.jit.is_scripting():
-        check("space_to_depth", x, channels, border, dtype)
     return torch.ops.torch_fastdet.space_to_depth(x, channels, border, dtype)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 
 
+@checked
 def stem_conv2d(squares: Tensor, weight: Tensor) -> Tensor:
     """``F.conv2d(squares, weight, padding=weight.shape[2] // 3)`` on sixteen channels, with a gradient of the weight alone.
 
@@ -32,6 +33,4 @@ def stem_conv2d(squares: Tensor, weight: Tensor) -> Tensor:
 
     Behaviour: the first ``Conv`` of YOLOv5 (6x6, stride 2) and of Ultralytics' models (3x3, stride 2).
     """
-    if not torch.jit.is_scripting():
-        check("stem_conv2d", squares, weight)
     return torch.ops.torch_fastdet.stem_conv2d(squares, weight)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 
 
+@checked
 def upsample_nearest2x(x: Tensor) -> Tensor:
     """Doubles height and width, each value repeated in a 2x2 square: ``nn.Upsample(None, 2, "nearest")``.
 
@@ -30,11 +31,10 @@ def upsample_nearest2x(x: Tensor) -> Tensor:
 
     Source: the definition of nearest-neighbour interpolation at scale 2, https://pytorch.org/docs/stable/generated/torch.nn.Upsample.html
     """
-    if not torch.jit.is_scripting():
-        check("upsample_nearest2x", x)
     return torch.ops.torch_fastdet.upsample_nearest2x(x)
 
 
+@checked
 def upsample_nearest2x_cat(x: Tensor, skip: Tensor) -> Tensor:
     """``torch.cat([upsample_nearest2x(x), skip], 1)`` in one launch: x is upsampled straight into the result.
 
@@ -58,6 +58,4 @@ def upsample_nearest2x_cat(x: Tensor, skip: Tensor) -> Tensor:
 
     Behaviour: ``Upsample`` and ``Concat`` in the neck of YOLOv5 and of YOLOv3 before it.
     """
-    if not torch.jit.is_scripting():
-        check("upsample_nearest2x_cat", x, skip)
     return torch.ops.torch_fastdet.upsample_nearest2x_cat(x, skip)

@@ -6,10 +6,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 from torch_fastdet.ops.yolov5_loss import yolov5_loss_fault
 
 
+@checked
 def v8_loss_settings(
     box: float = 7.5,
     cls: float = 0.5,
@@ -19,7 +20,6 @@ def v8_loss_settings(
     beta: float = 6.0,
     eps: float = 1e-9,
     least_side: float = 16.0,
-    short_side: float | None = None,
 ) -> list[float]:
     """The numbers of :func:`v8_loss`'s ``settings``, in their order. Plain Python.
 
@@ -32,17 +32,16 @@ def v8_loss_settings(
         beta: exponent of their overlap.
         eps: keeps the division of alignments above 0.
         least_side: short sides of targets, in pixels, are assigned as if they were this long.
-        short_side: sides below this are short. None: those below ``least_side``.
 
     Returns:
         Nine numbers, for ``torch.tensor(..., dtype=torch.float64, device=...)``.
 
     The defaults are those of Ultralytics 8.4.190 for heads of strides 8, 16 and 32.
     """
-    check("v8_loss_settings", box, cls, dfl, weight, alpha, beta, eps, least_side, short_side)
-    return [box, cls, dfl, weight, alpha, beta, eps, least_side, least_side if short_side is None else short_side]
+    return [box, cls, dfl, weight, alpha, beta, eps, least_side, least_side]
 
 
+@checked
 def v8_loss(
     heads: list[torch.Tensor],
     targets: torch.Tensor,
@@ -92,15 +91,13 @@ def v8_loss(
 
     Behaviour: that of v8DetectionLoss in Ultralytics 8.4.190.
     """
-    common = targets, settings, strides, sizes, num_targets, class_weights
-    if not torch.jit.is_scripting():
-        check("v8_loss", heads, *common, reg_max, topk, topk2)
     loss, items, _, _, _, _, status = torch.ops.torch_fastdet.v8_loss(
-        heads, *common, reg_max=reg_max, topk=topk, topk2=topk2
+        heads, targets, settings, strides, sizes, num_targets, class_weights, reg_max=reg_max, topk=topk, topk2=topk2
     )
     return loss, items, status
 
 
+@checked
 def v8_segmentation_loss(
     heads: list[torch.Tensor],
     coefficients: torch.Tensor,
@@ -147,9 +144,6 @@ def v8_segmentation_loss(
     semantic part.
     """
     common = targets, settings, strides, sizes, num_targets, class_weights
-    if not torch.jit.is_scripting():
-        more = overlap, reg_max, topk, topk2, compare_masks
-        check("v8_segmentation_loss", heads, coefficients, protos, masks, *common, *more)
     if compare_masks:
         loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_masked_loss(
             heads, coefficients, protos, masks, *common, reg_max=reg_max, topk=topk, topk2=topk2, overlap=overlap
@@ -208,6 +202,7 @@ def v8_with_parts(whole: torch.Tensor, parts: torch.Tensor, last: torch.Tensor |
     return torch.cat(pieces)
 
 
+@checked
 def v8_pose_loss(
     heads: list[torch.Tensor],
     predictions: torch.Tensor,
@@ -254,9 +249,6 @@ def v8_pose_loss(
     Source: the behaviour of v8PoseLoss in Ultralytics 8.4.190, with ``compare_keypoints`` that of PoseLoss26, less its RLE part.
     """
     common = targets, settings, strides, sizes, num_targets, class_weights
-    if not torch.jit.is_scripting():
-        more = strides, sizes, num_targets, class_weights, reg_max, topk, topk2, compare_keypoints
-        check("v8_pose_loss", heads, predictions, keypoints, sigmas, targets, settings, gains, *more)
     if compare_keypoints:
         loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_posed_loss(
             heads, predictions, keypoints, sigmas, *common, reg_max=reg_max, topk=topk, topk2=topk2
@@ -281,6 +273,7 @@ def v8_pose_loss(
     return v8_with_parts(loss, parts), v8_with_parts(items, part_items), status
 
 
+@checked
 def v8_obb_loss(
     boxes: torch.Tensor,
     scores: torch.Tensor,
@@ -318,8 +311,6 @@ def v8_obb_loss(
     Source: the behaviour of v8OBBLoss in Ultralytics 8.4.190.
     """
     common = targets, settings, strides, sizes, num_targets, class_weights
-    if not torch.jit.is_scripting():
-        check("v8_obb_loss", boxes, scores, angles, *common, reg_max, topk, topk2)
     loss, items, _, _, _, _, status = torch.ops.torch_fastdet.v8_obb_loss(
         boxes, scores, angles, *common, reg_max=reg_max, topk=topk, topk2=topk2
     )
@@ -337,6 +328,7 @@ def _sizes(heads: list[torch.Tensor], sizes: list[int]) -> list[int]:
     return found
 
 
+@checked
 def v8_loss_fault(status: list[int]) -> tuple[int, int]:
     """Which of the targets was bad, from what :func:`v8_loss` reports. Plain Python, on the host.
 
@@ -346,6 +338,4 @@ def v8_loss_fault(status: list[int]) -> tuple[int, int]:
     Returns:
         Row and column of the first bad row of targets, (-1, -1) if there is none.
     """
-    if not torch.jit.is_scripting():
-        check("v8_loss_fault", status)
     return yolov5_loss_fault(status)

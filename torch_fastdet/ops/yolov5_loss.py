@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from torch_fastdet.ops._checks import check
+from torch_fastdet.ops._checks import checked
 
 
 class Yolov5LossOptions(NamedTuple):
@@ -53,6 +53,7 @@ def _detection(
     return loss, items, levels[:, 0], owner[-4:], matches
 
 
+@checked
 def yolov5_loss(
     heads: list[torch.Tensor],
     targets: torch.Tensor,
@@ -107,11 +108,10 @@ def yolov5_loss(
     Behaviour: that of ComputeLoss in YOLOv5 v7.0.
     """
     options = Yolov5LossOptions(box, obj, cls, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou)
-    if not torch.jit.is_scripting():
-        check("yolov5_loss", heads, targets, anchors, balance, num_targets, *options)
     return _detection(heads, targets, anchors, balance, num_targets, options)[:4]
 
 
+@checked
 def yolov5_segmentation_loss(
     heads: list[torch.Tensor],
     protos: torch.Tensor,
@@ -160,10 +160,6 @@ def yolov5_segmentation_loss(
     Source: the behaviour of utils.segment.loss.ComputeLoss in YOLOv5 v7.0.
     """
     options = Yolov5LossOptions(box, obj, cls, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou)
-    if not torch.jit.is_scripting():
-        check(
-            "yolov5_segmentation_loss", heads, protos, masks, targets, anchors, balance, num_targets, *options, overlap
-        )
     detection, coefficients, sizes = split_coefficients(heads, protos)
     loss, items, levels, status, matches = _detection(detection, targets, anchors, balance, num_targets, options)
     part, item = yolov5_mask_part(coefficients, protos, masks, targets, matches, sizes, num_targets, box, overlap)
@@ -223,6 +219,7 @@ def yolov5_mask_part(
     return loss, item
 
 
+@checked
 def yolov5_loss_fault(status: list[int]) -> tuple[int, int]:
     """Which of the targets was bad, from what :func:`yolov5_loss` reports. Plain Python, on the host.
 
@@ -232,8 +229,6 @@ def yolov5_loss_fault(status: list[int]) -> tuple[int, int]:
     Returns:
         Row and column of the first bad row of targets, (-1, -1) if there is none.
     """
-    if not torch.jit.is_scripting():
-        check("yolov5_loss_fault", status)
     if status[0] == 0:
         return -1, -1
     fault = (1 << 62) - status[1]
