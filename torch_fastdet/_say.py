@@ -15,6 +15,9 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger("torch_fastdet")
 
@@ -59,6 +62,21 @@ def count(switch: str, what: str, times: int = 1) -> None:
     """Note that ``switch`` did ``what``, in the plural, so often, for the report at the end of a run."""
     if times and not getattr(_paused, "on", False):
         counts[switch, what] += times
+
+
+def counting(switch: str, what: str, size: Callable[[Any], int] = lambda result: 1) -> Callable[[F], F]:
+    """Return a decorator for what takes the place of a function: it notes ``size`` of each result."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: object, **kwargs: object) -> object:
+            result = function(*args, **kwargs)
+            count(switch, what, size(result))
+            return result
+
+        return cast(F, call)
+
+    return decorate
 
 
 def counted(number: int, what: str) -> str:

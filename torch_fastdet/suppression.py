@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fastdet._say import count
 from torch_fastdet._torch.private import lost_cuda_in_fork
 from torch_fastdet.ops import nms
 from torch_fastdet.ops._checks import check_type
@@ -17,13 +16,15 @@ from torch_fastdet.ops._checks import check_type
 __all__ = ["ultralytics_non_max_suppression", "yolov5_non_max_suppression"]
 
 
-def _first(op: str, prediction: Any) -> Tensor:
-    """Models in validation mode give (decoded, raw)."""
+def _first(op: str, prediction: Any, columns: str) -> Tensor:
+    """The decoded tensor (images, ``columns``) of a prediction; models in validation mode give (decoded, raw)."""
     if isinstance(prediction, (list, tuple)):
         if not prediction:
             raise ValueError(f"{op}: prediction is an empty list, but its first element should be the decoded tensor")
         prediction = prediction[0]
     check_type(op, "prediction", prediction, Tensor)
+    if prediction.dim() != 3:
+        raise RuntimeError(f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, {columns}) is expected")
     return prediction.detach()
 
 
@@ -151,14 +152,8 @@ def yolov5_non_max_suppression(
             cannot become a tensor.
     """
     op = "non_max_suppression"
-    count("nms_optim", "batches suppressed")
-    prediction = _first(op, prediction)
-    if prediction.dim() != 3:
-        raise RuntimeError(
-            f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, N, 5 + classes + nm) is expected"
-        )
-    listed = _stock_class_list(op, classes)
-    most, end = _room(max_det)
+    prediction = _first(op, prediction, "N, 5 + classes + nm")
+    listed, (most, end) = _stock_class_list(op, classes), _room(max_det)
     options = nms.NmsOptions(conf_thres, iou_thres, listed, agnostic, multi_label, most, per_class=per_class)
     options = nms.checked_options(op, options)
     home = prediction.device
@@ -174,6 +169,20 @@ def yolov5_non_max_suppression(
         prediction, *options[:5], capacity, int(nm), label_rows, *options[6:]
     )
     return _split(detections.to(home), counts.tolist(), end)
+
+
+class Padded(NamedTuple):
+    """Detections of a batch before the host knows their counts: (images, most, columns), (images,), (images, most)."""
+
+    detections: Tensor
+    counts: Tensor
+    indices: Tensor
+    #: The end of a slice of each image's rows.
+    end: int | None
+
+    def rows(self, counts: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """Detections and indices of each image, once its count has come to the host."""
+        return _split(self.detections, counts, self.end), _split(self.indices, counts, self.end)
 
 
 def _filter_end2end(
@@ -211,7 +220,8 @@ def ultralytics_non_max_suppression(
     per_class: str = "offset",
     rotated_rule: str = "fast",
     device: torch.device | str | None = None,
-) -> list[Tensor] | tuple[list[Tensor], list[Tensor]]:
+    padded: bool = False,
+) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | Padded:
     """``non_max_suppression`` of ultralytics 8.4: the same rows in the same order, without its time limit and host syncs.
 
     Args:
@@ -224,10 +234,12 @@ def ultralytics_non_max_suppression(
         rotated_rule: "fast" (as stock) or "greedy", see :func:`torch_fastdet.ops.ultralytics_non_max_suppression_padded`.
         device: as of :func:`yolov5_non_max_suppression`, which explains the other arguments too. What is filtered alone stays where
             it is.
+        padded: copy nothing to the host.
 
     Returns:
         For each image (n, 6 + extra): x1, y1, x2, y2 (rotated: x, y, width, height), confidence, class, extra channels (rotated:
-        the angle is the last). With return_idxs a pair of that and, for each image, (n,) int64.
+        the angle is the last). With return_idxs a pair of that and, for each image, (n,) int64. With padded, both of the
+        whole batch, and their counts on the device.
 
     Raises:
         ValueError: a threshold outside 0..1 (also an AssertionError, as stock's), a negative max_nms, an unknown
@@ -235,58 +247,16 @@ def ultralytics_non_max_suppression(
         RuntimeError: a wrong shape.
         TypeError: prediction is not a tensor, classes not an int or a list of ints, or another option not a number.
     """
-    given = conf_thres, iou_thres, classes, agnostic, multi_label, max_det, nc, max_nms, max_wh, rotated, end2end
-    padded = ultralytics_padded(prediction, *given, per_class=per_class, rotated_rule=rotated_rule, device=device)
-    rows, indices = padded.rows(padded.counts.tolist())
-    return (rows, indices) if return_idxs else rows
-
-
-class Padded(NamedTuple):
-    """Detections of a batch before the host knows their counts: (images, most, columns), (images,), (images, most)."""
-
-    detections: Tensor
-    counts: Tensor
-    indices: Tensor
-    #: The end of a slice of each image's rows.
-    end: int | None
-
-    def rows(self, counts: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-        """Detections and indices of each image, once its count has come to the host."""
-        return _split(self.detections, counts, self.end), _split(self.indices, counts, self.end)
-
-
-def ultralytics_padded(
-    prediction: Tensor | list | tuple,
-    conf_thres: float = 0.25,
-    iou_thres: float = 0.45,
-    classes: object = None,
-    agnostic: bool = False,
-    multi_label: bool = False,
-    max_det: int | None = 300,
-    nc: int | None = 0,
-    max_nms: int = 30000,
-    max_wh: int = 7680,
-    rotated: bool = False,
-    end2end: bool = False,
-    *,
-    per_class: str = "offset",
-    rotated_rule: str = "fast",
-    device: torch.device | str | None = None,
-) -> Padded:
-    """:func:`ultralytics_non_max_suppression` without its copy to the host."""
     op = "non_max_suppression"
-    count("nms_optim", "batches suppressed")
-    prediction = _first(op, prediction)
+    prediction = _first(op, prediction, "4 + classes + extra, N")
     filters = prediction.shape[-1:] == (6,) or end2end
     if rotated_rule not in ("fast", "greedy"):
         raise ValueError(f"{op}: rotated_rule is {rotated_rule!r}, but 'fast' or 'greedy' is expected")
-    shape = tuple(prediction.shape)
-    if len(shape) != 3:
-        raise RuntimeError(f"{op}: prediction has shape {shape}, but (images, 4 + classes + extra, N) is expected")
-    if filters and shape[-1] < 6:
-        raise RuntimeError(f"{op}: prediction has shape {shape}, but end2end wants (images, N, 6 + extra)")
-    listed = _stock_class_list(op, classes)
-    most, end = _room(max_det)
+    if filters and prediction.shape[-1] < 6:
+        raise RuntimeError(
+            f"{op}: prediction has shape {tuple(prediction.shape)}, but end2end wants (images, N, 6 + extra)"
+        )
+    listed, (most, end) = _stock_class_list(op, classes), _room(max_det)
     options = nms.NmsOptions(
         conf_thres, iou_thres, listed, agnostic, multi_label, most, None, per_class, max_nms, max_wh
     )
@@ -305,4 +275,8 @@ def ultralytics_padded(
         detections, counts, indices = nms.ultralytics_non_max_suppression_padded(
             prediction, *options[:5], capacity, int(nc or 0), *options[6:], rotated_rule if rotated else "none"
         )
-    return Padded(detections.to(home), counts, indices.to(home), end)
+    found = Padded(detections.to(home), counts, indices.to(home), end)
+    if padded:
+        return found
+    rows, anchors = found.rows(counts.tolist())
+    return (rows, anchors) if return_idxs else rows

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from torch_fastdet import masks
-from torch_fastdet._say import count
+from torch_fastdet._say import counting
 from torch_fastdet.patching.evidence import Behaves
 from torch_fastdet.patching.switch import Switch, Target
 from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
@@ -38,16 +37,6 @@ def _masks(function: Callable[..., object], name: str) -> list[object]:
     return [function(protos.clone(), coefficients.clone(), boxes.clone(), *way) for way in ways]
 
 
-def _counting(ours: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(ours)
-    def counted(*args: object, **kwargs: object) -> torch.Tensor:
-        found = ours(*args, **kwargs)
-        count("mask_optim", "masks", len(found))
-        return found
-
-    return counted
-
-
 def _switch(
     where: tuple[str, ...], functions: dict[str, Callable[..., torch.Tensor]], reference: str, **options: Any
 ) -> Switch:
@@ -55,7 +44,7 @@ def _switch(
 
     def target(name: str, ours: Callable[..., torch.Tensor]) -> Target:
         case = Behaves(f"its {name}", lambda stock: (_masks(stock, name), _masks(ours, name)), 0.0, reference)
-        return Target(where, name, _counting(ours), evidence=(case,))
+        return Target(where, name, counting("mask_optim", "masks", len)(ours), evidence=(case,))
 
     return Switch(
         "mask_optim",

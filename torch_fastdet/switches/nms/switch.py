@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from torch_fastdet._say import counting
 from torch_fastdet.patching.switch import Switch, Target
 from torch_fastdet.suppression import ultralytics_non_max_suppression, yolov5_non_max_suppression
 from torch_fastdet.switches.frameworks import ultralytics, yolov5
 from torch_fastdet.switches.nms import yolov5 as decoding
 from torch_fastdet.switches.nms.trial import DECODING, SUPPRESSION, ULTRALYTICS_SUPPRESSION
 
+_counting = counting("nms_optim", "batches suppressed")
+#: What takes the place of Ultralytics' function.
+SUPPRESS = _counting(ultralytics_non_max_suppression)
 DECODED = " (float32 heads decoded by torch_fastdet.ops.yolov5_decode)"
 YOLOV5 = Switch(
     "nms_optim",
@@ -16,7 +20,7 @@ YOLOV5 = Switch(
         Target(
             yolov5("utils.general"),
             "non_max_suppression",
-            yolov5_non_max_suppression,
+            _counting(yolov5_non_max_suppression),
             evidence=(SUPPRESSION,),
             missing="refuse",
         ),
@@ -44,7 +48,7 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("utils.nms"),
             "non_max_suppression",
-            ultralytics_non_max_suppression,
+            SUPPRESS,
             evidence=(ULTRALYTICS_SUPPRESSION,),
             missing="refuse",
         ),

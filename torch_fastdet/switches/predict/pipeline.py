@@ -13,17 +13,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from torch_fastdet._say import count
 from torch_fastdet._torch.private import forward_hooks
 from torch_fastdet.images.ahead import following
 from torch_fastdet.ops.letterbox import Placing, letterbox
 from torch_fastdet.ops.nms import scale_boxes_batched
 from torch_fastdet.patching.replace import is_code_of
-from torch_fastdet.suppression import Padded, ultralytics_padded
+from torch_fastdet.suppression import Padded, ultralytics_non_max_suppression
 from torch_fastdet.switches.predict.common import staged_letterbox
 from torch_fastdet.switches.predict.results import Images, keep_two_batches
 from torch_fastdet.switches.predict.sources import LIST_BATCH, Batch, Stager, of_files, of_list
@@ -225,7 +226,8 @@ class Feed:
         if flight.asked is None:
             return
         arguments, options = flight.asked
-        flight.found = ultralytics_padded(*arguments, **{k: v for k, v in options.items() if k != "return_idxs"})
+        flight.found = cast(Padded, ultralytics_non_max_suppression(*arguments, **options, padded=True))
+        count("nms_optim", "batches suppressed")
         if placings is not None and self._parts.scales(predictor):
             size = tuple(flight.input.shape[2:])
             rows = [_letterbox_row(size, tuple(image.shape[:2])) for image in flight.batch.images.held]
