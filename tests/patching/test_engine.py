@@ -290,16 +290,14 @@ def test_the_rows_of_a_class(loaded, host, capsys):
     assert torch.nn.Identity.forward is forward
     host.unpatch()
     assert dict(vars(shapes.Box)) == stock and torch.nn.Identity.forward is identity
-    missing = Target(where, "Box.gone", make=over, missing="refuse")
-    host.switches = {"box": Switch("box", "box", (missing, Target(where, "Cube.size", make=over, missing="refuse")))}
+    missing = Target(where, "Box.gone", make=over)
+    host.switches = {"box": Switch("box", "box", (missing, Target(where, "Cube.size", make=over)))}
     host.patch({})
     said = capsys.readouterr().err
     assert "box does not apply: host.shapes has no Box.gone." in said and "host.shapes has no Cube." in said
 
 
-MOVED = Switch(
-    "area_optim", "area", (Target(("host.shapes",), "area", area, moved=("host.new",), missing="refuse"), *SIZE.targets)
-)
+MOVED = Switch("area_optim", "area", (Target(("host.shapes",), "area", area, moved=("host.new",)), *SIZE.targets))
 
 
 @pytest.mark.parametrize("by_name", [False, True])

@@ -63,8 +63,8 @@ class Target:
         own: refuse to replace a method that is not the framework's own.
         after: ``Class.method`` that must have been replaced first.
         adds: the class has no such method of its own, nor by inheritance.
-        missing: what it means that no loaded module has it: ``"nothing"``, or ``"refuse"``: the switch cannot apply.
-        otherwise: what to do at an obstacle: ``"refuse"``, ``"say"`` that the original stays, or ``"nothing"``.
+        otherwise: what to do at an obstacle, and if no loaded module has it: ``"refuse"``, the switch cannot apply; ``"say"`` why; or
+            ``"nothing"``.
         note: the end of the line that says what is replaced.
         quiet: there is no such line.
     """
@@ -79,7 +79,6 @@ class Target:
     own: bool = False
     after: str = ""
     adds: bool = False
-    missing: Literal["nothing", "refuse"] = "nothing"
     otherwise: Literal["refuse", "say", "nothing"] = "refuse"
     note: str = ""
     quiet: bool = False
@@ -275,9 +274,8 @@ class Active:
                 for module in modules:
                     if (other := self.patches.somebody_elses(module, target.name)) is not None:
                         self.tell(f"{self.name}: {target.name} stays: it is {describe(other)}.")
-                if target.missing == "refuse" and (obstacle := target.missing_from(just_run)) is not None:
-                    self.outcomes[id(target)] = Outcome(f"{target.where[0]}.{target.name}", obstacle, found=False)
-                    self.cannot_apply(obstacle)
+                if (obstacle := target.missing_from(just_run)) is not None:
+                    self._is_missing(target, target.where[0], obstacle)
                 continue
             for module in modules:
                 if namespace(module).get("__name__") in target.where:
@@ -308,7 +306,7 @@ class Active:
             modules = self.patches.modules()  # some may have taken it while its module was being imported
         self.outcomes[id(target)] = Outcome(f"{definer}.{target.name}", obstacle)
         if obstacle is not None:
-            self._stays(target, describe(stock), obstacle)
+            self._stays(target, obstacle, describe(stock))
         elif new is not None:
             self.patches.replace_everywhere(self.name, stock, new, modules)
 
@@ -317,32 +315,34 @@ class Active:
         where = namespace(module)["__name__"]
         owner = defined_in(where, class_name)
         stock = getattr(owner, method, None)
-        if owner is None or (stock is None and not target.adds):
-            if target.missing == "refuse":
-                missing = Obstacle(f"{where} has no {class_name if owner is None else target.name}.")
-                self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", missing, found=False)
-                self.cannot_apply(missing)
-            return
-        if self.has_replaced(owner, method):
+        if owner is not None and self.has_replaced(owner, method):
             return
         if target.after:
             before, _, other = target.after.partition(".")
             if not self.has_replaced(namespace(module).get(before), other):
                 self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", Obstacle(f"{target.after} stays."))
                 return
+        if owner is None or (stock is None and not target.adds):
+            missing = Obstacle(f"{where} has no {class_name if owner is None else target.name}.")
+            self._is_missing(target, where, missing)
+            return
         obstacle = target.obstacle(owner, stock)
         new = self._make(target, stock, owner) if obstacle is None else obstacle
         self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", new if isinstance(new, Obstacle) else None)
         if isinstance(new, Obstacle):
-            self._stays(target, f"{describe(owner)}.{method}", new)
+            self._stays(target, new, f"{describe(owner)}.{method}")
         elif new is not None:
             self.replace(owner, method, new, target.note, target.quiet)
 
     def _make(self, target: Target, stock: object, owner: object) -> object:
         return target.drop_in if target.make is None else target.make(self, stock, owner)
 
-    def _stays(self, target: Target, stock: str, obstacle: Obstacle) -> None:
+    def _is_missing(self, target: Target, where: str, obstacle: Obstacle) -> None:
+        self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", obstacle, found=False)
+        self._stays(target, obstacle)
+
+    def _stays(self, target: Target, obstacle: Obstacle, stock: str = "") -> None:
         if target.otherwise == "refuse":
             self.cannot_apply(obstacle)
         elif target.otherwise == "say":
-            self.tell(f"{self.name}: {stock} stays: {obstacle}")
+            self.tell(f"{self.name}: {stock} stays: {obstacle}" if stock else f"{self.name}: {obstacle}")

@@ -17,7 +17,6 @@ YOLOV5 = Switch(
             bbox_iou,
             moved=("ultralytics.utils.metrics",),
             evidence=(iou(bbox_iou, YOLOV5_REFERENCE),),
-            missing="refuse",
         ),
     ),
     modules=("utils.metrics", "utils.loss", "utils.segment.loss"),
@@ -26,10 +25,6 @@ YOLOV5 = Switch(
 ULTRALYTICS = Switch(
     "bbox_iou_optim",
     "fused bbox_iou in the losses and in target assignment",
-    (
-        Target(
-            ultralytics("utils.metrics"), "bbox_iou", bbox_iou, evidence=(iou(bbox_iou, REFERENCE),), missing="refuse"
-        ),
-    ),
+    (Target(ultralytics("utils.metrics"), "bbox_iou", bbox_iou, evidence=(iou(bbox_iou, REFERENCE),)),),
     modules=("utils.metrics", "utils.loss", "utils.tal"),
 )

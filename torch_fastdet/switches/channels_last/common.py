@@ -73,11 +73,11 @@ def plain_fuse(stock: Callable[..., object]) -> Callable[..., object]:
     return fuse
 
 
-def layout_targets(where: tuple[str, ...], model: str, missing: Literal["nothing", "refuse"]) -> tuple[Target, ...]:
+def layout_targets(where: tuple[str, ...], model: str, otherwise: Literal["nothing", "refuse"]) -> tuple[Target, ...]:
     """What ``channels_last`` replaces in the class ``model`` of the modules ``where``."""
     name = f"{model}.forward"
     return (
-        Target(where, name, make=_in_layout, missing=missing),
+        Target(where, name, make=_in_layout, otherwise=otherwise),
         Target(where, f"{model}.__deepcopy__", make=lambda *_: plain_copy, adds=True, after=name),
         Target(where, f"{model}.fuse", make=lambda _, stock, __: plain_fuse(stock), after=name, quiet=True),
     )

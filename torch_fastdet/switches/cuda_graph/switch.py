@@ -20,8 +20,8 @@ YOLOV5 = Switch(
     "cuda_graph",
     "train, detect and validate with the model's passes as CUDA graphs, one for each image size; needs a GPU",
     (
-        Target(yolov5("models.yolo"), "DetectionModel.forward", make=of_yolov5.model_forward, missing="refuse"),
-        Target(yolov5("models.yolo"), f"{CLASSIFIER}.forward", make=of_yolov5.model_forward),
+        Target(yolov5("models.yolo"), "DetectionModel.forward", make=of_yolov5.model_forward),
+        Target(yolov5("models.yolo"), f"{CLASSIFIER}.forward", make=of_yolov5.model_forward, otherwise="say"),
         Target(yolov5("models.common"), "DetectMultiBackend.forward", make=of_yolov5.backend_forward),
         timer(yolov5("utils.general"), (Signature(("self",)),)),
     ),
@@ -40,7 +40,6 @@ def setup_train_target(own_objection: Callable[[Any], str | None]) -> Target:
         "BaseTrainer._setup_train",
         make=make,
         evidence=(SELF,),
-        missing="refuse",
         quiet=True,
     )
 
@@ -54,7 +53,6 @@ ULTRALYTICS = Switch(
             "DetectionModel.predict",
             make=of_ultralytics.model_predict,
             evidence=(of_ultralytics.PREDICT,),
-            missing="refuse",
         ),
         Target(
             ultralytics("nn.tasks"),

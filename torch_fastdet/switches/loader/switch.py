@@ -46,9 +46,11 @@ YOLOV5 = Switch(
     "loader_optim",
     "data loaders read each image once, and make batches with one operator, on the GPU where there is one",
     (
-        Target(yolov5("utils.dataloaders"), "LoadImagesAndLabels", make=_data_set, evidence=(KNOWN,), missing="refuse"),
-        Target(yolov5("utils.dataloaders"), "InfiniteDataLoader", make=_data_loader, missing="refuse"),
-        Target(yolov5("utils.segment.dataloaders"), "LoadImagesAndLabelsAndMasks", make=_data_set_of_masks),
+        Target(yolov5("utils.dataloaders"), "LoadImagesAndLabels", make=_data_set, evidence=(KNOWN,)),
+        Target(yolov5("utils.dataloaders"), "InfiniteDataLoader", make=_data_loader),
+        Target(
+            yolov5("utils.segment.dataloaders"), "LoadImagesAndLabelsAndMasks", make=_data_set_of_masks, otherwise="say"
+        ),
         # Loading goes on without these.
         *(
             Target(yolov5("utils.torch_utils"), name, make=make, evidence=(Signature((parameter,)),), otherwise="say")
@@ -89,7 +91,6 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("data.build"),
             "build_dataloader",
-            missing="refuse",
             make=_build_dataloader,
             evidence=(Signature(BUILD_DATALOADER), Asks("the code of its data loaders", _known)),
         ),

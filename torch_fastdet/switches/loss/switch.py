@@ -30,7 +30,6 @@ YOLOV5 = Switch(
                 Signature(("self", "p", "targets"), "__call__"),
                 LOSS,
             ),
-            missing="refuse",
         ),
         Target(
             yolov5("utils.segment.loss"),
@@ -77,7 +76,6 @@ ULTRALYTICS = Switch(
                 evidence=(INIT, *METHODS, CRITERION),
                 # A version with another loss of one task keeps the original of that task alone.
                 otherwise="refuse" if name == "v8DetectionLoss" else "say",
-                missing="refuse" if name == "v8DetectionLoss" else "nothing",
             )
             for name in TRIALS
         ),

@@ -22,7 +22,6 @@ YOLOV5 = Switch(
             "non_max_suppression",
             _counting(yolov5_non_max_suppression),
             evidence=(SUPPRESSION,),
-            missing="refuse",
         ),
         # Suppression goes on without these.
         Target(
@@ -35,7 +34,12 @@ YOLOV5 = Switch(
             note=DECODED,
         ),
         Target(
-            yolov5("models.yolo"), "Segment.forward", make=decoding.segmenting, after="Detect.forward", note=DECODED
+            yolov5("models.yolo"),
+            "Segment.forward",
+            make=decoding.segmenting,
+            after="Detect.forward",
+            otherwise="nothing",
+            note=DECODED,
         ),
     ),
     modules=("utils.general", "models.yolo", "models.common"),
@@ -50,7 +54,6 @@ ULTRALYTICS = Switch(
             "non_max_suppression",
             SUPPRESS,
             evidence=(ULTRALYTICS_SUPPRESSION,),
-            missing="refuse",
         ),
     ),
     modules=("utils.nms",),

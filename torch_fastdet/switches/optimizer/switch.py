@@ -30,7 +30,6 @@ YOLOV5 = Switch(
             yolov5("utils.torch_utils"),
             "smart_optimizer",
             make=of_yolov5.replacing_optimizer,
-            missing="refuse",
             evidence=(Signature(of_yolov5.smart_optimizer),),
         ),
         Target(
@@ -38,7 +37,6 @@ YOLOV5 = Switch(
             "ModelEMA",
             make=of_yolov5.filed_average,
             evidence=(moving_average(ModelEMA, YOLOV5_REFERENCE),),
-            missing="refuse",
         ),
     ),
     modules=("utils.torch_utils",),
@@ -55,14 +53,12 @@ ULTRALYTICS = Switch(
             "ModelEMA",
             of_ultralytics.ModelEMA,
             evidence=(moving_average(of_ultralytics.ModelEMA, REFERENCE),),
-            missing="refuse",
         ),
         Target(
             ultralytics("engine.trainer"),
             "BaseTrainer.build_optimizer",
             make=of_ultralytics.building,
             evidence=(Signature(("self", "model", "name", "lr", "momentum", "decay", "iterations")),),
-            missing="refuse",
         ),
         Target(
             ultralytics("engine.trainer"),
@@ -70,7 +66,6 @@ ULTRALYTICS = Switch(
             make=of_ultralytics.stepping,
             evidence=(SELF, SameCode({"": ("bea1725d",)}, ALL_READ)),
             after="BaseTrainer.build_optimizer",
-            missing="refuse",
             otherwise="say",
         ),
     ),

@@ -21,7 +21,6 @@ YOLOV5 = Switch(
             "Callbacks.run",
             make=of_yolov5.calling,
             evidence=(Signature(("self", "hook", "args", "thread", "kwargs")),),
-            missing="refuse",
         ),
         Target(
             yolov5("utils.dataloaders"),
@@ -43,7 +42,6 @@ ULTRALYTICS = Switch(
             "BaseTrainer.run_callbacks",
             make=of_ultralytics.calling,
             evidence=(Signature(("self", "event")),),
-            missing="refuse",
         ),
         Target(
             ultralytics("engine.trainer"),
@@ -52,7 +50,6 @@ ULTRALYTICS = Switch(
             evidence=(SELF,),
             class_evidence=(Asks("the local variable of its training loop", of_ultralytics.unknown_loop),),
             after="BaseTrainer.run_callbacks",
-            missing="refuse",
         ),
         Target(
             ultralytics("engine.trainer"),

@@ -77,7 +77,6 @@ def _process_batch(script: str) -> Target:
         moved=yolov5("utils.metrics"),  # in YOLOv5's head, for both scripts
         make=lambda _, stock, __: _matcher(stock),
         evidence=(Behaves("its process_batch", _as_ours, 0, YOLOV5_REFERENCE),),
-        missing="refuse",
     )
 
 
@@ -128,13 +127,11 @@ YOLOV5 = Switch(
             "scale_boxes",
             of_yolov5.scale_boxes,
             evidence=(Behaves("its scale_boxes", _scaled, 0, YOLOV5_REFERENCE),),
-            missing="refuse",
         ),
         Target(
             yolov5("utils.metrics"),
             "ConfusionMatrix",
             make=_matrix_class,
-            missing="refuse",
             evidence=(
                 Signature(("self", "nc", "conf", "iou_thres"), "__init__"),
                 Signature(("self", "detections", "labels"), "process_batch"),
