@@ -29,7 +29,7 @@ def no_adam(name):
 SWITCHES = {
     switch.name: switch
     for switch in (
-        Switch("fine", "", (Target(WHERE, "area", area), Target(WHERE, "Box.gone", area))),
+        Switch("fine", "", (Target(WHERE, "area", area), Target(WHERE, "Box.gone", area, otherwise="nothing"))),
         Switch(
             "outside",
             "",

@@ -1,5 +1,10 @@
 """loss_optim: ComputeLoss where training and validation look for it, and the same training."""
 
+import copy
+import importlib
+import pickle
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -53,6 +58,42 @@ def test_a_loss_that_derives_from_stocks_keeps_stocks_code(stock, capsys):
     for a, b in zip(loss(heads, targets), theirs(model)(heads, targets)):
         torch.testing.assert_close(a, b)
     assert loss.built
+
+
+WITHOUT = """
+import sys
+sys.modules["torch_fastdet"] = None  # an import of it raises ImportError
+import torch
+loss, heads, targets, others, wanted = torch.load(sys.argv[1], weights_only=False)
+torch.testing.assert_close(loss(heads, targets, *others)[0], wanted, rtol=1e-4, atol=1e-5)
+print(type(loss).__module__)
+"""
+
+
+@pytest.mark.parametrize("of", ["utils.loss", "utils.segment.loss"])
+@pytest.mark.parametrize("gamma", [0.0, 1.5])
+def test_a_pickle_is_stocks(stock, tmp_path, of, gamma):
+    """It computes the same where torch_fastdet is not installed, and becomes the switch's again where that is on."""
+    module = importlib.import_module(f"yolov5.{of}")
+    model = Model(classes=2, fl_gamma=gamma, label_smoothing=0.1, cls_pw=1.3, obj_pw=0.8)
+    heads, targets, others = make_heads(model, 2, 64), make_targets(5, 2, 2), ()
+    if "segment" in of:
+        model.model[-1].nm = 4
+        heads = [torch.cat([head, head[..., :4]], -1) for head in heads], torch.randn(2, 4, 16, 16)
+        others = (torch.zeros(len(targets), 16, 16).bernoulli(0.5),)
+    drop_in.patch(loss_optim=True)
+    try:
+        loss = module.ComputeLoss(model)
+        loss.gr = 0.7
+        wanted = loss(heads, targets, *others)
+        for again in (copy.copy(loss), copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+            assert isinstance(again, ComputeLoss) and again.gr == 0.7
+            torch.testing.assert_close(again(heads, targets, *others), wanted, rtol=0, atol=0)
+        torch.save([loss, heads, targets, others, wanted[0]], tmp_path / "loss.pt")
+    finally:
+        drop_in.unpatch()
+    ran = subprocess.run([sys.executable, "-c", WITHOUT, tmp_path / "loss.pt"], capture_output=True, text=True)
+    assert ran.stdout.split() == [f"yolov5.{of}"], ran.stderr
 
 
 def test_other_signature_is_an_error(stock, monkeypatch):

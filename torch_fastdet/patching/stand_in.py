@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch_fastdet._say import warn
 
 
-def stand_in(switch: str, stock: type, ours: type) -> type:
-    """Return a class whose instances are ``ours``, but whose subclasses derive from ``stock``, on whose inner steps they build.
+def stand_in(switch: str, stock: type, ours: type, make: Callable[..., object] | None = None) -> type:
+    """Return a class whose instances ``make`` makes of the class ``ours``, or that itself, but whose subclasses derive from ``stock``, on whose inner steps they build.
 
     They keep the original's code, and one line says so. ``isinstance`` and ``issubclass`` know both.
     """
@@ -23,7 +24,7 @@ def stand_in(switch: str, stock: type, ours: type) -> type:
             return type(stock)(name, bases, body, **keywords)
 
         def __call__(cls, *args: object, **keywords: object) -> object:
-            return ours(*args, **keywords)
+            return (make or ours)(*args, **keywords)
 
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, (ours, stock))
@@ -31,6 +32,11 @@ def stand_in(switch: str, stock: type, ours: type) -> type:
         def __subclasscheck__(cls, subclass: type) -> bool:
             return subclass is cls or issubclass(subclass, (ours, stock))
 
-    described = {"__module__": ours.__module__, "__qualname__": ours.__qualname__, "__doc__": ours.__doc__}
+    described = {
+        "__module__": ours.__module__,
+        "__qualname__": ours.__qualname__,
+        "__doc__": ours.__doc__,
+        "_stock": stock,
+    }
     made.append(StandIn(ours.__name__, (ours,), described))
     return made[0]

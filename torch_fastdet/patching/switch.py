@@ -338,8 +338,9 @@ class Active:
         return target.drop_in if target.make is None else target.make(self, stock, owner)
 
     def _is_missing(self, target: Target, where: str, obstacle: Obstacle) -> None:
-        self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", obstacle, found=False)
-        self._stays(target, obstacle)
+        if target.otherwise != "nothing":
+            self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", obstacle, found=False)
+            self._stays(target, obstacle)
 
     def _stays(self, target: Target, obstacle: Obstacle, stock: str = "") -> None:
         if target.otherwise == "refuse":

@@ -8,13 +8,12 @@ from typing import Any
 
 from torch_fastdet.patching.evidence import Obstacle, Signature
 from torch_fastdet.patching.replace import describe
-from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import yolov5
 from torch_fastdet.switches.loss import rtdetr
 from torch_fastdet.switches.loss.trial import CRITERION, END_TO_END, RTDETR_CRITERION, TRIALS
 from torch_fastdet.switches.loss.ultralytics import STOCK_MODULE, drop_in
-from torch_fastdet.switches.loss.yolov5 import ComputeLoss, SegmentationLoss
+from torch_fastdet.switches.loss.yolov5 import ComputeLoss, SegmentationLoss, in_place
 from torch_fastdet.switches.loss.yolov5_trial import LOSS, SEGMENTATION_LOSS
 
 YOLOV5 = Switch(
@@ -24,7 +23,7 @@ YOLOV5 = Switch(
         Target(
             yolov5("utils.loss"),
             "ComputeLoss",
-            make=lambda active, stock, _: stand_in(active.name, stock, ComputeLoss),
+            make=lambda active, stock, _: in_place(active.name, stock, ComputeLoss),
             evidence=(
                 Signature(("self", "model", "autobalance"), "__init__"),
                 Signature(("self", "p", "targets"), "__call__"),
@@ -34,7 +33,7 @@ YOLOV5 = Switch(
         Target(
             yolov5("utils.segment.loss"),
             "ComputeLoss",
-            make=lambda active, stock, _: stand_in(active.name, stock, SegmentationLoss),
+            make=lambda active, stock, _: in_place(active.name, stock, SegmentationLoss),
             evidence=(
                 Signature(("self", "model", "autobalance", "overlap"), "__init__"),
                 Signature(("self", "preds", "targets", "masks"), "__call__"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,8 +16,13 @@ from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import DeviceNumbers, unwrap
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.ops.yolov5_loss import split_coefficients, yolov5_mask_part
+from torch_fastdet.patching.by_name import ByName
+from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.switches.loss.common import TARGET_COLUMNS, TargetStatus
+
+#: What a loss takes from ``hyp`` when it is made.
+_ENTROPY = ("cls_pw", "obj_pw", "fl_gamma", "label_smoothing")
 
 
 def _not_apart(*_: object) -> Any:
@@ -43,7 +50,7 @@ class ComputeLoss:
 
     sort_obj_iou = False
     target_columns = len(TARGET_COLUMNS)
-    _channels = 0  # mask coefficients of an anchor
+    nm = 0  # mask coefficients of an anchor
 
     def __init__(self, model: nn.Module, autobalance: bool = False) -> None:
         trained: Any = model  # DistributedDataParallel, where train.py has wrapped it and set hyp
@@ -61,19 +68,54 @@ class ComputeLoss:
         self.gr = 1.0
         self.autobalance = autobalance
         self.ssi = [float(stride) for stride in detect.stride].index(16.0) if autobalance else 0
-        smoothing = self.hyp.get("label_smoothing", 0.0)
+        hyp = {"label_smoothing": 0.0, **self.hyp, "fl_gamma": max(self.hyp["fl_gamma"], 0.0)}
+        balance = [4.0, 1.0, 0.4] if self.nl == 3 else [4.0, 1.0, 0.25, 0.06, 0.02]
+        self._begin({name: float(hyp[name]) for name in _ENTROPY}, balance)
+
+    def _begin(self, entropy: dict[str, float], balance: list[float]) -> None:
         # Fixed when the loss is made, as in stock; the gains are read from hyp at each call.
-        self._entropy = {
-            "cls_pw": float(self.hyp["cls_pw"]),
-            "obj_pw": float(self.hyp["obj_pw"]),
-            "fl_gamma": max(float(self.hyp["fl_gamma"]), 0.0),
-            "label_smoothing": float(smoothing),
-        }
-        self._balance = [4.0, 1.0, 0.4] if self.nl == 3 else [4.0, 1.0, 0.25, 0.06, 0.02]
+        self._entropy, self._balance = entropy, balance
         self._on_device = DeviceNumbers()  # the balance, which autobalance writes there
         self._on_device.upload(self._balance, self.device)  # now, for a graph capture cannot bring it there
         self._status = TargetStatus("ComputeLoss", "yolov5_loss", ops.yolov5_loss_fault)
         self._status.prepare(self.device)
+
+    #: The framework's class, for a loss that takes its place: copies have this class, files the framework's.
+    _stock: type | None = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._stock is None:
+            return super().__reduce_ex__(protocol)
+        return object.__new__, (ByName(self._stock.__module__, self._stock.__name__),), self._stocks_attributes()
+
+    def _stocks_attributes(self) -> dict[str, object]:
+        """The attributes of a loss of the framework's class that computes the same; its own constructor makes them."""
+        detect = SimpleNamespace(na=self.na, nc=self.nc, nl=self.nl, anchors=self.anchors, stride=[], nm=self.nm)
+        hyp = {**self.hyp, **self._entropy}
+        made: Any = self._stock
+        made = made(SimpleNamespace(model=[detect], hyp=hyp, parameters=lambda: iter([self.anchors])))
+        own = {name: value for name, value in vars(self).items() if name in vars(made)}
+        return {**vars(made), **own, "balance": self.balance}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if "BCEcls" in state:  # of the framework's class
+            names = "BCEcls", "BCEobj", "balance", "cp", "cn"
+            of_classes, of_objects, balance, _, cn = (vars(self).pop(name) for name in names)
+            weights = [float(getattr(each, "loss_fcn", each).pos_weight) for each in (of_classes, of_objects)]
+            numbers = *weights, float(getattr(of_classes, "gamma", 0.0)), 2.0 * cn
+            self._begin(dict(zip(_ENTROPY, numbers)), list(balance))
+
+    def __copy__(self) -> Any:
+        return self._copied(vars(self))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+        return self._copied(copy.deepcopy(vars(self), memo))
+
+    def _copied(self, attributes: dict[str, object]) -> Any:
+        made = object.__new__(type(self))
+        vars(made).update(attributes)
+        return made
 
     BCEcls = BCEobj = build_targets = property(_not_apart, _not_apart)
 
@@ -170,7 +212,7 @@ class ComputeLoss:
         return loss, items, matches
 
     def _check_heads(self, p: list[torch.Tensor]) -> None:
-        wanted = self.nc + 5 + self._channels
+        wanted = self.nc + 5 + self.nm
         outputs_of = (
             "the list of the Detect layer's outputs in training mode is expected (in eval mode it is the second of two)"
         )
@@ -211,7 +253,7 @@ class SegmentationLoss(ComputeLoss):
             raise TypeError(
                 f"SegmentationLoss: the model's last layer is {type(detect).__name__}, but YOLOv5's Segment is expected, with nm"
             )
-        self.nm = self._channels = detect.nm
+        self.nm = detect.nm
         self.overlap = overlap
 
     def graph_key(self) -> tuple:
@@ -247,3 +289,14 @@ class SegmentationLoss(ComputeLoss):
         )
         items = torch.cat((items[:1], item.to(items.dtype), items[1:]))
         return (loss + part.to(loss.dtype)).float(), read_early(items.float(), beside=True)
+
+
+def in_place(switch: str, stock: type, ours: type[ComputeLoss]) -> type:
+    """Return the class that replaces ``stock`` by ``ours``; what is pickled is an object of ``stock``."""
+
+    def make(*args: Any, **kwargs: Any) -> ComputeLoss:
+        made = ours(*args, **kwargs)
+        made._stock = stock
+        return made
+
+    return stand_in(switch, stock, ours, make)
