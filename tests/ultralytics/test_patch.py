@@ -55,7 +55,7 @@ def test_switches(patching):
 
 
 def test_bad_calls_are_one_sentence(patching):
-    assert patching["unknown"].startswith("TypeError: patch() got an unexpected keyword argument 'nms'")
+    assert patching["unknown"].startswith("TypeError: There is no switch nms")
     assert patching["no_bool"] == "TypeError: nms_optim is 1, but True or False is expected"
     assert "nms_optim cannot apply: ultralytics.utils.nms.non_max_suppression" in patching["other_signature"]
     assert "takes (prediction, in_place)" in patching["other_signature"]

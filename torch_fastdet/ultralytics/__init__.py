@@ -13,10 +13,13 @@ what each switch replaces. ``torch_fastdet/switches/registry.py`` says how to ad
 
 from __future__ import annotations
 
+from typing_extensions import Unpack
+
 from torch_fastdet.patching.engine import ALL
 from torch_fastdet.patching.switch import Switch, SwitchError
 from torch_fastdet.suppression import ultralytics_non_max_suppression as non_max_suppression
 from torch_fastdet.switches.bbox_iou.common import bbox_iou
+from torch_fastdet.switches.keywords import UltralyticsSwitches, named_by
 from torch_fastdet.switches.optimizer.ultralytics import ModelEMA
 from torch_fastdet.switches.registry import ULTRALYTICS as SWITCHES
 from torch_fastdet.ultralytics.host import HOST
@@ -34,25 +37,8 @@ __all__ = [
 ]
 
 
-def patch(
-    *,
-    fastdet: bool | None = None,
-    bbox_iou_optim: bool | None = None,
-    upsample_optim: bool | None = None,
-    loss_optim: bool | None = None,
-    nms_optim: bool | None = None,
-    mask_optim: bool | None = None,
-    predict_optim: bool | None = None,
-    val_optim: bool | None = None,
-    track_optim: bool | None = None,
-    loader_optim: bool | None = None,
-    multi_tensor_optimizer: bool | None = None,
-    bn_act_optim: bool | None = None,
-    channels_last: bool | None = None,
-    cuda_graph: bool | None = None,
-    resume_exact: bool | None = None,
-    letterbox_optim: bool | None = None,
-) -> tuple[str, ...]:
+@named_by(UltralyticsSwitches)
+def patch(**switches: Unpack[UltralyticsSwitches]) -> tuple[str, ...]:
     """Replace functions and classes of Ultralytics in every loaded module that holds one.
 
     ``YOLO(...).train``, ``val``, ``predict``, ``track`` and ``tune`` then run through them, in the processes of a training on several GPUs
@@ -64,22 +50,8 @@ def patch(
     a function or class is replaced and when an object of a class is made.
 
     Args:
-        fastdet: every switch that applies.
-        bbox_iou_optim: IoU in the losses and in target assignment.
-        upsample_optim: nearest-neighbour upsampling by two.
-        loss_optim: the whole loss of detection, segmentation, pose and oriented boxes.
-        nms_optim: non-maximum suppression.
-        mask_optim: masks in validation and prediction.
-        predict_optim: prediction, from files and images to results.
-        val_optim: matching in validation.
-        track_optim: the trackers ByteTrack and BoT-SORT.
-        loader_optim: the data loaders.
-        multi_tensor_optimizer: the optimizer's step and the moving average of the model.
-        bn_act_optim: BatchNorm and activation.
-        channels_last: NHWC memory, where the trainer does not use it itself.
-        cuda_graph: the model's passes as CUDA graphs.
-        resume_exact: a resumed training has the bits of one that was not stopped.
-        letterbox_optim: the former name of predict_optim.
+        switches: those to switch on (True) or leave out (False): the keywords of
+            :class:`torch_fastdet.switches.keywords.UltralyticsSwitches`.
 
     Returns:
         One line for each name that is replaced so far.
@@ -89,7 +61,7 @@ def patch(
         SwitchError: a switch that was asked for by name cannot apply. Nothing stays replaced then.
         TypeError: there is no such switch, or it is neither True, False nor None.
     """
-    return HOST.patch({name: value for name, value in locals().items() if value is not None})
+    return HOST.patch({name: value for name, value in switches.items() if value is not None})
 
 
 def unpatch() -> None:

@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import argparse
 
+from typing_extensions import Unpack
+
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.patching.engine import ALL
 from torch_fastdet.patching.switch import Switch, SwitchError
 from torch_fastdet.suppression import yolov5_non_max_suppression as non_max_suppression
 from torch_fastdet.switches.bbox_iou.common import bbox_iou
+from torch_fastdet.switches.keywords import Switches, named_by
 from torch_fastdet.switches.loss.yolov5 import ComputeLoss
 from torch_fastdet.switches.optimizer.yolov5 import smart_optimizer
 from torch_fastdet.switches.registry import YOLOV5 as SWITCHES
@@ -41,24 +44,8 @@ __all__ = [
 ]
 
 
-def patch(
-    *,
-    fastdet: bool | None = None,
-    bbox_iou_optim: bool | None = None,
-    upsample_optim: bool | None = None,
-    loss_optim: bool | None = None,
-    nms_optim: bool | None = None,
-    mask_optim: bool | None = None,
-    predict_optim: bool | None = None,
-    val_optim: bool | None = None,
-    loader_optim: bool | None = None,
-    multi_tensor_optimizer: bool | None = None,
-    bn_act_optim: bool | None = None,
-    channels_last: bool | None = None,
-    cuda_graph: bool | None = None,
-    resume_exact: bool | None = None,
-    letterbox_optim: bool | None = None,
-) -> tuple[str, ...]:
+@named_by(Switches)
+def patch(**switches: Unpack[Switches]) -> tuple[str, ...]:
     """Replace functions and classes of the YOLOv5 that this process imported or can import.
 
     ``patch()`` switches on everything that applies here, except ``resume_exact``. ``patch(nms_optim=True)`` switches on that switch alone,
@@ -69,21 +56,8 @@ def patch(
     function or class is replaced.
 
     Args:
-        fastdet: every switch that applies.
-        bbox_iou_optim: IoU in the losses.
-        upsample_optim: nearest-neighbour upsampling by two.
-        loss_optim: the whole ``ComputeLoss``.
-        nms_optim: decoding and non-maximum suppression.
-        mask_optim: masks of detections.
-        predict_optim: images to predict on.
-        val_optim: matching in validation, the confusion matrix and average precision.
-        loader_optim: the data loaders.
-        multi_tensor_optimizer: the optimizer, the moving average, unscaling and clipping.
-        bn_act_optim: BatchNorm and activation.
-        channels_last: NHWC memory where it is faster.
-        cuda_graph: the model's passes as CUDA graphs.
-        resume_exact: a resumed training has the bits of one that was not stopped.
-        letterbox_optim: the former name of predict_optim.
+        switches: those to switch on (True) or leave out (False): the keywords of
+            :class:`torch_fastdet.switches.keywords.Switches`.
 
     Returns:
         One line for each name that is replaced so far.
@@ -92,7 +66,7 @@ def patch(
         SwitchError: a switch that was asked for by name cannot apply. Nothing stays replaced then.
         TypeError: there is no such switch, or it is neither True, False nor None.
     """
-    return HOST.patch({name: value for name, value in locals().items() if value is not None})
+    return HOST.patch({name: value for name, value in switches.items() if value is not None})
 
 
 def unpatch() -> None:
@@ -110,4 +84,4 @@ def apply(opt: argparse.Namespace) -> tuple[str, ...]:
     names = (*SWITCHES, *HOST.former_names())
     given = {name: True for name in (*names, ALL) if getattr(opt, name, False)}
     left_out = {name: False for name in names if getattr(opt, f"no_{name}", False)}
-    return patch(**given, **left_out) if given else ()
+    return HOST.patch(given | left_out) if given else ()
