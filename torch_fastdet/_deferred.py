@@ -76,27 +76,20 @@ def raised_at_the_end() -> Iterator[None]:
         _unread.clear()
 
 
-def _raise_unread() -> None:
+def _raise_unread(say_all: bool = False) -> None:
     for status in list(_unread):
         try:
             status.raise_arrived(wait=True)
         except ValueError as error:
-            if rank() in ("", "0"):
+            if not say_all and rank() in ("", "0"):
                 raise
-            _say_last(error)
-
-
-def _say_last(error: ValueError) -> None:
-    where = f"rank {rank()}, in one of its last steps" if rank() else "in one of the last steps"
-    say(f"{where}: {error}", logging.ERROR, every_rank=True)
+            where = f"rank {rank()}, in one of its last steps" if rank() else "in one of the last steps"
+            say(f"{where}: {error}", logging.ERROR, every_rank=True)
 
 
 @atexit.register
 def _say_unread() -> None:
     """Of a program with a loop of its own, which ends: nothing can be raised any more."""
     with contextlib.suppress(RuntimeError):  # of a GPU that failed, which the program has seen
-        for status in [] if lost_cuda_in_fork() else list(_unread):
-            try:
-                status.raise_arrived(wait=True)
-            except ValueError as error:
-                _say_last(error)
+        if not lost_cuda_in_fork():
+            _raise_unread(say_all=True)

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
 
+Context: TypeAlias = Any  # of an autograd.Function: its methods give it attributes
 foreach_copy_, foreach_add, foreach_add_ = torch._foreach_copy_, torch._foreach_add, torch._foreach_add_
 foreach_zero_ = torch._foreach_zero_
 disable_dynamo = torch._disable_dynamo  # torch.compiler.disable without its import of the compiler

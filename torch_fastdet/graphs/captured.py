@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet._torch.graph import Graph
-from torch_fastdet._torch.private import tree_flatten
+from torch_fastdet._torch.private import Context, tree_flatten
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.pool import GraphPool
 from torch_fastdet.graphs.refusal import first_line, location_of, why_not
@@ -78,7 +78,6 @@ class CapturedCallable(Generic[G]):
         return None
 
     def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
-        """Capture nothing any more."""
         self.reset()
         self.reason = reason
         self._say_once(f"{self.what} cannot be captured in a CUDA graph: {reason}; it runs eagerly")
@@ -112,7 +111,7 @@ class _Replay(torch.autograd.Function):
     """The graphs as one node of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, graphs: CapturedPasses, captured: Passes, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Context, graphs: CapturedPasses, captured: Passes, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         outputs = graphs._replay_forward(captured, tensors)
         ctx.graphs, ctx.running = graphs, _Running(captured, tensors[0].shape[:1].numel())
@@ -122,7 +121,7 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         # The loss of this pass may live on; where memory runs out in the next one, the graphs must go.
         running, ctx.running = ctx.running, None
         if running is None:

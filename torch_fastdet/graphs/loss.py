@@ -38,12 +38,8 @@ class Offer:
         self.loss = loss
         full = loss if isinstance(loss, GraphLoss) else None
         #: None where the loss takes what comes.
-        self.target_columns: int | None = None if full is None else full.target_columns
-        self._keyed = loss if isinstance(loss, HasGraphKey) else None
-        self._full = full
-
-    def graph_key(self) -> Hashable:
-        return None if self._keyed is None else self._keyed.graph_key()
-
-    def in_step(self, model: nn.Module) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._full is None else self._full.in_step(model)
+        self.target_columns = None if full is None else full.target_columns
+        self.graph_key: Callable[[], Hashable] = loss.graph_key if isinstance(loss, HasGraphKey) else lambda: None
+        self.in_step: Callable[[nn.Module], AbstractContextManager[None]] = (
+            (lambda _: contextlib.nullcontext()) if full is None else full.in_step
+        )

@@ -236,8 +236,6 @@ class ModuleGraphs(CapturedPasses):
 
 
 def _of_module(name: str) -> Any:
-    """A method that calls the module's."""
-
     def method(self: GraphedModule, *args: object, **kwargs: object) -> Any:
         return getattr(self.module, name)(*args, **kwargs)
 

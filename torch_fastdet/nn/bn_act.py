@@ -10,9 +10,8 @@ results and in stock's order stays stock's.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -56,18 +55,11 @@ DEVICES = ("cuda",)
 _VECTOR = 8
 
 Forward = Callable[..., Tensor]
+Block: TypeAlias = Any  # a module of a framework, such as its Conv
 # Attribute of every forward that conv_forward() and c3_forward() made: the name of the function that made it.
 _MADE_BY = "made_by"
-# Threads that are inside of captured().
-_capturing: set[int] = set()
-
-
-class ConvBlock(Protocol):
-    """A host's ``Conv``."""
-
-    conv: nn.Conv2d
-    bn: nn.BatchNorm2d
-    act: nn.Module
+# An entry for each captured() that a thread is inside of.
+_capturing: list[None] = []
 
 
 def is_watched() -> bool:
@@ -75,8 +67,7 @@ def is_watched() -> bool:
     return every_module_has_hooks() or is_recorded() or is_transforming()
 
 
-def _made_by(maker: Callable[..., Forward], block: Any) -> bool:
-    """Whether the forward of this block's class was made by ``maker``."""
+def _made_by(maker: Callable[..., Forward], block: Block) -> bool:
     return getattr(type(block).forward, _MADE_BY, None) is maker
 
 
@@ -97,15 +88,11 @@ def fuses() -> bool:
 @contextlib.contextmanager
 def captured() -> Iterator[None]:
     """While inside, calls are captured, or have to give what a replay gives."""
-    thread = threading.get_ident()
-    if thread in _capturing:
-        yield
-        return
-    _capturing.add(thread)
+    _capturing.append(None)
     try:
         yield
     finally:
-        _capturing.discard(thread)
+        _capturing.pop()
 
 
 def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
@@ -145,7 +132,7 @@ def _slope(act: nn.Module) -> float:
     return act.negative_slope if type(act) is nn.LeakyReLU else 0.0
 
 
-def _is_evaluated(block: Any) -> bool:
+def _is_evaluated(block: Block) -> bool:
     """Whether a block in evaluation is a convolution and what :func:`_write` does behind it, unobserved and without a gradient."""
     norm, act = getattr(block, "bn", None), block.act
     return (
@@ -155,7 +142,8 @@ def _is_evaluated(block: Any) -> bool:
         and block.conv.weight.device.type in DEVICES
         and type(act) in ACTIVATIONS
         and runs_plainly(act, _FORWARDS[type(act)])
-        and (norm is None or (_has_statistics(norm) and runs_plainly(norm, _FORWARDS[nn.BatchNorm2d])))
+        and (norm is None or (type(norm) is nn.BatchNorm2d and runs_plainly(norm, _FORWARDS[nn.BatchNorm2d])))
+        and (norm is None or (not norm.training and norm.running_mean is not None))
         and not is_watched()
     )
 
@@ -181,16 +169,11 @@ def convolved(branch: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     return (_convolve(last, x, None), last.bias) if _is_plain(last) else (last(x), None)
 
 
-def _convolve(conv: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+def _convolve(conv: Block, x: Tensor, bias: Tensor | None) -> Tensor:
     return F.conv2d(x, conv.weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
-def _has_statistics(norm: nn.Module) -> bool:
-    """Whether this is a BatchNorm2d in evaluation that has running statistics."""
-    return type(norm) is nn.BatchNorm2d and not norm.training and norm.running_mean is not None
-
-
-def _vectors(block: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, float]:
+def _vectors(block: Block) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, float]:
     """Weight, bias, mean and variance of an evaluated block's norm, and its eps; the bias alone where the convolution holds the norm."""
     norm = getattr(block, "bn", None)
     if norm is None:
@@ -198,7 +181,7 @@ def _vectors(block: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, T
     return norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.eps
 
 
-def _begun(block: Any, x: Tensor) -> Tensor:
+def _begun(block: Block, x: Tensor) -> Tensor:
     """What the block's convolution makes of x; in evaluation without the bias that :func:`_finished` adds."""
     conv = block.conv
     if block.training:
@@ -207,7 +190,7 @@ def _begun(block: Any, x: Tensor) -> Tensor:
 
 
 def _write(
-    block: Any, x: Tensor, room: Tensor, shortcut: Tensor | None, last: Tensor | None = None, first: int = 0
+    block: Block, x: Tensor, room: Tensor, shortcut: Tensor | None, last: Tensor | None = None, first: int = 0
 ) -> None:
     """In evaluation: the block's result for x, of its convolution, into channels of ``room`` from ``first`` on; its last ones into ``last``."""
     place = room if room is x else room.narrow(1, first, x.shape[1])
@@ -215,7 +198,7 @@ def _write(
     torch.ops.torch_fastdet.bias_act(x, place, *_vectors(block), *options)
 
 
-def _fits_evaluated(x: Tensor, block: Any) -> bool:
+def _fits_evaluated(x: Tensor, block: Block) -> bool:
     """Whether the operator takes x, of the block's convolution."""
     kinds, vectors = (torch.float32, x.dtype), [v for v in _vectors(block)[:4] if v is not None]
     return (
@@ -227,7 +210,7 @@ def _fits_evaluated(x: Tensor, block: Any) -> bool:
     )
 
 
-def _finished(block: Any, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+def _finished(block: Block, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
     """The block's result, plus ``shortcut``, for x of :func:`_begun`; in evaluation in x's place. Ask :func:`_ends_in` first."""
     if block.training:
         return norm_and_activation(block.bn, block.act, x, shortcut)
@@ -245,7 +228,6 @@ def _finished(block: Any, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
 
 
 def _is_added(shortcut: Tensor | None, x: Tensor) -> bool:
-    """Whether an operator can add ``shortcut``, if there is one, to its result for x."""
     return shortcut is None or (shortcut.dtype == x.dtype and shortcut.shape == x.shape)
 
 
@@ -272,7 +254,7 @@ def norm_and_activation(norm: nn.BatchNorm2d, act: nn.Module, x: Tensor, shortcu
     return y if add or shortcut is None else shortcut + y
 
 
-def _options(block: ConvBlock) -> Options:
+def _options(block: Block) -> Options:
     return block.bn.momentum or 0.0, block.bn.eps, ACTIVATIONS[type(block.act)], _slope(block.act)
 
 
@@ -282,7 +264,7 @@ def _is_whole(norm: nn.BatchNorm2d) -> bool:
     return norm.track_running_stats and all(tensor is not None for tensor in tensors)
 
 
-def norms_and_activations_cat(blocks: list[ConvBlock], inputs: list[Tensor], shortcut: Tensor | None = None) -> Tensor:
+def norms_and_activations_cat(blocks: list[Block], inputs: list[Tensor], shortcut: Tensor | None = None) -> Tensor:
     """``torch.cat`` of each block's ``act(bn(x))`` along the channels, the first one plus ``shortcut``.
 
     One operator, whose parts write straight into the concatenation, where they have the same options; else a concatenation of
@@ -313,7 +295,7 @@ def norms_and_activations_cat(blocks: list[ConvBlock], inputs: list[Tensor], sho
     )
 
 
-def _jointly(blocks: list[ConvBlock], x: Tensor, before: list[int]) -> tuple[Tensor, ...] | None:
+def _jointly(blocks: list[Block], x: Tensor, before: list[int]) -> tuple[Tensor, ...] | None:
     """Each block's ``act(bn(conv(x)))``, with ``before[i]`` channels in front, by one convolution; None where there is none.
 
     Ask can_fuse for each block first.
@@ -343,13 +325,13 @@ def _is_like(x: Tensor, room: Tensor) -> bool:
     return x.dtype == room.dtype and x.shape[2:] == room.shape[2:] and x.is_contiguous() == room.is_contiguous()
 
 
-def _goes_into(room: Tensor, block: Any, x: Tensor, shortcut: Tensor | None) -> bool:
+def _goes_into(room: Tensor, block: Block, x: Tensor, shortcut: Tensor | None) -> bool:
     """Whether the block's result for x of :func:`_begun`, plus ``shortcut``, can be written into ``room``."""
     fits = _fits(x, block.bn) and _is_whole(block.bn) if block.training else _fits_evaluated(x, block)
     return fits and _is_added(shortcut, x) and _is_like(x, room)
 
 
-def _into(room: Tensor, first: int, block: Any, x: Tensor, shortcut: Tensor | None) -> Tensor:
+def _into(room: Tensor, first: int, block: Block, x: Tensor, shortcut: Tensor | None) -> Tensor:
     """``room`` with the block's result for x, plus ``shortcut``, in its channels from ``first`` on. Ask :func:`_goes_into` first."""
     if block.training:
         norm = block.bn
@@ -358,7 +340,7 @@ def _into(room: Tensor, first: int, block: Any, x: Tensor, shortcut: Tensor | No
     return room
 
 
-def _behind(block: ConvBlock, x: Tensor, rest: Tensor, shortcut: Tensor | None) -> Tensor:
+def _behind(block: Block, x: Tensor, rest: Tensor, shortcut: Tensor | None) -> Tensor:
     """The concatenation of the block's ``act(bn(x))``, plus ``shortcut``, and the last channels of ``rest``."""
     if _goes_into(rest, block, x, shortcut):
         return _into(rest, 0, block, x, shortcut)
@@ -369,7 +351,7 @@ def _behind(block: ConvBlock, x: Tensor, rest: Tensor, shortcut: Tensor | None) 
 def conv_forward(stock: Forward) -> Forward:
     """Stands for the forward of a block that computes ``act(bn(conv(x)))``; ``stock`` is what it replaces."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Block, x: Tensor) -> Tensor:
         # Two ifs: torch.jit.script leaves out the first one's block, but compiles the whole of an `and`.
         if not torch.jit.is_scripting():
             if (self.training and can_fuse(self.bn, self.act)) or _is_evaluated(self):
@@ -384,7 +366,7 @@ def conv_forward(stock: Forward) -> Forward:
 def conv_forward_fuse(stock: Forward) -> Forward:
     """Stands for what a block calls once its convolution holds the norm: ``act(conv(x))``. Instances keep it as their ``forward``."""
 
-    def forward_fuse(self: Any, x: Tensor) -> Tensor:
+    def forward_fuse(self: Block, x: Tensor) -> Tensor:
         if not torch.jit.is_scripting():
             if type(self).forward_fuse is forward_fuse and not hasattr(self, "bn") and _is_evaluated(self):
                 return _finished(self, _begun(self, x))
@@ -395,7 +377,7 @@ def conv_forward_fuse(stock: Forward) -> Forward:
     return forward_fuse
 
 
-def _is_fused(block: Any) -> bool:
+def _is_fused(block: Block) -> bool:
     """Whether a call of the block is one of the :func:`conv_forward_fuse` that its class has now."""
     forward = getattr(vars(block).get("forward"), "__func__", None)
     return (
@@ -412,7 +394,7 @@ def is_used(model: nn.Module) -> bool:
     return any(_made_by(conv_forward, block) for block in model.modules())
 
 
-def begins_with_stem(block: Any) -> bool:
+def begins_with_stem(block: Block) -> bool:
     """Whether ``block`` is one of :func:`conv_forward` with a stem's convolution, whose images may be divided on the way."""
     conv = getattr(block, "conv", None)
     return (
@@ -423,7 +405,7 @@ def begins_with_stem(block: Any) -> bool:
     )
 
 
-def forward_of_bytes(block: Any, x: Tensor) -> Tensor:
+def forward_of_bytes(block: Block, x: Tensor) -> Tensor:
     """The block's result for ``x / 255``, where x is uint8; for other x its own. Ask :func:`begins_with_stem` first."""
     if x.dtype != torch.uint8:
         return type(block).forward(block, x)
@@ -433,7 +415,7 @@ def forward_of_bytes(block: Any, x: Tensor) -> Tensor:
     return type(block).forward(block, divided(x.contiguous(memory_format=alike)))
 
 
-def _ends_in(block: Any, conv: Forward) -> bool:
+def _ends_in(block: Block, conv: Forward) -> bool:
     """Whether ``block`` is a block whose forward is ``conv``, or what ``conv`` is once the norm is fused, and is one for :func:`_finished`."""
     if block.training:
         return hasattr(block, "bn") and runs_plainly(block, conv) and can_fuse(block.bn, block.act)
@@ -442,7 +424,7 @@ def _ends_in(block: Any, conv: Forward) -> bool:
     return (_is_fused(block) or (hasattr(block, "bn") and runs_plainly(block, conv))) and _is_evaluated(block)
 
 
-def _ends_plainly(block: Any, forward: Forward, end: str, conv: Forward) -> bool:
+def _ends_plainly(block: Block, forward: Forward, end: str, conv: Forward) -> bool:
     """Whether ``block`` is one whose forward is ``forward``, and whose part ``end`` is as :func:`_ends_in` asks."""
     return runs_plainly(block, forward) and _ends_in(getattr(block, end), conv)
 
@@ -453,7 +435,7 @@ def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
     The sum joins the second block's norm and activation where that block's forward is ``conv``, one of :func:`conv_forward`.
     """
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Block, x: Tensor) -> Tensor:
         if not torch.jit.is_scripting():
             last = self.cv2
             if self.add and _ends_in(last, conv):
@@ -472,7 +454,7 @@ def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
     and ``conv``. ``cv1`` and ``cv2`` are one convolution where a captured step has joined them (:mod:`torch_fastdet.nn.joint`).
     """
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Block, x: Tensor) -> Tensor:
         if not torch.jit.is_scripting():
             parts = _c3_parts(self, x, conv, bottleneck)
             return stock(self, x) if parts is None else self.cv3(parts)
@@ -483,11 +465,11 @@ def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
     return forward
 
 
-def _c3_parts(c3: Any, x: Tensor, conv: Forward, bottleneck: Forward) -> Tensor | None:
+def _c3_parts(c3: Block, x: Tensor, conv: Forward, bottleneck: Forward) -> Tensor | None:
     """The concatenation that :func:`c3_forward`'s ``cv3`` reads; None, with nothing done, where it cannot be written in place."""
     if type(c3.m) is not nn.Sequential:
         return None
-    inner: list[Any] = list(c3.m)
+    inner: list[Block] = list(c3.m)
     last = inner[-1] if inner else None
     if not (
         last is not None
@@ -524,7 +506,7 @@ def c2f_forward(stock: Forward, conv: Forward, bottleneck: Forward, c3: Forward)
     reads is copied: ``b``, and the result of each of ``m`` but the last. Backward, the gradients of its readers are added in one pass.
     """
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Block, x: Tensor) -> Tensor:
         if not torch.jit.is_scripting():
             if type(self.m) is not nn.ModuleList or not _ends_in(self.cv1, conv):
                 return stock(self, x)
@@ -537,7 +519,7 @@ def c2f_forward(stock: Forward, conv: Forward, bottleneck: Forward, c3: Forward)
     return forward
 
 
-def _c2f_parts(c2f: Any, x: Tensor, conv: Forward, bottleneck: Forward, c3: Forward) -> Tensor:
+def _c2f_parts(c2f: Block, x: Tensor, conv: Forward, bottleneck: Forward, c3: Forward) -> Tensor:
     """The concatenation that :func:`c2f_forward`'s ``cv2`` reads; x is the result of ``cv1``'s convolution."""
     cv1, blocks, half = c2f.cv1, list(c2f.m), x.shape[1] // 2
     fits = _can_share(x, cv1.bn) and _is_whole(cv1.bn) if cv1.training else _fits_evaluated(x, cv1)
@@ -546,7 +528,7 @@ def _c2f_parts(c2f: Any, x: Tensor, conv: Forward, bottleneck: Forward, c3: Forw
     room, shortcut, y = _split(cv1, x, half * (2 + len(blocks)))
     for i, block in enumerate(blocks):
         first, added = half * (2 + i), None
-        end: Any = None
+        end: Block = None
         if _ends_plainly(block, bottleneck, "cv2", conv):
             end, added = block.cv2, shortcut if block.add else None
             y = _begun(end, block.cv1(y))
@@ -570,7 +552,7 @@ def _c2f_parts(c2f: Any, x: Tensor, conv: Forward, bottleneck: Forward, c3: Forw
     return room
 
 
-def _split(cv1: Any, x: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
+def _split(cv1: Block, x: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
     """A tensor of ``channels`` that begins with the result of ``cv1`` for x of its convolution, and twice a copy of that's second half."""
     if cv1.training:
         return NormSplit.apply(x, channels, cv1.bn, _options(cv1), cv1.bn.weight, cv1.bn.bias)
@@ -580,13 +562,12 @@ def _split(cv1: Any, x: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _chain(parts: list[Tensor], blocks: Sequence[nn.Module]) -> Tensor:
-    """``parts`` and what each block makes of the one before it, concatenated."""
     for block in blocks:
         parts.append(block(parts[-1]))
     return torch.cat(parts, 1)
 
 
-def blocks_of_one_input(blocks: Sequence[Any], x: Tensor) -> dict[nn.Module, Tensor]:
+def blocks_of_one_input(blocks: Sequence[Block], x: Tensor) -> dict[nn.Module, Tensor]:
     """What those of the blocks whose convolutions were joined make of x, by one convolution; nothing where there is none."""
     joined = [b for b in blocks if isinstance(getattr(b, "conv", None), nn.Module) and JOINT in vars(b.conv)]
     if not joined or not all(_made_by(conv_forward, b) and _ends_in(b, type(b).forward) for b in joined):
@@ -597,7 +578,7 @@ def blocks_of_one_input(blocks: Sequence[Any], x: Tensor) -> dict[nn.Module, Ten
 def convolutions_of_one_input(model: nn.Module) -> Iterator[list[nn.Conv2d]]:
     """Convolutions that read one tensor: of ``OF_ONE_INPUT``, and of ``cv1`` and ``cv2`` where the forward is one of
     :func:`c3_forward`."""
-    modules: list[Any] = list(model.modules())
+    modules: list[Block] = list(model.modules())
     groups = [blocks for module in modules for blocks in vars(module).get(OF_ONE_INPUT, [])]
     for blocks in groups + [[block.cv1, block.cv2] for block in modules if _made_by(c3_forward, block)]:
         convs = [getattr(block, "conv", None) for block in blocks]
@@ -621,7 +602,7 @@ def can_pool(pool: nn.Module) -> bool:
     )
 
 
-def _pooled(cv1: Any, pool: Any, pools: int, x: Tensor, conv: Forward) -> Tensor:
+def _pooled(cv1: Block, pool: Any, pools: int, x: Tensor, conv: Forward) -> Tensor:
     """The concatenation of ``cv1(x)`` and of ``pools`` poolings, each of the one before it."""
     if pools > 0 and not cv1.training and _ends_in(cv1, conv):
         y = _begun(cv1, x)
@@ -646,7 +627,7 @@ def sppf_forward(stock: Forward, counts: bool, conv: Forward) -> Forward:
         conv: the forward of its ``cv1`` and ``cv2``, one of :func:`conv_forward`.
     """
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Block, x: Tensor) -> Tensor:
         if torch.jit.is_scripting() or not (self.training or not torch.is_grad_enabled()) or not can_pool(self.m):
             return stock(self, x)
         pools, added = (getattr(self, "n", 3), getattr(self, "add", False)) if counts else (3, False)

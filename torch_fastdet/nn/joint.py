@@ -7,10 +7,10 @@ step makes when it casts them (``rewrites/casts.py``); everywhere else each modu
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
+
+from torch_fastdet._torch.private import Context
 
 #: Attribute of each of such convolutions while it is captured: all of them at once, a function of their input whose result has their
 #: channels one behind the other, or is None where autocast is off.
@@ -41,7 +41,7 @@ class NormsOfParts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, before: list[int], norms: list[nn.BatchNorm2d], options: Options, *parameters: Tensor
+        ctx: Context, x: Tensor, before: list[int], norms: list[nn.BatchNorm2d], options: Options, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
         count = len(norms)
         results = [room_like(x, first + norm.num_features) for first, norm in zip(before, norms)]
@@ -54,7 +54,7 @@ class NormsOfParts(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[object, ...]:
+    def backward(ctx: Context, *grads: Tensor) -> tuple[object, ...]:
         x, mean, invstd, *parameters = ctx.saved_tensors
         count = len(grads)
         given = [grad[:, first:] for first, grad in zip(ctx.before, grads)]
@@ -72,7 +72,7 @@ class NormInto(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         room: Tensor,
         first: int,
         x: Tensor,
@@ -93,7 +93,7 @@ class NormInto(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[object, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[object, ...]:
         x, mean, invstd, weight, bias = ctx.saved_tensors
         own = grad.narrow(1, ctx.first, x.shape[1])
         grad_x, *vectors = torch.ops.torch_fastdet.bn_act_parts_backward(
@@ -119,7 +119,7 @@ class NormSplit(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, channels: int, norm: nn.BatchNorm2d, options: Options, weight: Tensor, bias: Tensor
+        ctx: Context, x: Tensor, channels: int, norm: nn.BatchNorm2d, options: Options, weight: Tensor, bias: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         room, half = room_like(x, channels), x.shape[1] // 2
@@ -132,7 +132,7 @@ class NormSplit(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, *readers: Tensor | None) -> tuple[object, ...]:
+    def backward(ctx: Context, grad: Tensor, *readers: Tensor | None) -> tuple[object, ...]:
         x, mean, invstd, weight, bias = ctx.saved_tensors
         half = x.shape[1] // 2
         given = [grad[:, :half], _sum((grad[:, half : 2 * half], *readers))]
@@ -146,7 +146,7 @@ class Keep(torch.autograd.Function):
     """``room`` with a copy of x in its channels from ``first`` on, and x, twice: see :class:`NormSplit`."""
 
     @staticmethod
-    def forward(ctx: Any, room: Tensor, first: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Context, room: Tensor, first: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         torch.ops.torch_fastdet.sum_slices([x], room.narrow(1, first, x.shape[1]))
         ctx.place = first, x.shape[1]
@@ -155,7 +155,7 @@ class Keep(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor, *readers: Tensor | None) -> tuple[object, ...]:
+    def backward(ctx: Context, grad: Tensor, *readers: Tensor | None) -> tuple[object, ...]:
         return grad, None, _sum((grad.narrow(1, *ctx.place), *readers))
 
 
@@ -163,11 +163,11 @@ class Twice(torch.autograd.Function):
     """x for a shortcut, and for what else reads it: their gradients are added where one of them is a slice, too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Context, x: Tensor) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         return x.data, x.data
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *readers: Tensor | None) -> Tensor:
+    def backward(ctx: Context, *readers: Tensor | None) -> Tensor:
         return _sum(readers)

@@ -318,7 +318,6 @@ def v8_obb_loss(
 
 
 def _sizes(heads: list[torch.Tensor], sizes: list[int]) -> list[int]:
-    """Height and width of each level."""
     if len(sizes) > 0:
         return sizes
     found: list[int] = []

@@ -32,7 +32,6 @@ def _detection(
     num_targets: torch.Tensor | None,
     options: Yolov5LossOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, items, the levels' objectness, status, and the cells of the matches."""
     loss, items, levels, owner, matches, _, _ = torch.ops.torch_fastdet.yolov5_loss(
         heads,
         targets,

@@ -100,7 +100,6 @@ class Binding:
         raise NotImplementedError
 
     def _found(self, name: str, at: list[int]) -> list[Tensor | None]:
-        """A buffer of each of these parameters."""
         return [self.state[p].get(name) if p in self.state else None for p in (self.params[i] for i in at)]
 
     def make_buffers(self) -> None:

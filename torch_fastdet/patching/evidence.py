@@ -157,17 +157,22 @@ def difference(found: object, wanted: object, tolerance: float) -> tuple[str, st
     return None
 
 
-def agree(method: Callable[..., object], other: Callable[..., object], attributes: dict[str, object], x: Any) -> bool:
-    """Return whether two methods of (self, x) give the same bits for a ``self`` with these attributes alone; False if either raises."""
-
-    def run(method: Callable[..., Any]) -> Any:
-        return method(SimpleNamespace(**attributes), [t.clone() for t in x] if isinstance(x, list) else x.clone())
-
+def alike(stock: Any, ours: Any, run: Callable[[Any], object], tolerance: float = 0.0) -> bool:
+    """Return whether ``run`` gives the same with both; False if either raises."""
     try:
         with plainly_on_the_cpu():
-            return difference(run(method), run(other), 0.0) is None
+            return difference(run(stock), run(ours), tolerance) is None
     except Exception:  # the code is somebody else's
         return False
+
+
+def agree(method: Callable[..., object], other: Callable[..., object], attributes: dict[str, object], x: Any) -> bool:
+    """Return whether two methods of (self, x) give the same bits for a ``self`` with these attributes alone."""
+
+    def run(method: Any) -> object:
+        return method(SimpleNamespace(**attributes), [t.clone() for t in x] if isinstance(x, list) else x.clone())
+
+    return alike(method, other, run)
 
 
 def stand_ins(*names: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:

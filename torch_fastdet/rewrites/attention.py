@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet._torch.modules import put_attributes
-from torch_fastdet._torch.private import runs_plainly
+from torch_fastdet._torch.private import Context, runs_plainly
 from torch_fastdet.patching.evidence import Obstacle, agree, pictures
 from torch_fastdet.rewrites.rewrite import obstacle_to_other_sums, obstacle_to_rows
 
@@ -22,14 +22,14 @@ class _Softmax(torch.autograd.Function):
     """``x.softmax(-1).to(dtype)``, whose gradient comes transposed from the product behind: one launch, where torch needs several."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Context, x: Tensor, dtype: torch.dtype) -> Tensor:
         y = x.softmax(-1)
         ctx.save_for_backward(y)
         return y.to(dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         (y,) = ctx.saved_tensors
         return torch.ops.torch_fastdet.softmax_backward(grad.flatten(0, 1), y.flatten(0, 1)).view_as(y), None
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fastdet._torch.modules import put_attributes
-from torch_fastdet._torch.private import foreach_copy_, foreach_zero_, runs_plainly
+from torch_fastdet._torch.private import Context, foreach_copy_, foreach_zero_, runs_plainly
 from torch_fastdet.nn.bn_act import convolutions_of_one_input, is_used
 from torch_fastdet.nn.joint import JOINT
 from torch_fastdet.nn.stem import has_stem_shape
@@ -91,14 +91,14 @@ class _CastAll(torch.autograd.Function):
     """All tensors in another dtype, in rooms. Their gradients come back in their own dtype, together, once the last is there."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, rooms: list[_Room], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Context, dtype: torch.dtype, rooms: list[_Room], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         # For sizes and strides.
         ctx.rooms = [_Room(tuple(m.detach() for m in room.members), room.rows) for room in rooms]
         return tuple(_cast_into_rooms(rooms, dtype))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [(room, grad) for room, grad in zip(ctx.rooms, grads) if grad is not None]
         likes = [member for room, _ in given for member in room.members]
         cast = iter(_cast([part for room, grad in given for part in room.places(grad)], likes, torch.float32))
@@ -110,12 +110,12 @@ class _FirstChannels(torch.autograd.Function):
     """The first channels of a channels_last tensor, in its memory. Backward, one pass writes the gradient of all its channels."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, channels: int) -> Tensor:
+    def forward(ctx: Context, y: Tensor, channels: int) -> Tensor:
         ctx.channels = y.shape[1]
         return y[:, :channels].data  # to autograd no view, which an activation in place could not change
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         return torch.ops.torch_fastdet.pad_and_sum(grad, ctx.channels)[0], None
 
 
@@ -143,7 +143,7 @@ class _Pointwise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, channels: int) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor, channels: int) -> Tensor:
         ctx.save_for_backward(x, weight)
         rows = x.permute(0, 2, 3, 1).flatten(0, 2)
         with _parts_added_in_float32():
@@ -153,7 +153,7 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[object, ...]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[object, ...]:
         x, weight = ctx.saved_tensors
         whole, bias = torch.ops.torch_fastdet.pad_and_sum(grad, weight.shape[0])
         wanted = [*ctx.needs_input_grad[:2], False]

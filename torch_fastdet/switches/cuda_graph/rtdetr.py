@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fastdet._torch.private import writes
+from torch_fastdet._torch.private import Context, writes
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.patching.evidence import SameCode, Signature
@@ -45,14 +45,14 @@ class _Embedded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, numbers: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Context, numbers: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(numbers)
         ctx.rows = len(weight)
         return torch.where(numbers.unsqueeze(-1) > 0, weight[(numbers - 1).clamp(0, len(weight) - 1)], 0)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[None, Tensor]:
         (numbers,) = ctx.saved_tensors
         rows = torch.arange(1, ctx.rows + 1, device=grad.device).unsqueeze(1)
         return None, (numbers.view(1, -1) == rows).to(grad.dtype) @ grad.reshape(-1, grad.shape[-1])

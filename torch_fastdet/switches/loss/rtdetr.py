@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_fastdet import ops
 from torch_fastdet._deferred import DeferredStatus
 from torch_fastdet._say import count
+from torch_fastdet._torch.private import Context
 from torch_fastdet.switches.loss.common import Criterion
 
 STOCK_MODULE = "ultralytics.models.utils.loss"
@@ -73,12 +74,12 @@ class _SharedGradient(torch.autograd.Function):
     """The terms of a loss, each of which has the gradient of their sum. NaN where they are not weighted alike."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, terms: Tensor) -> Tensor:
+    def forward(ctx: Context, loss: Tensor, terms: Tensor) -> Tensor:
         return terms.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
         return torch.where((grad == grad[0]).all(), grad[0], torch.nan), None
 
 

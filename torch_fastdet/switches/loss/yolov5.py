@@ -177,7 +177,6 @@ class ComputeLoss:
     def _detection(
         self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Loss, items, and the cells of the matches."""
         if not isinstance(targets, torch.Tensor):
             raise TypeError(f"ComputeLoss: targets is a {type(targets).__name__}, but a tensor (nt, 6) is expected")
         if num_targets is not None and not isinstance(num_targets, torch.Tensor):
