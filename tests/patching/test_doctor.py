@@ -64,7 +64,7 @@ def test_each_switch_with_its_targets(host):
     assert reports["outside"].why_not == "the optimizer is Adam." and reports["outside"].asked
     assert reports["other"].why_not == "host.shapes.Box.size takes (self), not (width, height)."
     assert reports["lenient"].targets[0].obstacle == reports["other"].why_not
-    assert reports["nothing"].why_not.startswith("found nothing to replace: there is no host.shapes.volume")
+    assert reports["nothing"].why_not.startswith("no volume is defined in host.shapes, or it has been")
     assert reports["machine"].why_not == "there is no GPU."
     assert reports["native"].notice == "the host does it itself"
     assert (dict(vars(sys.modules["host.shapes"])), torch.nn.Identity.forward) == before and not host.on
