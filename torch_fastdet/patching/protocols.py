@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+#: A model of either framework, its last layer, and the batch or the labels of an image that it gets.
+Model: TypeAlias = Any
+Head: TypeAlias = Any
+Batch: TypeAlias = dict[str, Any]
+
 #: YOLOv5's ``Detect`` and ``LoadImagesAndLabels``, the latter with the memory of ``loader_optim``.
 AnchorHead: TypeAlias = Any
 YOLOv5Dataset: TypeAlias = Any

@@ -13,6 +13,7 @@ from torch_fastdet._torch.modules import put_attributes
 from torch_fastdet._torch.private import runs_plainly
 from torch_fastdet.nn.bn_act import convolved
 from torch_fastdet.patching.evidence import Obstacle, agree, pictures, stand_ins
+from torch_fastdet.patching.protocols import Head
 from torch_fastdet.rewrites.rewrite import (
     ULTRALYTICS_HEADS,
     YOLOV5,
@@ -22,7 +23,7 @@ from torch_fastdet.rewrites.rewrite import (
 )
 
 
-def raw_heads(detect: Any, x: list[Tensor]) -> list[Tensor]:
+def raw_heads(detect: Head, x: list[Tensor]) -> list[Tensor]:
     """What YOLOv5's Detect returns in training, (bs, na, ny, nx, no) a level, as views of its convolutions' outputs, also in ``x``."""
     outputs = (convolution(features) for convolution, features in zip(detect.m, x))
     x[:] = [output.unflatten(1, (detect.na, detect.no)).movedim(2, -1) for output in outputs]
@@ -56,13 +57,13 @@ class HeadViews:
         return put_attributes([(detect, "forward", functools.partial(raw_heads, detect))])
 
 
-def _joined(head: Any, x: list[Tensor]) -> Tensor:
+def _joined(head: Head, x: list[Tensor]) -> Tensor:
     """What ``head`` makes of each level, (N, channels, anchors of all levels), with the channels of an anchor side by side."""
     rows = [part(features).permute(0, 2, 3, 1).flatten(1, 2) for part, features in zip(head, x)]
     return torch.cat(rows, 1).transpose(1, 2)
 
 
-def _written(head: Any, x: list[Tensor]) -> Tensor:
+def _written(head: Head, x: list[Tensor]) -> Tensor:
     """:func:`_joined` without a gradient: the last convolutions' bias is added on the way into the rows."""
     parts = [convolved(part, features) for part, features in zip(head, x)]
     first, positions = parts[0][0], [y.shape[2] * y.shape[3] for y, _ in parts]
@@ -76,7 +77,7 @@ def _written(head: Any, x: list[Tensor]) -> Tensor:
     return rows.transpose(1, 2)
 
 
-def _distances(dfl: Any, x: Tensor) -> Tensor:
+def _distances(dfl: Head, x: Tensor) -> Tensor:
     """Ultralytics' DFL for x whose channels of an anchor lie side by side."""
     shares = x.transpose(1, 2).unflatten(2, (4, dfl.c1)).softmax(-1)
     return (shares @ dfl.conv.weight.flatten()).transpose(1, 2)

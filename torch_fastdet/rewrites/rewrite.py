@@ -12,6 +12,7 @@ from torch_fastdet._torch.modules import is_channels_last
 from torch_fastdet._torch.private import every_module_has_hooks
 from torch_fastdet.nn.bn_act import is_used
 from torch_fastdet.patching.evidence import Obstacle
+from torch_fastdet.patching.protocols import Head, Model
 
 
 class Rewrite(Protocol):
@@ -20,10 +21,10 @@ class Rewrite(Protocol):
     #: What it changes, in a line.
     about: str
 
-    def matches(self, model: Any) -> Obstacle | None:
+    def matches(self, model: Model) -> Obstacle | None:
         """Return why the model stays as it is, or None if :meth:`apply` can change it."""
 
-    def apply(self, model: Any) -> Callable[[], None]:
+    def apply(self, model: Model) -> Callable[[], None]:
         """Change a model that :meth:`matches`, and return a function that undoes it."""
 
 
@@ -68,14 +69,14 @@ def layers_of(model: object, framework: Framework, loop_alone: bool = False) -> 
     return list(layers) if isinstance(layers, nn.Sequential) else []
 
 
-def head_of(model: Any, framework: Framework, evaluated: bool = False) -> Any:
+def head_of(model: Model, framework: Framework, evaluated: bool = False) -> Head:
     """The last layer of a model in training, or ``evaluated`` too, if its class is the framework's; else None."""
     layers = getattr(model, "model", None)
     head = layers[-1] if isinstance(layers, nn.Sequential) and len(layers) else None
     return head if type(head).__module__ in framework.modules and (model.training or evaluated) else None
 
 
-def detect_of(model: Any, method: str, framework: Framework, evaluated: bool = False) -> Any:
+def detect_of(model: Model, method: str, framework: Framework, evaluated: bool = False) -> Head:
     """:func:`head_of` if it is a ``Detect`` whose ``method`` is the class's; else None."""
     head = head_of(model, framework, evaluated)
     return head if type(head).__name__ == "Detect" and method not in vars(head) else None

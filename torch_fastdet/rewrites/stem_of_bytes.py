@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
 from torch_fastdet._torch.modules import put_attributes
 from torch_fastdet.nn.bn_act import begins_with_stem, forward_of_bytes
 from torch_fastdet.patching.evidence import Obstacle
+from torch_fastdet.patching.protocols import Model
 from torch_fastdet.rewrites.rewrite import Framework, layers_of
 
 _MARK = "torch_fastdet_takes_bytes"
@@ -35,6 +35,6 @@ class StemOfBytes:
             return Obstacle("its first layer is not a stem of bn_act_optim that alone reads the images.")
         return None
 
-    def apply(self, model: Any) -> Callable[[], None]:
+    def apply(self, model: Model) -> Callable[[], None]:
         first = model.model[0]
         return put_attributes([(first, "forward", functools.partial(forward_of_bytes, first)), (model, _MARK, True)])

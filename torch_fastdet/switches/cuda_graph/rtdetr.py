@@ -23,6 +23,7 @@ from torch_fastdet._torch.private import Context, writes
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.patching.evidence import SameCode, Signature
+from torch_fastdet.patching.protocols import Batch, Head, Model
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.cuda_graph.ultralytics import training_graphs, trains
@@ -100,7 +101,7 @@ def keep_labels(on_device: Sequence[object], on_host: Sequence[object]) -> None:
         setattr(copies[0], _NOTE, _Note(tuple(labels), tuple(copies[1:]), _writes(copies)))
 
 
-def labels_on_host(batch: Any) -> tuple[Tensor, ...]:
+def labels_on_host(batch: Batch) -> tuple[Tensor, ...]:
     """The labels of a batch on the host: those that :func:`keep_labels` has noted, or copies, for which the host waits."""
     labels = tuple(batch[name] for name in _LABELS)
     note = getattr(labels[0], _NOTE, None)
@@ -114,7 +115,7 @@ def preprocess_batch(_: Active, stock: Callable[..., Any], __: object) -> Callab
     """The trainer's ``preprocess_batch``, which brings a batch to the GPU: the labels on the host are kept for this step."""
 
     @functools.wraps(stock)
-    def preprocess_batch(trainer: object, batch: Any) -> Any:
+    def preprocess_batch(trainer: object, batch: Batch) -> Any:
         on_host = [batch.get(name) for name in _LABELS]
         result = stock(trainer, batch)
         keep_labels([result.get(name) for name in _LABELS], on_host)
@@ -151,7 +152,7 @@ class _Drawn(NamedTuple):
     meta: dict[str, Any] | None
 
 
-def _draw(draw: Any, head: Any, targets: dict[str, Any]) -> _Drawn:
+def _draw(draw: Any, head: Head, targets: dict[str, Any]) -> _Drawn:
     """Denoising queries by Ultralytics' ``get_cdn_group``, with classes in the place of their embeddings."""
     device, images, room = targets["bboxes"].device, len(targets["gt_groups"]), 2 * head.num_denoising
     names = torch.arange(1, head.nc + 1, dtype=torch.float32, device=device).unsqueeze(1)
@@ -194,7 +195,7 @@ def get_cdn_group(active: Active, stock: Callable[..., Any], _: object) -> Calla
     active.shared(_Drawer).stock = stock
 
     @in_place_of(stock, "cuda_graph.get_cdn_group")
-    def drawn(batch: Any, num_classes: int, num_queries: int, class_embed: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def drawn(batch: Batch, num_classes: int, num_queries: int, class_embed: Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(batch, Queries):
             return batch.embedded(num_queries, class_embed)
         return stock(batch, num_classes, num_queries, class_embed, *args, **kwargs)
@@ -202,7 +203,7 @@ def get_cdn_group(active: Active, stock: Callable[..., Any], _: object) -> Calla
     return drawn
 
 
-def _head(model: Any) -> Any:
+def _head(model: Model) -> Any:
     """The model's last layer if it is Ultralytics' ``RTDETRDecoder`` with denoising queries; else None."""
     head = model.model[-1]
     kind = type(head)
@@ -214,7 +215,7 @@ def model_loss(active: Active, stock: Callable[..., Any], model_class: Any) -> C
     """``RTDETRDetectionModel.loss`` in training, where ``loss_optim`` has replaced the criterion."""
     graphs, drawer, predict = active.shared(training_graphs), active.shared(_Drawer), model_class.predict
 
-    def takes(model: Any, batch: Any) -> bool:
+    def takes(model: Model, batch: Batch) -> bool:
         if torch.compiler.is_compiling() or type(model).predict is not predict or "predict" in vars(model):
             return False
         if graphs.failed(model):  # padded queries would only cost time
@@ -228,7 +229,7 @@ def model_loss(active: Active, stock: Callable[..., Any], model_class: Any) -> C
         return drawer.stock is not None and model.criterion.takes(head.nc)
 
     @in_place_of(stock, "cuda_graph.loss")
-    def loss(model: Any, batch: Any, preds: Any = None) -> Any:
+    def loss(model: Model, batch: Batch, preds: Any = None) -> Any:
         if preds is not None or not takes(model, batch):
             return stock(model, batch, preds)
         x, criterion = batch["img"], model.criterion

@@ -32,14 +32,13 @@ class _Graphs(threading.local):
 
     predicting: nn.Module | None = None
 
-
-def _predicting(active: Active) -> _Graphs:
-    return _Graphs()
+    def __init__(self, _: Active) -> None:
+        """Made in each thread."""
 
 
 def backend_forward(active: Active, stock: Callable[..., object], _: object) -> Callable[..., object]:
     """``DetectMultiBackend.forward``: while it runs a model, the model's forward takes its graphs."""
-    here = active.shared(_predicting)
+    here = active.shared(_Graphs)
 
     @in_place_of(stock, "cuda_graph.forward")
     def forward(backend: object, *args: object, **kwargs: object) -> Any:
@@ -54,7 +53,7 @@ def backend_forward(active: Active, stock: Callable[..., object], _: object) -> 
 
 def model_forward(active: Active, stock: Callable[..., object], model_class: Any) -> Callable[..., object]:
     """The ``forward`` of a model's class by graphs, in training and where a backend predicts."""
-    here = active.shared(_predicting)
+    here = active.shared(_Graphs)
     graphs = active.shared(TrainingGraphs)
     answers = PredictionGraphs(active.name)
 

@@ -23,6 +23,7 @@ from torch_fastdet._torch.tensors import DeviceNumbers
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.graphs.rows import RowGraphs
 from torch_fastdet.ops.v8_loss import v8_mask_part, v8_with_parts
+from torch_fastdet.patching.protocols import Batch
 from torch_fastdet.patching.replace import defined_in
 from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.rewrites.registry import fewer_copies
@@ -33,8 +34,7 @@ STOCK_MODULE = "ultralytics.utils.loss"
 DETECTION_SETTINGS = len(ops.v8_loss_settings())
 MOST_MASK_CHANNELS = 128  # of the operator
 
-Outputs = dict[str, Any]  # of a model's head, by name
-Batch = dict[str, Any]
+Outputs = Batch  # of a model's head, by name
 LossItems = tuple[Tensor, Tensor]
 
 
@@ -58,12 +58,8 @@ class _Slots(NamedTuple):
     sizes: list[int]
 
 
-class _Assignment(NamedTuple):
-    """An operator, its arguments before the targets, and the options that it alone has."""
-
-    operator: Any
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
+#: An operator, its arguments before the targets, and the options that it alone has.
+_Assignment = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
 class _DetectionLoss(Criterion):
@@ -159,9 +155,9 @@ class _DetectionLoss(Criterion):
         state.status.prepare(scores.device)
         targets = targets.to(device=scores.device, dtype=torch.float32)
         sizes = [side for feature in preds["feats"] for side in feature.shape[2:]]
-        assignment = self.assignment(preds, batch, boxes, scores)
-        loss, items, _, slot_anchor, slot_row, _, status = assignment.operator.default(
-            *assignment.arguments,
+        operator, arguments, options = self.assignment(preds, batch, boxes, scores)
+        loss, items, _, slot_anchor, slot_row, _, status = operator.default(
+            *arguments,
             targets,
             settings[: self.assignment_settings],
             self.strides(),
@@ -171,7 +167,7 @@ class _DetectionLoss(Criterion):
             reg_max=self.reg_max,
             topk=self.assigner.topk,
             topk2=self.assigner.topk2,
-            **assignment.options,
+            **options,
         )
         state.status.note(status, targets.shape[0], status.is_cuda)
         if batch is not None:
@@ -181,7 +177,7 @@ class _DetectionLoss(Criterion):
 
     def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
         """Return the operator that assigns targets to anchors, with its arguments of this task."""
-        return _Assignment(torch.ops.torch_fastdet.v8_loss, ([boxes, scores],), {})
+        return torch.ops.torch_fastdet.v8_loss, ([boxes, scores],), {}
 
     def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
         """Return loss and items with the parts of the task beside those of detection."""
@@ -238,7 +234,7 @@ class _DetectionLoss(Criterion):
 def _with_part(preds: Outputs, slots: _Slots, loss: Tensor, items: Tensor, part: Tensor) -> LossItems:
     """Return loss and items with one more part; in the loss it is multiplied by batch size and weight."""
     whole = part * (len(preds["scores"]) * slots.settings[3].float())
-    return (torch.cat((loss, whole.view(1).to(loss.dtype))), torch.cat((items, part.detach().view(1).to(items.dtype))))
+    return torch.cat((loss, whole.view(1).to(loss.dtype))), torch.cat((items, part.detach().view(1).to(items.dtype)))
 
 
 class _SegmentationLoss(_DetectionLoss):
@@ -315,7 +311,7 @@ class _SegmentLoss26(_SegmentationLoss):
             self.prototypes(preds).detach().to(boxes.dtype),
             batch["masks"].to(boxes.device),
         )
-        return _Assignment(torch.ops.torch_fastdet.v8_masked_loss, arguments, {"overlap": bool(self.overlap)})
+        return torch.ops.torch_fastdet.v8_masked_loss, arguments, {"overlap": bool(self.overlap)}
 
 
 class _PoseLoss(_DetectionLoss):
@@ -387,7 +383,7 @@ class _PoseLoss26(_PoseLoss):
             batch["keypoints"].to(device=boxes.device, dtype=torch.float32),
             self.assigner.sigmas.to(device=boxes.device, dtype=torch.float32),
         )
-        return _Assignment(torch.ops.torch_fastdet.v8_posed_loss, arguments, {})
+        return torch.ops.torch_fastdet.v8_posed_loss, arguments, {}
 
     def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
         loss, items = super().with_task(preds, batch, slots, loss, items)
@@ -478,7 +474,7 @@ class _OBBLoss(_DetectionLoss):
         return (*super().settings(weight), float(self.hyp.angle))
 
     def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
-        return _Assignment(torch.ops.torch_fastdet.v8_obb_loss, (boxes, scores, preds["angle"].to(boxes.dtype)), {})
+        return torch.ops.torch_fastdet.v8_obb_loss, (boxes, scores, preds["angle"].to(boxes.dtype)), {}
 
 
 class _E2ELoss(Criterion):

@@ -16,7 +16,7 @@ from torch_fastdet import ops
 from torch_fastdet._say import count
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet._torch.tensors import as_float
-from torch_fastdet.patching.protocols import ConfusionMatrix, Validator
+from torch_fastdet.patching.protocols import Batch, ConfusionMatrix, Validator
 from torch_fastdet.switches.val import average_precision
 
 #: Where stock makes what it combines with the labels.
@@ -43,7 +43,7 @@ def match(stock: Callable, matching: Callable) -> Callable:
     """``DetectionValidator._process_batch`` by one operator; a validator with a matching of its own gets stock's."""
 
     @functools.wraps(stock)
-    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, object]:
+    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: Batch) -> dict[str, object]:
         if MATCHED in batch:
             count("val_optim", "images matched")
             return {"tp": batch[MATCHED]}
@@ -85,7 +85,7 @@ def match_all(matching: Callable, known: tuple[Callable, Callable]) -> Callable[
         known: its ``_prepare_batch`` and ``_prepare_pred``.
     """
 
-    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], batch: dict[str, Any]) -> Callable:
+    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> Callable:
         own = validator._prepare_batch
         methods = tuple(getattr(method, "__func__", None) for method in (own, validator._prepare_pred))
         if type(validator).match_predictions is not matching or methods != known:
@@ -103,7 +103,7 @@ def match_all(matching: Callable, known: tuple[Callable, Callable]) -> Callable[
     return prepare_all
 
 
-def _prepared_at_once(own: Callable, batch: dict[str, Any], images: int) -> tuple[Tensor, list[dict[str, Any]]]:
+def _prepared_at_once(own: Callable, batch: Batch, images: int) -> tuple[Tensor, list[Batch]]:
     """Return the labels of all images as an operator takes them, and what ``_prepare_batch`` makes of each image, by one call."""
     number = batch["batch_idx"].reshape(-1)
     order = number.argsort(stable=True)
@@ -140,7 +140,7 @@ def plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tu
     return result.precision, result.recall, result.f1, result.x, by_recall
 
 
-def _counts_as_stock(detections: dict[str, Any], batch: dict[str, Any], *thresholds: object) -> bool:
+def _counts_as_stock(detections: Batch, batch: Batch, *thresholds: object) -> bool:
     """Whether the operator takes these as stock does, which has rules of its own for rotated boxes, and says what is wrong with other
     types and shapes."""
     boxes = detections["bboxes"], batch["bboxes"]
@@ -188,7 +188,7 @@ def confuse(stock: Callable) -> Callable:
     def process_batch(
         self: ConfusionMatrix,
         detections: dict[str, Tensor],
-        batch: dict[str, Any],
+        batch: Batch,
         conf: float = 0.25,
         iou_thres: float = 0.45,
     ) -> None:
@@ -260,7 +260,7 @@ def update_on_host(
     return update_metrics
 
 
-def _labels_on_host(batch: dict[str, Any]) -> dict[str, object]:
+def _labels_on_host(batch: Batch) -> dict[str, object]:
     return batch | {name: batch[name].cpu() for name in ("batch_idx", "cls", "bboxes", "keypoints") if name in batch}
 
 
@@ -280,26 +280,26 @@ class Overlaps(NamedTuple):
     function: str  #: of the host, in the module of the task's validator
     matches: str  #: what ``_process_batch`` calls the matches by them
     #: Elements of the largest tensor for so many labels and detections like these.
-    elements: Callable[[int, int, dict[str, Any], dict[str, Tensor]], int]
+    elements: Callable[[int, int, Batch, dict[str, Tensor]], int]
     #: (labels, detections), by the host's function.
-    between: Callable[[Callable[..., Tensor], Validator, list[dict[str, Any]], list[dict[str, Tensor]]], Tensor]
+    between: Callable[[Callable[..., Tensor], Validator, list[Batch], list[dict[str, Tensor]]], Tensor]
     #: Makes ``_prepare_batch`` from the one of validators of boxes alone; None: the task's own.
     prepares: Callable[[Callable], Callable] | None = None
 
 
-def _joined(images: list[dict[str, Any]], name: str, device: torch.device) -> Tensor:
+def _joined(images: list[Batch], name: str, device: torch.device) -> Tensor:
     return torch.cat([image[name] for image in images]).to(device)
 
 
 def _rotated(
-    probiou: Callable[..., Tensor], _: Validator, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]
+    probiou: Callable[..., Tensor], _: Validator, labels: list[Batch], preds: list[dict[str, Tensor]]
 ) -> Tensor:
     device = preds[0]["bboxes"].device
     return probiou(_joined(labels, "bboxes", device), _joined(preds, "bboxes", device))
 
 
 def _similarity(
-    kpt_iou: Callable[..., Tensor], validator: Validator, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]
+    kpt_iou: Callable[..., Tensor], validator: Validator, labels: list[Batch], preds: list[dict[str, Tensor]]
 ) -> Tensor:
     """Object keypoint similarity. A box has 0.53 of its area where no mask says more, as in xtcocotools."""
     device = preds[0]["keypoints"].device
@@ -310,7 +310,7 @@ def _similarity(
 
 
 def _of_masks(
-    mask_iou: Callable[..., Tensor], _: Validator, labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]
+    mask_iou: Callable[..., Tensor], _: Validator, labels: list[Batch], preds: list[dict[str, Tensor]]
 ) -> Tensor:
     found = _joined(preds, "masks", preds[0]["masks"].device)
     truth = _drawn(labels, found.device)
@@ -319,7 +319,7 @@ def _of_masks(
     return mask_iou(truth.flatten(1), found.flatten(1).float())
 
 
-def _drawn(labels: list[dict[str, Any]], device: torch.device) -> Tensor:
+def _drawn(labels: list[Batch], device: torch.device) -> Tensor:
     """(labels, h, w): 0 or 1. An image's own are these, or one map in which the pixels of label i are i + 1."""
     if labels[0]["masks"].dim() == 3:
         return _joined(labels, "masks", device).float()
@@ -331,7 +331,7 @@ def _drawn(labels: list[dict[str, Any]], device: torch.device) -> Tensor:
 def _with_masks(boxes: Callable) -> Callable:
     """``_prepare_batch`` of an image whose masks are drawn later, those of several images at once."""
 
-    def prepare(validator: Validator, number: int, batch: dict[str, Any]) -> dict[str, Any]:
+    def prepare(validator: Validator, number: int, batch: Batch) -> Batch:
         own = number
         if not validator.args.overlap_mask:
             own = (batch["batch_idx"] == number).nonzero()[:, 0].to(batch["masks"].device)
@@ -340,7 +340,7 @@ def _with_masks(boxes: Callable) -> Callable:
     return prepare
 
 
-def _pixels(labels: int, detections: int, label: dict[str, Any], pred: dict[str, Tensor]) -> int:
+def _pixels(labels: int, detections: int, label: Batch, pred: dict[str, Tensor]) -> int:
     """Labels are drawn in their own size, and compared in that of the detections."""
     found = pred["masks"][0].numel()
     return labels * max(found, label["masks"].shape[-2:].numel()) + detections * found
@@ -359,7 +359,7 @@ def process_overlaps(stock: Callable, overlaps: Overlaps, boxes: Callable) -> Ca
     """A task's ``_process_batch`` by overlaps that are there already; ``boxes`` is the one of boxes that are not rotated."""
 
     @functools.wraps(stock)
-    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: dict[str, Any]) -> dict[str, object]:
+    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: Batch) -> dict[str, object]:
         if OVERLAPS not in batch:
             return stock(self, preds, batch)
         count("val_optim", "images matched")
@@ -374,7 +374,7 @@ def preparing_overlaps(
     function: Callable[[], Callable[..., Tensor]],
     keeping_rows: Callable,
     preparing: tuple[Callable, Callable] | None,
-) -> Callable[[Validator, list[dict[str, Tensor]], dict[str, Any]], Callable | None]:
+) -> Callable[[Validator, list[dict[str, Tensor]], Batch], Callable | None]:
     """Makes a validator's ``_prepare_batch``, with the overlaps of all images of a batch in one copy from the GPU.
 
     It returns None, and the original runs, if masks are needed on the host, or if the validator's ``_prepare_pred`` is not ``keeping_rows``.
@@ -382,7 +382,7 @@ def preparing_overlaps(
     stands for it.
     """
 
-    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], labels: dict[str, Any]) -> Callable | None:
+    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], labels: Batch) -> Callable | None:
         if getattr(validator._prepare_pred, "__func__", None) is not keeping_rows or _shows_masks(validator, preds[0]):
             return None
         own = validator._prepare_batch
@@ -406,7 +406,7 @@ def _on_host(
     validator: Validator,
     overlaps: Overlaps,
     function: Callable[..., Tensor],
-    labels: list[dict[str, Any]],
+    labels: list[Batch],
     preds: list[dict[str, Tensor]],
 ) -> Iterable[Tensor]:
     """The overlaps of each image."""
@@ -423,7 +423,7 @@ def _on_host(
 
 
 def _groups(
-    overlaps: Overlaps, sizes: list[tuple[int, int]], labels: list[dict[str, Any]], preds: list[dict[str, Tensor]]
+    overlaps: Overlaps, sizes: list[tuple[int, int]], labels: list[Batch], preds: list[dict[str, Tensor]]
 ) -> Iterator[list[int]]:
     """Images with labels and detections, as many at once as a tensor of the largest size allows."""
     group: list[int] = []
