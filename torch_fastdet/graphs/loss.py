@@ -38,7 +38,7 @@ class Offer:
         self.loss = loss
         full = loss if isinstance(loss, GraphLoss) else None
         #: None where the loss takes what comes.
-        self.target_columns = None if full is None else full.target_columns
+        self.target_columns: int | None = None if full is None else full.target_columns
         self.graph_key: Callable[[], Hashable] = loss.graph_key if isinstance(loss, HasGraphKey) else lambda: None
         self.in_step: Callable[[nn.Module], AbstractContextManager[None]] = (
             (lambda _: contextlib.nullcontext()) if full is None else full.in_step

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet._torch.modules import put_attributes
 from torch_fastdet._torch.private import Context, runs_plainly
-from torch_fastdet.patching.evidence import Obstacle, agree, pictures
-from torch_fastdet.rewrites.rewrite import obstacle_to_other_sums, obstacle_to_rows
+from torch_fastdet.patching.evidence import agree, pictures
+from torch_fastdet.rewrites.rewrite import Forwards, obstacle_to_other_sums, obstacle_to_rows
 
 MODULE = "ultralytics.nn.modules.block"
 MOST_POSITIONS = 1024  # of the operator, core::kMostSoftmaxColumns
@@ -100,16 +99,12 @@ def _blocks(model: nn.Module) -> list[Any]:
     ]
 
 
-class AttentionInRows:
+class AttentionInRows(Forwards):
     """Ultralytics' ``Attention`` and ``AAttn`` run as :func:`_attend`."""
 
     about = "attention blocks read channels_last images without copying them"
+    without = "it has no attention block of Ultralytics'."
+    obstacles = obstacle_to_other_sums, obstacle_to_rows
 
-    def matches(self, model: nn.Module) -> Obstacle | None:
-        if (obstacle := obstacle_to_other_sums(model) or obstacle_to_rows(model)) is not None:
-            return obstacle
-        return None if _blocks(model) else Obstacle("it has no attention block of Ultralytics'.")
-
-    def apply(self, model: nn.Module) -> Callable[[], None]:
-        forwards = [(block, _KNOWN[type(block).__name__][0]) for block in _blocks(model)]
-        return put_attributes([(block, "forward", functools.partial(ours, block)) for block, ours in forwards])
+    def forwards(self, model: nn.Module) -> list[tuple[nn.Module, Callable[..., object]]]:
+        return [(block, functools.partial(_KNOWN[type(block).__name__][0], block)) for block in _blocks(model)]

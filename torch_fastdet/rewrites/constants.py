@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_fastdet._torch.modules import put_attributes
 from torch_fastdet._torch.private import runs_plainly
-from torch_fastdet.patching.evidence import Obstacle
+from torch_fastdet.rewrites.rewrite import Forwards
 
 _CLASSES = {
     ("ultralytics.nn.modules.transformer", "AIFI"),  # the grid of its position embedding
@@ -24,18 +23,14 @@ def _on_its_device(module: nn.Module, *args: object, **kwargs: object) -> Any:
         return type(module).forward(module, *args, **kwargs)
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    found = [m for m in model.modules() if (type(m).__module__, type(m).__name__) in _CLASSES]
-    return [module for module in found if runs_plainly(module, type(module).forward)]
-
-
-class ConstantsOnDevice:
+class ConstantsOnDevice(Forwards):
     """Tensors that are made without a device are made on the model's. In training, denoising queries are drawn before the pass."""
 
     about = "RT-DETR makes its constants on the GPU"
+    without = "it has no block of RT-DETR's."
 
-    def matches(self, model: nn.Module) -> Obstacle | None:
-        return None if _blocks(model) else Obstacle("it has no block of RT-DETR's.")
-
-    def apply(self, model: nn.Module) -> Callable[[], None]:
-        return put_attributes([(m, "forward", functools.partial(_on_its_device, m)) for m in _blocks(model)])
+    def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
+        for module in model.modules():
+            kind = type(module)
+            if (kind.__module__, kind.__name__) in _CLASSES and runs_plainly(module, kind.forward):
+                yield module, functools.partial(_on_its_device, module)

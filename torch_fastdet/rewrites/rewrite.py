@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
-from torch_fastdet._torch.modules import is_channels_last
+from torch_fastdet._torch.modules import is_channels_last, put_attributes
 from torch_fastdet._torch.private import every_module_has_hooks
 from torch_fastdet.nn.bn_act import is_used
 from torch_fastdet.patching.evidence import Obstacle
@@ -36,6 +36,27 @@ def rewritten(model: nn.Module, rewrites: Iterable[Rewrite]) -> Iterator[None]:
             if rewrite.matches(model) is None:
                 stack.callback(rewrite.apply(model))
         yield
+
+
+class Forwards:
+    """A rewrite that gives modules of a model another ``forward``."""
+
+    about: str
+    #: What is said of a model that has no such module.
+    without: str
+    #: What else keeps a model as it is.
+    obstacles: tuple[Callable[[nn.Module], Obstacle | None], ...] = ()
+
+    def forwards(self, model: nn.Module) -> Iterable[tuple[nn.Module, Callable[..., object]]]:
+        """Return the modules, each with its other ``forward``."""
+        raise NotImplementedError
+
+    def matches(self, model: nn.Module) -> Obstacle | None:
+        found = next((obstacle for each in self.obstacles if (obstacle := each(model)) is not None), None)
+        return found or (None if any(True for _ in self.forwards(model)) else Obstacle(self.without))
+
+    def apply(self, model: nn.Module) -> Callable[[], None]:
+        return put_attributes([(module, "forward", forward) for module, forward in self.forwards(model)])
 
 
 class Framework(NamedTuple):

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet._torch.modules import put_attributes
 from torch_fastdet._torch.private import runs_plainly
-from torch_fastdet.patching.evidence import Obstacle, alike
+from torch_fastdet.patching.evidence import alike
 from torch_fastdet.patching.replace import with_names
-from torch_fastdet.rewrites.rewrite import obstacle_to_other_sums
+from torch_fastdet.rewrites.rewrite import Forwards, obstacle_to_other_sums
 
 _MODULE = "ultralytics.nn.modules.transformer"
 _SAMPLED = "multi_scale_deformable_attn_pytorch"
@@ -48,51 +47,33 @@ def _forward_of(stock: Any) -> Callable[..., Tensor] | None:
     return with_names(stock, **{_SAMPLED: attend})
 
 
-def _deformable(model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Tensor]]]:
-    for module in model.modules():
-        kind = type(module)
-        if (kind.__module__, kind.__name__) == (_MODULE, "MSDeformAttn") and runs_plainly(module, kind.forward):
-            forward = _forward_of(kind.forward)
-            if forward is not None:
-                yield module, functools.partial(forward, module)
-
-
-class DeformableAttention:
-    """``MSDeformAttn`` runs :func:`torch_fastdet.ops.deformable_attention`."""
+class DeformableAttention(Forwards):
+    """``MSDeformAttn`` runs :func:`torch_fastdet.ops.deformable_attention`, in training."""
 
     about = "RT-DETR's deformable attention is one operator"
+    without = "it has no deformable attention of Ultralytics', in training."
+    obstacles = (obstacle_to_other_sums,)
 
-    def matches(self, model: nn.Module) -> Obstacle | None:
-        if (obstacle := obstacle_to_other_sums(model)) is not None:
-            return obstacle
-        found = model.training and any(_deformable(model))
-        return None if found else Obstacle("it has no deformable attention of Ultralytics', in training.")
-
-    def apply(self, model: nn.Module) -> Callable[[], None]:
-        return put_attributes([(module, "forward", forward) for module, forward in _deformable(model)])
-
-
-def _self_attention(model: nn.Module) -> Iterator[nn.MultiheadAttention]:
-    for layer in model.modules():
-        name = _SELF_ATTENTION.get(type(layer).__name__) if type(layer).__module__ == _MODULE else None
-        attention = getattr(layer, name) if name else None
-        if type(attention) is nn.MultiheadAttention and runs_plainly(attention, nn.MultiheadAttention.forward):
-            yield attention
+    def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
+        for module in model.modules() if model.training else ():
+            kind = type(module)
+            if (kind.__module__, kind.__name__) == (_MODULE, "MSDeformAttn") and runs_plainly(module, kind.forward):
+                forward = _forward_of(kind.forward)
+                if forward is not None:
+                    yield module, functools.partial(forward, module)
 
 
-class WithoutAveragedWeights:
-    """Self-attention of RT-DETR's layers computes no averaged weights, which nothing reads, and so may be fused."""
+class WithoutAveragedWeights(Forwards):
+    """Self-attention of RT-DETR's layers computes no averaged weights, which nothing reads, and so may be fused, in training."""
 
     about = "RT-DETR's self-attention averages no weights"
+    without = "it has no self-attention of RT-DETR's, in training."
+    obstacles = (obstacle_to_other_sums,)
 
-    def matches(self, model: nn.Module) -> Obstacle | None:
-        if (obstacle := obstacle_to_other_sums(model)) is not None:
-            return obstacle
-        found = model.training and any(True for _ in _self_attention(model))
-        return None if found else Obstacle("it has no self-attention of RT-DETR's, in training.")
-
-    def apply(self, model: nn.Module) -> Callable[[], None]:
+    def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
         forward: Any = functools.partial(nn.MultiheadAttention.forward, need_weights=False)
-        return put_attributes(
-            [(attention, "forward", functools.partial(forward, attention)) for attention in _self_attention(model)]
-        )
+        for layer in model.modules() if model.training else ():
+            name = _SELF_ATTENTION.get(type(layer).__name__) if type(layer).__module__ == _MODULE else None
+            attention = getattr(layer, name) if name else None
+            if type(attention) is nn.MultiheadAttention and runs_plainly(attention, nn.MultiheadAttention.forward):
+                yield attention, functools.partial(forward, attention)

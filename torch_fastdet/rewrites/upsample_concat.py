@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet._torch.modules import put_attributes
 from torch_fastdet._torch.private import runs_plainly
-from torch_fastdet.patching.evidence import Obstacle, agree, pictures
-from torch_fastdet.rewrites.rewrite import Framework, layers_of
+from torch_fastdet.patching.evidence import agree, pictures
+from torch_fastdet.patching.protocols import Model
+from torch_fastdet.rewrites.rewrite import Forwards, Framework, layers_of
 from torch_fastdet.switches.upsample.switch import doubles, upsample_forward
 
 
@@ -54,29 +54,21 @@ def _joined(upsample: Any, concat: object) -> Callable[[list[Tensor]], Tensor]:
     return forward
 
 
-class UpsampleConcat:
+class UpsampleConcat(Forwards):
     """Each upsampling of ``upsample_optim`` whose result only a concatenation reads becomes one operator with it.
 
     A layer reads the results that its attribute ``f`` names; ``model.save`` has the numbers of those that later layers read.
     """
 
     about = "upsamplings write into the concatenations behind them"
+    without = "no concatenation alone reads an upsampling of upsample_optim."
 
     def __init__(self, framework: Framework) -> None:
         self._framework = framework
 
-    def _pairs(self, model: object) -> list[tuple[nn.Module, nn.Module]]:
+    def forwards(self, model: Model) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
         layers, save = layers_of(model, self._framework, loop_alone=True), getattr(model, "save", None)
-        if not isinstance(save, (list, tuple, set)):
-            return []
-        return [(up, cat) for up, cat in itertools.pairwise(layers) if _is_pair(up, cat, save)]
-
-    def matches(self, model: object) -> Obstacle | None:
-        return None if self._pairs(model) else Obstacle("no concatenation alone reads an upsampling of upsample_optim.")
-
-    def apply(self, model: object) -> Callable[[], None]:
-        pairs = self._pairs(model)
-        return put_attributes(
-            [(up, "forward", lambda x: x) for up, _ in pairs]
-            + [(cat, "forward", _joined(up, cat)) for up, cat in pairs]
-        )
+        for upsample, concat in itertools.pairwise(layers) if isinstance(save, (list, tuple, set)) else ():
+            if _is_pair(upsample, concat, save):
+                yield upsample, lambda x: x
+                yield concat, _joined(upsample, concat)

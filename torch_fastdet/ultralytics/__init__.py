@@ -13,6 +13,8 @@ what each switch replaces. ``torch_fastdet/switches/registry.py`` says how to ad
 
 from __future__ import annotations
 
+from typing import cast
+
 from typing_extensions import Unpack
 
 from torch_fastdet.patching.engine import ALL
@@ -61,7 +63,7 @@ def patch(**switches: Unpack[UltralyticsSwitches]) -> tuple[str, ...]:
         SwitchError: a switch that was asked for by name cannot apply. Nothing stays replaced then.
         TypeError: there is no such switch, or it is neither True, False nor None.
     """
-    return HOST.patch({name: value for name, value in switches.items() if value is not None})
+    return HOST.patch({name: value for name, value in cast(dict, switches).items() if value is not None})
 
 
 def unpatch() -> None:

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import cast
 
 from typing_extensions import Unpack
 
@@ -66,7 +67,7 @@ def patch(**switches: Unpack[Switches]) -> tuple[str, ...]:
         SwitchError: a switch that was asked for by name cannot apply. Nothing stays replaced then.
         TypeError: there is no such switch, or it is neither True, False nor None.
     """
-    return HOST.patch({name: value for name, value in switches.items() if value is not None})
+    return HOST.patch({name: value for name, value in cast(dict, switches).items() if value is not None})
 
 
 def unpatch() -> None:
