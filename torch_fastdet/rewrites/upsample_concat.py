@@ -68,7 +68,7 @@ class UpsampleConcat(Forwards):
 
     def forwards(self, model: Model) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
         layers, save = layers_of(model, self._framework, loop_alone=True), getattr(model, "save", None)
-        for upsample, concat in itertools.pairwise(layers) if isinstance(save, (list, tuple, set)) else ():
-            if _is_pair(upsample, concat, save):
+        for upsample, concat in itertools.pairwise(layers):
+            if isinstance(save, (list, tuple, set)) and _is_pair(upsample, concat, save):
                 yield upsample, lambda x: x
                 yield concat, _joined(upsample, concat)

@@ -231,7 +231,7 @@ def update_on_host(
     """
 
     @functools.wraps(stock)
-    def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: dict[str, object]) -> None:
+    def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> None:
         on_gpu = type(self)._process_batch is processing and torch.device(self.device).type != "cpu"
         if not on_gpu or not preds:
             stock(self, preds, batch)
@@ -239,7 +239,7 @@ def update_on_host(
         if self.args.single_cls:  # in place, as the original does, for the plots that come later
             for pred in preds:
                 pred["cls"].zero_()
-        labels = _labels_on_host(batch)
+        labels = batch | {n: batch[n].cpu() for n in ("batch_idx", "cls", "bboxes", "keypoints") if n in batch}
         own: list[tuple[object, str, object]] = [(self, "device", HOST)]
         if overlaps is not None:
             prepare = overlaps(self, preds, labels)
@@ -258,10 +258,6 @@ def update_on_host(
             _count_together(waiting[0][0], matrix, [call for _, call in waiting])
 
     return update_metrics
-
-
-def _labels_on_host(batch: Batch) -> dict[str, object]:
-    return batch | {name: batch[name].cpu() for name in ("batch_idx", "cls", "bboxes", "keypoints") if name in batch}
 
 
 def _to_host(preds: list[dict[str, Tensor]]) -> list[dict[str, object]]:
