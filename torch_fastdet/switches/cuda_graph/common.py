@@ -93,4 +93,4 @@ def timer(where: tuple[str, ...], evidence: tuple[Evidence, ...]) -> Target:
 
         return time
 
-    return Target(where, "Profile.time", make=make, evidence=evidence, quiet=True)
+    return Target(where, "Profile.time", make=make, evidence=evidence, otherwise="nothing", quiet=True)
