@@ -19,9 +19,9 @@ from typing_extensions import Unpack
 
 from torch_fastdet.patching.engine import ALL
 from torch_fastdet.patching.switch import Switch, SwitchError
-from torch_fastdet.suppression import ultralytics_non_max_suppression as non_max_suppression
 from torch_fastdet.switches.bbox_iou.common import bbox_iou
 from torch_fastdet.switches.keywords import UltralyticsSwitches, named_by
+from torch_fastdet.switches.nms.switch import ULTRALYTICS_SUPPRESSION as non_max_suppression
 from torch_fastdet.switches.optimizer.ultralytics import ModelEMA
 from torch_fastdet.switches.registry import ULTRALYTICS as SWITCHES
 from torch_fastdet.ultralytics.host import HOST

@@ -20,10 +20,10 @@ from typing_extensions import Unpack
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.patching.engine import ALL
 from torch_fastdet.patching.switch import Switch, SwitchError
-from torch_fastdet.suppression import yolov5_non_max_suppression as non_max_suppression
 from torch_fastdet.switches.bbox_iou.common import bbox_iou
 from torch_fastdet.switches.keywords import Switches, named_by
 from torch_fastdet.switches.loss.yolov5 import ComputeLoss
+from torch_fastdet.switches.nms.switch import YOLOV5_SUPPRESSION as non_max_suppression
 from torch_fastdet.switches.optimizer.yolov5 import smart_optimizer
 from torch_fastdet.switches.registry import YOLOV5 as SWITCHES
 from torch_fastdet.yolov5.host import HOST

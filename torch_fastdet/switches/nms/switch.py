@@ -6,12 +6,13 @@ from torch_fastdet._say import counting
 from torch_fastdet.patching.switch import Switch, Target
 from torch_fastdet.suppression import ultralytics_non_max_suppression, yolov5_non_max_suppression
 from torch_fastdet.switches.frameworks import ultralytics, yolov5
+from torch_fastdet.switches.nms import trial
 from torch_fastdet.switches.nms import yolov5 as decoding
-from torch_fastdet.switches.nms.trial import DECODING, SUPPRESSION, ULTRALYTICS_SUPPRESSION
 
 _counting = counting("nms_optim", "batches suppressed")
-#: What takes the place of Ultralytics' function.
-SUPPRESS = _counting(ultralytics_non_max_suppression)
+#: What takes the place of the frameworks' functions.
+YOLOV5_SUPPRESSION = _counting(yolov5_non_max_suppression)
+ULTRALYTICS_SUPPRESSION = _counting(ultralytics_non_max_suppression)
 DECODED = " (float32 heads decoded by torch_fastdet.ops.yolov5_decode)"
 YOLOV5 = Switch(
     "nms_optim",
@@ -20,15 +21,15 @@ YOLOV5 = Switch(
         Target(
             yolov5("utils.general"),
             "non_max_suppression",
-            _counting(yolov5_non_max_suppression),
-            evidence=(SUPPRESSION,),
+            YOLOV5_SUPPRESSION,
+            evidence=(trial.SUPPRESSION,),
         ),
         # Suppression goes on without these.
         Target(
             yolov5("models.yolo"),
             "Detect.forward",
             make=lambda _, stock, __: decoding.OfInstances(stock),
-            class_evidence=(DECODING,),
+            class_evidence=(trial.DECODING,),
             own=True,
             otherwise="say",
             note=DECODED,
@@ -52,8 +53,8 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("utils.nms"),
             "non_max_suppression",
-            SUPPRESS,
-            evidence=(ULTRALYTICS_SUPPRESSION,),
+            ULTRALYTICS_SUPPRESSION,
+            evidence=(trial.ULTRALYTICS_SUPPRESSION,),
         ),
     ),
     modules=("utils.nms",),

@@ -24,7 +24,7 @@ from torch_fastdet.ops.letterbox import Placing
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.replace import is_code_of, original, with_names
 from torch_fastdet.patching.switch import Active
-from torch_fastdet.switches.nms.switch import SUPPRESS
+from torch_fastdet.switches.nms import switch as suppression
 from torch_fastdet.switches.nms.trial import ULTRALYTICS_SUPPRESSION
 from torch_fastdet.switches.predict.common import fits, letterbox
 from torch_fastdet.switches.predict.pipeline import KEY, Asked, Asking, Feed, Flight, Parts, timing
@@ -158,7 +158,7 @@ def postprocessing(active: Active, stock: Callable, detector: Any) -> Callable:
     known = original(nms, "non_max_suppression")
     suppresses = known is not None and ULTRALYTICS_SUPPRESSION.obstacle(known) is None
     parts = active.shared(parts_of)
-    parts.suppresses = lambda: suppresses and nms.non_max_suppression in (known, SUPPRESS)
+    parts.suppresses = lambda: suppresses and nms.non_max_suppression in (known, suppression.ULTRALYTICS_SUPPRESSION)
     parts.scales = lambda predictor: (
         type(predictor).construct_result is detector.construct_result
         and active.has_replaced(detector, "construct_result")
