@@ -136,7 +136,5 @@ def _switch(
 
 YOLOV5 = _switch(yolov5("models.common"), yolov5("models.common"), modules=("models.common",))
 ULTRALYTICS = _switch(
-    ultralytics("nn.modules.conv"),
-    ultralytics("nn.modules.block"),
-    modules=("nn.modules.conv", "nn.modules.block"),
+    ultralytics("nn.modules.conv"), ultralytics("nn.modules.block"), modules=("nn.modules.conv", "nn.modules.block")
 )

@@ -35,13 +35,7 @@ YOLOV5 = Switch(
 def setup_train_target(own_objection: Callable[[Any], str | None]) -> Target:
     """Segmentation, pose and OBB models derive from ``DetectionModel``; all trainers from this one."""
     make = of_ultralytics.checking_trainer(own_objection)
-    return Target(
-        ultralytics("engine.trainer"),
-        "BaseTrainer._setup_train",
-        make=make,
-        evidence=(SELF,),
-        quiet=True,
-    )
+    return Target(ultralytics("engine.trainer"), "BaseTrainer._setup_train", make=make, evidence=(SELF,), quiet=True)
 
 
 ULTRALYTICS = Switch(

@@ -226,10 +226,7 @@ ULTRALYTICS = Switch(
             make=lambda _, stock, validator: of_ultralytics.match(stock, validator.match_predictions),
             evidence=(PROCESS,),
             own=True,
-            class_evidence=(
-                Signature(("self", "preds", "batch"), "update_metrics"),
-                MATCHED,
-            ),
+            class_evidence=(Signature(("self", "preds", "batch"), "update_metrics"), MATCHED),
         ),
         Target(
             ultralytics("models.yolo.detect.val"), DETECTED, make=_update, after="DetectionValidator._process_batch"
