@@ -18,6 +18,8 @@ NUMBERS = 5  # of each parameter group, for a MultiTensorState: three meanings d
 MOVED_SGD, ADAM, MUON = 2, 3, 4  # csrc/core/multi_tensor/multi_tensor.h has these rules
 BUFFER = "momentum_buffer"
 
+#: One of an optimizer's param_groups.
+Group = dict[str, Any]
 Numbers = tuple[list[float], list[Tensor | None], list[int]]
 #: What GradScaler has left on the optimizer: its scale and its finding.
 Scaling = tuple[Tensor | None, Tensor | None]
@@ -69,12 +71,12 @@ class Binding:
         return values, tensors if any(elsewhere) else [], [flags for _, flags in groups]
 
     @classmethod
-    def numbers_of(cls, optimizer: object, group: dict[str, Any]) -> tuple[list[float | Tensor], int]:
+    def numbers_of(cls, optimizer: object, group: Group) -> tuple[list[float | Tensor], int]:
         """The numbers of one group, and its flags."""
         raise NotImplementedError
 
     @staticmethod
-    def tensors_of(group: dict[str, object]) -> tuple[Any, ...]:
+    def tensors_of(group: Group) -> tuple[Any, ...]:
         """Numbers of a group that may be tensors."""
         raise NotImplementedError
 
@@ -257,11 +259,11 @@ class SgdBinding(Binding):
         _bindings[optimizer].add(self)  # last: one whose state was refused is not asked for it
 
     @staticmethod
-    def tensors_of(group: dict[str, object]) -> tuple[Any, ...]:
+    def tensors_of(group: Group) -> tuple[Any, ...]:
         return group["lr"], group["momentum"], group["dampening"], group["weight_decay"]
 
     @classmethod
-    def numbers_of(cls, optimizer: object, group: dict[str, Any]) -> tuple[list[float | Tensor], int]:
+    def numbers_of(cls, optimizer: object, group: Group) -> tuple[list[float | Tensor], int]:
         if group["differentiable"]:
             raise RuntimeError(
                 "SGD: differentiable is True, but a fused step has no autograd; use torch.optim.SGD for that"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet._torch import private
-from torch_fastdet.optim._watch import ADAM, DECOUPLED, HAS_MOMENTUM, MAXIMIZE, Binding, BoundOptimizer
+from torch_fastdet.optim._watch import ADAM, DECOUPLED, HAS_MOMENTUM, MAXIMIZE, Binding, BoundOptimizer, Group
 
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
 
@@ -20,11 +20,11 @@ class AdamBinding(Binding):
     buffer_names = (FIRST, SECOND, STEP)
 
     @staticmethod
-    def tensors_of(group: dict[str, Any]) -> tuple[Any, ...]:
+    def tensors_of(group: Group) -> tuple[Any, ...]:
         return group["lr"], *group["betas"], group["weight_decay"], group["eps"]
 
     @classmethod
-    def numbers_of(cls, optimizer: object, group: dict[str, Any]) -> tuple[list[float | Tensor], int]:
+    def numbers_of(cls, optimizer: object, group: Group) -> tuple[list[float | Tensor], int]:
         if group["amsgrad"]:
             raise RuntimeError(
                 f"{type(optimizer).__name__}: amsgrad is True, but FusedStep steps without it; call optimizer.step() instead"
@@ -33,7 +33,7 @@ class AdamBinding(Binding):
         flags = HAS_MOMENTUM + MAXIMIZE * bool(group["maximize"]) + DECOUPLED * bool(decoupled)
         return list(cls.tensors_of(group)), flags
 
-    def _new_buffers(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def _new_buffers(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         return {
             STEP: torch.zeros((), dtype=torch.float32, device=p.device),
             FIRST: torch.zeros_like(p, memory_format=torch.preserve_format),

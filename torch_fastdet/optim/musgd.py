@@ -16,6 +16,7 @@ from torch_fastdet.optim._watch import (
     NESTEROV,
     Binding,
     BoundOptimizer,
+    Group,
     MakeState,
     Numbers,
     Scaling,
@@ -126,11 +127,11 @@ class MusgdBinding(Binding):
     buffer_names = (MUON_BUFFER, SGD_BUFFER)
 
     @staticmethod
-    def tensors_of(group: dict[str, object]) -> tuple[Any, ...]:
+    def tensors_of(group: Group) -> tuple[Any, ...]:
         return group["lr"], group["momentum"], group["weight_decay"]
 
     @classmethod
-    def numbers_of(cls, optimizer: Any, group: dict[str, Any]) -> tuple[list[float | Tensor], int]:
+    def numbers_of(cls, optimizer: Any, group: Group) -> tuple[list[float | Tensor], int]:
         lr, along = group["lr"], 0.0
         if group["use_muon"]:
             lr, along = lr * optimizer.sgd, -(lr * optimizer.muon)

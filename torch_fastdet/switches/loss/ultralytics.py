@@ -200,7 +200,7 @@ class _DetectionLoss(Criterion):
 
     # For torch_fastdet.graphs ----------------------------------------------------------------------------------------
 
-    def graph_key(self) -> tuple[Any, ...]:
+    def graph_key(self) -> tuple[object, ...]:
         """Return a key that changes when a captured call has to be captured again. Write the other settings to where captured calls
         read them."""
         return self._key(1.0)
@@ -524,7 +524,7 @@ class _E2ELoss(Criterion):
         second, items = branches[1].fused(one, targets, num_targets, self.o2o, others)
         return loss + second, items if packed else branches[1].named(items)
 
-    def graph_key(self) -> tuple[Any, ...]:
+    def graph_key(self) -> tuple[object, ...]:
         """Return the keys of both branches. Write their settings and weights to where captured calls read them."""
         branches = self._branches()
         return () if branches is None else (branches[0]._key(self.o2m), branches[1]._key(self.o2o))
