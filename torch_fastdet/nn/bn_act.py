@@ -348,33 +348,32 @@ def _behind(block: Block, x: Tensor, rest: Tensor, shortcut: Tensor | None) -> T
     return torch.cat([norm_and_activation(block.bn, block.act, x, shortcut), rest[:, -room:]], 1)
 
 
+def _made(maker: Callable[..., Forward], forward: Forward, stock: Forward) -> Forward:
+    """Note what made ``forward``. TorchScript, which reads the source of what is wrapped, compiles ``stock``."""
+    vars(forward).update({_MADE_BY: maker, "__wrapped__": stock})
+    return forward
+
+
 def conv_forward(stock: Forward) -> Forward:
     """Stands for the forward of a block that computes ``act(bn(conv(x)))``; ``stock`` is what it replaces."""
 
     def forward(self: Block, x: Tensor) -> Tensor:
-        # Two ifs: torch.jit.script leaves out the first one's block, but compiles the whole of an `and`.
-        if not torch.jit.is_scripting():
-            if (self.training and can_fuse(self.bn, self.act)) or _is_evaluated(self):
-                return _finished(self, _begun(self, x))
-            return stock(self, x)
-        return self.act(self.bn(self.conv(x)))
+        if (self.training and can_fuse(self.bn, self.act)) or _is_evaluated(self):
+            return _finished(self, _begun(self, x))
+        return stock(self, x)
 
-    setattr(forward, _MADE_BY, conv_forward)
-    return forward
+    return _made(conv_forward, forward, stock)
 
 
 def conv_forward_fuse(stock: Forward) -> Forward:
     """Stands for what a block calls once its convolution holds the norm: ``act(conv(x))``. Instances keep it as their ``forward``."""
 
     def forward_fuse(self: Block, x: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():
-            if type(self).forward_fuse is forward_fuse and not hasattr(self, "bn") and _is_evaluated(self):
-                return _finished(self, _begun(self, x))
-            return stock(self, x)
-        return self.act(self.conv(x))
+        if type(self).forward_fuse is forward_fuse and not hasattr(self, "bn") and _is_evaluated(self):
+            return _finished(self, _begun(self, x))
+        return stock(self, x)
 
-    setattr(forward_fuse, _MADE_BY, conv_forward_fuse)
-    return forward_fuse
+    return _made(conv_forward_fuse, forward_fuse, stock)
 
 
 def _is_fused(block: Block) -> bool:
@@ -436,15 +435,12 @@ def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
     """
 
     def forward(self: Block, x: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():
-            last = self.cv2
-            if self.add and _ends_in(last, conv):
-                return _finished(last, _begun(last, self.cv1(x)), x)
-            return stock(self, x)
-        y = self.cv2(self.cv1(x))
-        return x + y if self.add else y
+        last = self.cv2
+        if self.add and _ends_in(last, conv):
+            return _finished(last, _begun(last, self.cv1(x)), x)
+        return stock(self, x)
 
-    return forward
+    return _made(bottleneck_forward, forward, stock)
 
 
 def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
@@ -455,14 +451,10 @@ def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
     """
 
     def forward(self: Block, x: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():
-            parts = _c3_parts(self, x, conv, bottleneck)
-            return stock(self, x) if parts is None else self.cv3(parts)
-        deep, shallow = self.m(self.cv1(x)), self.cv2(x)
-        return self.cv3(torch.cat((deep, shallow), 1))
+        parts = _c3_parts(self, x, conv, bottleneck)
+        return stock(self, x) if parts is None else self.cv3(parts)
 
-    setattr(forward, _MADE_BY, c3_forward)
-    return forward
+    return _made(c3_forward, forward, stock)
 
 
 def _c3_parts(c3: Block, x: Tensor, conv: Forward, bottleneck: Forward) -> Tensor | None:
@@ -507,16 +499,11 @@ def c2f_forward(stock: Forward, conv: Forward, bottleneck: Forward, c3: Forward)
     """
 
     def forward(self: Block, x: Tensor) -> Tensor:
-        if not torch.jit.is_scripting():
-            if type(self.m) is not nn.ModuleList or not _ends_in(self.cv1, conv):
-                return stock(self, x)
-            return self.cv2(_c2f_parts(self, _begun(self.cv1, x), conv, bottleneck, c3))
-        parts = list(self.cv1(x).chunk(2, 1))
-        for block in self.m:
-            parts.append(block(parts[-1]))
-        return self.cv2(torch.cat(parts, 1))
+        if type(self.m) is not nn.ModuleList or not _ends_in(self.cv1, conv):
+            return stock(self, x)
+        return self.cv2(_c2f_parts(self, _begun(self.cv1, x), conv, bottleneck, c3))
 
-    return forward
+    return _made(c2f_forward, forward, stock)
 
 
 def _c2f_parts(c2f: Block, x: Tensor, conv: Forward, bottleneck: Forward, c3: Forward) -> Tensor:
@@ -628,7 +615,7 @@ def sppf_forward(stock: Forward, counts: bool, conv: Forward) -> Forward:
     """
 
     def forward(self: Block, x: Tensor) -> Tensor:
-        if torch.jit.is_scripting() or not (self.training or not torch.is_grad_enabled()) or not can_pool(self.m):
+        if not (self.training or not torch.is_grad_enabled()) or not can_pool(self.m):
             return stock(self, x)
         pools, added = (getattr(self, "n", 3), getattr(self, "add", False)) if counts else (3, False)
         y = _pooled(self.cv1, self.m, pools, x, conv)
@@ -637,4 +624,4 @@ def sppf_forward(stock: Forward, counts: bool, conv: Forward) -> Forward:
         y = self.cv2(y)
         return y + x if added else y
 
-    return forward
+    return _made(sppf_forward, forward, stock)
