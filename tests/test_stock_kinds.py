@@ -23,6 +23,7 @@ from torch import nn
 from tests.conftest import with_trapz
 from torch_fastdet.graphs.loss_items import LossItems
 from torch_fastdet.patching import switch as engine_switch
+from torch_fastdet.switches.track.switch import LISTS
 
 ROOT = Path(__file__).parents[1]
 # YOLOv5 writes through expanded boxes, and calls what newer numpys deprecate.
@@ -552,12 +553,11 @@ ELSEWHERE: dict[str, dict[str, str]] = {
                 "OCSORT.update",
                 "DeepOCSORT.update",
                 "FASTTracker.update",
-                "BYTETracker.update",
-                "BYTETracker.__getstate__",
-                "BYTETracker.tracked_stracks",
-                "BYTETracker.lost_stracks",
-                "BYTETracker.removed_stracks",
-                "BYTETracker.removed_stracks_frame",
+                *(
+                    f"{tracker}.{name}"
+                    for tracker in ("BYTETracker", "TRACKTRACK")
+                    for name in ("update", "__getstate__", *LISTS)
+                ),
             ),
             "tests/ultralytics/test_track_switch.py",
         ),

@@ -11,8 +11,15 @@ import pytest
 from tests.track_scenes import OPTIONS, motions, namespace, options_of, rotated, scene
 from torch_fastdet import trackers
 
-NAMES = {"ByteTrack": "BYTETracker", "BoTSORT": "BOTSORT", "OCSORT": "OCSORT", "FastTracker": "FASTTracker"}
-ROTATING = ("ByteTrack", "BoTSORT")
+NAMES = {
+    "ByteTrack": "BYTETracker",
+    "BoTSORT": "BOTSORT",
+    "OCSORT": "OCSORT",
+    "FastTracker": "FASTTracker",
+    "TrackTrack": "TRACKTRACK",
+}
+ROTATING = ("ByteTrack", "BoTSORT", "TrackTrack")
+MOVING = ROTATING[1:]
 EMPTY = np.empty((0, 6), np.float32)
 
 
@@ -70,9 +77,10 @@ def test_tracks_are_the_originals(stock, name, objects, frames):
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_tracks_under_a_moving_camera_are_the_originals(stock, turned):
+@pytest.mark.parametrize("name", MOVING)
+def test_tracks_under_a_moving_camera_are_the_originals(stock, name, turned):
     for seed in range(3):
-        check(stock, "BoTSORT", seed, 20, 50, moving=True, turned=turned)
+        check(stock, name, seed, 20, 50, moving=True, turned=turned)
 
 
 @pytest.mark.parametrize("name", ROTATING)
@@ -100,13 +108,14 @@ def test_many_tracks_are_the_originals(stock, name):
     for seed in range(100, 140):
         objects, crowd = (5, 20)[seed % 2], (0.5, 1.0, 3.0, 8.0)[seed % 4]
         turned = name in ROTATING and seed % 5 == 0
-        check(stock, name, seed, objects, 200, crowd, moving=name == "BoTSORT" and seed % 3 == 0, turned=turned)
+        check(stock, name, seed, objects, 200, crowd, moving=name in MOVING and seed % 3 == 0, turned=turned)
     check(stock, name, 7, 1000, 12)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_frames_without_detections(name):
-    tracker = getattr(trackers, name)(track_buffer=2)
+    options = {"min_track_len": 1} if name == "TrackTrack" else {}
+    tracker = getattr(trackers, name)(track_buffer=2, **options)
     for empty in (EMPTY, EMPTY.astype(np.float64)):
         assert run(tracker, empty).shape == (0,)
     assert tracker.update([], [], []).shape == (0,) and tracker.frame == 3
@@ -115,7 +124,7 @@ def test_frames_without_detections(name):
     assert len(run(tracker, rows)) and len(run(tracker, EMPTY)) == 0 and len(run(tracker, rows))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "TrackTrack"])
 def test_odd_boxes_are_no_detections(name):
     plain, odd = (getattr(trackers, name)() for _ in range(2))
     inf, nan, huge = np.inf, np.nan, 3e38
@@ -167,10 +176,14 @@ def test_arguments_of_other_shapes(arguments, message):
         ("OCSORT", "inertia", float("nan")),
         ("FastTracker", "reset_pos_offset_occ", -2),
         ("FastTracker", "init_iou_suppress", 0),
+        ("TrackTrack", "penalty_p", -0.1),
+        ("TrackTrack", "lost_match_thr", 1.2),
     ],
 )
 def test_options_out_of_range(name, option, value):
-    with pytest.raises(ValueError, match=f"{name}: {option} is {value}, but a number (from|above) 0 is expected"):
+    with pytest.raises(
+        ValueError, match=f"{name}: {option} is {value}, but a number (from|above) 0 (to 1 )?is expected"
+    ):
         getattr(trackers, name)(**{option: value})
 
 

@@ -47,6 +47,13 @@ OWN: dict[str, tuple[dict[str, object], ...]] = {
         {"occ_cover_thresh": 0.2, "init_iou_suppress": 0.3, "dampen_motion_occ": 0.9, "occ_reappear_window": 90},
         {"occ_cover_thresh": 0.0, "enlarge_bbox_occ": 1.5, "reset_velocity_offset_occ": 0, "reset_pos_offset_occ": 0},
     ),
+    "TrackTrack": (
+        {},
+        {"lost_match_thr": 0.9, "min_track_len": 1, "track_buffer": 5},
+        {"min_track_len": 2, "tai_thr": 0.2, "penalty_p": 0.0, "reduce_step": 0.2},
+        {"lost_match_thr": 0.8, "conf_weight": 0.0, "angle_weight": 0.5, "tai_thr": 0.0, "track_buffer": 0},
+        {"min_track_len": 5, "penalty_p": 0.6, "reduce_step": 0.0, "angle_weight": 0.0},
+    ),
 }
 
 
@@ -93,7 +100,8 @@ def scene(seed, objects, frames, crowd=3.0):
         boxes[rng.random(len(boxes)) < 0.02, 2 + int(rng.integers(2))] = 0
         order = rng.permutation(len(boxes)) if rng.random() > 0.03 else []
         boxes, half = boxes[order], boxes[order][:, 2:] / 2
-        rows = np.c_[boxes[:, :2] - half, boxes[:, :2] + half, scores[order], classes[order]]
+        scores = scores[order] - 1e-6 * np.arange(len(boxes))  # none equal: NumPy sorts equal ones as it likes
+        rows = np.c_[boxes[:, :2] - half, boxes[:, :2] + half, scores, classes[order]]
         found.append(rows.astype(np.float32))
     return found
 
@@ -106,6 +114,19 @@ def rotated(frames, seed=0):
         size = rows[:, 2:4] - rows[:, :2]
         angle = 0.5 * rows[:, 5] + 0.02 * t + rng.normal(0, 0.03, len(rows))
         found.append(np.c_[rows[:, :2] + size / 2, size, angle, rows[:, 4:]].astype(np.float32))
+    return found
+
+
+def recovered(frames, seed=0):
+    """The same frames without some detections, and these as recovered ones: arrays of x y width height (angle), scores and classes."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for rows in frames:
+        dropped = rng.random(len(rows)) < 0.2
+        boxes = rows[dropped, :-2]
+        if rows.shape[1] == 6:
+            boxes = np.c_[(boxes[:, :2] + boxes[:, 2:]) / 2, boxes[:, 2:] - boxes[:, :2]]
+        found.append((rows[~dropped], (boxes, *rows[dropped, -2:].T) if dropped.any() else None))
     return found
 
 

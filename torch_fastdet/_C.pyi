@@ -30,6 +30,7 @@ class Tracker:
         fuse_score: bool,
         motion: NDArray[np.float64] | None,
         rotated: bool,
+        recovered: NDArray[np.float32] | None = None,
     ) -> NDArray[np.float32]: ...
     def save(self, list: int) -> NDArray[np.float64]: ...
     def load(self, lists: Sequence[NDArray[np.float64] | None], frame: int, last_id: int) -> None: ...
@@ -48,4 +49,17 @@ class OcclusionTracker(Tracker):
         cover: float,
         window: int,
         suppress: float,
+    ) -> None: ...
+
+class MutualTracker(Tracker):
+    def __init__(
+        self,
+        low_price: float,
+        recovered_price: float,
+        step: float,
+        score_weight: float,
+        angle_weight: float,
+        lost_limit: float,
+        apart: float,
+        confirmed_from: int,
     ) -> None: ...

@@ -24,7 +24,7 @@ except ImportError as error:
         "and build torch_fastdet again"
     ) from error
 
-__all__ = ["OCSORT", "BoTSORT", "ByteTrack", "FastTracker"]
+__all__ = ["OCSORT", "BoTSORT", "ByteTrack", "FastTracker", "TrackTrack"]
 
 
 class ByteTrack:
@@ -156,7 +156,9 @@ class BoTSORT(ByteTrack):
         if motion is not None:
             motion = np.asarray(motion, np.float64)
             if motion.shape != (2, 3) or not np.isfinite(motion).all():
-                raise ValueError(f"BoTSORT.update: motion is {motion.tolist()}, but a finite (2, 3) matrix is expected")
+                raise ValueError(
+                    f"{type(self).__name__}.update: motion is {motion.tolist()}, but a finite (2, 3) matrix is expected"
+                )
             x, y = motion[:, 0]
             motion = np.c_[motion, [np.linalg.norm(motion[:, 0]), np.arctan2(y, x)]]
         return self._update(boxes, scores, classes, motion)
@@ -245,6 +247,60 @@ class FastTracker(ByteTrack):
 
     def _make_core(self) -> _C.Tracker:
         return _C.OcclusionTracker(**self._kind)
+
+
+class TrackTrack(BoTSORT):
+    """One association of all detections, by overlap, height, score and the ways of the corners (TrackTrack, 2025).
+
+    Pairs match in rounds of mutual choice, and a detection starts a track only away from tracks and from better detections. Angles of
+    boxes do not count. A box with NaN or infinity is a detection that matches nothing. Only tracks of this frame are returned.
+
+    Args:
+        lost_match_thr: Largest cost at which a lost track and a detection match after all others; 0: they do not.
+        penalty_p: Cost of a detection with a low score.
+        reduce_step: Number by which the largest cost falls from round to round.
+        conf_weight: Weight of the difference of scores.
+        angle_weight: Weight of the angle between the ways of the corners, in half turns.
+        tai_thr: Largest overlap of a new track with another one.
+        min_track_len: Number of detections in a row from which a track is returned.
+        **options: The arguments of :class:`ByteTrack`, of which ``fuse_score`` is not used. Defaults: ``track_high_thresh=0.6``,
+            ``track_low_thresh=0.25``, ``new_track_thresh=0.7`` and ``match_thresh=0.7``.
+
+    Raises:
+        ValueError: a number is negative, or ``match_thresh`` or ``lost_match_thr`` is above 1.
+    """
+
+    def __init__(
+        self,
+        lost_match_thr: float = 0.0,
+        penalty_p: float = 0.2,
+        reduce_step: float = 0.05,
+        conf_weight: float = 0.1,
+        angle_weight: float = 0.05,
+        tai_thr: float = 0.55,
+        min_track_len: int = 3,
+        **options: Any,
+    ) -> None:
+        costs = {
+            "penalty_p": penalty_p,
+            "penalty_q": 0.0,
+            "reduce_step": reduce_step,
+            "conf_weight": conf_weight,
+            "angle_weight": angle_weight,
+            "lost_match_thr": lost_match_thr,
+            "tai_thr": tai_thr,
+        }
+        _check_from_zero("TrackTrack", **costs)
+        scores = {"track_high_thresh": 0.6, "track_low_thresh": 0.25, "new_track_thresh": 0.7}
+        options = {**scores, "match_thresh": 0.7, **options}
+        for name, value in {"match_thresh": options["match_thresh"], "lost_match_thr": lost_match_thr}.items():
+            if not 0 <= value <= 1:
+                raise ValueError(f"TrackTrack: {name} is {value}, but a number from 0 to 1 is expected")
+        self._kind: tuple[Any, ...] = (*costs.values(), min_track_len)
+        super().__init__(**options)
+
+    def _make_core(self) -> _C.Tracker:
+        return _C.MutualTracker(*self._kind)
 
 
 def _check_from_zero(name: str, **values: float) -> None:

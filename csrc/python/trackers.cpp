@@ -8,6 +8,7 @@
 #include <array>
 #include <optional>
 
+#include "core/track/mutual.h"
 #include "core/track/observation.h"
 #include "core/track/occlusion.h"
 #include "core/track/tracker.h"
@@ -24,12 +25,14 @@ constexpr Tracker::List kLists[] = {Tracker::kTrackedList, Tracker::kLostList, T
 
 py::array_t<float> update(Tracker& tracker, const Floats& rows, double high, double low, double new_track,
                           int64_t buffer, double match_limit, bool fuse_score, const std::optional<Doubles>& motion,
-                          bool rotated) {
+                          bool rotated, const std::optional<Floats>& recovered) {
   if (rows.ndim() != 2 || rows.shape(1) < 6 + rotated)
     throw py::value_error("expected detections of shape (N, 6 or more; rotated: 7), rows of box ... score class");
   if (rotated && !tracker.takes_rotated()) throw py::value_error("expected boxes that are not rotated");
   if (motion && (motion->ndim() != 2 || motion->shape(0) != 2 || motion->shape(1) != 4))
     throw py::value_error("expected a camera motion of shape (2, 4): rotation, translation, (scale, angle)");
+  if (recovered && (recovered->ndim() != 2 || recovered->shape(1) != 6 + rotated))
+    throw py::value_error("expected recovered detections of shape (N, 6; rotated: 7), rows of x y w h ... score class");
   core::CameraMotion camera{};
   if (motion)
     for (int i = 0; i < 2; i++) {
@@ -38,13 +41,15 @@ py::array_t<float> update(Tracker& tracker, const Floats& rows, double high, dou
       (i ? camera.angle : camera.scale) = motion->at(i, 3);
     }
   const core::FrameDetections detections{rows.data(), rows.shape(0), rows.shape(1), rotated};
+  core::FrameDetections again{};
+  if (recovered) again = {recovered->data(), recovered->shape(0), recovered->shape(1), rotated, true};
   const core::TrackOptions options{
       match_limit, static_cast<float>(high), static_cast<float>(low), static_cast<float>(new_track), buffer,
       fuse_score};
   int64_t count;
   {
     py::gil_scoped_release release;
-    tracker.update(detections, options, motion ? &camera : nullptr);
+    tracker.update(detections, options, motion ? &camera : nullptr, again);
     count = tracker.confirmed_count();
   }
   if (!count) return py::array_t<float>(0);
@@ -77,7 +82,8 @@ void bind_trackers(py::module_& m) {
   py::class_<Tracker>(m, "Tracker", "The core of torch_fastdet.trackers, which documents it.")
       .def(py::init<bool>(), py::arg("xywh"))
       .def("update", update, py::arg("detections"), py::arg("high"), py::arg("low"), py::arg("new_track"),
-           py::arg("buffer"), py::arg("match_limit"), py::arg("fuse_score"), py::arg("motion"), py::arg("rotated"))
+           py::arg("buffer"), py::arg("match_limit"), py::arg("fuse_score"), py::arg("motion"), py::arg("rotated"),
+           py::arg("recovered") = py::none())
       .def("save", save, py::arg("list"))
       .def("load", load, py::arg("lists"), py::arg("frame"), py::arg("last_id"))
       .def("reset", &Tracker::reset)
@@ -98,4 +104,12 @@ void bind_trackers(py::module_& m) {
            }),
            py::arg("velocity_back"), py::arg("position_back"), py::arg("enlarge"), py::arg("dampen"), py::arg("grace"),
            py::arg("cover"), py::arg("window"), py::arg("suppress"));
+  py::class_<core::MutualTracker, Tracker>(m, "MutualTracker")
+      .def(py::init([](float low_price, float recovered_price, double step, float score_weight, double angle_weight,
+                       double lost_limit, float apart, int64_t confirmed_from) {
+             return new core::MutualTracker(
+                 {low_price, recovered_price, step, score_weight, angle_weight, lost_limit, apart, confirmed_from});
+           }),
+           py::arg("low_price"), py::arg("recovered_price"), py::arg("step"), py::arg("score_weight"),
+           py::arg("angle_weight"), py::arg("lost_limit"), py::arg("apart"), py::arg("confirmed_from"));
 }

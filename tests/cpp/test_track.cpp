@@ -9,6 +9,7 @@
 #include <set>
 #include <vector>
 
+#include "core/track/mutual.h"
 #include "core/track/observation.h"
 #include "core/track/occlusion.h"
 
@@ -422,6 +423,76 @@ TEST(Track, ATrackSuppressesNewOnesOnIt) {
   }
 }
 
+const MutualOptions kMutual = {0.2f, 0.4f, 0.05, 0.1f, 0.05, 0, 0.55f, 3};
+
+TEST(Track, ATrackIsNewUntilItIsSeenThreeTimesInARow) {
+  MutualTracker tracker(kMutual);
+  EXPECT_EQ(ids(update(tracker, {box(0), box(100)})), (std::vector<int>{1, 2}));  // of the first frame, all are shown
+  EXPECT_EQ(ids(update(tracker, {box(1), box(300)})), (std::vector<int>{1}));     // 2 is gone at its first miss
+  EXPECT_EQ(tracker.size(Tracker::kLostList), 0);
+  EXPECT_EQ(ids(update(tracker, {box(2), box(300), box(100)})), (std::vector<int>{1}));
+  EXPECT_EQ(ids(update(tracker, {box(3), box(300)})), (std::vector<int>{1, 3}));
+  EXPECT_TRUE(update(tracker, {}).empty());
+  EXPECT_EQ(tracker.size(Tracker::kLostList), 2);
+  EXPECT_EQ(ids(update(tracker, {box(300), box(3)})), (std::vector<int>{1, 3}));
+}
+
+TEST(Track, LowScoresAndRecoveredDetectionsHaveAPrice) {
+  for (const float price : {0.f, 0.9f}) {
+    MutualOptions options = kMutual;
+    options.low_price = options.recovered_price = price, options.confirmed_from = 1;
+    MutualTracker tracker(options);
+    update(tracker, {box(0), box(200)});
+    const float again[6] = {221, 35, 40, 50, 0.8f, 1};  // x y w h
+    const Rows low = {box(1, 0.2f), box(400, 0.2f)};
+    tracker.update({low[0].data(), 2, 6}, kOptions, nullptr, {again, 1, 6, false, true});
+    ASSERT_EQ(tracker.confirmed_count(), price ? 0 : 2);  // and a low score starts none
+    std::array<std::array<float, 8>, 2> out;
+    if (price) continue;
+    tracker.write(out[0].data());
+    EXPECT_EQ(out[0][7], 0);
+    EXPECT_EQ(out[1][7], -1);
+  }
+}
+
+TEST(Track, PairsMatchByMutualChoiceBelowAFallingLimit) {
+  // Both tracks choose the first detection, which chooses the first track: the second one's turn comes a round later.
+  for (const double step : {0.0, 0.6}) {
+    MutualOptions options = kMutual;
+    options.step = step, options.confirmed_from = 1;
+    MutualTracker tracker(options);
+    update(tracker, {box(0), box(20)});
+    const auto rows = update(tracker, {box(8), box(38)});
+    ASSERT_EQ(ids(rows), (std::vector<int>{1, step ? 3 : 2}));
+    EXPECT_EQ(rows[0][7], 0);
+    EXPECT_EQ(tracker.size(Tracker::kLostList), step ? 1 : 0);
+  }
+}
+
+TEST(Track, ATrackThatIsFoundStartsAtTheFilter) {
+  MutualOptions options = kMutual;
+  options.confirmed_from = 1, options.lost_limit = 0.95;
+  MutualTracker tracker(options);
+  for (int t = 0; t < 3; t++) update(tracker, {box(0)});
+  EXPECT_TRUE(update(tracker, {}).empty());
+  const auto found = update(tracker, {box(27)});  // too far for the first association
+  ASSERT_EQ(ids(found), (std::vector<int>{1}));
+  std::vector<double> row(tracker.columns());
+  tracker.save(Tracker::kTrackedList, row.data());
+  const double* newest = row.data() + Tracker::kStateColumns + 9 + 6 * 3;
+  EXPECT_EQ(newest[0], 5);
+  EXPECT_EQ(static_cast<float>(newest[1]), found[0][0]);
+  EXPECT_EQ(newest[5], 1);  // in float64
+}
+
+TEST(Track, NewTracksStartApart) {
+  MutualTracker tracker(kMutual);
+  update(tracker, {box(0, 0.8f), box(2), box(300), {kNaN, 0, 9, 9, 0.9f, 0}, {0, 0, kInf, 9, 0.9f, 0}});
+  EXPECT_EQ(tracker.size(Tracker::kTrackedList), 4);  // of the first two, one
+  update(tracker, {box(2), box(4), box(300), {kNaN, 0, 9, 9, 0.9f, 0}});
+  EXPECT_EQ(tracker.size(Tracker::kTrackedList), 2);
+}
+
 void expect_continues(Tracker& a, Tracker& b, bool moving) {
   std::mt19937 random(11);
   std::uniform_real_distribution<float> uniform(0, 1);
@@ -461,6 +532,8 @@ TEST(Track, ContinuesFromSavedLists) {
   expect_continues(observing[0], observing[1], false);
   OcclusionTracker occluding[2] = {OcclusionTracker(kOccluding), OcclusionTracker(kOccluding)};
   expect_continues(occluding[0], occluding[1], false);
+  MutualTracker mutual[2] = {MutualTracker(kMutual), MutualTracker(kMutual)};
+  expect_continues(mutual[0], mutual[1], true);
 }
 
 }  // namespace

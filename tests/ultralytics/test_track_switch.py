@@ -12,11 +12,11 @@ import pytest
 
 import torch_fastdet.ultralytics as drop_in
 from tests.test_trackers import Camera
-from tests.track_scenes import motions, namespace, rotated, scene
+from tests.track_scenes import motions, namespace, options_of, recovered, rotated, scene
 
 LISTS = ("tracked_stracks", "lost_stracks", "removed_stracks", "removed_stracks_frame")
-NAMES = ("BYTETracker", "BOTSORT", "OCSORT", "DeepOCSORT", "FASTTracker")
-ROTATING = NAMES[:2]
+NAMES = ("BYTETracker", "BOTSORT", "OCSORT", "DeepOCSORT", "FASTTracker", "TRACKTRACK")
+ROTATING = ("BYTETracker", "BOTSORT", "TRACKTRACK")
 KEY = "torch_fastdet_core"
 
 
@@ -42,6 +42,9 @@ def past(track, now):
         states = [(mean.tolist(), (covariance + 0.0).tolist()) for mean, covariance in track.mean_history]
         counts = track.not_matched, track.is_occluded, track.occluded_len, track.last_occluded_frame
         return states, counts, track.was_recently_occluded and now - track.last_occluded_frame <= 40
+    if hasattr(track, "_history"):
+        seen = [(frame, box.dtype.name, box.tolist()) for frame, box in track._history]
+        return seen, track.prev_score, track.velocity.tolist(), track.min_track_len
     if hasattr(track, "observations"):
         boxes = {frame: box.tolist() for frame, box in track.observations.items()}
         saved = track._saved_mean.tolist(), (track._saved_covariance + 0.0).tolist()
@@ -70,8 +73,8 @@ def contents(tracker):
     return alive, removed, tracker.frame_id
 
 
-def run(tracker, rows):
-    return tracker.update(boxes(rows), np.zeros((2, 2, 3), np.uint8))
+def run(tracker, rows, **extras):
+    return tracker.update(boxes(rows), np.zeros((2, 2, 3), np.uint8), **extras)
 
 
 def original(trackers, name, frames, **options):
@@ -157,15 +160,51 @@ def test_changes_of_the_lists_count(trackers):
     assert np.array_equal(found[0], wanted[0]) and found[1] == wanted[1]
 
 
+def compare_tracktrack(trackers, seeds):
+    """Sequences of all kinds: of recovered detections, rotated, under a moving camera, with boxes without area and NaN."""
+    original = trackers.TRACKTRACK.update
+    drop_in.patch(track_optim=True)
+    by_core = trackers.TRACKTRACK.update
+    for seed in seeds:
+        frames = scene(seed, (4, 8, 16, 30)[seed % 4], 30, (0.5, 1.0, 3.0, 8.0)[seed // 4 % 4])
+        if seed % 7 == 3:
+            for rows in frames:
+                rows[seed % 3 :: 5, 2] = np.nan
+        frames = rotated(frames, seed) if seed % 3 == 0 else frames
+        options = options_of("TrackTrack", seed)
+        stock, core = (trackers.TRACKTRACK(namespace(**options)) for _ in range(2))
+        if seed % 2:
+            stock.gmc, core.gmc = (Camera(motions(seed, 25)) for _ in range(2))  # then they fail
+        for t, (rows, dropped) in enumerate(recovered(frames, seed)):
+            if t == 20 and seed % 5 == 0:
+                stock.reset(), core.reset()
+            extras = {} if seed % 4 == 3 else {"dets_del": dropped}
+            image = np.zeros((2, 2, 3), np.uint8)
+            wanted = original(stock, boxes(rows), image, **extras)
+            found = by_core(core, boxes(rows), image, **extras)
+            assert np.array_equal(found, wanted, equal_nan=True), (seed, t)
+
+
+def test_tracktrack_with_recovered_detections(trackers):
+    compare_tracktrack(trackers, range(30))
+
+
+@pytest.mark.slow
+@pytest.mark.cpu
+def test_tracktrack_in_many_sequences(trackers):
+    compare_tracktrack(trackers, range(100, 1100))
+
+
 @pytest.mark.parametrize("turned", [False, True])
-def test_camera_motion_is_the_framework_s(trackers, turned):
+@pytest.mark.parametrize("name", ["BOTSORT", "TRACKTRACK"])
+def test_camera_motion_is_the_framework_s(trackers, name, turned):
     frames = scene(6, 20, 40)
     frames = rotated(frames) if turned else frames
     results = []
     for patched in (False, True):
         if patched:
             drop_in.patch(track_optim=True)
-        tracker = trackers.BOTSORT(namespace(gmc_method="sparseOptFlow"))
+        tracker = getattr(trackers, name)(namespace(gmc_method="sparseOptFlow"))
         tracker.gmc = Camera(motions(6, 30))  # then it fails, and the framework goes on without it
         results.append([run(tracker, rows) for rows in frames])
     assert all(np.array_equal(a, b) for a, b in zip(*results))
@@ -195,10 +234,11 @@ def test_what_the_original_update_does(trackers, caplog):
             "Named": Named(namespace()),
             "backwards": trackers.OCSORT(namespace(inertia=-0.2)),
             "strict": trackers.FASTTracker(namespace(init_iou_suppress=0)),
+            "far": trackers.TRACKTRACK(namespace(match_thresh=1.1)),
             "moving": moving(),
         }
         for name, tracker in made.items():
-            found[name] = [run(tracker, rows) for rows in frames]
+            found[name] = [run(tracker, rows) for rows in frames[: 1 if name == "far" else None]]
         assert made["Custom"].called
         found["turned"] = [
             run(turned, rows) for turned in [trackers.FASTTracker(namespace())] for rows in rotated(frames)
@@ -218,7 +258,8 @@ def test_what_the_original_update_does(trackers, caplog):
     assert "track_optim: the original update runs: Custom has its own get_dists." in said
     assert "inertia of OCSORT is -0.2, and no number from 0." in said and "Named" not in said
     assert "init_iou_suppress of FASTTracker is 0." in said and "DeepOCSORT follows a moving camera" in said
-    assert "for Boxes of float64" in said and "for OBB of float32" in said and said.count("\n") == 5
+    assert "match_thr of TRACKTRACK is 1.1, and above 1." in said
+    assert "for Boxes of float64" in said and "for OBB of float32" in said and said.count("\n") == 6
 
 
 @pytest.mark.parametrize("place", NAMES)

@@ -77,11 +77,12 @@ class KalmanFilter {
     if (mixed) step(state.cross, single);
   }
 
-  void correct(KalmanState& state, const Lanes& measured, bool mixed) const {
+  // doubt: factor of the measurement's variance.
+  void correct(KalmanState& state, const Lanes& measured, bool mixed, double doubt = 1) const {
     const Lanes deviation = noise(state, kPosition, 1e-1);
     const Lanes innovation = measured - state.position;
     Covariance& own = state.own;
-    const Lanes total = own.pp + deviation * deviation;
+    const Lanes total = own.pp + deviation * deviation * Lanes{{doubt, doubt, doubt, doubt}};
     if (mixed) return correct_pairs(state, innovation, total);
     const Lanes inverse = Lanes{{1, 1, 1, 1}} / total;
     const Lanes gain_p = own.pp * inverse, gain_v = own.vp * inverse;

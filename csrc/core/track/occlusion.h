@@ -39,7 +39,6 @@ class OcclusionTracker : public Tracker {
   size_t kept_;
   std::vector<Past> pasts_;  // by slot
   TrackShapes active_;
-  std::vector<int> fresh_;  // detections that may start a track
   std::vector<uint8_t> covered_;
 
   bool shown(const Track& t) const override { return t.confirmed && t.frame == frame_; }
@@ -123,37 +122,23 @@ class OcclusionTracker : public Tracker {
     set_box(track);
   }
 
-  // In the order in which detections start tracks: those that overlap a track, or one that starts before, start none.
-  // As NumPy widens its arrays, overlaps are in float64 once a track has started.
+  // As NumPy widens its arrays, overlaps are in float64 once a detection of this frame starts a track.
   void suppress() override {
-    fresh_.clear(), active_.clear();
+    fresh_.clear(), near_.clear();
     for (int j = 0; j < high_.size(); j++)
-      if (!used_[j] && high_.rows[j].score >= options_.new_track)
-        fresh_.push_back(j), active_.add(high_.shapes.boxes[j]);
-    const int count = active_.size();
+      if (!used_[j] && high_.rows[j].score >= options_.new_track) fresh_.push_back(j), near_.add(high_.shapes.boxes[j]);
+    const int count = near_.size();
     if (kind_.suppress >= 1 || !count) return;
     for (const std::vector<int>* list : {&tracked_, &found_})
       for (int s : *list)
-        if (tracks_[s].status == TrackStatus::kTracked) active_.add(tracks_[s].box);
-    index_.build(active_.boxes.data(), active_.size());
-    const int pairs = index_.collect(active_.boxes.data(), count);
-    bool started = false;
-    for (int i = 0, k = 0; i < count; i++) {
-      bool starts = true;
-      for (; k < pairs && index_.rows()[k] == i; k++) {
-        const int other = index_.columns()[k];
-        if (other < count && (other >= i || used_[fresh_[other]])) continue;
-        if (!started) {
-          starts &= !(active_.overlap(other, active_, i) >= static_cast<float>(kind_.suppress));
-          continue;
-        }
-        const WideBox box = other < count ? corners(measure(high_.rows[fresh_[other]])) : widen(active_.boxes[other]);
-        const double area = active_.areas[i];
-        starts &= !(track_iou(box, box.area(), widen(active_.boxes[i]), area) >= kind_.suppress);
-      }
-      used_[fresh_[i]] = !starts;
-      started |= starts;
-    }
+        if (tracks_[s].status == TrackStatus::kTracked) near_.add(tracks_[s].box);
+    int first = 0;  // of those that start tracks
+    keep_apart([&](int i, int other) {
+      while (first < i && used_[fresh_[first]]) first++;
+      if (first == i) return near_.overlap(other, near_, i) >= static_cast<float>(kind_.suppress);
+      const WideBox box = other < count ? corners(measure(high_.rows[fresh_[other]])) : widen(near_.boxes[other]);
+      return track_iou(box, box.area(), widen(near_.boxes[i]), double(near_.areas[i])) >= kind_.suppress;
+    });
   }
 
   // covered_at, the number of states, the states from the oldest.

@@ -30,6 +30,7 @@ struct FrameDetections {
   const float* rows;
   int64_t count, columns;
   bool rotated = false;
+  bool centred = false;  // x y width height in place of x1 y1 x2 y2
 };
 
 enum class TrackStatus : uint8_t { kNew = 0, kTracked = 1, kLost = 2, kRemoved = 3 };
@@ -65,32 +66,19 @@ class Tracker {
   int64_t last_id() const { return last_id_; }
   int64_t removed_now() const { return removed_now_.size(); }  // the newest of the removed tracks, from the last update
 
-  // motion: how the camera has moved since the last frame, or nullptr. Infinite boxes, NaN and boxes without area are
-  // no detections.
-  void update(const FrameDetections& detections, const TrackOptions& options, const CameraMotion* motion) {
+  // motion: how the camera has moved since the last frame, or nullptr. recovered: detections that were dropped as
+  // duplicates, which some trackers use.
+  void update(const FrameDetections& detections, const TrackOptions& options, const CameraMotion* motion,
+              const FrameDetections& recovered = {}) {
     options_ = options;
     rotated_ = detections.rotated;
     frame_++;
-    split(detections);
+    split(detections, recovered);
     found_.clear(), born_.clear(), missed_.clear(), removed_now_.clear(), pool_.clear(), loose_.clear();
-    for (int s : tracked_) (tracks_[s].confirmed ? pool_ : loose_).push_back(s);
+    for (int s : tracked_) (follows(tracks_[s]) ? pool_ : loose_).push_back(s);
     pool_.insert(pool_.end(), lost_.begin(), lost_.end());
-    for (int s : pool_) predict(tracks_[s]);
-    if (motion) {
-      mixed_ = true;
-      for (const std::vector<int>* list : {&pool_, &loose_})
-        for (int s : *list) {
-          filter_.move(tracks_[s].state, *motion, rotated_);
-          tracks_[s].angle += motion->angle;  // NaN stays NaN
-          set_box(tracks_[s]);
-        }
-    }
-    // The unconfirmed tracks come before the low scores, which touch neither them nor the high scores: the index of the
-    // high scores serves twice.
-    associate_high();
-    recover();
-    associate_unconfirmed();
-    associate_low();
+    advance(motion);
+    associate();
     suppress();
     start_tracks();
     remove_stale();
@@ -197,12 +185,32 @@ class Tracker {
   std::vector<int> pool_, loose_, rest_, found_, born_, missed_, removed_now_;
   TrackShapes tracked_shapes_, lost_shapes_;
   std::vector<uint8_t> used_, drop_;
+  std::vector<int> fresh_;  // detections that may start a track, in order
+  TrackShapes near_;        // their boxes, and then those of tracks
   BoxIndex index_;
   SparseAssignment assignment_;
 
   // The steps that other trackers replace.
+  virtual bool usable(const Detection& d) const {
+    return d.w > 0 && d.h > 0 && std::isfinite(d.w) && std::isfinite(d.h) && std::isfinite(d.left) &&
+           std::isfinite(d.top) && (!rotated_ || std::isfinite(d.angle));
+  }
+  virtual bool follows(const Track& t) const { return t.confirmed; }
+  virtual double doubt(const Detection&) const { return 1; }  // factor of its variance
   virtual bool shown(const Track& t) const { return t.confirmed; }
   virtual bool stale(int slot) const { return frame_ - tracks_[slot].frame > options_.buffer; }
+  virtual void advance(const CameraMotion* motion) {
+    for (int s : pool_) predict(tracks_[s]);
+    if (motion) move(*motion);
+  }
+  // The unconfirmed tracks come before the low scores, which touch neither them nor the high scores: the index of the
+  // high scores serves twice.
+  virtual void associate() {
+    associate_high();
+    recover();
+    associate_unconfirmed();
+    associate_low();
+  }
   virtual void first_match() { match(pool_, high_, options_.match_limit, false, Costs{options_.fuse_score}); }
   virtual void recover() {}   // after the first stage
   virtual void suppress() {}  // sets used_ for detections that start no track
@@ -211,27 +219,35 @@ class Tracker {
   virtual void save_past(int, double*) const {}
   virtual void load_past(int, const double*) {}
 
-  void split(const FrameDetections& d) {
+  virtual void split(const FrameDetections& d, const FrameDetections&) {
     high_.rows.clear(), low_.rows.clear();
     for (int64_t i = 0; i < d.count; i++) {
-      const float *box = d.rows + i * d.columns, score = box[d.columns - 2];
-      const bool high = score >= options_.high;
-      if (!high && !(score > options_.low && score < options_.high)) continue;
-      float x = box[0], y = box[1], w = box[2], h = box[3];
-      double angle = std::numeric_limits<double>::quiet_NaN();
-      if (rotated_)
-        angle = box[4];
-      else
-        x = (box[0] + box[2]) / 2, y = (box[1] + box[3]) / 2, w = box[2] - box[0], h = box[3] - box[1];
-      if (!(w > 0 && h > 0)) continue;
-      if (!std::isfinite(w) || !std::isfinite(h) || !std::isfinite(x) || !std::isfinite(y)) continue;
-      if (rotated_ && !std::isfinite(angle)) continue;
-      if (rotated_ && w < h) std::swap(w, h), angle += kPi / 2;
-      (high ? high_ : low_)
-          .rows.push_back({static_cast<float>(static_cast<double>(x) - static_cast<double>(w) / 2),
-                           static_cast<float>(static_cast<double>(y) - static_cast<double>(h) / 2), w, h, score,
-                           box[d.columns - 1], angle, i});
+      const float score = d.rows[(i + 1) * d.columns - 2];
+      if (score >= options_.high)
+        add(high_, d, i, i);
+      else if (score > options_.low && score < options_.high)
+        add(low_, d, i, i);
     }
+  }
+
+  void add(Stage& stage, const FrameDetections& frame, int64_t row, int64_t index) const {
+    const float* box = frame.rows + row * frame.columns;
+    float x = box[0], y = box[1], w = box[2], h = box[3];
+    double angle = std::numeric_limits<double>::quiet_NaN();
+    if (rotated_)
+      angle = box[4];
+    else if (!frame.centred)
+      x = (box[0] + box[2]) / 2, y = (box[1] + box[3]) / 2, w = box[2] - box[0], h = box[3] - box[1];
+    if (rotated_ && w < h) std::swap(w, h), angle += kPi / 2;
+    const Detection made{static_cast<float>(static_cast<double>(x) - static_cast<double>(w) / 2),
+                         static_cast<float>(static_cast<double>(y) - static_cast<double>(h) / 2),
+                         w,
+                         h,
+                         box[frame.columns - 2],
+                         box[frame.columns - 1],
+                         angle,
+                         index};
+    if (usable(made)) stage.rows.push_back(made);
   }
 
   // Prepares detections for associations up to a cost limit.
@@ -289,10 +305,20 @@ class Tracker {
     set_box(t);
   }
 
+  void move(const CameraMotion& motion) {
+    mixed_ = true;
+    for (const std::vector<int>* list : {&pool_, &loose_})
+      for (int s : *list) {
+        filter_.move(tracks_[s].state, motion, rotated_);
+        tracks_[s].angle += motion.angle;  // NaN stays NaN
+        set_box(tracks_[s]);
+      }
+  }
+
   virtual void take(int slot, const Stage& stage, int detection) {
     Track& t = tracks_[slot];
     const Detection& d = stage.rows[detection];
-    filter_.correct(t.state, measure(d), mixed_);
+    filter_.correct(t.state, measure(d), mixed_, doubt(d));
     set_box(t);
     // The box is the same after half a turn: its angle stays the nearest to what it was.
     t.angle = d.angle - kPi * std::nearbyint((d.angle - t.angle) / kPi);
@@ -378,6 +404,23 @@ class Tracker {
     const int s = free_slots_.back();
     free_slots_.pop_back();
     return s;
+  }
+
+  // Sets used_ for the detections of fresh_ that start no track, as refuses(i, k) says of detection i and box k of
+  // near_, which is a track's or one of a detection that starts a track before.
+  template <class Refuses>
+  void keep_apart(const Refuses& refuses) {
+    const int count = static_cast<int>(fresh_.size());
+    index_.build(near_.boxes.data(), near_.size());
+    const int pairs = index_.collect(near_.boxes.data(), count);
+    for (int i = 0, k = 0; i < count; i++) {
+      bool refused = false;
+      for (; k < pairs && index_.rows()[k] == i; k++) {
+        const int other = index_.columns()[k];
+        if (other >= count || (other < i && !used_[fresh_[other]])) refused |= refuses(i, other);
+      }
+      used_[fresh_[i]] = refused;
+    }
   }
 
   void start_tracks() {

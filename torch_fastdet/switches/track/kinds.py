@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from numbers import Real
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +18,21 @@ STATE = 72  # the mean and the covariance of a filter
 LOST = 2  # states of tracks from this one are not tracked
 
 
+def _frame_options(tracker: Any) -> tuple[Any, ...]:
+    args = tracker.args
+    scores = args.track_high_thresh, args.track_low_thresh, args.new_track_thresh
+    return *scores, tracker.max_frames_lost, args.match_thresh, bool(args.fuse_score)
+
+
+def _probe_motion(tracker: Any, probes: list[Any], img: Any, results: Any) -> None:
+    tracker._pre_first_associate(probes, [], img, tracker._split_detections(results)[0])
+
+
+def _new_tracks(tracker: Any, count: int) -> list[Any]:
+    boxes = importlib.import_module("ultralytics.engine.results").Boxes
+    return tracker.init_track(boxes(np.tile(np.array([0, 0, 1, 1, 1, 0], np.float32), (count, 1)), (1, 1)))
+
+
 class Kind(NamedTuple):
     """A tracker of the framework.
 
@@ -26,6 +43,11 @@ class Kind(NamedTuple):
         record: sets these columns, which are NaN before, from a track's attributes.
         moves: its tracks follow a moving camera.
         rotates: it takes rotated boxes.
+        recovers: it takes detections that were dropped as duplicates.
+        numbers: arguments of a tracker that must be numbers.
+        frame_options: returns what its core reads in each frame.
+        probe_motion: moves tracks as the camera has moved, by the framework's code.
+        new_tracks: returns that many tracks of the framework, whose attributes do not count.
     """
 
     core: Callable[..., _C.Tracker]
@@ -34,15 +56,26 @@ class Kind(NamedTuple):
     record: Callable[[Any, Row], None] = lambda track, past: None
     moves: bool = False
     rotates: bool = False
+    recovers: bool = False
+    numbers: tuple[str, ...] = ("track_high_thresh", "track_low_thresh", "new_track_thresh", "match_thresh")
+    frame_options: Callable[[Any], tuple[Any, ...]] = _frame_options
+    probe_motion: Callable[[Any, list[Any], Any, Any], None] = _probe_motion
+    new_tracks: Callable[[Any, int], list[Any]] = _new_tracks
 
     def obstacle(self, tracker: Any) -> str | None:
         """Return why the core cannot do what a tracker does; None if it can."""
         name = type(tracker).__name__
+        for option in self.numbers:
+            if not isinstance(value := getattr(tracker.args, option), Real):
+                return f"{option} of {name} is {value!r}, and not a number."
         for option, kind in self.options.items():
             value = getattr(tracker, option)
             number = isinstance(value, int if kind is int else Real)
             if kind is not bool and not (number and value >= 0):
                 return f"{option} of {name} is {value!r}, and no {'integer' if kind is int else 'number'} from 0."
+        for option in ("match_thr", "lost_match_thr"):
+            if getattr(tracker, option, 0) > 1:
+                return f"{option} of {name} is {getattr(tracker, option)!r}, and above 1."
         if getattr(tracker, "init_iou_suppress", 1) == 0:
             return f"init_iou_suppress of {name} is 0."
         if not self.moves and getattr(getattr(tracker, "gmc", None), "method", None) is not None:
@@ -94,6 +127,44 @@ def _record_occlusions(track: Any, past: Row) -> None:
         row[:8], row[8:] = mean, covariance.reshape(-1)
 
 
+def _recall_ways(tracker: Any, track: Any, past: Row) -> None:
+    track.min_track_len = tracker.min_track_len
+    track.prev_score, track.velocity = np.float32(past[0]), past[1:9].reshape(4, 2).astype(np.float32)
+    track._history.clear()
+    for frame, *box, wide in past[9:].reshape(-1, 6):
+        if frame > 0:
+            track._history.append((int(frame), np.array(box, np.float64 if wide else np.float32)))
+
+
+def _record_ways(track: Any, past: Row) -> None:
+    past[0], past[1:9] = track.prev_score, track.velocity.reshape(-1)
+    for row, (frame, box) in zip(past[9:].reshape(-1, 6), track._history):
+        row[0], row[1:5], row[5] = frame, box, box.dtype == np.float64
+
+
+def _probe_mutual_motion(tracker: Any, probes: list[Any], img: Any, results: Any) -> None:
+    rotated = hasattr(results, "xywhr")
+    high = results.conf >= np.float32(tracker.args.track_high_thresh)
+    boxes = (results.xywhr[:, :4] if rotated else results.xywh)[high]
+    centre, size = boxes[:, :2].astype(np.float64), boxes[:, 2:]
+    if rotated:
+        size = np.where(size[:, :1] < size[:, 1:], size[:, ::-1], size)
+    corner = (centre - size.astype(np.float64) / 2).astype(np.float32)
+    found = [SimpleNamespace(xyxy=box) for box in np.concatenate((corner, size + corner), 1)]
+    tracker._apply_gmc(img, found, [probes, []])
+
+
+def _new_mutual_tracks(tracker: Any, count: int) -> list[Any]:
+    track = importlib.import_module("ultralytics.trackers.track_tracker").TTSTrack
+    return [track(np.array([0, 0, 1, 1, 0], np.float32), 1, 0) for _ in range(count)]
+
+
+def _mutual_frame_options(tracker: Any) -> tuple[Any, ...]:
+    scores = tracker.args.track_high_thresh, tracker.args.track_low_thresh, tracker.new_track_thresh
+    return *scores, tracker.max_time_lost, tracker.match_thr, False
+
+
+COSTS = ("penalty_p", "penalty_q", "reduce_step", "conf_weight", "angle_weight", "lost_match_thr", "tai_thr")
 _OBSERVING = Kind(
     _C.ObservationTracker,
     {"delta_t": int, "inertia": float, "use_byte": bool},
@@ -119,5 +190,18 @@ KINDS = {
         },
         _recall_occlusions,
         _record_occlusions,
+    ),
+    "TRACKTRACK": Kind(
+        lambda *options: _C.MutualTracker(*options[:-2]),
+        dict.fromkeys(COSTS, float) | {"min_track_len": int, "match_thr": float, "new_track_thresh": float},
+        _recall_ways,
+        _record_ways,
+        moves=True,
+        rotates=True,
+        recovers=True,
+        numbers=("track_high_thresh", "track_low_thresh"),
+        frame_options=_mutual_frame_options,
+        probe_motion=_probe_mutual_motion,
+        new_tracks=_new_mutual_tracks,
     ),
 }

@@ -1,4 +1,4 @@
-"""``track_optim``: ``update`` of Ultralytics' trackers, but for TrackTrack, by the core of :mod:`torch_fastdet.trackers`.
+"""``track_optim``: ``update`` of Ultralytics' trackers by the core of :mod:`torch_fastdet.trackers`.
 
 The core holds the tracks. They become the framework's own objects when somebody reads the lists of a tracker.
 """
@@ -20,7 +20,9 @@ MODULES = {
     "OCSORT": "trackers.oc_sort",
     "DeepOCSORT": "trackers.deep_oc_sort",
     "FASTTracker": "trackers.fast_tracker",
+    "TRACKTRACK": "trackers.track_tracker",
 }
+LISTS = ("tracked_stracks", "lost_stracks", "removed_stracks", "removed_stracks_frame")
 
 
 def _has_core(_: object) -> str | None:
@@ -56,20 +58,11 @@ def _update(where: tuple[str, ...], name: str) -> Target:
         make=_updating,
         class_evidence=(
             Asks("nobody else's code", _replaced),
-            Signature(("self", "results", "img", "feats", "kwargs"), "update"),
+            Signature(("self", "results", "img", "dets_del" if name == "TRACKTRACK" else "feats", "kwargs"), "update"),
             Behaves(f"its {name}", _tried, 0.0, REFERENCE),
         ),
         note=" (by torch_fastdet.trackers)",
     )
-
-
-def _list(name: str) -> Target:
-    def make(_: Active, __: object, ___: type) -> object:
-        from torch_fastdet.switches.track.ultralytics import handing_out
-
-        return handing_out(name)
-
-    return Target(BYTE, f"BYTETracker.{name}", make=make, adds=True, after="BYTETracker.update", quiet=True)
 
 
 def _state(_: Active, __: object, ___: type) -> object:
@@ -78,14 +71,33 @@ def _state(_: Active, __: object, ___: type) -> object:
     return state
 
 
+def _lists(where: tuple[str, ...], tracker: str) -> list[Target]:
+    """The lists of a tracker and of what inherits from it, and its state."""
+
+    def reads(name: str) -> Callable[..., object]:
+        def make(_: Active, __: object, ___: type) -> object:
+            from torch_fastdet.switches.track.ultralytics import handing_out
+
+            return handing_out(name)
+
+        return make
+
+    made: dict[str, Callable[..., object]] = {name: reads(name) for name in LISTS}
+    made["__getstate__"] = _state
+    return [
+        Target(where, f"{tracker}.{name}", make=make, adds=True, after=f"{tracker}.update", quiet=True)
+        for name, make in made.items()
+    ]
+
+
 ULTRALYTICS = Switch(
     "track_optim",
-    "the trackers of track, but for TrackTrack, on a C++ core, in place of a Python object and NumPy products for each track",
+    "the trackers of track on a C++ core, in place of a Python object and NumPy products for each track",
     (
         _update(BYTE, "BYTETracker"),
-        *(_list(name) for name in ("tracked_stracks", "lost_stracks", "removed_stracks", "removed_stracks_frame")),
-        Target(BYTE, "BYTETracker.__getstate__", make=_state, adds=True, after="BYTETracker.update", quiet=True),
+        *_lists(BYTE, "BYTETracker"),
         *(_update(ultralytics(module), name) for name, module in MODULES.items()),
+        *_lists(ultralytics(MODULES["TRACKTRACK"]), "TRACKTRACK"),
     ),
     # Ultralytics' trackers import lap, and install it where it is missing: leave that to the first call of track.
     modules=("trackers.byte_tracker", *MODULES.values()) if importlib.util.find_spec("lap") else (),

@@ -30,6 +30,7 @@ CLASSES = {
     "OCSORT": trackers.OCSORT,
     "DeepOCSORT": trackers.OCSORT,
     "FASTTracker": trackers.FastTracker,
+    "TRACKTRACK": trackers.TrackTrack,
 }
 
 

@@ -8,11 +8,9 @@ update.
 from __future__ import annotations
 
 import copy
-import importlib
 import inspect
 import weakref
 from collections.abc import Callable
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -24,7 +22,6 @@ from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.track.kinds import KINDS, Kind
 
-OPTIONS = ("track_high_thresh", "track_low_thresh", "new_track_thresh", "match_thresh")
 LIVE, REMOVED = ("tracked_stracks", "lost_stracks"), ("removed_stracks", "removed_stracks_frame")
 KEY = "torch_fastdet_core"  # in a tracker's attributes: its _Held, or None where its own update runs
 _held: weakref.WeakSet[Any] = weakref.WeakSet()  # the trackers that have a KEY
@@ -54,9 +51,6 @@ def obstacle_to(tracker: Tracker, known: type) -> Obstacle | None:
         return Obstacle(f"{name} has its own {', '.join(sorted(other)[:3])}.")
     if getattr(tracker.args, "with_reid", False):
         return Obstacle(f"{name} re-identifies by appearance (with_reid).")
-    for option in OPTIONS:
-        if not isinstance(getattr(tracker.args, option), Real):
-            return Obstacle(f"{option} of {name} is {getattr(tracker.args, option)!r}, and not a number.")
     reason = KINDS[known.__name__].obstacle(tracker)
     return None if reason is None else Obstacle(reason)
 
@@ -78,36 +72,30 @@ def updating(active: Active, stock: Callable[..., object], known: type) -> Calla
         return _Held(kind, tracker)
 
     @in_place_of(own)
-    def update(self: Tracker, results: Any, img: Any = None, feats: Any = None, **kwargs: Any) -> object:
+    def update(self: Tracker, results: Any, img: Any = None, *args: Any, **kwargs: Any) -> object:
         attributes = self.__dict__
         if KEY not in attributes:
             attributes[KEY] = hold(self)
         held = attributes[KEY]
         if held is None:
-            return own(self, results, img, feats, **kwargs)
+            return own(self, results, img, *args, **kwargs)
         rotated = type(results) is OBB
         rows = results.data if (rotated and kind.rotates) or type(results) is Boxes else None
-        moves = kind.moves and img is not None and self.gmc.method is not None
-        if type(rows) is not np.ndarray or rows.dtype != np.float32:
+        recovered = kwargs.get("dets_del", args[0] if args else None) if kind.recovers else None
+        if recovered is not None:
+            recovered = np.column_stack(recovered)
+        known_rows = type(rows) is np.ndarray and rows.dtype == np.float32
+        if not known_rows or (recovered is not None and recovered.dtype != np.float32):
             active.tell(f"{active.name}: the original update runs for {describe_rows(results)}.")
             give_back(self)
-            return own(self, results, img, feats, **kwargs)
-        motion = camera_motion(self, results, img, rotated) if moves else None
-        core, args = held.core, self.args
+            return own(self, results, img, *args, **kwargs)
+        moves = kind.moves and img is not None and self.gmc.method is not None
+        motion = camera_motion(self, kind, results, img, rotated) if moves else None
+        core = held.core
         if held.outside or held.ids is not self._ids or core.frame != self.frame_id:
             take_over(self, held)
         born = core.last_id
-        out = core.update(
-            rows,
-            args.track_high_thresh,
-            args.track_low_thresh,
-            args.new_track_thresh,
-            self.max_frames_lost,
-            args.match_thresh,
-            bool(args.fuse_score),
-            motion,
-            rotated,
-        )
+        out = core.update(rows, *kind.frame_options(self), motion, rotated, recovered)
         for _ in range(core.last_id - born):
             next(self._ids)
         attributes["frame_id"] = core.frame
@@ -121,7 +109,9 @@ def describe_rows(results: object) -> str:
     return f"{type(results).__name__} of {getattr(data, 'dtype', type(data).__name__)}"
 
 
-def camera_motion(tracker: Tracker, results: object, img: object, rotated: bool) -> NDArray[np.float64] | None:
+def camera_motion(
+    tracker: Tracker, kind: Kind, results: object, img: object, rotated: bool
+) -> NDArray[np.float64] | None:
     """Return what the tracker's own code finds and applies to tracks; None if the camera stands still.
 
     Its code runs on two tracks with the identity's columns as their velocities, and one as the width.
@@ -130,7 +120,7 @@ def camera_motion(tracker: Tracker, results: object, img: object, rotated: bool)
         (2, 4) array: rotation, translation, and the scale and angle by which rotated boxes turn.
     """
     probes = [_Probe(k, rotated) for k in range(2)]
-    tracker._pre_first_associate(probes, [], img, tracker._split_detections(results)[0])
+    kind.probe_motion(tracker, probes, img, results)
     first, second = (probe.mean for probe in probes)
     motion = np.stack((first[4:6], second[4:6], first[:2], [first[2], probes[0].angle or 0.0]), 1)
     return None if np.array_equal(motion[:, :3], np.eye(2, 3)) else motion
@@ -190,25 +180,27 @@ def give_out(tracker: Tracker, names: tuple[str, ...]) -> None:
     known = {track.track_id: track for name in (*LIVE, *REMOVED) for track in attributes.get(name, ())}
     if names != REMOVED and not held.outside.issuperset(LIVE):
         for place, name in enumerate(LIVE):
-            attributes[name] = _tracks(tracker, held.core.save(place), known, held.kind)
+            attributes[name] = _tracks(tracker, held.core.save(place), known, held.kind, True)
     if names != LIVE and not held.outside.issuperset(REMOVED):
         # What is alive again is the same object in both lists, which the core's older copy must not change.
         give_out(tracker, LIVE)
         alive = {track.track_id: track for name in LIVE for track in attributes[name]}
         rows = held.core.save(len(LIVE))
-        tracks = [alive.get(int(row[72])) or track for row, track in zip(rows, _tracks(tracker, rows, {}, None))]
+        tracks = [
+            alive.get(int(row[72])) or track for row, track in zip(rows, _tracks(tracker, rows, {}, held.kind, False))
+        ]
         attributes["removed_stracks"] = tracks
         attributes["removed_stracks_frame"] = tracks[len(tracks) - held.core.removed_now :]
     held.outside.update(names)
 
 
-def _tracks(tracker: Tracker, rows: NDArray[np.float64], known: dict[int, Track], kind: Kind | None) -> list[Track]:
-    """Return the framework's tracks of rows; without a kind, without what they remember."""
+def _tracks(
+    tracker: Tracker, rows: NDArray[np.float64], known: dict[int, Track], kind: Kind, remember: bool
+) -> list[Track]:
+    """Return the framework's tracks of rows; without what they remember, if not asked for it."""
     if not len(rows):
         return []
-    boxes = importlib.import_module("ultralytics.engine.results").Boxes
-    blank = np.tile(np.array([0, 0, 1, 1, 1, 0], np.float32), (len(rows), 1))
-    made = tracker.init_track(boxes(blank, (1, 1)))
+    made = kind.new_tracks(tracker, len(rows))
     for k, row in enumerate(rows):
         track = made[k] = known.get(int(row[72]), made[k])
         number, frame, start, length, index = (int(value) for value in row[72:77])
@@ -230,7 +222,7 @@ def _tracks(tracker: Tracker, rows: NDArray[np.float64], known: dict[int, Track]
             next_id=tracker._ids.__next__,
         )
         track._tlwh = track.tlwh.astype(np.float32)
-        if kind is not None:
+        if remember:
             kind.recall(tracker, track, row[82:])
     return made
 
