@@ -1,6 +1,6 @@
 """``update`` of Ultralytics' trackers, stock and with track_optim, a frame of 20, 200 and 1,000 objects, on one core.
 
-Both get what ``YOLO.track`` gives them: ``Boxes`` of float32 rows in NumPy. BoT-SORT runs without camera motion, whose optical flow
+Both get what ``YOLO.track`` gives them: ``Boxes`` of float32 rows in NumPy. They run without camera motion, whose optical flow
 would be most of the time. Frames alternate between the two, as they do with a detector's work in a pipeline, so caches are cold; a
 row is the distribution over the frames of the best of some passes.
 """
@@ -32,10 +32,11 @@ def measure(report: Report) -> None:
         "BoT-SORT": trackers.BOTSORT,
         "OC-SORT": trackers.OCSORT,
         "FastTracker": trackers.FASTTracker,
+        "TrackTrack": trackers.TRACKTRACK,
     }
-    stock = trackers.BYTETracker.update
+    originals = {name: tracker.update for name, tracker in classes.items()}
     patch(track_optim=True)
-    updates = {name: {STOCK: stock, OURS: tracker.update} for name, tracker in classes.items()}
+    updates = {name: {STOCK: originals[name], OURS: tracker.update} for name, tracker in classes.items()}
     for name, tracker in classes.items():
         for objects, frames, passes in SIZES:
             detections = [Boxes(rows, (1080, 1920)) for rows in scene(objects, objects, frames, 1.0)]

@@ -28,6 +28,8 @@ KNOWN = {
     "_saved_mean",
     "_saved_covariance",
     "_ids",
+    "_history",
+    "_apply_gmc",
     "_pre_first_associate",
     "_prepare_batch",
     "_prepare_pred",
