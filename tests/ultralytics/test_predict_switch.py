@@ -231,9 +231,8 @@ def run(model, source, device, tmp_path, on, **options):
             "exist_ok": True,
             **options,
         }
-        with torch.backends.cudnn.flags(
-            enabled=True, allow_tf32=False
-        ):  # the batches of a long list differ from stock's
+        # The batches of a long list differ from stock's.
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             return list(model.predict(source, **given))
     finally:
         drop_in.unpatch()
@@ -411,15 +410,8 @@ def test_files_that_are_saved(ahead, detector, folder, device, tmp_path, caplog)
     made = []
     for on in (False, True):
         out = tmp_path / f"out{on}"
-        options = {
-            "save": True,
-            "save_txt": True,
-            "save_crop": True,
-            "save_conf": True,
-            "project": str(out),
-            "name": "x",
-        }
-        options |= {"batch": 3, "max_det": 2, "verbose": True}
+        options = {"project": str(out), "name": "x", "batch": 3, "max_det": 2, "verbose": True}
+        options |= dict.fromkeys(("save", "save_txt", "save_crop", "save_conf"), True)
         run(detector, folder[0] / "mixed", device, tmp_path, on, **options)
         made.append(tree(out))
     assert made[0].keys() == made[1].keys() and len(made[0]) > 6

@@ -61,7 +61,7 @@ def picture(height, width, seed=0):
 
 
 def ours_on(device):
-    return auto_shape.detecting(common.AutoShape, STOCK, common, devices=(device.type,))
+    return auto_shape.detecting(None, STOCK, common.AutoShape, devices=(device.type,))
 
 
 def compare(model, forward, make_pictures, *arguments):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -12,7 +13,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def in_order(work: Callable[[T], R], jobs: Iterable[T], threads: int, ahead: int) -> Iterator[R]:
+def in_order(work: Callable[[T], R], jobs: Iterable[T], threads: int, ahead: int) -> Generator[R]:
     """Yield ``work(job)`` of each job in order, which ``threads`` threads compute up to ``ahead`` jobs early.
 
     An exception is raised in its result's place and ends the iteration. After that, and after ``close()``, no thread is left.
@@ -30,15 +31,11 @@ def in_order(work: Callable[[T], R], jobs: Iterable[T], threads: int, ahead: int
         pool.shutdown(cancel_futures=True)
 
 
-def following(iterator: Iterator[R], ahead: int) -> Iterator[R]:
+def following(iterator: Generator[R], ahead: int) -> Generator[R]:
     """Yield what ``iterator`` yields, which runs in a thread up to ``ahead`` items early. It is closed in the end."""
     end = object()
-    try:
+    with contextlib.closing(iterator):
         for item in in_order(lambda _: next(iterator, end), itertools.repeat(None), 1, ahead):
             if item is end:
                 return
             yield item  # type: ignore[misc]
-    finally:
-        close = getattr(iterator, "close", None)
-        if close is not None:
-            close()

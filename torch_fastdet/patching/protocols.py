@@ -13,8 +13,11 @@ Batch: TypeAlias = dict[str, Any]
 AnchorHead: TypeAlias = Any
 YOLOv5Dataset: TypeAlias = Any
 
-#: Ultralytics' ``YOLODataset``, ``BaseTrainer``, ``DetectionValidator``, ``ConfusionMatrix``, ``STrack`` and trackers.
+#: Ultralytics' ``YOLODataset``, ``InfiniteDataLoader``, ``BasePredictor``, ``BaseTrainer``, ``DetectionValidator``, ``ConfusionMatrix``, ``STrack`` and trackers.
 UltralyticsDataset: TypeAlias = Any
+Loader: TypeAlias = Any
+Predictor: TypeAlias = Any
+
 Trainer: TypeAlias = Any
 Validator: TypeAlias = Any
 ConfusionMatrix: TypeAlias = Any

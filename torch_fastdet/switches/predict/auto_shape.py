@@ -1,16 +1,16 @@
-"""``AutoShape.forward`` for pictures: letterbox, HWC to CHW and division by 255 of the whole list by one operator.
+"""``AutoShape.forward`` for images: letterbox, HWC to CHW and division by 255 of the whole list by one operator.
 
-YOLOv5's own function runs, in a copy in which what it does to the pictures before the network is put off.
+YOLOv5's own function runs, in a copy in which what it does to the images before the network is put off.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import types
 import warnings
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,103 +27,64 @@ from torch_fastdet.switches.predict.common import fits, letterbox
 RUNS = "runs stock's AutoShape.forward"
 
 
-class _Batch:
-    """Passes for the array, and then for the tensor, of letterboxed pictures: a division by 255 runs the operator.
-
-    Anything else is done by the array, or the tensor, that YOLOv5's letterbox makes.
-    """
-
-    def __init__(self, pictures: list[Any], shape: Any, stock_letterbox: Callable) -> None:
-        self._pictures, self._shape, self._letterbox = pictures, shape, stock_letterbox
-        self._device, self._dtype = torch.device("cpu"), torch.uint8
-        self._is_tensor = self._is_planar = False
-
-    def _placings(self) -> list[Any] | None:
-        if not (self._is_tensor and self._is_planar and fits(self._pictures) and self._pictures[0].shape[2] == 3):
-            return None
-        placings = [place(picture.shape[:2], self._shape) for picture in self._pictures]
-        # OpenCV refuses a side that is rounded to zero: its error is stock's.
-        return placings if all(min(p.height, p.width) > 1 for p in placings) else None
-
-    def _made(self) -> Any:
-        made: np.ndarray = np.array(
-            [self._letterbox(picture, self._shape, auto=False)[0] for picture in self._pictures]
-        )
-        made = made.transpose((0, 3, 1, 2)) if self._is_planar else made
-        return torch.from_numpy(np.ascontiguousarray(made)).to(self._device, self._dtype) if self._is_tensor else made
-
-    def transpose(self, *axes: Any) -> Any:
-        if axes != ((0, 3, 1, 2),) or self._is_tensor or self._is_planar:
-            return self._made().transpose(*axes)
-        self._is_planar = True
-        return self
-
-    def tensor(self) -> _Batch:
-        self._is_tensor = True
-        return self
-
-    def to(self, device: torch.device) -> _Batch:
-        self._device = device
-        return self
-
-    def type_as(self, other: Tensor) -> _Batch:
-        self._device, self._dtype = other.device, other.dtype
-        return self
-
-    def __truediv__(self, divisor: Any) -> Any:
-        placings = self._placings() if divisor == 255 else None
-        if placings is None:
-            return self._made() / divisor
-        return letterbox(self._pictures, placings, self._device, self._dtype, bgr=True)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._made(), name)
-
-
 class _Boxed(NamedTuple):
-    """A picture whose letterbox is put off."""
+    """An image whose letterbox is put off."""
 
-    picture: np.ndarray
+    image: np.ndarray
     shape: list[int]
 
 
-def _recording(stock: types.FunctionType, names: dict[str, Any], stock_letterbox: object) -> Callable:
-    """A copy of ``forward`` that puts the letterbox off until it knows the device."""
-    if names["letterbox"] is not stock_letterbox:
-        return stock
+class _Input:
+    """The network's input. What YOLOv5 does to letterboxed images before the network leaves it as it is."""
 
-    def boxed(picture: np.ndarray, shape: list[int], auto: bool = True) -> tuple:
-        return stock_letterbox(picture, shape) if auto else (_Boxed(picture, shape),)
+    def __init__(self, pixels: Tensor) -> None:
+        self._pixels = pixels
 
-    def array(pictures: object) -> Any:
-        if isinstance(pictures, list) and pictures and all(isinstance(one, _Boxed) for one in pictures):
-            return _Batch([one.picture for one in pictures], pictures[0].shape, stock_letterbox)
-        return np.array(pictures)
+    def _as_it_is(self, *_: object) -> _Input:
+        return self
 
-    def ascontiguousarray(value: object) -> Any:
-        return value if isinstance(value, _Batch) else np.ascontiguousarray(value)
+    transpose = to = type_as = _as_it_is
 
-    def from_numpy(value: object) -> Any:
-        return value.tensor() if isinstance(value, _Batch) else torch.from_numpy(value)
+    def __truediv__(self, _: object) -> Tensor:
+        return self._pixels
 
-    recording = {
-        id(np): recording_module(np, {"array": array, "ascontiguousarray": ascontiguousarray}),
-        id(torch): recording_module(torch, {"from_numpy": from_numpy}),
-        id(stock_letterbox): boxed,
-    }
-    found = {name: recording[id(value)] for name, value in names.items() if id(value) in recording}
-    return with_names(stock, **found)
+
+def _recording(stock: types.FunctionType, stock_letterbox: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
+    """A copy of ``forward`` that puts the letterbox off until it has all images. The input is of the device and dtype of ``like``."""
+
+    def boxed(image: np.ndarray, shape: list[int], auto: bool = True) -> Any:
+        return stock_letterbox(image, shape) if auto else (_Boxed(image, shape),)
+
+    def array(boxes: Any) -> Any:
+        if not isinstance(boxes[0], _Boxed):
+            return np.array(boxes)
+        images = [box.image for box in boxes]
+        if fits(images) and images[0].shape[2] == 3:
+            placings = [place(image.shape[:2], shape) for image, shape in boxes]
+            # OpenCV refuses a side that is rounded to zero: its error is stock's.
+            if all(min(p.height, p.width) > 1 for p in placings):
+                return _Input(letterbox(images, placings, like.device, like.dtype, bgr=True))
+        return np.array([stock_letterbox(image, shape, auto=False)[0] for image, shape in boxes])
+
+    def unless_input(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda value: value if isinstance(value, _Input) else function(value)
+
+    of_numpy = {"array": array, "ascontiguousarray": unless_input(np.ascontiguousarray)}
+    of_torch = {"from_numpy": unless_input(torch.from_numpy)}
+    return with_names(
+        stock, np=recording_module(np, of_numpy), torch=recording_module(torch, of_torch), letterbox=boxed
+    )
 
 
 def detecting(
-    stock_class: object, stock: Callable, module: ModuleType, devices: tuple[str, ...] = ("cuda",)
-) -> Callable:
-    """``AutoShape.forward`` whose pictures go through the operator where the model is on one of ``devices``.
+    _: object, stock: Callable[..., Any], stock_class: Any, devices: tuple[str, ...] = ("cuda",)
+) -> Callable[..., Any]:
+    """``AutoShape.forward`` whose images go through the operator where the model is on one of ``devices``.
 
     Tensors, other devices, models of other dtypes than float16 and float32, and users' subclasses get stock's.
     """
-    names = namespace(module)
-    stock_letterbox = names.get("letterbox")
+    names = namespace(sys.modules[stock_class.__module__])
+    stock_letterbox: Any = names.get("letterbox")
     inner: Any = getattr(stock, "__wrapped__", stock)  # under torch.inference_mode
     tell = saying_once("predict_optim", warn)
 
@@ -138,14 +99,16 @@ def detecting(
         if like.device.type not in devices or like.dtype not in (torch.float16, torch.float32):
             tell(f"the model is {like.dtype} on {like.device.type}, and {RUNS}")
             return stock(self, ims, size, augment, profile)
+        if names["letterbox"] is not stock_letterbox:
+            return stock(self, ims, size, augment, profile)
         with torch.inference_mode():
-            return _recording(inner, names, stock_letterbox)(self, ims, size, augment, profile)
+            return _recording(inner, stock_letterbox, like)(self, ims, size, augment, profile)
 
     return forward
 
 
 class _Network:
-    """Stands for a model in the probe: keeps its input and finds the same boxes in each picture."""
+    """Stands for a model in the probe: keeps its input and finds the same boxes in each image."""
 
     device = torch.device("cpu")
 
@@ -170,17 +133,22 @@ class _NoTimes(contextlib.nullcontext):
     t = 0.0
 
 
-def prepared(stock_class: Any, forward: Callable, module: ModuleType) -> list[object]:
-    """What the network gets of small pictures by ``forward``, and what that returns."""
-    names = namespace(module)
-    picture = np.arange(3 * 40 * 31, dtype=np.uint8).reshape(31, 40, 3)
+def prepared(stock_class: Any) -> tuple[list[object], list[object]]:
+    """What the network gets of small images by the original ``forward`` and by this one, and what they return."""
+    forward = detecting(None, stock_class.forward, stock_class, devices=("cpu",))
+    return _prepared(stock_class, stock_class.forward), _prepared(stock_class, forward)
+
+
+def _prepared(stock_class: Any, forward: Callable[..., Any]) -> list[object]:
+    names = namespace(sys.modules[stock_class.__module__])
+    image = np.arange(3 * 40 * 31, dtype=np.uint8).reshape(31, 40, 3)
     profile = names.get("Profile")
     results: list[object] = []
     try:
         names["Profile"] = _NoTimes
-        for pictures, size, dtype in (
-            ([picture, picture[:20, :17], picture[..., 0]], 64, torch.float32),
-            (picture.transpose(2, 0, 1), (96, 64), torch.float16),
+        for images, size, dtype in (
+            ([image, image[:20, :17], image[..., 0]], 64, torch.float32),
+            (image.transpose(2, 0, 1), (96, 64), torch.float16),
         ):
             model, network = stock_class.__new__(stock_class), _Network(dtype)
             torch.nn.Module.__init__(model)
@@ -188,7 +156,7 @@ def prepared(stock_class: Any, forward: Callable, module: ModuleType) -> list[ob
             vars(model).update(dmb=False, pt=True, model=network, stride=stride, names={0: "a", 1: "b"})
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # stock's torch.cuda.amp.autocast is deprecated
-                found = forward(model, pictures, size)
+                found = forward(model, images, size)
             results.append((network.input, found.pred, found.xywhn, found.ims, found.files, found.s))
     finally:
         names["Profile"] = profile

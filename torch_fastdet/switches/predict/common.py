@@ -1,4 +1,4 @@
-"""Pictures in memory to a network's input by one operator, for the switch ``predict_optim`` of both hosts."""
+"""Images in memory to a network's input by one operator, for the switch ``predict_optim`` of both hosts."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ UPLOAD = 64 << 20  # bytes of images that are copied to a GPU at once, or one im
 LARGEST_SIDE = 1 << 24
 
 
-def fits(pictures: object) -> bool:
-    """Whether the operator takes these pictures: a list of uint8 arrays HWC, all of three channels or all grey."""
-    if not isinstance(pictures, list) or not pictures:
+def fits(images: object) -> bool:
+    """Whether the operator takes these images: a list of uint8 arrays HWC, all of three channels or all grey."""
+    if not isinstance(images, list) or not images:
         return False
-    if any(type(im) is not np.ndarray or im.dtype != np.uint8 or im.ndim != 3 for im in pictures):
+    if any(type(im) is not np.ndarray or im.dtype != np.uint8 or im.ndim != 3 for im in images):
         return False
-    channels = {im.shape[2] for im in pictures}
-    return channels in ({1}, {3}) and all(0 < side <= LARGEST_SIDE for im in pictures for side in im.shape[:2])
+    channels = {im.shape[2] for im in images}
+    return channels in ({1}, {3}) and all(0 < side <= LARGEST_SIDE for im in images for side in im.shape[:2])
 
 
 def letterbox(
-    pictures: list[np.ndarray], placings: list[Placing], device: torch.device, dtype: torch.dtype, bgr: bool = False
+    images: list[np.ndarray], placings: list[Placing], device: torch.device, dtype: torch.dtype, bgr: bool = False
 ) -> Tensor:
     """Return images as (images, channels, height, width) in 0..1 on ``device``. Three channels are exchanged, unless ``bgr``.
 
     A long list needs no more memory than a few of its images, beside the result: the CPU reads them where they are, and a GPU gets
     them in groups of ``UPLOAD`` bytes.
     """
-    count("predict_optim", "images", len(pictures))
-    shape = (len(pictures), pictures[0].shape[2], *placings[0].size)
+    count("predict_optim", "images", len(images))
+    shape = (len(images), images[0].shape[2], *placings[0].size)
     out = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cuda":
-        _on_gpu(out, pictures, placings, bgr)
+        _on_gpu(out, images, placings, bgr)
     else:
-        for begin in range(0, len(pictures), MOST_STORAGES):
+        for begin in range(0, len(images), MOST_STORAGES):
             group = slice(begin, begin + MOST_STORAGES)
-            _on_cpu(out[group], pictures[group], placings[group], bgr)
+            _on_cpu(out[group], images[group], placings[group], bgr)
     return out
 
 
@@ -63,45 +63,51 @@ def staged_letterbox(
     return out
 
 
-def _plan(pictures: list[Any], placings: list[Placing], where: list[tuple[int, int]]) -> Tensor:
+def _plan(images: list[Any], placings: list[Placing], where: list[tuple[int, int]]) -> Tensor:
     """``where``: of each image the storage and its offset."""
     rows = [
         [*at, *im.shape[:2], im.shape[1] * im.shape[2], p.height, p.width, p.top, p.left, 0]
-        for at, im, p in zip(where, pictures, placings)
+        for at, im, p in zip(where, images, placings)
     ]
     return torch.tensor(rows, device="cpu")
 
 
-def _on_cpu(out: Tensor, pictures: list[np.ndarray], placings: list[Placing], bgr: bool) -> None:
-    in_place = [im if im.flags.c_contiguous and im.flags.writeable else im.copy() for im in pictures]
+def _on_cpu(out: Tensor, images: list[np.ndarray], placings: list[Placing], bgr: bool) -> None:
+    in_place = [im if im.flags.c_contiguous and im.flags.writeable else im.copy() for im in images]
     storages = [torch.from_numpy(im.reshape(-1)) for im in in_place]
-    plan = _plan(pictures, placings, [(i, 0) for i in range(len(pictures))])
+    plan = _plan(images, placings, [(i, 0) for i in range(len(images))])
     ops.image_letterbox_(out, storages, plan, bgr)
 
 
-def _on_gpu(out: Tensor, pictures: list[np.ndarray], placings: list[Placing], bgr: bool) -> None:
+def _on_gpu(out: Tensor, images: list[np.ndarray], placings: list[Placing], bgr: bool) -> None:
     uploads: list[torch.cuda.Event] = []
     end = 0
-    while end < len(pictures):
+    while end < len(images):
         begin, size = end, 0
-        while end < len(pictures) and (end == begin or size + pictures[end].size <= UPLOAD):
-            size += pictures[end].size
+        while end < len(images) and (end == begin or size + images[end].size <= UPLOAD):
+            size += images[end].size
             end += 1
         if len(uploads) == 2:
             uploads.pop(0).synchronize()  # so that at most two buffers are pinned
         group = slice(begin, end)
-        _upload(out[group], pictures[group], placings[group], bgr)
+        _upload(out[group], images[group], placings[group], bgr)
         uploads.append(torch.cuda.current_stream(out.device).record_event())
 
 
-def _upload(out: Tensor, pictures: list[np.ndarray], placings: list[Placing], bgr: bool) -> None:
+def one_after_another(images: list[np.ndarray], pin_memory: bool, begin: int = 0) -> tuple[Tensor, list[int]]:
+    """Bytes that hold these images behind their first ``begin``, and where each image begins, and the last one ends."""
+    ends: list[int] = np.cumsum([begin] + [im.size for im in images]).tolist()
+    buffer = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
+    for im, first, last in zip(images, ends, ends[1:]):
+        np.copyto(buffer[first:last].numpy().reshape(im.shape), im)
+    return buffer, ends
+
+
+def _upload(out: Tensor, images: list[np.ndarray], placings: list[Placing], bgr: bool) -> None:
     """In one copy to the GPU: the plan, and the images behind it."""
-    head = 80 * len(pictures)
-    ends = np.cumsum([head] + [im.size for im in pictures]).tolist()
-    buffer = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=True)
-    for im, begin, end in zip(pictures, ends, ends[1:]):
-        np.copyto(buffer[begin:end].numpy().reshape(im.shape), im)
-    plan = _plan(pictures, placings, [(0, begin) for begin in ends[:-1]])
+    head = 80 * len(images)
+    buffer, ends = one_after_another(images, pin_memory=True, begin=head)
+    plan = _plan(images, placings, [(0, begin) for begin in ends[:-1]])
     buffer[:head].view(torch.int64).copy_(plan.view(-1))
     storage = buffer.to(out.device, non_blocking=True)
     ops.image_letterbox_(out, [storage], storage[:head].view(torch.int64).view(plan.shape), bgr)

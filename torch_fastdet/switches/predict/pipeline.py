@@ -11,7 +11,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from torch_fastdet._torch.private import forward_hooks
 from torch_fastdet.images.ahead import following
 from torch_fastdet.ops.letterbox import Placing, letterbox
 from torch_fastdet.ops.nms import scale_boxes_batched
+from torch_fastdet.patching.protocols import Predictor
 from torch_fastdet.patching.replace import is_code_of
 from torch_fastdet.suppression import Padded, ultralytics_non_max_suppression
 from torch_fastdet.switches.predict.common import staged_letterbox
@@ -88,16 +89,15 @@ class Flight:
 class Feed:
     """Stands for the predictor's loader. Attributes are those of the loader, as it was when it gave the current batch."""
 
-    def __init__(self, predictor: Any, parts: Parts) -> None:
+    def __init__(self, predictor: Predictor, parts: Parts) -> None:
         self._predictor, self._parts = weakref.ref(predictor), parts
         self.loader = self._now = predictor.dataset
-        self._batches: Iterator[Any] | None = None
+        self._batches: Generator[Any] | None = None
         self.flight: Flight | None = None
         self.device = torch.device(predictor.device)
         self._on_gpu = self.device.type == "cuda"
-        self._own: torch.cuda.Stream | None = (
-            None  # of the network; None for a single batch, which runs on the caller's
-        )
+        #: Of the network; None for a single batch, which runs on the caller's stream.
+        self._own: torch.cuda.Stream | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "_now":  # of a copy that is being made
@@ -115,7 +115,7 @@ class Feed:
     def close(self) -> None:
         """End reading, and leave the predictor with its own loader."""
         if self._batches is not None:
-            self._batches.close()  # type: ignore[attr-defined]
+            self._batches.close()
         predictor = self._predictor()
         if predictor is not None and vars(predictor).get(KEY) is self:
             del vars(predictor)[KEY]
@@ -125,12 +125,12 @@ class Feed:
 
     # Batches ---------------------------------------------------------------------------------------------------------
 
-    def _run(self) -> Iterator[tuple[list[str], Images, list[str]]]:
+    def _run(self) -> Generator[tuple[list[str], Images, list[str]]]:
         predictor = self._predictor()
         source = self._source(predictor)
         early = self._may_run_early(predictor)
         waiting: Flight | None = None
-        with contextlib.closing(source):  # type: ignore[type-var]
+        with contextlib.closing(source):
             while True:
                 error: Exception | None = None
                 batch: Batch | None = None
@@ -157,7 +157,7 @@ class Feed:
                 if batch is None:
                     return
 
-    def _source(self, predictor: Any) -> Iterator[Batch]:
+    def _source(self, predictor: Predictor) -> Generator[Batch]:
         of_names = hasattr(self.loader, "nf")
         size = self.loader.bs if of_names else max(predictor.args.batch, LIST_BATCH)
         several = self.loader.nf > min(size, self.loader.ni) if of_names else len(self.loader) > size
@@ -170,7 +170,7 @@ class Feed:
         source = of_files(self.loader, stager) if of_names else of_list(self.loader, size, stager)
         return following(source, 1) if several else source
 
-    def _may_run_early(self, predictor: Any) -> bool:
+    def _may_run_early(self, predictor: Predictor) -> bool:
         """Whether nothing that a user has put into the predictor runs between the batches, where it may change what comes next."""
         callbacks = [getattr(each, "func", each) for event in BETWEEN for each in predictor.callbacks.get(event, ())]
         if not all(is_code_of(callback, "ultralytics") for callback in callbacks) or "postprocess" in vars(predictor):
@@ -197,7 +197,7 @@ class Feed:
         with torch.cuda.stream(self._own):
             yield
 
-    def _launch(self, predictor: Any, flight: Flight) -> None:
+    def _launch(self, predictor: Predictor, flight: Flight) -> None:
         batch, parts = flight.batch, self._parts
         flight.settings = dict(vars(predictor.args))
         flight.marks, flight.found, flight.scaled = [], None, False
@@ -219,7 +219,7 @@ class Feed:
             flight.mark()
         keep_two_batches(batch.images.held)
 
-    def _suppress(self, predictor: Any, flight: Flight, placings: list[Placing] | None) -> None:
+    def _suppress(self, predictor: Predictor, flight: Flight, placings: list[Placing] | None) -> None:
         if "postprocess" in vars(predictor):
             return
         flight.asked = self._parts.asks(predictor, flight)
@@ -240,7 +240,7 @@ class Feed:
 
     # For the predictor -----------------------------------------------------------------------------------------------
 
-    def input(self, predictor: Any) -> Tensor:
+    def input(self, predictor: Predictor) -> Tensor:
         """The network's input of the current batch, which is launched now if it is not, or was with other settings."""
         flight = self.flight
         assert flight is not None
@@ -266,7 +266,7 @@ class Parts:
     #: Whether results hold nothing but boxes, so that these can be scaled for the whole batch.
     scales: Callable[[Any], bool]
 
-    def placings(self, predictor: Any, batch: Batch) -> list[Placing] | None:
+    def placings(self, predictor: Predictor, batch: Batch) -> list[Placing] | None:
         """Where the letterbox puts the images of a batch; None if the operator cannot put them there."""
         images = batch.images.held
         shapes = list({tuple(image.shape): None for image in images})
@@ -278,7 +278,7 @@ class Parts:
         known = len(placings) == len(images) and len({placing.size for placing in placings}) == 1
         return placings if known else None
 
-    def asks(self, predictor: Any, flight: Flight) -> tuple[Any, ...] | None:
+    def asks(self, predictor: Predictor, flight: Flight) -> tuple[Any, ...] | None:
         """With what ``postprocess`` calls ``non_max_suppression``: positional and keyword arguments; None if that is unknown."""
         if not self.suppresses():
             return None
@@ -289,7 +289,7 @@ class Parts:
         return None
 
 
-def timing(predictor: Any, stock: Any) -> type:
+def timing(predictor: Predictor, stock: Any) -> type:
     """Ultralytics' ``Profile`` for one run: of a pipeline's batch it shows the GPU's time, and does not wait for the next batch."""
     made: list[Any] = []
 

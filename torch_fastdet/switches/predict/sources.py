@@ -10,7 +10,7 @@ import contextlib
 import copy
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from torch_fastdet.images.jpeg import is_jpeg
 from torch_fastdet.memory import is_out_of_memory
 from torch_fastdet.ops.jpeg import decode_packed
 from torch_fastdet.patching.replace import is_code_of
-from torch_fastdet.switches.predict.common import UPLOAD, fits
+from torch_fastdet.switches.predict.common import UPLOAD, fits, one_after_another
 from torch_fastdet.switches.predict.results import Images, Pixels
 
 READERS = 4  # threads
@@ -36,36 +36,25 @@ one_opens = threading.Lock()  # Pillow registers formats when it opens a first f
 
 @dataclass
 class Batch:
-    """One batch: what Ultralytics' loaders give, and where its images are on the device.
-
-    Args:
-        paths: names of the images.
-        images: arrays, and images of the GPU.
-        info: the beginning of a line to print for each image.
-        dataset: the loader as it was when it gave the batch.
-        storages: what holds the images on the device; empty if they are not there.
-        where: of each image the storage and its offset there.
-        ready: is recorded when they are there.
-        mixed: whether the list that this is a part of has images of several shapes.
-    """
+    """One batch: what Ultralytics' loaders give, and where its images are on the device."""
 
     paths: list[str]
     images: Images
+    #: The beginning of a line to print for each image.
     info: list[str]
+    #: The loader as it was when it gave the batch.
     dataset: Any
+    #: What holds the images on the device; empty if they are not there. ``where``: of each image the storage and its offset.
     storages: list[Tensor]
     where: list[tuple[int, int]]
+    #: Is recorded when they are there.
     ready: torch.cuda.Event | None = None
+    #: Whether the list that this is a part of has images of several shapes.
     mixed: bool = False
 
 
 class Stager:
-    """Decodes JPEG files and uploads arrays.
-
-    Args:
-        device: where the images are wanted.
-        stream: where that is launched; None on a CPU.
-    """
+    """Decodes JPEG files and uploads arrays to ``device``, on ``stream``; that is None on a CPU."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self.device, self.cuda, self._stream = device, device.type == "cuda", stream
@@ -78,11 +67,11 @@ class Stager:
             return made
         try:
             with torch.cuda.stream(self._stream):
-                storage, pictures, refusals = ops.jpeg_pack(
+                storage, found, refusals = ops.jpeg_pack(
                     [files[i] for i in places], pin_memory=self.cuda, segment=1 if self.cuda else 4
                 )
                 taken = [i for i, reason in zip(places, refusals) if not reason]
-                rows = [row for row, reason in zip(pictures.tolist(), refusals) if not reason]
+                rows = [row for row, reason in zip(found.tolist(), refusals) if not reason]
                 for i, pixels in zip(taken, decode_packed(storage, rows, self.device)):
                     made[i] = Pixels(pixels, files[i])
         except RuntimeError as error:
@@ -101,10 +90,7 @@ class Stager:
         if not known or (arrays and decoded and arrays[0].shape[2] != 3) or sum(a.size for a in arrays) > UPLOAD:
             return made
         with torch.cuda.stream(self._stream):
-            ends = np.cumsum([0] + [array.size for array in arrays]).tolist()
-            buffer = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=self.cuda and bool(arrays))
-            for array, begin, end in zip(arrays, ends, ends[1:]):
-                np.copyto(buffer[begin:end].numpy().reshape(array.shape), array)
+            buffer, ends = one_after_another(arrays, pin_memory=self.cuda and bool(arrays))
             made.storages = [buffer.to(self.device, non_blocking=True)] if arrays else []
             if decoded:  # views of one allocation
                 first = next(iter(decoded.values()))
@@ -115,8 +101,7 @@ class Stager:
                 for i in range(len(images))
             ]
             if self._stream is not None:
-                made.ready = torch.cuda.Event()
-                made.ready.record()
+                made.ready = self._stream.record_event()
         return made
 
 
@@ -132,7 +117,7 @@ def sequential_jpeg(path: str) -> tuple[Tensor, Header] | None:
     return (torch.from_numpy(data), header) if header is not None and header.frame <= 0xC1 else None
 
 
-def _read_ahead(read: Callable[[Any], Any], what: list[Any], batch: int) -> Iterator[Any]:
+def _read_ahead(read: Callable[[Any], Any], what: list[Any], batch: int) -> Generator[Any]:
     """``read(each)`` of ``what`` in order. Threads read two batches ahead. An exception is raised in its place."""
     group = max(batch // READERS, 2)
 
@@ -145,14 +130,14 @@ def _read_ahead(read: Callable[[Any], Any], what: list[Any], batch: int) -> Iter
                 return [*found, error]
         return found
 
-    with contextlib.closing(in_order(read_group, range(0, len(what), group), READERS, 2 * READERS)) as groups:  # type: ignore[type-var]
+    with contextlib.closing(in_order(read_group, range(0, len(what), group), READERS, 2 * READERS)) as groups:
         for each in itertools.chain.from_iterable(groups):
             if isinstance(each, Exception):
                 raise each
             yield each
 
 
-def of_files(dataset: Any, stager: Stager) -> Iterator[Batch]:
+def of_files(dataset: Any, stager: Stager) -> Generator[Batch]:
     """The batches of a ``LoadImagesAndVideos``: images as it reads them, then the frames of its videos."""
     stock = type(dataset).__next__
     imread, own = stock.__globals__["imread"], is_code_of(stock.__globals__["imread"], "ultralytics")
@@ -169,7 +154,7 @@ def of_files(dataset: Any, stager: Stager) -> Iterator[Batch]:
 
     files = dataset.files[: dataset.ni]
     read_ahead = _read_ahead(read, files, dataset.bs)
-    with contextlib.closing(read_ahead):  # type: ignore[type-var]
+    with contextlib.closing(read_ahead):
         while dataset.count < dataset.ni:
             paths: list[str] = []
             images: list[Any] = []
@@ -191,13 +176,14 @@ def of_files(dataset: Any, stager: Stager) -> Iterator[Batch]:
         yield stager.batch(paths, images, info, copy.copy(dataset))
 
 
-def of_list(dataset: Any, batch: int, stager: Stager) -> Iterator[Batch]:
+def of_list(dataset: Any, batch: int, stager: Stager) -> Generator[Batch]:
     """The images of a ``LoadPilAndNumpy``, ``batch`` at a time."""
     count, elements = len(dataset), dataset.im0
     mixed = count > batch and _is_mixed(dataset)
-    read_ahead = _read_ahead(dataset.read, elements, batch) if hasattr(dataset, "read") else iter(elements)
+    ahead = hasattr(dataset, "read")
+    read_ahead = _read_ahead(dataset.read, elements, batch) if ahead else (element for element in elements)
     dataset.count = 1
-    try:
+    with contextlib.closing(read_ahead):
         for begin in range(0, count, batch):
             group = list(itertools.islice(read_ahead, batch))
             paths, names = dataset.paths[begin : begin + batch], elements[begin : begin + batch]
@@ -206,10 +192,6 @@ def of_list(dataset: Any, batch: int, stager: Stager) -> Iterator[Batch]:
                 return dataset.by_pillow(names[i])
 
             yield stager.batch(paths, stager.decoded(group, by_pillow), [""] * len(group), dataset, mixed)
-    finally:
-        close = getattr(read_ahead, "close", None)
-        if close is not None:
-            close()
 
 
 def _is_mixed(dataset: Any) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,24 +12,13 @@ from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
 from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
 
 
-def _auto_shape(_: Active, stock: Callable[..., object], stock_class: type) -> object:
-    from torch_fastdet.switches.predict import auto_shape  # with cv2, which few of ours need
+def _by(module: str, name: str) -> Callable[..., Any]:
+    """A function of a module of this folder, which is imported when it is called: with cv2, which few of ours need."""
 
-    return auto_shape.detecting(stock_class, stock, sys.modules[stock_class.__module__])
+    def call(*arguments: object) -> Any:
+        return getattr(importlib.import_module(f"torch_fastdet.switches.predict.{module}"), name)(*arguments)
 
-
-def _shaped(stock_class: Any) -> tuple[list[object], list[object]]:
-    from torch_fastdet.switches.predict.auto_shape import detecting, prepared
-
-    module, stock = sys.modules[stock_class.__module__], stock_class.forward
-    ours = detecting(stock_class, stock, module, devices=("cpu",))
-    return prepared(stock_class, stock, module), prepared(stock_class, ours, module)
-
-
-def _load_images(_: Active, stock: Callable[..., object], __: type) -> object:
-    from torch_fastdet.switches.predict import yolov5 as files
-
-    return files.reading(stock)
+    return call
 
 
 YOLOV5 = Switch(
@@ -42,16 +30,16 @@ YOLOV5 = Switch(
         Target(
             yolov5("models.common"),
             "AutoShape.forward",
-            make=_auto_shape,
+            make=_by("auto_shape", "detecting"),
             evidence=(Signature(("self", "ims", "size", "augment", "profile")),),
-            class_evidence=(Behaves("its AutoShape", _shaped, 0, YOLOV5_REFERENCE),),
+            class_evidence=(Behaves("its AutoShape", _by("auto_shape", "prepared"), 0, YOLOV5_REFERENCE),),
             own=True,
-            note=" (pictures by torch_fastdet.ops.image_letterbox)",
+            note=" (images by torch_fastdet.ops.image_letterbox)",
         ),
         Target(
             yolov5("utils.dataloaders"),
             "LoadImages.__next__",
-            make=_load_images,
+            make=_by("yolov5", "reading"),
             evidence=(Signature(("self",)),),
             own=True,
             otherwise="say",
@@ -64,45 +52,12 @@ YOLOV5 = Switch(
 )
 
 
-def _in_pipeline(name: str) -> Make:
-    def make(active: Active, stock: Any, owner: Any) -> object:
-        from torch_fastdet.switches.predict import ultralytics as predictors  # with cv2, which few of ours need
-
-        return getattr(predictors, name)(active, stock, owner)
-
-    return make
-
-
-def _result(name: str) -> Make:
-    def make(active: Active, stock: Any, owner: Any) -> object:
-        from torch_fastdet.switches.predict import results
-
-        if name == "lazy_image":
-            active.patches.at_end.append(functools.partial(results.read_all, owner))
-        return getattr(results, name)(active, stock, owner)
-
-    return make
-
-
-def _preprocess(active: Active, stock: Callable[..., object], predictor: Any) -> Callable[..., object]:
-    from torch_fastdet.switches.predict import ultralytics as predictors
-
-    parts = active.shared(predictors.parts_of)
-    return predictors.preprocessing(
-        stock, predictor.pre_transform, importlib.import_module(predictor.__module__), parts
-    )
-
-
-def _prepared(predictor: Any) -> tuple[object, object]:
-    from torch_fastdet.switches.predict.ultralytics import Parts, prepared, preprocessing
-
-    stock, module = predictor.preprocess, importlib.import_module(predictor.__module__)
-    ours = preprocessing(stock, predictor.pre_transform, module, Parts())
-    return prepared(predictor, stock), prepared(predictor, ours)
+def _lazy_image(active: Active, _: object, results: object) -> Any:
+    active.patches.at_end.append(functools.partial(_by("results", "read_all"), results))
+    return _by("results", "lazy_image")()
 
 
 def _predictor(name: str, make: Make, **options: Any) -> Target:
-    """A method of ``BasePredictor``."""
     return Target(ultralytics("engine.predictor"), f"BasePredictor.{name}", make=make, **options)
 
 
@@ -110,7 +65,7 @@ def _detector(name: str, make: str, *parameters: str) -> Target:
     return Target(
         ultralytics("models.yolo.detect.predict"),
         f"DetectionPredictor.{name}",
-        make=_in_pipeline(make),
+        make=_by("ultralytics", make),
         evidence=(Signature(("self", *parameters)),),
         own=True,
         otherwise="say",
@@ -125,11 +80,11 @@ ULTRALYTICS = Switch(
     (
         _predictor(
             "preprocess",
-            _preprocess,
+            _by("ultralytics", "preprocessing"),
             evidence=(Signature(("self", "im")),),
             class_evidence=(
                 Signature(("self", "im"), "pre_transform"),
-                Behaves("its preprocess", _prepared, 0, REFERENCE),
+                Behaves("its preprocess", _by("ultralytics", "prepared"), 0, REFERENCE),
             ),
             own=True,
             note=" (by torch_fastdet.ops.image_letterbox)",
@@ -137,7 +92,7 @@ ULTRALYTICS = Switch(
         *(
             _predictor(
                 name,
-                _in_pipeline(make),
+                _by("ultralytics", make),
                 own=True,
                 after="BasePredictor.preprocess",
                 otherwise="say",
@@ -151,8 +106,8 @@ ULTRALYTICS = Switch(
         ),
         _detector("postprocess", "postprocessing", "preds", "img", "orig_imgs", "kwargs"),
         _detector("construct_result", "constructing", "pred", "img", "orig_img", "img_path"),
-        Target(ultralytics("engine.results"), "Results.orig_img", make=_result("lazy_image"), adds=True, quiet=True),
-        Target(ultralytics("engine.results"), "Results.new", make=_result("renewing"), quiet=True),
+        Target(ultralytics("engine.results"), "Results.orig_img", make=_lazy_image, adds=True, quiet=True),
+        Target(ultralytics("engine.results"), "Results.new", make=_by("results", "renewing"), quiet=True),
     ),
     modules=("engine.predictor",),
     evidence=(OPENCV,),

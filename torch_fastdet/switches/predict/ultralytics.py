@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch_fastdet.images.recorder import recording_module
 from torch_fastdet.ops.letterbox import Placing
 from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.protocols import Predictor
 from torch_fastdet.patching.replace import is_code_of, original, with_names
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.nms import switch as suppression
@@ -36,7 +38,7 @@ GREY = 114  # of the operator's border
 
 
 def _asking(pre_transform: object, stock_letterbox: Any) -> Callable[[object, object], list[Placing | None]]:
-    """``pre_transform`` that returns where each picture goes; None for one that the operator cannot put there."""
+    """``pre_transform`` that returns where each image goes; None for one that the operator cannot put there."""
 
     class Asked(stock_letterbox):
         def apply_image(self, labels: dict[str, object], params: dict[str, Any]) -> dict[str, Any]:
@@ -51,15 +53,18 @@ def _asking(pre_transform: object, stock_letterbox: Any) -> Callable[[object, ob
     return with_names(pre_transform, LetterBox=Asked)
 
 
-def preprocessing(stock: Callable, stock_pre_transform: Callable, module: ModuleType, parts: Parts) -> Callable:
+def preprocessing(active: Active | None, stock: Callable[..., Any], owner: Any) -> Callable[..., Any]:
     """``BasePredictor.preprocess`` whose lists of images go through :func:`letterbox`; all else gets the original's."""
-    stock_letterbox = namespace(module).get("LetterBox")
+    parts = Parts() if active is None else active.shared(parts_of)
+    stock_pre_transform = owner.pre_transform
+    names = namespace(sys.modules[owner.__module__])
+    stock_letterbox = names.get("LetterBox")
     where = parts.where = _asking(stock_pre_transform, stock_letterbox)
 
-    def preprocess(self: Any, im: Any) -> Tensor:
+    def preprocess(self: Predictor, im: Any) -> Tensor:
         if type(self).pre_transform is not stock_pre_transform or "pre_transform" in vars(self):
             return stock(self, im)  # a predictor with a pre_transform of its own keeps it
-        if namespace(module).get("LetterBox") is not stock_letterbox or not fits(im):
+        if names.get("LetterBox") is not stock_letterbox or not fits(im):
             return stock(self, im)
         device = torch.device(self.device)
         placings = [placing for placing in where(self, im) if placing is not None]
@@ -70,7 +75,7 @@ def preprocessing(stock: Callable, stock_pre_transform: Callable, module: Module
     parts.preprocess = preprocess
 
     @functools.wraps(stock)
-    def preprocess_or_read(self: Any, im: Any) -> Tensor:
+    def preprocess_or_read(self: Predictor, im: Any) -> Tensor:
         feed = vars(self).get(KEY)
         if feed is not None and feed.flight is not None and im is feed.flight.batch.images:
             return feed.input(self)
@@ -81,17 +86,19 @@ def preprocessing(stock: Callable, stock_pre_transform: Callable, module: Module
 
 def sourcing(active: Active, stock: Callable, owner: Any) -> Callable:
     """``BasePredictor.setup_source`` whose loader is a :class:`Feed` where the pipeline can run."""
+    from ultralytics.data.loaders import LoadImagesAndVideos, LoadPilAndNumpy
+
     parts = active.shared(parts_of)
 
     @functools.wraps(stock)
-    def setup_source(self: Any, source: object, *args: object, **kwargs: object) -> None:
-        vars(self).pop(KEY, None)
+    def setup_source(self: Predictor, source: object, *args: object, **kwargs: object) -> None:
+        self.__dict__.pop(KEY, None)
         takes = runs_ahead(self, owner)
         stock(
             self, with_names_of_files(source, getattr(self.model, "channels", 3)) if takes else source, *args, **kwargs
         )
-        if takes and type(self.dataset) in known_loaders():
-            vars(self)[KEY] = self.dataset = Feed(self, parts)
+        if takes and type(self.dataset) in (LoadImagesAndVideos, LoadPilAndNumpy, listed_class()):
+            self.__dict__[KEY] = self.dataset = Feed(self, parts)
 
     return setup_source
 
@@ -100,7 +107,7 @@ def parts_of(_: Active) -> Parts:
     return Parts()
 
 
-def runs_ahead(predictor: Any, base: Any) -> bool:
+def runs_ahead(predictor: Predictor, base: Any) -> bool:
     """Whether the predictor's model and methods are those that the pipeline knows."""
     if predictor.model is None or torch.device(predictor.device).type not in DEVICES or predictor.model.format != "pt":
         return False
@@ -123,7 +130,7 @@ def inferring(active: Active, stock: Callable, _: object) -> Callable:
     active.shared(parts_of).inference = stock
 
     @functools.wraps(stock)
-    def inference(self: Any, im: Any, *args: object, **kwargs: object) -> object:
+    def inference(self: Predictor, im: Any, *args: object, **kwargs: object) -> object:
         flight = _flight(self)
         if flight is not None and im is flight.input and not args and not kwargs:
             return flight.output
@@ -132,7 +139,7 @@ def inferring(active: Active, stock: Callable, _: object) -> Callable:
     return inference
 
 
-def _flight(predictor: Any) -> Flight | None:
+def _flight(predictor: Predictor) -> Flight | None:
     feed = vars(predictor).get(KEY)
     flight: Flight | None = None if feed is None else feed.flight
     return flight if flight is not None and flight.settings is not None else None
@@ -144,7 +151,7 @@ def streaming(_: Active, stock: Callable, __: object) -> Callable:
     names = inner.__globals__
 
     @functools.wraps(stock)
-    def stream_inference(self: Any, *args: object, **kwargs: object) -> object:
+    def stream_inference(self: Predictor, *args: object, **kwargs: object) -> object:
         timed = recording_module(names["ops"], {"Profile": timing(self, names["ops"].Profile)})
         return torch.inference_mode()(with_names(inner, ops=timed))(self, *args, **kwargs)
 
@@ -171,7 +178,7 @@ def postprocessing(active: Active, stock: Callable, detector: Any) -> Callable:
     asking = with_names(stock, nms=recording_module(nms, {"non_max_suppression": ask}))
 
     @functools.wraps(stock)
-    def postprocess(self: Any, preds: object, img: object, orig_imgs: object, **kwargs: object) -> object:
+    def postprocess(self: Predictor, preds: object, img: object, orig_imgs: object, **kwargs: object) -> object:
         if isinstance(orig_imgs, Asking):
             return asking(self, preds, img, orig_imgs, **kwargs)
         flight = _flight(self)
@@ -191,7 +198,7 @@ def constructing(_: Active, stock: Callable, __: object) -> Callable:
     scaled = with_names(stock, ops=as_they_are)
 
     @functools.wraps(stock)
-    def construct_result(self: Any, *args: object, **kwargs: object) -> object:
+    def construct_result(self: Predictor, *args: object, **kwargs: object) -> object:
         flight = _flight(self)
         return (scaled if flight is not None and flight.scaled else stock)(self, *args, **kwargs)
 
@@ -247,13 +254,6 @@ def listed_class() -> type:
     return Listed
 
 
-def known_loaders() -> tuple[type, ...]:
-    """Ultralytics' loaders that :func:`of_files` and :func:`of_list` take."""
-    from ultralytics.data.loaders import LoadImagesAndVideos, LoadPilAndNumpy
-
-    return LoadImagesAndVideos, LoadPilAndNumpy, listed_class()
-
-
 def _is_name(element: object) -> bool:
     return isinstance(element, Path) or (
         isinstance(element, str) and not element.lower().startswith(("http://", "https://"))
@@ -271,20 +271,22 @@ def with_names_of_files(source: object, channels: int) -> object:
     return listed_class()(list(source), channels)
 
 
-def prepared(predictor: Any, preprocess: Callable[..., Tensor]) -> list[Tensor]:
-    """What ``preprocess`` makes of small pictures for this class of predictors."""
-    picture = np.arange(3 * 40 * 31, dtype=np.uint8).reshape(31, 40, 3)
+def prepared(predictor: Predictor) -> tuple[list[Tensor], list[Tensor]]:
+    """What the original ``preprocess`` and this one make of small images for this class of predictors."""
+    image = np.arange(3 * 40 * 31, dtype=np.uint8).reshape(31, 40, 3)
     cases = [
-        ([picture], "pt", False, True, False),
-        ([picture[:20], picture[:20, :17]], "pt", False, True, True),
-        ([picture[:, :, :1]], "onnx", False, True, False),
-        ([picture], "onnx", True, False, False),
+        ([image], "pt", False, True, False),
+        ([image[:20], image[:20, :17]], "pt", False, True, True),
+        ([image[:, :, :1]], "onnx", False, True, False),
+        ([image], "onnx", True, False, False),
     ]
-    found = []
-    for pictures, kind, dynamic, rect, half in cases:
+    both = predictor.preprocess, preprocessing(None, predictor.preprocess, predictor)
+    found: tuple[list[Tensor], list[Tensor]] = [], []
+    for images, kind, dynamic, rect, half in cases:
         model = SimpleNamespace(format=kind, dynamic=dynamic, fp16=half, stride=32)
         settings = {"imgsz": [64, 96], "args": SimpleNamespace(rect=rect), "model": model, "device": "cpu"}
         probe = type("Probe", (predictor,), {"__init__": lambda self: None})()
         vars(probe).update(settings)
-        found.append(preprocess(probe, pictures))
+        for results, preprocess in zip(found, both):
+            results.append(preprocess(probe, images))
     return found

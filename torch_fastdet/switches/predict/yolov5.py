@@ -12,7 +12,7 @@ KEY = "torch_fastdet_reader"  # in a loader's attributes while images are read a
 THREADS, AHEAD = 4, 8
 
 
-def reading(stock: Any) -> object:
+def reading(_: object, stock: Any, __: object) -> object:
     """``LoadImages.__next__`` that starts to read images before they are asked for. Videos are read as before."""
 
     @functools.wraps(stock)
