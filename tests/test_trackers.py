@@ -136,13 +136,6 @@ def test_odd_boxes_are_no_detections(name):
         assert np.isfinite(wanted).all()
 
 
-def test_reset_begins_again():
-    tracker, rows = trackers.ByteTrack(), scene(2, 20, 30)
-    first = [run(tracker, frame) for frame in rows]
-    tracker.reset()
-    assert tracker.frame == 0 and all(np.array_equal(run(tracker, f), w) for f, w in zip(rows, first))
-
-
 def test_two_trackers_at_once():
     scenes = [scene(seed, 60, 40) for seed in range(2)]
     wanted = [[run(tracker, rows) for rows in frames] for frames in scenes for tracker in [trackers.BoTSORT()]]

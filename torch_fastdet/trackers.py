@@ -137,18 +137,12 @@ class BoTSORT(ByteTrack):
     def update(
         self, boxes: ArrayLike, scores: ArrayLike, classes: ArrayLike, motion: ArrayLike | None = None
     ) -> NDArray[np.float32]:
-        """Return the tracks that are seen or continued in this frame.
+        """Return the tracks that are seen or continued in this frame, as :meth:`ByteTrack.update` does.
 
         Args:
-            boxes: (N, 4) array of x1, y1, x2, y2, or for rotated boxes (N, 5) array of x, y, width, height and angle in radians.
-            scores: (N,) array.
-            classes: (N,) array.
+            boxes, scores, classes: as of :meth:`ByteTrack.update`.
             motion: (2, 3) matrix that takes a point of the last image to its place in this one, as
                 ``cv2.estimateAffinePartial2D`` returns it. Default: the camera stands still.
-
-        Returns:
-            (M, 8) float32 array of x1, y1, x2, y2, id, score, class and the detection's index, or for rotated boxes (M, 9) array of
-            x, y, width, height, angle, id, score, class and index; shape (0,) without tracks.
 
         Raises:
             ValueError: an argument has another shape, or ``motion`` has NaN or infinity.

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -83,33 +83,27 @@ def write_checkpoint(path: Path, write: Callable[[Path], object], state: Callabl
     _remove_left(path)
     with whole(path) as made:
         result = write(made)
-        with open(made, "rb") as file:
-            digest = _digest(file)
+        digest = _digest(made)
         ours = _beside(path, digest)
-        with whole(ours) as temporary:
-            _write(temporary, digest, state())
+        payload = io.BytesIO()
+        torch.save(state(), payload)
+        with whole(ours) as temporary, open(temporary, "wb") as file:
+            file.write(MAGIC + digest + hashlib.sha256(payload.getbuffer()).digest())
+            file.write(payload.getbuffer())
     forget(path, but=ours)
     return result
 
 
-def _digest(file: BinaryIO) -> str:
+def _digest(path: Path) -> bytes:
     found = hashlib.sha256()
-    while block := file.read(1 << 20):
-        found.update(block)
-    return found.hexdigest()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.digest()
 
 
-def _beside(path: Path, digest: str) -> Path:
-    return path.with_name(f"{path.stem}.{digest[:16]}{SUFFIX}")
-
-
-def _write(path: Path, digest: str, state: dict[str, object]) -> None:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    payload = buffer.getbuffer()
-    with open(path, "wb") as file:
-        file.write(MAGIC + bytes.fromhex(digest) + hashlib.sha256(payload).digest())
-        file.write(payload)
+def _beside(path: Path, digest: bytes) -> Path:
+    return path.with_name(f"{path.stem}.{digest.hex()[:16]}{SUFFIX}")
 
 
 def forget(path: Path, but: Path | None = None) -> None:
@@ -123,8 +117,7 @@ def forget(path: Path, but: Path | None = None) -> None:
 
 def read(path: Path) -> dict[str, Any]:
     """The file that belongs to the checkpoint ``path``, with tensors on the CPU; raises NotOurs. It runs no code of the file."""
-    with open(path, "rb") as file:
-        digest = _digest(file)
+    digest = _digest(path)
     ours = _beside(path, digest)
     try:
         data = memoryview(ours.read_bytes())
@@ -132,11 +125,11 @@ def read(path: Path) -> dict[str, Any]:
         others = any(path.parent.glob(f"{path.stem}.{'[0-9a-f]' * 16}{SUFFIX}"))
         reason = "belongs to another checkpoint" if others else "is not there"
         raise NotOurs(f"the file {ours.name} beside {path.name} {reason}.") from None
-    head = len(MAGIC)
-    if bytes(data[:head]) != MAGIC or bytes(data[head : head + 32]).hex() != digest:
+    head = len(MAGIC) + len(digest)
+    if data[:head] != MAGIC + digest:
         raise NotOurs(f"{ours.name} is not a file of resume_exact for {path.name}.")
-    payload = data[head + 64 :]
-    if hashlib.sha256(payload).digest() != bytes(data[head + 32 : head + 64]):
+    payload = data[head + 32 :]
+    if hashlib.sha256(payload).digest() != data[head : head + 32]:
         raise NotOurs(f"{ours.name} is damaged.")
     try:
         state = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)

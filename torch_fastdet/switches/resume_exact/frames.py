@@ -22,23 +22,17 @@ def training_frame(function: str, variables: Iterable[str]) -> FrameType | None:
 
 def read(frame: FrameType, names: Iterable[str]) -> dict[str, Any]:
     """Those of the local variables that are set."""
-    return _access(frame, names, {})
+    variables = frame.f_locals
+    found = {name: variables[name] for name in names if name in variables}
+    if sys.version_info < (3, 13):
+        variables.clear()  # the frame keeps this copy, which would hold every tensor of the step
+    return found
 
 
 def write(frame: FrameType, values: Mapping[str, object]) -> None:
     """Set local variables of a function that is running."""
-    _access(frame, (), values)
-
-
-def _access(frame: FrameType, names: Iterable[str], values: Mapping[str, object]) -> dict[str, object]:
     variables = frame.f_locals
-    found = {name: variables[name] for name in names if name in variables}
-    if sys.version_info >= (3, 13):  # PEP 667: what is written reaches the function
-        for name, value in values.items():
-            variables[name] = value
-    else:
-        variables.update(values)
-        if values:
-            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
-        variables.clear()  # the frame keeps this copy, which would hold every tensor of the step
-    return found
+    variables.update(values)
+    if sys.version_info < (3, 13):  # later what is written reaches the function (PEP 667)
+        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+        variables.clear()

@@ -30,7 +30,7 @@ PATIENCE = 60.0
 
 
 def _loaded(dataset: object) -> list[int]:
-    """The pictures among which mosaics of Ultralytics choose: those that were loaded last."""
+    """The images among which mosaics of Ultralytics choose: those that were loaded last."""
     return list(vars(dataset).get("buffer") or ())
 
 
