@@ -13,7 +13,7 @@ import torch
 from torch_fastdet import memory
 from torch_fastdet._torch.captures import one_capture
 from torch_fastdet.graphs.pool import GraphPool
-from torch_fastdet.images.memory import PictureMemory
+from torch_fastdet.images.memory import ImageMemory
 from torch_fastdet.memory import CAPTURE, GPU_BUDGET, HOST_BUDGET, UPLOAD, Owner, machine_memory, parse_size, with_room
 
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
@@ -58,12 +58,8 @@ class Machine:
         )
 
     def limit_2(self, folder, most, used, inactive=0, high="max"):
-        for name, value in {
-            "max": most,
-            "high": high,
-            "current": used,
-            "stat": f"anon 5\ninactive_file {inactive}",
-        }.items():
+        values = {"max": most, "high": high, "current": used, "stat": f"anon 5\ninactive_file {inactive}"}
+        for name, value in values.items():
             self.write(f"sys/fs/cgroup/{folder}/memory.{name}", value)
 
     def limit_1(self, folder, most, used, inactive=0):
@@ -90,56 +86,54 @@ def test_a_chroot_without_proc_has_the_machine(tmp_path):
     assert 0 < available <= total and total == pytest.approx(machine_memory()[0], rel=0.1)
 
 
-def test_this_machine_has_memory():
-    total, available = machine_memory()
-    assert 0 < available <= total
+SLURM, USER = "system.slice/slurmstepd.scope/job_8", "user.slice/user-1000.slice"
+NONE = 9223372036854771712  # no limit, in version 1
+# What limits its memory: version and group, and of groups the arguments of limit_1 or limit_2; GiB in all and available.
+GROUPS = {
+    # The limit is that of the job, above the group that the process is in.
+    "Slurm, version 2": (
+        (2, f"/{SLURM}/step_0/user/task_0"),
+        [
+            ("system.slice", "max", 30 * GIB),
+            (SLURM, 16 * GIB, 5 * GIB, GIB),
+            (f"{SLURM}/step_0", 32 * GIB, 5 * GIB),
+            (f"{SLURM}/step_0/user/task_0", "max", 5 * GIB),
+        ],
+        (16, 12),
+    ),
+    "Slurm, version 1": (
+        (1, "/slurm/uid_1000/job_8/step_0"),
+        [
+            ("", NONE, 30 * GIB),
+            ("slurm/uid_1000", NONE, 20 * GIB),
+            ("slurm/uid_1000/job_8", 12 * GIB, 4 * GIB, 2 * GIB),
+            ("slurm/uid_1000/job_8/step_0", 12 * GIB, 3 * GIB),
+        ],
+        (12, 9),
+    ),
+    # The smallest counts: the service may use more than all of the user's processes together have left.
+    "a service and a user of systemd": (
+        (2, f"/{USER}/user@1000.service/app.slice/train.service"),
+        [(USER, 20 * GIB, 18 * GIB), (f"{USER}/user@1000.service/app.slice/train.service", 10 * GIB, GIB)],
+        (10, 2),
+    ),
+    "slowed down from memory.high on": ((2, "/a.service"), [("a.service", 10 * GIB, GIB, 0, 6 * GIB)], (6, 5)),
+    # A container's own group is what it sees mounted, whatever the path says.
+    "a container of a private group": ((2, "/", "/"), [("", 8 * GIB, 3 * GIB)], (8, 5)),
+    "a container": ((2, "/docker/ab12", "/docker/ab12"), [("", 8 * GIB, 3 * GIB)], (8, 5)),
+    "a container in a job": ((2, "/../../job", "/"), [("", 8 * GIB, 3 * GIB)], (8, 5)),
+    "a container of version 1": ((1, "/docker/ab12", "/docker/ab12"), [("", 8 * GIB, 3 * GIB)], (8, 5)),
+    "more is used than there may be": ((2, "/job"), [("job", GIB, 2 * GIB)], (1, 0)),
+}
 
 
-def test_slurm_with_control_groups_of_version_2(machine):
-    """The limit is that of the job, above the group that the process is in."""
-    machine.version_2("/system.slice/slurmstepd.scope/job_8/step_0/user/task_0")
-    machine.limit_2("system.slice", "max", 30 * GIB)
-    machine.limit_2("system.slice/slurmstepd.scope/job_8", 16 * GIB, 5 * GIB, inactive=GIB)
-    machine.limit_2("system.slice/slurmstepd.scope/job_8/step_0", 32 * GIB, 5 * GIB)
-    machine.limit_2("system.slice/slurmstepd.scope/job_8/step_0/user/task_0", "max", 5 * GIB)
-    assert machine.memory() == (16, 12)
-
-
-def test_slurm_with_control_groups_of_version_1(machine):
-    machine.version_1("/slurm/uid_1000/job_8/step_0")
-    machine.limit_1("", 9223372036854771712, 30 * GIB)  # none
-    machine.limit_1("slurm/uid_1000", 9223372036854771712, 20 * GIB)
-    machine.limit_1("slurm/uid_1000/job_8", 12 * GIB, 4 * GIB, inactive=2 * GIB)
-    machine.limit_1("slurm/uid_1000/job_8/step_0", 12 * GIB, 3 * GIB)
-    assert machine.memory() == (12, 9)
-
-
-def test_a_service_and_a_user_of_systemd(machine):
-    """The smallest counts: the service may use more than all of the user's processes together have left."""
-    machine.version_2("/user.slice/user-1000.slice/user@1000.service/app.slice/train.service")
-    machine.limit_2("user.slice/user-1000.slice", 20 * GIB, 18 * GIB)
-    machine.limit_2("user.slice/user-1000.slice/user@1000.service/app.slice/train.service", 10 * GIB, GIB)
-    assert machine.memory() == (10, 2)
-
-
-def test_a_service_is_slowed_down_from_memory_high_on(machine):
-    machine.version_2("/system.slice/train.service")
-    machine.limit_2("system.slice/train.service", 10 * GIB, GIB, high=6 * GIB)
-    assert machine.memory() == (6, 5)
-
-
-@pytest.mark.parametrize("group, mounted", [("/", "/"), ("/docker/ab12", "/docker/ab12"), ("/../../job", "/")])
-def test_a_container(machine, group, mounted):
-    """Its own group is what it sees mounted, whatever the path says."""
-    machine.version_2(group, mounted)
-    machine.limit_2("", 8 * GIB, 3 * GIB)
-    assert machine.memory() == (8, 5)
-
-
-def test_a_container_of_version_1(machine):
-    machine.version_1("/docker/ab12", "/docker/ab12")
-    machine.limit_1("", 8 * GIB, 3 * GIB)
-    assert machine.memory() == (8, 5)
+@pytest.mark.parametrize("case", GROUPS)
+def test_control_groups(machine, case):
+    (version, *group), limits, wanted = GROUPS[case]
+    getattr(machine, f"version_{version}")(*group)
+    for limit in limits:
+        getattr(machine, f"limit_{version}")(*limit)
+    assert machine.memory() == wanted
 
 
 def test_both_versions_at_once(machine):
@@ -149,12 +143,6 @@ def test_both_versions_at_once(machine):
         file.write("35 32 0:30 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n")
     machine.limit_1("job", 12 * GIB, 4 * GIB)
     assert machine.memory() == (12, 8)
-
-
-def test_more_is_used_than_there_may_be(machine):
-    machine.version_2("/job")
-    machine.limit_2("job", GIB, 2 * GIB)
-    assert machine.memory() == (1, 0)
 
 
 # Budgets --------------------------------------------------------------------------------------------------------------
@@ -182,12 +170,12 @@ def test_data_sets_share_what_is_available(monkeypatch):
     available = 10 * 3 * 64 * 64 * 2
     monkeypatch.setattr(memory, "machine_memory", lambda: (1 << 40, available))
     shapes = [(64, 64)] * 8
-    train = PictureMemory(shapes, memory.host_budget())
+    train = ImageMemory(shapes, memory.host_budget())
     assert train.places == 8
-    val = PictureMemory(shapes, memory.host_budget())
+    val = ImageMemory(shapes, memory.host_budget())
     assert val.places == 2
     for _ in range(2):
-        assert PictureMemory(shapes, memory.host_budget()).places == 0
+        assert ImageMemory(shapes, memory.host_budget()).places == 0
         train.put(0, np.zeros((64, 64, 3), dtype=np.uint8), (64, 64))
         available -= train.used()  # the same promise in other words
     del train
@@ -198,9 +186,9 @@ def test_data_sets_share_what_is_available(monkeypatch):
 @needs_memfd
 def test_data_sets_share_the_budget_that_is_set(monkeypatch):
     monkeypatch.setenv(HOST_BUDGET, "1000")
-    one = PictureMemory([(10, 10)] * 2, memory.host_budget())
+    one = ImageMemory([(10, 10)] * 2, memory.host_budget())
     assert memory.host_budget() == 1000 - one.nbytes > 0
-    everything = PictureMemory([(100, 100)] * 2, memory.UNLIMITED)
+    everything = ImageMemory([(100, 100)] * 2, memory.UNLIMITED)
     assert everything.places == 2 and memory.host_budget() == 0
 
 

@@ -132,16 +132,6 @@ def _yolov5_decode(a: Any) -> int:
     return decode(count, _total(a.heads) // count - a.nm) if count else 0
 
 
-def _compares_classes(a: Any) -> int:
-    images, outputs, anchors = a.prediction
-    return images * (a.nc or max(outputs - 4, 0)) * anchors
-
-
-def _matches(a: Any) -> int:
-    """The IoU of each label with each detection of its image, and a comparison."""
-    return a.detections[-2] * a.labels[0] * (IOU["iou"] + 1)
-
-
 def _v8_class_logits(a: Any) -> int:
     """Masks and keypoints are compared for candidates only."""
     if len(a.heads[0]) == 3:  # boxes and scores of all levels
@@ -152,12 +142,6 @@ def _v8_class_logits(a: Any) -> int:
 def _rtdetr_logits(a: Any) -> int:
     """Varifocal entropy of each class that is not to be found; how many queries get a target no shape says."""
     return math.prod(a.scores) + (0 if a.dn_scores is None else math.prod(a.dn_scores))
-
-
-def _instance_masks(a: Any) -> int:
-    """Of boxes that cover the image; outside a box nothing is computed."""
-    channels, height, width = a.protos[-3:]
-    return instance_masks(math.prod(a.coefficients[:-1]), channels, height * width, a.size[0] * a.size[1])
 
 
 def _sgd(a: Any) -> int:
@@ -213,13 +197,22 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "deformable_attention_backward": lambda a: deformable_attention_backward(math.prod(a.weights), a.value[3]),
         "yolov5_decode": _yolov5_decode,
         "non_max_suppression_padded": lambda a: a.prediction[0] * a.prediction[1],  # objectness alone
-        "ultralytics_non_max_suppression_padded": _compares_classes,
+        "ultralytics_non_max_suppression_padded": (
+            lambda a: a.prediction[0] * (a.nc or max(a.prediction[1] - 4, 0)) * a.prediction[2]
+        ),
         "yolov5_postprocess": _anchors,
         "ultralytics_postprocess": lambda a: _total(a.scores),
         "scale_boxes": lambda a: math.prod(a.boxes[:-1]) * SCALE_BOX[a.xywh],
-        "instance_masks": _instance_masks,
+        # Of boxes that cover the image; outside a box nothing is computed.
+        "instance_masks": lambda a: instance_masks(
+            math.prod(a.coefficients[:-1]), a.protos[-3], math.prod(a.protos[-2:]), math.prod(a.size)
+        ),
         **dict.fromkeys(("crop_mask", "crop_mask_"), lambda a: math.prod(a.masks)),
-        **dict.fromkeys(("match_detections", "confusion_matrix_"), _matches),
+        # The IoU of each label with each detection of its image, and a comparison.
+        **dict.fromkeys(
+            ("match_detections", "confusion_matrix_"),
+            lambda a: a.detections[-2] * a.labels[0] * (IOU["iou"] + 1),
+        ),
         "yolov5_loss": lambda a: ENTROPY * _anchors(a),  # objectness; boxes and classes are computed for matches only
         "yolov5_loss_backward": lambda a: math.prod(a.object_gradient),
         "rtdetr_loss": lambda a: (SIGMOID + SOFTPLUS + 5) * _rtdetr_logits(a),

@@ -111,9 +111,7 @@ def load(folder: str | os.PathLike) -> dict[str, np.ndarray]:
             stages[name] = np.array(np.lib.format.open_memmap(path, mode="r"), order="C")
             if stages[name].dtype.str not in DTYPES:
                 raise ValueError(f"it has dtype {stages[name].dtype}")
-        except (
-            Exception
-        ) as error:  # numpy reads the header as Python's text, and a bad one can make that raise anything
+        except Exception as error:  # numpy reads the header as Python's text: a bad one can make that raise anything
             why = " ".join(str(error).split())
             raise ValueError(f"{path} is not an .npy file of a stage that can be read: {why}") from None
     return stages

@@ -94,7 +94,6 @@ def register(owner: Owner) -> None:
 
 
 def owners() -> list[Owner]:
-    """All owners."""
     return [owner for reference in list(_owners) if (owner := reference()) is not None]
 
 
@@ -133,7 +132,6 @@ def parse_size(text: str, name: str) -> int:
 
 
 def _asked(name: str) -> int | None:
-    """The size in an environment variable; None where it is not set."""
     text = os.environ.get(name, "")
     return parse_size(text, name) if text.strip() else None
 
@@ -285,14 +283,8 @@ def with_room(
 ) -> T:
     """``run()``. Where it runs out of memory, the cheapest owners on the device give theirs back, and it runs again.
 
-    Args:
-        run: what needs memory; it must be able to run more than once.
-        device: the GPU.
-        tell: takes a line each time.
-        error_type: of the errors that may say that memory ran out.
-
-    Raises:
-        torch.OutOfMemoryError: ``run()`` has raised it, and nobody has anything left to give.
+    ``run`` must be able to run more than once. ``tell`` takes a line each time. ``error_type`` is the type of the errors that may say
+    that memory ran out; one is raised if nobody has anything left to give.
     """
     while True:
         try:
