@@ -1,5 +1,8 @@
 """What makes batches on a GPU, with the CPU in its place."""
 
+import contextlib
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
@@ -26,3 +29,16 @@ def made(plan, storages, placements):
     tables = {name: torch.from_numpy(table) for name, table in plan.tables_with(placements).items()}
     warp, lanes = ops.opencv_rules()
     return ops.image_augment(storages, **tables, size=list(plan.size), warp=warp, hsv_lanes=lanes)
+
+
+def cuda(record=lambda stream: None):
+    """What a thread of a loader needs of torch, without a GPU; ``record`` is that of its events."""
+    event = SimpleNamespace(record=record)
+    cuda = SimpleNamespace(
+        set_device=lambda device: None,
+        Stream=lambda device: object(),
+        stream=lambda stream: contextlib.nullcontext(),
+        Event=lambda: event,
+        current_stream=lambda device: SimpleNamespace(wait_event=lambda event: None),
+    )
+    return SimpleNamespace(cuda=cuda, Tensor=torch.Tensor)

@@ -12,8 +12,8 @@ from torch_fastdet import memory
 from torch_fastdet.images import finish, loop
 from torch_fastdet.images.finish import DeviceImages, Turns
 from torch_fastdet.images.jpeg import AS_IT_IS, Files
-from torch_fastdet.images.memory import JpegFiles, PictureMemory
-from torch_fastdet.images.plan import ImagePlan, Layer, Source, pack
+from torch_fastdet.images.memory import ImageMemory, JpegFiles
+from torch_fastdet.images.plan import Source, pack, whole
 
 
 @pytest.fixture(autouse=True)
@@ -22,28 +22,41 @@ def budget(monkeypatch):
     monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "1G")
 
 
+def filled(*shape, values=(7,)):
+    """A memory of images of one shape and one value each."""
+    memory = ImageMemory([shape] * len(values), 1 << 23)
+    for index, value in enumerate(values):
+        memory.put(index, np.full((*shape, 3), value, dtype=np.uint8), shape)
+    return memory
+
+
+def images_of(memory):
+    return DeviceImages(memory, torch.device("cuda", torch.cuda.current_device()))
+
+
+def plan_of(memory, index=0):
+    """A batch of that image as it is."""
+    return pack([whole(Source(index, *memory.shape(index)))], memory)
+
+
 def test_pictures_first_asked_for_in_inference_mode_are_filled_outside_of_it(cuda):
     """YOLOv5 validates in inference mode, which is the thread's own: the thread that fills the pictures has none."""
-    memory = PictureMemory([(4, 6)], 1 << 20)
-    memory.put(0, np.full((4, 6, 3), 7, dtype=np.uint8), (4, 6))
+    memory = filled(4, 6)
     with torch.inference_mode():
-        pictures = DeviceImages(memory, torch.device("cuda", torch.cuda.current_device()))
+        pictures = images_of(memory)
     pictures._cache[:72].copy_(memory.tensor()[:72])
     assert (pictures._cache[:72] == 7).all()
 
 
 def test_pictures_wait_for_what_had_their_memory(cuda):
     """The cache is made on the loop's stream, which may have work to do, and is filled on the loader's."""
-    size = 512
-    memory = PictureMemory([(size, size)], 1 << 20)
-    memory.put(0, np.full((size, size, 3), 7, dtype=np.uint8), (size, size))
-    source = Source(0, size, size)
-    plan = pack([ImagePlan(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], memory)
+    memory = filled(512, 512)
+    plan = plan_of(memory)
     before = torch.empty(memory.nbytes, dtype=torch.uint8, device="cuda")
     torch.cuda._sleep(200_000_000)
     before.fill_(1)
     del before
-    pictures = DeviceImages(memory, torch.device("cuda", torch.cuda.current_device()))
+    pictures = images_of(memory)
     with torch.cuda.stream(torch.cuda.Stream()):
         batch = pictures(plan)
     torch.cuda.synchronize()
@@ -60,10 +73,10 @@ def pretended_stream(monkeypatch):
 def test_no_memory_waits_for_pictures_that_never_stay(pretended_stream):
     """What has no place in the host's memory travels as pixels; a file is decoded on the GPU, wherever it is read."""
     shapes, gpu = [(4, 6)] * 3, torch.device("cpu")
-    pictures = DeviceImages(PictureMemory(shapes, budget=72), gpu)
+    pictures = DeviceImages(ImageMemory(shapes, budget=72), gpu)
     assert pictures.held() == 72 and pictures._fits.tolist() == [True, False, False]
     files = JpegFiles(Files.of(["", "", "a.jpg"], shapes, [AS_IT_IS] * 3), budget=0)
-    pictures = DeviceImages(PictureMemory(shapes, budget=72, jpegs=files), gpu)
+    pictures = DeviceImages(ImageMemory(shapes, budget=72, jpegs=files), gpu)
     assert pictures.held() == 128 + 72 and pictures._fits.tolist() == [True, False, True]
 
 
@@ -75,7 +88,7 @@ def test_no_memory_waits_for_pictures_that_never_stay(pretended_stream):
 def test_pictures_take_what_the_first_steps_leave_free(pretended_stream, monkeypatch, caplog, total, free, kept):
     monkeypatch.delenv("TORCH_FASTDET_GPU_CACHE")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total, total))
-    host, size = PictureMemory([(256, 256)] * 3, 1 << 20), 256 * 256 * 3
+    host, size = ImageMemory([(256, 256)] * 3, 1 << 20), 256 * 256 * 3
     pictures = DeviceImages(host, torch.device("cpu"))
     assert pictures.held() == 0 and "as far as the first steps leave memory free" in pictures.how_many()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))  # behind the first steps
@@ -92,7 +105,7 @@ def test_pictures_take_what_the_first_steps_leave_free(pretended_stream, monkeyp
 def test_pictures_are_given_back(pretended_stream, monkeypatch):
     """Memory has run out: batches upload what they show from then on, and the budget is free."""
     monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "200")
-    host, gpu = PictureMemory([(4, 6)] * 2, 1 << 20), torch.device("cpu")
+    host, gpu = ImageMemory([(4, 6)] * 2, 1 << 20), torch.device("cpu")
     gc.collect()
     before = memory.gpu_budget(gpu)
     pictures = DeviceImages(host, gpu)
@@ -105,29 +118,19 @@ def test_pictures_are_given_back(pretended_stream, monkeypatch):
 
 
 def test_batches_are_right_behind_pictures_that_were_given_back(cuda):
-    size = 64
-    host = PictureMemory([(size, size)] * 2, 1 << 20)
-    for index in range(2):
-        host.put(index, np.full((size, size, 3), 7 + index, dtype=np.uint8), (size, size))
-    pictures = DeviceImages(host, torch.device("cuda", torch.cuda.current_device()))
-
-    def batch(index):
-        source = Source(index, size, size)
-        return pictures(pack([ImagePlan(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], host))
-
-    before = batch(0)
+    host = filled(64, 64, values=(7, 8))
+    pictures = images_of(host)
+    before = pictures(plan_of(host, 0))
     memory.release(pictures.device)
     assert pictures.held() == 0
     for index in (0, 1):
-        assert (batch(index) == 7 + index).all()
+        assert (pictures(plan_of(host, index)) == 7 + index).all()
     assert (before == 7).all()
 
 
 def test_a_batch_that_finds_no_memory_gives_the_pictures_back(cuda, monkeypatch):
-    size = 64
-    host = PictureMemory([(size, size)], 1 << 20)
-    host.put(0, np.full((size, size, 3), 7, dtype=np.uint8), (size, size))
-    pictures = DeviceImages(host, torch.device("cuda", torch.cuda.current_device()))
+    host = filled(64, 64)
+    pictures = images_of(host)
     augment = finish.ops.image_augment
 
     def full(sources, *args, **kwargs):
@@ -136,8 +139,7 @@ def test_a_batch_that_finds_no_memory_gives_the_pictures_back(cuda, monkeypatch)
         return augment(sources, *args, **kwargs)
 
     monkeypatch.setattr(finish.ops, "image_augment", full)
-    source = Source(0, size, size)
-    batch = pictures(pack([ImagePlan(size, size, [Layer(size, size, [(source, 0, 0, 0, 0, size, size)])])], host))
+    batch = pictures(plan_of(host))
     assert (batch == 7).all() and pictures.held() == 0
 
 
@@ -186,7 +188,7 @@ def test_two_threads_make_one_finisher(monkeypatch):
             made.append(self)
             threading.Event().wait(0.1)
 
-    loading = loop.PlannedLoading(PictureMemory([(4, 6)], 1 << 20), 0, on_gpu=True, device=torch.device("cpu"))
+    loading = loop.PlannedLoading(ImageMemory([(4, 6)], 1 << 20), 0, on_gpu=True, device=torch.device("cpu"))
     monkeypatch.setattr(loop, "Finisher", Finisher)
     found = []
 
@@ -205,13 +207,10 @@ def test_two_threads_make_one_finisher(monkeypatch):
 def test_ends_while_pictures_are_uploaded(cuda, monkeypatch):
     """Without a cache each batch reads pinned memory, which goes with the batch."""
     monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "0")
-    size = 1024
-    memory = PictureMemory([(size, size)], 1 << 23)
-    memory.put(0, np.full((size, size, 3), 7, dtype=np.uint8), (size, size))
-    layer = Layer(size, size, [(Source(0, size, size), 0, 0, 0, 0, size, size)])
-    pictures = DeviceImages(memory, torch.device("cuda", torch.cuda.current_device()))
-    assert (pictures(pack([ImagePlan(size, size, [layer])], memory)) == 7).all()
+    memory = filled(1024, 1024)
+    pictures = images_of(memory)
+    assert (pictures(plan_of(memory)) == 7).all()
     torch.cuda._sleep(200_000_000)
-    batch = pictures(pack([ImagePlan(size, size, [layer])], memory))
+    batch = pictures(plan_of(memory))
     del pictures, memory
     assert (batch == 7).all()

@@ -20,9 +20,9 @@ from tests.images.pretended import made, pictures_on_the_cpu
 from tests.launches import no_sync
 from torch_fastdet.images import jpeg
 from torch_fastdet.images.finish import DeviceImages
-from torch_fastdet.images.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, is_jpeg, pack_jpeg, packed_size
+from torch_fastdet.images.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, pack_jpeg, packed_size
 from torch_fastdet.images.loop import PlannedLoading
-from torch_fastdet.images.memory import JpegFiles, PictureMemory
+from torch_fastdet.images.memory import ImageMemory, JpegFiles
 from torch_fastdet.images.on_cpu import run_on_cpu
 from torch_fastdet.images.plan import AFFINE, FILES, OWN, PERSPECTIVE, ImagePlan, Layer, Source, around, pack, shown
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
@@ -53,7 +53,7 @@ def packed(path, head=None):
 
 def memory_of(files, budget=1 << 24, pictures=1 << 24, shapes=SIZES, originals=None, ways=None):
     originals, ways = originals or shapes, ways or [AS_IT_IS] * len(shapes)
-    return PictureMemory(shapes, pictures, jpegs=JpegFiles(Files.of(files, originals, ways), budget))
+    return ImageMemory(shapes, pictures, jpegs=JpegFiles(Files.of(files, originals, ways), budget))
 
 
 def test_a_file_comes_back_as_opencv_decodes_it(files):
@@ -90,7 +90,7 @@ def test_what_opencv_has_to_decode_is_not_kept_and_said_once(tmp_path, caplog, m
 
 
 def test_a_file_without_room_is_read_for_each_batch(files, tmp_path):
-    one = len(packed(files[0]).data)
+    one = len(packed(files[0])[0])
     memory = memory_of(files, budget=one + 64)
     for _ in range(2):
         assert [memory.read(index) and index not in memory.files.sent for index in range(4)] == [
@@ -126,7 +126,7 @@ def test_a_file_that_does_not_change_is_judged_once(files, monkeypatch):
     assert [head for _, head in judged] == [None] * 4
     for index, path in enumerate(files):
         found = packed(path)
-        assert np.array_equal(memory.files._head(index), found.data[: found.head])
+        assert np.array_equal(memory.files._head(index), found[0][: found[2]])
     os.utime(files[0])  # its content may be another
     for _ in range(2):
         assert memory.read(0) and len(judged) == 5
@@ -270,8 +270,9 @@ def test_a_file_of_another_size_is_resized_as_opencv_does(way, files):
 
 
 def test_which_files_are_kept():
-    kept = Files.of(["a.jpg", "b.png", "c.jpg", ""], [(1, 2)] * 4, [AS_IT_IS, AS_IT_IS, OTHERWISE, LINEAR])
-    assert kept.paths == ["a.jpg", "", "", ""]
+    paths = ["a/b.JPG", "x.jpeg", "b.png", "c.jpg", "jpg", ""]
+    kept = Files.of(paths, [(1, 2)] * 6, [AS_IT_IS, LINEAR, AS_IT_IS, OTHERWISE, AREA, LINEAR])
+    assert kept.paths == ["a/b.JPG", "x.jpeg", "", "", "", ""]
 
 
 def _read(memory, index):
@@ -466,10 +467,6 @@ def test_batches_are_right_under_load_on_a_side_stream(cached, fits, room, files
         del pictures
         assert all(torch.equal(one.cpu(), stock) for one, stock in zip(found, wanted, strict=True))
         assert (others == 100).all()
-
-
-def test_which_files_are_jpegs():
-    assert is_jpeg("a/b.JPG") and is_jpeg("x.jpeg") and not is_jpeg("a.png") and not is_jpeg("jpg")
 
 
 def test_without_a_gpu_files_are_of_pictures_that_find_no_place(files):

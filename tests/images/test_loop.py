@@ -1,6 +1,5 @@
 """Batches made ahead: how far, in which order, and how it ends. CUDA's streams and events are stand-ins here."""
 
-import contextlib
 import threading
 import time
 from collections import defaultdict
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from tests.forks import exit_status, fork
+from tests.images import pretended
 from torch_fastdet.images import loop
 from torch_fastdet.images.loop import DEPTH, Ahead
 
@@ -21,15 +21,7 @@ recorded: list = []
 def no_gpu(monkeypatch):
     recorded.clear()
     monkeypatch.setattr(loop, "_idle", defaultdict(list))
-    event = SimpleNamespace(record=recorded.append)
-    cuda = SimpleNamespace(
-        set_device=lambda device: None,
-        Stream=lambda device: object(),
-        stream=lambda stream: contextlib.nullcontext(),
-        Event=lambda: event,
-        current_stream=lambda device: SimpleNamespace(wait_event=lambda event: None),
-    )
-    monkeypatch.setattr(loop, "torch", SimpleNamespace(cuda=cuda, Tensor=torch.Tensor))
+    monkeypatch.setattr(loop, "torch", pretended.cuda(recorded.append))
 
 
 class Source:

@@ -22,7 +22,7 @@ from torch_fastdet.images import fence, slots
 from torch_fastdet.images import memory as memories
 from torch_fastdet.images import shared_by_ranks as ranks
 from torch_fastdet.images.jpeg import AS_IT_IS, Files
-from torch_fastdet.images.memory import JpegFiles, PictureMemory
+from torch_fastdet.images.memory import ImageMemory, JpegFiles
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.memory import host_budget, report
 
@@ -35,7 +35,7 @@ def picture(height, width, seed=0):
 
 def test_pictures_come_back():
     shapes = [(5, 7), (1, 1), (13, 3)]
-    memory = PictureMemory(shapes, 1 << 20)
+    memory = ImageMemory(shapes, 1 << 20)
     assert memory.places == 3 and not any(memory.has(index) for index in range(3))
     for index, shape in enumerate(shapes):
         assert memory.get(index) is None
@@ -49,7 +49,7 @@ def test_pictures_come_back():
 
 
 def test_a_smaller_picture_than_announced_is_kept_and_a_larger_one_is_not():
-    memory = PictureMemory([(5, 7), (5, 7), (5, 7)], 1 << 20)
+    memory = ImageMemory([(5, 7), (5, 7), (5, 7)], 1 << 20)
     assert memory.put(0, picture(4, 7), (4, 7)) and memory.get(0).shape == (4, 7, 3)
     assert not memory.put(1, picture(6, 7), (6, 7)) and memory.get(1) is None
     assert not memory.put(2, picture(5, 7)[..., 0], (5, 7)) and not memory.has(2)
@@ -57,7 +57,7 @@ def test_a_smaller_picture_than_announced_is_kept_and_a_larger_one_is_not():
 
 @pytest.mark.parametrize("budget", [0, 74, 105, 400, 10_000])
 def test_places_stay_within_the_budget(budget):
-    memory = PictureMemory([(5, 7)] * 10, budget)
+    memory = ImageMemory([(5, 7)] * 10, budget)
     assert memory.nbytes <= budget
     assert memory.places == sum(memory.put(index, picture(5, 7), (5, 7)) for index in range(10))
     assert memory.places == (0 if budget < 105 else 10 if budget == 10_000 else 1 + (budget - 105) // 128)
@@ -69,7 +69,7 @@ def _write(memory, index):
 
 @pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_processes_share_it(method):
-    memory = PictureMemory([(5, 7)] * 2, 1 << 20)
+    memory = ImageMemory([(5, 7)] * 2, 1 << 20)
     process = multiprocessing.get_context(method).Process(target=_write, args=(memory, 1))
     process.start()
     process.join()
@@ -78,7 +78,7 @@ def test_processes_share_it(method):
 
 def test_what_is_held_is_counted_while_other_processes_decode():
     """``np.flatnonzero`` on the marks themselves raises where one of them is set meanwhile."""
-    memory = PictureMemory([(2, 2)] * 20_000, 1 << 30)
+    memory = ImageMemory([(2, 2)] * 20_000, 1 << 30)
     process = os.fork()
     if process == 0:
         while True:
@@ -98,7 +98,7 @@ def test_an_owner_that_another_thread_asks_is_whole(kind, monkeypatch):
     asked = []
     monkeypatch.setattr(memories, "register", lambda owner: asked.append((owner.held(), owner.used())))
     if kind == "pictures":
-        made = PictureMemory([(5, 7)], 1 << 20)
+        made = ImageMemory([(5, 7)], 1 << 20)
     else:
         made = JpegFiles(Files.of([""], [(5, 7)], [0]), 1 << 20)
     copy.deepcopy(made)
@@ -124,7 +124,7 @@ class TestMarks:
         return seen
 
     def test_pictures(self, at_fences):
-        memory = PictureMemory([(5, 7)], 1 << 20)
+        memory = ImageMemory([(5, 7)], 1 << 20)
         self.look = lambda: (bool(memory.pixels.any()), int(memory._marks[0]))
         assert memory.put(0, picture(5, 7), (5, 7))
         assert at_fences[-1] == (True, 0), "the mark is set without a fence behind the pixels"
@@ -168,7 +168,7 @@ class TestMarks:
 
 
 def test_a_copy_has_a_memory_of_its_own():
-    memory = PictureMemory([(5, 7)], 1 << 20)
+    memory = ImageMemory([(5, 7)], 1 << 20)
     memory.put(0, picture(5, 7), (5, 7))
     other = copy.deepcopy(memory)
     assert not other.has(0) and memory.has(0) and other.nbytes == memory.nbytes
@@ -176,7 +176,7 @@ def test_a_copy_has_a_memory_of_its_own():
 
 def test_nothing_is_left_open():
     before = open_memories()
-    memory = PictureMemory([(5, 7)], 1 << 20)
+    memory = ImageMemory([(5, 7)], 1 << 20)
     memory.put(0, picture(5, 7), (5, 7))
     view = memory.get(0)
     assert open_memories() > before
@@ -187,7 +187,7 @@ def test_nothing_is_left_open():
 
 
 def test_nobody_writes_to_a_view():
-    memory = PictureMemory([(5, 7)], 1 << 20)
+    memory = ImageMemory([(5, 7)], 1 << 20)
     memory.put(0, picture(5, 7), (5, 7))
     with pytest.raises(ValueError, match="read-only"):
         memory.get(0)[:] = 0
@@ -346,22 +346,6 @@ def test_a_number_that_the_other_process_gives_to_a_socket_is_no_memory(two_rank
     assert shared_by_ranks(["a"], [(5, 7)] * 4, budget).places == 4 and not caplog.records
     os.write(end, b"x")
     assert exit_status(process) == 0
-
-
-@pytest.mark.parametrize("reaped", [True, False])
-def test_nobody_waits_for_a_process_that_ended_before_it_made_the_memory(two_ranks, monkeypatch, reaped, caplog):
-    def killed():
-        monkeypatch.setattr(ranks, "PictureMemory", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        shared_by_ranks(["a"], [(5, 7)], budget)
-
-    process = fork(killed)
-    os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
-    if reaped:
-        exit_status(process)
-    monkeypatch.setattr(ranks, "WAIT", 2.0)
-    assert shared_by_ranks(["a"], [(5, 7)] * 4, budget).places == 4 and not caplog.records
-    if not reaped:
-        exit_status(process)
 
 
 def test_ranks_without_a_process_group_share_the_budget(monkeypatch):

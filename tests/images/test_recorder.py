@@ -8,7 +8,7 @@ import torch
 
 cv2 = pytest.importorskip("cv2", reason="OpenCV is not installed")
 
-from torch_fastdet.images.memory import PictureMemory  # noqa: E402
+from torch_fastdet.images.memory import ImageMemory  # noqa: E402
 from torch_fastdet.images.recorder import CannotRecord, Recorder  # noqa: E402
 
 
@@ -18,7 +18,7 @@ def picture(height, width, seed):
 
 @pytest.fixture
 def recorder():
-    memory = PictureMemory([(40, 60), (30, 50)], 1 << 20)
+    memory = ImageMemory([(40, 60), (30, 50)], 1 << 20)
     for index, (height, width) in enumerate(memory.shapes.tolist()):
         assert memory.put(index, picture(height, width, index), (height, width))
     return Recorder(memory, "The host")

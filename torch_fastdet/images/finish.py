@@ -17,7 +17,7 @@ import torch
 from torch_fastdet import ops
 from torch_fastdet._say import say, warn
 from torch_fastdet.images.jpeg import Wanted, one_after_another
-from torch_fastdet.images.memory import PictureMemory, hand_out
+from torch_fastdet.images.memory import ImageMemory, hand_out
 from torch_fastdet.images.plan import FILES, OWN, SHARED, Plan, shown_of
 from torch_fastdet.images.worker import PlannedBatch, assemble, with_each, with_images
 from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, waits_for_steps, with_room, words
@@ -29,7 +29,7 @@ FIRST_BATCHES = 16
 class Finisher:
     """Makes the batches on the GPU, whose images are at ``key``. With ``uploads`` all other tensors go there too, else to pinned memory."""
 
-    def __init__(self, memory: PictureMemory, device: torch.device, key: object = 0, uploads: bool = True) -> None:
+    def __init__(self, memory: ImageMemory, device: torch.device, key: object = 0, uploads: bool = True) -> None:
         self.device = device
         self.images = DeviceImages(memory, device)
         self.key = key
@@ -52,8 +52,7 @@ class Finisher:
 class Turns:
     """Lets threads change GPU memory one after another, each on its own stream and behind the work of the one before.
 
-    Args:
-        done: an event behind which the memory is free to use.
+    Behind the event ``done`` the memory is free to use.
     """
 
     def __init__(self, done: torch.cuda.Event) -> None:
@@ -76,7 +75,7 @@ class DeviceImages(Owner):
 
     what, budget = "images on the GPU", GPU_BUDGET
 
-    def __init__(self, memory: PictureMemory, device: torch.device) -> None:
+    def __init__(self, memory: ImageMemory, device: torch.device) -> None:
         self.memory = memory
         self.device: torch.device = device
         self._cache = self._allocate(0)
@@ -92,14 +91,12 @@ class DeviceImages(Owner):
         register(self)
 
     def _count(self) -> None:
-        """Count one of the first batches; the last of them takes memory for images."""
         self._waits -= 1
         if not self._waits:
             self._keep()
             say(f"loader_optim: the GPU keeps {self.how_many()}")
 
     def _keep(self) -> None:
-        """Take memory for the images that the budget allows now."""
         memory = self.memory
         comes = memory.offsets >= 0  # others travel as pixels, for each batch
         if memory.jpegs is not None:
@@ -112,7 +109,6 @@ class DeviceImages(Owner):
         return self._cache.numel()
 
     def how_many(self) -> str:
-        """What it keeps, in words."""
         if self._waits:
             return "decoded images as far as the first steps leave memory free"
         return f"{words(self.held())} of decoded images"
@@ -204,7 +200,6 @@ class DeviceImages(Owner):
         return storages, placements
 
     def _tables(self, plan: Plan, placements: np.ndarray) -> dict[str, Any]:
-        """The plan's tables on the GPU, in one copy."""
         arrays = plan.tables_with(placements)
         starts = one_after_another(np.array([array.nbytes for array in arrays.values()])).tolist()
         packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)

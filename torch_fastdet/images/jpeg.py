@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,33 +57,22 @@ def packed_size(files: Files) -> int:
     """Bytes that files will take when they are packed, or somewhat more. What is not there takes none."""
     total = 0
     for path, beside in zip(files.paths, files.beside().tolist(), strict=True):
-        if path:
-            try:
-                total += os.stat(path).st_size + beside
-            except OSError:
-                continue  # stock says what is wrong when it reads it
+        with contextlib.suppress(OSError):  # stock says what is wrong when it reads it
+            total += os.stat(path).st_size + beside if path else 0
     return total
 
 
-@dataclass
-class Packed:
-    """A file that was packed."""
+def pack_jpeg(file: np.ndarray, head: np.ndarray | None = None) -> tuple[np.ndarray, tuple[int, int], int] | str:
+    """A file, packed; height and width of its image; and the bytes before its scan. Or why OpenCV has to decode it.
 
-    data: np.ndarray
-    #: Height and width of its image.
-    size: tuple[int, int]
-    #: Bytes before its scan, which spare the pass over the scan when it is read again.
-    head: int
-
-
-def pack_jpeg(file: np.ndarray, head: np.ndarray | None = None) -> Packed | str:
-    """A file, packed; or why OpenCV has to decode it. ``head`` is what an earlier pass over it has found."""
+    ``head`` is these bytes of an earlier pass over the file, which spare that over the scan.
+    """
     heads = None if head is None else [torch.from_numpy(head)]
     storage, images, refusals = ops.jpeg_pack([torch.from_numpy(file)], heads=heads)
     if refusals[0]:
         return refusals[0]
     offset, size, height, width, before = images[0].tolist()
-    return Packed(storage[offset : offset + size].numpy(), (height, width), before)
+    return storage[offset : offset + size].numpy(), (height, width), before
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch
 
 from torch_fastdet._say import count, say
 from torch_fastdet.images.finish import Finisher
-from torch_fastdet.images.memory import PictureMemory
+from torch_fastdet.images.memory import ImageMemory
 from torch_fastdet.images.plan import Indices
 from torch_fastdet.images.worker import Collate
 from torch_fastdet.memory import is_out_of_memory, words
@@ -56,7 +56,7 @@ class PlannedLoading:
 
     def __init__(
         self,
-        memory: PictureMemory,
+        memory: ImageMemory,
         workers: int,
         on_gpu: bool,
         device: torch.device | None = None,
@@ -78,12 +78,7 @@ class PlannedLoading:
     def finisher(self) -> Finisher:
         with _one_at_a_time:  # two threads may begin a loop each
             if self._finisher is None:
-                self._finisher = Finisher(
-                    self.memory,
-                    self._device or current_gpu(),
-                    self.key,
-                    self.uploads,
-                )
+                self._finisher = Finisher(self.memory, self._device or current_gpu(), self.key, self.uploads)
                 self._say(f"made on the GPU, which keeps {self._finisher.images.how_many()}")
             return self._finisher
 
@@ -96,7 +91,6 @@ class PlannedLoading:
         return Ahead(source, self.finisher, self.finisher.device, limited)
 
     def count_batch(self) -> None:
-        """For the report at the end of a run."""
         count("loader_optim", "batches")
         if self.memory.jpegs is not None:
             count("loader_optim", "JPEG files decoded by OpenCV", self.memory.jpegs.newly_refused())

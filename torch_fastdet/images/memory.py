@@ -38,6 +38,8 @@ class SharedFile(Owner):
     #: Bytes behind the head.
     nbytes: int
     pixels: np.ndarray
+    #: Opens a file, or a new one, and looks into its head.
+    _map: Callable[[int | None], None]
 
     def _open(self, head: int, fd: int | None) -> np.ndarray:
         """Map the file ``fd``, or a new one, and return its head."""
@@ -72,10 +74,6 @@ class SharedFile(Owner):
             self._full = is_low()
         return self._full
 
-    def _map(self, fd: int | None) -> None:
-        """Open the file ``fd``, or a new one, and look into its head."""
-        raise NotImplementedError
-
     def _begin(self, fd: int | None) -> None:
         """Map the file, and count it among the owners: another thread may ask it what it holds from then on."""
         self._map(fd)
@@ -93,14 +91,14 @@ class SharedFile(Owner):
         self._begin(None if fd is None else fd.detach())
 
 
-class PictureMemory(SharedFile):
+class ImageMemory(SharedFile):
     """A place for each image, as far as ``budget`` bytes go; ``shapes`` are (height, width) as it will be kept, or somewhat more.
 
     ``fd`` is the file of such a memory in another process, which is taken over. ``jpegs`` keeps files in place of images, as far as it can:
     their images have places behind all others.
     """
 
-    what, label = "decoded pictures", "torch_fastdet_pictures"
+    what, label = "decoded images", "torch_fastdet_images"
     kept = "shapes", "offsets", "nbytes", "jpegs"
 
     def __init__(
@@ -121,7 +119,6 @@ class PictureMemory(SharedFile):
 
     @property
     def places(self) -> int:
-        """How many images have a place."""
         return int((self.offsets >= 0).sum())
 
     def held(self) -> int:
@@ -144,14 +141,12 @@ class PictureMemory(SharedFile):
         return self.jpegs
 
     def read(self, index: int) -> bool:
-        """Keep an image's file, if that is to be kept. Whether it is there."""
         return self.jpegs is not None and self.jpegs.read(index)
 
     def is_file(self, index: int) -> bool:
         return not self.is_decoded(index) and self.jpegs is not None and self.jpegs.has(index)
 
     def packed(self, index: int) -> np.ndarray | None:
-        """The packed file of an image that is not decoded."""
         return None if self.is_decoded(index) or self.jpegs is None else self.jpegs.packed(index)
 
     def take_sent(self) -> dict[int, np.ndarray]:
@@ -162,13 +157,10 @@ class PictureMemory(SharedFile):
         return sent
 
     def is_decoded(self, index: int) -> bool:
-        """Whether the image is there, decoded."""
-        marked = bool(self._marks[index])
-        fence()
-        return marked
+        return bool(self.decoded(index))
 
-    def decoded(self, indices: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """For each image whether it is there, decoded: a copy, because other processes set marks meanwhile."""
+    def decoded(self, indices: Any = slice(None)) -> Any:
+        """Whether an image is there, decoded, or for each of some: a copy, because other processes set marks meanwhile."""
         marked = self._marks[indices] != 0
         fence()
         return marked
@@ -179,9 +171,9 @@ class PictureMemory(SharedFile):
             return self.files.decode(index, self.shapes[index]) if self.is_file(index) else None
         height, width = self.shape(index)
         start = int(self.offsets[index])
-        picture = self.pixels[start : start + height * width * CHANNELS].reshape(height, width, CHANNELS)
-        picture.flags.writeable = False
-        return picture
+        image = self.pixels[start : start + height * width * CHANNELS].reshape(height, width, CHANNELS)
+        image.flags.writeable = False
+        return image
 
     def shape(self, index: int) -> tuple[int, int]:
         """(height, width) of an image that is there."""
@@ -203,20 +195,19 @@ class PictureMemory(SharedFile):
         return height, width
 
     def sizes(self, indices: np.ndarray) -> np.ndarray:
-        """Bytes of images that are there."""
         return self.shapes_of(indices).prod(1) * CHANNELS
 
-    def put(self, index: int, picture: np.ndarray, original: tuple[int, int]) -> bool:
+    def put(self, index: int, image: np.ndarray, original: tuple[int, int]) -> bool:
         """Keep an image. False where it has no place, is larger than announced, or memory runs low."""
         start, room = int(self.offsets[index]), int(self.shapes[index].prod()) * CHANNELS
-        if start < 0 or picture.dtype != np.uint8 or picture.shape[2:] != (CHANNELS,) or picture.size > room:
+        if start < 0 or image.dtype != np.uint8 or image.shape[2:] != (CHANNELS,) or image.size > room:
             return False
         if not self.has(index):
             if self._is_full():
                 return False
             # Two processes may write the same image at once: the same bytes.
-            self.pixels[start : start + picture.size] = picture.reshape(-1)
-            self._sizes[index] = (*picture.shape[:2], *original)
+            self.pixels[start : start + image.size] = image.reshape(-1)
+            self._sizes[index] = (*image.shape[:2], *original)
             fence()
             self._marks[index] = 1
         return True
@@ -226,12 +217,12 @@ class PictureMemory(SharedFile):
     ) -> tuple[Any, Any, Any]:
         """What ``load_image``, a framework's own, returns: image, original size, size; it is called where the image is not there."""
         if not self.has(index):
-            picture, original, size = load_image(index, *args, **kwargs)
-            if not self.put(index, picture, original):
-                return picture, original, size
-        picture = self.get(index)
-        assert picture is not None
-        return picture, self.original(index), picture.shape[:2]
+            image, original, size = load_image(index, *args, **kwargs)
+            if not self.put(index, image, original):
+                return image, original, size
+        image = self.get(index)
+        assert image is not None
+        return image, self.original(index), image.shape[:2]
 
     def _map(self, fd: int | None) -> None:
         n = len(self.shapes)
@@ -252,7 +243,7 @@ class JpegFiles(SharedFile):
     what, label = "JPEG files", "torch_fastdet_jpegs"
     kept = "files", "may_keep", "wanted", "room", "nbytes"
     _rows: np.ndarray
-    _told: int
+    _told = 0
 
     def __init__(self, files: Files, budget: int, fd: int | None = None, nbytes: int | None = None) -> None:
         self.files = files
@@ -305,10 +296,13 @@ class JpegFiles(SharedFile):
             self.sent[index] = file
             return True
         found = pack_jpeg(file, self._head(index))
-        if isinstance(found, str) or found.size != tuple(self.files.sizes[index]):
-            self._refuse(index, found if isinstance(found, str) else "its size has changed")
+        if isinstance(found, str):
+            self._refuse(index, found)
             return False
-        packed = found.data
+        packed, size, head_size = found
+        if size != tuple(self.files.sizes[index]):
+            self._refuse(index, "its size has changed")
+            return False
         offset = None if self._is_full() else self._take(0, packed.nbytes, self.room)
         if offset is not None:
             self._write(index, 0, offset, packed)  # two processes may read one file at once: either copy is right
@@ -316,9 +310,9 @@ class JpegFiles(SharedFile):
         self._full = True
         self.sent[index] = file
         if not head:
-            begin = self._take(2, found.head, self.nbytes - self.room)
+            begin = self._take(2, head_size, self.nbytes - self.room)
             if begin is not None and not is_low():
-                self._write(index, 2, self.room + begin, packed[: found.head])
+                self._write(index, 2, self.room + begin, packed[:head_size])
         self._rows[index, 4:] = stamp
         return True
 
@@ -342,7 +336,6 @@ class JpegFiles(SharedFile):
         self._rows[index, column] = data.nbytes
 
     def packed(self, index: int) -> np.ndarray:
-        """A file that is there."""
         if index in self.sent:
             file = self.sent[index]
             return self.pack(np.array([[index, file.nbytes, 0]]), torch.from_numpy(file))[0].numpy()
@@ -355,12 +348,12 @@ class JpegFiles(SharedFile):
         heads = [nothing if (head := self._head(index)) is None else head for index in files[:, 0].tolist()]
         as_they_are = [sent[begin : begin + size] for _, size, begin in files.tolist()]
         storage, table, refusals = ops.jpeg_pack(as_they_are, pin_memory, [*map(torch.from_numpy, heads)])
-        pictures = table.numpy()
-        changed = (pictures[:, 2:4] != self.files.sizes[files[:, 0]]).any(1)  # refused ones have no size
+        packed = table.numpy()
+        changed = (packed[:, 2:4] != self.files.sizes[files[:, 0]]).any(1)  # refused ones have no size
         for row in np.flatnonzero(changed).tolist():
             why = refusals[row] or "it has another size"
             raise RuntimeError(f"{self.files.paths[files[row, 0]]} has changed while it was read: {why}")
-        return storage, pictures[:, 1::-1]
+        return storage, packed[:, 1::-1]
 
     def decode(self, index: int, kept: np.ndarray) -> np.ndarray:
         """The image of a file that is there, resized to ``kept`` (height, width), made on the CPU."""
@@ -410,7 +403,6 @@ class JpegFiles(SharedFile):
         self._lock = threading.Lock()
         #: Files that travel with the batch that this process plans, as they are on the disk.
         self.sent: dict[int, np.ndarray] = {}
-        self._told = 0
         # A row an image: bytes (0: not there, -1: refused; written last) and offset; the same of the index of one that is not
         # kept, and the file's size and time when it was judged. Behind them: bytes that files take, files that were refused,
         # bytes that indices take.

@@ -10,26 +10,14 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet.images.jpeg import Wanted, one_after_another
-from torch_fastdet.images.memory import CHANNELS, PictureMemory
+from torch_fastdet.images.memory import CHANNELS, ImageMemory
 from torch_fastdet.images.plan import FILES, KEEP_BGR, ImagePlan, Plan, in_pixels, pack, shown_of, whole
 
-
-class _Room(threading.local):
-    """Memory that a thread uses for each batch again: fresh pages cost a tenth of an image's time."""
-
-    def __init__(self) -> None:
-        self._memory = np.empty(0, dtype=np.uint8)
-
-    def take(self, size: int) -> torch.Tensor:
-        if self._memory.nbytes < size:
-            self._memory = np.empty(size, dtype=np.uint8)
-        return torch.from_numpy(self._memory[:size])
+#: ``pixels``: memory that a thread uses for each batch again. Fresh pages cost a tenth of an image's time.
+_room = threading.local()
 
 
-_room = _Room()
-
-
-def run_on_cpu(plan: Plan, memory: PictureMemory, out: torch.Tensor) -> None:
+def run_on_cpu(plan: Plan, memory: ImageMemory, out: torch.Tensor) -> None:
     """Make the images of a plan in ``out``, uint8 (n, 3, height, width). Of files, what is shown is decoded."""
     own = plan.own if isinstance(plan.own, torch.Tensor) else torch.from_numpy(plan.own)
     storages, places = [memory.tensor(), own], plan.placements
@@ -41,13 +29,15 @@ def run_on_cpu(plan: Plan, memory: PictureMemory, out: torch.Tensor) -> None:
     ops.image_augment_(out, storages, **tables, warp=warp, hsv_lanes=lanes)
 
 
-def _decoded(plan: Plan, memory: PictureMemory) -> tuple[torch.Tensor, np.ndarray]:
+def _decoded(plan: Plan, memory: ImageMemory) -> tuple[torch.Tensor, np.ndarray]:
     """What the plan shows of its files, until the next call, and its placements with that."""
     order = plan.files[:, 0].argsort()
     indices, _, begins = plan.files[order].T
     kept, files = memory.shapes[indices], memory.files.files
     sent, ends = torch.as_tensor(plan.sent), one_after_another(kept.prod(1) * CHANNELS)
-    pixels = _room.take(int(ends[-1]))
+    if getattr(_room, "pixels", np.empty(0)).size < ends[-1]:
+        _room.pixels = np.empty(ends[-1], dtype=np.uint8)
+    pixels = torch.from_numpy(_room.pixels[: ends[-1]])
     seen = shown_of(plan, indices)
     Wanted(begins, ends[:-1], files.sizes[indices], kept, files.ways[indices], seen).decode(pixels, sent, sent)
     placements, of_files = plan.placements.copy(), np.isin(plan.sources, indices)
@@ -56,7 +46,7 @@ def _decoded(plan: Plan, memory: PictureMemory) -> tuple[torch.Tensor, np.ndarra
     return pixels, placements
 
 
-def finish(image: ImagePlan, memory: PictureMemory) -> ImagePlan:
+def finish(image: ImagePlan, memory: ImageMemory) -> ImagePlan:
     """Make an image here, and return the plan that does no more than take it."""
     flags, image.flags = image.flags, image.flags | KEEP_BGR
     out = torch.empty((1, CHANNELS, image.height, image.width), dtype=torch.uint8)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_fastdet.images.memory import PictureMemory
+from torch_fastdet.images.memory import ImageMemory
 
 NO_WARP, AFFINE, PERSPECTIVE = 0, 1, 2
 FLIP_LEFT_RIGHT, FLIP_UP_DOWN, KEEP_BGR = 1, 2, 4
@@ -68,7 +68,6 @@ class ImagePlan:
     flags: int = 0
 
     def is_shared(self) -> bool:
-        """Whether all its pixels are in the shared memory."""
         return all(
             layer.mask is None and all(placement[0].pixels is None for placement in layer.placements)
             for layer in self.layers
@@ -80,7 +79,6 @@ def in_pixels(pixels: np.ndarray) -> Source:
 
 
 def whole(source: Source) -> ImagePlan:
-    """The plan of an image to which nothing is done."""
     height, width = source.height, source.width
     return ImagePlan(height, width, [Layer(height, width, [(source, 0, 0, 0, 0, width, height)])])
 
@@ -138,7 +136,7 @@ class Bytes:
 
 def pack(
     images: Sequence[ImagePlan],
-    memory: PictureMemory,
+    memory: ImageMemory,
     on_cpu: bool = True,
     join: Callable[[Bytes], object] = Bytes.joined,
 ) -> Plan:
@@ -164,16 +162,13 @@ def pack(
             layers.append((len(placements), len(layer.placements), layer.height, layer.width, layer.warp, mask))
             matrices.append(np.eye(3) if layer.matrix is None else layer.matrix)
             for source, *where in layer.placements:
-                pixels = source.pixels
-                if (
-                    on_cpu
-                    and pixels is None
-                    and source.index not in files
-                    and (file := memory.packed(source.index)) is not None
-                ):
-                    files[source.index] = source.index, file.nbytes, packed.add(file)
-                place = (SHARED, memory.offsets[source.index]) if pixels is None else (OWN, own.add(pixels))
-                sources.append(source.index if pixels is None else -1)
+                pixels, index = source.pixels, source.index
+                is_new = on_cpu and pixels is None and index not in files
+                if is_new and (file := memory.packed(index)) is not None:
+                    files[index] = index, file.nbytes, packed.add(file)
+                place = (SHARED, memory.offsets[index]) if pixels is None else (OWN, own.add(pixels))
+                sources.append(index if pixels is None else -1)
+
                 placements.append((*place, source.height, source.width, *where))
         if image.tables is not None:
             row[3] = len(tables)

@@ -12,7 +12,7 @@ import random
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cv2
@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from torch_fastdet._say import warn
-from torch_fastdet.images.memory import CHANNELS, PictureMemory
+from torch_fastdet.images.memory import CHANNELS, ImageMemory
 from torch_fastdet.images.on_cpu import finish
 from torch_fastdet.images.plan import (
     AFFINE,
@@ -41,7 +41,6 @@ from torch_fastdet.images.plan import (
 from torch_fastdet.patching.fingerprint import names_in
 
 _UINT8, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
-_IDENTITY = np.eye(3)
 
 
 class CannotRecord(RuntimeError):
@@ -51,7 +50,7 @@ class CannotRecord(RuntimeError):
 class Recorder:
     """Makes stand-ins for the images of a memory, and says once what has made their pixels. ``host`` names the framework in lines."""
 
-    def __init__(self, memory: PictureMemory, host: str) -> None:
+    def __init__(self, memory: ImageMemory, host: str) -> None:
         self.memory = memory
         self.host = host
         self.copies = Copies(self)
@@ -60,7 +59,6 @@ class Recorder:
         self._told: set[str] = set()
 
     def of_memory(self, index: int) -> Recorded:
-        """The image that the memory has at ``index``."""
         height, width = self.memory.shape(index)
         return Recorded(self, whole(Source(int(index), height, width)))
 
@@ -286,9 +284,8 @@ class Recorded(StandIn):
 
     def _is_mask(self, key: object) -> bool:
         """Whether ``key`` chooses whole pixels."""
-        if type(key) is Mask:
-            return key.dtype == np.bool_ and key.plane.shape == self.shape[:2]
-        return type(key) is np.ndarray and key.dtype == np.bool_ and key.shape == self.shape[:2]
+        plane = key.plane if type(key) is Mask else key
+        return type(plane) is np.ndarray and plane.dtype == np.bool_ and plane.shape == self.shape[:2]
 
     def _rectangle(self, key: object) -> tuple[int, int, int, int] | None:
         """x, y, width and height of ``[y0:y1, x0:x1]``; None for any other index."""
@@ -494,7 +491,6 @@ class HSV(StandIn):
         return pixels if self.tables is None else cv2.LUT(pixels, np.ascontiguousarray(self.tables.T)[None])
 
     def bgr(self) -> ImagePlan:
-        """The plan of the image in BGR again."""
         recorded = self.image.changed()
         if recorded.image.tables is not None or recorded.image.flags:
             recorded._finish()
@@ -571,7 +567,7 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
         if src.layer().warp != NO_WARP:
             src._finish()
         layer = src.changed().image.layers[0]
-        layer.warp, layer.matrix = kind, _IDENTITY.copy()
+        layer.warp, layer.matrix = kind, np.eye(3)
         layer.matrix[: len(M)] = M
         width, height = map(int, dsize)
         return Recorded(recorder, ImagePlan(height, width, [layer]))
@@ -663,7 +659,7 @@ def _recording(name: str, function: Callable, noted: Callable | None) -> Callabl
     return call
 
 
-def recording_module(module: types.ModuleType, changed: dict[str, object], other: Callable | None = None) -> Any:
+def recording_module(module: types.ModuleType, changed: Mapping[str, object], other: Callable | None = None) -> Any:
     """A module like another one in all but ``changed``; ``other(name)`` looks up what is not there."""
     made = types.ModuleType(module.__name__)
     vars(made).update(changed, __getattr__=other or functools.partial(getattr, module))

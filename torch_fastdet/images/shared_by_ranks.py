@@ -21,7 +21,7 @@ from torch_fastdet._say import warn
 from torch_fastdet._torch import private
 from torch_fastdet._torch.private import group_size
 from torch_fastdet.images.jpeg import Files
-from torch_fastdet.images.memory import JpegFiles, PictureMemory, hand_out
+from torch_fastdet.images.memory import ImageMemory, JpegFiles, hand_out
 from torch_fastdet.memory import words
 
 #: How long a process waits for the one that makes the memory, in seconds. That one looks up the size of each file.
@@ -38,7 +38,7 @@ def shared_by_ranks(
     budget: Callable[[], int],
     files: Files | None = None,
     files_first: bool = True,
-) -> PictureMemory | None:
+) -> ImageMemory | None:
     """Return a memory for the data set that ``what`` describes, in a distributed run the one of this machine; None if there is none.
 
     ``shapes`` are the images' (height, width) as they will be kept, or somewhat more, and ``files`` the JPEG files that may stand for
@@ -46,20 +46,20 @@ def shared_by_ranks(
     """
     shapes = np.asarray(shapes, dtype=np.int64).reshape(-1, 2)
 
-    def make(room: int) -> PictureMemory:
+    def make(room: int) -> ImageMemory:
         kept = files if files is None or files_first else _without_place(files, shapes, room)
         if kept is None or not any(kept.paths):
-            return PictureMemory(shapes, room)
+            return ImageMemory(shapes, room)
         jpegs = JpegFiles(kept, room if files_first else 0)
-        return PictureMemory(shapes, room - jpegs.room, jpegs=jpegs)
+        return ImageMemory(shapes, room - jpegs.room, jpegs=jpegs)
 
-    def take(fds: list[int], room: int, *of_files: int) -> PictureMemory:
+    def take(fds: list[int], room: int, *of_files: int) -> ImageMemory:
         if files is None or not of_files:
-            return PictureMemory(shapes, room, fds[0])
+            return ImageMemory(shapes, room, fds[0])
         kept = files if files_first else _without_place(files, shapes, room)
-        return PictureMemory(shapes, room, fds[0], JpegFiles(kept, of_files[0], fds[1], of_files[1]))
+        return ImageMemory(shapes, room, fds[0], JpegFiles(kept, of_files[0], fds[1], of_files[1]))
 
-    def alone() -> PictureMemory:
+    def alone() -> ImageMemory:
         return make(budget() // int(os.environ.get("LOCAL_WORLD_SIZE", group_size())))
 
     try:
@@ -103,7 +103,7 @@ def _number() -> int:
     return int(os.readlink("/proc/self"))
 
 
-def _of_machine(name: str, make: Callable[[], PictureMemory], take: Callable[..., PictureMemory]) -> PictureMemory:
+def _of_machine(name: str, make: Callable[[], ImageMemory], take: Callable[..., ImageMemory]) -> ImageMemory:
     """The memory of this name that another process has made and still has; else a new one, which others find."""
     store, turn = private.default_store(), 0
     while store.add(f"{name}/{turn}/asked", 1) > 1:
@@ -114,7 +114,6 @@ def _of_machine(name: str, make: Callable[[], PictureMemory], take: Callable[...
         turn += 1  # that memory has ended
     offer: Any = None
     try:
-        store.set(f"{name}/{turn}/maker", str(_number()))
         memory = make()
         kept = [file for file in (memory, memory.jpegs) if file is not None]
         sizes = [memory.nbytes, *((memory.jpegs.room, memory.jpegs.nbytes) if memory.jpegs else ())]
@@ -125,31 +124,16 @@ def _of_machine(name: str, make: Callable[[], PictureMemory], take: Callable[...
 
 
 def _offer(store: Any, key: str) -> Any:
-    """Process, files and sizes of a memory; no files where its process has ended before it made one."""
+    """Process, files and sizes of a memory."""
     end = time.monotonic() + WAIT
-    maker = None
     while not store.check([key]):  # store.wait() would not see Ctrl-C
         if time.monotonic() > end:
             raise _NotShared(f"the first rank of its machine has made no memory within {WAIT:g} s")
-        if maker is None and store.check([f"{key}/maker"]):
-            maker = int(store.get(f"{key}/maker"))
-        if maker is not None and _is_gone(maker) and not store.check([key]):
-            return maker, [], []
         time.sleep(0.05)
     offer = json.loads(store.get(key))
     if offer is None:
         raise _NotShared("the first rank of its machine got no memory")
     return offer
-
-
-def _is_gone(process: int) -> bool:
-    try:
-        os.stat(f"/proc/{process}/exe")  # a zombie has none
-    except FileNotFoundError:
-        return True
-    except OSError:
-        pass  # it is there, but may not be looked into
-    return False
 
 
 def _open(process: int, files: Sequence[tuple[int, int]]) -> list[int]:

@@ -17,7 +17,7 @@ WAYS = {cv2.INTER_LINEAR: LINEAR, cv2.INTER_AREA: AREA}
 
 
 class Unread:
-    """An image that has a size (height, width) and no pixels; it is its own file, too."""
+    """An image that has a size (height, width) and no pixels. It is its own file, too, and its .npy file, which is not there."""
 
     __slots__ = ("shape", "way")
     ndim = 3
@@ -25,6 +25,9 @@ class Unread:
     def __init__(self, size: Size, way: int = AS_IT_IS) -> None:
         self.shape = *size, CHANNELS
         self.way = way
+
+    def exists(self) -> bool:
+        return False
 
 
 def _read(file: Unread, *_: object, **__: object) -> Unread:
@@ -44,7 +47,7 @@ def _resize(
 
 
 class _Files:
-    """In ``dataset.im_files``: files of images whose sizes ``size_of`` knows."""
+    """In ``dataset.im_files`` and ``dataset.npy_files``: files of images whose sizes ``size_of`` knows."""
 
     def __init__(self, size_of: Callable[[int], Size]) -> None:
         self.size_of = size_of
@@ -53,22 +56,11 @@ class _Files:
         return Unread(self.size_of(i))
 
 
-class _NoFiles:
-    """In ``dataset.npy_files``."""
-
-    def __getitem__(self, i: int) -> _NoFiles:
-        return self
-
-    def exists(self) -> bool:
-        return False
-
-
 class _Reader:
     """Goes in front of a data set's class."""
 
     __slots__ = ()
-    im_files = property(lambda self: self.unread_files)
-    npy_files = property(lambda self: _NoFiles())
+    im_files = npy_files = property(lambda self: self.unread_files)
 
 
 def reader(stock: type, attributes: dict[str, object], size_of: Callable[[int], Size]) -> Any:

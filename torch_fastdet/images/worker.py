@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import get_worker_info
 
-from torch_fastdet.images.memory import CHANNELS, PictureMemory
+from torch_fastdet.images.memory import CHANNELS, ImageMemory
 from torch_fastdet.images.on_cpu import finish, run_on_cpu
 from torch_fastdet.images.plan import Bytes, ImagePlan, Plan, pack
 from torch_fastdet.images.slots import Parcel
@@ -63,7 +63,7 @@ class Collate:
     its result tells which image went where. With ``on_gpu`` the result is for :class:`~torch_fastdet.images.finish.Finisher`.
     """
 
-    def __init__(self, stock: Callable[[list], Any], memory: PictureMemory, on_gpu: bool, key: object = 0) -> None:
+    def __init__(self, stock: Callable[[list], Any], memory: ImageMemory, on_gpu: bool, key: object = 0) -> None:
         self.stock = stock
         self.memory = memory
         self.on_gpu = on_gpu

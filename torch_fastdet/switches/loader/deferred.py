@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from torch_fastdet.images.memory import CHANNELS, PictureMemory
+from torch_fastdet.images.memory import CHANNELS, ImageMemory
 from torch_fastdet.images.recorder import Recorder
 from torch_fastdet.images.unread import Unread, reader
 from torch_fastdet.patching.protocols import UltralyticsDataset
@@ -24,12 +24,13 @@ AUGMENT, DATASET = "ultralytics.data.augment", "ultralytics.data.dataset"
 class Planner:
     """Plans the items of a ``YOLODataset``, whose decoded ``files`` of this ``imgsz`` ``memory`` keeps."""
 
-    def __init__(self, dataset: UltralyticsDataset, memory: PictureMemory, files: list[str], size: object) -> None:
+    def __init__(self, dataset: UltralyticsDataset, memory: ImageMemory, files: list[str], size: object) -> None:
+        self._made_of = dataset, memory, files, size
         self.recorder = Recorder(memory, "Ultralytics")
         self.files = files
         self.size = size
         self._classes: dict[type, type | None] = {}
-        self._stock = dataset
+        self.stock = dataset
         #: Which images were loaded before the batch, for those of :attr:`changed`.
         self.changed: dict[int, tuple] = {}
         self.dataset = self.view(dataset)
@@ -38,12 +39,18 @@ class Planner:
 
     def items(self, indices: list[int]) -> list[dict[str, Any]]:
         """What stock's data set returns for a batch, with a :class:`ImagePlan` under ``img``."""
-        loaded = list(self._stock.buffer)
+        if cannot_plan(self.stock) is not None:  # somebody has changed its transforms since
+            decode_kept(self.stock, self.recorder.memory)
+            return [self.stock[index] for index in indices]
+        loaded = list(self.stock.buffer)
         self.changed.clear()
         return self.recorder.items(lambda: self._planned(indices), lambda: self._stocks(indices, loaded))
 
+    def __reduce__(self) -> Any:
+        return Planner, self._made_of
+
     def _planned(self, indices: list[int]) -> list[dict[str, Any]]:
-        kept: Any = self._stock.ims
+        kept: Any = self.stock.ims
         if isinstance(kept, list):
             return [self._item(i) for i in indices]
         kept.is_planned = True
@@ -59,7 +66,7 @@ class Planner:
 
     def _stocks(self, indices: list[int], loaded: list[int]) -> list[dict[str, object]]:
         """The same items by stock, as if none had been asked for before."""
-        dataset = self._stock
+        dataset = self.stock
         dataset.buffer[:] = loaded
         if isinstance(dataset.ims, list):  # a cache of all images does not change
             for i, was in self.changed.items():
@@ -96,7 +103,7 @@ def view_class(stock: type) -> Any:
     return mixin if defined else None
 
 
-def decode_kept(dataset: UltralyticsDataset, memory: PictureMemory) -> None:
+def decode_kept(dataset: UltralyticsDataset, memory: ImageMemory) -> None:
     """Give a data set pixels for what it has loaded: stock's code is about to read them."""
     for i in dataset.buffer:
         loaded = dataset.ims[i]
@@ -118,10 +125,10 @@ class View:
 class DatasetView(View):
     __slots__ = ()
 
-    def load_image(self: Any, i: int, rect_mode: bool = True, resize_short: bool = False) -> tuple:
+    def load_image(self: UltralyticsDataset, i: int, rect_mode: bool = True, resize_short: bool = False) -> tuple:
         return self._load(i, rect_mode and not resize_short, rect_mode, resize_short)
 
-    def _load(self: Any, i: int, as_kept: bool, *arguments: bool) -> tuple:
+    def _load(self: UltralyticsDataset, i: int, as_kept: bool, *arguments: bool) -> tuple:
         planner = self.planner
         recorder, memory = planner.recorder, planner.recorder.memory
         usual = as_kept and self.imgsz == planner.size and self.im_files[i] == planner.files[i]
@@ -142,7 +149,7 @@ class DatasetView(View):
         return recorder.of_memory(i), original, size
 
     @property
-    def transforms(self: Any) -> Any:
+    def transforms(self: UltralyticsDataset) -> Any:
         return self.planner.view(vars(self)["transforms"])
 
 
@@ -151,7 +158,7 @@ class StretchedView(DatasetView):
 
     __slots__ = ()
 
-    def load_image(self: Any, i: int, rect_mode: bool = False) -> tuple:  # type: ignore[override]
+    def load_image(self: UltralyticsDataset, i: int, rect_mode: bool = False) -> tuple:  # type: ignore[override]
         return self._load(i, not rect_mode, rect_mode)
 
 

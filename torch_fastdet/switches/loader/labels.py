@@ -29,13 +29,9 @@ Result = Callable[[Any, np.ndarray, tuple[int, int], bool], Any]
 def scan_by_threads(
     active: Active, module: Any, name: str, result: Result, known: Mapping[str, Collection[str]]
 ) -> None:
-    """Replace the pool by which a framework's module scans labels.
+    """Replace the pool, of this name, by which a framework's module scans labels with its ``verify_image_label``.
 
-    Args:
-        module: the module, which has ``verify_image_label`` too.
-        name: what it calls its class of pools.
-        result: makes what ``verify_image_label`` returns.
-        known: fingerprints of the functions that say which files are plain.
+    ``known`` are fingerprints of the functions that say which files are plain.
     """
     verify = module.verify_image_label
     for function, fingerprints in known.items():

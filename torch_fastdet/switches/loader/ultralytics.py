@@ -18,15 +18,15 @@ from torch.utils.data import DataLoader
 from torch_fastdet._say import saying_once, warn
 from torch_fastdet.images.jpeg import Files
 from torch_fastdet.images.loop import Ahead, PlanBatches, PlannedLoading
-from torch_fastdet.images.memory import CHANNELS, PictureMemory
+from torch_fastdet.images.memory import CHANNELS, ImageMemory
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.by_name import FiledAsStock
 from torch_fastdet.patching.fingerprint import fingerprint
-from torch_fastdet.patching.protocols import UltralyticsDataset
+from torch_fastdet.patching.protocols import Loader, UltralyticsDataset
 from torch_fastdet.patching.replace import in_place_of
-from torch_fastdet.switches.loader.deferred import Planner, cannot_plan, decode_kept, view_class
+from torch_fastdet.switches.loader.deferred import Planner, cannot_plan, view_class
 
 # Fingerprints of the code of Ultralytics that this switch replaces or counts on, from 8.4.184 to 8.4.190.
 RTDETR = "ultralytics.models.rtdetr.val"  # imported by who trains one
@@ -62,14 +62,14 @@ _fingerprint = functools.cache(fingerprint)
 # Decoded images -----------------------------------------------------------------------------------------------------
 
 # With what they were made for.
-_memories: weakref.WeakKeyDictionary[object, tuple[list[str], PictureMemory | None]] = weakref.WeakKeyDictionary()
+_memories: weakref.WeakKeyDictionary[object, tuple[list[str], ImageMemory | None]] = weakref.WeakKeyDictionary()
 # (height, width) of the files of a data set that is sorted for rectangular batches, which drops them from its labels.
 _file_shapes: weakref.WeakKeyDictionary[object, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
 def memory_of(
     dataset: UltralyticsDataset, budget: Callable[[], int] = host_budget, as_files: bool = False
-) -> PictureMemory | None:
+) -> ImageMemory | None:
     """The memory for a data set's images, None where the system refuses it; a new one keeps JPEG files where they are asked for."""
     # What decoded images depend on. Their numbers in the memory are positions in the files.
     wanted = [str(dataset.imgsz), *dataset.im_files]
@@ -95,7 +95,7 @@ def _shapes(dataset: UltralyticsDataset) -> tuple[list[tuple[int, int]], Files]:
 class SharedImages:
     """In ``dataset.ims`` in place of stock's packed cache: all images of a data set, which other processes share."""
 
-    def __init__(self, memory: PictureMemory, others: dict[int, np.ndarray], stock: type) -> None:
+    def __init__(self, memory: ImageMemory, others: dict[int, np.ndarray], stock: type) -> None:
         self.memory = memory
         self.others = others
         self.stock = stock
@@ -122,7 +122,7 @@ def cache_images(stock: Callable[..., None]) -> Callable[..., None]:
     """``BaseDataset.cache_images`` that decodes into the shared memory for ``cache="ram"``."""
 
     @in_place_of(stock)
-    def cache_images(self: Any) -> None:
+    def cache_images(self: UltralyticsDataset) -> None:
         cls: type = type(self)
         if self.cache != "ram" or view_class(cls) is None or self.channels != CHANNELS:
             stock(self)
@@ -141,7 +141,6 @@ def cache_images(stock: Callable[..., None]) -> Callable[..., None]:
 
 @functools.cache
 def _filling_class(stock: type) -> Any:
-    """A data set that keeps what it loads in the shared memory."""
 
     class Filling(stock):
         __slots__ = ("memory",)
@@ -160,7 +159,7 @@ def set_rectangle(stock: Callable[..., None]) -> Callable[..., None]:
     """``BaseDataset.set_rectangle``, which drops the images' sizes: they are kept."""
 
     @in_place_of(stock)
-    def set_rectangle(self: Any) -> None:
+    def set_rectangle(self: UltralyticsDataset) -> None:
         if view_class(type(self)) is not None:
             _file_shapes[self] = {label["im_file"]: label["shape"] for label in self.labels}
         stock(self)
@@ -171,53 +170,30 @@ def set_rectangle(stock: Callable[..., None]) -> Callable[..., None]:
 # Loaders --------------------------------------------------------------------------------------------------------------
 
 
-class Plans:
-    """Plans whole batches of a data set."""
-
-    def __init__(self, dataset: UltralyticsDataset, memory: PictureMemory, files: list[str], size: object) -> None:
-        self.dataset = dataset
-        self.memory = memory
-        self.files = files
-        self.size = size
-        self._planner: Planner | None = None
-
-    def items(self, indices: list[int]) -> list[dict]:
-        # Somebody may have changed its transforms since.
-        if cannot_plan(self.dataset) is not None:
-            decode_kept(self.dataset, self.memory)
-            return [self.dataset[index] for index in indices]
-        if self._planner is None:
-            self._planner = Planner(self.dataset, self.memory, self.files, self.size)
-        return self._planner.items(indices)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_planner": None}
-
-
 class _PlannedDataset:
     """Goes in front of a data set's class."""
 
     __slots__ = ()
 
-    def __getitems__(self: Any, indices: list[int]) -> list[dict]:
-        return self.torch_fastdet_plans.items(indices)
+    def __getitems__(self: UltralyticsDataset, indices: list[int]) -> list[dict]:
+        return self.torch_fastdet_planner.items(indices)
 
-    def __reduce_ex__(self: Any, protocol: object) -> Any:
-        return planned_dataset, (self.torch_fastdet_plans,)
+    def __reduce_ex__(self: UltralyticsDataset, protocol: object) -> Any:
+        return planned_dataset, (self.torch_fastdet_planner,)
 
 
-def planned_dataset(plans: Plans) -> Any:
+def planned_dataset(planner: Planner) -> Any:
     """What loader processes get: the data set, with the same attributes, but its batches are planned."""
-    cls: type = type(plans.dataset)
+    cls: type = type(planner.stock)
     seen = object.__new__(_planned_class(cls))
-    seen.__dict__ = vars(plans.dataset)
-    seen.torch_fastdet_plans = plans
+    seen.__dict__ = vars(planner.stock)
+    seen.torch_fastdet_planner = planner
     return seen
 
 
 @functools.cache
 def _planned_class(stock: type) -> Any:
-    return type(stock.__name__, (_PlannedDataset, stock), {"__slots__": ("torch_fastdet_plans",)})
+    return type(stock.__name__, (_PlannedDataset, stock), {"__slots__": ("torch_fastdet_planner",)})
 
 
 class PlannedLoader(FiledAsStock):
@@ -230,13 +206,13 @@ class PlannedLoader(FiledAsStock):
     #: It has no plans, or somebody gave it another collate_fn, which wants images.
     _as_stock: bool = False
 
-    def _get_iterator(self: Any) -> object:
+    def _get_iterator(self: Loader) -> object:
         self._as_stock = self._plans is None or not _keeps_collate_fn(self)
         if self._as_stock:
             return super()._get_iterator()  # type: ignore[misc]
         # A loader that differs in what its processes work on. Stock's attributes stay what people expect of them.
         loader = DataLoader(
-            planned_dataset(Plans(self.dataset, self._plans.memory, *self._images)),
+            planned_dataset(Planner(self.dataset, self._plans.memory, *self._images)),
             batch_sampler=PlanBatches(self.batch_sampler),
             num_workers=self.num_workers,
             collate_fn=self._plans.collate(self.collate_fn),
@@ -249,7 +225,7 @@ class PlannedLoader(FiledAsStock):
         )
         return iter(loader)
 
-    def __iter__(self: Any) -> Iterator[dict]:
+    def __iter__(self: Loader) -> Iterator[dict]:
         if self.iterator is None:
             self.iterator = self._get_iterator()
         batches = self._ahead or self.iterator
@@ -264,16 +240,16 @@ class PlannedLoader(FiledAsStock):
                 self._plans.count_batch()
             yield next(batches)
 
-    def _stop(self: Any) -> None:
+    def _stop(self: Loader) -> None:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.close()
 
-    def close(self: Any) -> None:
+    def close(self: Loader) -> None:
         self._stop()
         super().close()  # type: ignore[misc]
 
-    def __del__(self: Any) -> None:
+    def __del__(self: Loader) -> None:
         with contextlib.suppress(Exception):
             self._stop()
         super().__del__()  # type: ignore[misc]
@@ -291,7 +267,7 @@ def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callabl
 
     @in_place_of(stock)
     def build_dataloader(*args: object, **kwargs: object) -> object:
-        loader: Any = stock(*args, **kwargs)
+        loader: Loader = stock(*args, **kwargs)
         if type(loader) is not stock_loader:
             return loader
         arguments = signature.bind(*args, **kwargs)
@@ -305,7 +281,7 @@ def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callabl
     return build_dataloader
 
 
-def _keeps_collate_fn(loader: Any) -> bool:
+def _keeps_collate_fn(loader: Loader) -> bool:
     return loader.collate_fn is type(loader.dataset).collate_fn
 
 
@@ -320,7 +296,7 @@ def _changed_code(loader: object) -> str | None:
 REPLACED = ("BaseDataset.cache_images", "BaseDataset.set_rectangle")
 
 
-def plan_loader(loader: Any, device: object) -> Any:
+def plan_loader(loader: Loader, device: object) -> Any:
     """A loader that does the work of ``loader``, one of stock's that has not begun, by plans; None where it gets no memory."""
     kind, _, number = str(device).partition(":")  # stock takes any text
     on_gpu = kind == "cuda" and torch.cuda.is_available()

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from torch_fastdet._say import warn
 from torch_fastdet.images.jpeg import Files
 from torch_fastdet.images.loop import PlanBatches, PlannedLoading
-from torch_fastdet.images.memory import PictureMemory
+from torch_fastdet.images.memory import ImageMemory
 from torch_fastdet.images.plan import Indices
 from torch_fastdet.images.recorder import Recorder
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
@@ -50,7 +50,7 @@ class _Recording:
 
     __slots__ = ()
 
-    def load_image(self: Any, i: int) -> tuple:
+    def load_image(self: YOLOv5Dataset, i: int) -> tuple:
         if not self.remembers(i):
             pixels, original, size = super().load_image(i)  # type: ignore[misc]
             if not self.remembers(i):
@@ -71,7 +71,7 @@ def dataset_class(stock: type) -> type:
         _planner: Planner | None = None
 
         def __init__(self, *args: object, **kwargs: object) -> None:
-            self._memory: PictureMemory | None = None
+            self._memory: ImageMemory | None = None
             #: What the memory was made for; None before it was asked for.
             self._memory_is_of: tuple[int, bool] | None = None
             self._all_in_memory = self._is_cached = False
@@ -79,7 +79,7 @@ def dataset_class(stock: type) -> type:
             _ = self.memory  # while other ranks wait for the first one
 
         @property
-        def memory(self) -> PictureMemory | None:
+        def memory(self) -> ImageMemory | None:
             """The memory of all processes; None where the system refuses it."""
             if self._memory_is_of is None:
                 self._memory = _memory_for(self, everything=self._all_in_memory)
@@ -155,7 +155,7 @@ def keeps_files() -> bool:
     return torch.cuda.is_available()
 
 
-def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> PictureMemory | None:
+def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> ImageMemory | None:
     """A memory with places for a data set's images, in the sizes that ``load_image`` will give them."""
     on_gpu = keeps_files()
     as_files = not everything and cannot_plan(dataset) is None  # stock's code wants pixels
@@ -179,7 +179,7 @@ def loader_classes(stock: type) -> tuple[type, type]:
     """Stand-ins for ``InfiniteDataLoader`` and for the ``DataLoader`` that ``create_dataloader`` takes."""
 
     class InfiniteDataLoader(stock):
-        def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, dataset: YOLOv5Dataset, *args: Any, **kwargs: Any) -> None:
             self._plans = _planned(dataset, kwargs)
             if self._plans is None:
                 super().__init__(dataset, *args, **kwargs)
@@ -200,7 +200,7 @@ def loader_classes(stock: type) -> tuple[type, type]:
                 yield next(self._batches)
 
     class PlanDataLoader(DataLoader):
-        def __init__(self, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, dataset: YOLOv5Dataset, *args: Any, **kwargs: Any) -> None:
             self._plans = _planned(dataset, kwargs)
             super().__init__(dataset, *args, **kwargs)
             if self._plans is not None:
