@@ -87,12 +87,14 @@ def checked(function: F, lone: str = "") -> F:
     if lone:
         rules[lone] = rules[lone]._replace(classes=(*rules[lone].classes, int))
 
+    classes = [rule.classes for rule in rules.values()]
+    has_lists = any(rule.item for rule in rules.values())
+
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
-        for name, value in chain(zip(rules, args), kwargs.items()):
-            rule = rules.get(name)
-            if rule is not None and (rule.item is not None or not isinstance(value, rule.classes)):
-                fault = _fault(name, value, rule)
+        if has_lists or kwargs or not all(map(isinstance, args, classes)):  # else the usual case, fast
+            for name, value in chain(zip(rules, args), kwargs.items()):
+                fault = _fault(name, value, rules[name]) if name in rules else ""
                 if fault:
                     raise TypeError(f"{function.__name__}: {fault}")
         return function(*args, **kwargs)
