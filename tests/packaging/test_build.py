@@ -83,7 +83,7 @@ WITH_CUDA = {
     "the oldest nvcc": (lambda f: {**other_cuda(f, "12.8"), **fake_nvcc(f, "12.4-old")}, [""]),
     # Known bug 26: the default list names GPUs that this nvcc cannot build for.
     "an older nvcc": (
-        lambda f: fake_nvcc(f, "13.0-old"),
+        lambda f: {**other_cuda(f, "13.0"), **fake_nvcc(f, "13.0-old")},
         [
             "cannot build for compute capability 10.0, 12.0",
             'type: TORCH_CUDA_ARCH_LIST="7.5;8.0;8.6;8.9;9.0" pip install --no-build-isolation .',
