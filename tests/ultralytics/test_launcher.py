@@ -55,6 +55,7 @@ def test_doctor(launch):
     words = ("train", "model=yolo11s.yaml", "data=coco8.yaml", "compile=True")
     out = launch("doctor", *words)
     assert "host            ultralytics\n" in out and "v8DetectionLoss" in out and " -> " not in out
+    assert "not in this version" not in out  # also of modules that a training imports late
     assert "semantic segmentation, depth and classification run on Ultralytics' own" in out
     out = launch("doctor", "--json", *words, "--cuda_graph", code=2)
     found = json.loads(out[out.index("{\n") :])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -37,6 +38,14 @@ class SwitchReport:
 
 def examine(host: Host, asked: Collection[str] = (), options: Mapping[str, str] | None = None) -> list[SwitchReport]:
     """Return what ``patch()`` would do for each switch. ``options`` are the training's own, by their names, as the user typed them."""
+    if host.missing() is None and (prefix := host.prefix()):
+        # patch() looks at some modules when the framework imports them.
+        targets = [
+            target for switch in host.switches.values() for target in switch.targets if isinstance(target, Target)
+        ]
+        places = {place: None for target in targets for place in target.places if place.startswith(prefix)}
+        with contextlib.suppress(Exception):  # the switch that needs it says why
+            host.import_modules(place.removeprefix(prefix) for place in places)
     return [_examine(host, switch, switch.name in asked, options or {}) for switch in host.switches.values()]
 
 
