@@ -81,6 +81,10 @@ def stem_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return ops.space_to_depth(weight, _CHANNELS, dtype=dtype)
 
 
+def _has_tensor_cores(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 8
+
+
 def _has_kernel(conv: nn.Conv2d, squares: Tensor) -> bool:
     """Whether ``stem_conv2d`` takes the squares; it has no gradient of them, and no bias."""
     outputs, pixels = conv.weight.shape[0], squares.shape[2] * squares.shape[3]
@@ -91,8 +95,7 @@ def _has_kernel(conv: nn.Conv2d, squares: Tensor) -> bool:
         and outputs * pixels <= _MOST
         and squares.dtype in (torch.float16, torch.bfloat16)
         and not squares.requires_grad
-        and squares.is_cuda
-        and torch.cuda.get_device_properties(squares.device).major >= 8
+        and _has_tensor_cores(squares.device)
     )
 
 

@@ -85,11 +85,8 @@ def write_checkpoint(path: Path, write: Callable[[Path], object], state: Callabl
         result = write(made)
         digest = _digest(made)
         ours = _beside(path, digest)
-        payload = io.BytesIO()
-        torch.save(state(), payload)
-        with whole(ours) as temporary, open(temporary, "wb") as file:
-            file.write(MAGIC + digest + hashlib.sha256(payload.getbuffer()).digest())
-            file.write(payload.getbuffer())
+        with whole(ours) as temporary:
+            _write(temporary, digest, state())
     forget(path, but=ours)
     return result
 
@@ -104,6 +101,15 @@ def _digest(path: Path) -> bytes:
 
 def _beside(path: Path, digest: bytes) -> Path:
     return path.with_name(f"{path.stem}.{digest.hex()[:16]}{SUFFIX}")
+
+
+def _write(path: Path, digest: bytes, state: dict[str, object]) -> None:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    payload = buffer.getbuffer()
+    with open(path, "wb") as file:
+        file.write(MAGIC + digest + hashlib.sha256(payload).digest())
+        file.write(payload)
 
 
 def forget(path: Path, but: Path | None = None) -> None:
