@@ -140,7 +140,9 @@ class BoTSORT(ByteTrack):
         """Return the tracks that are seen or continued in this frame, as :meth:`ByteTrack.update` does.
 
         Args:
-            boxes, scores, classes: as of :meth:`ByteTrack.update`.
+            boxes: as of :meth:`ByteTrack.update`.
+            scores: likewise.
+            classes: likewise.
             motion: (2, 3) matrix that takes a point of the last image to its place in this one, as
                 ``cv2.estimateAffinePartial2D`` returns it. Default: the camera stands still.
 
