@@ -189,6 +189,7 @@ def test_tracktrack_with_recovered_detections(trackers):
     compare_tracktrack(trackers, range(30))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cpu
 def test_tracktrack_in_many_sequences(trackers):

@@ -72,7 +72,7 @@ def python(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=300,
+        timeout=500,
     )
     assert not ok or result.returncode == 0, result.stdout[-6000:]
     return result
