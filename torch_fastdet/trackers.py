@@ -287,8 +287,8 @@ class TrackTrack(BoTSORT):
             "tai_thr": tai_thr,
         }
         _check_from_zero("TrackTrack", **costs)
-        scores = {"track_high_thresh": 0.6, "track_low_thresh": 0.25, "new_track_thresh": 0.7}
-        options = {**scores, "match_thresh": 0.7, **options}
+        defaults = {"track_high_thresh": 0.6, "track_low_thresh": 0.25, "new_track_thresh": 0.7, "match_thresh": 0.7}
+        options = defaults | options
         for name, value in {"match_thresh": options["match_thresh"], "lost_match_thr": lost_match_thr}.items():
             if not 0 <= value <= 1:
                 raise ValueError(f"TrackTrack: {name} is {value}, but a number from 0 to 1 is expected")

@@ -17,7 +17,6 @@ YOLOv5Dataset: TypeAlias = Any
 UltralyticsDataset: TypeAlias = Any
 Loader: TypeAlias = Any
 Predictor: TypeAlias = Any
-
 Trainer: TypeAlias = Any
 Validator: TypeAlias = Any
 ConfusionMatrix: TypeAlias = Any
