@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from typing import Any, ClassVar, SupportsIndex
 
@@ -244,19 +244,10 @@ class BoundOptimizer(torch.optim.Optimizer):
 
 
 class SgdBinding(Binding):
-    """Momentum buffers are made in C++, where a first step that is skipped leaves them unfilled."""
+    """Momentum buffers are made in C++."""
 
     name = "SGD"
     buffer_names = (BUFFER,)
-
-    def __init__(self, optimizer: torch.optim.Optimizer, make_state: MakeState):
-        if optimizer not in _bindings:
-            _bindings[optimizer] = weakref.WeakSet()
-            optimizer.register_state_dict_post_hook(_leave_out_unfilled)
-        for param in unfilled_buffers(optimizer):  # made by the previous binding but never filled: recreate it
-            optimizer.state[param].pop(BUFFER, None)
-        super().__init__(optimizer, make_state)
-        _bindings[optimizer].add(self)  # last: one whose state was refused is not asked for it
 
     @staticmethod
     def tensors_of(group: Group) -> tuple[Any, ...]:
@@ -285,40 +276,3 @@ class SgdBinding(Binding):
                 if buffer is not None:
                     self.state[self.params[i]][BUFFER] = buffer
         self.take_buffers()
-
-    def unfilled(self) -> list[Tensor]:
-        """Parameters whose buffer was made by a first step that was skipped. It differs from zeros where there is dampening."""
-        if not self.same_buffers():
-            self.take_buffers()
-        found = []
-        for device, at in self.places.items():
-            rows = self.states[device].unfilled()
-            if rows is not None:
-                found += [self.params[i] for i, unfilled in zip(at, rows.tolist()) if unfilled]
-        return found
-
-
-_bindings: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[SgdBinding]] = weakref.WeakKeyDictionary()
-
-
-def unfilled_buffers(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for binding in _bindings.get(optimizer, ()) for param in binding.unfilled()]
-
-
-def without_buffers(state: dict[object, dict[str, object]], keys: Iterable[object]) -> dict[object, dict[str, object]]:
-    """A copy of an optimizer's state without the momentum buffers of these entries."""
-    state = copy.copy(state)
-    for key in keys:
-        state[key] = {name: value for name, value in state[key].items() if name != BUFFER}
-        if not state[key]:
-            del state[key]
-    return state
-
-
-def _leave_out_unfilled(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """A state_dict hook: after a skipped first step there are no momentum buffers, as stock has none."""
-    unfilled = set(map(id, unfilled_buffers(optimizer)))
-    if unfilled:
-        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        places = [place for place, param in enumerate(params) if id(param) in unfilled]
-        state_dict["state"] = without_buffers(state_dict["state"], places)

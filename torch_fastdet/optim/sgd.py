@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torch_fastdet.optim._watch import BoundOptimizer, SgdBinding, unfilled_buffers, without_buffers
+from torch_fastdet.optim._watch import BoundOptimizer, SgdBinding
 
 
 class SGD(BoundOptimizer, torch.optim.SGD):
@@ -14,8 +14,7 @@ class SGD(BoundOptimizer, torch.optim.SGD):
     and float64 the results are its bits; float16 and bfloat16 parameters are updated in float32 and rounded once.
 
     - lr, momentum, dampening and weight_decay may be one-element tensors on the parameters' device, which a captured step follows.
-    - With GradScaler, a skipped step writes nothing. Momentum buffers that a skipped first step made hold zeros (with dampening they are
-      left out of the state_dict).
+    - With GradScaler, a skipped step writes nothing. Momentum buffers that a skipped first step made hold zeros.
     - Parameters may be on several devices, of several dtypes, and lie differently in memory than their gradients.
     - Take one step before a CUDA graph capture. ``foreach`` and ``fused`` are accepted and change nothing.
 
@@ -24,7 +23,3 @@ class SGD(BoundOptimizer, torch.optim.SGD):
     """
 
     _binding_class = SgdBinding
-
-    def __getstate__(self) -> dict[str, object]:
-        state = super().__getstate__()
-        return {**state, "state": without_buffers(state["state"], unfilled_buffers(self))}
