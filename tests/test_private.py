@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from torch_fastdet._torch import private
-from torch_fastdet.optim import SGD
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torch_fastdet"
 FILES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "_torch/private.py"})
@@ -205,13 +204,6 @@ def test_a_marked_optimizer_has_stepped():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler.step()
-
-
-def test_a_step_without_the_hooks_around_it():
-    torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)  # which puts them there
-    step = torch.optim.SGD.step
-    assert private.unhooked_step(torch.optim.SGD) is step.__wrapped__
-    assert private.unhooked_step(SGD) is not None
 
 
 def test_writes_are_counted():

@@ -31,7 +31,7 @@ def assert_close(mine, theirs):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("changes", [{}, {"amsgrad": True}, {"maximize": True}, {"weight_decay": 0.0}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"maximize": True}, {"weight_decay": 0.0}], ids=str)
 def test_steps_are_torchs(device, changes):
     mine, theirs = network(device), network(device)
     ours = optim.AdamW(mine.parameters(), **SETTINGS | changes)

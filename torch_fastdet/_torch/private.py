@@ -246,12 +246,6 @@ def take_unscale(
     return True
 
 
-def unhooked_step(kind: type[torch.optim.Optimizer]) -> Callable[..., object]:
-    """``kind.step`` without the step hooks that torch puts around it when an optimizer of that class is made."""
-    step: Any = kind.step
-    return step.__wrapped__ if getattr(step, "hooked", None) else step
-
-
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Schedulers warn where they run before the first step; they look for this mark."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -236,11 +236,8 @@ class BoundOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step()
-        return loss
-
-    def _step(self) -> None:
         self._bind().step()
+        return loss
 
 
 class SgdBinding(Binding):

@@ -20,7 +20,7 @@ def is_stock_musgd(optimizer: object) -> bool:
 
 
 def ours(optimizer: Any) -> torch.optim.Optimizer:
-    """The same optimizer with this package's step; one that has no such step, or is ``differentiable``, is returned as it is.
+    """The same optimizer with this package's step; one that has no such step is returned as it is.
 
     Parameter groups, their order and their further keys are kept. The optimizer must not have taken a step yet. A pickle of the
     result names the class of the one that was given, and loads without this package.
@@ -29,7 +29,9 @@ def ours(optimizer: Any) -> torch.optim.Optimizer:
     further = {}
     if is_stock_musgd(optimizer):
         kind, further = MuSGD, {"muon": optimizer.muon, "sgd": optimizer.sgd}
-    if kind is None or any(group.get("differentiable") for group in optimizer.param_groups):
+    if kind is None or any(
+        group.get(name) for group in optimizer.param_groups for name in ("differentiable", "amsgrad")
+    ):
         return optimizer
     takes = MuSGD if kind is MuSGD else type(optimizer)  # ours take what torch's take
     known = set(inspect.signature(takes).parameters) - {"foreach"}  # one of torch's ways to step

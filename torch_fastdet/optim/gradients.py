@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_fastdet import ops
 from torch_fastdet._torch import private
 from torch_fastdet.optim._watch import on_device
-from torch_fastdet.optim.adamw import Adam, AdamW, steps_itself
+from torch_fastdet.optim.adamw import Adam, AdamW
 from torch_fastdet.optim.musgd import MuSGD
 from torch_fastdet.optim.sgd import SGD
 
@@ -65,7 +65,7 @@ def unscale_(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> 
     Gradients are multiplied by the inverse scale in place and looked through for infinities; no host sync.
     """
     global _last_unscaled
-    if scaler.is_enabled() and isinstance(optimizer, OURS) and steps_itself(optimizer):
+    if scaler.is_enabled() and isinstance(optimizer, OURS):
         binding = optimizer._bind()
 
         @torch.no_grad()

@@ -15,7 +15,6 @@ import torch
 from torch_fastdet import ema, optim
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import ModuleWatch, unwrap
-from torch_fastdet.optim.adamw import steps_itself
 from torch_fastdet.optim.convert import is_stock_musgd
 from torch_fastdet.optim.gradients import OURS
 from torch_fastdet.patching.by_name import ByName
@@ -115,5 +114,4 @@ def _has_our_parts(trainer: Trainer) -> bool:
         and torch.nn.utils.clip_grad_norm_ is optim.clip_grad_norm_
         and vars(torch.amp.GradScaler).get("unscale_") is optim.unscale_
         and "unscale_" not in vars(scaler)
-        and steps_itself(optimizer)
     )
