@@ -1,12 +1,15 @@
-"""Every operator is in the reference, and its docstring says what an operator's docstring has to say."""
+"""Every operator is in the reference, its docstring says what an operator's has to say, and all of them are imperative."""
 
+import importlib
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tools.api import modules
 from torch_fastdet import ops
 
 REFERENCE = (Path(__file__).resolve().parents[1] / "docs/reference.md").read_text()
@@ -38,3 +41,23 @@ def test_parameters_are_explained(name):
     assert names <= set(explained.findall(text_of(name)))
     arguments = re.search(r"    Args:\n(.*?)(\n\n|\Z)", getattr(ops, name).__doc__, re.DOTALL)
     assert not arguments or set(explained.findall(arguments.group(1))) <= names
+
+
+def public() -> Iterator[tuple[str, object]]:
+    """What the public modules list in ``__all__``, with the methods and properties of their classes."""
+    for module in map(importlib.import_module, modules()):
+        for value in (getattr(module, name) for name in getattr(module, "__all__", ())):
+            if not getattr(value, "__module__", "").startswith("torch_fastdet"):
+                continue
+            yield value.__qualname__, value
+            for key, member in vars(value).items() if inspect.isclass(value) else ():
+                if not key.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
+                    yield f"{value.__qualname__}.{key}", member
+
+
+def test_docstrings_are_imperative():
+    """They begin with a verb: no article, no question word, no code, and no third person."""
+    other = r"(A|An|The|One|What|Which|Why|Whether|How|Where|While|In|Of|For|By|As|With)\b|[^A-Z]|\w+(?<!s)s\b"
+    texts = [(name, value.__doc__.strip()) for name, value in public() if value.__doc__]
+    assert len(texts) > 100
+    assert [(name, text[:60]) for name, text in texts if re.match(other, text)] == []

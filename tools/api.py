@@ -88,8 +88,9 @@ def page() -> str:
     for name in sorted(ops.__all__):
         function = getattr(ops, name)
         sentence = re.sub(r":\w+:`~?([\w.]+)`", r"`\1`", inspect.cleandoc(function.__doc__).partition("\n\n")[0])
+        given = f"`{parameters(function)[1:-1]}`".replace("``", "")
         sentence = " ".join(sentence.split()).replace("``", "`").replace("|", "\\|")
-        rows.append(f"| `{name}` | {sentence} | `{parameters(function)[1:-1]}` |")
+        rows.append(f"| `{name}` | {sentence} | {given} |")
     return TABLE.sub(lambda found: "\n".join([found[1], *rows, "", found[2]]), PAGE.read_text())
 
 

@@ -18,7 +18,7 @@ def operators() -> list[str]:
 
 
 def build_info() -> dict[str, Any]:
-    """Versions, torch built with and running, CUDA, architectures, GPU and operators.
+    """Return versions, torch built with and running, CUDA, architectures, GPU and operators.
 
     Returns a dict of:
         version: torch_fastdet's version.

@@ -41,7 +41,7 @@ class DecayRamp:
 
 
 class ModelEMA:
-    """Keeps ``ema``, a copy of a model whose every floating state_dict entry follows the model's: YOLOv5's ModelEMA.
+    """Keep ``ema``, a copy of a model whose every floating state_dict entry follows the model's: YOLOv5's ModelEMA.
 
     Each :meth:`update` does ``v *= d; v += (1 - d) * x`` with ``d = decay(updates)`` over parameters and buffers of any floating type at once;
     integer entries stay. Results are those of the stock loop, bit by bit in float32. Replaced tensors (``ema.half().float()``, a resume,
@@ -106,11 +106,11 @@ class ModelEMA:
 
     @property
     def model(self) -> nn.Module | None:
-        """The model that is averaged, unwrapped: the one given last. None in a copy that has not been updated yet."""
+        """Return the model that is averaged, unwrapped: the one given last. None in a copy that was never updated."""
         return None if self._model is None else self._model()
 
     def pairs(self, model: nn.Module) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Name, average and value of each floating entry of the EMA's state_dict."""
+        """Return name, average and value of each floating entry of the EMA's state_dict."""
         values = named_tensors(unwrap(model))
         result = []
         for name, average in named_tensors(self.ema).items():
@@ -122,12 +122,12 @@ class ModelEMA:
         return result
 
     def follows(self, model: nn.Module) -> bool:
-        """Whether the remembered tensors are still those of the EMA and of this model."""
+        """Return whether the remembered tensors are still those of the EMA and of this model."""
         watches = self._watches
         return watches is not None and watches[0].unchanged(self.ema) and watches[1].unchanged(model)
 
     def decay_at(self, updates: int) -> float:
-        """What ``decay`` gives for this number of updates; from 0 to 1."""
+        """Return what ``decay`` gives for this number of updates, from 0 to 1."""
         decay = float(self.decay(updates))
         _check(f"decay({updates})", decay, 1)
         return decay

@@ -37,7 +37,7 @@ Tensors = torch.Tensor | np.ndarray | Sequence[torch.Tensor | np.ndarray]
 
 
 class Writer:
-    """Saves stages one by one. The folder is complete after each, so a program that dies leaves what it had.
+    """Save stages one by one. The folder is complete after each, so a program that dies leaves what it had.
 
     Args:
         folder: is made, or emptied of the stages that an earlier writer left there.
@@ -146,7 +146,7 @@ def _array(name: str, tensor: object) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Row:
-    """How one stage compares.
+    """Hold how one stage compares.
 
     Attributes:
         stage: Its name.
@@ -177,7 +177,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The stages of two folders, in the order of the pipeline. True where all are equal; str() has a line for each."""
+    """Hold how the stages of two folders compare, in order. True if all are equal; ``str()`` has a line for each."""
 
     rows: list[Row] = field(default_factory=list)
 
@@ -186,7 +186,7 @@ class Comparison:
 
     @property
     def first_difference(self) -> Row | None:
-        """The first stage that differs: what comes after it inherits its error."""
+        """Return the first stage that differs. Later stages inherit its error."""
         return next((row for row in self.rows if not row.equal), None)
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 class IoULoss(torch.nn.Module):
-    """1 - IoU of pairs of boxes (..., 4), reduced, in one pass over them.
+    """Compute 1 - IoU of pairs of boxes (..., 4), reduced, in one pass over them.
 
     ``kind`` is "iou", "giou", "diou" or "ciou"; ``reduction`` is "mean", "sum" or "none". Boxes are centre x, centre y,
     width, height in any one unit, or corners with ``xywh=False``. Gradients go to both boxes, the reduction is in a fixed

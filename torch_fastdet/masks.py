@@ -54,7 +54,7 @@ def _one_box_each(masks: Tensor, boxes: Tensor) -> Tensor:
 
 
 def ultralytics_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
-    """``ultralytics.utils.ops.crop_mask``: sets what lies outside of the boxes to zero, in place, with a gradient to the masks.
+    """Set what lies outside of the boxes to zero, in place, with a gradient: ``ultralytics.utils.ops.crop_mask``.
 
     Args:
         masks: (n, height, width), of a floating dtype, bool, uint8, int8, int16, int32 or int64; written.
@@ -71,7 +71,7 @@ def ultralytics_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
 
 
 def yolov5_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
-    """YOLOv5's ``utils.segment.general.crop_mask``: masks that are zero outside of their boxes, with a gradient to the masks.
+    """Return masks that are zero outside of their boxes, with a gradient: YOLOv5's ``utils.segment.general.crop_mask``.
 
     Args:
         masks: (n, height, width), of a floating dtype, bool, uint8, int8, int16, int32 or int64.
@@ -94,7 +94,7 @@ def yolov5_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
 def ultralytics_process_mask(
     protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int], upsample: bool = False
 ) -> Tensor:
-    """``ultralytics.utils.ops.process_mask``: masks of ``shape`` with ``upsample``, otherwise of the prototypes' size."""
+    """Return masks of ``shape``, or without ``upsample`` of the prototypes' size: ``ultralytics.utils.ops.process_mask``."""
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     # Stock takes an image's shape, too, where it does not resample.
     size = _sides("ultralytics_process_mask", shape, 2 if upsample else 3)
@@ -106,7 +106,7 @@ def ultralytics_process_mask(
 
 
 def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
-    """``ultralytics.utils.ops.process_mask_native``: masks in the pixels of the original image."""
+    """Return masks in the pixels of the original image: ``ultralytics.utils.ops.process_mask_native``."""
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides("ultralytics_process_mask_native", shape)
     factor, window = _letterbox_window((int(protos.shape[1]), int(protos.shape[2])), size)
@@ -130,7 +130,7 @@ def _letterbox_window(protos: tuple[int, int], size: tuple[int, int]) -> tuple[i
 def yolov5_process_mask(
     protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int], upsample: bool = False
 ) -> Tensor:
-    """YOLOv5's ``utils.segment.general.process_mask``: prototypes are cropped, then resampled.
+    """Return masks, cropped and then resampled: YOLOv5's ``utils.segment.general.process_mask``.
 
     Masks are of ``shape`` with ``upsample``, otherwise of the prototypes' size.
     """
@@ -150,7 +150,7 @@ def yolov5_process_mask(
 
 
 def yolov5_process_mask_upsample(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
-    """YOLOv5's ``utils.segment.general.process_mask_upsample``: prototypes are resampled to ``shape``, then cropped."""
+    """Return masks, resampled to ``shape`` and then cropped: YOLOv5's ``utils.segment.general.process_mask_upsample``."""
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     return instance_masks(
         protos,
@@ -163,7 +163,7 @@ def yolov5_process_mask_upsample(protos: Tensor, masks_in: Tensor, bboxes: Tenso
 
 
 def yolov5_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
-    """YOLOv5's ``utils.segment.general.process_mask_native``: masks in the pixels of the original image."""
+    """Return masks in the pixels of the original image: YOLOv5's ``utils.segment.general.process_mask_native``."""
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides("yolov5_process_mask_native", shape)
     height, width = protos.shape[1:]

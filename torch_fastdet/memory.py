@@ -108,7 +108,7 @@ class Row(NamedTuple):
 
 
 def report() -> list[Row]:
-    """Every owner that holds memory, sorted by device, the largest first."""
+    """Return every owner that holds memory, sorted by device, the largest first."""
     rows = [Row(owner.what, str(owner.device), owner.held(), owner.used(), owner.budget) for owner in owners()]
     return sorted((row for row in rows if row.held), key=lambda row: (row.device, -row.held))
 

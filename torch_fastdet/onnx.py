@@ -17,7 +17,7 @@ OPSET = 18  # the oldest that torch writes without saying otherwise
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What ``torch.onnx.export(..., dynamo=True, custom_translation_table=translations())`` writes for our operators.
+    """Return the ``custom_translation_table`` by which ``torch.onnx.export(..., dynamo=True)`` writes our operators.
 
     Only operators whose ONNX form gives the same bits are in the table:
 
@@ -85,7 +85,7 @@ def export(
     file: str | PathLike[str] | None = None,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
-    """``torch.onnx.export(model, args, file, dynamo=True)`` with our operators written out by standard ONNX operators.
+    """Export a model as ``torch.onnx.export(..., dynamo=True)`` does, with our operators as standard ONNX operators.
 
     The file needs no torch_fastdet. See :func:`translations` for the operators; a model that calls another one raises an error, and
     nothing is written.

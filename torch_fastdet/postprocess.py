@@ -82,7 +82,7 @@ class _PostProcess(nn.Module):
 
 
 class YOLOv5PostProcess(_PostProcess):
-    """:func:`torch_fastdet.ops.yolov5_postprocess` as a module; all options but these are its own.
+    """Apply :func:`torch_fastdet.ops.yolov5_postprocess` as a module; all options but these are its own.
 
     Args:
         anchors: (levels, na, 2) in grid cells, as ``Detect.anchors``: a tensor or nested lists.
@@ -133,14 +133,14 @@ class YOLOv5PostProcess(_PostProcess):
 
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "YOLOv5PostProcess":
-        """With anchors, strides, classes and mask coefficients of a YOLOv5 model (or of its Detect or Segment module)."""
+        """Read anchors, strides, classes and mask coefficients of a YOLOv5 model (or of its Detect or Segment module)."""
         head = _head_of(model, *_YOLOV5_HEAD)
         if head is None:
             raise ValueError("YOLOv5PostProcess.from_model: the model has no Detect module (anchors, stride, nc, no)")
         return cls(head.anchors, head.stride, head.nc, nm=head.no - 5 - head.nc, **options)
 
     def forward(self, heads: list[Tensor], letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """heads, optional letterboxes -> detections (images, max_det, 6 + nm), counts (images,)."""
+        """Return detections (images, max_det, 6 + nm) and counts (images,) of heads, and letterboxes if given."""
         if not torch.jit.is_scripting():
             check_type("YOLOv5PostProcess", "heads", heads, list[Tensor])
         if len(heads) == 0:
@@ -160,7 +160,7 @@ class YOLOv5PostProcess(_PostProcess):
 
 
 class UltralyticsPostProcess(_PostProcess):
-    """:func:`torch_fastdet.ops.ultralytics_postprocess` as a module; all options but these are its own.
+    """Apply :func:`torch_fastdet.ops.ultralytics_postprocess` as a module; all options but these are its own.
 
     Args:
         strides: pixels a cell of each level, as ``Detect.stride``.
@@ -216,7 +216,7 @@ class UltralyticsPostProcess(_PostProcess):
 
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "UltralyticsPostProcess":
-        """With strides, classes, bins and the task of an Ultralytics model (or of its Detect, Segment, Pose or OBB module).
+        """Read strides, classes, bins and the task of an Ultralytics model (or of its Detect, Segment, Pose or OBB module).
 
         It is for the maps of :func:`split_ultralytics_heads`, which takes the same ``end2end`` as the model's head has.
         """
@@ -227,7 +227,7 @@ class UltralyticsPostProcess(_PostProcess):
         return cls(head.stride, head.nc, head.reg_max, **given)
 
     def forward(self, heads: list[Tensor], letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """heads: (images, 4 * reg_max + nc + extra, ny, nx) a level -> detections (images, max_det, 6 + extra), counts."""
+        """Return detections (images, max_det, 6 + extra) and counts of heads (images, 4 * reg_max + nc + extra, ny, nx)."""
         boxes: list[Tensor] = []
         scores: list[Tensor] = []
         extra: list[Tensor] = []
@@ -253,7 +253,7 @@ class UltralyticsPostProcess(_PostProcess):
     def forward_split(
         self, boxes: list[Tensor], scores: list[Tensor], extra: list[Tensor], letterboxes: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same for maps that are apart, as the operator takes them; also gives indices."""
+        """Take separate maps, as the operator does; also return indices."""
         options = self._options(letterboxes)
         return nms.ultralytics_postprocess(boxes, scores, extra, self.strides, *options, self.rotated, self.extra_kind)
 
@@ -340,7 +340,7 @@ def _check_pictures_model(model: object) -> None:
 
 
 class PictureDetector(nn.Module):
-    """uint8 images of any sizes to detections in their own pixels: letterbox, network and post-processing. Scriptable.
+    """Detect in uint8 images of any sizes: letterbox, network and post-processing. Boxes are in each image's pixels. Scriptable.
 
     Images are resized as ``cv2.resize`` does and padded with grey to ``size``, in the middle, as YOLOv5's and Ultralytics' letterboxes with
     ``auto=False`` do; a side that YOLOv5's would resize to nothing gets one pixel.
@@ -382,7 +382,7 @@ class PictureDetector(nn.Module):
     def from_model(
         cls, model: nn.Module, size: int | Sequence[int] = 640, bgr: bool = False, half: bool = False, **options: object
     ) -> "PictureDetector":
-        """Of a model of YOLOv5 or Ultralytics (8.4 or later): a copy of it is traced, on its device, fused as by its predictor.
+        """Return a detector of a model of YOLOv5 or Ultralytics: a copy is traced, on its device, fused as by its predictor.
 
         Args:
             model: The model, or what holds it in ``model``, such as ``YOLO("yolo11n.pt")``; it stays as it is.
@@ -411,12 +411,12 @@ class PictureDetector(nn.Module):
         return cls(traced, postprocess, size, bgr, half).eval()
 
     def forward(self, pictures: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """images, each (height, width, 3) uint8 -> detections (images, max_det, 6 + nm), counts (images,). All on one device."""
+        """Return detections (images, max_det, 6 + nm) and counts (images,) of images, each (height, width, 3) uint8, on one device."""
         detections, counts, _ = self._detect_pictures(pictures, self.bgr)
         return detections, counts
 
     def forward_files(self, files: "Sequence[str | PathLike[str] | bytes]") -> tuple[Tensor, Tensor]:
-        """The same for JPEG files, paths or their bytes, which are decoded on the module's device. Not for TorchScript.
+        """Detect in JPEG files, paths or their bytes, which are decoded on the module's device. Not for TorchScript.
 
         The pixels are those of ``cv2.imdecode``, whatever ``bgr`` says: it is about pictures that are given.
 
@@ -433,7 +433,7 @@ class PictureDetector(nn.Module):
 
     @torch.jit.export
     def forward_prototypes(self, pictures: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The same of a model that segments, and its prototypes (images, channels, height, width), of which
+        """Also return the prototypes (images, channels, height, width) of a model that segments, of which
         :mod:`torch_fastdet.masks` makes masks in an image's own pixels.
         """
         detections, counts, prototypes = self._detect_pictures(pictures, self.bgr)
@@ -467,7 +467,7 @@ class PictureDetector(nn.Module):
 
     @torch.jit.export
     def forward_batch(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
-        """The same for images of one size, (images, height, width, 3) uint8 on the module's device.
+        """Detect in images of one size, (images, height, width, 3) uint8 on the module's device.
 
         Nothing comes from the host, so that a CUDA graph can capture it, and nothing is kept, so that threads can share the module.
         """
@@ -526,7 +526,7 @@ def _repeated(row: list[float], rows: int, dtype: torch.dtype, device: torch.dev
 def split_ultralytics_heads(
     predictions: dict[str, Any], end2end: bool = False
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Maps a level, (boxes, scores, extra), from the dict that ultralytics >= 8.4 heads return; views, nothing is copied.
+    """Return the maps of each level, (boxes, scores, extra), from the dict that Ultralytics' heads return, as views.
 
     They are the arguments of :meth:`UltralyticsPostProcess.forward_split` in their order.
 

@@ -129,7 +129,7 @@ def yolov5_non_max_suppression(
     per_class: str = "offset",
     device: torch.device | str | None = None,
 ) -> list[Tensor]:
-    """``non_max_suppression`` of YOLOv5: the same rows in the same order, without its time limit and its host syncs.
+    """Suppress as YOLOv5's ``non_max_suppression``: the same rows in the same order, without time limit and host syncs.
 
     Args:
         prediction: (images, N, 5 + classes + nm), or a tuple whose first element that is. Never changed.
@@ -222,7 +222,7 @@ def ultralytics_non_max_suppression(
     device: torch.device | str | None = None,
     padded: bool = False,
 ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | Padded:
-    """``non_max_suppression`` of ultralytics 8.4: the same rows in the same order, without its time limit and host syncs.
+    """Suppress as Ultralytics' ``non_max_suppression``: the same rows in the same order, without time limit and host syncs.
 
     Args:
         prediction: (images, 4 + nc + extra, N), or a tuple whose first element that is; (images, N, 6) and, with

@@ -67,7 +67,7 @@ class ByteTrack:
 
     @property
     def frame(self) -> int:
-        """Number of frames since the tracker was made or reset."""
+        """Return the number of frames since the tracker was made or reset."""
         return self._core.frame
 
     def reset(self) -> None:
@@ -126,7 +126,7 @@ class ByteTrack:
 
 
 class BoTSORT(ByteTrack):
-    """:class:`ByteTrack` whose filter follows width and height, and whose tracks follow a moving camera (BoT-SORT, 2022).
+    """Track as :class:`ByteTrack`, with a filter of width and height and a camera that moves (BoT-SORT, 2022).
 
     Re-identification by appearance is not part of it.
     """
@@ -161,7 +161,7 @@ class BoTSORT(ByteTrack):
 
 
 class OCSORT(ByteTrack):
-    """:class:`ByteTrack` that trusts observations more than its filter (OC-SORT, 2023). Boxes are not rotated.
+    """Track as :class:`ByteTrack`, but trust observations more than the filter (OC-SORT, 2023). Boxes are not rotated.
 
     The cost of the first stage takes in how far a track would turn, what it leaves is looked for at the last observations, and a
     lost track that is found there has its filter run again through the gap. Low scores continue tracks only with ``use_byte``.
@@ -188,7 +188,7 @@ class OCSORT(ByteTrack):
 
 
 class FastTracker(ByteTrack):
-    """:class:`ByteTrack` whose tracks wait where another track covers them (FastTracker, 2025). Boxes are not rotated.
+    """Track as :class:`ByteTrack`, but let covered tracks wait (FastTracker, 2025). Boxes are not rotated.
 
     Only tracks that are seen in this frame are returned.
 
@@ -246,7 +246,7 @@ class FastTracker(ByteTrack):
 
 
 class TrackTrack(BoTSORT):
-    """One association of all detections, by overlap, height, score and the ways of the corners (TrackTrack, 2025).
+    """Associate all detections at once, by overlap, height, score and the ways of the corners (TrackTrack, 2025).
 
     Pairs match in rounds of mutual choice, and a detection starts a track only away from tracks and from better detections. Angles of
     boxes do not count. A box with NaN or infinity is a detection that matches nothing. Only tracks of this frame are returned.

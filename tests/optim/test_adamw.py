@@ -120,23 +120,23 @@ def test_from_what_somebody_has_built():
     kinds = ((torch.optim.SGD, optim.SGD), (torch.optim.Adam, optim.Adam), (torch.optim.AdamW, optim.AdamW))
     for kind, ours in kinds:
         built = kind([dict(group) for group in groups], lr=0.02)
-        made = optim.ours(built)
+        made = optim.converted(built)
         assert type(made) is ours and made.defaults["lr"] == 0.02
         for theirs, mine in zip(built.param_groups, made.param_groups, strict=True):
             same = theirs.keys() - {"fused"}
             assert {key: mine[key] for key in same} == {key: theirs[key] for key in same}
     other = torch.optim.RMSprop(model.parameters())
-    assert optim.ours(other) is other
+    assert optim.converted(other) is other
     derived = type("Mine", (torch.optim.SGD,), {})(model.parameters(), lr=0.1)
-    assert optim.ours(derived) is derived
+    assert optim.converted(derived) is derived
 
 
 def test_ours_takes_each_of_torchs_ways_to_step():
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         params = list(network("cpu").parameters())
         for way in ("foreach", "fused"):
-            made = optim.ours(kind(params, lr=0.1, **{way: True}))
+            made = optim.converted(kind(params, lr=0.1, **{way: True}))
             assert type(made) is getattr(optim, kind.__name__)
             take(nn.ParameterList(params), made, [0])
         other = kind(params, lr=0.1, differentiable=True)
-        assert optim.ours(other) is other
+        assert optim.converted(other) is other

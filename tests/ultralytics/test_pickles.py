@@ -27,7 +27,7 @@ for file in sys.argv[1:]:
 
 def stepped(kind, **options) -> torch.optim.Optimizer:
     model = nn.Linear(3, 2)
-    optimizer = optim.ours(kind(model.parameters(), lr=0.1, **options))
+    optimizer = optim.converted(kind(model.parameters(), lr=0.1, **options))
     assert type(optimizer).__module__.startswith("torch_fastdet.")
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -71,7 +71,7 @@ for file, door, host in zip(sys.argv[1:], (ultralytics, yolov5), ("ultralytics.u
     model = nn.Linear(3, 2)
     ema = kind(model, tau=50)
     ema.update(model)
-    optimizer = optim.ours(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    optimizer = optim.converted(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     torch.save([optimizer, ema], file)
     door.unpatch()
 """

@@ -47,11 +47,11 @@ class CapturedCallable(Generic[G]):
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Input shapes that are captured, the most recently used last."""
+        """Return the input shapes that are captured, the most recently used last."""
         return [key[0] for key in self._pool]
 
     def memory(self) -> Any:
-        """Bytes of device memory that the graphs hold."""
+        """Return the bytes of device memory that the graphs hold."""
         return self._pool.held()
 
     def reset(self) -> None:

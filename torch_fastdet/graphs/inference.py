@@ -51,7 +51,7 @@ class _Output:
 
 
 class InferenceGraphs(CapturedCallable[_Captured]):
-    """CUDA graphs of one module's forward passes in eval mode and without gradients, by input shape.
+    """Keep CUDA graphs of one module's forward passes in eval mode and without gradients, by input shape.
 
     The first ``warmup`` calls of a shape run eagerly, and the last of them also captures; later calls replay. Their results have
     those calls' bits and are copies that nothing writes to any more. All graphs share their memory, as large as the largest

@@ -15,19 +15,19 @@ class HasGraphKey(Protocol):
     """A loss whose host-side settings can change: a step is captured again when the key does."""
 
     def graph_key(self) -> Hashable:
-        """Changes when a call that is captured now would do something else than before."""
+        """Return what changes when a call that is captured now would do something else than before."""
         ...
 
 
 @runtime_checkable
 class GraphLoss(HasGraphKey, Protocol):
-    """A loss that is made for graphs, as :class:`torch_fastdet.yolov5.ComputeLoss` is."""
+    """Declare what a loss made for graphs has, as :class:`torch_fastdet.yolov5.ComputeLoss` does."""
 
     #: Columns of the targets that it takes.
     target_columns: int
 
     def in_step(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A context around the model and the loss of a step: the loss reports no error there, and may arrange the heads."""
+        """Enter the step's context, around model and loss: the loss reports no error there, and may arrange the heads."""
         ...
 
 

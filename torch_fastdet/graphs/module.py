@@ -34,7 +34,7 @@ def _with_strides(gradient: torch.Tensor | None, strides: tuple[int, ...]) -> to
 
 
 class ModuleGraphs(CapturedPasses):
-    """CUDA graphs of one module's training passes, by input shape; :class:`GraphedModule` without the module around it.
+    """Keep CUDA graphs of one module's training passes, by input shape; as :class:`GraphedModule`, but no module.
 
     A shape's first ``warmup`` calls run eagerly, so that batch norm's running statistics are those of eager training; the next call captures.
     A shape that there is no memory to capture runs eagerly, which ``say`` is told.
@@ -93,7 +93,7 @@ class ModuleGraphs(CapturedPasses):
 
     @property
     def module(self) -> nn.Module:
-        """The module, which is not kept alive from here."""
+        """Return the module, which is not kept alive from here."""
         module = self._module()
         if module is None:
             raise ReferenceError("ModuleGraphs: the module is gone")
@@ -103,7 +103,7 @@ class ModuleGraphs(CapturedPasses):
         self._gradients, self._saved = {}, {}
 
     def memory(self) -> int:
-        """Bytes of device memory that the graphs hold: their pool, and the parameters' gradients beside it."""
+        """Return the bytes of device memory that the graphs hold: their pool, and the parameters' gradients beside it."""
         tensors = [*self._gradients.values(), *self._saved.values()]
         return self._pool.held() + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -243,7 +243,7 @@ def _of_module(name: str) -> Any:
 
 
 class GraphedModule(nn.Module):
-    """A module whose forward and backward pass in training are replayed as CUDA graphs.
+    """Replay a module's forward and backward pass in training as CUDA graphs.
 
     ::
 
@@ -314,7 +314,7 @@ class GraphedModule(nn.Module):
         return ranks.run(self.module, lambda: self._forward(*args, **kwargs))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """While inside, gradients are only added up on each rank; the first backward pass after it averages the sums.
+        """Only add up gradients on each rank while inside; the first backward pass after it averages the sums.
 
         As with DistributedDataParallel, the forward pass must be inside as well. Without a process group it changes nothing.
         """

@@ -10,11 +10,11 @@ from torch_fastdet.graphs import capture as _capture
 
 
 class CaptureError(RuntimeError):
-    """Something cannot be captured in a CUDA graph; the text says what and why."""
+    """Raise for what cannot be captured in a CUDA graph; the text says what and why."""
 
 
 def why_not(module: nn.Module, averaged: bool = False) -> str | None:
-    """Why ``module`` cannot be captured, judging by its structure; None if no obstacle is known.
+    """Return why ``module`` cannot be captured, judging by its structure; None if no obstacle is known.
 
     Args:
         module: what is to be captured.

@@ -48,7 +48,7 @@ class _Phase:
 
 
 class TrainStep(CapturedCallable[_Phase]):
-    """A training step as one CUDA graph: images and targets in, loss items out.
+    """Run a training step as one CUDA graph: images and targets in, loss items out.
 
     ::
 
@@ -146,7 +146,7 @@ class TrainStep(CapturedCallable[_Phase]):
 
     @property
     def loss(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-        """The loss; another one may be put in its place."""
+        """Return the loss. You may assign another one."""
         return self._offer.loss
 
     @loss.setter
@@ -155,12 +155,12 @@ class TrainStep(CapturedCallable[_Phase]):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer; for another one, make another step."""
+        """Return the optimizer. For another one, make another step."""
         return self.fused.optimizer
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The scaler; another one may be put in its place."""
+        """Return the scaler. You may assign another one."""
         return self.fused.scaler
 
     @scaler.setter
@@ -169,7 +169,7 @@ class TrainStep(CapturedCallable[_Phase]):
 
     @property
     def ema(self) -> ModelEMA | None:
-        """The moving average; another one may be put in its place."""
+        """Return the moving average. You may assign another one."""
         return self.fused.ema
 
     @ema.setter
@@ -178,7 +178,7 @@ class TrainStep(CapturedCallable[_Phase]):
 
     @property
     def max_graphs(self) -> int:
-        """How many graphs are kept."""
+        """Return how many graphs are kept."""
         return self._pool.max_graphs
 
     @max_graphs.setter
@@ -186,7 +186,7 @@ class TrainStep(CapturedCallable[_Phase]):
         self._pool.max_graphs = value
 
     def memory(self) -> dict[str, Any]:
-        """What is captured: number of graphs, image shapes, room for targets, bytes of the graphs' pool and of all else."""
+        """Return what is captured: number of graphs, image shapes, room for targets, bytes of the pool and of all else."""
         return {
             "graphs": len(self._pool),
             "shapes": sorted({key[0] for key in self._pool}),

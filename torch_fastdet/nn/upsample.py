@@ -10,7 +10,7 @@ torch.fx.wrap("upsample_nearest2x")  # one node of a symbolic trace, as nn.Upsam
 
 
 class Upsample2x(torch.nn.Module):
-    """In place of ``torch.nn.Upsample(None, 2, "nearest")``: (N, C, H, W) to (N, C, 2H, 2W), each value four times.
+    """Upsample (N, C, H, W) to (N, C, 2H, 2W), each value four times, as ``torch.nn.Upsample(None, 2, "nearest")`` does.
 
     Takes what :func:`torch_fastdet.ops.upsample_nearest2x` takes and keeps the memory format of its input. It has no
     parameters and no state, so it can replace an ``nn.Upsample`` in a model whose ``state_dict`` is already saved. It

@@ -15,7 +15,7 @@ def bbox_iou(
     CIoU: bool = False,
     eps: float = 1e-7,
 ) -> torch.Tensor:
-    """IoU, GIoU, DIoU or CIoU of pairs of boxes: element i of ``box1`` with element i of ``box2``, not all with all.
+    """Compute IoU, GIoU, DIoU or CIoU of pairs of boxes: element i of ``box1`` with element i of ``box2``.
 
     Args:
         box1: boxes of shape (..., 4), in any one unit (pixels, grid cells): centre, width and height with ``xywh``, else
@@ -61,7 +61,7 @@ def iou_loss(
     reduction: str = "mean",
     eps: float = 1e-7,
 ) -> torch.Tensor:
-    """1 - IoU of pairs of boxes, reduced in the same pass; the IoUs themselves are never stored.
+    """Compute 1 - IoU of pairs of boxes, reduced in the same pass; the IoUs themselves are never stored.
 
     Args:
         kind: "iou", "giou", "diou" or "ciou". The arguments that are not here are those of :func:`bbox_iou`.

@@ -25,7 +25,7 @@ def bn_act(
     slope: float = 0.01,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """``residual + act(batch_norm(x))`` with the statistics of the batch, as in training; running statistics in place.
+    """Compute ``residual + act(batch_norm(x))`` with the batch's statistics, and update the running ones in place.
 
     Two launches forward and two backward, without a host sync. Kept for the backward pass are x and two values a channel. Nothing is
     rounded between the norm and the activation. Sums are in float32 (float64 for float64) and in a fixed order: the same bits in
@@ -75,7 +75,7 @@ def bn_act_cat(
     slope: float = 0.01,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """``torch.cat([bn_act(x[0], ..., residual=residual), bn_act(x[1], ...), ...], 1)`` without the copies of a concatenation.
+    """Compute ``torch.cat([bn_act(x[0], ..., residual=residual), bn_act(x[1], ...), ...], 1)`` without copies.
 
     Each part is :func:`bn_act`, which explains the options, and writes into its channels of the result. On a GPU this is fast where the
     channels before each part fill whole vectors of 16 bytes.

@@ -27,7 +27,7 @@ def image_augment(
     warp: str = "fixed",
     hsv_lanes: int = 32,
 ) -> Tensor:
-    """A batch of training images: mosaic, warp, mixup, colours and flips in one launch, with OpenCV's pixels to the bit.
+    """Make a batch of training images: mosaic, warp, mixup, colours and flips in one launch, with OpenCV's bits.
 
     In order, and as OpenCV and numpy compute them: placement of images on a canvas of grey 114, copy-paste by mask, ``cv2.warpAffine`` or
     ``cv2.warpPerspective`` (bilinear, border 114), mixup with a second canvas, ``cv2.cvtColor`` to HSV, three tables, and back, flips,
@@ -89,7 +89,7 @@ def image_augment_(
     warp: str = "fixed",
     hsv_lanes: int = 32,
 ) -> None:
-    """:func:`image_augment` into a tensor that exists: (B, C, H, W), uint8, float16 or float32, contiguous or channels_last.
+    """Write :func:`image_augment` into ``out``: (B, C, H, W), uint8, float16 or float32, contiguous or channels_last.
 
     Args:
         out: What is written. Its shape, dtype and strides say what :func:`image_augment` has arguments for. The others are its own.
@@ -111,7 +111,7 @@ def image_letterbox(
     channels_last: bool = False,
     bgr: bool = False,
 ) -> Tensor:
-    """Images of any sizes, resized and padded with grey 114 to one size, in one launch: ``cv2.resize`` to the bit.
+    """Resize images of any sizes and pad them with grey 114 to one size, in one launch: ``cv2.resize`` to the bit.
 
     The caller decides new sizes and padding, so that each host's own rounding stays. Storages and plan are contiguous.
 
@@ -141,7 +141,7 @@ def image_letterbox(
 
 @checked
 def image_letterbox_(out: Tensor, storages: list[Tensor], plan: Tensor, bgr: bool = False) -> None:
-    """:func:`image_letterbox` into a tensor that exists: (B, C, H, W), uint8, float16 or float32, contiguous or channels_last.
+    """Write :func:`image_letterbox` into ``out``: (B, C, H, W), uint8, float16 or float32, contiguous or channels_last.
 
     Args:
         out: What is written. The other arguments are those of :func:`image_letterbox`.
@@ -154,7 +154,7 @@ def image_letterbox_(out: Tensor, storages: list[Tensor], plan: Tensor, bgr: boo
 
 @checked
 def image_resize_(out: Tensor, storages: list[Tensor], plan: Tensor, channels: int = 3) -> None:
-    """``cv2.resize`` of images of any sizes to any sizes, from packed storages into a packed storage, in one launch.
+    """Resize images of any sizes as ``cv2.resize`` does, from packed storages into a packed storage, in one launch.
 
     All tensors are contiguous.
 
@@ -175,7 +175,7 @@ def image_resize_(out: Tensor, storages: list[Tensor], plan: Tensor, channels: i
 
 @checked
 def image_gather_(out: Tensor, storages: list[Tensor], pieces: Tensor) -> None:
-    """Copies pieces of storages into one, on the host: what a batch needs, side by side, so that one copy takes it to a GPU.
+    """Copy pieces of storages into one, on the host, so that a single copy takes what a batch needs to a GPU.
 
     PyTorch's threads share what is more than 32 MiB. All tensors are contiguous and on the CPU; ``out`` may be pinned.
 
@@ -192,7 +192,7 @@ def image_gather_(out: Tensor, storages: list[Tensor], pieces: Tensor) -> None:
 
 @cache
 def opencv_rules() -> tuple[str, int]:
-    """``warp`` and ``hsv_lanes`` of :func:`image_augment` that give the installed OpenCV's pixels.
+    """Return ``warp`` and ``hsv_lanes`` of :func:`image_augment` that give the installed OpenCV's pixels.
 
     A small image is warped, and one converted, once a process: OpenCV's code depends on the processor too.
 

@@ -18,7 +18,7 @@ __all__ = ["decode_jpeg", "jpeg_decode_", "jpeg_pack", "jpeg_plan"]
 
 @checked
 def decode_jpeg(files: list[Tensor], device: torch.device | str | int = "cpu") -> list[Tensor]:
-    """Decodes JPEG files to what ``cv2.imdecode(file, cv2.IMREAD_COLOR)`` gives, to the bit.
+    """Decode JPEG files to what ``cv2.imdecode(file, cv2.IMREAD_COLOR)`` gives, to the bit.
 
     Baseline and extended sequential files of 8 bits: grey, YCbCr with any whole sampling ratios, RGB; restart markers; EXIF's
     orientation is applied as OpenCV does. Progressive files, arithmetic coding, four components and damaged files are refused,
@@ -68,7 +68,7 @@ def decode_packed(storage: Tensor, pictures: list[list[int]], device: torch.devi
 def jpeg_pack(
     files: list[Tensor], pin_memory: bool = False, heads: list[Tensor] | None = None, segment: int = 4
 ) -> tuple[Tensor, Tensor, list[str]]:
-    """Reads JPEG files once and makes packed JPEGs of them, on the host.
+    """Read JPEG files once and make packed JPEGs of them, on the host.
 
     The pass is strict: a file that it takes decodes to OpenCV's pixels without any repair, and what it cannot promise that of is
     refused. Files are read in parallel, by PyTorch's threads; a single one by up to eight threads, if PyTorch may use as many.
@@ -97,7 +97,7 @@ def jpeg_pack(
 
 @checked
 def jpeg_plan(headers: Tensor, asked: Tensor) -> tuple[Tensor, list[int]]:
-    """Makes the table of :func:`jpeg_decode_` from the rectangles that are wanted, on the host. It takes microseconds.
+    """Make the table of :func:`jpeg_decode_` from the rectangles that are wanted, on the host, in microseconds.
 
     Args:
         headers: one-dimensional uint8 on the CPU, contiguous: packed JPEGs, or the first 128 bytes of each, at multiples of 16
@@ -120,7 +120,7 @@ def jpeg_plan(headers: Tensor, asked: Tensor) -> tuple[Tensor, list[int]]:
 
 @checked
 def jpeg_decode_(out: Tensor, storage: Tensor, plan: Tensor, sizes: list[int]) -> None:
-    """Decodes rectangles of packed JPEGs into a tensor that exists, with OpenCV's pixels.
+    """Decode rectangles of packed JPEGs into ``out``, with OpenCV's pixels.
 
     Only the segments of the scan and the blocks that a rectangle needs are decoded. All tensors are contiguous and on one device.
     On CUDA the host reads none of them, and the call can be captured in a CUDA graph.

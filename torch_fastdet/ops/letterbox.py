@@ -43,7 +43,7 @@ def letterbox(
     ratio_pad: tuple[tuple[float, float], tuple[float, float]] | None = None,
     rounding: str = "yolov5",
 ) -> list[float]:
-    """How an image was letterboxed, on the host: one row of ``letterboxes``.
+    """Return how an image was letterboxed, on the host: one row of ``letterboxes``.
 
     Args:
         input_shape: height and width of the network's input.

@@ -11,7 +11,7 @@ from torch_fastdet.ops._checks import checked
 
 @checked
 def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
-    """For each column of each problem the row that ``scipy.optimize.linear_sum_assignment`` gives it, to the index.
+    """Assign each column of each problem its row, as ``scipy.optimize.linear_sum_assignment`` does, to the index.
 
     Ties are SciPy's, too. On a GPU one launch, a warp a problem, without a host sync; capturable in a CUDA graph. No gradient.
 

@@ -22,7 +22,7 @@ def instance_masks(
     packed: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Masks of detections: coefficients times prototypes, resampled, thresholded and cropped to the boxes in one pass.
+    """Make masks of detections: coefficients times prototypes, resampled, thresholded and cropped, in one pass.
 
     No float mask is written to memory, and nothing is computed far from a box. One launch, no host sync, no gradient. A padded batch
     of :func:`yolov5_postprocess` or :func:`ultralytics_postprocess` can be passed as it is: rows past the count have empty boxes,
@@ -75,7 +75,7 @@ def instance_masks(
 
 @checked
 def crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
-    """Masks that are zero outside of their boxes, in one pass. One launch, no host sync. Has a gradient to the masks.
+    """Return masks that are zero outside of their boxes, in one launch. The masks get a gradient.
 
     Args:
         masks: (n, height, width), of a floating dtype, bool, uint8, int8, int16, int32 or int64. Copied first
@@ -97,7 +97,7 @@ def crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
 
 @checked
 def crop_mask_(masks: Tensor, boxes: Tensor) -> None:
-    """:func:`crop_mask` in place, with its boxes: what lies inside of them is not touched.
+    """Crop masks as :func:`crop_mask` does, in place: what lies inside of the boxes is not touched.
 
     Args:
         masks: (n, height, width), written; as in :func:`crop_mask`. Those that are not contiguous are copied, cropped and copied back.

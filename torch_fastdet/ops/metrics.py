@@ -17,7 +17,7 @@ def match_detections(
     rule: str = "best",
     iou: Tensor | None = None,
 ) -> Tensor:
-    """Which detections are correct at each IoU threshold: YOLOv5's ``process_batch``, Ultralytics' ``match_predictions``.
+    """Find detections that are correct at each IoU threshold, as YOLOv5's ``process_batch`` and Ultralytics do.
 
     A detection and a label match where their classes are equal and their IoU reaches the threshold. Each detection and each
     label matches once. One launch for a whole batch, no host sync, no gradient. Coordinates are float32: other types are
@@ -59,7 +59,7 @@ def confusion_matrix_(
     iou_thres: float = 0.45,
     rule: str = "best",
 ) -> None:
-    """Adds the matches of detections and labels to a confusion matrix, as ``ConfusionMatrix.process_batch`` does.
+    """Add the matches of detections and labels to a confusion matrix, as ``ConfusionMatrix.process_batch`` does.
 
     Detections above ``conf`` and labels match by IoU only, whatever their classes, where it is above ``iou_thres``. One launch for a
     whole batch, no host sync. The arguments that are not here are those of :func:`match_detections`.

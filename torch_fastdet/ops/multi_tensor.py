@@ -22,7 +22,7 @@ from torch_fastdet.ops._checks import checked
 
 @checked
 def multi_tensor_ema_(averages: list[Tensor], values: list[Tensor], decay: float | Tensor) -> None:
-    """``v *= decay; v += (1 - decay) * x`` for each v of ``averages`` and x of ``values``, in one launch.
+    """Compute ``v *= decay; v += (1 - decay) * x`` for each v of ``averages`` and x of ``values``, in one launch.
 
     Args:
         averages: tensors to update; their types and strides may differ from those of ``values``.
@@ -75,7 +75,7 @@ def multi_tensor_sgd_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One step of ``torch.optim.SGD`` over a list, in one launch.
+    """Perform one step of ``torch.optim.SGD`` over a list, in one launch.
 
     Args:
         params: parameters, updated; their dtypes and strides may differ from those of ``grads`` and ``momentum_buffers``.
@@ -125,7 +125,7 @@ def multi_tensor_unscale_(grads: list[Tensor], scale: Tensor, found_inf: Tensor)
 
 @checked
 def multi_tensor_norm(tensors: list[Tensor]) -> Tensor:
-    """The L2 norm of all tensors as one vector.
+    """Return the L2 norm of all tensors as one vector.
 
     Args:
         tensors: tensors of any shapes.

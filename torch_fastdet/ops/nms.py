@@ -82,7 +82,7 @@ def _suppressing(function: F) -> F:
 
 @checked
 def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm: int = 0) -> Tensor:
-    """Raw YOLOv5 head maps to the prediction tensor of the stock ``Detect`` module.
+    """Decode raw YOLOv5 head maps into the prediction tensor of the original ``Detect`` module.
 
     Args:
         heads: one map a level, (images, na * no, ny, nx) or the stock 5-D view (images, na, ny, nx, no); any strides
@@ -121,7 +121,7 @@ def non_max_suppression_padded(
     max_nms: int = 30000,
     max_wh: float = 7680.0,
 ) -> tuple[Tensor, Tensor]:
-    """Exact non-maximum suppression of a YOLOv5 prediction, with a fixed capacity and nothing copied to the host.
+    """Suppress a YOLOv5 prediction exactly, with a fixed capacity and nothing copied to the host.
 
     Args:
         prediction: (images, N, 5 + classes + nm): x, y, width, height in pixels, objectness, class scores, mask
@@ -180,7 +180,7 @@ def ultralytics_non_max_suppression_padded(
     max_wh: float = 7680.0,
     rotated: str = "none",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`non_max_suppression_padded` for an Ultralytics prediction, which has no objectness; also gives indices.
+    """Suppress an Ultralytics prediction as :func:`non_max_suppression_padded` does; also return indices.
 
     Options, dtypes, layouts and errors are those of :func:`non_max_suppression_padded`; this is what differs:
 
@@ -230,7 +230,7 @@ def yolov5_postprocess(
     max_nms: int = 30000,
     max_wh: float = 7680.0,
 ) -> tuple[Tensor, Tensor]:
-    """:func:`yolov5_decode` and :func:`non_max_suppression_padded` in one: raw head maps to detections, bit for bit the same.
+    """Run :func:`yolov5_decode` and :func:`non_max_suppression_padded` as one operator, with the same bits.
 
     Nothing decoded is stored. Heads, anchors and strides are those of :func:`yolov5_decode`, options and results those of
     :func:`non_max_suppression_padded`.
@@ -263,7 +263,7 @@ def ultralytics_postprocess(
     rotated: str = "none",
     extra_kind: str = "raw",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Raw maps of Ultralytics' anchor-free head to detections, as :func:`ultralytics_non_max_suppression_padded` gives them.
+    """Turn raw maps of Ultralytics' head into what :func:`ultralytics_non_max_suppression_padded` returns.
 
     Distances are computed in float32 (float64 for float64). Options and results are those of
     :func:`ultralytics_non_max_suppression_padded`.
@@ -304,7 +304,7 @@ def scale_boxes(
     xywh: bool = False,
     rounding: str = "yolov5",
 ) -> Tensor:
-    """Boxes of the network's input in the pixels of the original image, clipped to it.
+    """Scale boxes of the network's input to the pixels of the original image, and clip them to it.
 
     For many images at once call :func:`scale_boxes_batched` or give ``letterboxes`` to the
     suppression operators.
@@ -346,7 +346,7 @@ def scale_boxes(
 
 @checked
 def scale_boxes_batched(boxes: Tensor, letterboxes: Tensor, xywh: bool = False) -> Tensor:
-    """:func:`scale_boxes` for a batch, in one launch.
+    """Scale boxes as :func:`scale_boxes` does, for a batch, in one launch.
 
     Args:
         boxes: (images, n, 4 or more), otherwise as for :func:`scale_boxes`.

@@ -24,7 +24,7 @@ def rtdetr_loss(
     box_cost: float = 5.0,
     giou_cost: float = 2.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """RTDETRDetectionLoss as one operator: no host synchronisation, capturable in a CUDA graph, bitwise repeatable.
+    """Compute RTDETRDetectionLoss as one operator, without a host sync, with the same bits in each run.
 
     Four launches forward and one backward. Queries are assigned to targets in each set and image as :func:`linear_assignment` does, at
     the least sum of ``class_cost`` x focal cost + ``box_cost`` x L1 distance + ``giou_cost`` x (1 - GIoU); a cost that is not finite
@@ -82,7 +82,7 @@ def rtdetr_loss(
 
 @checked
 def rtdetr_loss_fault(status: list[int], most: int) -> tuple[int, int]:
-    """Which of the targets was bad, from what :func:`rtdetr_loss` reports. Plain Python, on the host.
+    """Return which of the targets was bad, from what :func:`rtdetr_loss` reports. Plain Python, on the host.
 
     Args:
         status: the operator's status, as a list.

@@ -10,7 +10,7 @@ from torch_fastdet.ops._checks import checked
 
 @checked
 def space_to_depth(x: Tensor, channels: int, border: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-    """``F.pixel_unshuffle(x, 2)`` with further channels of zeros, in another dtype and channels_last, in one launch.
+    """Compute ``F.pixel_unshuffle(x, 2)`` with further channels of zeros, in another dtype and channels_last.
 
     A convolution of stride 2 on x is one of stride 1 on the result, whose weights are the same numbers in another order.
     Tensor cores want channels in multiples of eight, so the result may have more channels than 4C; they are zero.

@@ -10,7 +10,7 @@ from torch_fastdet.ops._checks import checked
 
 @checked
 def stem_conv2d(squares: Tensor, weight: Tensor) -> Tensor:
-    """``F.conv2d(squares, weight, padding=weight.shape[2] // 3)`` on sixteen channels, with a gradient of the weight alone.
+    """Compute ``F.conv2d(squares, weight, padding=weight.shape[2] // 3)`` on sixteen channels. Only ``weight`` gets a gradient.
 
     A kernel of 3x3 has a padding of 1, one of 2x2 none. Forward is one launch, the weight's gradient two: blocks leave partial
     sums, which are added up in a fixed order. The same bits in every run on one kind of GPU.

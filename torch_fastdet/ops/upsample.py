@@ -10,7 +10,7 @@ from torch_fastdet.ops._checks import checked
 
 @checked
 def upsample_nearest2x(x: Tensor) -> Tensor:
-    """Doubles height and width, each value repeated in a 2x2 square: ``nn.Upsample(None, 2, "nearest")``.
+    """Double height and width, each value repeated in a 2x2 square: ``nn.Upsample(None, 2, "nearest")``.
 
     One launch forward and one backward. The gradient of an element is the sum of its 2x2 square, left to right and top to
     bottom, in float32 (float64 for float64): the same bits in every run. Gradients of any order.
@@ -36,7 +36,7 @@ def upsample_nearest2x(x: Tensor) -> Tensor:
 
 @checked
 def upsample_nearest2x_cat(x: Tensor, skip: Tensor) -> Tensor:
-    """``torch.cat([upsample_nearest2x(x), skip], 1)`` in one launch: x is upsampled straight into the result.
+    """Compute ``torch.cat([upsample_nearest2x(x), skip], 1)`` in one launch: x is upsampled straight into the result.
 
     Backward is one launch, which reads x's part of the gradient in place; the gradient of skip is a view of its channels, as
     in stock's cat. Gradients of any order.

@@ -21,7 +21,7 @@ def v8_loss_settings(
     eps: float = 1e-9,
     least_side: float = 16.0,
 ) -> list[float]:
-    """The numbers of :func:`v8_loss`'s ``settings``, in their order. Plain Python.
+    """Return the numbers of :func:`v8_loss`'s ``settings``, in their order. Plain Python.
 
     Args:
         box: gain of the box part.
@@ -54,7 +54,7 @@ def v8_loss(
     topk: int = 10,
     topk2: int = 10,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """v8DetectionLoss as one operator: no host synchronisation, capturable in a CUDA graph, bitwise repeatable.
+    """Compute v8DetectionLoss as one operator, without a host sync, with the same bits in each run.
 
     Memory grows with images x anchors and with targets x ``topk``, never with their product.
 
@@ -115,8 +115,7 @@ def v8_segmentation_loss(
     topk2: int = 10,
     compare_masks: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """v8SegmentationLoss: :func:`v8_loss`, and the masks of the anchors that it assigned. No host synchronisation, capturable,
-    bitwise repeatable.
+    """Compute v8SegmentationLoss as one operator: :func:`v8_loss`, and the masks of the anchors that it assigned.
 
     The mask part is the mean, over all assigned anchors of the batch, of the entropy of ``coefficients`` x ``protos`` and the target's
     mask inside of the target's box, as a mean over all pixels, divided by the share of the image that the box covers.
@@ -220,8 +219,7 @@ def v8_pose_loss(
     topk2: int = 10,
     compare_keypoints: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """v8PoseLoss: :func:`v8_loss`, and the keypoints of the anchors that it assigned. No host synchronisation, capturable, bitwise
-    repeatable.
+    """Compute v8PoseLoss as one operator: :func:`v8_loss`, and the keypoints of the anchors that it assigned.
 
     The pose part is the mean, over assigned anchors and keypoints, of ``1 - exp(-e)`` for visible keypoints, times keypoints / visible
     ones; ``e`` is the squared distance over ``2 * (2 * sigma)**2 *`` the area of the target's box, all in cells of the anchor's level. The
@@ -288,7 +286,7 @@ def v8_obb_loss(
     topk: int = 10,
     topk2: int = 10,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """v8OBBLoss as one operator: as :func:`v8_loss`, of boxes that are turned. No host synchronisation, capturable, bitwise repeatable.
+    """Compute v8OBBLoss as one operator: as :func:`v8_loss`, for rotated boxes.
 
     Boxes overlap by probiou, the similarity of Gaussians that have their spread. Distances are measured along a box's own axes. The
     angle part is ``sin(2 d)**2`` of the angle ``d`` between prediction and target, weighted less the longer the target is.
@@ -329,7 +327,7 @@ def _sizes(heads: list[torch.Tensor], sizes: list[int]) -> list[int]:
 
 @checked
 def v8_loss_fault(status: list[int]) -> tuple[int, int]:
-    """Which of the targets was bad, from what :func:`v8_loss` reports. Plain Python, on the host.
+    """Return which of the targets was bad, from what :func:`v8_loss` reports. Plain Python, on the host.
 
     Args:
         status: the operator's status, as a list.

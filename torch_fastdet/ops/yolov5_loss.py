@@ -70,7 +70,7 @@ def yolov5_loss(
     gr: float = 1.0,
     sort_obj_iou: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """YOLOv5's ComputeLoss as one operator: no host synchronisation, capturable in a CUDA graph, bitwise repeatable.
+    """Compute YOLOv5's ComputeLoss as one operator, without a host sync, with the same bits in each run.
 
     Args:
         heads: raw outputs of the detection layers, one a level: (bs, na, ny, nx, no) or (bs, na*no, ny, nx), no = 5 +
@@ -131,8 +131,7 @@ def yolov5_segmentation_loss(
     sort_obj_iou: bool = False,
     overlap: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """YOLOv5's ComputeLoss of segmentation: :func:`yolov5_loss`, and the masks of its matches. No host synchronisation,
-    capturable in a CUDA graph, bitwise repeatable.
+    """Compute YOLOv5's segmentation loss as one operator: :func:`yolov5_loss`, and the masks of its matches.
 
     The mask part is, for each level and image, the mean over its matches of the entropy of coefficients x ``protos`` and the
     target's mask inside of the target's box, as a mean over all pixels, divided by the share of the image that the box covers; the sum
@@ -220,7 +219,7 @@ def yolov5_mask_part(
 
 @checked
 def yolov5_loss_fault(status: list[int]) -> tuple[int, int]:
-    """Which of the targets was bad, from what :func:`yolov5_loss` reports. Plain Python, on the host.
+    """Return which of the targets was bad, from what :func:`yolov5_loss` reports. Plain Python, on the host.
 
     Args:
         status: the operator's status, as a list.

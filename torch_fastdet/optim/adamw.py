@@ -73,7 +73,7 @@ class _Adam(BoundOptimizer, torch.optim.Adam):
 
 
 class Adam(_Adam):
-    """``torch.optim.Adam`` whose step is one launch over all groups, and which GradScaler drives without a host sync.
+    """Implement ``torch.optim.Adam`` with a step of one launch over all groups, which GradScaler drives without a host sync.
 
     Arguments, state_dict (both ways), closures, hooks, schedulers and ``add_param_group`` are those of torch.optim.Adam; results differ from
     its implementations in last bits. Counts of steps live beside the parameters, and a skipped step writes nothing.
@@ -88,4 +88,4 @@ class Adam(_Adam):
 
 
 class AdamW(_Adam, torch.optim.AdamW):
-    """``torch.optim.AdamW`` whose step is one launch: see :class:`Adam`."""
+    """Implement ``torch.optim.AdamW`` with a step of one launch: see :class:`Adam`."""

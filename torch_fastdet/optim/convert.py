@@ -19,8 +19,8 @@ def is_stock_musgd(optimizer: object) -> bool:
     return (type(optimizer).__module__, type(optimizer).__name__) == MUSGD
 
 
-def ours(optimizer: Any) -> torch.optim.Optimizer:
-    """The same optimizer with this package's step; one that has no such step is returned as it is.
+def converted(optimizer: Any) -> torch.optim.Optimizer:
+    """Convert an optimizer to the class of this package; one that has no such step is returned as it is.
 
     Parameter groups, their order and their further keys are kept. The optimizer must not have taken a step yet. A pickle of the
     result names the class of the one that was given, and loads without this package.
@@ -33,7 +33,7 @@ def ours(optimizer: Any) -> torch.optim.Optimizer:
         group.get(name) for group in optimizer.param_groups for name in ("differentiable", "amsgrad")
     ):
         return optimizer
-    takes = MuSGD if kind is MuSGD else type(optimizer)  # ours take what torch's take
+    takes = MuSGD if kind is MuSGD else type(optimizer)  # the classes of this package take what PyTorch's take
     known = set(inspect.signature(takes).parameters) - {"foreach"}  # one of torch's ways to step
     defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
     made = kind([dict(group) for group in optimizer.param_groups], **defaults, **further)

@@ -46,7 +46,7 @@ class StepNumbers(DeviceNumbers):
 
 
 class FusedStep:
-    """Unscale, clip, the optimizer, moving average and the scaler's update in two launches, for people who own their loop.
+    """Unscale, clip, step, average and update the scaler in two launches, in a loop of your own.
 
         scaler.scale(loss).backward()
         step.step()                     # instead of unscale_, clip_grad_norm_, scaler.step, scaler.update and ema.update
@@ -171,7 +171,7 @@ class FusedStep:
     @private.disable_dynamo
     @torch.no_grad()
     def step(self, model: nn.Module | None = None) -> None:
-        """One step.
+        """Perform one step.
 
         Args:
             model: whose average ``ema`` is; needed only where the EMA is a copy (deepcopy, unpickled), which does not know its
@@ -241,14 +241,14 @@ class FusedStep:
         return (ema.decay_at(updates), 0.0, updates) if ramp is None else (ramp.decay, ramp.tau, updates)
 
     def refresh(self) -> None:
-        """Bring the numbers in param_groups, and ``ema.updates``, to the device, where a captured step reads them, if they changed."""
+        """Copy the numbers in param_groups, and ``ema.updates``, to the device, where a captured step reads them, if they changed."""
         if self.ema is not None and self._counted != self.ema.updates:
             self.counter.fill_(self.ema.updates)
             self._counted = self.ema.updates
         self._numbers.upload(self._kind.numbers(self.optimizer, self.device)[0])
 
     def graph_key(self) -> tuple:
-        """Changes when a step that is captured now would do something else than before: decisions that the host takes.
+        """Return what changes when a step that is captured now would do something else than before: decisions of the host.
 
         Numbers that :meth:`refresh` brings to the device are not among them.
         """

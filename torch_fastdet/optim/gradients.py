@@ -29,7 +29,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` in two launches and without a host sync: returns the norm as a device scalar.
+    """Clip as ``torch.nn.utils.clip_grad_norm_``, in two launches without a host sync. Return the norm as a device scalar.
 
     Summed in a fixed order, so equal gradients give equal bits, and rounded once to torch's dtype.
 
@@ -60,7 +60,7 @@ def clip_grad_norm_(
 
 
 def unscale_(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """``scaler.unscale_(optimizer)`` in one launch for an optimizer of this package; torch's own for any other.
+    """Run ``scaler.unscale_(optimizer)`` in one launch for an optimizer of this package, and as PyTorch does for any other.
 
     Gradients are multiplied by the inverse scale in place and looked through for infinities; no host sync.
     """

@@ -204,7 +204,7 @@ class MusgdBinding(Binding):
 
 
 class MuSGD(BoundOptimizer):
-    """``ultralytics.optim.MuSGD`` with few launches: momentum and SGD of all groups are one each, Newton-Schulz 17.
+    """Implement ``ultralytics.optim.MuSGD`` with few launches: momentum and SGD of all groups are one each, Newton-Schulz 17.
 
     Arguments, results and state_dict (both ways) are those of Ultralytics' class. In a group with ``use_muon`` each parameter moves by its
     orthogonalised momentum times ``lr * muon``, then by SGD with ``lr * sgd``; the other groups have SGD with ``lr``.

@@ -8,7 +8,7 @@ from torch_fastdet.optim._watch import BoundOptimizer, SgdBinding
 
 
 class SGD(BoundOptimizer, torch.optim.SGD):
-    """``torch.optim.SGD`` whose step is one launch over all groups, and which GradScaler drives without a host sync.
+    """Implement ``torch.optim.SGD`` with a step of one launch over all groups, which GradScaler drives without a host sync.
 
     Arguments, results, state_dict (both ways), closures, hooks, schedulers and ``add_param_group`` are those of torch.optim.SGD. In float32
     and float64 the results are its bits; float16 and bfloat16 parameters are updated in float32 and rounded once.

@@ -28,7 +28,7 @@ _all: weakref.WeakSet[Patches] = weakref.WeakSet()
 
 
 class SwitchError(RuntimeError):
-    """A switch that was asked for by name cannot apply; the text says which and why."""
+    """Raise for a switch that was asked for by name and cannot apply; the text says which and why."""
 
 
 @dataclass(eq=False)

@@ -136,7 +136,7 @@ class Outside:
 
 @dataclass(frozen=True)
 class Switch:
-    """One word of ``patch()`` and of the command line, and what it replaces.
+    """Describe one word of ``patch()`` and of the command line, and what it replaces.
 
     Args:
         name: the word.

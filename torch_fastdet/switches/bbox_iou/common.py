@@ -20,7 +20,7 @@ def bbox_iou(
     CIoU: bool = False,
     eps: float = 1e-7,
 ) -> torch.Tensor:
-    """IoU, GIoU, DIoU or CIoU of boxes (..., 4), as ``ultralytics.utils.metrics.bbox_iou``: returns (..., 1), a new tensor.
+    """Compute IoU, GIoU, DIoU or CIoU of boxes (..., 4) as a new tensor (..., 1): ``ultralytics.utils.metrics.bbox_iou``.
 
     ``box1`` and ``box2`` broadcast over the leading dimensions; boxes are centre x, centre y, width, height in any one
     unit, or corners with ``xywh=False``. If several kinds are asked for, CIoU takes precedence over DIoU, and DIoU over GIoU.

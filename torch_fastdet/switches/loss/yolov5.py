@@ -33,7 +33,7 @@ def _not_apart(*_: object) -> Any:
 
 
 class ComputeLoss:
-    """Drop-in for YOLOv5's ``utils.loss.ComputeLoss``: same constructor, same call, same results.
+    """Compute the loss as YOLOv5's ``utils.loss.ComputeLoss``: same constructor, same call, same results.
 
     Its attributes are here as far as they are data; ``BCEcls``, ``BCEobj`` and ``build_targets`` are not, because one operator does their work.
 
@@ -125,7 +125,7 @@ class ComputeLoss:
 
     @property
     def balance(self) -> list[float]:
-        """Weight of each level's objectness. With autobalance it lives on the device, and reading it waits for that."""
+        """Return the weight of each level's objectness. With autobalance it is on the device, and reading it is a host sync."""
         if self.autobalance:
             self._balance = self._on_device.memory.tolist()
             self._on_device.values = list(self._balance)
@@ -139,21 +139,21 @@ class ComputeLoss:
 
     @property
     def ignored_targets(self) -> int:
-        """Bad rows of targets ignored in CUDA graphs and inside of counting() so far; reading it waits for the device."""
+        """Return the number of bad targets ignored in CUDA graphs and inside of counting() so far. Reading it is a host sync."""
         return self._status.ignored
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
-        """While inside, bad targets on a GPU are ignored and counted, as in a CUDA graph, where they would be an error."""
+        """Ignore and count bad targets on a GPU while inside, as in a CUDA graph. Outside they are an error."""
         return self._status.counting()
 
     @contextlib.contextmanager
     def in_step(self, model: nn.Module) -> Iterator[None]:
-        """A context for the model and this loss in a TrainStep: bad targets are counted, and copies spared."""
+        """Enter the context of model and loss in a TrainStep: bad targets are counted, and copies spared."""
         with fewer_copies(model), self.counting():
             yield
 
     def graph_key(self) -> tuple:
-        """Changes when a call that is captured now would do something else than before; for code that keeps graphs of this loss."""
+        """Return what changes when a call that is captured now would do something else than before."""
         hyp = self.hyp
         gains = hyp["box"], hyp["obj"], hyp["cls"], hyp["anchor_t"]
         anchors = self.anchors.data_ptr(), self.anchors.dtype, self.anchors.device

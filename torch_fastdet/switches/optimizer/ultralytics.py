@@ -25,7 +25,7 @@ from torch_fastdet.switches.optimizer.trial import MUSGD
 
 
 class ModelEMA(ema.ModelEMA):
-    """``ultralytics.utils.torch_utils.ModelEMA``: see :class:`torch_fastdet.ema.ModelEMA`. A distillation teacher that the
+    """Implement ``ultralytics.utils.torch_utils.ModelEMA`` by :class:`torch_fastdet.ema.ModelEMA`. A distillation teacher that the
     model carries is dropped from the copy."""
 
     _filed_as = ByName("ultralytics.utils.torch_utils", "ModelEMA")
@@ -55,7 +55,7 @@ def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: obj
         if reason is not None:
             active.cannot_apply(reason)
             return theirs
-        return optim.ours(theirs)
+        return optim.converted(theirs)
 
     return build_optimizer
 

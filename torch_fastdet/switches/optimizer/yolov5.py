@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Callable[[list[dict[str, object]], float, float], torch.op
 def smart_optimizer(
     model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5
 ) -> torch.optim.Optimizer:
-    """An optimizer with YOLOv5's three parameter groups: for a train.py of your own, without YOLOv5.
+    """Return an optimizer with YOLOv5's three parameter groups, for a train.py of your own, without YOLOv5.
 
     The groups, in the order in which train.py's warm-up counts on them, are all biases; all other parameters, which alone
     decay; and the weights of normalisation layers. (``--multi_tensor_optimizer`` takes YOLOv5's own function and makes its
@@ -77,7 +77,7 @@ def replacing_optimizer(
         if (reason := unknown_optimizer(name)) is not None:
             active.cannot_apply(reason)
         theirs = stock(model, name, lr, momentum, decay)
-        return theirs if reason else optim.ours(theirs)
+        return theirs if reason else optim.converted(theirs)
 
     smart_optimizer.__module__ = __name__  # in the line that patch() prints
     smart_optimizer.__qualname__ = "smart_optimizer"
