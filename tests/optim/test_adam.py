@@ -171,7 +171,7 @@ def test_numbers_as_tensors(device):
 def test_amsgrad_is_refused(device, fused):
     params = [nn.Parameter(torch.ones(3, device=device))]
     stock = torch.optim.AdamW(params, amsgrad=True)
-    assert optim.ours(stock) is stock
+    assert optim.converted(stock) is stock
     optimizer = AdamW(params, amsgrad=True)
     params[0].grad = torch.ones_like(params[0])
     with pytest.raises(RuntimeError, match="AdamW: amsgrad is True, but a fused step has none"):
