@@ -13,7 +13,7 @@ BUILD_CONFIG = PACKAGE / "_build_config.json"
 
 
 def build_config() -> dict[str, str]:
-    """What the library was built with: version, torch, cuda ("" for a CPU build) and architectures."""
+    """Return what the library was built with: version, torch, cuda ("" for a CPU build) and architectures."""
     if not BUILD_CONFIG.exists() or not LIBRARY.exists():
         raise ImportError(
             f"torch_fastdet found no built library in {PACKAGE}; type: pip install --no-build-isolation -e . in its source "
@@ -33,7 +33,7 @@ WHEELS = {"2.10": "12.8", "2.11": "13.0", "2.12": "13.0", "2.13": "13.0", "2.14"
 
 
 def _again(version: str) -> str:
-    """How to install torch_fastdet for the torch that is running; setup.py gives the wheels these names."""
+    """Return how to install torch_fastdet for the torch that is running; setup.py gives the wheels these names."""
     if torch.version.cuda is None:
         return "or TORCH_FASTDET_CUDA=0 pip install --no-build-isolation . in torch_fastdet's source folder"
     series = _series(torch.__version__)
@@ -45,7 +45,7 @@ def _again(version: str) -> str:
 
 
 def load() -> dict[str, str]:
-    """Registers the operators with torch and returns build_config().
+    """Register the operators with torch and return build_config().
 
     Raises ImportError with one line if the library is missing or was built for another torch or CUDA.
     """

@@ -57,7 +57,7 @@ def max_pools(pooled: int, kernel_size: int = 5) -> int:
 
 
 def deformable_attention(points: int, channels: int) -> int:
-    """The place and shares of four pixels (16), and their channels, each weighted and added."""
+    """Return the place and shares of four pixels (16), and their channels, each weighted and added."""
     return points * (16 + 4 * (1 + 2 * channels))
 
 
@@ -106,7 +106,7 @@ def _any_iou_backward(a: Any) -> int:
 
 
 def _bias_act(a: Any) -> int:
-    """The bias, or the norm (three), the activation, and the shortcut's sum."""
+    """Return the bias, or the norm (three), the activation, and the shortcut's sum."""
     normed = 0 if a.variance is None else 2
     return math.prod(a.x) * (1 + normed + ACTIVATION[a.activation] + (a.residual is not None))
 
@@ -151,7 +151,7 @@ def _sgd(a: Any) -> int:
 
 
 def _by_schema(name: str, formula: Callable[[Any], int]) -> Callable[..., int]:
-    """The formula as register_flop_formula wants it: it is called as the operator is, with the shape of the result besides."""
+    """Return the formula as register_flop_formula wants it: it is called as the operator is, with the shape of the result besides."""
 
     def count(*args: object, out_shape: object = None, **kwargs: object) -> int:
         arguments = operator_arguments(getattr(torch.ops.torch_fastdet, name).default)

@@ -118,7 +118,7 @@ def load(folder: str | os.PathLike) -> dict[str, np.ndarray]:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """The file of each stage. No list names a file that a writer does not write."""
+    """Return the file of each stage. No list names a file that a writer does not write."""
     index = folder / INDEX
     if not index.exists():
         raise FileNotFoundError(f"{folder} has no {INDEX}: it is not a folder of stage tensors")
@@ -238,7 +238,7 @@ def _row(name: str, a: np.ndarray | None, b: np.ndarray | None, rtol: float, ato
 
 
 def _hint(a: np.ndarray, b: np.ndarray) -> str:
-    """An order of the dimensions or of the rows, or a cut-off, that would explain the difference; "" if none does."""
+    """Return an order of the dimensions or of the rows, or a cut-off, that would explain the difference; "" if none does."""
     if a.size == b.size > 1 and a.ndim <= 5:
         for order in itertools.permutations(range(a.ndim)):
             moved = a.transpose(order)

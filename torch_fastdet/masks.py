@@ -39,7 +39,7 @@ def _sides(name: str, shape: Sequence[int] | Tensor, most: int = 2) -> tuple[int
 
 
 def _inputs(protos: Tensor, masks_in: Tensor, bboxes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All three on the prototypes' device and as floats, which is what stock's arithmetic makes of them."""
+    """Return all three on the prototypes' device and as floats, which is what stock's arithmetic makes of them."""
     protos, coefficients, boxes = (
         tensor.to(protos.device, tensor.dtype if tensor.is_floating_point() else torch.float32)
         for tensor in (protos, masks_in, bboxes)
@@ -114,7 +114,7 @@ def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Te
 
 
 def _letterbox_window(protos: tuple[int, int], size: tuple[int, int]) -> tuple[int, list[int]]:
-    """How Ultralytics cuts a letterbox's border off: the factor that prototypes are enlarged by, and the window."""
+    """Return how Ultralytics cuts a letterbox's border off: the factor that prototypes are enlarged by, and the window."""
 
     # The network's input is four times as large as the prototypes. These are enlarged until half of the border, which lies on
     # either side, is a whole number of their pixels; four times at most.

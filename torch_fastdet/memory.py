@@ -77,7 +77,7 @@ class Owner:
         return self.held()
 
     def offer(self) -> str:
-        """What :meth:`release` would give back now to the thread that calls it, in words; "" for nothing."""
+        """Return what :meth:`release` would give back now to the thread that calls it, in words; "" for nothing."""
         return ""
 
     def release(self) -> None:
@@ -114,7 +114,7 @@ def report() -> list[Row]:
 
 
 def words(nbytes: int) -> str:
-    """A size to read: ``"1.5 GiB"``."""
+    """Return a size to read: ``"1.5 GiB"``."""
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
@@ -146,7 +146,7 @@ def host_budget() -> int:
 
 
 def waits_for_steps() -> bool:
-    """Whether images may take what the first steps leave free: ``TORCH_FASTDET_GPU_CACHE`` is not set."""
+    """Return whether images may take what the first steps leave free: ``TORCH_FASTDET_GPU_CACHE`` is not set."""
     return _asked(GPU_BUDGET) is None
 
 
@@ -180,7 +180,7 @@ def _lines(path: Path) -> list[str]:
 
 @functools.cache
 def _limits(root: Path) -> list[tuple[Path, str, str, str]]:
-    """The folders of this process's control group and of all above it, in both versions, each with a row of ``_LIMITS``."""
+    """Return the folders of this process's control group and of all above it, in both versions, each with a row of ``_LIMITS``."""
     groups = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, group = line.split(":", 2)
@@ -199,7 +199,7 @@ def _limits(root: Path) -> list[tuple[Path, str, str, str]]:
 
 
 def _folders(top: Path, mounted: str, group: str) -> Iterator[Path]:
-    """The folder of a control group, where ``mounted`` is at ``top``, and all above it."""
+    """Yield the folder of a control group, where ``mounted`` is at ``top``, and all above it."""
     path = PurePosixPath(group)
     seen = path.is_relative_to(mounted) and ".." not in path.parts  # in a container the group may be out of sight
     folder = top / path.relative_to(mounted) if seen else top
@@ -240,7 +240,7 @@ def machine_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def is_low() -> bool:
-    """Whether the host has so little memory left that images should take no more."""
+    """Return whether the host has so little memory left that images should take no more."""
     total, available = machine_memory()
     return available < RESERVE * total
 
@@ -254,7 +254,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _cheapest(device: torch.device | None) -> list[Owner]:
-    """The owners on a device that have something to give back, as far as they cost the least."""
+    """Return the owners on a device that have something to give back, as far as they cost the least."""
     offering = [owner for owner in owners() if owner.device == device and owner.offer()]
     least = min((owner.cost for owner in offering), default=None)
     return [owner for owner in offering if owner.cost == least]

@@ -276,7 +276,7 @@ def _task_of(head: Any) -> dict[str, str]:
 
 
 def _head_of(model: nn.Module, *names: str) -> Any:
-    """The model itself or its last module that has attributes of these names; None without."""
+    """Return the model itself or its last module that has attributes of these names; None without."""
     candidates: list[Any] = [model, *reversed(list(model.modules()))]
     return next((module for module in candidates if all(hasattr(module, name) for name in names)), None)
 
@@ -489,7 +489,7 @@ class PictureDetector(nn.Module):
         return detections, counts
 
     def _row(self, offset: int, height: int, width: int) -> list[int]:
-        """A row of image_letterbox's plan."""
+        """Return a row of image_letterbox's plan."""
         placed = place([height, width], self.size)
         return [0, offset, height, width, width * 3, placed.height, placed.width, placed.top, placed.left, 0]
 

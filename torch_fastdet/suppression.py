@@ -17,7 +17,7 @@ __all__ = ["ultralytics_non_max_suppression", "yolov5_non_max_suppression"]
 
 
 def _first(op: str, prediction: Any, columns: str) -> Tensor:
-    """The decoded tensor (images, ``columns``) of a prediction; models in validation mode give (decoded, raw)."""
+    """Return the decoded tensor (images, ``columns``) of a prediction; models in validation mode give (decoded, raw)."""
     if isinstance(prediction, (list, tuple)):
         if not prediction:
             raise ValueError(f"{op}: prediction is an empty list, but its first element should be the decoded tensor")
@@ -38,7 +38,7 @@ _SAMPLE = 16  # one of so many anchors is counted
 
 
 def _faster_device(scores: Tensor, objectness: Tensor | None, conf_thres: float, multi_label: bool) -> torch.device:
-    """Where device="auto" suppresses: where the prediction lies, or for one on the host the faster of CPU and GPU.
+    """Return where device="auto" suppresses: where the prediction lies, or for one on the host the faster of CPU and GPU.
 
     scores: (images, anchors, classes) of the prediction; objectness: (images, anchors, 1), or None without.
     """
@@ -82,7 +82,7 @@ def _stock_class_list(op: str, classes: object) -> list[int] | None:
 
 
 def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tensor | None:
-    """One (n, 6) tensor [image, class, x, y, width, height] from a list of (n, 5) tensors, or of what makes one."""
+    """Return one (n, 6) tensor [image, class, x, y, width, height] from a list of (n, 5) tensors, or of what makes one."""
     if labels is None or len(labels) == 0:
         return None
     if len(labels) < images:

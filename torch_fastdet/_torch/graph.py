@@ -13,7 +13,7 @@ def new_cuda_graph() -> torch.cuda.CUDAGraph:
 
 
 def new_event() -> torch.cuda.Event:
-    """One that is recorded inside of graphs: streams outside of them wait for the replay that was launched last."""
+    """Return one that is recorded inside of graphs: streams outside of them wait for the replay that was launched last."""
     return torch.cuda.Event(external=True)
 
 

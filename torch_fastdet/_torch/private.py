@@ -40,7 +40,7 @@ _OFF = " expandable_segments:False"  # the leading space, which PyTorch ignores,
 
 @functools.cache
 def _has_virtual_memory(device: int) -> bool:
-    """Whether the driver maps memory piece by piece, which some virtual GPUs do not."""
+    """Return whether the driver maps memory piece by piece, which some virtual GPUs do not."""
     value, virtual_memory_management = ctypes.c_int(), 102  # of CUdevice_attribute
     driver = ctypes.CDLL("libcuda.so.1")
     return driver.cuDeviceGetAttribute(ctypes.byref(value), virtual_memory_management, device) == 0 and value.value == 1
@@ -99,7 +99,7 @@ _DDP_MODES = {
 
 
 def ddp_mode(ddp: nn.parallel.DistributedDataParallel) -> str | None:
-    """What this DistributedDataParallel does beside averaging gradients."""
+    """Return what this DistributedDataParallel does beside averaging gradients."""
     for name, mode in _DDP_MODES.items():
         if getattr(ddp, name, None):  # buffer_hook is set with the hook
             return mode
@@ -111,12 +111,12 @@ _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def module_has_hooks(module: nn.Module) -> bool:
-    """Whether hooks are registered on this module itself."""
+    """Return whether hooks are registered on this module itself."""
     return any(getattr(module, name) for name in _MODULE_HOOKS)
 
 
 def forward_hooks(module: nn.Module) -> list[object]:
-    """The tables that hold this module's forward hooks, now and later."""
+    """Return the tables that hold this module's forward hooks, now and later."""
     return [module._forward_hooks, module._forward_pre_hooks]
 
 
@@ -124,33 +124,33 @@ _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _MODULE_HOOKS)
 
 
 def every_module_has_hooks() -> bool:
-    """Whether hooks are registered on all modules at once."""
+    """Return whether hooks are registered on all modules at once."""
     return any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called."""
+    """Return whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
 
 
 def inside_compiled(module: nn.Module) -> nn.Module | None:
-    """The module that ``torch.compile(module)`` holds; None for others."""
+    """Return the module that ``torch.compile(module)`` holds; None for others."""
     # Without an import of dynamo.
     return module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
 
 
 def is_replica(module: nn.Module) -> bool:
-    """Whether DataParallel made this module for one pass."""
+    """Return whether DataParallel made this module for one pass."""
     return getattr(module, "_is_replica", False)
 
 
 def writes(tensor: Tensor) -> int | None:
-    """A number that changes when the tensor is written; None of inference tensors, whose writes are not counted."""
+    """Return a number that changes when the tensor is written; None of inference tensors, whose writes are not counted."""
     return None if tensor.is_inference() else tensor._version
 
 
 def runs_plainly(module: nn.Module, forward: object) -> bool:
-    """Whether a call of ``module`` is a call of ``forward`` and nothing else: no hook, nothing put on the instance."""
+    """Return whether a call of ``module`` is a call of ``forward`` and nothing else: no hook, nothing put on the instance."""
     return (
         type(module).forward is forward
         and "forward" not in module.__dict__
@@ -160,7 +160,7 @@ def runs_plainly(module: nn.Module, forward: object) -> bool:
 
 
 def parameter_has_hooks(parameter: Tensor) -> bool:
-    """Whether hooks are registered on this parameter."""
+    """Return whether hooks are registered on this parameter."""
     return any(getattr(parameter, name) for name in _PARAMETER_HOOKS)
 
 
@@ -168,18 +168,18 @@ def parameter_has_hooks(parameter: Tensor) -> bool:
 
 
 def is_recorded() -> bool:
-    """Whether calls become a program that has to run without us. Of torch.compile's programs ours may be a part."""
+    """Return whether calls become a program that has to run without us. Of torch.compile's programs ours may be a part."""
     # The public name of the last one is True under torch.compile as well.
     return torch.jit.is_tracing() or torch.onnx.is_in_onnx_export() or torch.compiler._is_exporting_flag
 
 
 def is_transforming() -> bool:
-    """Whether torch.func or forward-mode AD may be active."""
+    """Return whether torch.func or forward-mode AD may be active."""
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def operator_arguments(operator: torch._ops.OpOverload) -> Any:
-    """The arguments of an operator's schema."""
+    """Return the arguments of an operator's schema."""
     return operator._schema.arguments
 
 
@@ -197,17 +197,17 @@ def after_each_fetch(callback: Callable[[], None]) -> None:
 
 
 def in_group() -> bool:
-    """Whether this process is in a process group, perhaps alone."""
+    """Return whether this process is in a process group, perhaps alone."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def group_size() -> int:
-    """How many processes train together; 1 without a process group."""
+    """Return how many processes train together; 1 without a process group."""
     return torch.distributed.get_world_size() if in_group() else 1
 
 
 def default_store() -> Any:
-    """The key-value store by which the ranks of the default process group found each other."""
+    """Return the key-value store by which the ranks of the default process group found each other."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
@@ -215,13 +215,13 @@ def default_store() -> Any:
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> tuple[Tensor | None, Tensor | None, list[float]]:
-    """What it keeps on the device, None before its first use, and growth factor, backoff factor and growth interval."""
+    """Return what it keeps on the device, None before its first use, and growth factor, backoff factor and growth interval."""
     settings = [scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval]
     return scaler._scale, scaler._growth_tracker, settings
 
 
 def was_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether unscale_ or step were called for this optimizer since the last update."""
+    """Return whether unscale_ or step were called for this optimizer since the last update."""
     # An entry that is looked up by [] is made, and a scaler that has one cannot be copied or pickled.
     entry = scaler._per_optimizer_states.get(id(optimizer))
     return entry is not None and entry["stage"] is not OptState.READY

@@ -22,7 +22,7 @@ def new_state(
     values: Sequence[Tensor] = (),
     value_averages: Sequence[Tensor] = (),
 ) -> Any:
-    """A ``torch.classes.torch_fastdet.MultiTensorState``: the tensors of one device, held in C++."""
+    """Return a ``torch.classes.torch_fastdet.MultiTensorState``: the tensors of one device, held in C++."""
     return torch.classes.torch_fastdet.MultiTensorState(
         name, list(params), list(groups), list(places), list(averages), list(values), list(value_averages)
     )
@@ -54,7 +54,7 @@ class DeviceNumbers:
 
 
 def same_objects(left: Sequence[object], right: Iterable[object], length: int) -> bool:
-    """Whether both hold the very same objects; runs without Python bytecode for each of them."""
+    """Return whether both hold the very same objects; runs without Python bytecode for each of them."""
     return len(left) == length and all(map(is_, left, right))
 
 
@@ -109,7 +109,7 @@ class Walk:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The entries of ``module.state_dict()``, as the tensors that the module holds."""
+    """Return the entries of ``module.state_dict()``, as the tensors that the module holds."""
     found = module.state_dict(keep_vars=True)
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
@@ -123,7 +123,7 @@ def by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[int]]:
 
 
 def wrappers(model: nn.Module) -> list[nn.Module]:
-    """The model and what is inside it, where it is DataParallel, DistributedDataParallel or torch.compile's; innermost last."""
+    """Return the model and what is inside it, where it is DataParallel, DistributedDataParallel or torch.compile's; innermost last."""
     found = [model]
     while True:
         model = found[-1]
@@ -136,7 +136,7 @@ def wrappers(model: nn.Module) -> list[nn.Module]:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DataParallel, DistributedDataParallel and torch.compile."""
+    """Return the module inside DataParallel, DistributedDataParallel and torch.compile."""
     return wrappers(model)[-1]
 
 

@@ -23,7 +23,7 @@ class BakedModule:
         self._addresses: tuple[int, ...] = ()
 
     def moved(self, module: nn.Module) -> bool:
-        """Whether the module has other tensors, or tensors in another place, than at the last call. True at the first."""
+        """Return whether the module has other tensors, or tensors in another place, than at the last call. True at the first."""
         walk = Walk.renewed(self._walk, module)
         addresses = tuple([t.data_ptr() for t in walk.tensors])
         # The objects count too: gradients go to the parameters of the capture.
@@ -32,7 +32,7 @@ class BakedModule:
         return moved
 
     def key(self, x: torch.Tensor) -> tuple:
-        """What decides which kernels run; call :meth:`moved` before."""
+        """Return what decides which kernels run; call :meth:`moved` before."""
         walk = self._walk
         assert walk is not None
         return (
@@ -69,13 +69,13 @@ class BakedForward(BakedModule):
         return any(self._hooks)
 
     def trains(self, module: nn.Module) -> bool:
-        """Whether the module or a part of it is in training mode; call :meth:`moved` before."""
+        """Return whether the module or a part of it is in training mode; call :meth:`moved` before."""
         assert self._walk is not None
         return module.training or any(child.training for child in self._walk.submodules)
 
 
 def _same(left: list[object], right: list[object]) -> bool:
-    """Whether both lists hold the same objects, or equal numbers and strings."""
+    """Return whether both lists hold the same objects, or equal numbers and strings."""
     plain = (bool, int, float, str)
     return len(left) == len(right) and all(
         a is b or (type(a) is type(b) and isinstance(a, plain) and a == b) for a, b in zip(left, right)

@@ -40,7 +40,7 @@ def new_pool() -> object:
 
 
 def autocast_dtype() -> torch.dtype | None:
-    """The dtype of the autocast that is on now; None where none is."""
+    """Return the dtype of the autocast that is on now; None where none is."""
     return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
 
@@ -54,7 +54,7 @@ _idle: defaultdict[torch.device, list[int]] = defaultdict(list)
 
 
 def new_stream(device: torch.device, owner: object) -> torch.cuda.Stream:
-    """A stream for captures, which serves the next owner when this one is gone.
+    """Return a stream for captures, which serves the next owner when this one is gone.
 
     ``torch.cuda.Stream`` hands out the same 32 streams in turn: another thread's launches would become part of the graph.
     """
@@ -125,7 +125,7 @@ def make_backward_wait(device: torch.device) -> None:
 
 
 def behind(last: torch.cuda.Stream | None, device: torch.device) -> torch.cuda.Stream:
-    """The current stream, which waits for ``last`` if that is another one."""
+    """Return the current stream, which waits for ``last`` if that is another one."""
     stream = torch.cuda.current_stream(device)
     if last is not None and last != stream and last.device == device:
         stream.wait_stream(last)
@@ -236,13 +236,13 @@ class _Bytes:
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, unknown to the allocator: once ``tensor`` is gone, a later part of a graph may use it too."""
+    """Return the same memory, unknown to the allocator: once ``tensor`` is gone, a later part of a graph may use it too."""
     memory = torch.as_tensor(_Bytes(tensor.untyped_storage()), device=tensor.device)
     return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether the two tensors' storages have memory in common."""
+    """Return whether the two tensors' storages have memory in common."""
     (a_start, a_size), (b_start, b_size) = (
         (storage.data_ptr(), storage.nbytes()) for storage in (a.untyped_storage(), b.untyped_storage())
     )
@@ -304,7 +304,7 @@ def input_format(module: nn.Module, x: torch.Tensor) -> torch.memory_format:
 
 
 def as_parameter(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The gradient in the parameter's layout, as autograd gives it to ``p.grad`` and a fused optimizer expects it."""
+    """Return the gradient in the parameter's layout, as autograd gives it to ``p.grad`` and a fused optimizer expects it."""
     if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
         return gradient
     return torch.empty_like(parameter).copy_(gradient)

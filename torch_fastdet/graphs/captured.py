@@ -67,7 +67,7 @@ class CapturedCallable(Generic[G]):
             self.say(line)
 
     def _try_capture(self, key: tuple, module: nn.Module, make: Callable[[], G], averaged: bool = True) -> G | None:
-        """What ``make()`` captures; None where there is no memory for it, or where it fails (:meth:`_refuse`)."""
+        """Return what ``make()`` captures; None where there is no memory for it, or where it fails (:meth:`_refuse`)."""
         cause, reason = None, why_not(module, averaged)
         if reason is None:
             try:

@@ -94,7 +94,7 @@ class InferenceGraphs(CapturedCallable[_Captured]):
             super().reset()
 
     def __call__(self, x: Tensor, forward: Callable[[Tensor], object] | None = None) -> Any:
-        """The module's answer.
+        """Return the module's answer.
 
         Args:
             x: the input.
@@ -167,7 +167,7 @@ class InferenceGraphs(CapturedCallable[_Captured]):
 
 
 def _places(leaves: list[object]) -> tuple[list[Tensor], list[object]]:
-    """Each different tensor of a result once, and the result's leaves with numbers in their places."""
+    """Return each different tensor of a result once, and the result's leaves with numbers in their places."""
     found: dict[tuple, _Output] = {}
     outputs: list[Tensor] = []
     numbered: list[object] = []

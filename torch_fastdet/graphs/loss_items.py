@@ -66,7 +66,7 @@ class LossItems(Tensor):
 
 
 def read_early(items: Tensor, beside: bool) -> Tensor:
-    """The items of one call of a loss, just computed on the current stream: reading them waits for nothing that is launched later.
+    """Return the items of one call of a loss, just computed on the current stream: reading them waits for nothing that is launched later.
 
     They are plain where they are not on a GPU, are part of a graph, or in a process group. With ``beside``, means of them are computed on a
     stream of their own.
@@ -77,7 +77,7 @@ def read_early(items: Tensor, beside: bool) -> Tensor:
 
 
 def copy_early(items: Tensor, known: torch.cuda.Event) -> Tensor:
-    """A copy of a graph's items: reading it waits for ``known`` alone, which the replay just launched records behind the items."""
+    """Return a copy of a graph's items: reading it waits for ``known`` alone, which the replay just launched records behind the items."""
     if not _can_be_early(items):
         return items.clone()
     return _computed_beside(Tensor.clone, (items,), [known], torch.cuda.current_stream(items.device))

@@ -27,7 +27,7 @@ from torch_fastdet.rewrites.casts import weights_cast_once
 
 
 def _with_strides(gradient: torch.Tensor | None, strides: tuple[int, ...]) -> torch.Tensor | None:
-    """An output's gradient with the strides that a graph has: the order in which a bias' gradient is added up depends on them."""
+    """Return an output's gradient with the strides that a graph has: the order in which a bias' gradient is added up depends on them."""
     if gradient is None or gradient.stride() == strides:
         return gradient
     return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
@@ -80,7 +80,7 @@ class ModuleGraphs(CapturedPasses):
         return [bn_act.captured(), self.capturing(), weights_cast_once(self.module, _capture.autocast_dtype())]
 
     def _first(self, *inputs: torch.Tensor) -> object:
-        """An eager call of what would be captured: a resumed training begins with the bits that a replay would have."""
+        """Return an eager call of what would be captured: a resumed training begins with the bits that a replay would have."""
         with contextlib.ExitStack() as stack:
             for context in self._contexts():
                 stack.enter_context(context)
@@ -108,7 +108,7 @@ class ModuleGraphs(CapturedPasses):
         return self._pool.held() + sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def __call__(self, x: torch.Tensor, *others: torch.Tensor) -> Any:
-        """The module's result.
+        """Return the module's result.
 
         Args:
             x: the images.
@@ -140,7 +140,7 @@ class ModuleGraphs(CapturedPasses):
         return tree_unflatten(list(self._replay(captured, x, *others, self._leaf)), captured.structure)
 
     def _takes(self, x: torch.Tensor, module: nn.Module) -> bool:
-        """Whether a graph may run this input; says once why not."""
+        """Return whether a graph may run this input; says once why not."""
         reason = self.reason
         if reason is None and not isinstance(x, torch.Tensor):
             reason = f"its input is a {type(x).__name__}, not a tensor"

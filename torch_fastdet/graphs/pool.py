@@ -46,14 +46,14 @@ class GraphPool(Owner, Generic[G]):
         return len(self._graphs)
 
     def __iter__(self) -> Iterator[Any]:
-        """The keys, the most recently used last."""
+        """Return the keys, the most recently used last."""
         return iter(self._graphs)
 
     def items(self) -> Iterator[tuple[Any, G]]:
         return iter(self._graphs.items())
 
     def get(self, key: Hashable, device: torch.device) -> G | None:
-        """The graph of this key, which is now the most recently used; ``device`` is that of all that follows."""
+        """Return the graph of this key, which is now the most recently used; ``device`` is that of all that follows."""
         self._thread, self.device = threading.get_ident(), device
         graph = self._graphs.get(key)
         if graph is not None:
@@ -61,7 +61,7 @@ class GraphPool(Owner, Generic[G]):
         return graph
 
     def stream(self) -> torch.cuda.Stream:
-        """The stream to capture on."""
+        """Return the stream to capture on."""
         assert self.device is not None
         if self._stream is None or self._stream.device != self.device:
             self._stream = _capture.new_stream(self.device, self)
@@ -92,7 +92,7 @@ class GraphPool(Owner, Generic[G]):
         self._too_large.clear()
 
     def is_warm(self, key: Hashable) -> bool:
-        """Whether the key is to be captured now."""
+        """Return whether the key is to be captured now."""
         return self._calls[key] >= self.warmup and key not in self._too_large
 
     def warm_up(self, key: Hashable, run: Callable[[], T], written: Iterable[torch.Tensor] | None = None) -> T:

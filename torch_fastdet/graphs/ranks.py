@@ -26,7 +26,7 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def training_group(process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
-    """The group that trains: the one given, else the default group where that has several ranks, else None."""
+    """Return the group that trains: the one given, else the default group where that has several ranks, else None."""
     if not private.in_group():
         if process_group is not None:
             raise RuntimeError("process_group is given, but torch.distributed.init_process_group was not called")
@@ -108,7 +108,7 @@ class BufferBroadcast:
         self.sent = False  # since the last forward pass
 
     def suffices(self) -> bool:
-        """Whether the next forward pass reads nothing but what was sent: a norm that has left training mode reads its statistics."""
+        """Return whether the next forward pass reads nothing but what was sent: a norm that has left training mode reads its statistics."""
         return self.sent and not any(own and not norm.training for own, norm in zip(self._own, self._norms))
 
     def __call__(self, walk: Walk) -> None:
@@ -142,7 +142,7 @@ class _Flat:
 
 
 def _like(parameter: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
-    """A place for the parameter's gradient, in the parameter's own layout where that has no gaps."""
+    """Return a place for the parameter's gradient, in the parameter's own layout where that has no gaps."""
     wanted = torch.empty_like(parameter, device="meta").stride()  # dense, and the parameter's own where that is
     return flat.as_strided(parameter.shape, wanted, start)
 
@@ -205,12 +205,12 @@ class GradientAverage:
             self._places = dict(zip(self._layout.parameters, self._layout.places))
 
     def place(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Where this parameter's gradient is averaged without being copied."""
+        """Return where this parameter's gradient is averaged without being copied."""
         return self._places.get(parameter)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that have a place, in the order of :meth:`exchange`."""
+        """Return the parameters that have a place, in the order of :meth:`exchange`."""
         return [] if self._layout is None else self._layout.parameters
 
     def watch(self, outputs: object, behind: Callable[[], None]) -> None:

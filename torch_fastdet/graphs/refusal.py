@@ -47,7 +47,7 @@ def _label(name: str, module: nn.Module) -> str:
 
 
 def location_of(error: BaseException, module: nn.Module) -> str:
-    """The innermost part of ``module`` whose forward raised ``error``, read from the traceback: with hooks modules run otherwise."""
+    """Return the innermost part of ``module`` whose forward raised ``error``, read from the traceback: with hooks modules run otherwise."""
     labels = {id(child): _label(name, child) for name, child in module.named_modules()}
     found, step = "the model", error.__traceback__
     while step is not None:

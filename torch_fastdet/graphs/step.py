@@ -196,7 +196,7 @@ class TrainStep(CapturedCallable[_Phase]):
         }
 
     def _static(self) -> list[torch.Tensor]:
-        """What graphs read and write outside of their pool."""
+        """Return what graphs read and write outside of their pool."""
         held = [tensor for _, phase in self._pool.items() for tensor in (phase.images, *phase.labels.values())]
         held += [gradient for _, gradient in self._gradients]
         held += [] if self._targets is None else [self._targets]
@@ -338,7 +338,7 @@ class TrainStep(CapturedCallable[_Phase]):
             )
 
     def _new_gradients(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """A tensor for each trained parameter, in which its gradient is added up, and averaged over the ranks."""
+        """Return a tensor for each trained parameter, in which its gradient is added up, and averaged over the ranks."""
         if self._ranks is None:
             return [(p, torch.zeros_like(p)) for p in self.model.parameters() if p.requires_grad]
         average = self._ranks.average
@@ -362,7 +362,7 @@ class TrainStep(CapturedCallable[_Phase]):
         self._count.fill_(count)
 
     def _static_images(self, images: torch.Tensor) -> torch.Tensor:
-        """The tensor on the device that graphs of this shape read, or one for them."""
+        """Return the tensor on the device that graphs of this shape read, or one for them."""
         key = (tuple(images.shape), images.dtype)
         static = next((phase.images for other, phase in self._pool.items() if other[:2] == key), None)
         if static is None:
@@ -374,7 +374,7 @@ class TrainStep(CapturedCallable[_Phase]):
         return static
 
     def _static_labels(self, labels: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The same for the labels, whatever the images' shape."""
+        """Return the same for the labels, whatever the images' shape."""
         held = {(name, v.shape, v.dtype): v for _, phase in self._pool.items() for name, v in phase.labels.items()}
         static = {}
         for name, value in labels.items():
@@ -383,7 +383,7 @@ class TrainStep(CapturedCallable[_Phase]):
         return static
 
     def _takes_bytes(self, images: torch.Tensor) -> bool:
-        """Whether the model divides these images itself. Ask inside of the loss' context."""
+        """Return whether the model divides these images itself. Ask inside of the loss' context."""
         return images.dtype == torch.uint8 and takes_bytes(self.model)
 
     def _forward(self, images: torch.Tensor, labels: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -398,7 +398,7 @@ class TrainStep(CapturedCallable[_Phase]):
     def _run(
         self, images: torch.Tensor, labels: dict[str, torch.Tensor], first: bool, last: bool
     ) -> tuple[torch.Tensor, frozenset[int]]:
-        """The step, launched or captured: the items, and which parameters have a gradient."""
+        """Return the step, launched or captured: the items, and which parameters have a gradient."""
         with _capture.aliased_parameters(self.model) as aliases:
             loss, items = self._forward(images, labels)
         items = items.detach().clone()  # a loss may return what the update writes to, such as a parameter
@@ -415,7 +415,7 @@ class TrainStep(CapturedCallable[_Phase]):
         return items, frozenset(i for i, gradient in enumerate(new) if gradient is not None)
 
     def _add_up(self, new: tuple[torch.Tensor | None, ...], first: bool, last: bool) -> dict[int, torch.Tensor]:
-        """The gradients so far with ``new`` among them, by their place; kept for the next micro-batch unless this is the last, which
+        """Return the gradients so far with ``new`` among them, by their place; kept for the next micro-batch unless this is the last, which
         writes no sums: where the step raises, the call can be made again.
         """
         kept = [sums for _, sums in self._gradients]

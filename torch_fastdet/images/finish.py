@@ -124,7 +124,7 @@ class DeviceImages(Owner):
             self._cache = self._allocate(0)
 
     def __call__(self, plan: Plan) -> torch.Tensor:
-        """The images of a plan, uint8 (n, 3, height, width), made on the current stream."""
+        """Return the images of a plan, uint8 (n, 3, height, width), made on the current stream."""
         return with_room(
             lambda: self._make(plan), self.device, lambda line: say(f"loader_optim: {line}", every_rank=True)
         )

@@ -40,7 +40,7 @@ class Files:
 
     @staticmethod
     def of(paths: list[str], sizes: list[tuple[int, int]], ways: list[int]) -> Files:
-        """The JPEG files among these that can be resized here."""
+        """Return the JPEG files among these that can be resized here."""
         kept = [path if way != OTHERWISE and is_jpeg(path) else "" for path, way in zip(paths, ways, strict=True)]
         return Files(kept, np.array(sizes, dtype=np.int64).reshape(-1, 2), np.array(ways, dtype=np.int64))
 
@@ -63,7 +63,7 @@ def packed_size(files: Files) -> int:
 
 
 def pack_jpeg(file: np.ndarray, head: np.ndarray | None = None) -> tuple[np.ndarray, tuple[int, int], int] | str:
-    """A file, packed; height and width of its image; and the bytes before its scan. Or why OpenCV has to decode it.
+    """Return a file, packed; height and width of its image; and the bytes before its scan. Or why OpenCV has to decode it.
 
     ``head`` is these bytes of an earlier pass over the file, which spare that over the scan.
     """
@@ -136,5 +136,5 @@ def _to(device: torch.device, table: torch.Tensor) -> torch.Tensor:
 
 
 def one_after_another(sizes: np.ndarray, end: int = 0) -> np.ndarray:
-    """Where pieces of these sizes begin behind ``end``, at multiples of 16 bytes, and where the last one ends."""
+    """Return where pieces of these sizes begin behind ``end``, at multiples of 16 bytes, and where the last one ends."""
     return -(-end // 16) * 16 + np.concatenate(([0], np.cumsum(-(-sizes // 16) * 16)))

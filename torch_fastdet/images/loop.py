@@ -83,7 +83,7 @@ class PlannedLoading:
             return self._finisher
 
     def batches(self, source: Iterator[object], limited: bool = False) -> Iterator[Any]:
-        """The finished batches of a ``DataLoader``'s iterator; with ``limited`` no further ahead than the :class:`Ahead` may go."""
+        """Return the finished batches of a ``DataLoader``'s iterator; with ``limited`` no further ahead than the :class:`Ahead` may go."""
         if not self.on_gpu:
             return source
         if not self.workers:

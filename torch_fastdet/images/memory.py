@@ -58,7 +58,7 @@ class SharedFile(Owner):
         return self._fd
 
     def tensor(self) -> torch.Tensor:
-        """All bytes behind the head as one tensor, on the CPU; offsets are positions in it."""
+        """Return all bytes behind the head as one tensor, on the CPU; offsets are positions in it."""
         return torch.from_numpy(self.pixels)
 
     def __del__(self) -> None:
@@ -68,7 +68,7 @@ class SharedFile(Owner):
             os.close(fd)
 
     def _is_full(self) -> bool:
-        """Whether nothing more is to be kept: the host's memory was low once. It is looked at each sixteenth time."""
+        """Return whether nothing more is to be kept: the host's memory was low once. It is looked at each sixteenth time."""
         self._asked += 1
         if not self._full and self._asked % 16 == 1:
             self._full = is_low()
@@ -132,7 +132,7 @@ class ImageMemory(SharedFile):
         return int(self.sizes(np.flatnonzero(self.decoded())).sum())
 
     def has(self, index: int) -> bool:
-        """Whether the image is there, decoded or as a file."""
+        """Return whether the image is there, decoded or as a file."""
         return self.is_decoded(index) or (self.jpegs is not None and self.jpegs.has(index))
 
     @property
@@ -160,13 +160,13 @@ class ImageMemory(SharedFile):
         return bool(self.decoded(index))
 
     def decoded(self, indices: Any = slice(None)) -> Any:
-        """Whether an image is there, decoded, or for each of some: a copy, because other processes set marks meanwhile."""
+        """Return whether an image is there, decoded, or for each of some: a copy, because other processes set marks meanwhile."""
         marked = self._marks[indices] != 0
         fence()
         return marked
 
     def get(self, index: int) -> np.ndarray | None:
-        """The image, a view into the memory that nobody may write to, or decoded from its file; None where it is not there."""
+        """Return the image, a view into the memory that nobody may write to, or decoded from its file; None where it is not there."""
         if not self.is_decoded(index):
             return self.files.decode(index, self.shapes[index]) if self.is_file(index) else None
         height, width = self.shape(index)
@@ -215,7 +215,7 @@ class ImageMemory(SharedFile):
     def load(
         self, load_image: Callable[..., tuple], index: int, *args: object, **kwargs: object
     ) -> tuple[Any, Any, Any]:
-        """What ``load_image``, a framework's own, returns: image, original size, size; it is called where the image is not there."""
+        """Return what ``load_image``, a framework's own, returns: image, original size, size; it is called where the image is not there."""
         if not self.has(index):
             image, original, size = load_image(index, *args, **kwargs)
             if not self.put(index, image, original):
@@ -318,13 +318,13 @@ class JpegFiles(SharedFile):
 
     @staticmethod
     def _read(path: str) -> tuple[np.ndarray, list[int]]:
-        """A file, and what tells whether it has changed: its size, and when it did last."""
+        """Return a file, and what tells whether it has changed: its size, and when it did last."""
         with open(path, "rb", buffering=0) as opened:
             status = os.fstat(opened.fileno())
             return np.fromfile(opened, dtype=np.uint8), [status.st_size, status.st_ctime_ns]
 
     def _head(self, index: int) -> np.ndarray | None:
-        """What an earlier pass over a file that is not kept has found."""
+        """Return what an earlier pass over a file that is not kept has found."""
         size, begin = self._place(index, 2)
         return self.pixels[begin : begin + size] if size else None
 
@@ -356,7 +356,7 @@ class JpegFiles(SharedFile):
         return storage, packed[:, 1::-1]
 
     def decode(self, index: int, kept: np.ndarray) -> np.ndarray:
-        """The image of a file that is there, resized to ``kept`` (height, width), made on the CPU."""
+        """Return the image of a file that is there, resized to ``kept`` (height, width), made on the CPU."""
         storage, out = torch.from_numpy(self.packed(index)), torch.empty(int(kept.prod()) * CHANNELS, dtype=torch.uint8)
         zero, seen = np.zeros(1, dtype=np.int64), np.array([[0, 0, kept[1], kept[0]]])
         sizes, ways = self.files.sizes[[index]], self.files.ways[[index]]
@@ -373,16 +373,16 @@ class JpegFiles(SharedFile):
 
     @property
     def refused(self) -> int:
-        """How many files were not kept because OpenCV has to decode them, so far."""
+        """Return how many files were not kept because OpenCV has to decode them, so far."""
         return int(self._rows[len(self), 1])
 
     def newly_refused(self) -> int:
-        """How many of them since this process asked last."""
+        """Return how many of them since this process asked last."""
         before, self._told = self._told, self.refused
         return self._told - before
 
     def _take(self, column: int, size: int, room: int) -> int | None:
-        """The offset of so many bytes that nobody else gets, of ``room`` whose end is noted in the last row."""
+        """Return the offset of so many bytes that nobody else gets, of ``room`` whose end is noted in the last row."""
         with self._locked():
             begin = aligned(int(self._rows[len(self), column]))
             if begin + size > room:
@@ -411,12 +411,12 @@ class JpegFiles(SharedFile):
 
 
 def aligned(end: int) -> int:
-    """The next aligned offset from ``end`` on."""
+    """Return the next aligned offset from ``end`` on."""
     return -(-end // ALIGNMENT) * ALIGNMENT
 
 
 def hand_out(shapes: np.ndarray, budget: int, order: np.ndarray | None = None) -> tuple[np.ndarray, int]:
-    """The offset of each image (-1: none), handed out in this order, and the bytes of all."""
+    """Return the offset of each image (-1: none), handed out in this order, and the bytes of all."""
     offsets = np.full(len(shapes), -1, dtype=np.int64)
     end = 0
     sizes = (shapes.prod(1) * CHANNELS).tolist()

@@ -30,7 +30,7 @@ def run_on_cpu(plan: Plan, memory: ImageMemory, out: torch.Tensor) -> None:
 
 
 def _decoded(plan: Plan, memory: ImageMemory) -> tuple[torch.Tensor, np.ndarray]:
-    """What the plan shows of its files, until the next call, and its placements with that."""
+    """Return what the plan shows of its files, until the next call, and its placements with that."""
     order = plan.files[:, 0].argsort()
     indices, _, begins = plan.files[order].T
     kept, files = memory.shapes[indices], memory.files.files

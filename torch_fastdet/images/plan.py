@@ -105,7 +105,7 @@ class Plan:
     files: np.ndarray
 
     def tables_with(self, placements: np.ndarray) -> dict[str, np.ndarray]:
-        """The arguments of ``image_augment`` by name: these placements, and the plan's other tables."""
+        """Return the arguments of ``image_augment`` by name: these placements, and the plan's other tables."""
         rest = {name: getattr(self, name) for name in ("layers", "matrices", "pictures", "blend", "tables", "masks")}
         return {"placements": placements, **rest}
 
@@ -119,7 +119,7 @@ class Bytes:
         self.size = 0
 
     def add(self, array: np.ndarray) -> int:
-        """The array's offset. The same array is kept once."""
+        """Return the array's offset. The same array is kept once."""
         if id(array) not in self._known:
             self._known[id(array)] = self.size
             self._parts.append(array)
@@ -140,7 +140,7 @@ def pack(
     on_cpu: bool = True,
     join: Callable[[Bytes], object] = Bytes.joined,
 ) -> Plan:
-    """The tables of a batch. Files travel with it: those that were read for it, or with ``on_cpu`` all that it shows, packed."""
+    """Return the tables of a batch. Files travel with it: those that were read for it, or with ``on_cpu`` all that it shows, packed."""
     size = (images[0].height, images[0].width)
     for image in images:
         if (image.height, image.width) != size:
@@ -200,7 +200,7 @@ SHOWN_MARGIN = 2
 
 
 def shown_of_canvases(plan: Plan) -> np.ndarray:
-    """What is seen of each layer's canvas: (layers, 4) x0, y0, x1, y1. What a paste or an odd map shows is taken whole."""
+    """Return what is seen of each layer's canvas: (layers, 4) x0, y0, x1, y1. What a paste or an odd map shows is taken whole."""
     canvas = np.zeros((len(plan.layers), 4))
     canvas[:, 2:] = plan.layers[:, [3, 2]]
     mapped = np.flatnonzero((plan.layers[:, 4] != NO_WARP) & (plan.layers[:, 5] < 0))
@@ -220,7 +220,7 @@ def shown_of_canvases(plan: Plan) -> np.ndarray:
 
 
 def shown(plan: Plan) -> np.ndarray:
-    """What is seen of each placement's source, in the source's pixels: (placements, 4) int64 x0, y0, x1, y1; empty where x1 <= x0."""
+    """Return what is seen of each placement's source, in the source's pixels: (placements, 4) int64 x0, y0, x1, y1; empty where x1 <= x0."""
     counts = plan.layers[:, 1]
     layer = np.repeat(np.arange(len(counts)), counts)
     placement = np.repeat(plan.layers[:, 0] - np.cumsum(counts) + counts, counts) + np.arange(len(layer))
@@ -236,7 +236,7 @@ def shown(plan: Plan) -> np.ndarray:
 
 
 def around(rectangles: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray:
-    """The smallest rectangle around those of each group; zeros where all of them are empty."""
+    """Return the smallest rectangle around those of each group; zeros where all of them are empty."""
     some = (rectangles[:, 2:] > rectangles[:, :2]).all(1)
     low = np.full((groups, 2), np.iinfo(np.int64).max)
     high = np.zeros((groups, 2), dtype=np.int64)
@@ -246,6 +246,6 @@ def around(rectangles: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray
 
 
 def shown_of(plan: Plan, indices: np.ndarray) -> np.ndarray:
-    """What a plan shows of each of these images, which ascend, in its pixels: (n, 4) int64."""
+    """Return what a plan shows of each of these images, which ascend, in its pixels: (n, 4) int64."""
     wanted = np.flatnonzero(np.isin(plan.sources, indices))
     return around(shown(plan)[wanted], np.searchsorted(indices, plan.sources[wanted]), len(indices))

@@ -63,13 +63,13 @@ class Recorder:
         return Recorded(self, whole(Source(int(index), height, width)))
 
     def of_pixels(self, pixels: np.ndarray) -> Any:
-        """An image of pixels that nobody writes to; the same array where it is not uint8 (height, width, 3)."""
+        """Return an image of pixels that nobody writes to; the same array where it is not uint8 (height, width, 3)."""
         if pixels.dtype != np.uint8 or pixels.shape[2:] != (CHANNELS,):
             return pixels
         return Recorded(self, whole(in_pixels(pixels)))
 
     def plan_of(self, made: object) -> ImagePlan:
-        """The plan of what the framework ended with: a :class:`ImagePlan`, or the tensor uint8 (3, height, width) of pixels."""
+        """Return the plan of what the framework ended with: a :class:`ImagePlan`, or the tensor uint8 (3, height, width) of pixels."""
         if isinstance(made, ImagePlan):
             return made
         if not isinstance(made, torch.Tensor) or made.dtype != torch.uint8 or made.shape[:1] != (CHANNELS,):
@@ -104,7 +104,7 @@ class Recorder:
 
 
 def canvas(recorder: Recorder, height: int, width: int) -> Recorded:
-    """An image all grey."""
+    """Return an image all grey."""
     return Recorded(recorder, ImagePlan(height, width, [Layer(height, width)]))
 
 
@@ -126,11 +126,11 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
         return np.ndarray
 
     def made(self) -> np.ndarray:
-        """The array, for reading."""
+        """Return the array, for reading."""
         raise NotImplementedError
 
     def real(self, what: str) -> np.ndarray:
-        """The array, which the framework may write to: from now on it is what counts. ``what`` has asked for it."""
+        """Return the array, which the framework may write to: from now on it is what counts. ``what`` has asked for it."""
         if self._real is None:
             self.recorder.told(what)
             self._real = self.made()
@@ -205,14 +205,14 @@ class Recorded(StandIn):
         return image.height, image.width, CHANNELS
 
     def layer(self) -> Layer:
-        """Its only layer, on which nothing follows: it is made now if it has more."""
+        """Return its only layer, on which nothing follows: it is made now if it has more."""
         image = self.image
         if len(image.layers) != 1 or image.tables is not None or image.flags:
             self._finish()
         return self.image.layers[0]
 
     def canvas(self) -> Layer:
-        """Its only layer, neither mapped nor pasted on: it is made now if it is."""
+        """Return its only layer, neither mapped nor pasted on: it is made now if it is."""
         layer = self.layer()
         if layer.warp == NO_WARP and layer.mask is None:
             return layer
@@ -223,7 +223,7 @@ class Recorded(StandIn):
         self.image = finish(self.image, self.recorder.memory)
 
     def source(self) -> Source:
-        """The whole image in one piece: it is made now if it is not."""
+        """Return the whole image in one piece: it is made now if it is not."""
         placements = self.canvas().placements
         height, width, _ = self.shape
         is_whole = len(placements) == 1 and placements[0][1:] == (0, 0, 0, 0, width, height)
@@ -253,7 +253,7 @@ class Recorded(StandIn):
         return self._real.copy() if self._real is not None else self.changed()
 
     def changed(self, flags: int = 0) -> Recorded:
-        """A copy, flipped."""
+        """Return a copy, flipped."""
         old = self.image
         layers = [Layer(x.height, x.width, [*x.placements], x.warp, x.matrix, x.mask) for x in old.layers]
         image = ImagePlan(old.height, old.width, layers, old.blend, old.tables, old.flags ^ flags)
@@ -270,7 +270,7 @@ class Recorded(StandIn):
         return view
 
     def _is_seen(self) -> bool:
-        """Whether something else that is still there looks into these pixels."""
+        """Return whether something else that is still there looks into these pixels."""
         if self._views is None:
             return False
         seen = (view() for view in self._views)
@@ -283,7 +283,7 @@ class Recorded(StandIn):
     # What arrays do
 
     def _is_mask(self, key: object) -> bool:
-        """Whether ``key`` chooses whole pixels."""
+        """Return whether ``key`` chooses whole pixels."""
         plane = key.plane if type(key) is Mask else key
         return type(plane) is np.ndarray and plane.dtype == np.bool_ and plane.shape == self.shape[:2]
 
@@ -524,7 +524,7 @@ def _is_grey(value: object) -> bool:
 
 
 def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
-    """What of OpenCV is recorded, by its name. Each gives None where it is not for a plan."""
+    """Return what of OpenCV is recorded, by its name. Each gives None where it is not for a plan."""
 
     def resize(src: Any, dsize: Any, dst: object = None, *arguments: Any, **options: Any) -> Any:
         if _is(Recorded, src) and dst is None:
@@ -647,7 +647,7 @@ def _holds(values: Any) -> bool:
 
 
 def _recording(name: str, function: Callable, noted: Callable | None) -> Callable:
-    """A function of OpenCV that may be given stand-ins; ``noted`` records it, or returns None."""
+    """Return a function of OpenCV that may be given stand-ins; ``noted`` records it, or returns None."""
 
     @functools.wraps(function, updated=())
     def call(*arguments: object, **options: object) -> Any:
@@ -660,7 +660,7 @@ def _recording(name: str, function: Callable, noted: Callable | None) -> Callabl
 
 
 def recording_module(module: types.ModuleType, changed: Mapping[str, object], other: Callable | None = None) -> Any:
-    """A module like another one in all but ``changed``; ``other(name)`` looks up what is not there."""
+    """Return a module like another one in all but ``changed``; ``other(name)`` looks up what is not there."""
     made = types.ModuleType(module.__name__)
     vars(made).update(changed, __getattr__=other or functools.partial(getattr, module))
     return made
@@ -742,7 +742,7 @@ class Copies:
         self._names: dict[int, dict[str, Any]] = {}
 
     def methods(self, cls: type) -> dict[str, Any]:
-        """Copies of a class's own and inherited methods that use OpenCV, numpy or torch."""
+        """Return copies of a class's own and inherited methods that use OpenCV, numpy or torch."""
         found: dict[str, Any] = {}
         for owner in reversed(cls.__mro__):
             for name, value in vars(owner).items():
@@ -757,7 +757,7 @@ class Copies:
         return found
 
     def of(self, function: types.FunctionType) -> types.FunctionType:
-        """The copy of a function, and of those that it calls by name; the function itself where nothing would change."""
+        """Return the copy of a function, and of those that it calls by name; the function itself where nothing would change."""
         if id(function) in self._made:
             return self._made[id(function)][1]
         code, known = function.__code__, function.__globals__

@@ -87,14 +87,14 @@ def shared_by_ranks(
 
 
 def _without_place(files: Files, shapes: np.ndarray, budget: int) -> Files:
-    """Those of images that find no place when they are decoded."""
+    """Return those of images that find no place when they are decoded."""
     offsets, _ = hand_out(shapes, budget)
     paths = ["" if place >= 0 else path for place, path in zip(offsets.tolist(), files.paths, strict=True)]
     return Files(paths, files.sizes, files.ways)
 
 
 def _machine() -> str:
-    """What processes have in common that see each other under ``/proc``."""
+    """Return what processes have in common that see each other under ``/proc``."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}/{os.getuid()}"
 
 
@@ -104,7 +104,7 @@ def _number() -> int:
 
 
 def _of_machine(name: str, make: Callable[[], ImageMemory], take: Callable[..., ImageMemory]) -> ImageMemory:
-    """The memory of this name that another process has made and still has; else a new one, which others find."""
+    """Return the memory of this name that another process has made and still has; else a new one, which others find."""
     store, turn = private.default_store(), 0
     while store.add(f"{name}/{turn}/asked", 1) > 1:
         process, files, sizes = _offer(store, f"{name}/{turn}")

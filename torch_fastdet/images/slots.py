@@ -69,7 +69,7 @@ class Parcel:
 
 
 def _take(size: int) -> _OwnSlot:
-    """A slot that nobody has, with up to an eighth more room, so that what differs a little takes turns in one."""
+    """Return a slot that nobody has, with up to an eighth more room, so that what differs a little takes turns in one."""
     step = 1 << max(size.bit_length() - 4, 0)
     size = -(-size // step) * step
     free = [slot for slot in _own if slot.state[0] == FREE]

@@ -64,7 +64,7 @@ class _Reader:
 
 
 def reader(stock: type, attributes: dict[str, object], size_of: Callable[[int], Size]) -> Any:
-    """A data set of a framework's class with these attributes, whose ``load_image`` reads nothing."""
+    """Return a data set of a framework's class with these attributes, whose ``load_image`` reads nothing."""
 
     def unread(load: Any) -> Any:
         return with_names(load, imread=_read, cv2=recording_module(cv2, {"imread": _read, "resize": _resize}))

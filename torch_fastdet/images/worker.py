@@ -52,7 +52,7 @@ def with_each(change: Callable[[Any], object], batch: Any) -> Any:
 
 
 def _in_message(value: object) -> object:
-    """A small tensor as an array, which is sent in the message itself: each tensor would take a file of shared memory."""
+    """Return a small tensor as an array, which is sent in the message itself: each tensor would take a file of shared memory."""
     return value.numpy() if isinstance(value, torch.Tensor) and value.nbytes <= SMALL else value
 
 
@@ -84,7 +84,7 @@ class Collate:
         return with_images(batch, self.key, assemble(self.make(images, alone=grid.shape[1:] == (1, 1)), grid))
 
     def plan(self, images: list[ImagePlan]) -> Plan:
-        """The plan that this process sends."""
+        """Return the plan that this process sends."""
         in_worker = get_worker_info() is not None
         if in_worker:
             images = [image if image.is_shared() else finish(image, self.memory) for image in images]
@@ -93,7 +93,7 @@ class Collate:
         return plan
 
     def make(self, images: list[ImagePlan], alone: bool = True) -> Any:
-        """The images themselves, uint8 (n, 3, height, width); with ``alone`` in a loader process, for the loop's process."""
+        """Return the images themselves, uint8 (n, 3, height, width); with ``alone`` in a loader process, for the loop's process."""
         shape = (len(images), CHANNELS, images[0].height, images[0].width)
         parcel = Parcel(shape) if alone and get_worker_info() is not None else None
         out = torch.empty(shape, dtype=torch.uint8) if parcel is None else parcel.tensor
@@ -103,7 +103,7 @@ class Collate:
 
 
 def assemble(images: Any, grid: np.ndarray) -> Any:
-    """The images of the batch: each place of the grid shows an image of the plan, and one alone is enlarged to fill all places."""
+    """Return the images of the batch: each place of the grid shows an image of the plan, and one alone is enlarged to fill all places."""
     count, rows, columns = grid.shape
     if rows == columns == 1:
         return images

@@ -63,7 +63,7 @@ _capturing: list[None] = []
 
 
 def is_watched() -> bool:
-    """Whether something sees each module's call, or records a program that has to run without us."""
+    """Return whether something sees each module's call, or records a program that has to run without us."""
     return every_module_has_hooks() or is_recorded() or is_transforming()
 
 
@@ -72,12 +72,12 @@ def _made_by(maker: Callable[..., Forward], block: Block) -> bool:
 
 
 def is_captured() -> bool:
-    """Whether a thread is inside of :func:`captured`."""
+    """Return whether a thread is inside of :func:`captured`."""
     return bool(_capturing)
 
 
 def fuses() -> bool:
-    """Whether blocks are fused in the call that runs now.
+    """Return whether blocks are fused in the call that runs now.
 
     An eager call of a fused block keeps the host longer than its modules do. ``cuda_graph`` puts :func:`is_captured` in the place of this
     function: its models run as the original's wherever they do not run in graphs.
@@ -96,7 +96,7 @@ def captured() -> Iterator[None]:
 
 
 def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
-    """Whether norm and activation are ones that :func:`torch_fastdet.ops.bn_act` knows, in training, and unobserved."""
+    """Return whether norm and activation are ones that :func:`torch_fastdet.ops.bn_act` knows, in training, and unobserved."""
     return (
         fuses()
         and type(norm) is nn.BatchNorm2d
@@ -110,7 +110,7 @@ def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
 
 
 def _fits(x: Tensor, norm: nn.BatchNorm2d) -> bool:
-    """Whether the operator takes x and the norm's tensors. What stock refuses, stock shall refuse."""
+    """Return whether the operator takes x and the norm's tensors. What stock refuses, stock shall refuse."""
     if type(x) is not Tensor or x.device.type not in DEVICES or x.dim() != 4 or not x.is_floating_point():
         return False
     if x.numel() == 0 or x.shape[1] != norm.num_features or x.numel() == x.shape[1]:
@@ -133,7 +133,7 @@ def _slope(act: nn.Module) -> float:
 
 
 def _is_evaluated(block: Block) -> bool:
-    """Whether a block in evaluation is a convolution and what :func:`_write` does behind it, unobserved and without a gradient."""
+    """Return whether a block in evaluation is a convolution and what :func:`_write` does behind it, unobserved and without a gradient."""
     norm, act = getattr(block, "bn", None), block.act
     return (
         fuses()
@@ -149,7 +149,7 @@ def _is_evaluated(block: Block) -> bool:
 
 
 def _is_plain(conv: nn.Module) -> bool:
-    """Whether this is a convolution whose bias can be added later."""
+    """Return whether this is a convolution whose bias can be added later."""
     return (
         type(conv) is nn.Conv2d
         and conv.padding_mode == "zeros"
@@ -159,7 +159,7 @@ def _is_plain(conv: nn.Module) -> bool:
 
 
 def convolved(branch: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """What a branch makes of x but for the bias of the convolution that it ends in, and that bias; its result and None otherwise."""
+    """Return what a branch makes of x but for the bias of the convolution that it ends in, and that bias; its result and None otherwise."""
     if type(branch) is not nn.Sequential or not len(branch) or not runs_plainly(branch, _FORWARDS[nn.Sequential]):
         return branch(x), None
     layers: list[Any] = list(branch)
@@ -182,7 +182,7 @@ def _vectors(block: Block) -> tuple[Tensor | None, Tensor | None, Tensor | None,
 
 
 def _begun(block: Block, x: Tensor) -> Tensor:
-    """What the block's convolution makes of x; in evaluation without the bias that :func:`_finished` adds."""
+    """Return what the block's convolution makes of x; in evaluation without the bias that :func:`_finished` adds."""
     conv = block.conv
     if block.training:
         return convolve(conv, x)
@@ -199,7 +199,7 @@ def _write(
 
 
 def _fits_evaluated(x: Tensor, block: Block) -> bool:
-    """Whether the operator takes x, of the block's convolution."""
+    """Return whether the operator takes x, of the block's convolution."""
     kinds, vectors = (torch.float32, x.dtype), [v for v in _vectors(block)[:4] if v is not None]
     return (
         type(x) is Tensor
@@ -211,7 +211,7 @@ def _fits_evaluated(x: Tensor, block: Block) -> bool:
 
 
 def _finished(block: Block, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-    """The block's result, plus ``shortcut``, for x of :func:`_begun`; in evaluation in x's place. Ask :func:`_ends_in` first."""
+    """Return the block's result, plus ``shortcut``, for x of :func:`_begun`; in evaluation in x's place. Ask :func:`_ends_in` first."""
     if block.training:
         return norm_and_activation(block.bn, block.act, x, shortcut)
     if not _fits_evaluated(x, block):
@@ -259,7 +259,7 @@ def _options(block: Block) -> Options:
 
 
 def _is_whole(norm: nn.BatchNorm2d) -> bool:
-    """Whether the norm has parameters, running statistics and a count of its batches."""
+    """Return whether the norm has parameters, running statistics and a count of its batches."""
     tensors = (norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked)
     return norm.track_running_stats and all(tensor is not None for tensor in tensors)
 
@@ -296,7 +296,7 @@ def norms_and_activations_cat(blocks: list[Block], inputs: list[Tensor], shortcu
 
 
 def _jointly(blocks: list[Block], x: Tensor, before: list[int]) -> tuple[Tensor, ...] | None:
-    """Each block's ``act(bn(conv(x)))``, with ``before[i]`` channels in front, by one convolution; None where there is none.
+    """Return each block's ``act(bn(conv(x)))``, with ``before[i]`` channels in front, by one convolution; None where there is none.
 
     Ask can_fuse for each block first.
     """
@@ -316,17 +316,17 @@ def _jointly(blocks: list[Block], x: Tensor, before: list[int]) -> tuple[Tensor,
 
 
 def _can_share(x: Tensor, norm: nn.BatchNorm2d) -> bool:
-    """Whether x, of the norm's channels, may be handed to several readers. torch.compile knows no Function that writes in place."""
+    """Return whether x, of the norm's channels, may be handed to several readers. torch.compile knows no Function that writes in place."""
     return _fits(x, norm) and not torch.compiler.is_compiling()
 
 
 def _is_like(x: Tensor, room: Tensor) -> bool:
-    """Whether x can be some channels of ``room``."""
+    """Return whether x can be some channels of ``room``."""
     return x.dtype == room.dtype and x.shape[2:] == room.shape[2:] and x.is_contiguous() == room.is_contiguous()
 
 
 def _goes_into(room: Tensor, block: Block, x: Tensor, shortcut: Tensor | None) -> bool:
-    """Whether the block's result for x of :func:`_begun`, plus ``shortcut``, can be written into ``room``."""
+    """Return whether the block's result for x of :func:`_begun`, plus ``shortcut``, can be written into ``room``."""
     fits = _fits(x, block.bn) and _is_whole(block.bn) if block.training else _fits_evaluated(x, block)
     return fits and _is_added(shortcut, x) and _is_like(x, room)
 
@@ -341,7 +341,7 @@ def _into(room: Tensor, first: int, block: Block, x: Tensor, shortcut: Tensor | 
 
 
 def _behind(block: Block, x: Tensor, rest: Tensor, shortcut: Tensor | None) -> Tensor:
-    """The concatenation of the block's ``act(bn(x))``, plus ``shortcut``, and the last channels of ``rest``."""
+    """Return the concatenation of the block's ``act(bn(x))``, plus ``shortcut``, and the last channels of ``rest``."""
     if _goes_into(rest, block, x, shortcut):
         return _into(rest, 0, block, x, shortcut)
     room = rest.shape[1] - x.shape[1]
@@ -377,7 +377,7 @@ def conv_forward_fuse(stock: Forward) -> Forward:
 
 
 def _is_fused(block: Block) -> bool:
-    """Whether a call of the block is one of the :func:`conv_forward_fuse` that its class has now."""
+    """Return whether a call of the block is one of the :func:`conv_forward_fuse` that its class has now."""
     forward = getattr(vars(block).get("forward"), "__func__", None)
     return (
         getattr(forward, _MADE_BY, None) is conv_forward_fuse
@@ -389,12 +389,12 @@ def _is_fused(block: Block) -> bool:
 
 
 def is_used(model: nn.Module) -> bool:
-    """Whether ``model`` has a block of :func:`conv_forward`. Only then may its captured steps round in other places than eager ones."""
+    """Return whether ``model`` has a block of :func:`conv_forward`. Only then may its captured steps round in other places than eager ones."""
     return any(_made_by(conv_forward, block) for block in model.modules())
 
 
 def begins_with_stem(block: Block) -> bool:
-    """Whether ``block`` is one of :func:`conv_forward` with a stem's convolution, whose images may be divided on the way."""
+    """Return whether ``block`` is one of :func:`conv_forward` with a stem's convolution, whose images may be divided on the way."""
     conv = getattr(block, "conv", None)
     return (
         _made_by(conv_forward, block)
@@ -405,7 +405,7 @@ def begins_with_stem(block: Block) -> bool:
 
 
 def forward_of_bytes(block: Block, x: Tensor) -> Tensor:
-    """The block's result for ``x / 255``, where x is uint8; for other x its own. Ask :func:`begins_with_stem` first."""
+    """Return the block's result for ``x / 255``, where x is uint8; for other x its own. Ask :func:`begins_with_stem` first."""
     if x.dtype != torch.uint8:
         return type(block).forward(block, x)
     if block.training and can_fuse(block.bn, block.act) and is_stem(block.conv, x, floating=False):
@@ -415,7 +415,7 @@ def forward_of_bytes(block: Block, x: Tensor) -> Tensor:
 
 
 def _ends_in(block: Block, conv: Forward) -> bool:
-    """Whether ``block`` is a block whose forward is ``conv``, or what ``conv`` is once the norm is fused, and is one for :func:`_finished`."""
+    """Return whether ``block`` is a block whose forward is ``conv``, or what ``conv`` is once the norm is fused, and is one for :func:`_finished`."""
     if block.training:
         return hasattr(block, "bn") and runs_plainly(block, conv) and can_fuse(block.bn, block.act)
     if type(block).forward is not conv or torch.is_grad_enabled():
@@ -424,7 +424,7 @@ def _ends_in(block: Block, conv: Forward) -> bool:
 
 
 def _ends_plainly(block: Block, forward: Forward, end: str, conv: Forward) -> bool:
-    """Whether ``block`` is one whose forward is ``forward``, and whose part ``end`` is as :func:`_ends_in` asks."""
+    """Return whether ``block`` is one whose forward is ``forward``, and whose part ``end`` is as :func:`_ends_in` asks."""
     return runs_plainly(block, forward) and _ends_in(getattr(block, end), conv)
 
 
@@ -458,7 +458,7 @@ def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
 
 
 def _c3_parts(c3: Block, x: Tensor, conv: Forward, bottleneck: Forward) -> Tensor | None:
-    """The concatenation that :func:`c3_forward`'s ``cv3`` reads; None, with nothing done, where it cannot be written in place."""
+    """Return the concatenation that :func:`c3_forward`'s ``cv3`` reads; None, with nothing done, where it cannot be written in place."""
     if type(c3.m) is not nn.Sequential:
         return None
     inner: list[Block] = list(c3.m)
@@ -507,7 +507,7 @@ def c2f_forward(stock: Forward, conv: Forward, bottleneck: Forward, c3: Forward)
 
 
 def _c2f_parts(c2f: Block, x: Tensor, conv: Forward, bottleneck: Forward, c3: Forward) -> Tensor:
-    """The concatenation that :func:`c2f_forward`'s ``cv2`` reads; x is the result of ``cv1``'s convolution."""
+    """Return the concatenation that :func:`c2f_forward`'s ``cv2`` reads; x is the result of ``cv1``'s convolution."""
     cv1, blocks, half = c2f.cv1, list(c2f.m), x.shape[1] // 2
     fits = _can_share(x, cv1.bn) and _is_whole(cv1.bn) if cv1.training else _fits_evaluated(x, cv1)
     if not blocks or half % _VECTOR or x.shape[1] % 2 or not fits:
@@ -540,7 +540,7 @@ def _c2f_parts(c2f: Block, x: Tensor, conv: Forward, bottleneck: Forward, c3: Fo
 
 
 def _split(cv1: Block, x: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A tensor of ``channels`` that begins with the result of ``cv1`` for x of its convolution, and twice a copy of that's second half."""
+    """Return a tensor of ``channels`` that begins with the result of ``cv1`` for x of its convolution, and twice a copy of that's second half."""
     if cv1.training:
         return NormSplit.apply(x, channels, cv1.bn, _options(cv1), cv1.bn.weight, cv1.bn.bias)
     room, half = room_like(x, channels), room_like(x, x.shape[1] // 2)
@@ -555,7 +555,7 @@ def _chain(parts: list[Tensor], blocks: Sequence[nn.Module]) -> Tensor:
 
 
 def blocks_of_one_input(blocks: Sequence[Block], x: Tensor) -> dict[nn.Module, Tensor]:
-    """What those of the blocks whose convolutions were joined make of x, by one convolution; nothing where there is none."""
+    """Return what those of the blocks whose convolutions were joined make of x, by one convolution; nothing where there is none."""
     joined = [b for b in blocks if isinstance(getattr(b, "conv", None), nn.Module) and JOINT in vars(b.conv)]
     if not joined or not all(_made_by(conv_forward, b) and _ends_in(b, type(b).forward) for b in joined):
         return {}
@@ -573,7 +573,7 @@ def convolutions_of_one_input(model: nn.Module) -> Iterator[list[nn.Conv2d]]:
 
 
 def can_pool(pool: nn.Module) -> bool:
-    """Whether this is a max pooling that :func:`torch_fastdet.ops.max_pools_cat` knows, unobserved."""
+    """Return whether this is a max pooling that :func:`torch_fastdet.ops.max_pools_cat` knows, unobserved."""
     if type(pool) is not nn.MaxPool2d or not runs_plainly(pool, _FORWARDS[nn.MaxPool2d]) or is_watched() or not fuses():
         return False
     size = pool.kernel_size
@@ -590,7 +590,7 @@ def can_pool(pool: nn.Module) -> bool:
 
 
 def _pooled(cv1: Block, pool: Any, pools: int, x: Tensor, conv: Forward) -> Tensor:
-    """The concatenation of ``cv1(x)`` and of ``pools`` poolings, each of the one before it."""
+    """Return the concatenation of ``cv1(x)`` and of ``pools`` poolings, each of the one before it."""
     if pools > 0 and not cv1.training and _ends_in(cv1, conv):
         y = _begun(cv1, x)
         room = room_like(y, y.shape[1] * (pools + 1))

@@ -23,7 +23,7 @@ Options = tuple[float, float, str, float]
 
 
 def room_like(like: Tensor, channels: int) -> Tensor:
-    """An empty tensor of ``channels`` in the memory format of ``like``, and otherwise like it."""
+    """Return an empty tensor of ``channels`` in the memory format of ``like``, and otherwise like it."""
     layout = torch.contiguous_format if like.is_contiguous() else torch.channels_last
     shape = (like.shape[0], channels, *like.shape[2:])
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
@@ -103,7 +103,7 @@ class NormInto(torch.autograd.Function):
 
 
 def _sum(parts: tuple[Tensor | None, ...]) -> Tensor:
-    """The sum of the parts that are there, in this order and in one pass. A part may be a slice of another tensor."""
+    """Return the sum of the parts that are there, in this order and in one pass. A part may be a slice of another tensor."""
     given = [part for part in parts if part is not None]
     total = torch.empty_like(given[0])
     torch.ops.torch_fastdet.sum_slices(given, total)

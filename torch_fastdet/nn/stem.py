@@ -43,7 +43,7 @@ def has_stem_shape(conv: nn.Conv2d) -> bool:
 
 
 def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
-    """What the convolution computes in: autocast's dtype, or that of both tensors."""
+    """Return what the convolution computes in: autocast's dtype, or that of both tensors."""
     if torch.is_autocast_enabled(x.device.type):
         casts = x.dtype != torch.float64 and weight.dtype != torch.float64
         return torch.get_autocast_dtype(x.device.type) if casts else None
@@ -51,7 +51,7 @@ def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
 
 
 def is_stem(conv: nn.Module, x: object, floating: bool = True) -> bool:
-    """Whether ``conv(x)`` is such a convolution, with channels_last weights, in half precision, and unobserved.
+    """Return whether ``conv(x)`` is such a convolution, with channels_last weights, in half precision, and unobserved.
 
     Or ``conv(x / 255)``, for uint8 images and ``floating=False``.
     """
@@ -86,7 +86,7 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
 
 def _has_kernel(conv: nn.Conv2d, squares: Tensor) -> bool:
-    """Whether ``stem_conv2d`` takes the squares; it has no gradient of them, and no bias."""
+    """Return whether ``stem_conv2d`` takes the squares; it has no gradient of them, and no bias."""
     outputs, pixels = conv.weight.shape[0], squares.shape[2] * squares.shape[3]
     return (
         conv.bias is None

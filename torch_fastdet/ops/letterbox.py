@@ -19,7 +19,7 @@ class Placing(NamedTuple):
 
 
 def place(shape: list[int], size: list[int]) -> Placing:
-    """Where ``LetterBox`` of Ultralytics, or ``letterbox`` of YOLOv5 with ``auto=False``, puts an image. Scriptable.
+    """Return where ``LetterBox`` of Ultralytics, or ``letterbox`` of YOLOv5 with ``auto=False``, puts an image. Scriptable.
 
     Args:
         shape: height and width of the image.

@@ -43,7 +43,7 @@ def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
 
 
 def _describe(status: list[int], problems: int) -> str | None:
-    """A line on the first problem that could not be solved, or None. ``status``: their number, and the greatest fault code."""
+    """Return a line on the first problem that could not be solved, or None. ``status``: their number, and the greatest fault code."""
     count, code = status
     if not count:
         return None
@@ -56,5 +56,5 @@ _statuses = DeferredStatus(_describe)
 
 
 def _raises(cost: Tensor) -> bool:
-    """Whether errors of a GPU can be raised later: neither in a program that is traced, nor while a graph is captured."""
+    """Return whether errors of a GPU can be raised later: neither in a program that is traced, nor while a graph is captured."""
     return not torch.compiler.is_compiling() and cost.is_cuda and not torch.cuda.is_current_stream_capturing()

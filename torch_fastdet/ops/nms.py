@@ -39,7 +39,7 @@ class NmsOptions(NamedTuple):
 
 
 def checked_options(op: str, options: NmsOptions) -> NmsOptions:
-    """The options in the operators' own types, for callers that come before their first call or do without them.
+    """Return the options in the operators' own types, for callers that come before their first call or do without them.
 
     What the operators refuse is an error here. Numbers of other types serve too.
     """
@@ -69,7 +69,7 @@ def checked_options(op: str, options: NmsOptions) -> NmsOptions:
 
 
 def _class_list(classes: list[int] | None) -> list[int] | None:
-    """A list of classes; an int is one class, as the stock functions take it."""
+    """Return a list of classes; an int is one class, as the stock functions take it."""
     if not torch.jit.is_scripting():  # noqa: SIM102  TorchScript does not compile what is inside
         if isinstance(classes, int):
             return [classes]

@@ -168,7 +168,7 @@ def yolov5_segmentation_loss(
 def split_coefficients(
     heads: list[torch.Tensor], protos: torch.Tensor
 ) -> tuple[list[torch.Tensor], torch.Tensor, list[int]]:
-    """The heads without their last channels, those as (bs, channels, anchors) in the prototypes' dtype, and the levels' sizes."""
+    """Return the heads without their last channels, those as (bs, channels, anchors) in the prototypes' dtype, and the levels' sizes."""
     detection: list[torch.Tensor] = []
     coefficients: list[torch.Tensor] = []
     sizes: list[int] = []

@@ -54,14 +54,14 @@ class Binding:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, current: Binding | None) -> Binding:
-        """The optimizer's binding: ``current``, while it is that."""
+        """Return the optimizer's binding: ``current``, while it is that."""
         if current is None or current._optimizer() is not optimizer or not current.is_current():
             return cls(optimizer, lambda *args: new_state(cls.name, *args))
         return current
 
     @classmethod
     def numbers(cls, optimizer: Any, device: torch.device) -> Numbers:
-        """All groups' numbers, the device tensors that replace some of them ([] for none), and the groups' flags."""
+        """Return all groups' numbers, the device tensors that replace some of them ([] for none), and the groups' flags."""
         groups = [cls.numbers_of(optimizer, group) for group in optimizer.param_groups]
         given = [value for numbers, _ in groups for value in numbers]
         elsewhere = [isinstance(value, Tensor) and value.device.type != "cpu" for value in given]
@@ -72,7 +72,7 @@ class Binding:
 
     @classmethod
     def numbers_of(cls, optimizer: object, group: Group) -> tuple[list[float | Tensor], int]:
-        """The numbers of one group, and its flags."""
+        """Return the numbers of one group, and its flags."""
         raise NotImplementedError
 
     @staticmethod
@@ -156,14 +156,14 @@ class Binding:
         """What comes between the reduction of a fused step and its update; ``reduced``: there was one."""
 
     def can_unscale(self) -> bool:
-        """Whether there is a gradient, and none that GradScaler refuses to unscale or that is sparse."""
+        """Return whether there is a gradient, and none that GradScaler refuses to unscale or that is sparse."""
         found = 0
         for state in self.states.values():
             found |= state.gradients()
         return found == 1
 
     def is_all_of(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether these are all parameters of the optimizer, in any order."""
+        """Return whether these are all parameters of the optimizer, in any order."""
         return len(parameters) == len(self.params) and self.ids == set(map(id, parameters)) and self.same_params()
 
     def same_params(self) -> bool:

@@ -15,7 +15,7 @@ MUSGD = ("ultralytics.optim.muon", "MuSGD")
 
 
 def is_stock_musgd(optimizer: object) -> bool:
-    """Whether this is Ultralytics' own MuSGD, without importing that."""
+    """Return whether this is Ultralytics' own MuSGD, without importing that."""
     return (type(optimizer).__module__, type(optimizer).__name__) == MUSGD
 
 

@@ -17,7 +17,7 @@ from torch_fastdet.optim.musgd import MuSGD, MusgdBinding
 
 
 def binding_of(optimizer: object) -> type[Binding] | None:
-    """How a fused step holds this optimizer; None for one that it cannot step."""
+    """Return how a fused step holds this optimizer; None for one that it cannot step."""
     for kind, binding in ((MuSGD, MusgdBinding), (torch.optim.SGD, SgdBinding), (torch.optim.Adam, AdamBinding)):
         if isinstance(optimizer, kind):
             return binding
@@ -32,7 +32,7 @@ class StepNumbers(DeviceNumbers):
         self._captured: list[Tensor] = []
 
     def capture(self, values: list[float], tensors: list[Tensor | None]) -> list[Tensor | None]:
-        """The device tensor of each number, for a capture that begins now; a tensor that is given stays."""
+        """Return the device tensor of each number, for a capture that begins now; a tensor that is given stays."""
         if values != self.values:
             raise RuntimeError("FusedStep: call refresh() before the capture and before each replay")
         if not any(memory is self.memory for memory in self._captured):
@@ -41,7 +41,7 @@ class StepNumbers(DeviceNumbers):
         return mine if not tensors else [mine[i] if t is None else t for i, t in enumerate(tensors)]
 
     def captured_lengths(self) -> list[int]:
-        """How many numbers each capture found, the latest last."""
+        """Return how many numbers each capture found, the latest last."""
         return [memory.numel() for memory in self._captured]
 
 

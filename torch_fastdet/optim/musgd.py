@@ -30,7 +30,7 @@ STEPS, EPS = 5, 1e-7
 
 
 def _as_rows(matrix: Tensor, like: Tensor) -> Tensor:
-    """A (rows, columns) matrix as a tensor with the shape of ``like``, whose columns follow the memory order of ``like``."""
+    """Return a (rows, columns) matrix as a tensor with the shape of ``like``, whose columns follow the memory order of ``like``."""
     if not like.is_contiguous() and like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last):
         n, c, h, w = like.shape
         return matrix.view(n, h, w, c).permute(0, 3, 1, 2)

@@ -78,7 +78,7 @@ def _target(target: Target | Outside, outcome: Outcome | None) -> Outcome:
 
 
 def facts(host: str, version: str | None) -> dict[str, object]:
-    """The machine and what is installed on it."""
+    """Return the machine and what is installed on it."""
     info = build_info()
     budgets = {name: os.environ.get(name, "not set") for name in (memory.HOST_BUDGET, memory.GPU_BUDGET)}
     budgets["images on the host"] = memory.words(memory.host_budget())

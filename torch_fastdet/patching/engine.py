@@ -44,11 +44,11 @@ class Host:
     # To override -----------------------------------------------------------------------------------------------------
 
     def missing(self) -> Obstacle | None:
-        """Why the host cannot be used here; None where it can."""
+        """Return why the host cannot be used here; None where it can."""
         return None
 
     def prefix(self) -> str:
-        """What the names of its modules begin with in this process."""
+        """Return what the names of its modules begin with in this process."""
         return ""
 
     # For everybody ---------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ class Host:
             return self.patches.lines()
 
     def everything(self) -> list[str]:
-        """The switches that ``fastdet`` stands for."""
+        """Return the switches that ``fastdet`` stands for."""
         return [name for name, switch in self.switches.items() if not switch.by_name_only]
 
     def former_names(self) -> dict[str, str]:
@@ -144,7 +144,7 @@ class Host:
     # Inside ----------------------------------------------------------------------------------------------------------
 
     def obstacle(self, switch: Switch) -> Obstacle | None:
-        """Why a switch as a whole cannot apply here; None where it can."""
+        """Return why a switch as a whole cannot apply here; None where it can."""
         missing = self.missing() if switch.needs_host else None
         return missing if missing is not None else obstacle_among(switch.evidence)
 

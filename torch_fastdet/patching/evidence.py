@@ -257,7 +257,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def at_least(package: str, oldest: str) -> Asks:
-    """The installed ``package`` is not older than ``oldest``, the first version whose results the drop-ins have."""
+    """Ask whether the installed ``package`` is not older than ``oldest``, the first version whose results the drop-ins have."""
 
     def question(_: object) -> str | None:
         if release(version := installed_version(package)) >= release(oldest):

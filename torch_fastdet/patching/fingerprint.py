@@ -22,7 +22,7 @@ def fingerprint(function: Callable[..., Any]) -> str:
 
 
 def names_in(code: CodeType) -> set[str]:
-    """The names that a function's code looks up, functions and comprehensions inside it included."""
+    """Return the names that a function's code looks up, functions and comprehensions inside it included."""
     inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*inner)
 

@@ -25,7 +25,7 @@ def top_level(name: str) -> str:
 
 
 def is_run(name: str) -> bool:
-    """Whether a module is loaded and its code has run to the end."""
+    """Return whether a module is loaded and its code has run to the end."""
     module = sys.modules.get(name)
     spec = None if module is None else namespace(module).get("__spec__")
     return module is not None and not getattr(spec, "_initializing", False)

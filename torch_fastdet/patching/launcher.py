@@ -24,7 +24,7 @@ class Launcher:
 
     @property
     def flags(self) -> dict[str, tuple[str, bool]]:
-        """The switch of each flag, and whether the flag switches it on: ``--nms_optim``, ``--no-nms_optim``."""
+        """Return the switch of each flag, and whether the flag switches it on: ``--nms_optim``, ``--no-nms_optim``."""
         names = {name: name for name in self.host.switches} | self.host.former_names()
         on = {f"--{name}": (switch, True) for name, switch in (names | {ALL: ALL}).items()}
         return on | {f"--no-{name}": (switch, False) for name, switch in names.items()}

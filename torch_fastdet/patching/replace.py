@@ -51,13 +51,13 @@ class Replacement:
 
 
 def describe(thing: object) -> str:
-    """Where something of ours, or what we replace, is defined."""
+    """Return where something of ours, or what we replace, is defined."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     return f"{module}.{name}".replace(".<locals>", "") if module and name else getattr(thing, "__name__", repr(thing))
 
 
 def original(owner: object, attribute: str) -> Any:
-    """What ``owner`` itself holds under that name, below everything that is replaced now; None if there is nothing."""
+    """Return what ``owner`` itself holds under that name, below everything that is replaced now; None if there is nothing."""
     value = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute)
     layers = [r for patches in _all for r in patches.replacements if r.owner is owner and r.attribute == attribute]
     while below := [r for r in layers if r.new is value]:
@@ -67,7 +67,7 @@ def original(owner: object, attribute: str) -> Any:
 
 
 def is_code_of(function: Any, package: str) -> bool:
-    """Whether this is a function whose code is in that package; a static or class method has a function. A wrapper's is its author's."""
+    """Return whether this is a function whose code is in that package; a static or class method has a function. A wrapper's is its author's."""
     function = function.__func__ if type(function) in (staticmethod, classmethod) else function
     return type(function) is FunctionType and top_level(str(function.__globals__.get("__name__"))) == package
 
@@ -142,7 +142,7 @@ class Patches:
             _all.add(self)
 
     def modules(self) -> list[ModuleType]:
-        """The loaded modules that may hold names to replace."""
+        """Return the loaded modules that may hold names to replace."""
         return loaded_modules(self._left_alone)
 
     def somebody_elses(self, module: ModuleType, attribute: str) -> Any:
@@ -165,7 +165,7 @@ class Patches:
             self._hook.install()
 
     def is_outside(self, replacement: Replacement) -> bool:
-        """Whether this is a name of torch or a similar library, and not of the host or a module that imported from it."""
+        """Return whether this is a name of torch or a similar library, and not of the host or a module that imported from it."""
         return top_level(replacement.module) in self._left_alone
 
     def replace(
@@ -193,7 +193,7 @@ class Patches:
                     self.replace(switch, module, attribute, new)
 
     def lines(self) -> tuple[str, ...]:
-        """One line for each replaced name, except those that are replaced quietly."""
+        """Return one line for each replaced name, except those that are replaced quietly."""
         return tuple(str(replacement) for replacement in self.replacements if not replacement.quiet)
 
     def put_back(self) -> int:

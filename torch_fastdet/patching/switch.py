@@ -85,7 +85,7 @@ class Target:
 
     @property
     def all_evidence(self) -> tuple[Evidence, ...]:
-        """All that is asked of stock: its parameters first, where it gets a drop-in as it is."""
+        """Return all that is asked of stock: its parameters first, where it gets a drop-in as it is."""
         return self.evidence if self.drop_in is None or self.make else (Signature(self.drop_in), *self.evidence)
 
     @property
@@ -97,7 +97,7 @@ class Target:
         return (*self.where, *self.moved)
 
     def missing_from(self, just_run: str) -> Obstacle | None:
-        """Why there is nothing to replace, if a module that should define the function or class has been run; else None."""
+        """Return why there is nothing to replace, if a module that should define the function or class has been run; else None."""
         run = [name for name in self.places if name == just_run or is_run(name)]
         here, there = ({root(name) for name in run if name in names} for names in (self.where, self.moved))
         if not (here & there if self.moved else here):
@@ -107,7 +107,7 @@ class Target:
         return Obstacle(f"no {self.name} is defined in {' or '.join(run)}, or it has been replaced by somebody else.")
 
     def obstacle(self, owner: object, stock: object) -> Obstacle | None:
-        """Why stock's stays; None where it can be replaced."""
+        """Return why stock's stays; None where it can be replaced."""
         if self.own:
             method = self.name.partition(".")[2]
             function = original(owner, method)
@@ -203,7 +203,7 @@ class Active:
     # For what takes the place of stock ---------------------------------------------------------------------------------
 
     def shared(self, make: Callable[[Active], T]) -> T:
-        """What several targets of this switch have in common: ``make(self)``, made once."""
+        """Return what several targets of this switch have in common: ``make(self)``, made once."""
         if make not in self._shared:
             self._shared[make] = make(self)
         return self._shared[make]
@@ -213,7 +213,7 @@ class Active:
         self.patches.replace(self.name, owner, attribute, new, note, quietly)
 
     def replacement(self, owner: object, attribute: str) -> Any:
-        """What takes the place of ``owner.attribute`` by this switch; None if nothing does."""
+        """Return what takes the place of ``owner.attribute`` by this switch; None if nothing does."""
         mine = (known for known in self.patches.replacements if known.switch == self.name)
         return next((known.new for known in mine if known.owner is owner and known.attribute == attribute), None)
 
@@ -282,7 +282,7 @@ class Active:
                     self._look_for_method(target, module)
 
     def found_nothing(self) -> str | None:
-        """Why nothing of the host can be replaced, in one line; None if something was found."""
+        """Return why nothing of the host can be replaced, in one line; None if something was found."""
         names = [target for target in self.switch.targets if isinstance(target, Target)]
         if not names or any(id(name) in self.outcomes and self.outcomes[id(name)].found for name in names):
             return None

@@ -57,7 +57,7 @@ class _Room:
         return sum(member.shape[0] for member in self.members)
 
     def places(self, room: Tensor) -> list[Tensor]:
-        """Each member's rows of ``room``."""
+        """Return each member's rows of ``room``."""
         return list(room[: self.used].split([member.shape[0] for member in self.members]))
 
     def new(self, dtype: torch.dtype) -> Tensor:
@@ -71,7 +71,7 @@ class _Room:
         return torch.empty(shape, dtype=dtype, device=like.device, memory_format=layout)
 
     def rest(self, room: Tensor) -> Tensor:
-        """The rows of ``room`` behind the members, which :meth:`new` leaves as they are."""
+        """Return the rows of ``room`` behind the members, which :meth:`new` leaves as they are."""
         return room[self.used :]
 
 
@@ -163,7 +163,7 @@ class _Pointwise(torch.autograd.Function):
 
 
 def _takes_rows(conv: nn.Conv2d) -> bool:
-    """Whether rows of zeros behind the weights of this convolution spare cuDNN copies.
+    """Return whether rows of zeros behind the weights of this convolution spare cuDNN copies.
 
     Its tensor-core kernels write channels_last results in groups of eight channels. YOLOv5's heads have 255: cuDNN copies their
     results once and their gradients twice. With 256 one copy of the gradients is left.
@@ -179,7 +179,7 @@ def _takes_rows(conv: nn.Conv2d) -> bool:
 
 
 def _rooms(layers: list[Layer], joined: list[list[nn.Conv2d]]) -> list[_Room]:
-    """A room for each parameter, and one for the weights of each group of ``joined``."""
+    """Return a room for each parameter, and one for the weights of each group of ``joined``."""
     uses = Counter(p for layer in layers for p in layer._parameters.values() if p is not None)
     rows = {parameter: parameter.shape[0] for parameter in uses}
     for conv in (layer for layer in layers if type(layer) is nn.Conv2d and _takes_rows(layer)):
@@ -194,7 +194,7 @@ def _rooms(layers: list[Layer], joined: list[list[nn.Conv2d]]) -> list[_Room]:
 
 
 def _kind(conv: nn.Conv2d) -> tuple[object, ...]:
-    """What convolutions without groups and biases have in common that can be one; but for the number of outputs."""
+    """Return what convolutions without groups and biases have in common that can be one; but for the number of outputs."""
     weight = conv.weight
     return conv.stride, conv.padding, conv.dilation, weight.shape[1:], weight.stride()
 
@@ -224,7 +224,7 @@ def _joined(model: nn.Module, convs: list[nn.Conv2d]) -> list[list[nn.Conv2d]]:
 
 
 def _takes_cast(layer: nn.Module) -> TypeGuard[Layer]:
-    """Whether ``layer`` is one of torch's own with float32 parameters, so that autocast casts them and nothing sees it."""
+    """Return whether ``layer`` is one of torch's own with float32 parameters, so that autocast casts them and nothing sees it."""
     if type(layer) is nn.Conv2d:
         if not runs_plainly(layer, _FORWARD) or layer.padding_mode != "zeros" or has_stem_shape(layer):
             return False
@@ -294,7 +294,7 @@ def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> AbstractCo
 
 
 def _is_cast(x: Tensor, dtype: torch.dtype) -> bool:
-    """Whether autocast casts x to dtype. The model may have switched it off, or to another dtype, around this layer."""
+    """Return whether autocast casts x to dtype. The model may have switched it off, or to another dtype, around this layer."""
     device = x.device.type
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype and x.dtype != torch.float64
 
@@ -309,7 +309,7 @@ def _joint_of(first: nn.Conv2d, weight: Tensor, dtype: torch.dtype) -> Callable[
 
 
 def _is_pointwise(conv: nn.Conv2d) -> bool:
-    """Whether ``conv`` is what :class:`_Pointwise` computes."""
+    """Return whether ``conv`` is what :class:`_Pointwise` computes."""
     return (
         conv.bias is not None
         and conv.kernel_size == conv.stride == (1, 1)
@@ -321,7 +321,7 @@ def _is_pointwise(conv: nn.Conv2d) -> bool:
 
 
 def _takes_products() -> bool:
-    """Whether torch takes matrix products on a GPU: its deterministic algorithms want a setting of cuBLAS for them."""
+    """Return whether torch takes matrix products on a GPU: its deterministic algorithms want a setting of cuBLAS for them."""
     return not torch.are_deterministic_algorithms_enabled() or "CUBLAS_WORKSPACE_CONFIG" in os.environ
 
 

@@ -24,7 +24,7 @@ from torch_fastdet.rewrites.rewrite import (
 
 
 def raw_heads(detect: Head, x: list[Tensor]) -> list[Tensor]:
-    """What YOLOv5's Detect returns in training, (bs, na, ny, nx, no) a level, as views of its convolutions' outputs, also in ``x``."""
+    """Return what YOLOv5's Detect returns in training, (bs, na, ny, nx, no) a level, as views of its convolutions' outputs, also in ``x``."""
     outputs = (convolution(features) for convolution, features in zip(detect.m, x))
     x[:] = [output.unflatten(1, (detect.na, detect.no)).movedim(2, -1) for output in outputs]
     return x
@@ -32,7 +32,7 @@ def raw_heads(detect: Head, x: list[Tensor]) -> list[Tensor]:
 
 @functools.cache
 def _obstacle_to_views(forward: Any) -> Obstacle | None:
-    """Why this is not what YOLOv5's ``Detect.forward`` computes in training: forks change it under the same name."""
+    """Return why this is not what YOLOv5's ``Detect.forward`` computes in training: forks change it under the same name."""
     attributes = {"nl": 2, "na": 2, "no": 3, "m": list(stand_ins("0", "1").values()), "training": True, "export": False}
     known = agree(forward, raw_heads, attributes, [pictures(6), -pictures(6)])
     return None if known else Obstacle("Detect.forward is not YOLOv5's.")
@@ -58,7 +58,7 @@ class HeadViews:
 
 
 def _joined(head: Head, x: list[Tensor]) -> Tensor:
-    """What ``head`` makes of each level, (N, channels, anchors of all levels), with the channels of an anchor side by side."""
+    """Return what ``head`` makes of each level, (N, channels, anchors of all levels), with the channels of an anchor side by side."""
     rows = [part(features).permute(0, 2, 3, 1).flatten(1, 2) for part, features in zip(head, x)]
     return torch.cat(rows, 1).transpose(1, 2)
 
@@ -101,7 +101,7 @@ def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head:
 
 @functools.cache
 def _obstacle_to_outputs(forward_head: object) -> Obstacle | None:
-    """Why this is not what Ultralytics' ``Detect.forward_head`` computes: forks change it under the same name."""
+    """Return why this is not what Ultralytics' ``Detect.forward_head`` computes: forks change it under the same name."""
     boxes = [lambda t: t + 1, lambda t: t * t]
     classes = [lambda t: t[:, :3] + 2, lambda t: t[:, 1:] * t[:, :3]]
 

@@ -32,7 +32,7 @@ ULTRALYTICS: tuple[Rewrite, ...] = (
 
 
 def lines(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
-    """What these change, and what every captured training step changes, for the doctor."""
+    """Return what these change, and what every captured training step changes, for the doctor."""
     return (*(rewrite.about for rewrite in rewrites), WeightsCastOnce.about)
 
 

@@ -76,7 +76,7 @@ ULTRALYTICS_HEADS = Framework(("ultralytics.nn.modules.head",))
 
 
 def layers_of(model: object, framework: Framework, loop_alone: bool = False) -> list[Any]:
-    """The model's layers if the framework's methods, or the last of them with ``loop_alone``, run them in a row unseen; else nothing."""
+    """Return the model's layers if the framework's methods, or the last of them with ``loop_alone``, run them in a row unseen; else nothing."""
     layers = getattr(model, "model", None)
     methods = framework.methods[-1:] if loop_alone else framework.methods
     found: list[Any] = [getattr(type(model), name, None) for name in methods]
@@ -91,7 +91,7 @@ def layers_of(model: object, framework: Framework, loop_alone: bool = False) -> 
 
 
 def head_of(model: Model, framework: Framework, evaluated: bool = False) -> Head:
-    """The last layer of a model in training, or ``evaluated`` too, if its class is the framework's; else None."""
+    """Return the last layer of a model in training, or ``evaluated`` too, if its class is the framework's; else None."""
     layers = getattr(model, "model", None)
     head = layers[-1] if isinstance(layers, nn.Sequential) and len(layers) else None
     return head if type(head).__module__ in framework.modules and (model.training or evaluated) else None
@@ -104,14 +104,14 @@ def detect_of(model: Model, method: str, framework: Framework, evaluated: bool =
 
 
 def obstacle_to_other_sums(model: nn.Module) -> Obstacle | None:
-    """Why convolutions of the model, and losses behind it, may not add in another order; None if they may."""
+    """Return why convolutions of the model, and losses behind it, may not add in another order; None if they may."""
     if every_module_has_hooks():
         return Obstacle("hooks are registered on all modules.")
     return None if is_used(model) else Obstacle("bn_act_optim has replaced none of its blocks.")
 
 
 def obstacle_to_rows(model: nn.Module) -> Obstacle | None:
-    """The same for what is faster in NHWC memory alone."""
+    """Return the same for what is faster in NHWC memory alone."""
     if not any(map(is_channels_last, model.parameters())):
         return Obstacle("its weights are not channels_last.")
     return None

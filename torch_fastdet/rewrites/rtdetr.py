@@ -23,7 +23,7 @@ _SELF_ATTENTION = {"TransformerEncoderLayer": "ma", "AIFI": "ma", "DeformableTra
 
 
 def attend(value: Tensor, shapes: list[list[int]], locations: Tensor, weights: Tensor) -> Tensor:
-    """What Ultralytics samples with ``grid_sample``; points of all levels are in one dimension."""
+    """Return what Ultralytics samples with ``grid_sample``; points of all levels are in one dimension."""
     levels = len(shapes)
     sizes = [(int(height), int(width)) for height, width in shapes]
     return ops.deformable_attention(
@@ -32,7 +32,7 @@ def attend(value: Tensor, shapes: list[list[int]], locations: Tensor, weights: T
 
 
 def _samples(function: Any) -> bool:
-    """Whether ``function`` computes what :func:`attend` does."""
+    """Return whether ``function`` computes what :func:`attend` does."""
     wave = (torch.arange(2 * 10 * 2 * 4, device="cpu") * 0.7).sin()
     value, shapes = wave.view(2, 10, 2, 4), [[2, 3], [2, 2]]
     locations, weights = wave[:96].view(2, 3, 2, 4, 2) * 0.7 + 0.5, wave[:48].view(2, 3, 2, 4)

@@ -17,7 +17,7 @@ _MARK = "torch_fastdet_takes_bytes"
 
 
 def takes_bytes(model: nn.Module) -> bool:
-    """Whether the model takes uint8 images now, for which its result is that of ``images / 255``."""
+    """Return whether the model takes uint8 images now, for which its result is that of ``images / 255``."""
     return _MARK in vars(model)
 
 

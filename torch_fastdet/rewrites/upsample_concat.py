@@ -28,7 +28,7 @@ def _concatenates(forward: Any) -> bool:
 
 
 def _is_pair(upsample: nn.Module, concat: Any, save: Collection[object]) -> bool:
-    """Whether ``concat`` alone reads what ``upsample`` makes, and puts one other tensor behind it along the channels."""
+    """Return whether ``concat`` alone reads what ``upsample`` makes, and puts one other tensor behind it along the channels."""
     return (
         type(upsample) is nn.Upsample
         and runs_plainly(upsample, upsample_forward)  # the switch is on

@@ -90,7 +90,7 @@ class Clock:
 
 
 def measure(variant: str, options: argparse.Namespace, data: str, folder: Path) -> dict[str, float | None]:
-    """Trains, validates and predicts in this process, in seconds (and MiB)."""
+    """Train, validate and predict in this process, in seconds (and MiB)."""
     from ultralytics import YOLO
 
     if variant == "ours":

@@ -19,7 +19,7 @@ def _is_yolov5(folder: Path) -> bool:
 
 
 def _folders(package: str) -> list[Path]:
-    """Where a top-level package would be imported from; it is not imported."""
+    """Return where a top-level package would be imported from; it is not imported."""
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:  # a module made by hand, without a spec
@@ -28,7 +28,7 @@ def _folders(package: str) -> list[Path]:
 
 
 def importable_prefix() -> str | None:
-    """The prefix of ``utils.loss`` in this process: "" in a checkout, "yolov5." with the package, None without YOLOv5."""
+    """Return the prefix of ``utils.loss`` in this process: "" in a checkout, "yolov5." with the package, None without YOLOv5."""
     for prefix in ("yolov5.", ""):  # the package's scripts also import a bare models.yolo
         if f"{prefix}models.yolo" in sys.modules or f"{prefix}utils.loss" in sys.modules:
             return prefix
@@ -39,20 +39,20 @@ def importable_prefix() -> str | None:
 
 
 def script_has_yolov5(script: Path | None) -> bool:
-    """Whether a script finds a YOLOv5: next to it or above it (segment/train.py), on the path, or the package."""
+    """Return whether a script finds a YOLOv5: next to it or above it (segment/train.py), on the path, or the package."""
     near = [] if script is None else list(script.resolve().parents)[:3]
     return any(_is_yolov5(folder) for folder in near) or importable_prefix() is not None
 
 
 def is_loaded() -> bool:
-    """Whether modules of a YOLOv5, a checkout's or the package's, are imported in this process."""
+    """Return whether modules of a YOLOv5, a checkout's or the package's, are imported in this process."""
     packages = (sys.modules.get(prefix + name) for prefix in ("", "yolov5.") for name in ("utils", "models"))
     folders = (Path(folder) for package in packages for folder in getattr(package, "__path__", ()))
     return any(_is_yolov5(folder.parent) for folder in folders)
 
 
 def version() -> str | None:
-    """What is known of the version: that of the package, or the folder of a checkout; None without YOLOv5."""
+    """Return what is known of the version: that of the package, or the folder of a checkout; None without YOLOv5."""
     prefix = importable_prefix()
     if prefix is None:
         return None

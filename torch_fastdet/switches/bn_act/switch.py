@@ -89,7 +89,7 @@ def _method(name: str, make: Callable[..., Any], *parts: str) -> Make:
 def _switch(
     conv: tuple[str, ...], blocks: tuple[str, ...], evidence: tuple[Evidence, ...] = (), **options: Any
 ) -> Switch:
-    """The switch of a host.
+    """Return the switch of a host.
 
     Args:
         conv: full names of the modules that may define ``Conv``.

@@ -18,7 +18,7 @@ from torch_fastdet.switches.cuda_graph.yolov5 import trains
 
 
 def _in_layout(active: Active, stock: Callable[..., object], model_class: type[nn.Module]) -> object:
-    """A model's ``forward``, whose training passes run in the layout that is faster."""
+    """Return a model's ``forward``, whose training passes run in the layout that is faster."""
     once = saying_once(active.name)
     active.shared(wrapped_in_layout).append(model_class)
 
@@ -74,7 +74,7 @@ def plain_fuse(stock: Callable[..., object]) -> Callable[..., object]:
 
 
 def layout_targets(where: tuple[str, ...], model: str, otherwise: Literal["nothing", "refuse"]) -> tuple[Target, ...]:
-    """What ``channels_last`` replaces in the class ``model`` of the modules ``where``."""
+    """Return what ``channels_last`` replaces in the class ``model`` of the modules ``where``."""
     name = f"{model}.forward"
     return (
         Target(where, name, make=_in_layout, otherwise=otherwise),

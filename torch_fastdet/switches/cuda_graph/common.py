@@ -83,7 +83,7 @@ class TrainingGraphs:
 
 
 def timer(where: tuple[str, ...], evidence: tuple[Evidence, ...]) -> Target:
-    """The framework's ``Profile.time``, which waits for the whole GPU: no thread may do so while another one captures."""
+    """Return the framework's ``Profile.time``, which waits for the whole GPU: no thread may do so while another one captures."""
 
     def make(_: Active, stock: Callable[..., float], __: object) -> Callable[..., float]:
         @functools.wraps(stock)

@@ -62,7 +62,7 @@ class GraphedDDP:
         return None if running is None or running[0] is not model or running[1] is None else running[1].average
 
     def wraps(self, model: nn.Module) -> bool:
-        """Whether the forward pass that runs now is one of DistributedDataParallel around this model."""
+        """Return whether the forward pass that runs now is one of DistributedDataParallel around this model."""
         return self._running is not None and self._running[0] is model
 
     def _ranks_of(self, ddp: DistributedDataParallel) -> Ranks | None:

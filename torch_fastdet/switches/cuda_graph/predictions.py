@@ -50,7 +50,7 @@ class PredictionGraphs:
 
 
 def _settings_of(model: nn.Module) -> list[object]:
-    """The attributes of a model and of its head, beside tensors and layers: a predictor sets max_det, for instance."""
+    """Return the attributes of a model and of its head, beside tensors and layers: a predictor sets max_det, for instance."""
     layers = getattr(model, "model", None)
     parts = (model, layers[-1]) if isinstance(layers, nn.Sequential) and len(layers) else (model,)
     return [value for part in parts for name, value in vars(part).items() if name not in _CACHES]

@@ -70,7 +70,7 @@ class Queries(NamedTuple):
     mask: Tensor
 
     def embedded(self, queries: int, class_embed: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        """What ``get_cdn_group`` returns for ``queries`` matching queries."""
+        """Return what ``get_cdn_group`` returns for ``queries`` matching queries."""
         embed = _Embedded.apply(self.classes, class_embed)
         room = self.classes.shape[1]
         kinds = torch.arange(room + queries, device=self.mask.device).clamp(max=room)
@@ -102,7 +102,7 @@ def keep_labels(on_device: Sequence[object], on_host: Sequence[object]) -> None:
 
 
 def labels_on_host(batch: Batch) -> tuple[Tensor, ...]:
-    """The labels of a batch on the host: those that :func:`keep_labels` has noted, or copies, for which the host waits."""
+    """Return the labels of a batch on the host: those that :func:`keep_labels` has noted, or copies, for which the host waits."""
     labels = tuple(batch[name] for name in _LABELS)
     note = getattr(labels[0], _NOTE, None)
     same = isinstance(note, _Note) and all(map(operator.is_, labels[1:], note.others))
@@ -112,7 +112,7 @@ def labels_on_host(batch: Batch) -> tuple[Tensor, ...]:
 
 
 def preprocess_batch(_: Active, stock: Callable[..., Any], __: object) -> Callable[..., Any]:
-    """The trainer's ``preprocess_batch``, which brings a batch to the GPU: the labels on the host are kept for this step."""
+    """Return the trainer's ``preprocess_batch``, which brings a batch to the GPU: the labels on the host are kept for this step."""
 
     @functools.wraps(stock)
     def preprocess_batch(trainer: object, batch: Batch) -> Any:
@@ -176,7 +176,7 @@ def _draw(draw: Any, head: Head, targets: dict[str, Any]) -> _Drawn:
 
 
 def network(model: nn.Module, x: Tensor, *queries: Tensor) -> tuple[Tensor, ...]:
-    """The pass that is captured: boxes and scores of the encoder's and the decoder's sets, and those of the denoising sets."""
+    """Return the pass that is captured: boxes and scores of the encoder's and the decoder's sets, and those of the denoising sets."""
     boxes, scores, enc_boxes, enc_scores, meta = model.predict(x, batch=Queries(*queries))  # type: ignore[operator]
     room = meta["dn_num_split"][0]
     sets = (torch.cat([first[None], every[:, :, room:]]) for every, first in ((boxes, enc_boxes), (scores, enc_scores)))
@@ -204,7 +204,7 @@ def get_cdn_group(active: Active, stock: Callable[..., Any], _: object) -> Calla
 
 
 def _head(model: Model) -> Any:
-    """The model's last layer if it is Ultralytics' ``RTDETRDecoder`` with denoising queries; else None."""
+    """Return the model's last layer if it is Ultralytics' ``RTDETRDecoder`` with denoising queries; else None."""
     head = model.model[-1]
     kind = type(head)
     known = (kind.__module__, kind.__name__) == ("ultralytics.nn.modules.head", "RTDETRDecoder")

@@ -31,14 +31,14 @@ PREDICT = Signature(("self", "x", "profile", "augment", "embed"))
 
 
 def trains(model: nn.Module, x: object) -> bool:
-    """Whether this is a forward pass of the trainer on a GPU, and not a dry run."""
+    """Return whether this is a forward pass of the trainer on a GPU, and not a dry run."""
     if not (model.training and torch.is_grad_enabled() and getattr(model, "criterion", None) is not None):
         return False
     return isinstance(x, torch.Tensor) and _capture.on_gpu(x)
 
 
 def objection(trainer: Trainer, own: Callable[[Trainer], str | None]) -> str | None:
-    """Why a switch cannot apply to this training: its ``own`` reason, or that there is no GPU; None where it can."""
+    """Return why a switch cannot apply to this training: its ``own`` reason, or that there is no GPU; None where it can."""
     reason = own(trainer)
     if reason is None and trainer.device.type != "cuda":
         return f"the model trains on {trainer.device.type}, not on a GPU."
@@ -46,7 +46,7 @@ def objection(trainer: Trainer, own: Callable[[Trainer], str | None]) -> str | N
 
 
 def checking_trainer(own: Callable[[Trainer], str | None]) -> Make:
-    """Makes a ``BaseTrainer._setup_train`` that asks first for an :func:`objection`."""
+    """Make a ``BaseTrainer._setup_train`` that asks first for an :func:`objection`."""
 
     def make(active: Active, stock: Callable[[Trainer], object], _: object) -> Callable[[Trainer], object]:
         @functools.wraps(stock)
@@ -92,7 +92,7 @@ def begin_again(_: Active, stock: Callable[[Trainer], object], __: object) -> Ca
 
 
 def model_predict(active: Active, stock: Callable[..., object], model_class: Any) -> Callable[..., object]:
-    """The ``predict`` of a model's class by graphs in training."""
+    """Return the ``predict`` of a model's class by graphs in training."""
     graphs = active.shared(training_graphs)
 
     @in_place_of(stock, "cuda_graph.predict")

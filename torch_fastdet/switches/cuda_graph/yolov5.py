@@ -17,7 +17,7 @@ from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
 
 
 def trains(active: Active, model: nn.Module, x: Any) -> bool:
-    """Whether this is a pass of a training script on a GPU. One on the CPU is YOLOv5's dry run, or an error."""
+    """Return whether this is a pass of a training script on a GPU. One on the CPU is YOLOv5's dry run, or an error."""
     if not model.training or not torch.is_grad_enabled():
         return False
     # What YOLOv5 sets before it trains, a classifier in the second case. A dry run comes before that.
@@ -52,7 +52,7 @@ def backend_forward(active: Active, stock: Callable[..., object], _: object) -> 
 
 
 def model_forward(active: Active, stock: Callable[..., object], model_class: Any) -> Callable[..., object]:
-    """The ``forward`` of a model's class by graphs, in training and where a backend predicts."""
+    """Return the ``forward`` of a model's class by graphs, in training and where a backend predicts."""
     here = active.shared(_Graphs)
     graphs = active.shared(TrainingGraphs)
     answers = PredictionGraphs(active.name)

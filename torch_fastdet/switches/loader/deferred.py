@@ -38,7 +38,7 @@ class Planner:
         self.reader = reader(type(dataset), dataset.__dict__, memory.original)
 
     def items(self, indices: list[int]) -> list[dict[str, Any]]:
-        """What stock's data set returns for a batch, with a :class:`ImagePlan` under ``img``."""
+        """Return what stock's data set returns for a batch, with a :class:`ImagePlan` under ``img``."""
         if cannot_plan(self.stock) is not None:  # somebody has changed its transforms since
             decode_kept(self.stock, self.recorder.memory)
             return [self.stock[index] for index in indices]
@@ -65,7 +65,7 @@ class Planner:
         return item
 
     def _stocks(self, indices: list[int], loaded: list[int]) -> list[dict[str, object]]:
-        """The same items by stock, as if none had been asked for before."""
+        """Return the same items by stock, as if none had been asked for before."""
         dataset = self.stock
         dataset.buffer[:] = loaded
         if isinstance(dataset.ims, list):  # a cache of all images does not change
@@ -97,7 +97,7 @@ class Planner:
 
 
 def view_class(stock: type) -> Any:
-    """What goes in front of a class to put pixels off; None for all but the known classes of Ultralytics."""
+    """Return what goes in front of a class to put pixels off; None for all but the known classes of Ultralytics."""
     mixin = MIXINS.get((stock.__module__, stock.__qualname__))
     defined = mixin is not None and getattr(sys.modules[stock.__module__], stock.__qualname__) is stock
     return mixin if defined else None
@@ -194,7 +194,7 @@ MIXINS: dict[tuple[str, str], type] = {
 
 
 def cannot_plan(dataset: UltralyticsDataset) -> str | None:
-    """Why a data set's images are stock's to make; None where they are not."""
+    """Return why a data set's images are stock's to make; None where they are not."""
     cls = type(dataset)
     view = view_class(cls)
     if view is None or not issubclass(view, DatasetView):

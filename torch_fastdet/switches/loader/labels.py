@@ -45,7 +45,7 @@ def scan_by_threads(
 
 
 def _pool_class(stock: Any, verify: Callable[[Any], Any], result: Result, scan_labels: Any) -> Any:
-    """A pool whose ``imap`` of ``verify``, the framework's function, asks that one for files alone that are not plain."""
+    """Return a pool whose ``imap`` of ``verify``, the framework's function, asks that one for files alone that are not plain."""
 
     class Pool(stock):
         def imap(self, func: Any, iterable: Iterable[Any], chunksize: int = 1) -> Iterator[Any]:
@@ -76,7 +76,7 @@ def _pool_class(stock: Any, verify: Callable[[Any], Any], result: Result, scan_l
 
 
 def _classes(arguments: tuple[Any, ...]) -> float | None:
-    """How many classes a plain label file may have; None for keypoints."""
+    """Return how many classes a plain label file may have; None for keypoints."""
     if len(arguments) == 3:  # YOLOv5 checks them later
         return MOST_CLASSES
     _, _, _, keypoints, classes, *_, single = arguments

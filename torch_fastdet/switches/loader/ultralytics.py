@@ -43,7 +43,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def unknown_code(but: tuple[str, ...] = ()) -> str | None:
-    """The first name of Ultralytics, ``but`` some, whose code is not the one that is known here; None where all is."""
+    """Return the first name of Ultralytics, ``but`` some, whose code is not the one that is known here; None where all is."""
     for module, names in KNOWN.items():
         if module == RTDETR and module not in sys.modules:
             continue
@@ -70,7 +70,7 @@ _file_shapes: weakref.WeakKeyDictionary[object, dict[str, tuple[int, int]]] = we
 def memory_of(
     dataset: UltralyticsDataset, budget: Callable[[], int] = host_budget, as_files: bool = False
 ) -> ImageMemory | None:
-    """The memory for a data set's images, None where the system refuses it; a new one keeps JPEG files where they are asked for."""
+    """Return the memory for a data set's images, None where the system refuses it; a new one keeps JPEG files where they are asked for."""
     # What decoded images depend on. Their numbers in the memory are positions in the files.
     wanted = [str(dataset.imgsz), *dataset.im_files]
     found, memory = _memories.get(dataset, (None, None))
@@ -82,7 +82,7 @@ def memory_of(
 
 
 def _shapes(dataset: UltralyticsDataset) -> tuple[list[tuple[int, int]], Files]:
-    """The sizes that ``load_image`` will give the images, or somewhat more; and the JPEG files."""
+    """Return the sizes that ``load_image`` will give the images, or somewhat more; and the JPEG files."""
     side = max(dataset.imgsz) if isinstance(dataset.imgsz, (tuple, list)) else dataset.imgsz
     known = _file_shapes.get(dataset, {})
     paths = [label["im_file"] for label in dataset.labels]
@@ -183,7 +183,7 @@ class _PlannedDataset:
 
 
 def planned_dataset(planner: Planner) -> Any:
-    """What loader processes get: the data set, with the same attributes, but its batches are planned."""
+    """Return what loader processes get: the data set, with the same attributes, but its batches are planned."""
     cls: type = type(planner.stock)
     seen = object.__new__(_planned_class(cls))
     seen.__dict__ = vars(planner.stock)
@@ -297,7 +297,7 @@ REPLACED = ("BaseDataset.cache_images", "BaseDataset.set_rectangle")
 
 
 def plan_loader(loader: Loader, device: object) -> Any:
-    """A loader that does the work of ``loader``, one of stock's that has not begun, by plans; None where it gets no memory."""
+    """Return a loader that does the work of ``loader``, one of stock's that has not begun, by plans; None where it gets no memory."""
     kind, _, number = str(device).partition(":")  # stock takes any text
     on_gpu = kind == "cuda" and torch.cuda.is_available()
     gpu = torch.device("cuda", int(number)) if on_gpu and number.isdigit() else None

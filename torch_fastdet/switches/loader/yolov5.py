@@ -80,14 +80,14 @@ def dataset_class(stock: type) -> type:
 
         @property
         def memory(self) -> ImageMemory | None:
-            """The memory of all processes; None where the system refuses it."""
+            """Return the memory of all processes; None where the system refuses it."""
             if self._memory_is_of is None:
                 self._memory = _memory_for(self, everything=self._all_in_memory)
                 self._memory_is_of = self.img_size, self.augment
             return self._memory
 
         def remembers(self, i: int) -> bool:
-            """Whether the memory has the image as ``load_image`` gives it now; a JPEG file is read for that."""
+            """Return whether the memory has the image as ``load_image`` gives it now; a JPEG file is read for that."""
             memory = self.memory
             assert memory is not None
             # Stock's own cache of images (--cache ram) keeps them in the size that they had.
@@ -144,19 +144,19 @@ def dataset_class(stock: type) -> type:
 
 
 def _new_dataset(module: str, name: str) -> Any:
-    """An empty data set, in a process that may have no patch()."""
+    """Return an empty data set, in a process that may have no patch()."""
     stock: type = getattr(importlib.import_module(module), name)
     cls = dataset_class(vars(stock).get("torch_fastdet_stock", stock))
     return object.__new__(cls)
 
 
 def keeps_files() -> bool:
-    """Whether JPEG files are kept in place of decoded images: where a GPU makes the batches."""
+    """Return whether JPEG files are kept in place of decoded images: where a GPU makes the batches."""
     return torch.cuda.is_available()
 
 
 def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> ImageMemory | None:
-    """A memory with places for a data set's images, in the sizes that ``load_image`` will give them."""
+    """Return a memory with places for a data set's images, in the sizes that ``load_image`` will give them."""
     on_gpu = keeps_files()
     as_files = not everything and cannot_plan(dataset) is None  # stock's code wants pixels
     side, originals = dataset.img_size, [(height, width) for width, height in dataset.shapes.tolist()]
@@ -167,7 +167,7 @@ def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> ImageMemory | None:
 
 
 def cannot_plan(dataset: YOLOv5Dataset) -> str | None:
-    """Why a data set's images are stock's to make; None where they are not."""
+    """Return why a data set's images are stock's to make; None where they are not."""
     if "torch_fastdet_stock" not in vars(type(dataset)):
         return f"{type(dataset).__name__} is not YOLOv5's."
     if getattr(dataset.albumentations, "transform", None) is not None:

@@ -45,7 +45,7 @@ class Criterion:
 
 
 def describe_bad_targets(op: str, find_fault: FindFault, status: list[int], rows: int) -> str | None:
-    """One line on what was wrong with a loss' targets, or None.
+    """Return one line on what was wrong with a loss' targets, or None.
 
     Args:
         op: the operator.

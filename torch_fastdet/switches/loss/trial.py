@@ -152,7 +152,7 @@ def _end_to_end_losses(stock: Any) -> tuple[list[object], list[object]]:
 
 
 def rtdetr_losses(stock: Any) -> tuple[list[object], list[object]]:
-    """The terms of both classes, of two images and 20 queries, with denoising queries and without."""
+    """Return the terms of both classes, of two images and 20 queries, with denoising queries and without."""
     groups, queries, classes = [3, 1], 20, 3
 
     def numbers(sets: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -89,7 +89,7 @@ class ComputeLoss:
         return object.__new__, (ByName(self._stock.__module__, self._stock.__name__),), self._stocks_attributes()
 
     def _stocks_attributes(self) -> dict[str, object]:
-        """The attributes of a loss of the framework's class that computes the same; its own constructor makes them."""
+        """Return the attributes of a loss of the framework's class that computes the same; its own constructor makes them."""
         detect = SimpleNamespace(na=self.na, nc=self.nc, nl=self.nl, anchors=self.anchors, stride=[], nm=self.nm)
         hyp = {**self.hyp, **self._entropy}
         made: Any = self._stock

@@ -40,7 +40,7 @@ def _masks(function: Callable[..., object], name: str) -> list[object]:
 def _switch(
     where: tuple[str, ...], functions: dict[str, Callable[..., torch.Tensor]], reference: str, **options: Any
 ) -> Switch:
-    """The switch of a host whose modules ``where`` define ``functions``, by their names, as ``reference`` does."""
+    """Return the switch of a host whose modules ``where`` define ``functions``, by their names, as ``reference`` does."""
 
     def target(name: str, ours: Callable[..., torch.Tensor]) -> Target:
         case = Behaves(f"its {name}", lambda stock: (_masks(stock, name), _masks(ours, name)), 0.0, reference)

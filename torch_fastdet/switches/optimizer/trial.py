@@ -34,7 +34,7 @@ def _averages(kind: Any) -> list[object]:
 
 
 def moving_average(drop_in: object, reference: str) -> Behaves:
-    """A ModelEMA moves as ``drop_in`` does."""
+    """Ask whether a ModelEMA moves as ``drop_in`` does."""
     return Behaves("its moving average", lambda stock: (_averages(stock), _averages(drop_in)), 1e-6, reference)
 
 

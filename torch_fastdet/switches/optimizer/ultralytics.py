@@ -105,7 +105,7 @@ class _Step:
 
 
 def _has_our_parts(trainer: Trainer) -> bool:
-    """Whether the trainer's step calls what a fused step stands for, and nothing else."""
+    """Return whether the trainer's step calls what a fused step stands for, and nothing else."""
     optimizer, scaler, ema = trainer.optimizer, trainer.scaler, trainer.ema
     return (
         type(optimizer) in OURS

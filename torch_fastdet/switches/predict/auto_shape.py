@@ -50,7 +50,7 @@ class _Input:
 
 
 def _recording(stock: types.FunctionType, stock_letterbox: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
-    """A copy of ``forward`` that puts the letterbox off until it has all images. The input is of the device and dtype of ``like``."""
+    """Return a copy of ``forward`` that puts the letterbox off until it has all images. The input is of the device and dtype of ``like``."""
 
     def boxed(image: np.ndarray, shape: list[int], auto: bool = True) -> Any:
         return stock_letterbox(image, shape) if auto else (_Boxed(image, shape),)
@@ -134,7 +134,7 @@ class _NoTimes(contextlib.nullcontext):
 
 
 def prepared(stock_class: Any) -> tuple[list[object], list[object]]:
-    """What the network gets of small images by the original ``forward`` and by this one, and what they return."""
+    """Return what the network gets of small images by the original ``forward`` and by this one, and what they return."""
     forward = detecting(None, stock_class.forward, stock_class, devices=("cpu",))
     return _prepared(stock_class, stock_class.forward), _prepared(stock_class, forward)
 

@@ -18,7 +18,7 @@ LARGEST_SIDE = 1 << 24
 
 
 def fits(images: object) -> bool:
-    """Whether the operator takes these images: a list of uint8 arrays HWC, all of three channels or all grey."""
+    """Return whether the operator takes these images: a list of uint8 arrays HWC, all of three channels or all grey."""
     if not isinstance(images, list) or not images:
         return False
     if any(type(im) is not np.ndarray or im.dtype != np.uint8 or im.ndim != 3 for im in images):

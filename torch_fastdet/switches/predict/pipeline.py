@@ -72,7 +72,7 @@ class Flight:
             self.marks.append(event)
 
     def answer(self, stock: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """What ``non_max_suppression``, which is ``stock``, returns for this batch."""
+        """Return what ``non_max_suppression``, which is ``stock``, returns for this batch."""
         asked, known = self.asked or ((None,), {})
         same = arguments[0] is asked[0] and (arguments[1:], options) == (asked[1:], known)
         if self.found is None or not same:  # settings have changed since
@@ -82,7 +82,7 @@ class Flight:
         return (rows, indices) if options.get("return_idxs") else rows
 
     def seconds(self, stage: int) -> float:
-        """How long the GPU took for letterbox, network or suppression."""
+        """Return how long the GPU took for letterbox, network or suppression."""
         return self.marks[stage].elapsed_time(self.marks[stage + 1]) / 1e3 if len(self.marks) > stage + 1 else 0.0
 
 
@@ -171,7 +171,7 @@ class Feed:
         return following(source, 1) if several else source
 
     def _may_run_early(self, predictor: Predictor) -> bool:
-        """Whether nothing that a user has put into the predictor runs between the batches, where it may change what comes next."""
+        """Return whether nothing that a user has put into the predictor runs between the batches, where it may change what comes next."""
         callbacks = [getattr(each, "func", each) for event in BETWEEN for each in predictor.callbacks.get(event, ())]
         if not all(is_code_of(callback, "ultralytics") for callback in callbacks) or "postprocess" in vars(predictor):
             return False
@@ -241,7 +241,7 @@ class Feed:
     # For the predictor -----------------------------------------------------------------------------------------------
 
     def input(self, predictor: Predictor) -> Tensor:
-        """The network's input of the current batch, which is launched now if it is not, or was with other settings."""
+        """Return the network's input of the current batch, which is launched now if it is not, or was with other settings."""
         flight = self.flight
         assert flight is not None
         if flight.settings != vars(predictor.args) or flight.batch.images.touched:
@@ -267,7 +267,7 @@ class Parts:
     scales: Callable[[Any], bool]
 
     def placings(self, predictor: Predictor, batch: Batch) -> list[Placing] | None:
-        """Where the letterbox puts the images of a batch; None if the operator cannot put them there."""
+        """Return where the letterbox puts the images of a batch; None if the operator cannot put them there."""
         images = batch.images.held
         shapes = list({tuple(image.shape): None for image in images})
         asked = [SimpleNamespace(shape=shape) for shape in shapes]

@@ -74,7 +74,7 @@ class Images(list):
 
     @property
     def held(self) -> list[Any]:
-        """The images as they are: arrays, and :class:`Pixels`."""
+        """Return the images as they are: arrays, and :class:`Pixels`."""
         return list(super().__iter__())
 
     def _array(self, image: Any) -> Any:
@@ -94,7 +94,7 @@ class Images(list):
 
 
 def lazy_image(*_: object) -> property:
-    """The property ``Results.orig_img``."""
+    """Return the property ``Results.orig_img``."""
 
     def read(result: Any) -> Any:
         try:

@@ -106,7 +106,7 @@ class Stager:
 
 
 def sequential_jpeg(path: str) -> tuple[Tensor, Header] | None:
-    """The bytes and the header of a sequential JPEG file; None for another file, and for one that cannot be read."""
+    """Return the bytes and the header of a sequential JPEG file; None for another file, and for one that cannot be read."""
     if not is_jpeg(path):
         return None
     try:
@@ -138,7 +138,7 @@ def _read_ahead(read: Callable[[Any], Any], what: list[Any], batch: int) -> Gene
 
 
 def of_files(dataset: Any, stager: Stager) -> Generator[Batch]:
-    """The batches of a ``LoadImagesAndVideos``: images as it reads them, then the frames of its videos."""
+    """Yield the batches of a ``LoadImagesAndVideos``: images as it reads them, then the frames of its videos."""
     stock = type(dataset).__next__
     imread, own = stock.__globals__["imread"], is_code_of(stock.__globals__["imread"], "ultralytics")
     in_turn = stock.__globals__.get("PIL_FALLBACK_SUFFIXES", ())
@@ -177,7 +177,7 @@ def of_files(dataset: Any, stager: Stager) -> Generator[Batch]:
 
 
 def of_list(dataset: Any, batch: int, stager: Stager) -> Generator[Batch]:
-    """The images of a ``LoadPilAndNumpy``, ``batch`` at a time."""
+    """Yield the images of a ``LoadPilAndNumpy``, ``batch`` at a time."""
     count, elements = len(dataset), dataset.im0
     mixed = count > batch and _is_mixed(dataset)
     ahead = hasattr(dataset, "read")
@@ -211,7 +211,7 @@ class Header(NamedTuple):
 
 
 def header_of(data: memoryview) -> Header | None:
-    """The header of a JPEG file that is ``data``, or begins with it; None if it is damaged or longer."""
+    """Return the header of a JPEG file that is ``data``, or begins with it; None if it is damaged or longer."""
     if bytes(data[:2]) != b"\xff\xd8":
         return None
     at, exif, xmp_turns = 2, False, False

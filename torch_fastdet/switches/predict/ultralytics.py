@@ -108,7 +108,7 @@ def parts_of(_: Active) -> Parts:
 
 
 def runs_ahead(predictor: Predictor, base: Any) -> bool:
-    """Whether the predictor's model and methods are those that the pipeline knows."""
+    """Return whether the predictor's model and methods are those that the pipeline knows."""
     if predictor.model is None or torch.device(predictor.device).type not in DEVICES or predictor.model.format != "pt":
         return False
     from ultralytics.models.yolo.detect import DetectionPredictor
@@ -231,7 +231,7 @@ def listed_class() -> type:
             return self._single_check(element, self.channels)
 
         def read(self, element: Any) -> Any:
-            """An array, or the bytes of a JPEG file of which Pillow and OpenCV make the same pixels."""
+            """Return an array, or the bytes of a JPEG file of which Pillow and OpenCV make the same pixels."""
             if _is_name(element) and self.channels == 3 and (found := sequential_jpeg(os.fspath(element))) is not None:
                 data, header = found
                 small = header.shape[0] * header.shape[1] <= (Image.MAX_IMAGE_PIXELS or 1 << 62)
@@ -261,7 +261,7 @@ def _is_name(element: object) -> bool:
 
 
 def with_names_of_files(source: object, channels: int) -> object:
-    """A list of which some elements are names of files, as a loader; any other source as it is."""
+    """Return a list of which some elements are names of files, as a loader; any other source as it is."""
     from PIL import Image
 
     if not isinstance(source, (list, tuple)) or not any(_is_name(each) for each in source):
@@ -272,7 +272,7 @@ def with_names_of_files(source: object, channels: int) -> object:
 
 
 def prepared(predictor: Predictor) -> tuple[list[Tensor], list[Tensor]]:
-    """What the original ``preprocess`` and this one make of small images for this class of predictors."""
+    """Return what the original ``preprocess`` and this one make of small images for this class of predictors."""
     image = np.arange(3 * 40 * 31, dtype=np.uint8).reshape(31, 40, 3)
     cases = [
         ([image], "pt", False, True, False),

@@ -122,7 +122,7 @@ def forget(path: Path, but: Path | None = None) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file that belongs to the checkpoint ``path``, with tensors on the CPU; raises NotOurs. It runs no code of the file."""
+    """Return the file that belongs to the checkpoint ``path``, with tensors on the CPU; raises NotOurs. It runs no code of the file."""
     digest = _digest(path)
     ours = _beside(path, digest)
     try:

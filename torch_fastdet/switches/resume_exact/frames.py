@@ -11,7 +11,7 @@ from typing import Any
 
 
 def training_frame(function: str, variables: Iterable[str]) -> FrameType | None:
-    """The innermost calling frame of a function of this name that has these local variables."""
+    """Return the innermost calling frame of a function of this name that has these local variables."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_name == function and set(variables) <= set(frame.f_code.co_varnames):
@@ -21,7 +21,7 @@ def training_frame(function: str, variables: Iterable[str]) -> FrameType | None:
 
 
 def read(frame: FrameType, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the local variables that are set."""
+    """Return those of the local variables that are set."""
     variables = frame.f_locals
     found = {name: variables[name] for name in names if name in variables}
     if sys.version_info < (3, 13):

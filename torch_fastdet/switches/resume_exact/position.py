@@ -30,7 +30,7 @@ PATIENCE = 60.0
 
 
 def _loaded(dataset: object) -> list[int]:
-    """The images among which mosaics of Ultralytics choose: those that were loaded last."""
+    """Return the images among which mosaics of Ultralytics choose: those that were loaded last."""
     return list(vars(dataset).get("buffer") or ())
 
 
@@ -133,7 +133,7 @@ class Position:
     # Between two epochs ----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, after an epoch."""
+        """Return what a resumed run needs, after an epoch."""
         state: dict[str, Any] = {
             "workers": self.workers,
             "batches": len(self.loader),

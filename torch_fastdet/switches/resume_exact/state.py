@@ -29,7 +29,7 @@ _PARTS: dict[str, type | tuple[type, ...]] = {
 
 
 def plain(value: object, where: str = "state") -> Any:
-    """A copy on the CPU that a file may hold: numbers of numpy become Python's; raises TypeError for anything else."""
+    """Return a copy on the CPU that a file may hold: numbers of numpy become Python's; raises TypeError for anything else."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if value is None or type(value) in (bool, int, float, str):
@@ -47,7 +47,7 @@ def plain(value: object, where: str = "state") -> Any:
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
-    """The states of the generators of Python, numpy, torch, and of a GPU."""
+    """Return the states of the generators of Python, numpy, torch, and of a GPU."""
     import numpy as np
 
     kind, keys, *rest = np.random.get_state(legacy=True)

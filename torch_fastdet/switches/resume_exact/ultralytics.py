@@ -91,7 +91,7 @@ class Run:
 
 
 def unknown_draws(loader: object) -> str | None:
-    """Why the place of a trainer's loader in its random draws cannot be noted; None where it can."""
+    """Return why the place of a trainer's loader in its random draws cannot be noted; None where it can."""
     generator, sampler = getattr(loader, "generator", None), getattr(loader, "sampler", None)
     draws = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and sampler.generator is generator)
     if hasattr(loader, "iterator") and isinstance(generator, torch.Generator) and draws:
@@ -100,7 +100,7 @@ def unknown_draws(loader: object) -> str | None:
 
 
 def _position_of(loader: Any) -> Position:
-    """The position of a training loader, noted from its next iterator on."""
+    """Return the position of a training loader, noted from its next iterator on."""
     position = Position(loader)
     make = loader._get_iterator
 
@@ -121,7 +121,7 @@ def _frame() -> FrameType | None:
 
 
 def unknown_loop(trainer: Any) -> str | None:
-    """Why the position in an accumulation cannot be read; None where it can."""
+    """Return why the position in an accumulation cannot be read; None where it can."""
     code = getattr(inspect.unwrap(vars(trainer).get("_do_train", unknown_loop)), "__code__", None)
     if code is not None and LAST_STEP in code.co_varnames:
         return None

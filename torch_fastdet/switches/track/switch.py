@@ -72,7 +72,7 @@ def _state(_: Active, __: object, ___: type) -> object:
 
 
 def _lists(where: tuple[str, ...], tracker: str) -> list[Target]:
-    """The lists of a tracker and of what inherits from it, and its state."""
+    """Return the lists of a tracker and of what inherits from it, and its state."""
 
     def reads(name: str) -> Callable[..., object]:
         def make(_: Active, __: object, ___: type) -> object:

@@ -49,7 +49,7 @@ def frames() -> list[NDArray[np.float32]]:
 
 
 def tracked(tracker: Any) -> tuple[Any, Any]:
-    """The outputs of the framework's class, and of the core of the same name."""
+    """Return the outputs of the framework's class, and of the core of the same name."""
     ours = CLASSES[tracker.__name__](**OPTIONS)
     theirs = tracker(SimpleNamespace(**OPTIONS, **OTHERS))
     boxes = importlib.import_module("ultralytics.engine.results").Boxes

@@ -137,7 +137,7 @@ class _Probe:
 
 
 def handing_out(name: str) -> property:
-    """A tracker's list of that name, which the core fills when it is read."""
+    """Return a tracker's list of that name, which the core fills when it is read."""
 
     def read(self: Any) -> Any:
         give_out(self, LIVE if name in LIVE else REMOVED)

@@ -71,7 +71,7 @@ def _turns(hits: np.ndarray, count: int) -> np.ndarray:
 def curves(
     tp: np.ndarray, conf: np.ndarray, pred_cls: np.ndarray, target_cls: np.ndarray, compute_ap: Callable, eps: float
 ) -> Curves:
-    """The curves of detections and labels, as both frameworks define them.
+    """Return the curves of detections and labels, as both frameworks define them.
 
     ``tp`` is (n, t) bool, whether a detection is correct at each IoU threshold; ``target_cls`` are the labels' classes; ``compute_ap`` is the
     framework's function of recall and precision; ``eps`` is added to divisors.
@@ -140,7 +140,7 @@ def plot(stock: Any, given: Any, result: Curves, by_recall: object, names: objec
 
 
 def target(where: tuple[str, ...], known: SameCode, rest: Callable[[Any, Any, Curves], tuple[object, ...]]) -> Target:
-    """The host's ``ap_per_class``, defined in one of the modules ``where``, :func:`from_one_sort`; unknown code stays."""
+    """Return the host's ``ap_per_class``, defined in one of the modules ``where``, :func:`from_one_sort`; unknown code stays."""
     return Target(
         where, "ap_per_class", make=lambda _, f, __: from_one_sort(f, rest), evidence=(known,), otherwise="say"
     )

@@ -76,7 +76,7 @@ def _table(rows: Tensor, sizes: list[int]) -> _Table:
 
 
 def match_all(matching: Callable, known: tuple[Callable, Callable]) -> Callable[..., Callable]:
-    """Makes a validator's ``_prepare_batch``, with the matches of all images of a batch from one launch and one copy.
+    """Make a validator's ``_prepare_batch``, with the matches of all images of a batch from one launch and one copy.
 
     A validator keeps its own if a method is not the framework's: the matches are of the rows that came from the model.
 
@@ -130,7 +130,7 @@ def confusions(
 
 
 def plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tuple[object, ...]:
-    """What ``ap_per_class`` of ultralytics.utils.metrics returns behind the numbers, once its plots are drawn."""
+    """Return what ``ap_per_class`` of ultralytics.utils.metrics returns behind the numbers, once its plots are drawn."""
     rows = [np.zeros_like(result.x) if row is None else row for row in result.precision_by_recall()]
     by_recall = np.array(rows) if rows else np.zeros((1, len(result.x)))
     if given.plot:
@@ -141,7 +141,7 @@ def plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tu
 
 
 def _counts_as_stock(detections: Batch, batch: Batch, *thresholds: object) -> bool:
-    """Whether the operator takes these as stock does, which has rules of its own for rotated boxes, and says what is wrong with other
+    """Return whether the operator takes these as stock does, which has rules of its own for rotated boxes, and says what is wrong with other
     types and shapes."""
     boxes = detections["bboxes"], batch["bboxes"]
     labels = detections["cls"], batch["cls"]
@@ -154,7 +154,7 @@ def _counts_as_stock(detections: Batch, batch: Batch, *thresholds: object) -> bo
 
 
 def _within(classes: int, *labels: Tensor) -> bool:
-    """Whether the matrix has a place for them. Stock has a rule of its own where not."""
+    """Return whether the matrix has a place for them. Stock has a rule of its own where not."""
     return all(not each.numel() or bool(((each >= 0) & (each < classes)).all()) for each in labels)
 
 
@@ -224,7 +224,7 @@ def match_overlaps(stock: Callable) -> Callable:
 def update_on_host(
     stock: Callable, processing: Callable, overlaps: Callable[[Validator, Any, Any], Callable | None] | None = None
 ) -> Callable:
-    """A validator's ``update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
+    """Return a validator's ``update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
 
     A validator whose ``_process_batch`` is not ``processing`` gets the original's. For ``overlaps`` see :func:`preparing_overlaps` and
     :func:`match_all`.
@@ -261,7 +261,7 @@ def update_on_host(
 
 
 def _to_host(preds: list[dict[str, Tensor]]) -> list[dict[str, object]]:
-    """The tensors of all images in one copy for each name and dtype."""
+    """Return the tensors of all images in one copy for each name and dtype."""
     host: list[dict[str, object]] = [{} for _ in preds]
     for name in preds[0]:
         parts = torch.cat([pred[name] for pred in preds]).cpu().split([len(pred[name]) for pred in preds])
@@ -352,7 +352,7 @@ _MOST_ELEMENTS = 1 << 25  # of a tensor for several images
 
 
 def process_overlaps(stock: Callable, overlaps: Overlaps, boxes: Callable) -> Callable:
-    """A task's ``_process_batch`` by overlaps that are there already; ``boxes`` is the one of boxes that are not rotated."""
+    """Return a task's ``_process_batch`` by overlaps that are there already; ``boxes`` is the one of boxes that are not rotated."""
 
     @functools.wraps(stock)
     def _process_batch(self: Validator, preds: dict[str, Tensor], batch: Batch) -> dict[str, object]:
@@ -371,7 +371,7 @@ def preparing_overlaps(
     keeping_rows: Callable,
     preparing: tuple[Callable, Callable] | None,
 ) -> Callable[[Validator, list[dict[str, Tensor]], Batch], Callable | None]:
-    """Makes a validator's ``_prepare_batch``, with the overlaps of all images of a batch in one copy from the GPU.
+    """Make a validator's ``_prepare_batch``, with the overlaps of all images of a batch in one copy from the GPU.
 
     It returns None, and the original runs, if masks are needed on the host, or if the validator's ``_prepare_pred`` is not ``keeping_rows``.
     ``function`` returns the framework's function that computes overlaps; ``preparing`` is the original's ``_prepare_batch`` and what
@@ -405,7 +405,7 @@ def _on_host(
     labels: list[Batch],
     preds: list[dict[str, Tensor]],
 ) -> Iterable[Tensor]:
-    """The overlaps of each image."""
+    """Return the overlaps of each image."""
     sizes = [(len(label["cls"]), len(pred["cls"])) for label, pred in zip(labels, preds)]
     parts = [preds[0]["conf"].new_zeros(0)]
     for group in _groups(overlaps, sizes, labels, preds):

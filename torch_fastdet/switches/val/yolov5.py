@@ -81,7 +81,7 @@ def scale_boxes(img1_shape: Sequence[int], boxes: Any, img0_shape: Sequence[int]
 
 
 def plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tuple[object, ...]:
-    """What ``ap_per_class`` of utils.metrics returns behind the numbers, once its plots are drawn: nothing."""
+    """Return what ``ap_per_class`` of utils.metrics returns behind the numbers, once its plots are drawn: nothing."""
     if given.plot:
         shown = dict(enumerate(name for number, name in given.names.items() if number in result.classes))
         by_recall = [values for values in result.precision_by_recall() if values is not None]
@@ -90,7 +90,7 @@ def plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tu
 
 
 def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
-    """A class that derives from the original's ``ConfusionMatrix``; ``on_use`` is called with each new one.
+    """Return a class that derives from the original's ``ConfusionMatrix``; ``on_use`` is called with each new one.
 
     Counts stay on the device until ``matrix`` is read. A copy is of the original's class, and so is what is pickled.
     """
