@@ -16,8 +16,9 @@ RESULTS = "benchmarks/results"
 SWITCHES = "torch_fastdet/switches"
 CODE = re.compile(r"(?<=<code>).*?(?=</code>)", re.DOTALL)
 NAME = re.compile(r"(?<=<code>)[^<]*_[^<]*(?=</code>)")
-OPTION = re.compile(r"(?<![\w!/-])--?[a-z][\w-]+")
+OPTION = re.compile(r"(?<![\w!/-])--?[a-z][\w-]*")
 CELL = re.compile(r"<td.*?</td>", re.DOTALL)
+HEADING = re.compile(r"<th\b.*?</th>", re.DOTALL)
 BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:ns|us|ms|s|kB|MB|MiB|GB|TB)\b)")
 
 
@@ -46,6 +47,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    if page.file.src_uri.startswith("results/"):
+        page.meta["search"] = {"exclude": True}  # their rows would answer most searches
+    elif page.file.src_uri == "reference.md":
+        page.meta["search"] = {"boost": 0.3}
     if page.file.src_uri.startswith("switches/"):
         markdown = markdown.replace("../../../docs/", "../")
         markdown = re.sub(r"\]\(\.\./(\w+)/README\.md", r"](\1.md", markdown)
@@ -57,5 +62,6 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 def on_page_content(html: str, **_: object) -> str:
     html = CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
+    html = HEADING.sub(lambda cell: cell[0].replace("torch_fastdet", "torch_<wbr>fastdet"), html)
     html = CELL.sub(lambda cell: BEFORE_UNIT.sub("&nbsp;", cell[0]), html)
     return CELL.sub(lambda cell: NAME.sub(lambda name: name[0].replace("_", "_<wbr>"), cell[0]), html)
