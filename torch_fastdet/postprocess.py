@@ -451,7 +451,7 @@ class PictureDetector(nn.Module):
         for picture in pictures:
             if picture.dim() != 3 or picture.size(2) != 3 or picture.dtype != torch.uint8 or picture.numel() == 0:
                 raise RuntimeError(
-                    f"PictureDetector: a picture has shape {list(picture.shape)} and dtype {picture.dtype}, but "
+                    f"PictureDetector: an image has shape {list(picture.shape)} and dtype {picture.dtype}, but "
                     "(height, width, 3) of uint8 is expected"
                 )
             rows.append(self._row(offset, picture.size(0), picture.size(1)))

@@ -134,11 +134,11 @@ def test_the_report_at_the_end_is_said_once(host, capsys):
     assert not capsys.readouterr().err, "nothing ran"
     for _ in range(1200):
         _say.count("fine", "steps")
-    _say.count("fine", "steps of stock's")
+    _say.count("fine", "original steps")
     host.report()
     host.report()
     assert capsys.readouterr().err == (
-        "torch_fastdet: this run, by switch:\n  fine: 1,200 steps, 1 step of stock's\n3 fallbacks, named above\n"
+        "torch_fastdet: this run, by switch:\n  fine: 1,200 steps, 1 original step\n3 fallbacks, named above\n"
     )
     host.unpatch()
     assert not _say.fallbacks

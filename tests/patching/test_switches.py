@@ -113,7 +113,7 @@ def usual_lines(drop_in):
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("host, module", [("ultralytics", "ultralytics.models"), ("yolov5", "yolov5.segment.val")])
 def test_the_same_switches_apply_whatever_the_callers_settings_are(monkeypatch, host, module, setting):
-    """patch() runs stock's code on small cases, and settings for the caller's tensors would change what it computes."""
+    """patch() runs the original code on small cases, and settings for the caller's tensors would change what it computes."""
     drop_in = importlib.import_module(f"torch_fastdet.{host}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

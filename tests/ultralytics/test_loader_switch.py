@@ -452,7 +452,7 @@ def test_classes_of_users_get_stocks_loader(ultralytics, root, monkeypatch, caps
     monkeypatch.setattr(ultralytics.build, "YOLODataset", Weighted)
     loader, _ = loader_of(ultralytics, root("boxes"))
     assert type(loader) is ultralytics.build.InfiniteDataLoader
-    assert "stock's loader makes the batches: Weighted is not Ultralytics' YOLODataset." in capsys.readouterr().err
+    assert "the original loader makes the batches: Weighted is not Ultralytics' YOLODataset." in capsys.readouterr().err
 
 
 @pytest.mark.cpu

@@ -300,7 +300,7 @@ def test_subclasses_run_on_stock_code(models, patched, capsys):
     assert not torch.equal(run(Decoding(model), preds, batch)[0], run(REAL.loss(model), preds, batch)[0])
     assert Later.__mro__ == (Later, *REAL.loss.__mro__)
     for name in ("Later", "Decoding"):
-        line = f"loss_optim: {name} derives from ultralytics.utils.loss.v8DetectionLoss, and runs stock's code"
+        line = f"loss_optim: {name} derives from ultralytics.utils.loss.v8DetectionLoss, and runs the original code"
         assert "".join(capsys.readouterr()).count(line) == (name == "Later")
 
 

@@ -112,7 +112,7 @@ def test_loader_of_ones_own_is_one_line(program, digits, tmp_path):
 
 def test_damaged_file_is_one_line_and_stocks_resume(program, digits, tmp_path):
     run = program("resume_exact.py", digits, tmp_path, 3, "--damage", "--stocks")
-    line = r"torch_fastdet: resume_exact: the training resumes as stock's: last\.[0-9a-f]{16}\.resume is damaged\."
+    line = r"torch_fastdet: resume_exact: the training resumes as without the switch: last\.[0-9a-f]{16}\.resume is damaged\."
     assert len(re.findall(line, run["output"])) == 1
     epochs = run["resumed"]["3"]["epochs"]
     assert sorted(epochs) == sorted(run["whole"])

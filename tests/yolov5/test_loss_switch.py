@@ -52,7 +52,7 @@ def test_a_loss_that_derives_from_stocks_keeps_stocks_code(stock, capsys):
         assert Doubled.__mro__ == (Doubled, theirs, object) and type(Doubled) is type
     finally:
         drop_in.unpatch()
-    line = "loss_optim: Doubled derives from yolov5.utils.loss.ComputeLoss, and runs stock's code"
+    line = "loss_optim: Doubled derives from yolov5.utils.loss.ComputeLoss, and runs the original code"
     assert line in capsys.readouterr().err
     heads, targets = make_heads(model, 2, 64), make_targets(5, 2, 2)
     for a, b in zip(loss(heads, targets), theirs(model)(heads, targets)):

@@ -148,9 +148,9 @@ def test_bad_pictures_are_a_sentence():
     module = PictureDetector(detector.network, detector.postprocess, 64)
     for bad, message in (
         ([], "pictures is empty"),
-        ([torch.zeros(4, 4, 3)], "a picture has shape"),
-        ([torch.zeros(4, 4, dtype=torch.uint8)], "a picture has shape"),
-        ([torch.zeros(0, 4, 3, dtype=torch.uint8)], "a picture has shape"),
+        ([torch.zeros(4, 4, 3)], "an image has shape"),
+        ([torch.zeros(4, 4, dtype=torch.uint8)], "an image has shape"),
+        ([torch.zeros(0, 4, 3, dtype=torch.uint8)], "an image has shape"),
     ):
         with pytest.raises((RuntimeError, ValueError), match=message):
             module(bad)

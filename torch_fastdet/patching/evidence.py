@@ -127,7 +127,7 @@ class Behaves:
             with plainly_on_the_cpu():
                 found = difference(*self.case(stock), self.tolerance)
         except Exception as error:  # the code is somebody else's
-            return Obstacle(f"{self.what} cannot be compared with ours: {type(error).__name__}: {error}")
+            return Obstacle(f"{self.what} cannot be compared with torch_fastdet's: {type(error).__name__}: {error}")
         if found is None:
             return None
         return Obstacle(f"{self.what} of a small case gives {found[0]}, and not {found[1]} as in {self.reference}.")

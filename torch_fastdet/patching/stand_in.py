@@ -19,7 +19,7 @@ def stand_in(switch: str, stock: type, ours: type, make: Callable[..., object] |
         def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **keywords: object) -> Any:
             if not made:
                 return super().__new__(mcs, name, bases, body)
-            warn(f"{switch}: {name} derives from {stock.__module__}.{stock.__name__}, and runs stock's code")
+            warn(f"{switch}: {name} derives from {stock.__module__}.{stock.__name__}, and runs the original code")
             bases = tuple(stock if base is made[0] else base for base in bases)
             return type(stock)(name, bases, body, **keywords)
 

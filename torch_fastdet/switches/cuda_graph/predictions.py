@@ -35,7 +35,7 @@ class PredictionGraphs:
             self.tell(f"predictions on {x.device} run without graphs")
             return forward(x)
         if is_compiled_in_place(model) or inside_compiled(model) is not None:
-            self.tell("predictions of a model that torch.compile has compiled run without graphs of ours")
+            self.tell("predictions of a model that torch.compile has compiled run without torch_fastdet's graphs")
             return forward(x)
         with self._lock:
             graphs = self._graphs.get(model)

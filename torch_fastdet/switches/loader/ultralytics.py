@@ -275,7 +275,7 @@ def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callabl
         reason = cannot_plan(loader.dataset) or _changed_code(loader)
         if reason is None:
             return plan_loader(loader, arguments.arguments["device"]) or loader
-        tell(f"stock's loader makes the batches: {reason}")
+        tell(f"the original loader makes the batches: {reason}")
         return loader
 
     return build_dataloader

@@ -70,7 +70,7 @@ def stepping(active: Active, stock: Callable[[Trainer], None], _: object) -> Cal
         if ours and (step is None or not step.is_of(trainer)):
             known[trainer] = step = _Step(trainer)
         if not ours or step is None or step.fused is None:
-            count(active.name, "steps of stock's")
+            count(active.name, "original steps")
             stock(trainer)
             return
         count(active.name, "fused steps")

@@ -24,7 +24,7 @@ from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.replace import with_names
 from torch_fastdet.switches.predict.common import fits, letterbox
 
-RUNS = "runs stock's AutoShape.forward"
+RUNS = "runs the original AutoShape.forward"
 
 
 class _Boxed(NamedTuple):

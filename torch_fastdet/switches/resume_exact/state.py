@@ -101,11 +101,11 @@ def _is_number(value: object) -> bool:
 
 @contextlib.contextmanager
 def or_as_stocks() -> Iterator[None]:
-    """Where the state turns out not to be ours, leave the block: the training resumes as stock's, which one line says."""
+    """Where the state turns out not to be ours, leave the block: the training resumes as without the switch, which one line says."""
     try:
         yield
     except NotOurs as reason:
-        warn(f"resume_exact: the training resumes as stock's: {reason}")
+        warn(f"resume_exact: the training resumes as without the switch: {reason}")
 
 
 def read(path: Path) -> dict[str, Any]:
