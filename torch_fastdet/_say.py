@@ -36,12 +36,12 @@ class _Lines(logging.Handler):
 counts: Counter[tuple[str, str]] = Counter()
 
 
-#: What did not run on ours since ``patch()``, and why, in the order in which it was said.
+#: What did not run on torch_fastdet since ``patch()``, and why, in the order in which it was said.
 fallbacks: dict[str, None] = {}
 
 
 def note_fallback(line: str) -> None:
-    """Remember for the report at the end of a run that something does not run on ours."""
+    """Remember for the report at the end of a run that something does not run on torch_fastdet."""
     fallbacks[line] = None
 
 

@@ -39,7 +39,7 @@ def _sides(name: str, shape: Sequence[int] | Tensor, most: int = 2) -> tuple[int
 
 
 def _inputs(protos: Tensor, masks_in: Tensor, bboxes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all three on the prototypes' device and as floats, which is what stock's arithmetic makes of them."""
+    """Return all three on the prototypes' device and as floats, which is what the original arithmetic makes of them."""
     protos, coefficients, boxes = (
         tensor.to(protos.device, tensor.dtype if tensor.is_floating_point() else torch.float32)
         for tensor in (protos, masks_in, bboxes)
@@ -86,7 +86,7 @@ def yolov5_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
     boxes = _one_box_each(masks, boxes)
     if masks.is_contiguous():
         return crop_mask(masks, boxes)
-    cropped = masks.clone()  # in the masks' memory format, as stock's product
+    cropped = masks.clone()  # in the masks' memory format, as the original product
     crop_mask_(cropped, boxes)
     return cropped
 

@@ -100,7 +100,7 @@ def export(
         The ONNX program.
 
     Raises:
-        ValueError: The model calls an operator of ours that has no exact ONNX form, or ``dynamo=False``.
+        ValueError: The model calls an operator of torch_fastdet that has no exact ONNX form, or ``dynamo=False``.
         ImportError: onnxscript is not installed.
     """
     if not options.pop("dynamo", True):

@@ -172,7 +172,7 @@ class UltralyticsPostProcess(_PostProcess):
             for obb and "raw" for the others.
         rotated_rule: "fast" (as stock) or "greedy" suppression of rotated boxes.
         end2end: the maps are those of a head that needs no suppression (YOLO26's "one2one"): its best pairs of anchor and class
-            (with agnostic: its best anchors) come out, and iou_thres and multi_label do nothing. Boxes may differ from stock's
+            (with agnostic: its best anchors) come out, and iou_thres and multi_label do nothing. Boxes may differ from the original
             by float32 roundings.
     """
 
@@ -282,7 +282,7 @@ def _head_of(model: nn.Module, *names: str) -> Any:
 
 
 class _YOLOv5Heads(nn.Module):
-    """A YOLOv5 model, to be traced, whose head returns its convolutions' outputs and prototypes; stock's returns permuted copies."""
+    """A YOLOv5 model, to be traced, whose head returns its convolutions' outputs and prototypes; the original returns permuted copies."""
 
     def __init__(self, model: nn.Module):
         super().__init__()

@@ -146,7 +146,7 @@ def yolov5_non_max_suppression(
         For each image (n, 6 + nm): x1, y1, x2, y2, confidence, class, mask coefficients.
 
     Raises:
-        ValueError: a threshold outside 0..1 (also an AssertionError, as stock's), an unknown per_class, no device.
+        ValueError: a threshold outside 0..1 (also an AssertionError, as in the original), an unknown per_class, no device.
         RuntimeError: a wrong shape.
         TypeError: prediction is not a tensor, classes not an int or a list of ints, another option not a number, or an entry of labels
             cannot become a tensor.
@@ -242,7 +242,7 @@ def ultralytics_non_max_suppression(
         whole batch, and their counts on the device.
 
     Raises:
-        ValueError: a threshold outside 0..1 (also an AssertionError, as stock's), a negative max_nms, an unknown
+        ValueError: a threshold outside 0..1 (also an AssertionError, as in the original), a negative max_nms, an unknown
             per_class or rotated_rule, no device.
         RuntimeError: a wrong shape.
         TypeError: prediction is not a tensor, classes not an int or a list of ints, or another option not a number.

@@ -1,7 +1,7 @@
 """Every private name and key of torch that the Python package uses, and what is asked of its process groups.
 
 ``tests/test_private.py`` asserts that the installed torch has them all. Two kinds are used where they are needed: the dictionaries
-``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module``, and methods of torch that a class of ours overrides.
+``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module``, and methods of torch that a class of torch_fastdet overrides.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class PlannedLoading:
             self._say("made on the CPU")
 
     def collate(self, stock: Callable[[list], Any]) -> Collate:
-        """Return what loader processes call in place of the framework's own ``collate_fn``."""
+        """Return what loader processes call instead of the framework's own ``collate_fn``."""
         return Collate(stock, self.memory, self.on_gpu, self.key)
 
     @property

@@ -94,7 +94,7 @@ class SharedFile(Owner):
 class ImageMemory(SharedFile):
     """A place for each image, as far as ``budget`` bytes go; ``shapes`` are (height, width) as it will be kept, or somewhat more.
 
-    ``fd`` is the file of such a memory in another process, which is taken over. ``jpegs`` keeps files in place of images, as far as it can:
+    ``fd`` is the file of such a memory in another process, which is taken over. ``jpegs`` keeps files instead of images, as far as it can:
     their images have places behind all others.
     """
 

@@ -176,7 +176,7 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def _reals(value: Any, what: str) -> Any:
-    """``value`` with arrays in place of stand-ins."""
+    """``value`` with arrays instead of stand-ins."""
     kind = type(value)
     if issubclass(kind, StandIn):
         return value.real(what)
@@ -775,7 +775,7 @@ class Copies:
         return made
 
     def _record(self, used: set[str], known: dict[str, object], names: dict[str, object]) -> None:
-        """Put recorders and copies in place of what a function finds under the names that it uses."""
+        """Replace what a function finds under the names that it uses by recorders and copies."""
         for name in used & known.keys():
             value = known[name]
             if id(value) in self._modules:

@@ -59,7 +59,7 @@ def _in_message(value: object) -> object:
 class Collate:
     """Puts the plans of a batch together. Everything but pixels goes through the framework's own ``collate_fn``, ``stock``.
 
-    Items and batches hold images at ``key``: plans in place of pixels. ``stock`` gets images of one pixel that hold their number, so that
+    Items and batches hold images at ``key``: plans instead of pixels. ``stock`` gets images of one pixel that hold their number, so that
     its result tells which image went where. With ``on_gpu`` the result is for :class:`~torch_fastdet.images.finish.Finisher`.
     """
 

@@ -3,8 +3,8 @@
 In evaluation without gradients the framework may have fused the norm into the convolution: then its bias and the activation are that
 operator. YOLOv5 and Ultralytics both have such a ``Conv``, a ``Bottleneck`` of two of them with a shortcut, a ``C3`` of three and of
 bottlenecks, a ``C2f`` of two and of either, and an ``SPPF`` of two with max poolings in between. The functions here make forward methods for such classes. They
-look at the modules at each call, because anything may have changed since the last one. What one operator cannot do with stock's
-results and in stock's order stays stock's.
+look at the modules at each call, because anything may have changed since the last one. What one operator cannot do with the original
+results and in the original order stays as it is.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch_fastdet._torch.private import runs_plainly
 _SHAPES: dict[tuple[int, ...], tuple[int, ...]] = {(6, 6): (2, 2), (3, 3): (1, 1)}
 _CHANNELS = 16  # of the squares: 12, and 4 of zeros; on an H200 half the time of 12
 _FORWARD = nn.Conv2d.forward
-# Where this was measured to be faster. In float32 stock's convolution runs.
+# Where this was measured to be faster. In float32 the original convolution runs.
 DTYPES = (torch.float16, torch.bfloat16)
 DEVICES = ("cuda",)
 # What stem_conv2d has kernels for (core::stem_conv_has and stem_conv_fits): these outputs, and so many pixels of a batch and elements
@@ -68,7 +68,7 @@ def is_stem(conv: nn.Module, x: object, floating: bool = True) -> bool:
         and x.numel() > 0
         and x.shape[2] % 2 == 0
         and x.shape[3] % 2 == 0
-        # Elsewhere the result would have another memory format than stock's.
+        # Elsewhere the result would have another memory format than the original.
         and weight.is_contiguous(memory_format=torch.channels_last)
         and _dtype(x, weight) in DTYPES
     )

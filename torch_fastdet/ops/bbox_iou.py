@@ -32,7 +32,7 @@ def bbox_iou(
         A new tensor of the broadcast leading shape and a last dimension of 1. Its dtype is the promoted one (float16 with
         float32 gives float32); the arithmetic is float32, or float64 where an input is float64, whatever the storage type:
         float16 boxes of thousands of pixels do not overflow. Under autocast, half-precision boxes are first cast to float32
-        and the result is float32, as stock's CIoU and DIoU are on a GPU; float64 stays float64.
+        and the result is float32, as the original CIoU and DIoU are on a GPU; float64 stays float64.
 
     Gradients reach both boxes, summed over broadcast dimensions in a fixed order (bitwise repeatable). CIoU's alpha is
     a constant in them. Where corners coincide, the two boxes share a corner's gradient half and half, as in PyTorch's

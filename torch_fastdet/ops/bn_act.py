@@ -51,7 +51,7 @@ def bn_act(
     memory format; slices of a larger tensor along the channels are read in place.
 
     Raises:
-        ValueError: a channel has one value (a batch of one and 1x1 maps), in stock's words.
+        ValueError: a channel has one value (a batch of one and 1x1 maps), in the original words.
         RuntimeError: an argument has another shape, dtype or device than wanted, or a second derivative is asked for.
 
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; ``Conv`` of YOLOv5 and Ultralytics.
@@ -93,7 +93,7 @@ def bn_act_cat(
         (N, sum of C_i, H, W) of x's dtype, channels_last where all of x are, otherwise contiguous, as torch.cat.
 
     Raises:
-        ValueError: a channel has one value, in stock's words.
+        ValueError: a channel has one value, in the original words.
         RuntimeError: lists of different lengths, or an argument has another shape, dtype or device than wanted.
 
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; ``C3`` of YOLOv5 and Ultralytics.

@@ -34,7 +34,7 @@ def match_detections(
             first row that claims a label gets it. "greedy" (Ultralytics 8.4.190): in the order of the rows, a detection takes
             the label of greatest IoU that is left. Where two labels have the same IoU, "best" claims the later and "greedy"
             the earlier one.
-        iou: (m, n), float16, bfloat16, float32 or float64: what to compare with the thresholds in place of the IoU of boxes, such
+        iou: (m, n), float16, bfloat16, float32 or float64: what to compare with the thresholds instead of the IoU of boxes, such
             as that of masks or turned boxes: of each label with each detection of its image. Same device; converted to float32.
 
     Returns:

@@ -189,7 +189,7 @@ def ultralytics_non_max_suppression_padded(
             coefficients, keypoints).
         nc: classes; 0 takes every channel past the box for a class.
         rotated: "none" for upright boxes. "fast" and "greedy" take the last extra channel for an angle in radians (without
-            extra channels the class, as stock) and compare boxes by probiou. "fast" is stock's Fast-NMS: a box goes if any better one
+            extra channels the class, as stock) and compare boxes by probiou. "fast" is the original Fast-NMS: a box goes if any better one
             overlaps it, kept or not. "greedy": only a kept one counts. A probiou within 1e-5 of the threshold may be decided otherwise
             than by stock, whose own devices differ there.
 

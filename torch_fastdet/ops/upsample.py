@@ -39,7 +39,7 @@ def upsample_nearest2x_cat(x: Tensor, skip: Tensor) -> Tensor:
     """Compute ``torch.cat([upsample_nearest2x(x), skip], 1)`` in one launch: x is upsampled straight into the result.
 
     Backward is one launch, which reads x's part of the gradient in place; the gradient of skip is a view of its channels, as
-    in stock's cat. Gradients of any order.
+    in the original cat. Gradients of any order.
 
     Args:
         x: (N, C1, H, W), float16, bfloat16, float32 or float64.

@@ -74,7 +74,7 @@ def v8_loss(
         reg_max: bins of a box side; 1: the head gives the distance itself, and the distance part is an L1 loss.
         topk: how many anchors a target may name. An anchor that several name goes to the target, of all that it lies in, with
             which it overlaps most. Ties go to the lower anchor and the lower row, also among anchors whose alignment is 0, as
-            stock's do on a GPU.
+            the original ones do on a GPU.
         topk2: how many of the anchors that it got a target keeps, if this is not ``topk``.
 
     Returns:
@@ -234,7 +234,7 @@ def v8_pose_loss(
             With two columns all are visible.
         sigmas: (keypoints) float32, how far each keypoint may be off, as a share of the object's size.
         gains: two float64 on the heads' device, of the pose and the kobj part (12 and 1 in Ultralytics).
-        compare_keypoints: as YOLO26 does: how well an anchor and a target fit is decided by the object keypoint similarity in place of
+        compare_keypoints: as YOLO26 does: how well an anchor and a target fit is decided by the object keypoint similarity instead of
             the boxes' CIoU (for targets with a visible keypoint), a target's anchors are of the levels with strides of 1 / 12 to 1 / 2
             of its size (the finest level takes smaller, the coarsest larger targets, too), and a position is x + the center of the
             anchor's cell. ``heads`` are joined then, and of the dtype of ``predictions``.

@@ -1,4 +1,4 @@
-"""What a step of ours holds of an optimizer: its numbers, its parameters and its buffers."""
+"""What a step of torch_fastdet holds of an optimizer: its numbers, its parameters and its buffers."""
 
 from __future__ import annotations
 

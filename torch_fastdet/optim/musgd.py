@@ -78,7 +78,7 @@ class _Grouped(_Matrices):
 
 
 class _Batched(_Matrices):
-    """Matrices of one shape are a batch, which goes through torch's products: stock's arithmetic."""
+    """Matrices of one shape are a batch, which goes through torch's products: the original arithmetic."""
 
     def __init__(self, params: list[Tensor]) -> None:
         super().__init__(params)

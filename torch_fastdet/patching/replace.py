@@ -34,7 +34,7 @@ class SwitchError(RuntimeError):
 @dataclass(eq=False)
 class Replacement:
     switch: str
-    owner: Any  # a module, a class, or a function of ours
+    owner: Any  # a module, a class, or a function of torch_fastdet
     attribute: str
     old: object
     new: object
@@ -51,7 +51,7 @@ class Replacement:
 
 
 def describe(thing: object) -> str:
-    """Return where something of ours, or what we replace, is defined."""
+    """Return where something of torch_fastdet, or what we replace, is defined."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     return f"{module}.{name}".replace(".<locals>", "") if module and name else getattr(thing, "__name__", repr(thing))
 
@@ -201,7 +201,7 @@ class Patches:
         self._hook.remove()
         while self.at_end:
             self.at_end.pop()()
-        # Modules that were imported meanwhile took our object for stock's: give them stock's.
+        # Modules that were imported meanwhile took our object for the original: give them the original.
         for module in self.modules():
             self._adopt(module, say_it=False)
         count = sum(not replacement.quiet for replacement in self.replacements)

@@ -1,4 +1,4 @@
-"""A class that can replace stock's class even if users derive from stock's."""
+"""A class that can replace the original class even if users derive from the original."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Target:
         return Obstacle(f"no {self.name} is defined in {' or '.join(run)}, or it has been replaced by somebody else.")
 
     def obstacle(self, owner: object, stock: object) -> Obstacle | None:
-        """Return why stock's stays; None where it can be replaced."""
+        """Return why the original stays; None where it can be replaced."""
         if self.own:
             method = self.name.partition(".")[2]
             function = original(owner, method)
@@ -240,7 +240,7 @@ class Active:
         self.tell(f"{where}{self.name} does not apply: {reason}", every_rank=this_rank)
 
     def tell(self, line: str, every_rank: bool = False) -> None:
-        """Warn of what stays stock's, once."""
+        """Warn of what stays as it is, once."""
         self._say_once(lambda line: warn(line, every_rank), line)
 
     def _say_once(self, how: Callable[[str], None], line: str) -> None:

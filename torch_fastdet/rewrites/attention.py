@@ -1,4 +1,4 @@
-"""Ultralytics' attention blocks in a captured step: stock's results with fewer copies."""
+"""Ultralytics' attention blocks in a captured step: the original results with fewer copies."""
 
 from __future__ import annotations
 

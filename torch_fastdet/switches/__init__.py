@@ -1,1 +1,1 @@
-"""What the switches of both hosts put in place of stock's code."""
+"""What the switches of both frameworks replace the original code by."""

@@ -76,7 +76,7 @@ _BLOCKS: tuple[tuple[str, Callable[..., Any], tuple[str, ...], Formula], ...] = 
 
 
 def _method(name: str, make: Callable[..., Any], *parts: str) -> Make:
-    """``make(stock, ...)`` with the forwards that the classes ``parts`` of stock's module have now."""
+    """``make(stock, ...)`` with the forwards that the classes ``parts`` of the original module have now."""
 
     def made(_: Active, stock: Callable, __: object) -> Any:
         forward = make(stock, *(stock.__globals__[part].forward for part in parts))
@@ -101,7 +101,7 @@ def _switch(
         "BatchNorm, or bias, and activation as one operator, with the shortcut's sum and the concatenations of C3 and C2f; the stem; SPPF; needs a GPU",
         (
             Target(conv, "Conv.forward", make=_method("Conv", conv_forward), evidence=(CONV,)),
-            # Without these only fused models, the sum, or the concatenation, stay stock's.
+            # Without these only fused models, the sum, or the concatenation, stay the original.
             Target(
                 conv,
                 "Conv.forward_fuse",

@@ -1,9 +1,9 @@
-"""What ``cuda_graph`` puts in place of Ultralytics' methods.
+"""What ``cuda_graph`` replaces Ultralytics' methods by.
 
 The trainer computes predictions and loss in one call, ``model(batch)``. Replaced is ``predict`` of detectors and classifiers, which
 that call comes to; the loss stays outside of the graphs, whichever it is. The RLE part of our PoseLoss26 has graphs of its own.
 Predictors and validators run the model by way of ``PyTorchBackend.forward``, which is replaced too. Graphs live beside the model, not
-in it: copies of it, such as the moving average, are plain, and checkpoints hold nothing of ours.
+in it: copies of it, such as the moving average, are plain, and checkpoints hold nothing of torch_fastdet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ``cuda_graph`` puts in place of YOLOv5's methods."""
+"""What ``cuda_graph`` replaces YOLOv5's methods by."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ultralytics' data sets and transforms with plans in place of pixels.
+"""Ultralytics' data sets and transforms with plans instead of pixels.
 
 While a batch is planned, they are seen through objects of derived classes, which share their attributes and run copies of their own
 methods (:mod:`torch_fastdet.images.recorder`).
@@ -38,7 +38,7 @@ class Planner:
         self.reader = reader(type(dataset), dataset.__dict__, memory.original)
 
     def items(self, indices: list[int]) -> list[dict[str, Any]]:
-        """Return what stock's data set returns for a batch, with a :class:`ImagePlan` under ``img``."""
+        """Return what the original data set returns for a batch, with a :class:`ImagePlan` under ``img``."""
         if cannot_plan(self.stock) is not None:  # somebody has changed its transforms since
             decode_kept(self.stock, self.recorder.memory)
             return [self.stock[index] for index in indices]
@@ -104,7 +104,7 @@ def view_class(stock: type) -> Any:
 
 
 def decode_kept(dataset: UltralyticsDataset, memory: ImageMemory) -> None:
-    """Give a data set pixels for what it has loaded: stock's code is about to read them."""
+    """Give a data set pixels for what it has loaded: the original code is about to read them."""
     for i in dataset.buffer:
         loaded = dataset.ims[i]
         if isinstance(loaded, Unread):
@@ -112,7 +112,7 @@ def decode_kept(dataset: UltralyticsDataset, memory: ImageMemory) -> None:
             loaded = memory.get(i)
             memory.take_sent()
         if isinstance(loaded, np.ndarray) and not loaded.flags.writeable:
-            loaded = loaded.copy()  # stock's code may draw on it
+            loaded = loaded.copy()  # the original code may draw on it
         dataset.ims[i] = loaded
 
 
@@ -194,7 +194,7 @@ MIXINS: dict[tuple[str, str], type] = {
 
 
 def cannot_plan(dataset: UltralyticsDataset) -> str | None:
-    """Return why a data set's images are stock's to make; None where they are not."""
+    """Return why a data set's images are left to the original code; None where they are not."""
     cls = type(dataset)
     view = view_class(cls)
     if view is None or not issubclass(view, DatasetView):

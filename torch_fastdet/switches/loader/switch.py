@@ -15,7 +15,7 @@ from torch_fastdet.switches.loader import yolov5_ranks as ranks
 
 
 def _data_set(active: Active, stock: object, module: Any) -> object:
-    from torch_fastdet.switches.loader import yolov5 as loader  # with cv2, which few of ours need
+    from torch_fastdet.switches.loader import yolov5 as loader  # with cv2, which few commands need
 
     if not module.__name__.endswith(".segment.dataloaders"):
         labels.scan_by_threads(active, module, "Pool", labels.yolov5_result, labels.YOLOV5)
@@ -66,7 +66,7 @@ YOLOV5 = Switch(
 
 
 def _known(_: object) -> str | None:
-    from torch_fastdet.switches.loader import ultralytics as loader  # with cv2, which few of ours need
+    from torch_fastdet.switches.loader import ultralytics as loader  # with cv2, which few commands need
 
     changed = loader.unknown_code()
     return None if changed is None else f"{changed} is not that of {ALL_READ}."

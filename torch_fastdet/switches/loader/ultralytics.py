@@ -1,4 +1,4 @@
-"""Ultralytics' loaders with plans in place of pixels. Data sets, transforms and samplers stay its own objects."""
+"""Ultralytics' loaders with plans instead of pixels. Data sets, transforms and samplers stay its own objects."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _shapes(dataset: UltralyticsDataset) -> tuple[list[tuple[int, int]], Files]:
 
 
 class SharedImages:
-    """In ``dataset.ims`` in place of stock's packed cache: all images of a data set, which other processes share."""
+    """In ``dataset.ims`` instead of the original packed cache: all images of a data set, which other processes share."""
 
     def __init__(self, memory: ImageMemory, others: dict[int, np.ndarray], stock: type) -> None:
         self.memory = memory
@@ -115,7 +115,7 @@ class SharedImages:
     def __reduce_ex__(self, protocol: object) -> Any:
         if sys.modules["multiprocessing.context"].get_spawning_popen() is not None:
             return SharedImages, (self.memory, self.others, self.stock)
-        return self.stock, ([self[i] for i in range(len(self))],)  # copies and files hold stock's
+        return self.stock, ([self[i] for i in range(len(self))],)  # copies and files hold the original
 
 
 def cache_images(stock: Callable[..., None]) -> Callable[..., None]:
@@ -197,7 +197,7 @@ def _planned_class(stock: type) -> Any:
 
 
 class PlannedLoader(FiledAsStock):
-    """Goes in front of stock's ``InfiniteDataLoader``: its processes plan, and batches are made of that."""
+    """Goes in front of the original ``InfiniteDataLoader``: its processes plan, and batches are made of that."""
 
     # Not there where somebody makes another loader of this class.
     _plans: PlannedLoading | None = None
@@ -297,7 +297,7 @@ REPLACED = ("BaseDataset.cache_images", "BaseDataset.set_rectangle")
 
 
 def plan_loader(loader: Loader, device: object) -> Any:
-    """Return a loader that does the work of ``loader``, one of stock's that has not begun, by plans; None where it gets no memory."""
+    """Return a loader that does the work of ``loader``, an original one that has not begun, by plans; None where it gets no memory."""
     kind, _, number = str(device).partition(":")  # stock takes any text
     on_gpu = kind == "cuda" and torch.cuda.is_available()
     gpu = torch.device("cuda", int(number)) if on_gpu and number.isdigit() else None

@@ -1,4 +1,4 @@
-"""YOLOv5's data set and loaders with plans in place of pixels."""
+"""YOLOv5's data set and loaders with plans instead of pixels."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class _Recording:
         return image, self.recorder.memory.original(i), image.shape[:2]
 
 
-# What stands in for stock's names ------------------------------------------------------------------------------------
+# What stands in for the original names ------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def dataset_class(stock: type) -> type:
                 image, *sizes = super().load_image(i)
             elif self._memory_is_current():
                 image, *sizes = memory.load(super().load_image, i)
-                if self._is_cached:  # stock's cache takes it
+                if self._is_cached:  # the original cache takes it
                     return image, *sizes
             else:
                 return super().load_image(i)  # somebody has set another size since
@@ -151,14 +151,14 @@ def _new_dataset(module: str, name: str) -> Any:
 
 
 def keeps_files() -> bool:
-    """Return whether JPEG files are kept in place of decoded images: where a GPU makes the batches."""
+    """Return whether JPEG files are kept instead of decoded images: where a GPU makes the batches."""
     return torch.cuda.is_available()
 
 
 def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> ImageMemory | None:
     """Return a memory with places for a data set's images, in the sizes that ``load_image`` will give them."""
     on_gpu = keeps_files()
-    as_files = not everything and cannot_plan(dataset) is None  # stock's code wants pixels
+    as_files = not everything and cannot_plan(dataset) is None  # the original code wants pixels
     side, originals = dataset.img_size, [(height, width) for width, height in dataset.shapes.tolist()]
     shapes, ways = sizes(type(dataset).torch_fastdet_stock, dataset, originals, side)
     what = (str(dataset.img_size), str(dataset.augment), *dataset.im_files)
@@ -167,7 +167,7 @@ def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> ImageMemory | None:
 
 
 def cannot_plan(dataset: YOLOv5Dataset) -> str | None:
-    """Return why a data set's images are stock's to make; None where they are not."""
+    """Return why a data set's images are left to the original code; None where they are not."""
     if "torch_fastdet_stock" not in vars(type(dataset)):
         return f"{type(dataset).__name__} is not YOLOv5's."
     if getattr(dataset.albumentations, "transform", None) is not None:

@@ -40,7 +40,7 @@ class ComputeLoss:
     ``ComputeLoss(model)(p, targets)`` returns ``(loss (1), items (3))``: the loss times the batch size, and the detached box, objectness and
     class parts. ``p`` is the list of the Detect layer's raw outputs, (bs, na, ny, nx, no) or (bs, na*no, ny, nx), of any float dtype;
     ``targets`` is (nt, 6): image, class, x, y, w, h as shares of the image. Where several targets share a cell, the objectness follows the last
-    one in stock's order of matches, or with ``sort_obj_iou`` the one of greatest CIoU.
+    one in the original order of matches, or with ``sort_obj_iou`` the one of greatest CIoU.
 
     A bad row of targets raises ValueError with its row and column: on the CPU at once; on a GPU at the end of the call if the GPU has got
     there, else in a later call or in :meth:`check`, which waits, as calls without gradients do. In a CUDA graph, and inside of
@@ -172,7 +172,7 @@ class ComputeLoss:
         """Loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
         self._check_heads(p)
         loss, items, _ = self._detection(p, targets, num_targets)
-        return loss.float(), read_early(items.float(), beside=True)  # as stock's, whose heads may be float64
+        return loss.float(), read_early(items.float(), beside=True)  # as the original, whose heads may be float64
 
     def _detection(
         self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None

@@ -36,7 +36,7 @@ def decoding(stock: Callable[..., object]) -> Callable[..., object]:
     def forward(self: AnchorHead, x: list[torch.Tensor]) -> Any:
         exporting = self.export or torch.jit.is_tracing() or torch.compiler.is_compiling()
         narrow = x[0].dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(x[0].device.type)
-        # Who asks for gradients in eval mode gets stock's, in every bit.
+        # Who asks for gradients in eval mode gets the original, in every bit.
         trained = torch.is_grad_enabled() and (
             any(feature.requires_grad for feature in x) or any(p.requires_grad for p in self.parameters())
         )
@@ -61,7 +61,7 @@ class OfInstances:
 
 
 def segmenting(active: Active, stock: Callable[..., object], segment: type) -> Callable[..., object]:
-    """``Segment.forward`` that calls ours where it would call stock's ``Detect.forward``, which its instances keep."""
+    """``Segment.forward`` that calls ours where it would call the original ``Detect.forward``, which its instances keep."""
     detect = next(new for base in segment.__mro__ if (new := active.replacement(base, "forward")) is not None)
 
     @functools.wraps(stock)

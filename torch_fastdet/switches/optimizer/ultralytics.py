@@ -93,7 +93,7 @@ class _Step:
             len({p.device for p in params}) == 1
             # Stock clips what the model holds, and a fused step what the optimizer holds.
             and set(map(id, params)) == set(map(id, model.parameters()))
-            and len(set(averages)) == len(averages)  # tied weights move twice in stock's average
+            and len(set(averages)) == len(averages)  # tied weights move twice in the original average
         )
         self.count = len(params)
         self.fused = optim.FusedStep(*self.parts, MAX_NORM) if fits else None

@@ -69,7 +69,7 @@ def unknown_optimizer(name: str) -> str | None:
 def replacing_optimizer(
     active: Active, stock: Callable[..., torch.optim.Optimizer], _: object
 ) -> Callable[..., object]:
-    """Stock's, with its SGD, Adam or AdamW made ours; for other optimizers the switch says that it cannot apply."""
+    """The original, with its SGD, Adam or AdamW made ours; for other optimizers the switch says that it cannot apply."""
 
     def smart_optimizer(
         model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5

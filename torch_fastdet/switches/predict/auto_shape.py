@@ -61,7 +61,7 @@ def _recording(stock: types.FunctionType, stock_letterbox: Callable[..., Any], l
         images = [box.image for box in boxes]
         if fits(images) and images[0].shape[2] == 3:
             placings = [place(image.shape[:2], shape) for image, shape in boxes]
-            # OpenCV refuses a side that is rounded to zero: its error is stock's.
+            # OpenCV refuses a side that is rounded to zero: its error is raised as before.
             if all(min(p.height, p.width) > 1 for p in placings):
                 return _Input(letterbox(images, placings, like.device, like.dtype, bgr=True))
         return np.array([stock_letterbox(image, shape, auto=False)[0] for image, shape in boxes])
@@ -81,7 +81,7 @@ def detecting(
 ) -> Callable[..., Any]:
     """``AutoShape.forward`` whose images go through the operator where the model is on one of ``devices``.
 
-    Tensors, other devices, models of other dtypes than float16 and float32, and users' subclasses get stock's.
+    Tensors, other devices, models of other dtypes than float16 and float32, and users' subclasses get the original.
     """
     names = namespace(sys.modules[stock_class.__module__])
     stock_letterbox: Any = names.get("letterbox")
@@ -155,7 +155,7 @@ def _prepared(stock_class: Any, forward: Callable[..., Any]) -> list[object]:
             stride = torch.tensor([8.0, 16, 32])
             vars(model).update(dmb=False, pt=True, model=network, stride=stride, names={0: "a", 1: "b"})
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # stock's torch.cuda.amp.autocast is deprecated
+                warnings.simplefilter("ignore")  # the original torch.cuda.amp.autocast is deprecated
                 found = forward(model, images, size)
             results.append((network.input, found.pred, found.xywhn, found.ims, found.files, found.s))
     finally:

@@ -1,6 +1,6 @@
 """One run of Ultralytics' predictor: the next batch goes through the network before this one is looked at.
 
-``stream_inference`` of Ultralytics runs as it is. It iterates over a :class:`Feed` in place of its loader, and its calls of
+``stream_inference`` of Ultralytics runs as it is. It iterates over a :class:`Feed` instead of its loader, and its calls of
 ``preprocess``, ``inference`` and ``postprocess`` hand out what is computed already, on a stream of the pipeline's own. So reading a
 result does not wait for the next batch.
 """

@@ -13,7 +13,7 @@ from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, ultra
 
 
 def _by(module: str, name: str) -> Callable[..., Any]:
-    """Return a function of a module of this folder, which is imported when it is called: with cv2, which few of ours need."""
+    """Return a function of a module of this folder, which is imported when it is called: with cv2, which few commands need."""
 
     def call(*arguments: object) -> Any:
         return getattr(importlib.import_module(f"torch_fastdet.switches.predict.{module}"), name)(*arguments)

@@ -1,4 +1,4 @@
-"""What ``predict_optim`` puts in place of the methods of Ultralytics' predictors.
+"""What ``predict_optim`` replaces the methods of Ultralytics' predictors by.
 
 Where images go is not computed here: the predictor's own ``pre_transform`` runs with a ``LetterBox`` that says where it would put an
 image, instead of moving its pixels. What is suppressed, and with which thresholds, is asked of its own ``postprocess`` likewise.

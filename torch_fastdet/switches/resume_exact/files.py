@@ -1,6 +1,6 @@
-"""Files that are there whole or not at all: a checkpoint, and the file of ours that belongs to it.
+"""Files that are there whole or not at all: a checkpoint, and the file of torch_fastdet that belongs to it.
 
-The name of ours holds the checkpoint's checksum, and it is written first: it is there for whichever checkpoint a killed process leaves.
+That file's name holds the checkpoint's checksum, and it is written first: it is there for whichever checkpoint a killed process leaves.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _write(path: Path, digest: bytes, state: dict[str, object]) -> None:
 
 
 def forget(path: Path, but: Path | None = None) -> None:
-    """Remove the files of ours beside a checkpoint, ``but`` one; with none, the training is over, and nothing half stays."""
+    """Remove the files of torch_fastdet beside a checkpoint, ``but`` one; with none, the training is over, and nothing half stays."""
     if but is None:
         _remove_left(path)
     for other in path.parent.glob(f"{path.stem}.{'[0-9a-f]' * 16}{SUFFIX}"):

@@ -40,7 +40,7 @@ def _load(dataset: Any, numbers: list[int]) -> None:
 
 
 class Process:
-    """``worker_init_fn``: stock's, then the states of a resumed run; notes the states after each batch."""
+    """``worker_init_fn``: the original, then the states of a resumed run; notes the states after each batch."""
 
     def __init__(self, stock: Callable[[int], object] | None, slots: Tensor) -> None:
         self.stock = stock

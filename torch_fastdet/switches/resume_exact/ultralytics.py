@@ -25,7 +25,7 @@ LAST_STEP = "last_opt_step"
 
 
 class WholeFile(type(Path())):  # type: ignore[misc]
-    """A path whose bytes are written whole or not at all; ``with_state`` is what the file of ours beside it gets."""
+    """A path whose bytes are written whole or not at all; ``with_state`` is what the file of torch_fastdet beside it gets."""
 
     with_state: Callable[[], dict[str, object]] | None = None
 
@@ -151,7 +151,7 @@ def calling(active: Active, stock: Callable[..., None], _: object) -> Callable[.
 
 
 def saving(active: Active, stock: Callable[..., object], _: object) -> Callable[..., Any]:
-    """``BaseTrainer.save_model``, which writes to paths that write whole files, the first with the file of ours."""
+    """``BaseTrainer.save_model``, which writes to paths that write whole files, the first with the file of torch_fastdet."""
     runs = active.shared(_runs)
 
     @in_place_of(stock)

@@ -129,7 +129,7 @@ def calling(active: Active, stock: Callable[..., object], _: object) -> Callable
 
 
 def saving(run: Run, stock: Callable[..., None]) -> Callable[..., None]:
-    """``torch.save``: checkpoints of the training that runs are written whole, and last.pt with the file of ours."""
+    """``torch.save``: checkpoints of the training that runs are written whole, and last.pt with the file of torch_fastdet."""
 
     @in_place_of(stock)
     def save(obj: object, f: object, *args: object, **kwargs: object) -> None:

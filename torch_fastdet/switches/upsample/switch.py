@@ -1,6 +1,6 @@
 """``upsample_optim``: nearest neighbour upsampling by two in a bandwidth-bound kernel, which keeps the dtype under autocast.
 
-The method that ``torch.nn.Upsample`` modules share is replaced, not the modules, so checkpoints hold nothing of ours. Traced and exported
+The method that ``torch.nn.Upsample`` modules share is replaced, not the modules, so checkpoints hold nothing of torch_fastdet. Traced and exported
 models, torch.func and forward-mode AD get the original operator.
 """
 

@@ -1,4 +1,4 @@
-"""``ap_per_class`` of both frameworks from one sort by class and confidence, in place of a search for each class: the same bits.
+"""``ap_per_class`` of both frameworks from one sort by class and confidence, instead of a search for each class: the same bits.
 
 Between two true positives recall stays and precision falls. So ``compute_ap`` of the framework needs only the true positives, the
 detection before each and the last one.
@@ -127,7 +127,7 @@ def from_one_sort(stock: Any, rest: Callable[[Any, Any, Curves], tuple[object, .
 
 
 def plot(stock: Any, given: Any, result: Curves, by_recall: object, names: object, **options: object) -> None:
-    """Stock's four plots, by stock's functions; ``given`` are the arguments of ``ap_per_class``."""
+    """Draw the four plots by the original functions; ``given`` are the arguments of ``ap_per_class``."""
     host, folder = stock.__globals__, Path(given.save_dir)
     host["plot_pr_curve"](result.x, by_recall, result.ap, folder / f"{given.prefix}PR_curve.png", names, **options)
     for values, short, title in (

@@ -40,7 +40,7 @@ def _labels(batch: dict[str, Tensor]) -> Tensor:
 
 
 def match(stock: Callable, matching: Callable) -> Callable:
-    """``DetectionValidator._process_batch`` by one operator; a validator with a matching of its own gets stock's."""
+    """``DetectionValidator._process_batch`` by one operator; a validator with a matching of its own gets the original."""
 
     @functools.wraps(stock)
     def _process_batch(self: Validator, preds: dict[str, Tensor], batch: Batch) -> dict[str, object]:
@@ -182,7 +182,7 @@ def _count_together(stock: Callable, matrix: Any, calls: list[tuple[Any, ...]]) 
 
 
 def confuse(stock: Callable) -> Callable:
-    """``ConfusionMatrix.process_batch`` by one operator; rotated boxes and kept matches (``visualize``) get stock's."""
+    """``ConfusionMatrix.process_batch`` by one operator; rotated boxes and kept matches (``visualize``) get the original."""
 
     @functools.wraps(stock)
     def process_batch(

@@ -31,7 +31,7 @@ def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor, *, iou: Tens
 
 
 def process_batch_of_masks(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``process_batch`` of YOLOv5's segment/val.py, which matches by boxes or by masks: stock's own code makes the masks' overlaps."""
+    """``process_batch`` of YOLOv5's segment/val.py, which matches by boxes or by masks: the original code makes the masks' overlaps."""
 
     @in_place_of(stock)
     def process_batch_of_masks(
@@ -53,7 +53,7 @@ def process_batch_of_masks(stock: Callable[..., Tensor]) -> Callable[..., Tensor
 
 
 def _mask_overlaps(stock: Callable, detections: Tensor, labels: Tensor, iouv: Tensor, *masks: object) -> Tensor:
-    """(m, n): what stock's code finds by ``mask_iou``. It gets no thresholds, so that it matches nothing and waits for nothing."""
+    """(m, n): what the original code finds by ``mask_iou``. It gets no thresholds, so that it matches nothing and waits for nothing."""
     found: list[Tensor] = []
 
     def mask_iou(*args: object, **kwargs: object) -> Tensor:
