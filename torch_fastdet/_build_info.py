@@ -12,7 +12,7 @@ from torch_fastdet._torch.private import operator_names
 
 
 def operators() -> list[str]:
-    """Names of the registered operators, without the namespace."""
+    """Return names of the registered operators, without the namespace."""
     names = operator_names()
     return sorted({name.split("::")[1].split(".")[0] for name in names if name.startswith("torch_fastdet::")})
 
@@ -63,7 +63,7 @@ def _driver() -> str | None:
 
 
 def describe() -> str:
-    """build_info() as lines for a person."""
+    """Return build_info() as lines for a person."""
     info = build_info()
     built = f"CUDA {info['cuda']} ({' '.join(info['architectures'])})" if info["cuda"] else "CPU only"
     lines = {

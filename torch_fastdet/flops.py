@@ -43,7 +43,7 @@ def iou(pairs: int, kind: str = "ciou", xywh: bool = True) -> int:
 
 
 def iou_backward(pairs: int, kind: str = "ciou", xywh: bool = True) -> int:
-    """Gradients by both boxes; the terms of the value are computed again."""
+    """Return gradients by both boxes; the terms of the value are computed again."""
     return pairs * (CORNERS[xywh] + IOU[kind] + IOU_GRADIENT[kind] + FOLD[xywh])
 
 
@@ -62,12 +62,12 @@ def deformable_attention(points: int, channels: int) -> int:
 
 
 def deformable_attention_backward(points: int, channels: int) -> int:
-    """Products with four pixels, the gradients of place and weight (24), and four shares of the gradient, added up."""
+    """Return products with four pixels, the gradients of place and weight (24), and four shares of the gradient, added up."""
     return points * (16 + 4 * 2 * channels + 24 + 4 * (1 + 2 * channels))
 
 
 def decode(anchors: int, outputs: int) -> int:
-    """YOLOv5's decode: ``outputs`` values an anchor, box, objectness and classes."""
+    """Return YOLOv5's decode: ``outputs`` values an anchor, box, objectness and classes."""
     return anchors * (SIGMOID * outputs + BOX_DECODE)
 
 
@@ -76,7 +76,7 @@ def sgd(elements: int, weight_decay: bool = True, momentum: bool = True, nestero
 
 
 def instance_masks(masks: int, channels: int, low: int, pixels: int) -> int:
-    """Logits of ``low`` pixels of the prototypes, and ``pixels`` of the mask, each mixed of four and compared."""
+    """Return logits of ``low`` pixels of the prototypes, and ``pixels`` of the mask, each mixed of four and compared."""
     return masks * (low * 2 * channels + pixels * 9)
 
 
@@ -92,7 +92,7 @@ def _total(shapes: Sequence[Shape]) -> int:
 
 
 def _anchors(a: Any) -> int:
-    """Anchors of YOLOv5 maps, (bs, na * no, ny, nx) or (bs, na, ny, nx, no), whose anchors have shape (nl, na, 2)."""
+    """Return anchors of YOLOv5 maps, (bs, na * no, ny, nx) or (bs, na, ny, nx, no), whose anchors have shape (nl, na, 2)."""
     return sum(h[0] * (math.prod(h[1:4]) if len(h) == 5 else a.anchors[1] * h[2] * h[3]) for h in a.heads)
 
 
@@ -112,7 +112,7 @@ def _bias_act(a: Any) -> int:
 
 
 def _bn_act(a: Any) -> int:
-    """Mean and variance (four an element), the norm (three), the activation, and the shortcut's sum."""
+    """Return mean and variance (four an element), the norm (three), the activation, and the shortcut's sum."""
     elements = _total(a.x) if isinstance(a.x[0], Sequence) else math.prod(a.x)
     return elements * (4 + 3 + ACTIVATION[a.activation]) + (0 if a.residual is None else math.prod(a.residual))
 

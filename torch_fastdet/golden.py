@@ -317,7 +317,7 @@ def _decode(head: torch.Tensor, anchors: torch.Tensor, stride: float) -> torch.T
 
 
 def _candidates(prediction: torch.Tensor, conf_thres: float) -> torch.Tensor:
-    """Rows [x1, y1, x2, y2, confidence, class] in float32 (float64 stays) of one decoded image."""
+    """Return rows [x1, y1, x2, y2, confidence, class] in float32 (float64 stays) of one decoded image."""
     prediction = prediction[prediction[:, 4] > conf_thres]
     centre, half = prediction[:, :2], prediction[:, 2:4] / 2
     confidence, best = (prediction[:, 5:] * prediction[:, 4:5]).max(1, keepdim=True)
@@ -327,7 +327,7 @@ def _candidates(prediction: torch.Tensor, conf_thres: float) -> torch.Tensor:
 
 
 def _greedy(rows: torch.Tensor, iou_thres: float, max_det: int) -> torch.Tensor:
-    """Indices of the rows that stay: each, in order, unless it overlaps one that stayed by more than iou_thres."""
+    """Return indices of the rows that stay: each, in order, unless it overlaps one that stayed by more than iou_thres."""
     boxes = rows[:, :4] + rows[:, 5:6] * MAX_WH
     area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)

@@ -32,7 +32,7 @@ __all__ = [
 
 
 def _sides(name: str, shape: Sequence[int] | Tensor, most: int = 2) -> tuple[int, int]:
-    """Height and width, which may be followed by others up to ``most`` numbers."""
+    """Return height and width, which may be followed by others up to ``most`` numbers."""
     if not isinstance(shape, (Sequence, Tensor)) or not 2 <= len(shape) <= most:
         raise TypeError(f"{name}: shape is {shape!r}, but a height and a width are expected")
     return int(shape[0]), int(shape[1])

@@ -69,11 +69,11 @@ class Owner:
     device: torch.device | None = torch.device("cpu")
 
     def held(self) -> int:
-        """Bytes that it holds or may still take."""
+        """Return bytes that it holds or may still take."""
         raise NotImplementedError
 
     def used(self) -> int:
-        """Bytes that it has taken."""
+        """Return bytes that it has taken."""
         return self.held()
 
     def offer(self) -> str:
@@ -124,7 +124,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def parse_size(text: str, name: str) -> int:
-    """``"8G"``, ``"500m"`` or ``"0"`` in bytes; ``name`` is the variable that the error names."""
+    """Return ``"8G"``, ``"500m"`` or ``"0"`` in bytes; ``name`` is the variable that the error names."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text.strip().lower())
     if match is None:
         raise ValueError(f"{name} is {text!r}, but a size such as 8G, 500M or 0 is expected")
@@ -137,7 +137,7 @@ def _asked(name: str) -> int | None:
 
 
 def host_budget() -> int:
-    """Bytes of the host's memory that are left of ``TORCH_FASTDET_CACHE``."""
+    """Return bytes of the host's memory that are left of ``TORCH_FASTDET_CACHE``."""
     mine = [owner for owner in owners() if owner.budget == HOST_BUDGET]
     whole = _asked(HOST_BUDGET)
     if whole is None:  # what is used now was available before
@@ -151,7 +151,7 @@ def waits_for_steps() -> bool:
 
 
 def gpu_budget(device: torch.device) -> int:
-    """Bytes of a GPU's memory that are left of ``TORCH_FASTDET_GPU_CACHE``, or that are free now where that is not set."""
+    """Return bytes of a GPU's memory that are left of ``TORCH_FASTDET_GPU_CACHE``, or that are free now where that is not set."""
     mine = [owner for owner in owners() if owner.budget == GPU_BUDGET]
     whole = _asked(GPU_BUDGET)
     if whole is None:
@@ -215,7 +215,7 @@ def _number(path: Path) -> int | None:
 
 
 def machine_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """(all, available) bytes for this process: the machine's, or those of its control groups and of ``ulimit -v`` where they have less.
+    """Return (all, available) bytes for this process: the machine's, or those of its control groups and of ``ulimit -v`` where they have less.
 
     Args:
         root: the folder that holds ``proc`` and the control groups.
@@ -281,7 +281,7 @@ def with_room(
     tell: Callable[[str], None],
     error_type: type[Exception] = torch.OutOfMemoryError,
 ) -> T:
-    """``run()``. Where it runs out of memory, the cheapest owners on the device give theirs back, and it runs again.
+    """Return ``run()``. Where it runs out of memory, the cheapest owners on the device give theirs back, and it runs again.
 
     ``run`` must be able to run more than once. ``tell`` takes a line each time. ``error_type`` is the type of the errors that may say
     that memory ran out; one is raised if nobody has anything left to give.

@@ -265,7 +265,7 @@ class UltralyticsPostProcess(_PostProcess):
 
 
 def _task_of(head: Any) -> dict[str, str]:
-    """Task and meaning of the extra channels of a head, by the names of its classes."""
+    """Return task and meaning of the extra channels of a head, by the names of its classes."""
     names = {kind.__name__ for kind in type(head).__mro__}
     if "OBB" in names:
         return {"task": "obb", "extra_kind": "raw"}  # the head's dict holds angles, not logits
@@ -515,7 +515,7 @@ class PictureDetector(nn.Module):
 
 
 def _repeated(row: list[float], rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(rows, columns) of equal rows, which the device writes."""
+    """Return (rows, columns) of equal rows, which the device writes."""
     table = torch.zeros(rows, len(row), dtype=dtype, device=device)
     for column, value in enumerate(row):
         if value != 0:

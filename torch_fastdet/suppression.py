@@ -70,7 +70,7 @@ def _computing_device(
 
 
 def _stock_class_list(op: str, classes: object) -> list[int] | None:
-    """Classes as the stock functions accept them: a list, an int, an array or a tensor."""
+    """Return classes as the stock functions accept them: a list, an int, an array or a tensor."""
     if classes is None:
         return None
     try:
@@ -105,7 +105,7 @@ def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tens
 
 
 def _room(max_det: object) -> tuple[Any, Any]:
-    """max_det as the operators take it, and the end of a slice behind them: a negative one leaves the last out, as in stock."""
+    """Return max_det as the operators take it, and the end of a slice behind them: a negative one leaves the last out, as in stock."""
     if max_det is None or (isinstance(max_det, Integral) and max_det < 0):
         return sys.maxsize, max_det
     return max_det, None
@@ -181,14 +181,14 @@ class Padded(NamedTuple):
     end: int | None
 
     def rows(self, counts: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-        """Detections and indices of each image, once its count has come to the host."""
+        """Return detections and indices of each image, once its count has come to the host."""
         return _split(self.detections, counts, self.end), _split(self.indices, counts, self.end)
 
 
 def _filter_end2end(
     prediction: Tensor, conf_thres: float, classes: list[int] | None, max_det: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of an end-to-end model above the threshold, in their order: detections, counts, indices, all padded."""
+    """Return rows of an end-to-end model above the threshold, in their order: detections, counts, indices, all padded."""
     passes = (prediction[..., 4] > conf_thres) & prediction[..., :5].isfinite().all(-1)
     if classes is not None:
         allowed = torch.zeros_like(passes)

@@ -104,7 +104,7 @@ class Walk:
 
     @staticmethod
     def renewed(walk: Walk | None, module: nn.Module) -> Walk:
-        """``walk`` itself if the module still holds the same objects, else a new one."""
+        """Return ``walk`` itself if the module still holds the same objects, else a new one."""
         return walk if walk is not None and walk.watch.unchanged(module) else Walk(module)
 
 
@@ -115,7 +115,7 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[int]]:
-    """Indices of the tensors on each device, in order."""
+    """Return indices of the tensors on each device, in order."""
     places: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(index)

@@ -273,7 +273,7 @@ def aliased_parameters(module: nn.Module) -> Iterator[dict[nn.Parameter, nn.Para
 
 
 def attribute_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Tensors that only attributes of modules hold, such as what heads keep for the shape of their last input."""
+    """Return tensors that only attributes of modules hold, such as what heads keep for the shape of their last input."""
     values = [value for child in module.modules() for value in vars(child).values()]
     inside = [item for value in values if isinstance(value, (list, tuple)) for item in value]
     return [value for value in (*values, *inside) if isinstance(value, torch.Tensor)]
@@ -296,7 +296,7 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
 
 
 def input_format(module: nn.Module, x: torch.Tensor) -> torch.memory_format:
-    """NHWC for a model on NHWC weights: the copy into the graph's input then changes the layout as well."""
+    """Return NHWC for a model on NHWC weights: the copy into the graph's input then changes the layout as well."""
     first = next((p for p in module.parameters() if p.dim() == 4), None)
     if x.dim() == 4 and first is not None and is_channels_last(first):
         return torch.channels_last

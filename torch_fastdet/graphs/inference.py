@@ -186,7 +186,7 @@ def _places(leaves: list[object]) -> tuple[list[Tensor], list[object]]:
 
 
 def _flags() -> tuple[bool | str, ...]:
-    """Settings of torch that choose kernels."""
+    """Return settings of torch that choose kernels."""
     cudnn: Any = torch.backends.cudnn
     return (
         cudnn.enabled,

@@ -136,7 +136,7 @@ def _mean(func: Callable[..., Tensor], args: tuple, plain: tuple) -> LossItems:
 def _computed_beside(
     func: Callable[..., Tensor], args: tuple, events: list[torch.cuda.Event], current: torch.cuda.Stream
 ) -> LossItems:
-    """``func(*args)`` behind these events, on another stream than the current one, which waits for it."""
+    """Return ``func(*args)`` behind these events, on another stream than the current one, which waits for it."""
     stream = _stream(current)
     with torch.cuda.stream(stream):
         for event in events:

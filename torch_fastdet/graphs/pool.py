@@ -131,7 +131,7 @@ class GraphPool(Owner, Generic[G]):
 
 
 def _from_the_same(run: Callable[[], T], written: list[torch.Tensor], device: torch.device | None) -> Callable[[], T]:
-    """``run``, which draws the same random numbers and finds the same values in ``written`` each time it is called."""
+    """Return ``run``, which draws the same random numbers and finds the same values in ``written`` each time it is called."""
     values: list[torch.Tensor] = []
     states: list[torch.Tensor] = []
     gpus = [device] if device is not None and device.type == "cuda" else []

@@ -165,7 +165,7 @@ class _Layout:
         self._marks: dict[tuple[int, ...], torch.Tensor] = {}
 
     def marks(self, missing: tuple[int, ...]) -> torch.Tensor:
-        """1 for each parameter that has a gradient on this rank, 0 for those in ``missing``."""
+        """Return 1 for each parameter that has a gradient on this rank, 0 for those in ``missing``."""
         if missing not in self._marks:
             absent = set(missing)
             values = [float(index not in absent) for index in range(len(self.parameters))]
@@ -349,7 +349,7 @@ class Ranks:
         return self.broadcast_buffers and self.average.size > 1
 
     def run(self, module: nn.Module, forward: Callable[[], object]) -> object:
-        """``forward()`` of a training pass; its backward pass averages the gradients, except inside of :meth:`no_sync`."""
+        """Return ``forward()`` of a training pass; its backward pass averages the gradients, except inside of :meth:`no_sync`."""
         self.before_forward(module)
         outputs = forward()
         walk = self._look(module)  # now that the GPU has something to do

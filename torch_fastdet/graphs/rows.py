@@ -33,7 +33,7 @@ class RowGraphs(CapturedPasses):
     def __call__(
         self, function: Callable[..., Tensor], module: nn.Module, rows: tuple[Tensor, ...], key: Hashable = None
     ) -> Tensor:
-        """``function(*rows)``, a tensor, where the rows have one number and ``module`` the parameters and buffers.
+        """Return ``function(*rows)``, a tensor, where the rows have one number and ``module`` the parameters and buffers.
 
         ``key`` is what else decides what it does, and holds the tensors that it reads beside these.
         """

@@ -45,7 +45,7 @@ class Files:
         return Files(kept, np.array(sizes, dtype=np.int64).reshape(-1, 2), np.array(ways, dtype=np.int64))
 
     def beside(self) -> np.ndarray:
-        """Bytes that each file takes beside its own where it is packed, or somewhat more."""
+        """Return bytes that each file takes beside its own where it is packed, or somewhat more."""
         return (BESIDE + self.sizes.prod(1) * INDEX).astype(np.int64)
 
 
@@ -54,7 +54,7 @@ def is_jpeg(path: str) -> bool:
 
 
 def packed_size(files: Files) -> int:
-    """Bytes that files will take when they are packed, or somewhat more. What is not there takes none."""
+    """Return bytes that files will take when they are packed, or somewhat more. What is not there takes none."""
     total = 0
     for path, beside in zip(files.paths, files.beside().tolist(), strict=True):
         with contextlib.suppress(OSError):  # stock says what is wrong when it reads it

@@ -150,7 +150,7 @@ class ImageMemory(SharedFile):
         return None if self.is_decoded(index) or self.jpegs is None else self.jpegs.packed(index)
 
     def take_sent(self) -> dict[int, np.ndarray]:
-        """Files that are to travel with the batch, by their index. They are not needed here any more."""
+        """Return files that are to travel with the batch, by their index. They are not needed here any more."""
         if self.jpegs is None:
             return {}
         sent, self.jpegs.sent = self.jpegs.sent, {}
@@ -176,12 +176,12 @@ class ImageMemory(SharedFile):
         return image
 
     def shape(self, index: int) -> tuple[int, int]:
-        """(height, width) of an image that is there."""
+        """Return (height, width) of an image that is there."""
         height, width = (self._sizes[index, :2] if self.is_decoded(index) else self.shapes[index]).tolist()
         return height, width
 
     def shapes_of(self, indices: np.ndarray) -> np.ndarray:
-        """(height, width) of images that are there."""
+        """Return (height, width) of images that are there."""
         files = ~self.decoded(indices)
         found = self._sizes[indices, :2].astype(np.int64)
         if self.jpegs is not None:
@@ -189,7 +189,7 @@ class ImageMemory(SharedFile):
         return found
 
     def original(self, index: int) -> tuple[int, int]:
-        """(height, width) of its file's image, before it was resized."""
+        """Return (height, width) of its file's image, before it was resized."""
         of_file = self.jpegs is not None and not self.is_decoded(index)
         height, width = (self.files.files.sizes[index] if of_file else self._sizes[index, 2:]).tolist()
         return height, width
@@ -267,11 +267,11 @@ class JpegFiles(SharedFile):
         return self._place(index, 0)[0] > 0 or index in self.sent
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
-        """(n, 2) int64 of files that are kept: bytes and offset."""
+        """Return (n, 2) int64 of files that are kept: bytes and offset."""
         return np.stack(self._place(indices, 0), 1)
 
     def _place(self, index: Any, column: int) -> tuple[Any, Any]:
-        """Bytes and offset from this column of a row on. The offset is the one of these bytes, or of another copy of them."""
+        """Return bytes and offset from this column of a row on. The offset is the one of these bytes, or of another copy of them."""
         size = self._rows[index, column]
         fence()
         offset = self._rows[index, column + 1]
@@ -343,7 +343,7 @@ class JpegFiles(SharedFile):
         return self.pixels[offset : offset + size]
 
     def pack(self, files: np.ndarray, sent: torch.Tensor, pin_memory: bool = False) -> tuple[torch.Tensor, np.ndarray]:
-        """Files that travel with a batch, packed, and (n, 2) bytes and offset of each. ``files``: index, bytes, offset in ``sent``."""
+        """Return files that travel with a batch, packed, and (n, 2) bytes and offset of each. ``files``: index, bytes, offset in ``sent``."""
         nothing = np.empty(0, dtype=np.uint8)
         heads = [nothing if (head := self._head(index)) is None else head for index in files[:, 0].tolist()]
         as_they_are = [sent[begin : begin + size] for _, size, begin in files.tolist()]

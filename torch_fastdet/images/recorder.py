@@ -176,7 +176,7 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def _reals(value: Any, what: str) -> Any:
-    """``value`` with arrays instead of stand-ins."""
+    """Return ``value`` with arrays instead of stand-ins."""
     kind = type(value)
     if issubclass(kind, StandIn):
         return value.real(what)
@@ -262,7 +262,7 @@ class Recorded(StandIn):
     # Views
 
     def _view(self, view: Recorded) -> Recorded:
-        """``view`` of this image, which looks into the same pixels."""
+        """Return ``view`` of this image, which looks into the same pixels."""
         if self._views is None:
             self._views = [weakref.ref(self)]
         self._views.append(weakref.ref(view))
@@ -288,7 +288,7 @@ class Recorded(StandIn):
         return type(plane) is np.ndarray and plane.dtype == np.bool_ and plane.shape == self.shape[:2]
 
     def _rectangle(self, key: object) -> tuple[int, int, int, int] | None:
-        """x, y, width and height of ``[y0:y1, x0:x1]``; None for any other index."""
+        """Return x, y, width and height of ``[y0:y1, x0:x1]``; None for any other index."""
         if type(key) is not tuple or len(key) < 2 or key[2:] not in _ALL_CHANNELS:
             return None
         rows, columns = key[:2]

@@ -83,7 +83,7 @@ def reader(stock: type, attributes: dict[str, object], size_of: Callable[[int], 
 
 
 def sizes(stock: type, dataset: object, originals: Sequence[Size], side: int) -> tuple[list[Size], list[int]]:
-    """(height, width) of each image as ``load_image`` gives it, and how it is resized; ``side`` x ``side`` where that wants pixels."""
+    """Return (height, width) of each image as ``load_image`` gives it, and how it is resized; ``side`` x ``side`` where that wants pixels."""
     nothing: dict[str, list] = {name: [None] * len(originals) for name in ("ims", "im_hw0", "im_hw")}
     try:
         seen = reader(stock, {**vars(dataset), **nothing, "buffer": []}, originals.__getitem__)

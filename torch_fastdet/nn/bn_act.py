@@ -232,7 +232,7 @@ def _is_added(shortcut: Tensor | None, x: Tensor) -> bool:
 
 
 def norm_and_activation(norm: nn.BatchNorm2d, act: nn.Module, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-    """``act(norm(x))``, plus ``shortcut``: one operator where that is possible, the modules where not. Ask can_fuse first."""
+    """Return ``act(norm(x))``, plus ``shortcut``: one operator where that is possible, the modules where not. Ask can_fuse first."""
     if not _fits(x, norm):
         y = act(norm(x))
         return y if shortcut is None else shortcut + y
@@ -265,7 +265,7 @@ def _is_whole(norm: nn.BatchNorm2d) -> bool:
 
 
 def norms_and_activations_cat(blocks: list[Block], inputs: list[Tensor], shortcut: Tensor | None = None) -> Tensor:
-    """``torch.cat`` of each block's ``act(bn(x))`` along the channels, the first one plus ``shortcut``.
+    """Run ``torch.cat`` of each block's ``act(bn(x))`` along the channels, the first one plus ``shortcut``.
 
     One operator, whose parts write straight into the concatenation, where they have the same options; else a concatenation of
     :func:`norm_and_activation`. Ask can_fuse for each block first.
@@ -332,7 +332,7 @@ def _goes_into(room: Tensor, block: Block, x: Tensor, shortcut: Tensor | None) -
 
 
 def _into(room: Tensor, first: int, block: Block, x: Tensor, shortcut: Tensor | None) -> Tensor:
-    """``room`` with the block's result for x, plus ``shortcut``, in its channels from ``first`` on. Ask :func:`_goes_into` first."""
+    """Return ``room`` with the block's result for x, plus ``shortcut``, in its channels from ``first`` on. Ask :func:`_goes_into` first."""
     if block.training:
         norm = block.bn
         return NormInto.apply(room, first, x, norm, _options(block), shortcut, norm.weight, norm.bias)
@@ -355,7 +355,7 @@ def _made(maker: Callable[..., Forward], forward: Forward, stock: Forward) -> Fo
 
 
 def conv_forward(stock: Forward) -> Forward:
-    """Stands for the forward of a block that computes ``act(bn(conv(x)))``; ``stock`` is what it replaces."""
+    """Stand in for the forward of a block that computes ``act(bn(conv(x)))``; ``stock`` is what it replaces."""
 
     def forward(self: Block, x: Tensor) -> Tensor:
         if (self.training and can_fuse(self.bn, self.act)) or _is_evaluated(self):
@@ -366,7 +366,7 @@ def conv_forward(stock: Forward) -> Forward:
 
 
 def conv_forward_fuse(stock: Forward) -> Forward:
-    """Stands for what a block calls once its convolution holds the norm: ``act(conv(x))``. Instances keep it as their ``forward``."""
+    """Stand in for what a block calls once its convolution holds the norm: ``act(conv(x))``. Instances keep it as their ``forward``."""
 
     def forward_fuse(self: Block, x: Tensor) -> Tensor:
         if type(self).forward_fuse is forward_fuse and not hasattr(self, "bn") and _is_evaluated(self):
@@ -429,7 +429,7 @@ def _ends_plainly(block: Block, forward: Forward, end: str, conv: Forward) -> bo
 
 
 def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
-    """Stands for the forward of a block that computes ``x + cv2(cv1(x)) if add else cv2(cv1(x))``.
+    """Stand in for the forward of a block that computes ``x + cv2(cv1(x)) if add else cv2(cv1(x))``.
 
     The sum joins the second block's norm and activation where that block's forward is ``conv``, one of :func:`conv_forward`.
     """
@@ -444,7 +444,7 @@ def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
 
 
 def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
-    """Stands for the forward of a block that computes ``cv3(cat((m(cv1(x)), cv2(x)), 1))``, with bottlenecks ``m`` in a row.
+    """Stand in for the forward of a block that computes ``cv3(cat((m(cv1(x)), cv2(x)), 1))``, with bottlenecks ``m`` in a row.
 
     The last bottleneck and ``cv2`` write into the concatenation, where they are blocks with the forward methods ``bottleneck``
     and ``conv``. ``cv1`` and ``cv2`` are one convolution where a captured step has joined them (:mod:`torch_fastdet.nn.joint`).
@@ -492,7 +492,7 @@ def _c3_parts(c3: Block, x: Tensor, conv: Forward, bottleneck: Forward) -> Tenso
 
 
 def c2f_forward(stock: Forward, conv: Forward, bottleneck: Forward, c3: Forward) -> Forward:
-    """Stands for the forward of a block that computes ``cv2(cat((a, b, m[0](b), m[1](m[0](b)), ...), 1))`` of ``a, b = cv1(x).chunk(2, 1)``.
+    """Stand in for the forward of a block that computes ``cv2(cat((a, b, m[0](b), m[1](m[0](b)), ...), 1))`` of ``a, b = cv1(x).chunk(2, 1)``.
 
     ``cv1`` writes into the concatenation, and so does the last of ``m`` where its forward is ``bottleneck`` or ``c3``. What one more block
     reads is copied: ``b``, and the result of each of ``m`` but the last. Backward, the gradients of its readers are added in one pass.
@@ -605,7 +605,7 @@ def _pooled(cv1: Block, pool: Any, pools: int, x: Tensor, conv: Forward) -> Tens
 
 
 def sppf_forward(stock: Forward, counts: bool, conv: Forward) -> Forward:
-    """Stands for the forward of a block that computes ``cv2(cat((y, m(y), m(m(y)), ...)))`` of ``y = cv1(x)``.
+    """Stand in for the forward of a block that computes ``cv2(cat((y, m(y), m(m(y)), ...)))`` of ``y = cv1(x)``.
 
     Args:
         stock: the forward that it replaces.

@@ -27,7 +27,7 @@ _OUTPUTS, _MOST = range(16, 97, 16), 2**31 - 1
 
 
 def divided(images: Tensor) -> Tensor:
-    """``images.float() / 255``, the same bits in one pass where torch's default dtype has them in float32."""
+    """Return ``images.float() / 255``, the same bits in one pass where torch's default dtype has them in float32."""
     return images / 255 if torch.get_default_dtype() == torch.float32 else images.float() / 255
 
 
@@ -75,7 +75,7 @@ def is_stem(conv: nn.Module, x: object, floating: bool = True) -> bool:
 
 
 def stem_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """(K, 3, k, k) as the (K, 16, n, n) of the squares, channels_last. Differentiable."""
+    """Return (K, 3, k, k) as the (K, 16, n, n) of the squares, channels_last. Differentiable."""
     if weight.shape[2] % 2:
         weight = F.pad(weight, (1, 0, 1, 0))  # the first row of an odd kernel is the second one of its squares
     return ops.space_to_depth(weight, _CHANNELS, dtype=dtype)
@@ -100,7 +100,7 @@ def _has_kernel(conv: nn.Conv2d, squares: Tensor) -> bool:
 
 
 def convolve(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """``conv(x)``; a stem by way of its squares.
+    """Return ``conv(x)``; a stem by way of its squares.
 
     On GPUs of compute capability 8.0 and newer ``stem_conv2d`` convolves them, where it has a kernel: 16, 32, ... 96 outputs, no bias,
     images without a gradient, and fewer than 2^31 pixels. Else cuDNN does. It has no second derivative.
@@ -109,7 +109,7 @@ def convolve(conv: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def convolve_squares(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """:func:`convolve` where :func:`is_stem` said yes."""
+    """Return :func:`convolve` where :func:`is_stem` said yes."""
     dtype = _dtype(x, conv.weight) or x.dtype
     border = conv.kernel_size[0] % 2 == 1
     squares, weight = ops.space_to_depth(x, _CHANNELS, border, dtype), stem_weight(conv.weight, dtype)

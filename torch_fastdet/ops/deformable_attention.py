@@ -10,7 +10,7 @@ from torch_fastdet.ops._checks import checked
 
 @checked
 def deformable_attention(value: Tensor, shapes: list[tuple[int, int]], locations: Tensor, weights: Tensor) -> Tensor:
-    """Sum of points of several feature maps, sampled bilinearly and weighted, for each query and head.
+    """Sum points of several feature maps, sampled bilinearly and weighted, for each query and head.
 
     One launch forward and two backward, no host sync, capturable in a CUDA graph. Sums are in float32 (float64 for float64) whatever
     the storage type. The gradients have the same bits in every run: those of value are added as integers, in units of a power of

@@ -47,7 +47,7 @@ def _on_device(value: float | Tensor, params: list[Tensor]) -> Tensor:
 
 
 def _needed_buffers(params: list[Tensor], momentum_buffers: list[Tensor], momentum: float | Tensor) -> list[Tensor]:
-    """``momentum_buffers``, or an empty list where ``momentum`` is the number 0."""
+    """Return ``momentum_buffers``, or an empty list where ``momentum`` is the number 0."""
     given = "a tensor"
     if not isinstance(momentum, Tensor):
         if momentum == 0.0:

@@ -180,7 +180,7 @@ def v8_mask_part(
     num_targets: torch.Tensor | None,
     overlap: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and item of the masks of the assigned anchors. ``sizes``: height and width of each level."""
+    """Return loss and item of the masks of the assigned anchors. ``sizes``: height and width of each level."""
     if protos.dim() == 4 and masks.dim() == 3 and masks.shape[1:] != protos.shape[2:]:
         protos = F.interpolate(protos, [masks.shape[1], masks.shape[2]], mode="bilinear", align_corners=False)
     # A stride that float32 cannot hold, as 320 / 12, gives a whole number of pixels after rounding alone.
@@ -192,7 +192,7 @@ def v8_mask_part(
 
 
 def v8_with_parts(whole: torch.Tensor, parts: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
-    """``whole`` with a task's own parts behind that of the boxes, and ``last`` behind all."""
+    """Return ``whole`` with a task's own parts behind that of the boxes, and ``last`` behind all."""
     # One split and not two slices: its gradient is one copy.
     boxes, rest = torch.split(whole, [1, whole.shape[0] - 1])
     pieces = [boxes, parts.to(whole.dtype), rest]

@@ -199,7 +199,7 @@ def yolov5_mask_part(
     box: float,
     overlap: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss and item of the masks; ``matches`` is the match_cell of the operator yolov5_loss."""
+    """Return loss and item of the masks; ``matches`` is the match_cell of the operator yolov5_loss."""
     if masks.dim() == 3 and masks.shape[1:] != protos.shape[2:]:
         masks = F.interpolate(masks[:, None].float(), [protos.shape[2], protos.shape[3]], mode="nearest")[:, 0]
     dtype = torch.promote_types(coefficients.dtype, protos.dtype)

@@ -77,7 +77,7 @@ class Binding:
 
     @staticmethod
     def tensors_of(group: Group) -> tuple[Any, ...]:
-        """Numbers of a group that may be tensors."""
+        """Return numbers of a group that may be tensors."""
         raise NotImplementedError
 
     @property
@@ -120,7 +120,7 @@ class Binding:
         raise NotImplementedError
 
     def lacking(self) -> list[Tensor]:
-        """Parameters that have a gradient but no state yet; an error in a capture, where nothing that is made would last."""
+        """Return parameters that have a gradient but no state yet; an error in a capture, where nothing that is made would last."""
         state = self.optimizer.state
         found = [p for p in self.params if p.grad is not None and not state.get(p)]
         if found and found[0].is_cuda and torch.cuda.is_current_stream_capturing():

@@ -103,7 +103,7 @@ class _Batched(_Matrices):
 
 
 def _orthogonalized(matrices: Tensor) -> Tensor:
-    """Newton-Schulz of a batch (n, rows, columns), in bfloat16."""
+    """Return Newton-Schulz of a batch (n, rows, columns), in bfloat16."""
     unit = matrices / (matrices.norm(dim=(1, 2), keepdim=True) + EPS)  # no singular value is above 1
     wide = unit.size(1) <= unit.size(2)  # by way of the smaller Gram matrix
     x = unit if wide else unit.mT

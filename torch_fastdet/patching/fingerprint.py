@@ -12,7 +12,7 @@ from typing import Any
 
 
 def fingerprint(function: Callable[..., Any]) -> str:
-    """Eight hexadecimal digits of what a function does, whatever its layout, comments and annotations; "" without a source."""
+    """Return eight hexadecimal digits of what a function does, whatever its layout, comments and annotations; "" without a source."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
         tree = ast.parse(source)

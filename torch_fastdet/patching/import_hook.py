@@ -16,7 +16,7 @@ _dictionary = vars(ModuleType)["__dict__"].__get__
 
 
 def namespace(module: ModuleType) -> dict[str, Any]:
-    """``vars(module)``, without running code of the module's type."""
+    """Return ``vars(module)``, without running code of the module's type."""
     return _dictionary(module)
 
 
@@ -41,7 +41,7 @@ def root(name: str) -> Path | None:
 
 
 def loaded_modules(leaving_out: Collection[str]) -> list[ModuleType]:
-    """Modules in ``sys.modules``, except those of the packages ``leaving_out``."""
+    """Return modules in ``sys.modules``, except those of the packages ``leaving_out``."""
     # isinstance would believe a proxy that claims to be a module.
     modules = [(name, module) for name, module in list(sys.modules.items()) if issubclass(type(module), ModuleType)]
     return [module for name, module in modules if top_level(name) not in leaving_out]

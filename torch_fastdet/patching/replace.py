@@ -42,7 +42,7 @@ class Replacement:
 
     @property
     def module(self) -> str:
-        """Name of the module that the name is in."""
+        """Return the name of the module that the name is in."""
         return namespace(self.owner)["__name__"] if isinstance(self.owner, ModuleType) else self.owner.__module__
 
     def __str__(self) -> str:

@@ -32,7 +32,7 @@ LEAST_PADDED = 64
 
 
 def _like(tensor: Tensor, other: Tensor) -> Tensor:
-    """``tensor`` with ``other``'s strides where the two lie alike: a dimension of one element has any stride."""
+    """Return ``tensor`` with ``other``'s strides where the two lie alike: a dimension of one element has any stride."""
     alike = all(a == b or n == 1 for a, b, n in zip(tensor.stride(), other.stride(), tensor.shape))
     return tensor.as_strided(other.shape, other.stride()) if alike else tensor
 
@@ -53,7 +53,7 @@ class _Room:
 
     @property
     def used(self) -> int:
-        """Rows of the members together."""
+        """Return rows of the members together."""
         return sum(member.shape[0] for member in self.members)
 
     def places(self, room: Tensor) -> list[Tensor]:
@@ -200,7 +200,7 @@ def _kind(conv: nn.Conv2d) -> tuple[object, ...]:
 
 
 def _joined(model: nn.Module, convs: list[nn.Conv2d]) -> list[list[nn.Conv2d]]:
-    """Groups of those of these convolutions that always read one input and can be one convolution."""
+    """Return groups of those of these convolutions that always read one input and can be one convolution."""
     uses = Counter(conv.weight for conv in convs)
     pairs = list(convolutions_of_one_input(model))
     blocks = Counter(conv for group in pairs for conv in group)  # a convolution may be part of several

@@ -64,7 +64,7 @@ def _joined(head: Head, x: list[Tensor]) -> Tensor:
 
 
 def _written(head: Head, x: list[Tensor]) -> Tensor:
-    """:func:`_joined` without a gradient: the last convolutions' bias is added on the way into the rows."""
+    """Return :func:`_joined` without a gradient: the last convolutions' bias is added on the way into the rows."""
     parts = [convolved(part, features) for part, features in zip(head, x)]
     first, positions = parts[0][0], [y.shape[2] * y.shape[3] for y, _ in parts]
     rows = first.new_empty(len(first), sum(positions), first.shape[1])
@@ -78,7 +78,7 @@ def _written(head: Head, x: list[Tensor]) -> Tensor:
 
 
 def _distances(dfl: Head, x: Tensor) -> Tensor:
-    """Ultralytics' DFL for x whose channels of an anchor lie side by side."""
+    """Return Ultralytics' DFL for x whose channels of an anchor lie side by side."""
     shares = x.transpose(1, 2).unflatten(2, (4, dfl.c1)).softmax(-1)
     return (shares @ dfl.conv.weight.flatten()).transpose(1, 2)
 
@@ -91,7 +91,7 @@ def _is_dfl(forward: object) -> bool:
 
 
 def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head: object = None) -> dict[str, Any]:
-    """Boxes and scores of all anchors beside the features that they come from; nothing where a head is missing."""
+    """Return boxes and scores of all anchors beside the features that they come from; nothing where a head is missing."""
     heads = {"boxes": box_head, "scores": cls_head}
     if any(head is None for head in heads.values()):
         return {}

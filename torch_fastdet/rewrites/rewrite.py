@@ -98,7 +98,7 @@ def head_of(model: Model, framework: Framework, evaluated: bool = False) -> Head
 
 
 def detect_of(model: Model, method: str, framework: Framework, evaluated: bool = False) -> Head:
-    """:func:`head_of` if it is a ``Detect`` whose ``method`` is the class's; else None."""
+    """Return :func:`head_of` if it is a ``Detect`` whose ``method`` is the class's; else None."""
     head = head_of(model, framework, evaluated)
     return head if type(head).__name__ == "Detect" and method not in vars(head) else None
 

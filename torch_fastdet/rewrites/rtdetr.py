@@ -41,7 +41,7 @@ def _samples(function: Any) -> bool:
 
 @functools.cache
 def _forward_of(stock: Any) -> Callable[..., Tensor] | None:
-    """``MSDeformAttn.forward`` with :func:`attend` in the place of the function that samples; None where it is not as known."""
+    """Return ``MSDeformAttn.forward`` with :func:`attend` in the place of the function that samples; None where it is not as known."""
     if not isinstance(stock, FunctionType) or not _samples(stock.__globals__.get(_SAMPLED)):
         return None
     return with_names(stock, **{_SAMPLED: attend})

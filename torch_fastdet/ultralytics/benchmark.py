@@ -30,7 +30,7 @@ PREDICTIONS = 50
 
 
 def draw_pictures(folder: Path, count: int) -> Path:
-    """JPEG files of 640x480 with one to six plain rectangles each, and labels for them. Returns the data set's file."""
+    """Write JPEG files of 640x480 with one to six plain rectangles each, and labels for them. Returns the data set's file."""
     import cv2
     import numpy as np
 

@@ -28,7 +28,7 @@ STOCKS = (
 
 
 def doctor(argv: list[str]) -> int:
-    """``doctor [--json] [the words of a yolo command]``."""
+    """Run ``doctor [--json] [the words of a yolo command]``."""
     chosen, words = LAUNCHER.split(argv)
     found = importlib.util.find_spec("ultralytics") is not None
     options = dict(word.split("=", 1) for word in words if "=" in word)

@@ -68,7 +68,7 @@ def parse(argv: list[str]) -> Command:
 
 
 def doctor(argv: list[str]) -> int:
-    """``doctor [--json] [train.py and its arguments, or -m yolov5.train ...]``."""
+    """Run ``doctor [--json] [train.py and its arguments, or -m yolov5.train ...]``."""
     as_json = "--json" in argv
     command = parse([argument for argument in argv if argument != "--json"])
     if command.script is not None:

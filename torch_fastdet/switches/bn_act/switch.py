@@ -76,7 +76,7 @@ _BLOCKS: tuple[tuple[str, Callable[..., Any], tuple[str, ...], Formula], ...] = 
 
 
 def _method(name: str, make: Callable[..., Any], *parts: str) -> Make:
-    """``make(stock, ...)`` with the forwards that the classes ``parts`` of the original module have now."""
+    """Return ``make(stock, ...)`` with the forwards that the classes ``parts`` of the original module have now."""
 
     def made(_: Active, stock: Callable, __: object) -> Any:
         forward = make(stock, *(stock.__globals__[part].forward for part in parts))

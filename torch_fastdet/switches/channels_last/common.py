@@ -30,7 +30,7 @@ def _in_layout(active: Active, stock: Callable[..., object], model_class: type[n
 
 
 def wrapped_in_layout(active: Active) -> list[type[nn.Module]]:
-    """Classes whose models DistributedDataParallel gets in their layout: it places gradients by the weights' strides as it finds them."""
+    """Return classes whose models DistributedDataParallel gets in their layout: it places gradients by the weights' strides as it finds them."""
     classes: list[type[nn.Module]] = []
     stock = DistributedDataParallel.__init__
 
@@ -52,7 +52,7 @@ def _make_contiguous(model: nn.Module) -> None:
 
 
 def plain_copy(model: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """``copy.deepcopy`` of a model, with contiguous parameters: YOLOv5 averages and saves copies, whose ``fuse()`` calls ``.view``."""
+    """Run ``copy.deepcopy`` of a model, with contiguous parameters: YOLOv5 averages and saves copies, whose ``fuse()`` calls ``.view``."""
     reduced: Any = model.__reduce_ex__(4)  # as copy.deepcopy, so that a class may leave something out
     make, arguments, *state = reduced
     result = memo[id(model)] = make(*copy.deepcopy(arguments, memo))
@@ -63,7 +63,7 @@ def plain_copy(model: nn.Module, memo: dict[int, object]) -> nn.Module:
 
 
 def plain_fuse(stock: Callable[..., object]) -> Callable[..., object]:
-    """Stands for ``fuse()`` of a model: its parameters are made contiguous first, because the original calls ``.view`` on them."""
+    """Stand in for ``fuse()`` of a model: its parameters are made contiguous first, because the original calls ``.view`` on them."""
 
     @in_place_of(stock, "channels_last.fuse")
     def fuse(model: nn.Module, *args: object, **kwargs: object) -> object:

@@ -39,7 +39,7 @@ class TrainingGraphs:
         self._graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
 
     def __call__(self, model: nn.Module, x: torch.Tensor, stock: Callable[..., Any], *others: torch.Tensor) -> Any:
-        """``stock(model, x, *others)``, by a replay where that can be."""
+        """Return ``stock(model, x, *others)``, by a replay where that can be."""
         if x.requires_grad:  # a measurement of how much memory a batch needs
             with bn_act.captured():
                 return stock(model, x, *others)

@@ -28,7 +28,7 @@ class PredictionGraphs:
         self._lock = threading.Lock()
 
     def __call__(self, model: object, x: Any, forward: Callable[[Tensor], object]) -> object:
-        """``forward(x)``, which runs ``model``."""
+        """Return ``forward(x)``, which runs ``model``."""
         if not isinstance(model, nn.Module) or not isinstance(x, Tensor):
             return forward(x)
         if not _capture.on_gpu(x):

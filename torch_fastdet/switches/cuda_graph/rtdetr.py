@@ -191,7 +191,7 @@ class _Drawer:
 
 
 def get_cdn_group(active: Active, stock: Callable[..., Any], _: object) -> Callable[..., Any]:
-    """``get_cdn_group`` that takes :class:`Queries` for a batch, too."""
+    """Return ``get_cdn_group`` that takes :class:`Queries` for a batch, too."""
     active.shared(_Drawer).stock = stock
 
     @in_place_of(stock, "cuda_graph.get_cdn_group")
@@ -212,7 +212,7 @@ def _head(model: Model) -> Any:
 
 
 def model_loss(active: Active, stock: Callable[..., Any], model_class: Any) -> Callable[..., Any]:
-    """``RTDETRDetectionModel.loss`` in training, where ``loss_optim`` has replaced the criterion."""
+    """Return ``RTDETRDetectionModel.loss`` in training, where ``loss_optim`` has replaced the criterion."""
     graphs, drawer, predict = active.shared(training_graphs), active.shared(_Drawer), model_class.predict
 
     def takes(model: Model, batch: Batch) -> bool:

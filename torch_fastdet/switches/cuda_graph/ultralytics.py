@@ -81,7 +81,7 @@ def training_graphs(active: Active) -> TrainingGraphs:
 
 
 def begin_again(_: Active, stock: Callable[[Trainer], object], __: object) -> Callable[[Trainer], object]:
-    """``BaseTrainer._build_train_pipeline``, by which the trainer also goes on with a smaller batch where memory ran out."""
+    """Return ``BaseTrainer._build_train_pipeline``, by which the trainer also goes on with a smaller batch where memory ran out."""
 
     @functools.wraps(stock)
     def _build_train_pipeline(trainer: Trainer) -> object:
@@ -107,7 +107,7 @@ def model_predict(active: Active, stock: Callable[..., object], model_class: Any
 
 
 def backend_forward(active: Active, stock: Callable[..., object], _: object) -> Callable[..., object]:
-    """``PyTorchBackend.forward`` by graphs."""
+    """Return ``PyTorchBackend.forward`` by graphs."""
     graphs = PredictionGraphs(active.name)
 
     @in_place_of(stock, "cuda_graph.forward")

@@ -37,7 +37,7 @@ class _Graphs(threading.local):
 
 
 def backend_forward(active: Active, stock: Callable[..., object], _: object) -> Callable[..., object]:
-    """``DetectMultiBackend.forward``: while it runs a model, the model's forward takes its graphs."""
+    """Return ``DetectMultiBackend.forward``: while it runs a model, the model's forward takes its graphs."""
     here = active.shared(_Graphs)
 
     @in_place_of(stock, "cuda_graph.forward")

@@ -75,7 +75,7 @@ class Planner:
         return [dataset[index] for index in indices]
 
     def view(self, thing: object) -> Any:
-        """``thing``, with the same attributes, but with pixels put off; what touches none is returned as it is."""
+        """Return ``thing``, with the same attributes, but with pixels put off; what touches none is returned as it is."""
         stock = type(thing)
         if stock not in self._classes:
             self._classes[stock] = self._class_of(stock)

@@ -119,7 +119,7 @@ class SharedImages:
 
 
 def cache_images(stock: Callable[..., None]) -> Callable[..., None]:
-    """``BaseDataset.cache_images`` that decodes into the shared memory for ``cache="ram"``."""
+    """Return ``BaseDataset.cache_images`` that decodes into the shared memory for ``cache="ram"``."""
 
     @in_place_of(stock)
     def cache_images(self: UltralyticsDataset) -> None:
@@ -156,7 +156,7 @@ def _filling_class(stock: type) -> Any:
 
 
 def set_rectangle(stock: Callable[..., None]) -> Callable[..., None]:
-    """``BaseDataset.set_rectangle``, which drops the images' sizes: they are kept."""
+    """Return ``BaseDataset.set_rectangle``, which drops the images' sizes: they are kept."""
 
     @in_place_of(stock)
     def set_rectangle(self: UltralyticsDataset) -> None:
@@ -261,7 +261,7 @@ def _loader_class(stock: type) -> type:
 
 
 def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callable[..., object]:
-    """Ultralytics' ``build_dataloader``, whose loaders plan where they can."""
+    """Return Ultralytics' ``build_dataloader``, whose loaders plan where they can."""
     signature = inspect.signature(stock)
     tell = saying_once("loader_optim", warn)
 

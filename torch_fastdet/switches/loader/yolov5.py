@@ -64,7 +64,7 @@ class _Recording:
 
 @functools.cache
 def dataset_class(stock: type) -> type:
-    """``LoadImagesAndLabels``, or the same with masks, with a memory that all processes share, and with plans for those who ask for them."""
+    """Return ``LoadImagesAndLabels``, or the same with masks, with a memory that all processes share, and with plans for those who ask for them."""
 
     class LoadImagesAndLabels(stock):
         torch_fastdet_stock = stock

@@ -33,7 +33,7 @@ def meet() -> None:
 
 
 def first_rank_first(_: object, stock: Callable[[int], contextlib.AbstractContextManager], __: object) -> Any:
-    """``torch_distributed_zero_first``: its barrier comes when the first rank of each machine is ready."""
+    """Return ``torch_distributed_zero_first``: its barrier comes when the first rank of each machine is ready."""
 
     @in_place_of(stock)
     @contextlib.contextmanager
@@ -49,7 +49,7 @@ def first_rank_first(_: object, stock: Callable[[int], contextlib.AbstractContex
 
 
 def smart_ddp(_: object, stock: Callable[[Any], object], __: object) -> Any:
-    """``smart_DDP``, which the others reach while rank 0 reads the validation set and checks anchors."""
+    """Return ``smart_DDP``, which the others reach while rank 0 reads the validation set and checks anchors."""
 
     @in_place_of(stock)
     def smart_DDP(model: object) -> Any:

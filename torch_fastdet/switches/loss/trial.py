@@ -58,7 +58,7 @@ class _Model(nn.Module):
 
 
 def trial(reg_max: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Predictions and labels of a small batch whose assignment has no ties.
+    """Return predictions and labels of a small batch whose assignment has no ties.
 
     ``torch.topk`` returns equal values in an order that depends on the machine. So each anchor predicts a box that covers one of
     the labels, more or less well: each label has more candidates of positive, distinct alignment than topk takes.
@@ -118,7 +118,7 @@ def trial(reg_max: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def _losses(stock: Any) -> tuple[list[object], list[object]]:
-    """Losses, and the names of their items, of both classes: small and overlapping boxes, both kinds of distances, topk2."""
+    """Return losses, and the names of their items, of both classes: small and overlapping boxes, both kinds of distances, topk2."""
     found: tuple[list[object], list[object]] = ([], [])
     for reg_max, topk, topk2 in TRIALS[stock.__name__]:
         preds, batch = trial(reg_max)

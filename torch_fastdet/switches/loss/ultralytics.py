@@ -125,7 +125,7 @@ class _DetectionLoss(Criterion):
 
     @property
     def target_columns(self) -> int:
-        """Number of columns of a tensor of targets."""
+        """Return the number of columns of a tensor of targets."""
         return len(TARGET_COLUMNS)
 
     def unpacked(self, targets: Tensor, labels: Batch) -> tuple[Tensor, Batch | None]:
@@ -219,7 +219,7 @@ class _DetectionLoss(Criterion):
 
     @property
     def ignored_targets(self) -> int:
-        """Number of bad rows of targets ignored in CUDA graphs so far. Reading it waits for the device."""
+        """Return the number of bad rows of targets ignored in CUDA graphs so far. Reading it waits for the device."""
         return self._state.status.ignored
 
     def check(self) -> None:
@@ -539,7 +539,7 @@ class _E2ELoss(Criterion):
 
     @property
     def ignored_targets(self) -> int:
-        """Number of bad rows of targets ignored in CUDA graphs so far. Reading it waits for the device."""
+        """Return the number of bad rows of targets ignored in CUDA graphs so far. Reading it waits for the device."""
         branches = self._branches()
         return 0 if branches is None else branches[0].ignored_targets
 

@@ -169,7 +169,7 @@ class ComputeLoss:
     def __call__(
         self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
+        """Return loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
         self._check_heads(p)
         loss, items, _ = self._detection(p, targets, num_targets)
         return loss.float(), read_early(items.float(), beside=True)  # as the original, whose heads may be float64
@@ -261,7 +261,7 @@ class SegmentationLoss(ComputeLoss):
     def __call__(  # type: ignore[override]
         self, preds: object, targets: torch.Tensor, masks: torch.Tensor, num_targets: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
+        """Return loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
         if not isinstance(preds, (list, tuple)) or len(preds) != 2 or not isinstance(preds[1], torch.Tensor):
             raise TypeError(
                 "SegmentationLoss: preds is not a list of heads and a tensor of prototypes, the Segment layer's outputs in training mode"

@@ -16,7 +16,7 @@ from torch_fastdet.switches.loss.yolov5_trial import ANCHORS, CLASSES, SIZES, De
 
 
 def _prediction(scores: int) -> Tensor:
-    """Boxes whose centers are on a grid, so that they overlap, with so many scores each from .05 to .95, without ties."""
+    """Return boxes whose centers are on a grid, so that they overlap, with so many scores each from .05 to .95, without ties."""
     count = torch.arange(24)
     x, y = 20.0 + 7 * count.remainder(6), 20.0 + 9 * count.div(6, rounding_mode="floor")
     values = 0.5 + 0.45 * torch.linspace(0.0, 37.0, len(count) * scores).sin()

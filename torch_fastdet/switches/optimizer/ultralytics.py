@@ -46,7 +46,7 @@ MAX_NORM = 10.0  # of the trainer's clipping
 
 
 def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: object) -> Callable[..., object]:
-    """``BaseTrainer.build_optimizer``, which writes its log lines; the optimizer that it returns becomes ours."""
+    """Return ``BaseTrainer.build_optimizer``, which writes its log lines; the optimizer that it returns becomes ours."""
 
     @in_place_of(stock)
     def build_optimizer(*args: object, **kwargs: object) -> torch.optim.Optimizer:
@@ -61,7 +61,7 @@ def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: obj
 
 
 def stepping(active: Active, stock: Callable[[Trainer], None], _: object) -> Callable[[Trainer], None]:
-    """Stock's method in one fused step, where that has the same results."""
+    """Return stock's method in one fused step, where that has the same results."""
     known: weakref.WeakKeyDictionary[object, _Step] = weakref.WeakKeyDictionary()
 
     @in_place_of(stock)

@@ -69,7 +69,7 @@ def unknown_optimizer(name: str) -> str | None:
 def replacing_optimizer(
     active: Active, stock: Callable[..., torch.optim.Optimizer], _: object
 ) -> Callable[..., object]:
-    """The original, with its SGD, Adam or AdamW made ours; for other optimizers the switch says that it cannot apply."""
+    """Return the original, with its SGD, Adam or AdamW made ours; for other optimizers the switch says that it cannot apply."""
 
     def smart_optimizer(
         model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5
@@ -85,6 +85,6 @@ def replacing_optimizer(
 
 
 def filed_average(_: Active, stock: type, __: object) -> type:
-    """:class:`torch_fastdet.ema.ModelEMA`, whose pickles name YOLOv5's class, and load without this package."""
+    """Return :class:`torch_fastdet.ema.ModelEMA`, whose pickles name YOLOv5's class, and load without this package."""
     names = {"__module__": ModelEMA.__module__, "_filed_as": ByName(stock.__module__, stock.__name__)}
     return type(ModelEMA.__name__, (ModelEMA,), names)

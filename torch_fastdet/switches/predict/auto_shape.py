@@ -79,7 +79,7 @@ def _recording(stock: types.FunctionType, stock_letterbox: Callable[..., Any], l
 def detecting(
     _: object, stock: Callable[..., Any], stock_class: Any, devices: tuple[str, ...] = ("cuda",)
 ) -> Callable[..., Any]:
-    """``AutoShape.forward`` whose images go through the operator where the model is on one of ``devices``.
+    """Return ``AutoShape.forward`` whose images go through the operator where the model is on one of ``devices``.
 
     Tensors, other devices, models of other dtypes than float16 and float32, and users' subclasses get the original.
     """

@@ -64,7 +64,7 @@ def staged_letterbox(
 
 
 def _plan(images: list[Any], placings: list[Placing], where: list[tuple[int, int]]) -> Tensor:
-    """``where``: of each image the storage and its offset."""
+    """Return ``where``: of each image the storage and its offset."""
     rows = [
         [*at, *im.shape[:2], im.shape[1] * im.shape[2], p.height, p.width, p.top, p.left, 0]
         for at, im, p in zip(where, images, placings)
@@ -95,7 +95,7 @@ def _on_gpu(out: Tensor, images: list[np.ndarray], placings: list[Placing], bgr:
 
 
 def one_after_another(images: list[np.ndarray], pin_memory: bool, begin: int = 0) -> tuple[Tensor, list[int]]:
-    """Bytes that hold these images behind their first ``begin``, and where each image begins, and the last one ends."""
+    """Return bytes that hold these images behind their first ``begin``, and where each image begins, and the last one ends."""
     ends: list[int] = np.cumsum([begin] + [im.size for im in images]).tolist()
     buffer = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
     for im, first, last in zip(images, ends, ends[1:]):

@@ -290,7 +290,7 @@ class Parts:
 
 
 def timing(predictor: Predictor, stock: Any) -> type:
-    """Ultralytics' ``Profile`` for one run: of a pipeline's batch it shows the GPU's time, and does not wait for the next batch."""
+    """Return Ultralytics' ``Profile`` for one run: of a pipeline's batch it shows the GPU's time, and does not wait for the next batch."""
     made: list[Any] = []
 
     class Profile(stock):

@@ -112,7 +112,7 @@ def lazy_image(*_: object) -> property:
 
 
 def renewing(_: object, stock: Callable[[Any], Any], __: object) -> Callable[[Any], Any]:
-    """``Results.new``, from which ``cpu()``, ``to()`` and slices come, without reading the image."""
+    """Return ``Results.new``, from which ``cpu()``, ``to()`` and slices come, without reading the image."""
 
     def new(self: Any) -> Any:
         return stock(SimpleNamespace(**vars(self)) if isinstance(vars(self)[NAME], Pixels) else self)

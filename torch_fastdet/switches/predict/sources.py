@@ -60,7 +60,7 @@ class Stager:
         self.device, self.cuda, self._stream = device, device.type == "cuda", stream
 
     def decoded(self, files: list[Any], otherwise: Callable[[int], Any]) -> list[Any]:
-        """``files`` with :class:`Pixels` in the places of tensors; ``otherwise(i)`` where the decoder refuses the i-th file."""
+        """Return ``files`` with :class:`Pixels` in the places of tensors; ``otherwise(i)`` where the decoder refuses the i-th file."""
         places = [i for i, file in enumerate(files) if isinstance(file, Tensor)]
         made = list(files)
         if not places:

@@ -38,7 +38,7 @@ GREY = 114  # of the operator's border
 
 
 def _asking(pre_transform: object, stock_letterbox: Any) -> Callable[[object, object], list[Placing | None]]:
-    """``pre_transform`` that returns where each image goes; None for one that the operator cannot put there."""
+    """Return ``pre_transform`` that returns where each image goes; None for one that the operator cannot put there."""
 
     class Asked(stock_letterbox):
         def apply_image(self, labels: dict[str, object], params: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _asking(pre_transform: object, stock_letterbox: Any) -> Callable[[object, ob
 
 
 def preprocessing(active: Active | None, stock: Callable[..., Any], owner: Any) -> Callable[..., Any]:
-    """``BasePredictor.preprocess`` whose lists of images go through :func:`letterbox`; all else gets the original's."""
+    """Return ``BasePredictor.preprocess`` whose lists of images go through :func:`letterbox`; all else gets the original's."""
     parts = Parts() if active is None else active.shared(parts_of)
     stock_pre_transform = owner.pre_transform
     names = namespace(sys.modules[owner.__module__])
@@ -85,7 +85,7 @@ def preprocessing(active: Active | None, stock: Callable[..., Any], owner: Any) 
 
 
 def sourcing(active: Active, stock: Callable, owner: Any) -> Callable:
-    """``BasePredictor.setup_source`` whose loader is a :class:`Feed` where the pipeline can run."""
+    """Return ``BasePredictor.setup_source`` whose loader is a :class:`Feed` where the pipeline can run."""
     from ultralytics.data.loaders import LoadImagesAndVideos, LoadPilAndNumpy
 
     parts = active.shared(parts_of)
@@ -126,7 +126,7 @@ def runs_ahead(predictor: Predictor, base: Any) -> bool:
 
 
 def inferring(active: Active, stock: Callable, _: object) -> Callable:
-    """``BasePredictor.inference``, whose answer is there already for a batch of the pipeline."""
+    """Return ``BasePredictor.inference``, whose answer is there already for a batch of the pipeline."""
     active.shared(parts_of).inference = stock
 
     @functools.wraps(stock)
@@ -146,7 +146,7 @@ def _flight(predictor: Predictor) -> Flight | None:
 
 
 def streaming(_: Active, stock: Callable, __: object) -> Callable:
-    """``BasePredictor.stream_inference`` that does not wait for the GPU to read a clock."""
+    """Return ``BasePredictor.stream_inference`` that does not wait for the GPU to read a clock."""
     inner: Any = getattr(stock, "__wrapped__", stock)  # under torch.inference_mode
     names = inner.__globals__
 
@@ -159,7 +159,7 @@ def streaming(_: Active, stock: Callable, __: object) -> Callable:
 
 
 def postprocessing(active: Active, stock: Callable, detector: Any) -> Callable:
-    """``DetectionPredictor.postprocess`` with what the pipeline has found."""
+    """Return ``DetectionPredictor.postprocess`` with what the pipeline has found."""
     names: dict[str, Any] = stock.__globals__
     nms = names["nms"]
     known = original(nms, "non_max_suppression")
@@ -192,7 +192,7 @@ def postprocessing(active: Active, stock: Callable, detector: Any) -> Callable:
 
 
 def constructing(_: Active, stock: Callable, __: object) -> Callable:
-    """``DetectionPredictor.construct_result`` for boxes that are in pixels of the image already."""
+    """Return ``DetectionPredictor.construct_result`` for boxes that are in pixels of the image already."""
     names: dict[str, Any] = stock.__globals__
     as_they_are = recording_module(names["ops"], {"scale_boxes": lambda _, boxes, *__, **___: boxes})
     scaled = with_names(stock, ops=as_they_are)

@@ -13,7 +13,7 @@ THREADS, AHEAD = 4, 8
 
 
 def reading(_: object, stock: Any, __: object) -> object:
-    """``LoadImages.__next__`` that starts to read images before they are asked for. Videos are read as before."""
+    """Run ``LoadImages.__next__`` that starts to read images before they are asked for. Videos are read as before."""
 
     @functools.wraps(stock)
     def following(self: Any) -> object:

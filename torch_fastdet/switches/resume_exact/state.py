@@ -79,7 +79,7 @@ def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
 def take(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, ema: Any, stopper: object
 ) -> dict[str, Any]:
-    """Everything that steps change, in full precision."""
+    """Return everything that steps change, in full precision."""
     model = unwrap(model)
     device = next(model.parameters()).device
     return {
@@ -167,7 +167,7 @@ def put(
 
 
 def table(path: Path) -> tuple[int, str]:
-    """Length and checksum of results.csv."""
+    """Return length and checksum of results.csv."""
     data = path.read_bytes() if path.exists() else b""
     return len(data), hashlib.sha256(data).hexdigest()
 

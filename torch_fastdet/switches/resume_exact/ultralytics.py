@@ -129,7 +129,7 @@ def unknown_loop(trainer: Any) -> str | None:
 
 
 def calling(active: Active, stock: Callable[..., None], _: object) -> Callable[..., None]:
-    """``BaseTrainer.run_callbacks``, by which the trainer says where it is."""
+    """Return ``BaseTrainer.run_callbacks``, by which the trainer says where it is."""
     runs = active.shared(_runs)
 
     @in_place_of(stock)
@@ -151,7 +151,7 @@ def calling(active: Active, stock: Callable[..., None], _: object) -> Callable[.
 
 
 def saving(active: Active, stock: Callable[..., object], _: object) -> Callable[..., Any]:
-    """``BaseTrainer.save_model``, which writes to paths that write whole files, the first with the file of torch_fastdet."""
+    """Return ``BaseTrainer.save_model``, which writes to paths that write whole files, the first with the file of torch_fastdet."""
     runs = active.shared(_runs)
 
     @in_place_of(stock)
@@ -168,7 +168,7 @@ def saving(active: Active, stock: Callable[..., object], _: object) -> Callable[
 
 
 def ending(_: Active, stock: Callable[..., object], __: object) -> Callable[..., Any]:
-    """``BaseTrainer._do_train``, whose loop would train one epoch of a training that is over."""
+    """Return ``BaseTrainer._do_train``, whose loop would train one epoch of a training that is over."""
 
     @in_place_of(stock)
     def _do_train(trainer: Trainer, *args: object) -> object:

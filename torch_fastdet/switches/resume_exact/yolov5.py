@@ -109,7 +109,7 @@ class Run:
 
 
 def calling(active: Active, stock: Callable[..., object], _: object) -> Callable[..., Any]:
-    """``Callbacks.run``, by which train.py says where it is; ``torch.save`` with it."""
+    """Return ``Callbacks.run``, by which train.py says where it is; ``torch.save`` with it."""
     training_run = active.shared(Run)
     active.replace(torch, "save", saving(training_run, torch.save), " (checkpoints whole or not at all)")
 
@@ -129,7 +129,7 @@ def calling(active: Active, stock: Callable[..., object], _: object) -> Callable
 
 
 def saving(run: Run, stock: Callable[..., None]) -> Callable[..., None]:
-    """``torch.save``: checkpoints of the training that runs are written whole, and last.pt with the file of torch_fastdet."""
+    """Return ``torch.save``: checkpoints of the training that runs are written whole, and last.pt with the file of torch_fastdet."""
 
     @in_place_of(stock)
     def save(obj: object, f: object, *args: object, **kwargs: object) -> None:
@@ -151,7 +151,7 @@ def saving(run: Run, stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def loading(active: Active, stock: Callable[..., Any], _: object) -> Callable[..., Any]:
-    """``create_dataloader``, whose training loader gets a position."""
+    """Return ``create_dataloader``, whose training loader gets a position."""
     signature = inspect.signature(stock)
     run = active.shared(Run)
 

@@ -35,7 +35,7 @@ CLASSES = {
 
 
 def frames() -> list[NDArray[np.float32]]:
-    """Rows of x1 y1 x2 y2 score class of twelve frames: objects move, hide, come back and score low, and one is found twice."""
+    """Return rows of x1 y1 x2 y2 score class of twelve frames: objects move, hide, come back and score low, and one is found twice."""
     found = []
     for t in range(12):
         k = np.arange(6)

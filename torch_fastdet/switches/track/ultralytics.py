@@ -56,7 +56,7 @@ def obstacle_to(tracker: Tracker, known: type) -> Obstacle | None:
 
 
 def updating(active: Active, stock: Callable[..., object], known: type) -> Callable[..., object]:
-    """``update`` of the class ``known`` by the core."""
+    """Return ``update`` of the class ``known`` by the core."""
     from ultralytics.engine.results import OBB, Boxes
 
     own = inspect.unwrap(stock)  # BoT-SORT inherits ByteTrack's
@@ -154,7 +154,7 @@ def handing_out(name: str) -> property:
 
 
 def state(self: Any) -> dict[str, Any]:
-    """``__getstate__``: copies and pickles hold lists of tracks, and no core."""
+    """Return ``__getstate__``: copies and pickles hold lists of tracks, and no core."""
     give_out(self, LIVE + REMOVED)
     return {key: value for key, value in vars(self).items() if key != KEY}
 

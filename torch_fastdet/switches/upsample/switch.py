@@ -29,7 +29,7 @@ def doubles(module: torch.nn.Upsample, input: torch.Tensor) -> bool:
 
 
 def upsample_forward(self: torch.nn.Upsample, input: torch.Tensor) -> torch.Tensor:
-    """``torch.nn.Upsample.forward`` with our kernel for nearest upsampling by two, and torch's for everything else."""
+    """Run ``torch.nn.Upsample.forward`` with our kernel for nearest upsampling by two, and torch's for everything else."""
     # Two ifs: torch.jit.script leaves out the first one's block, but compiles the whole of an `and`.
     if not torch.jit.is_scripting():  # noqa: SIM102
         if doubles(self, input) and not is_recorded() and not is_transforming():

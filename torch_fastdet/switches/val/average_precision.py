@@ -41,7 +41,7 @@ class Curves:
     envelopes: list[tuple[np.ndarray, np.ndarray] | None]
 
     def at_best(self, smooth: Callable, eps: float) -> tuple[np.ndarray, ...]:
-        """True and false positives, precision, recall and F1 of each class where the classes' mean F1 is highest."""
+        """Return true and false positives, precision, recall and F1 of each class where the classes' mean F1 is highest."""
         at = smooth(self.f1.mean(0), 0.1).argmax() if len(self.classes) else 0
         precision, recall, f1 = (curve[:, at] for curve in (self.precision, self.recall, self.f1))
         # Recall is the share of the labels that was found, and precision the share of the detections that found one.
@@ -50,12 +50,12 @@ class Curves:
         return found, np.round(detections - found), precision, recall, f1
 
     def precision_by_recall(self) -> list[np.ndarray | None]:
-        """(1000,) precision at the recalls ``x`` for each class."""
+        """Return (1000,) precision at the recalls ``x`` for each class."""
         return [None if envelope is None else np.interp(self.x, *envelope) for envelope in self.envelopes]
 
 
 def _by_class(conf: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """Indices by class, and within a class by falling confidence; ties in the hosts' order."""
+    """Return indices by class, and within a class by falling confidence; ties in the hosts' order."""
     order = np.argsort(-conf)
     classes = classes[order]
     with np.errstate(invalid="ignore"):
@@ -64,7 +64,7 @@ def _by_class(conf: np.ndarray, classes: np.ndarray) -> np.ndarray:
 
 
 def _turns(hits: np.ndarray, count: int) -> np.ndarray:
-    """Indices of the true positives among ``count`` detections, of those just before them, and of the last one."""
+    """Return indices of the true positives among ``count`` detections, of those just before them, and of the last one."""
     return np.unique(np.concatenate((hits, hits[hits > 0] - 1, [count - 1])))
 
 
@@ -105,7 +105,7 @@ def curves(
 
 
 def from_one_sort(stock: Any, rest: Callable[[Any, Any, Curves], tuple[object, ...]]) -> Callable[..., object]:
-    """``ap_per_class`` by :func:`curves`; the original's own functions integrate and smooth.
+    """Return ``ap_per_class`` by :func:`curves`; the original's own functions integrate and smooth.
 
     ``rest`` returns what the framework returns behind the numbers, from the original, its arguments as attributes, and the curves; it plots, too.
     """

@@ -106,7 +106,7 @@ def _matrices(stock: type) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _scale(function: Callable[..., Any]) -> list[object]:
-    """Boxes across the borders of a letterbox, of wide and tall images, with and without the letterbox's own numbers."""
+    """Return boxes across the borders of a letterbox, of wide and tall images, with and without the letterbox's own numbers."""
     boxes = torch.tensor([[-3.0, 5, 41, 33], [0, 0, 64, 48], [20.5, 10.5, 70.25, 38]])
     ways: list[tuple[object, ...]] = [((30, 50),), ((61, 20),), ((30, 50), ((1.25, 1.25), (2.0, 3.5)))]
     return [function((48, 64), boxes.clone(), *way) for way in ways]

@@ -30,17 +30,17 @@ WAITING = "torch_fastdet_waiting"
 
 
 def _rows(detections: dict[str, Tensor]) -> Tensor:
-    """(n, 6): x1, y1, x2, y2, confidence, class."""
+    """Return (n, 6): x1, y1, x2, y2, confidence, class."""
     return as_float(torch.cat([detections["bboxes"], detections["conf"][:, None], detections["cls"][:, None]], 1))
 
 
 def _labels(batch: dict[str, Tensor]) -> Tensor:
-    """(m, 5): class, x1, y1, x2, y2."""
+    """Return (m, 5): class, x1, y1, x2, y2."""
     return torch.cat([batch["cls"].reshape(-1, 1), batch["bboxes"]], 1)
 
 
 def match(stock: Callable, matching: Callable) -> Callable:
-    """``DetectionValidator._process_batch`` by one operator; a validator with a matching of its own gets the original."""
+    """Return ``DetectionValidator._process_batch`` by one operator; a validator with a matching of its own gets the original."""
 
     @functools.wraps(stock)
     def _process_batch(self: Validator, preds: dict[str, Tensor], batch: Batch) -> dict[str, object]:
@@ -182,7 +182,7 @@ def _count_together(stock: Callable, matrix: Any, calls: list[tuple[Any, ...]]) 
 
 
 def confuse(stock: Callable) -> Callable:
-    """``ConfusionMatrix.process_batch`` by one operator; rotated boxes and kept matches (``visualize``) get the original."""
+    """Return ``ConfusionMatrix.process_batch`` by one operator; rotated boxes and kept matches (``visualize``) get the original."""
 
     @functools.wraps(stock)
     def process_batch(
@@ -206,7 +206,7 @@ def confuse(stock: Callable) -> Callable:
 
 
 def match_overlaps(stock: Callable) -> Callable:
-    """``BaseValidator.match_predictions`` in C++, by whatever overlaps a task has."""
+    """Return ``BaseValidator.match_predictions`` in C++, by whatever overlaps a task has."""
 
     @functools.wraps(stock)
     def match_predictions(
@@ -316,7 +316,7 @@ def _of_masks(
 
 
 def _drawn(labels: list[Batch], device: torch.device) -> Tensor:
-    """(labels, h, w): 0 or 1. An image's own are these, or one map in which the pixels of label i are i + 1."""
+    """Return (labels, h, w): 0 or 1. An image's own are these, or one map in which the pixels of label i are i + 1."""
     if labels[0]["masks"].dim() == 3:
         return _joined(labels, "masks", device).float()
     maps = torch.cat([label["masks"].expand(len(label["cls"]), -1, -1) for label in labels])
@@ -325,7 +325,7 @@ def _drawn(labels: list[Batch], device: torch.device) -> Tensor:
 
 
 def _with_masks(boxes: Callable) -> Callable:
-    """``_prepare_batch`` of an image whose masks are drawn later, those of several images at once."""
+    """Return ``_prepare_batch`` of an image whose masks are drawn later, those of several images at once."""
 
     def prepare(validator: Validator, number: int, batch: Batch) -> Batch:
         own = number

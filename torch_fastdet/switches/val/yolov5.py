@@ -31,7 +31,7 @@ def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor, *, iou: Tens
 
 
 def process_batch_of_masks(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``process_batch`` of YOLOv5's segment/val.py, which matches by boxes or by masks: the original code makes the masks' overlaps."""
+    """Return ``process_batch`` of YOLOv5's segment/val.py, which matches by boxes or by masks: the original code makes the masks' overlaps."""
 
     @in_place_of(stock)
     def process_batch_of_masks(
@@ -53,7 +53,7 @@ def process_batch_of_masks(stock: Callable[..., Tensor]) -> Callable[..., Tensor
 
 
 def _mask_overlaps(stock: Callable, detections: Tensor, labels: Tensor, iouv: Tensor, *masks: object) -> Tensor:
-    """(m, n): what the original code finds by ``mask_iou``. It gets no thresholds, so that it matches nothing and waits for nothing."""
+    """Return (m, n): what the original code finds by ``mask_iou``. It gets no thresholds, so that it matches nothing and waits for nothing."""
     found: list[Tensor] = []
 
     def mask_iou(*args: object, **kwargs: object) -> Tensor:
@@ -65,7 +65,7 @@ def _mask_overlaps(stock: Callable, detections: Tensor, labels: Tensor, iouv: Te
 
 
 def scale_boxes(img1_shape: Sequence[int], boxes: Any, img0_shape: Sequence[int], ratio_pad: Any = None) -> object:
-    """Boxes of a letterboxed image in pixels of the original one, in place, as YOLOv5's ``scale_boxes``: the same bits."""
+    """Return boxes of a letterboxed image in pixels of the original one, in place, as YOLOv5's ``scale_boxes``: the same bits."""
     gain = min(map(operator.truediv, img1_shape[:2], img0_shape)) if ratio_pad is None else ratio_pad[0][0]
     for axis, (outer, inner) in enumerate(((img1_shape[1], img0_shape[1]), (img1_shape[0], img0_shape[0]))):
         border = (outer - inner * gain) / 2 if ratio_pad is None else ratio_pad[1][axis]
@@ -103,7 +103,7 @@ def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
 
         @property
         def matrix(self) -> object:
-            """(nc + 1, nc + 1) array of counts by [predicted, true]. Reading it waits for the device."""
+            """Return (nc + 1, nc + 1) array of counts by [predicted, true]. Reading it waits for the device."""
             if self._counts is not None:
                 self._matrix += self._counts.cpu().numpy()
                 self._counts = None
