@@ -94,22 +94,31 @@ def spread(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
     return [item for stretch in stretches for item in stretch]
 
 
-def mark(items: list[pytest.Item]) -> None:
-    """Marks tests as `gpu` or `cpu` by their fixtures: ``make test-gpu`` runs the former and leaves the latter out."""
+def mark(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Marks tests as `gpu` or `cpu` by their fixtures: ``make test-gpu`` runs the former and leaves the latter out.
+
+    Returns those that only a GPU runs.
+    """
+    on_gpu = set()
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         devices = {parameters[name] for name in ("device", "gpu") if name in parameters}
         if "cuda" in item.fixturenames or "cuda" in devices:
             item.add_marker("gpu")
+            on_gpu.add(item)
         elif devices or (PROGRAMS.intersection(item.fixturenames) and not item.get_closest_marker("gpu")):
             item.add_marker("cpu")
+    return on_gpu
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
     if config.getoption("loadgroup", False):  # in a process of pytest-xdist: long tests begin first
         items.sort(key=lambda item: (shared(item.nodeid) is None, item.get_closest_marker("slow") is None))
-    mark(items)
+    on_gpu = mark(items)
+    if len(on_gpu) < len(items) and cuda_missing():  # some thousands: one line of pytest's in place of one each
+        config.hook.pytest_deselected(items=list(on_gpu))
+        items[:] = [item for item in items if item not in on_gpu]
     result = yield  # in which -m chooses
     if hasattr(config, "workerinput") and not config.getoption("loadgroup", False):
         items[:] = spread(items, config.workerinput["workercount"])
