@@ -1,18 +1,20 @@
 """What a loss on a GPU reports after the last step of a program with a loop of its own is said when the program ends."""
 
+import os
 import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
-from tests import late_gpu
+from tests import late_gpu, starter
+from tests.yolov5.real import with_torch_fastdet
 
 pytestmark = pytest.mark.cpu
 
 
 def run(ending: str, bad: int = 7) -> subprocess.CompletedProcess:
     code = late_gpu.OWN_LOOP.replace("BAD", str(bad)) + ending
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return starter.python(["-c", code], Path(), with_torch_fastdet(dict(os.environ)), seconds=120, apart=True)
 
 
 def test_a_fault_of_the_last_step_is_said():

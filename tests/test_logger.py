@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 
 import pytest
 
 import torch_fastdet
+from tests import starter
+from tests.yolov5.real import with_torch_fastdet
 from torch_fastdet import _say
 
 SAY = "from torch_fastdet import _say; "
@@ -38,15 +38,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_where_lines_go(case):
+def test_where_lines_go(case, tmp_path):
     program, wanted = CASES[case]
-    done = subprocess.run(
-        [sys.executable, "-c", SAY + program],
-        env=os.environ | {"TORCH_FASTDET_LOG": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", wanted)
+    environment = with_torch_fastdet(dict(os.environ)) | {"TORCH_FASTDET_LOG": ""}
+    done = starter.python(["-c", SAY + program], tmp_path, environment, seconds=100)
+    assert (done.returncode, done.stdout) == (0, wanted)
 
 
 @pytest.mark.parametrize("number, said", [(1, "1 batch"), (0, "0 batches"), (1200, "1,200 batches")])

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from examples.yolov5_env import environment
+from tests import starter
 from tests.conftest import cuda_missing
 from torch_fastdet.ultralytics.launcher import LAUNCHER as ULTRALYTICS
 from torch_fastdet.yolov5.launcher import LAUNCHER as YOLOV5
@@ -141,9 +142,8 @@ def test_python_that_patches_runs(package, tmp_path):
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env["PYTHONPATH"]])
     program = "import sys, pathlib as p, tests.test_readme as t; [t.run_snippets(x, p.Path.cwd()) for x in map(p.Path, sys.argv[1:])]"
     pages = [str(page) for page in PAGES if APART.get(title(page)) == package]
-    command = [sys.executable, "-c", program, *pages]
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-4000:]
+    result = starter.python(["-c", program, *pages], tmp_path, env, seconds=300)
+    assert result.returncode == 0, result.stdout[-4000:]
 
 
 # C++ and CMake: lines of files that `make test` builds ------------------------------------------------------------------

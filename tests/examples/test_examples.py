@@ -17,7 +17,7 @@ from PIL import Image
 
 from examples import command_line, draw, export, serve, train_step
 from examples.pictures import PictureDetector, detections_of, detector_of, find_pictures, read
-from tests import stock
+from tests import starter, stock
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,8 +27,12 @@ def run(*arguments, code=0, stdin=None, without=None) -> subprocess.CompletedPro
     path = [str(ROOT)] if without is None else [str(without), str(ROOT)]
     path += filter(None, [os.environ.get("PYTHONPATH")])  # YOLOv5 may lie there
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *map(str, arguments)]
-    result = subprocess.run(command, cwd=ROOT, env=env, input=stdin, capture_output=True, text=True, timeout=300)
+    words = ["-m", *map(str, arguments)]
+    if stdin is None:
+        result = starter.python(words, ROOT, env, seconds=300, apart=True)
+    else:
+        command = [sys.executable, *words]
+        result = subprocess.run(command, cwd=ROOT, env=env, input=stdin, capture_output=True, text=True, timeout=300)
     assert result.returncode == code, result.stdout[-3000:] + result.stderr[-3000:]
     return result
 

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import torch_fastdet
+from tests import starter
+from tests.yolov5.real import with_torch_fastdet
 from tools import check_wheel
 from torch_fastdet import _library
 
@@ -25,14 +27,11 @@ pytestmark = pytest.mark.cpu
 def setup_py(*arguments, **environment):
     """Runs setup.py where it decides what to build, without building."""
     ours = ("TORCH_FASTDET_CUDA", "TORCH_CUDA_ARCH_LIST", "CXX")
-    env = {name: value for name, value in os.environ.items() if name not in ours}
-    return subprocess.run(
-        [sys.executable, "setup.py", *(arguments or ["--version"])],
-        cwd=ROOT,
-        env={**env, **environment},
-        capture_output=True,
-        text=True,
-    )
+    env = {name: value for name, value in os.environ.items() if name not in ours} | environment
+    command = ["setup.py", *(arguments or ["--version"])]
+    if "PYTHONPATH" in environment:  # what the process is to begin with
+        return subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True)
+    return starter.python(command, ROOT, with_torch_fastdet(env), seconds=500, apart=True)
 
 
 def fake_nvcc(folder: Path, release: str) -> dict[str, str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 
 from examples.demo.dataset import Recipe, make
 from examples.yolov5_env import environment
+from tests import starter
 from tests.yolov5.real import with_torch_fastdet
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -55,16 +54,9 @@ def program(ultralytics_environment, tmp_path_factory) -> Callable[..., dict[str
     """Runs programs/<name> with torch_fastdet and Ultralytics, and returns the last line of JSON that it prints, and "output"."""
     root = tmp_path_factory.mktemp("ultralytics")
 
-    def run(name: str, *arguments: object, seconds: float = 500) -> dict[str, Any]:
-        result = subprocess.run(
-            [sys.executable, str(PROGRAMS / name), *map(str, arguments)],
-            cwd=root,
-            env=ultralytics_environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-        )
+    def run(name: str, *arguments: object, seconds: int = 500) -> dict[str, Any]:
+        command = [str(PROGRAMS / name), *map(str, arguments)]
+        result = starter.python(command, root, ultralytics_environment, seconds)
         assert result.returncode == 0, result.stdout[-6000:]
         # What switches did is told when the process ends, behind it.
         found = [line for line in result.stdout.splitlines() if line.startswith("{")]

@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 import zipfile
 
 import pytest
 
+from tests import starter
 from torch_fastdet.ultralytics.launcher import LAUNCHER
 
 
@@ -17,15 +16,8 @@ def launch(ultralytics_environment, tmp_path_factory):
     folder = tmp_path_factory.mktemp("launcher")
 
     def run(*words, code=0):
-        command = [sys.executable, "-m", "torch_fastdet.ultralytics", *map(str, words)]
-        result = subprocess.run(
-            command,
-            cwd=folder,
-            env=ultralytics_environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        command = ["-m", "torch_fastdet.ultralytics", *map(str, words)]
+        result = starter.python(command, folder, ultralytics_environment, seconds=500)
         assert result.returncode == code, result.stdout[-6000:]
         return result.stdout
 

@@ -6,6 +6,8 @@ import zipfile
 
 import pytest
 
+from tests import starter
+
 OURS = "torch_fastdet.switches.bbox_iou.common"
 AVERAGE = "torch_fastdet.switches.optimizer.ultralytics"
 
@@ -76,15 +78,15 @@ print("the end", file=sys.stderr, flush=True)
 """
 
 
-def test_what_switches_did_is_said_behind_val_and_when_predictions_have_ended(ultralytics_environment):
+def test_what_switches_did_is_said_behind_val_and_when_predictions_have_ended(ultralytics_environment, tmp_path):
     env = ultralytics_environment | {"TORCH_FASTDET_LOG": "info"}
-    done = subprocess.run([sys.executable, "-c", REPORTING], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = starter.python(["-c", REPORTING], tmp_path, env, seconds=100)
+    assert done.returncode == 0, done.stdout
     validated, predicted = (
         f"torch_fastdet: this run, by switch:\n  {line}\nnothing fell back\n"
         for line in ("val_optim: 4 images", "letterbox_optim: 3 images")
     )
-    assert done.stderr.endswith(f"{validated}behind val\nthe end\n{predicted}")
+    assert done.stdout.endswith(f"{validated}behind val\nthe end\n{predicted}")
 
 
 def test_processes_of_several_gpus_are_patched(patching):

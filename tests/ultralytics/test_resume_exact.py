@@ -2,11 +2,10 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
+from tests import starter
 from tests.resume import limits
 from tests.ultralytics.conftest import PROGRAMS
 
@@ -29,24 +28,25 @@ def same_bits(run, stop):
     assert resumed["left"] == run["left"] == ["best.pt", "last.pt"]
 
 
-# Before mosaics end, where they end, and after.
+# Where mosaics end; at night, before it and after, too.
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(("--optimizer", "MuSGD"), id="no loader processes"),
-        pytest.param(("--workers", 2, "--stocks"), id="loader processes of stock", marks=pytest.mark.nightly),
+        pytest.param((4, "--optimizer", "MuSGD"), id="no loader processes"),
+        pytest.param((3, 4, 5, "--workers", 2, "--stocks"), id="loader processes of stock", marks=pytest.mark.nightly),
         pytest.param(
-            ("--workers", 2, "--optimizer", "AdamW", "--pretrained"),
+            (3, 4, 5, "--workers", 2, "--optimizer", "AdamW", "--pretrained"),
             id="loader processes of ours, pretrained",
             marks=pytest.mark.nightly,
         ),
     ],
 )
 def test_resumed_training_has_the_bits_of_one_run(program, digits, tmp_path, arguments):
-    run = program("resume_exact.py", digits, tmp_path, 3, 4, 5, *arguments)
-    for stop in (3, 4, 5):
+    run = program("resume_exact.py", digits, tmp_path, *arguments)
+    stops = [stop for stop in arguments if stop in (3, 4, 5)]
+    for stop in stops:
         same_bits(run, stop)
-    assert run["output"].count("resume_exact: goes on from") == 3
+    assert run["output"].count("resume_exact: goes on from") == len(stops)
     assert len({json.dumps(parts) for parts in run["whole"].values()}) == len(run["whole"]), "nothing is trained"
 
 
@@ -55,12 +55,10 @@ def train(ultralytics_environment, digits, tmp_path):
     """Runs killed.py; what each epoch has saved, and what was printed."""
 
     def run(name, kill=0, *options):
-        command = [sys.executable, PROGRAMS / "killed.py", digits, tmp_path, name, *options]
-        environment = ultralytics_environment | {"KILL": str(kill)}
-        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-        output = result.stdout + result.stderr
-        assert result.returncode == (-9 if kill else 0), output[-3000:]
-        return [json.loads(state) for state in re.findall("^SAVED (.*)$", result.stdout, flags=re.M)], output
+        command = [str(part) for part in (PROGRAMS / "killed.py", digits, tmp_path, name, *options)]
+        result = starter.python(command, tmp_path, ultralytics_environment | {"KILL": str(kill)}, seconds=300)
+        assert result.returncode == (-9 if kill else 0), result.stdout[-3000:]
+        return [json.loads(state) for state in re.findall("SAVED (.*)$", result.stdout, flags=re.M)], result.stdout
 
     return run
 

@@ -14,12 +14,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch_fastdet
 from examples.yolov5_env import environment
+from tests import starter
 
 PROGRAMS = Path(__file__).parent / "programs"
 LAYOUTS = ("package", "checkout", "head")
@@ -65,15 +65,7 @@ def python(
     *arguments: object, folder: Path, environment: dict[str, str], ok: bool = True
 ) -> subprocess.CompletedProcess:
     """Run Python to its end; stdout and stderr come back together."""
-    result = subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
-    )
+    result = starter.python([*map(str, arguments)], folder, environment, seconds=500)
     assert not ok or result.returncode == 0, result.stdout[-6000:]
     return result
 
