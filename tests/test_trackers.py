@@ -101,11 +101,12 @@ def test_overlaps_are_wider_after_the_first_new_track_of_a_frame(stock, order, t
     assert len(wanted) == tracks
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.parametrize("name", NAMES)
 def test_many_tracks_are_the_originals(stock, name):
-    for seed in range(100, 116):
+    for seed in range(100, 140):
         objects, crowd = (5, 20)[seed % 2], (0.5, 1.0, 3.0, 8.0)[seed % 4]
         turned = name in ROTATING and seed % 5 == 0
         check(stock, name, seed, objects, 200, crowd, moving=name in MOVING and seed % 3 == 0, turned=turned)

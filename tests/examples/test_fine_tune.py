@@ -88,7 +88,10 @@ def test_stand_ins_beside_yolov5(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.cpu
-@pytest.mark.parametrize("framework, model", [("ultralytics", "yolo11n.yaml"), ("yolov5", "yolov5n.yaml")])
+@pytest.mark.parametrize(
+    "framework, model",
+    [("ultralytics", "yolo11n.yaml"), pytest.param("yolov5", "yolov5n.yaml", marks=pytest.mark.nightly)],
+)
 def test_script(tmp_path, framework, model):
     """A real training of each framework, whose lines of ours are few: one for all switches, those of the loader, and the block."""
     pytest.importorskip(framework, exc_type=ImportError)

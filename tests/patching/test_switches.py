@@ -110,8 +110,15 @@ def usual_lines(drop_in):
         drop_in.unpatch()
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("host, module", [("ultralytics", "ultralytics.models"), ("yolov5", "yolov5.segment.val")])
+@pytest.mark.parametrize(
+    "host, module, setting",
+    [
+        ("ultralytics", "ultralytics.models", "half"),
+        ("ultralytics", "ultralytics.models", "meta"),
+        ("yolov5", "yolov5.segment.val", "meta"),
+        ("yolov5", "yolov5.segment.val", "fake tensors"),
+    ],
+)
 def test_the_same_switches_apply_whatever_the_callers_settings_are(monkeypatch, host, module, setting):
     """patch() runs the original code on small cases, and settings for the caller's tensors would change what it computes."""
     drop_in = importlib.import_module(f"torch_fastdet.{host}")

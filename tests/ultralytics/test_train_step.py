@@ -107,7 +107,6 @@ def run(name, kind, device, graphed):
     [
         ("yolov8n.yaml", "own"),
         ("yolov8n.yaml", "v8DetectionLoss"),
-        ("yolo11n.yaml", "v8DetectionLoss"),
         ("yolo26n.yaml", "E2ELoss"),
         ("yolov8n-seg.yaml", "v8SegmentationLoss"),
         ("yolo26n-seg.yaml", f"E2ELoss of {SEGMENT26}"),

@@ -70,8 +70,7 @@ print(type(loss).__module__)
 """
 
 
-@pytest.mark.parametrize("of", ["utils.loss", "utils.segment.loss"])
-@pytest.mark.parametrize("gamma", [0.0, 1.5])
+@pytest.mark.parametrize("of, gamma", [("utils.loss", 0.0), ("utils.segment.loss", 1.5)])
 def test_a_pickle_is_stocks(stock, tmp_path, of, gamma):
     """It computes the same where torch_fastdet is not installed, and becomes the switch's again where that is on."""
     module = importlib.import_module(f"yolov5.{of}")

@@ -90,7 +90,7 @@ def test_val_of_the_head_prints_the_same_numbers(real_yolov5, digits, weights, t
     [
         ("checkout", ("--save-txt", "--save-conf")),
         ("package", ("--save-hybrid",)),
-        ("checkout", ("--augment", "--single-cls", "--iou-thres", 0.2)),
+        pytest.param("checkout", ("--augment", "--single-cls", "--iou-thres", 0.2), marks=pytest.mark.nightly),
     ],
     ids=["plain", "hybrid", "augment"],
 )

@@ -117,7 +117,7 @@ def test_classify_training_gives_the_losses_of_stock(real_yolov5, tmp_path):
         assert found[1][column] == pytest.approx(found[0][column], rel=2e-3, abs=2e-5), column
 
 
-@pytest.mark.parametrize("layout", ["package", pytest.param("checkout", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["package", pytest.param("checkout", marks=[pytest.mark.slow, pytest.mark.nightly])])
 def test_val_and_detect_run_on_a_patched_checkpoint(layout, real_yolov5, train, data, tmp_path):
     yolov5 = real_yolov5(layout)
     common = ("--weights", train(yolov5, *FLAGS).checkpoint, "--project", tmp_path, "--img", IMAGE, "--device", "cpu")
