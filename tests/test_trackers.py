@@ -181,6 +181,26 @@ def test_options_out_of_range(name, option, value):
         getattr(trackers, name)(**{option: value})
 
 
+@pytest.mark.parametrize(
+    "call, sentence",
+    [
+        (lambda: trackers.ByteTrack(track_buffer="30"), "ByteTrack: track_buffer is a str, but an integer"),
+        (lambda: trackers.BoTSORT(match_thresh=None), "ByteTrack: match_thresh is a NoneType, but a number"),
+        (lambda: trackers.OCSORT("3"), "OCSORT: delta_t is a str, but an integer"),
+        (
+            lambda: trackers.FastTracker(occ_reappear_window=1.5),
+            "FastTracker: occ_reappear_window is a float, but an int",
+        ),
+        (lambda: trackers.TrackTrack(min_track_len="3"), "TrackTrack: min_track_len is a str, but an integer"),
+        (lambda: trackers.TrackTrack(track_buffer=1.5), "ByteTrack: track_buffer is a float, but an integer"),
+        (lambda: trackers.TrackTrack(match_thresh=None), "TrackTrack: match_thresh is a NoneType, but a number"),
+    ],
+)
+def test_options_of_a_wrong_type_are_one_line(call, sentence):
+    with pytest.raises(TypeError, match=rf"^{sentence}[^\n]* is expected$"):
+        call()
+
+
 @pytest.mark.parametrize("motion", [np.eye(3), [[1, 0, np.nan], [0, 1, 0]]])
 def test_motion_that_is_none(motion):
     with pytest.raises(ValueError, match=r"BoTSORT.update: motion is .*a finite \(2, 3\) matrix is expected"):

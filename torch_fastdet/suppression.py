@@ -153,6 +153,7 @@ def yolov5_non_max_suppression(
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction, "N, 5 + classes + nm")
+    check_type(op, "nm", nm, int)
     listed, (most, end) = _stock_class_list(op, classes), _room(max_det)
     options = nms.NmsOptions(conf_thres, iou_thres, listed, agnostic, multi_label, most, per_class=per_class)
     options = nms.checked_options(op, options)
@@ -249,6 +250,7 @@ def ultralytics_non_max_suppression(
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction, "4 + classes + extra, N")
+    check_type(op, "nc", nc, int | None)
     filters = prediction.shape[-1:] == (6,) or end2end
     if rotated_rule not in ("fast", "greedy"):
         raise ValueError(f"{op}: rotated_rule is {rotated_rule!r}, but 'fast' or 'greedy' is expected")

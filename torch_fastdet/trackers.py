@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from torch_fastdet.ops._checks import check_type, checked
+
 try:
     from torch_fastdet import _C
 except ImportError as error:
@@ -45,6 +47,7 @@ class ByteTrack:
 
     _rotates = True
 
+    @checked
     def __init__(
         self,
         track_high_thresh: float = 0.25,
@@ -178,6 +181,7 @@ class OCSORT(ByteTrack):
 
     _rotates = False
 
+    @checked
     def __init__(self, delta_t: int = 3, inertia: float = 0.2, use_byte: bool = False, **options: Any) -> None:
         self._kind = delta_t, inertia, use_byte
         _check_from_zero("OCSORT", delta_t=delta_t, inertia=inertia)
@@ -209,6 +213,7 @@ class FastTracker(ByteTrack):
 
     _rotates = False
 
+    @checked
     def __init__(
         self,
         reset_velocity_offset_occ: int = 5,
@@ -266,6 +271,7 @@ class TrackTrack(BoTSORT):
         ValueError: a number is negative, or ``match_thresh`` or ``lost_match_thr`` is above 1.
     """
 
+    @checked
     def __init__(
         self,
         lost_match_thr: float = 0.0,
@@ -290,6 +296,7 @@ class TrackTrack(BoTSORT):
         defaults = {"track_high_thresh": 0.6, "track_low_thresh": 0.25, "new_track_thresh": 0.7, "match_thresh": 0.7}
         options = defaults | options
         for name, value in {"match_thresh": options["match_thresh"], "lost_match_thr": lost_match_thr}.items():
+            check_type("TrackTrack", name, value, float)
             if not 0 <= value <= 1:
                 raise ValueError(f"TrackTrack: {name} is {value}, but a number from 0 to 1 is expected")
         self._kind: tuple[Any, ...] = (*costs.values(), min_track_len)

@@ -145,6 +145,9 @@ def test_room_is_made_for_what_there_can_be(device, multi_label):
             "classes is 'a', but None, an int or a list of ints",
             lambda p: ultralytics_non_max_suppression(p, classes="a"),
         ),
+        ("nm is a str, but an integer", lambda p: yolov5_non_max_suppression(p, nm="1")),
+        ("nm is a NoneType, but an integer", lambda p: yolov5_non_max_suppression(p, nm=None)),
+        ("nc is a str, but an integer or None", lambda p: ultralytics_non_max_suppression(p, nc="3")),
         ("labels holds 1 tensors", lambda p: yolov5_non_max_suppression(p, labels=[p[0, :, :5]])),
         (
             "labels\\[1\\] is a str that cannot become a tensor",

@@ -35,6 +35,7 @@ _RULES: dict[object, _Rule] = {
     torch.dtype: _Rule((torch.dtype,), "a dtype"),
     torch.device: _Rule((torch.device,), "a device"),
     types.NoneType: _Rule((types.NoneType,), "None"),
+    Any: _Rule((object,), "anything"),
 }
 
 
@@ -83,7 +84,10 @@ def checked(function: F, lone: str = "") -> F:
     The list ``lone`` may also come as a single item. TorchScript, which checks types itself, and torch.compile take ``function`` as it is.
     """
     hints = typing.get_type_hints(function)
-    rules = {name: _rule(hints[name]) for name in inspect.signature(function).parameters}
+    parameters = inspect.signature(function).parameters.values()
+    rules = {p.name: _rule(hints.get(p.name, Any)) for p in parameters if p.kind is not p.VAR_KEYWORD}
+    # The error of a constructor names its class.
+    spoken = function.__qualname__.partition(".")[0] if function.__name__ == "__init__" else function.__name__
     if lone:
         rules[lone] = rules[lone]._replace(classes=(*rules[lone].classes, int))
 
@@ -96,7 +100,7 @@ def checked(function: F, lone: str = "") -> F:
             for name, value in chain(zip(rules, args), kwargs.items()):
                 fault = _fault(name, value, rules[name]) if name in rules else ""
                 if fault:
-                    raise TypeError(f"{function.__name__}: {fault}")
+                    raise TypeError(f"{spoken}: {fault}")
         return function(*args, **kwargs)
 
     # As torch.jit.script_if_tracing marks its functions.
