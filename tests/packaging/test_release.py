@@ -42,6 +42,7 @@ def test_the_canary_tells_what_went_off(monkeypatch, capsys):
                 switch("loss", "its loss is another one." if folders else None),
                 switch("graph", "there is no CUDA driver on this machine.", B={"obstacle": None, "found": False}),
                 switch("kept", B={"obstacle": "no", "found": True}),
+                switch("mask", process_mask_upsample={"obstacle": None, "found": not folders}),
                 switch("val", "no process_batch", True, process_batch={"obstacle": None, "found": not folders}),
             ]
         }
@@ -53,9 +54,14 @@ def test_the_canary_tells_what_went_off(monkeypatch, capsys):
         "loss": "yes",
         "graph": "yes",
         "kept": "in part: not B",
+        "mask": "yes",
         "val": "yes",
     }
     assert canary.canary(run_tests=False) == 1
     said = capsys.readouterr().out
-    assert "ultralytics: loss was 'yes', is 'no: its loss is another one.'" in said and "graph" not in said
+    assert (
+        "ultralytics: loss was 'yes', is 'no: its loss is another one.'" in said
+        and "graph" not in said
+        and "mask" not in said
+    )
     assert "yolov5: val was 'yes', is 'in part: not process_batch'" in said
