@@ -62,7 +62,7 @@ _unread: set[DeferredStatus] = set()  # which have something pending; kept alive
 
 @contextlib.contextmanager
 def raised_at_the_end() -> Iterator[None]:
-    """Where a program ends well, raise the errors that no later call has seen. Ranks above 0 say theirs: rank 0 may still be saving."""
+    """Raise the errors that no later call has seen, if a program ends well. Ranks above 0 print theirs: rank 0 may still be saving."""
     try:
         yield
     except SystemExit as end:
@@ -89,7 +89,7 @@ def _raise_unread(say_all: bool = False) -> None:
 
 @atexit.register
 def _say_unread() -> None:
-    """Of a program with a loop of its own, which ends: nothing can be raised any more."""
+    """Print unread errors when a program with a loop of its own ends: nothing can be raised any more."""
     with contextlib.suppress(RuntimeError):  # of a GPU that failed, which the program has seen
         if not lost_cuda_in_fork():
             _raise_unread(say_all=True)

@@ -50,7 +50,7 @@ _paused = threading.local()
 
 @contextlib.contextmanager
 def without_counts() -> Iterator[None]:
-    """While inside, this thread counts nothing: trials are not the run's work."""
+    """Count nothing in this thread while inside: trials are not the run's work."""
     before, _paused.on = getattr(_paused, "on", False), True
     try:
         yield
@@ -134,7 +134,7 @@ def _remove() -> None:
 
 
 def rank() -> str:
-    """This process's rank in a distributed run, as torchrun tells it; "" without one."""
+    """Return this process's rank in a distributed run, as torchrun tells it; "" without one."""
     value = os.environ.get("RANK", "-1")
     return "" if value == "-1" else value
 
@@ -150,7 +150,7 @@ def say(line: str, level: int = logging.INFO, every_rank: bool = False) -> None:
 
 
 def warn(line: str, every_rank: bool = False) -> None:
-    """:func:`say` that something does not apply or falls back; the report at the end of a run counts it."""
+    """Say, by :func:`say`, that something does not apply or falls back; the report at the end of a run counts it."""
     if every_rank or rank() in ("", "0"):
         note_fallback(line)
     say(line, logging.WARNING, every_rank)

@@ -52,7 +52,7 @@ def iou_loss(pairs: int, kind: str = "ciou", xywh: bool = True, reduced: bool = 
 
 
 def max_pools(pooled: int, kernel_size: int = 5) -> int:
-    """Each value of a window is compared; backward each place of one. What is added up there depends on the values."""
+    """Count a comparison for each value of a window, and backward for each place. What is added up there depends on the values."""
     return pooled * kernel_size**2
 
 
@@ -133,7 +133,7 @@ def _yolov5_decode(a: Any) -> int:
 
 
 def _v8_class_logits(a: Any) -> int:
-    """Masks and keypoints are compared for candidates only."""
+    """Count masks and keypoints for candidates only."""
     if len(a.heads[0]) == 3:  # boxes and scores of all levels
         return math.prod(a.heads[1])
     return sum(math.prod(head) // head[1] * (head[1] - 4 * a.reg_max) for head in a.heads)

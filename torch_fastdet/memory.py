@@ -249,7 +249,7 @@ def is_low() -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """By the allocator, or by CUDA and its libraries, which take memory of their own for a graph or to work in."""
+    """Return whether the allocator, or CUDA and its libraries, which take memory of their own, ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in NO_MEMORY)
 
 

@@ -326,7 +326,7 @@ class _UltralyticsHeads(nn.Module):
 
 
 def _check_pictures_model(model: object) -> None:
-    """What PictureDetector.from_model takes: a head that detects, and three channels where the model's yaml says how many."""
+    """Check what PictureDetector.from_model takes: a head that detects, and three channels if the model's yaml says how many."""
     heads = (_ULTRALYTICS_HEAD, _YOLOV5_HEAD)
     if not isinstance(model, nn.Module) or all(_head_of(model, *names) is None for names in heads):
         raise ValueError(

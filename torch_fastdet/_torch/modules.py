@@ -31,7 +31,7 @@ def put_attributes(values: Collection[tuple[object, str, object]]) -> Callable[[
 
 @contextlib.contextmanager
 def own_attributes(values: Collection[tuple[object, str, object]]) -> Iterator[None]:
-    """:func:`put_attributes` while inside."""
+    """Apply :func:`put_attributes` while inside."""
     put_back = put_attributes(values)
     try:
         yield

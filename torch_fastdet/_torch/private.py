@@ -48,7 +48,7 @@ def _has_virtual_memory(device: int) -> bool:
 
 @contextlib.contextmanager
 def growing_segments(device: torch.device) -> Iterator[None]:
-    """While inside, the allocator's segments grow in place, unless a user has set that: in separate ones a tenth of a graph pool is gaps."""
+    """Let the allocator's segments grow in place while inside, unless a user has set that: separate ones leave gaps in a graph's pool."""
     if torch.cuda.get_allocator_backend() != "native" or not _has_virtual_memory(device.index):
         yield
         return
@@ -184,7 +184,7 @@ def operator_arguments(operator: torch._ops.OpOverload) -> Any:
 
 
 def after_each_fetch(callback: Callable[[], None]) -> None:
-    """In a loader process, before its first batch: call ``callback()`` after each batch that it has made."""
+    """Call ``callback()`` in a loader process after each batch; ask before its first one."""
     fetcher: Any = torch.utils.data._utils.fetch._MapDatasetFetcher
     fetch = fetcher.fetch
 
@@ -247,5 +247,5 @@ def take_unscale(
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Schedulers warn where they run before the first step; they look for this mark."""
+    """Set the mark without which schedulers warn that they run before the first step."""
     optimizer._opt_called = True  # type: ignore[attr-defined]

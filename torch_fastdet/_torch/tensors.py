@@ -141,7 +141,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def as_float(tensor: Tensor) -> Tensor:
-    """Integers and bools in float32, which is what they become in the frameworks' divisions; anything else as it is."""
+    """Return integers and bools in float32, as the frameworks' divisions do, and anything else as it is."""
     if not isinstance(tensor, Tensor) or tensor.is_floating_point() or tensor.is_complex():
         return tensor
     return tensor.float()

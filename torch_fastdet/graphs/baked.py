@@ -99,7 +99,7 @@ class StepWatch:
         self._ema_walk: Walk | None = None
 
     def look(self, offer: Offer, amp: torch.dtype | None) -> Baked:
-        """As it is now; equal results mean that a captured step still does the same."""
+        """Return the state as it is now. Equal results mean that a captured step still does the same."""
         walk = self._walk = Walk.renewed(self._walk, self._model)
         ema, averages = self._fused.ema, []
         if ema is not None:

@@ -251,7 +251,7 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def aliased_parameters(module: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-    """While inside, the module has other parameters with the same memory; yields parameter -> the one in its place.
+    """Give the module other parameters with the same memory while inside; yield parameter -> the one that replaces it.
 
     A parameter's node in autograd remembers the stream of its first use, for which a captured backward pass would wait.
     """
@@ -281,7 +281,7 @@ def attribute_tensors(module: nn.Module) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Attributes of modules that are set inside are put back: what a capture makes lies in the pool, and has no values yet."""
+    """Put attributes of modules that are set inside back: what a capture makes lies in the pool, and has no values yet."""
     before = [(vars(child), dict(vars(child))) for child in module.modules()]
     lists = [(value, list(value)) for _, then in before for value in then.values() if type(value) is list]
     try:

@@ -159,7 +159,7 @@ class CapturedPasses(CapturedCallable[Passes]):
         return _Replay.apply(self, captured, *tensors)
 
     def _leave(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> list[tuple[nn.Parameter, Tensor]]:
-        """Inside of the backward pass' capture: the parameters' gradients, where a replay shall leave them."""
+        """Put the parameters' gradients where a replay leaves them; called inside of the backward pass' capture."""
         return gradients
 
     def _capture_passes(

@@ -187,7 +187,7 @@ class ModuleGraphs(CapturedPasses):
         return kept
 
     def _make_places(self) -> None:
-        """Tensors for the parameters' gradients, outside of the pool: there the next forward pass would overwrite them."""
+        """Make tensors for the parameters' gradients outside of the pool, where the next forward pass would overwrite them."""
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 place = None if self.average is None else self.average.place(parameter)

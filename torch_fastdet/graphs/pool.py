@@ -87,7 +87,7 @@ class GraphPool(Owner, Generic[G]):
         self._forget()
 
     def reset(self) -> None:
-        """The same, also for keys that there was no memory to capture."""
+        """Reset, also for keys that there was no memory to capture."""
         self.release()
         self._too_large.clear()
 

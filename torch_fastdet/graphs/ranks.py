@@ -80,7 +80,7 @@ class _Packed:
 
     @torch.no_grad()
     def broadcast(self) -> None:
-        """Every rank's tensors become those of the group's first rank."""
+        """Give every rank the tensors of the group's first rank."""
         if not self._tensors:
             return
         source = dist.get_global_rank(self._group, 0)
@@ -310,7 +310,7 @@ class Ranks:
 
     @classmethod
     def of(cls, module: nn.Module, process_group: dist.ProcessGroup | None, broadcast_buffers: bool) -> Ranks | None:
-        """For a module whose ranks start alike from now on; None for a single process."""
+        """Return an exchange for a module whose ranks start alike from now on; None for a single process."""
         group = training_group(process_group)
         if group is None:
             return None
@@ -325,22 +325,22 @@ class Ranks:
         return walk
 
     def prepare(self, module: nn.Module) -> None:
-        """Before the module's gradients are averaged: they get their places."""
+        """Give the module's gradients their places, before they are averaged."""
         self.average.prepare(self._look(module).parameters)
 
     def before_forward(self, module: nn.Module) -> None:
-        """Before a forward pass in training."""
+        """Prepare a forward pass in training."""
         # The buffers are sent after a pass that averaged, as in DistributedDataParallel.
         if self.synced and not self._buffers.suffices():
             self.send_buffers(module)
         self._buffers.sent, self.synced = False, self.sync
 
     def passed_by(self) -> None:
-        """After a pass that ran outside of here and may have changed buffers."""
+        """Note a pass that ran outside of here and may have changed buffers."""
         self._buffers.sent = False
 
     def send_buffers(self, module: nn.Module) -> None:
-        """Behind the gradients of a training pass."""
+        """Send buffers behind the gradients of a training pass."""
         if self._sends:
             self._buffers(self._look(module))
 

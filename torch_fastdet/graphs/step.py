@@ -285,7 +285,7 @@ class TrainStep(CapturedCallable[_Phase]):
             self._update(self._ranks, summed)
 
     def _update(self, ranks: Ranks, used: frozenset[int]) -> None:
-        """The exchange and the optimizer's step of a process group."""
+        """Run the exchange and the optimizer's step of a process group."""
         used |= set(ranks.average.exchange([i for i in range(len(self._gradients)) if i not in used]))
         ranks.send_buffers(self.model)
         self._set_gradients({i: self._gradients[i][1] for i in sorted(used)})
@@ -312,7 +312,7 @@ class TrainStep(CapturedCallable[_Phase]):
         return self._watch.look(self._offer, self.amp)
 
     def _follow_changes(self) -> None:
-        """What moved (``ema.half().float()``, ``p.data = ...``, a loaded optimizer), was frozen or set needs new graphs."""
+        """Drop graphs if something moved (``ema.half().float()``, ``p.data = ...``, a loaded optimizer), was frozen or set."""
         before, now = self._baked, self._look()
         if now == before:
             return

@@ -61,7 +61,7 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """What a thread queues on ``stream`` inside of this runs before what the next thread queues inside of it."""
+        """Let what a thread queues on ``stream`` inside run before what the next thread queues inside."""
         with self._lock:
             stream.wait_event(self._done)
             try:

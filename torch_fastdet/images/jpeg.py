@@ -125,7 +125,7 @@ def _decode(out: torch.Tensor, storage: torch.Tensor, headers: torch.Tensor, wan
 
 
 def _parts(wanted: Wanted) -> Iterator[Wanted]:
-    """Parts whose images have room, or of one image."""
+    """Yield parts whose images have room, or of one image."""
     numbers = np.cumsum(wanted.sizes.prod(1) * CHANNELS) // ROOM
     for number in np.unique(numbers):
         yield wanted[numbers == number]

@@ -99,7 +99,7 @@ def _machine() -> str:
 
 
 def _number() -> int:
-    """This process's number under ``/proc``, which may be the one of another namespace."""
+    """Return this process's number under ``/proc``, which may be the one of another namespace."""
     return int(os.readlink("/proc/self"))
 
 

@@ -130,7 +130,7 @@ def _release(state: np.ndarray, process: int) -> None:
 
 
 def _before_fork() -> None:
-    """What is lent now is seen by the new process for as long as that likes."""
+    """Mark what is lent now as seen by the new process, which may read it for as long as it likes."""
     _lent_lock.acquire()
     for key in list(_lent):
         state = _lent.get(key)

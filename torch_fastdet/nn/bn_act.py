@@ -87,7 +87,7 @@ def fuses() -> bool:
 
 @contextlib.contextmanager
 def captured() -> Iterator[None]:
-    """While inside, calls are captured, or have to give what a replay gives."""
+    """Mark calls inside as captured, or as having to give what a replay gives."""
     _capturing.append(None)
     try:
         yield
@@ -192,7 +192,7 @@ def _begun(block: Block, x: Tensor) -> Tensor:
 def _write(
     block: Block, x: Tensor, room: Tensor, shortcut: Tensor | None, last: Tensor | None = None, first: int = 0
 ) -> None:
-    """In evaluation: the block's result for x, of its convolution, into channels of ``room`` from ``first`` on; its last ones into ``last``."""
+    """Write the block's result in evaluation, for x of its convolution, into ``room`` from channel ``first`` on; its last ones into ``last``."""
     place = room if room is x else room.narrow(1, first, x.shape[1])
     options = ACTIVATIONS[type(block.act)], _slope(block.act), shortcut, last
     torch.ops.torch_fastdet.bias_act(x, place, *_vectors(block), *options)
@@ -563,7 +563,7 @@ def blocks_of_one_input(blocks: Sequence[Block], x: Tensor) -> dict[nn.Module, T
 
 
 def convolutions_of_one_input(model: nn.Module) -> Iterator[list[nn.Conv2d]]:
-    """Convolutions that read one tensor: of ``OF_ONE_INPUT``, and of ``cv1`` and ``cv2`` where the forward is one of
+    """Return convolutions that read one tensor: of ``OF_ONE_INPUT``, and of ``cv1`` and ``cv2`` where the forward is one of
     :func:`c3_forward`."""
     modules: list[Block] = list(model.modules())
     groups = [blocks for module in modules for blocks in vars(module).get(OF_ONE_INPUT, [])]

@@ -134,7 +134,7 @@ class Binding:
         """Put buffers that C++ made into the optimizer's state."""
 
     def step(self) -> None:
-        """One step of the optimizer, as torch's own take it: with the scaler's numbers where it has left them."""
+        """Perform one optimizer step, applying `grad_scale` and `found_inf` if GradScaler has set them."""
         optimizer = self.optimizer
         grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         self.make_buffers()
@@ -153,7 +153,7 @@ class Binding:
                 self.give_buffers()
 
     def before_update(self, device: torch.device, numbers: Numbers, scaling: Scaling, reduced: bool) -> None:
-        """What comes between the reduction of a fused step and its update; ``reduced``: there was one."""
+        """Run what comes between the reduction of a fused step and its update; ``reduced``: there was one."""
 
     def can_unscale(self) -> bool:
         """Return whether there is a gradient, and none that GradScaler refuses to unscale or that is sparse."""
@@ -261,7 +261,7 @@ class SgdBinding(Binding):
         return [*cls.tensors_of(group), 0.0], flags
 
     def make_buffers(self) -> None:
-        """The step does so in C++."""
+        """Do nothing: the step makes them in C++."""
 
     def _hand_over(self) -> None:
         for device, at in self.places.items():

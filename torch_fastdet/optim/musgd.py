@@ -56,7 +56,7 @@ class _Matrices:
         return len(params) == len(self.key) and all(self._stamp(p) == known for p, known in zip(params, self.key))
 
     def run(self) -> None:
-        """From ``inputs`` to ``updates``."""
+        """Compute ``updates`` from ``inputs``."""
         raise NotImplementedError
 
 

@@ -73,7 +73,7 @@ def is_code_of(function: Any, package: str) -> bool:
 
 
 def in_place_of(stock: Any, name: str = "") -> Callable[[F], F]:
-    """As :func:`functools.wraps`, for a function that keeps its own module, and its own ``name`` in the line that says what is replaced."""
+    """Wrap like :func:`functools.wraps`, but keep ``__module__`` and the ``name`` shown in the log."""
 
     def named(function: F) -> F:
         described = function.__module__, name or function.__name__

@@ -43,7 +43,7 @@ GPU = Asks("a GPU", lambda _: missing_gpu())
 
 
 def needs_gpu(device: str) -> str | None:
-    """For the doctor: why a switch for training on a GPU cannot apply with this ``--device``."""
+    """Return, for the doctor, why a switch for training on a GPU cannot apply with this ``--device``."""
     return "the model trains on the CPU, not on a GPU." if device == "cpu" else None
 
 

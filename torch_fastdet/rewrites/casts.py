@@ -121,7 +121,7 @@ class _FirstChannels(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _parts_added_in_float32() -> Iterator[None]:
-    """While inside, cuBLAS adds the parts of a half-precision product in float32, as cuDNN does in a convolution."""
+    """Let cuBLAS add the parts of a half-precision product in float32 while inside, as cuDNN does in a convolution."""
     settings: Any = torch.backends.cuda.matmul
     fp16, bf16 = settings.allow_fp16_reduced_precision_reduction, settings.allow_bf16_reduced_precision_reduction
     fp16_split = settings.allow_fp16_reduced_precision_reduction_split_k
@@ -289,7 +289,7 @@ class WeightsCastOnce:
 
 
 def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-    """:class:`WeightsCastOnce` while inside."""
+    """Apply :class:`WeightsCastOnce` while inside."""
     return rewritten(model, [WeightsCastOnce(dtype)])
 
 

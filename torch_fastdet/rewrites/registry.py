@@ -37,5 +37,5 @@ def lines(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
 
 
 def fewer_copies(model: nn.Module) -> AbstractContextManager[None]:
-    """While inside, the values of a model of either framework are the original's with fewer copies."""
+    """Compute the original values of a model of either framework with fewer copies while inside."""
     return rewritten(model, YOLOV5 + ULTRALYTICS)

@@ -30,7 +30,7 @@ class Rewrite(Protocol):
 
 @contextlib.contextmanager
 def rewritten(model: nn.Module, rewrites: Iterable[Rewrite]) -> Iterator[None]:
-    """While inside, the model is changed by those of the rewrites that match it."""
+    """Change the model by those of the rewrites that match it while inside."""
     with contextlib.ExitStack() as stack:
         for rewrite in rewrites:
             if rewrite.matches(model) is None:

@@ -84,7 +84,7 @@ class Clock:
             self.profiler = None
 
     def seconds(self) -> float:
-        """Of an iteration, the mean over all epochs but the first and, where it was profiled, the last."""
+        """Return the seconds of an iteration: the mean over all epochs but the first and, if it was profiled, the last."""
         epochs = [ends for epoch, ends in self.ends.items() if epoch and (self.busy is None or epoch != self.last)]
         return sum(ends[-1] - ends[0] for ends in epochs) / sum(len(ends) - 1 for ends in epochs)
 
@@ -152,7 +152,7 @@ def in_its_own_process(variant: str, words: Sequence[str], data: Path, folder: P
 
 
 def table(options: argparse.Namespace, stock: dict[str, float | None], ours: dict[str, float | None]) -> str:
-    """Of both runs, in Markdown."""
+    """Return the table of both runs, in Markdown."""
 
     def row(title: str, key: str, factor: float, unit: str, share_of: str | None = None) -> str | None:
         a, b = stock[key], ours[key]

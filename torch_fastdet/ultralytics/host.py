@@ -50,7 +50,7 @@ class Ultralytics(Host):
         return f"{PACKAGE}."
 
     def _report_at_the_end(self) -> None:
-        """Of a training and of a validation; what predictions did is said when the process ends, for there may be many calls."""
+        """Report a training and a validation; what predictions did is said when the process ends, for there may be many calls."""
         atexit.unregister(self.report)
         atexit.register(self.report)
         for module, owner, name in (("engine.trainer", "BaseTrainer", "train"), ("engine.model", "Model", "val")):
@@ -71,7 +71,7 @@ class Ultralytics(Host):
         return call
 
     def _patch_distributed(self) -> None:
-        """A training on several GPUs starts processes of its own, from a script that Ultralytics writes: patch there too."""
+        """Patch in the processes of a training on several GPUs, too: they run a script that Ultralytics writes."""
         dist = importlib.import_module(f"{PACKAGE}.utils.dist")
         if any(replacement.owner is dist for replacement in self.patches.replacements):
             return
@@ -95,7 +95,7 @@ class Ultralytics(Host):
         self.patches.replace("several GPUs", dist, "generate_ddp_file", generate_ddp_file)
 
     def _patch_programs(self) -> None:
-        """``YOLO.tune`` and a training on several data sets start ``yolo`` programs: start them with the same switches."""
+        """Start the ``yolo`` programs of ``YOLO.tune`` and of a training on several data sets with the same switches."""
         trainer = importlib.import_module(f"{PACKAGE}.engine.trainer")
         if "_YOLO_CLI_COMMAND" not in vars(trainer):
             warn("YOLO.tune() of this version starts programs in which no switch is on")

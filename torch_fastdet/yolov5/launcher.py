@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _tell_unused(command: Command) -> None:
-    """After a script that went well: what ran on torch_fastdet, and which switches replaced nothing; an error if no YOLOv5 was imported."""
+    """Say after a script that went well what ran on torch_fastdet, and which switches replaced nothing. Raise if no YOLOv5 was imported."""
     if command.help:  # nothing was switched on
         return
     HOST.report()

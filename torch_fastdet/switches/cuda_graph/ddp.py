@@ -33,7 +33,7 @@ class GraphedDDP:
         self._running: tuple[nn.Module, Ranks | None] | None = None
 
     def take(self, model_class: type[nn.Module]) -> None:
-        """From now on models of this class are averaged here."""
+        """Average models of this class here from now on."""
         self._classes.append(model_class)
         if self._switch.has_replaced(DistributedDataParallel, "forward"):
             return
@@ -57,7 +57,7 @@ class GraphedDDP:
         self._switch.replace(DistributedDataParallel, "forward", forward, quietly=True)
 
     def average(self, model: nn.Module) -> GradientAverage | None:
-        """Who averages the gradients of the forward pass that runs now; None where it is DistributedDataParallel itself, or nobody."""
+        """Return who averages the gradients of the forward pass that runs now; None for DistributedDataParallel itself, or nobody."""
         running = self._running
         return None if running is None or running[0] is not model or running[1] is None else running[1].average
 

@@ -131,7 +131,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 @contextlib.contextmanager
 def _beside(device: torch.device) -> Iterator[list[Tensor]]:
-    """While inside, work is launched on another stream: who waits for that does not wait for the step before.
+    """Launch work on another stream while inside: waiting for it does not wait for the step before.
 
     The current stream waits for it then, and may use the tensors that are put into the list.
     """

@@ -20,7 +20,7 @@ class _Model(nn.Module):
 
 
 def _averages(kind: Any) -> list[object]:
-    """At the beginning and late in its ramp."""
+    """Return averages at the beginning and late in its ramp."""
     found: list[object] = []
     for updates in (0, 1500):
         model: Any = _Model()

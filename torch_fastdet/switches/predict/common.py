@@ -55,7 +55,7 @@ def staged_letterbox(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As :func:`letterbox`, of images that are on the device: ``where`` says in which storage, and at which offset."""
+    """Letterbox as :func:`letterbox`, but images that are on the device: ``where`` says in which storage, and at which offset."""
     count("predict_optim", "images", len(images))
     out = torch.empty((len(images), images[0].shape[2], *placings[0].size), dtype=dtype, device=device)
     plan = _plan(images, placings, where)
@@ -104,7 +104,7 @@ def one_after_another(images: list[np.ndarray], pin_memory: bool, begin: int = 0
 
 
 def _upload(out: Tensor, images: list[np.ndarray], placings: list[Placing], bgr: bool) -> None:
-    """In one copy to the GPU: the plan, and the images behind it."""
+    """Copy the plan, and the images behind it, to the GPU at once."""
     head = 80 * len(images)
     buffer, ends = one_after_another(images, pin_memory=True, begin=head)
     plan = _plan(images, placings, [(0, begin) for begin in ends[:-1]])

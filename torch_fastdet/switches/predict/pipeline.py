@@ -187,7 +187,7 @@ class Feed:
 
     @contextlib.contextmanager
     def _on_own_stream(self) -> Iterator[None]:
-        """Behind what the caller has launched; the caller's stream does not wait."""
+        """Run on a stream of its own behind what the caller has launched; the caller's stream does not wait."""
         if self._own is None:
             # Ultralytics sets the device in the thread that loads the model, and in no other.
             with torch.cuda.device(self.device) if self._on_gpu else contextlib.nullcontext():
@@ -279,7 +279,7 @@ class Parts:
         return placings if known else None
 
     def asks(self, predictor: Predictor, flight: Flight) -> tuple[Any, ...] | None:
-        """With what ``postprocess`` calls ``non_max_suppression``: positional and keyword arguments; None if that is unknown."""
+        """Return the arguments with which ``postprocess`` calls ``non_max_suppression``, positional and keyword; None if unknown."""
         if not self.suppresses():
             return None
         try:

@@ -118,7 +118,7 @@ def sequential_jpeg(path: str) -> tuple[Tensor, Header] | None:
 
 
 def _read_ahead(read: Callable[[Any], Any], what: list[Any], batch: int) -> Generator[Any]:
-    """``read(each)`` of ``what`` in order. Threads read two batches ahead. An exception is raised in its place."""
+    """Yield ``read(each)`` of ``what`` in order. Threads read two batches ahead. An exception is raised when its turn comes."""
     group = max(batch // READERS, 2)
 
     def read_group(begin: int) -> list[Any]:

@@ -35,7 +35,7 @@ class NotOurs(Exception):
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A path to write to, which becomes ``path`` when the block ends well. A symbolic link stays one: what it points at is replaced."""
+    """Yield a path to write to, which becomes ``path`` when the block ends well. A symbolic link stays one: what it points at is replaced."""
     target = Path(os.path.realpath(path))
     folder = Path(tempfile.mkdtemp(prefix=WRITING, dir=target.parent))
     made = folder / path.name  # torch.save writes the file's name into the file

@@ -185,7 +185,7 @@ class Position:
 
     @contextlib.contextmanager
     def beginning(self) -> Iterator[None]:
-        """While the loader makes its iterator: its processes are forked inside."""
+        """Enclose the making of the loader's iterator: its processes are forked inside."""
         self._epochs = int(self.in_epoch)
         self._began = 0
         self._passes.clear()

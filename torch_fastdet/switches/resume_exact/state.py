@@ -101,7 +101,7 @@ def _is_number(value: object) -> bool:
 
 @contextlib.contextmanager
 def or_as_stocks() -> Iterator[None]:
-    """Where the state turns out not to be ours, leave the block: the training resumes as without the switch, which one line says."""
+    """Leave the block if the state is not torch_fastdet's: the training resumes as without the switch, and one line says so."""
     try:
         yield
     except NotOurs as reason:

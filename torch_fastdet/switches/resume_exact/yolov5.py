@@ -39,7 +39,7 @@ class Run:
         self.last: Path | None = None
 
     def made_loader(self, loader: DataLoader) -> None:
-        """train.py has made its training loader, whose processes have begun to work ahead: it begins again, with a position."""
+        """Begin the training loader again, with a position: its processes have begun to work ahead."""
         frame = frames.training_frame("train", OF_TRAIN)
         if frame is None:
             return
@@ -87,7 +87,7 @@ class Run:
             self.position.in_epoch = False
 
     def end(self) -> None:
-        """The training is over: stock has stripped last.pt, and nothing can be resumed."""
+        """End the training: last.pt has been stripped, and nothing can be resumed."""
         if self.last is not None:
             files.forget(self.last)
         self.position = self.last = None

@@ -47,7 +47,7 @@ def _takes_masks(matcher: Any) -> bool:
 
 
 def _correct(matcher: Any, masks: bool) -> list[torch.Tensor]:
-    """By boxes; with ``masks`` also by one mask a label, and by labels that overlap in one mask of half the size."""
+    """Return correct detections by boxes; with ``masks`` also by one mask a label, and by labels that overlap in one half-size mask."""
     detections, labels, iouv = DETECTIONS.clone(), LABELS.clone(), IOUV.clone()
     y, x = torch.arange(100)[:, None], torch.arange(100)
 
@@ -86,7 +86,7 @@ PROCESS_BATCH_OF_MASKS = dataclasses.replace(_process_batch("segment.val"), othe
 
 def _matrix_class(active: Active, stock: type, _: object) -> type:
     def look_at_script() -> None:
-        """val.py as the script that runs: it defines process_batch itself, after its imports and before its first image."""
+        """Look at val.py as the script that runs: it defines process_batch itself, after its imports and before its first image."""
         main = sys.modules.get("__main__")
         script, metrics = (
             namespace(module).get("__file__") for module in (main, sys.modules[stock.__module__]) if module

@@ -159,7 +159,7 @@ def _within(classes: int, *labels: Tensor) -> bool:
 
 
 def _count_together(stock: Callable, matrix: Any, calls: list[tuple[Any, ...]]) -> None:
-    """``ConfusionMatrix.process_batch`` of several images with the same thresholds."""
+    """Run ``ConfusionMatrix.process_batch`` of several images with the same thresholds."""
     found, truth = (
         {name: torch.cat([call[k][name] for call in calls]) for name in names}
         for k, names in enumerate((("bboxes", "conf", "cls"), ("bboxes", "cls")))
@@ -337,7 +337,7 @@ def _with_masks(boxes: Callable) -> Callable:
 
 
 def _pixels(labels: int, detections: int, label: Batch, pred: dict[str, Tensor]) -> int:
-    """Labels are drawn in their own size, and compared in that of the detections."""
+    """Return the number of pixels of labels drawn in their own size, and compared in that of the detections."""
     found = pred["masks"][0].numel()
     return labels * max(found, label["masks"].shape[-2:].numel()) + detections * found
 
@@ -421,7 +421,7 @@ def _on_host(
 def _groups(
     overlaps: Overlaps, sizes: list[tuple[int, int]], labels: list[Batch], preds: list[dict[str, Tensor]]
 ) -> Iterator[list[int]]:
-    """Images with labels and detections, as many at once as a tensor of the largest size allows."""
+    """Yield images with labels and detections, as many at once as a tensor of the largest size allows."""
     group: list[int] = []
     rows = columns = 0
     for i, (m, n) in enumerate(sizes):
