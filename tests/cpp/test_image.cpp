@@ -22,7 +22,6 @@ TEST(ImageColors, VectorCodeEqualsPlain) {
   for (int i = 0; i < 256; ++i) fill_color_tables(colors, tables.data(), i);
   std::vector<RowKernels> kernels;
   if (has_image_avx2()) kernels.push_back(row_kernels_avx2());
-  if (has_image_avx512()) kernels.push_back(row_kernels_avx512());
   for (int count = 0; count < 70; ++count) {
     std::vector<uint32_t> row(static_cast<size_t>(count) + 16);
     for (uint32_t& word : row) word = random() >> 8;
@@ -58,7 +57,6 @@ std::vector<RowKernels> all_row_kernels() {
   std::vector<RowKernels> kernels{plain_row_kernels()};
 #if defined(__x86_64__)
   if (has_image_avx2()) kernels.push_back(row_kernels_avx2());
-  if (has_image_avx512()) kernels.push_back(row_kernels_avx512());
 #endif
   return kernels;
 }

@@ -1,5 +1,5 @@
 // The CPU's loops over batches of pictures: bands of rows, shared out by the caller's parallel_for, with further copies
-// of the inner loops for AVX2 and AVX-512.
+// of the inner loops for AVX2.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define TORCH_FASTDET_HAS_IMAGE_AVX2 1
-#include "core/image/augment_avx512.h"
+#include "core/image/augment_avx2.h"
 #include "core/image/resize_avx2.h"
 #endif
 
@@ -24,7 +24,6 @@ constexpr int64_t kBand = 64;
 
 inline RowKernels row_kernels() {
 #ifdef TORCH_FASTDET_HAS_IMAGE_AVX2
-  if (has_image_avx512()) return row_kernels_avx512();
   if (has_image_avx2()) return row_kernels_avx2();
 #endif
   return plain_row_kernels();

@@ -25,7 +25,7 @@ BnActResult call_backward(const at::Tensor& grad_y, const at::Tensor& x, const O
                           const Activation& activation) {
   static const auto op = find_operator<unpacked_signature<&bn_act_backward<Meta>>>("bn_act_backward");
   const auto& [name, slope] = activation;
-  return op.call(grad_y, x, weight, bias, mean, invstd, name, slope);
+  return call_gradient(op, grad_y, x, weight, bias, mean, invstd, name, slope);
 }
 
 struct BnAct : torch::autograd::Function<BnAct> {
@@ -115,26 +115,12 @@ BnActResult bn_act_autograd(const at::Tensor& x, const OptionalTensor& weight, c
   return {result[0], result[1], result[2]};
 }
 
-BnActResult bn_act_backward_autograd(const at::Tensor& grad_y, const at::Tensor& x, const OptionalTensor& weight,
-                                     const OptionalTensor& bias, const at::Tensor& mean, const at::Tensor& invstd,
-                                     const Activation& activation) {
-  const auto result = without_second_gradient(
-      {grad_y, x, weight.value_or(at::Tensor()), bias.value_or(at::Tensor())},
-      [&]() -> variable_list {
-        auto [grad_x, grad_weight, grad_bias] = call_backward(grad_y, x, weight, bias, mean, invstd, activation);
-        return {grad_x, grad_weight, grad_bias};
-      },
-      "bn_act: a second derivative was asked for, but it has a first derivative only; use BatchNorm2d and the "
-      "activation where a gradient of a gradient is needed");
-  return {result[0], result[1], result[2]};
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("bn_act", unpack<&bn_act_autograd>);
   m.impl("bn_act_cat", unpack<&bn_act_cat_autograd>);
-  m.impl("bn_act_backward", unpack<&bn_act_backward_autograd>);
+  first_gradient_only(m, "bn_act_backward", "bn_act", "BatchNorm2d and the activation");
   without_gradient(m, {"bn_act_parts", "bn_act_parts_backward", "bias_act"});
 }
 

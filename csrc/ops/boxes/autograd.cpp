@@ -32,7 +32,7 @@ TwoTensors call_bbox_iou_backward(const at::Tensor& grad, const at::Tensor& box1
   using Signature =
       TwoTensors(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::string_view, bool, double, Mask);
   static const auto op = find_operator<Signature>("bbox_iou_backward");
-  return op.call(grad, box1, box2, kind, xywh, eps, mask);
+  return call_gradient(op, grad, box1, box2, kind, xywh, eps, mask);
 }
 
 TwoTensors call_iou_loss_backward(const at::Tensor& grad, const at::Tensor& box1, const at::Tensor& box2,
@@ -40,7 +40,7 @@ TwoTensors call_iou_loss_backward(const at::Tensor& grad, const at::Tensor& box1
   using Signature = TwoTensors(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::string_view, bool,
                                std::string_view, double, Mask);
   static const auto op = find_operator<Signature>("iou_loss_backward");
-  return op.call(grad, box1, box2, kind, xywh, reduction, eps, mask);
+  return call_gradient(op, grad, box1, box2, kind, xywh, reduction, eps, mask);
 }
 
 // An empty `reduction` stands for bbox_iou itself.
@@ -127,39 +127,14 @@ at::Tensor iou_loss_autograd(const at::Tensor& box1, const at::Tensor& box2, std
   return IouFunction::apply(box1, box2, parse_iou_kind(kind, "iou_loss"), xywh, std::string(reduction), eps);
 }
 
-TwoTensors first_gradient_only(const at::Tensor& grad, const at::Tensor& box1, const at::Tensor& box2,
-                               const std::function<TwoTensors()>& call) {
-  const variable_list result = without_second_gradient(
-      {grad, box1, box2},
-      [&] {
-        auto [grad1, grad2] = call();
-        return variable_list{grad1, grad2};
-      },
-      "bbox_iou and iou_loss: a second derivative was asked for, but they have a first derivative only; "
-      "compute the IoU with PyTorch operations where a gradient of a gradient is needed");
-  return {result[0], result[1]};
-}
-
-TwoTensors bbox_iou_backward_autograd(const at::Tensor& grad, const at::Tensor& box1, const at::Tensor& box2,
-                                      std::string_view kind, bool xywh, double eps, Mask mask) {
-  return first_gradient_only(grad, box1, box2,
-                             [&] { return call_bbox_iou_backward(grad, box1, box2, kind, xywh, eps, mask); });
-}
-
-TwoTensors iou_loss_backward_autograd(const at::Tensor& grad, const at::Tensor& box1, const at::Tensor& box2,
-                                      std::string_view kind, bool xywh, std::string_view reduction, double eps,
-                                      Mask mask) {
-  return first_gradient_only(
-      grad, box1, box2, [&] { return call_iou_loss_backward(grad, box1, box2, kind, xywh, reduction, eps, mask); });
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("bbox_iou", TORCH_FN(bbox_iou_autograd));
-  m.impl("bbox_iou_backward", TORCH_FN(bbox_iou_backward_autograd));
   m.impl("iou_loss", TORCH_FN(iou_loss_autograd));
-  m.impl("iou_loss_backward", TORCH_FN(iou_loss_backward_autograd));
+  for (const char* name : {"bbox_iou", "iou_loss"}) {
+    first_gradient_only(m, (std::string(name) + "_backward").c_str(), name, "PyTorch operations");
+  }
 }
 
 // Stock's CIoU and DIoU square and sum, and pow and sum are on PyTorch's float32 list: boxes of half precision give a

@@ -8,7 +8,9 @@
 #include <torch/library.h>
 
 #include <functional>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ops/common/checks.h"
@@ -59,16 +61,14 @@ inline void without_gradient(torch::Library& m, std::initializer_list<const char
   for (const char* op : operators) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&detached>());
 }
 
-// For an operator that has a first derivative only: makes the first gradient, under create_graph=True, a tensor whose
-// own gradient raises `refusal`.
+// Makes the gradients that `call` returns tensors whose own gradient raises `refusal`.
 struct NoSecondGradient : torch::autograd::Function<NoSecondGradient> {
   using variable_list = torch::autograd::variable_list;
   using AutogradContext = torch::autograd::AutogradContext;
 
   static variable_list forward(AutogradContext* context, at::TensorList, const std::function<variable_list()>& call,
-                               const char* refusal) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    context->saved_data["refusal"] = std::string(refusal);
+                               const std::string& refusal) {
+    context->saved_data["refusal"] = refusal;
     return call();
   }
 
@@ -77,15 +77,59 @@ struct NoSecondGradient : torch::autograd::Function<NoSecondGradient> {
   }
 };
 
-// What `call` gives, which depends on `inputs`.
-inline std::vector<at::Tensor> without_second_gradient(at::TensorList inputs,
-                                                       const std::function<std::vector<at::Tensor>()>& call,
-                                                       const char* refusal) {
-  if (!at::GradMode::is_enabled()) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return call();
+// For a backward operator, whose results have no gradient under create_graph=True either.
+class FirstGradient : public c10::OperatorKernel {
+ public:
+  explicit FirstGradient(std::string refusal) : refusal_(std::move(refusal)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+    if (!at::GradMode::is_enabled()) return detached(op, keys, stack);
+    std::vector<at::Tensor> inputs, results;
+    for_each_tensor(op, *stack, [&](const at::Tensor& tensor, const c10::Argument&) {
+      if (tensor.defined()) inputs.push_back(tensor);
+    });
+    const size_t count = op.schema().returns().size();
+    const auto call = [&] {
+      detached(op, keys, stack);
+      for_each_result(*stack, count, [&](const at::Tensor& tensor) { return results.emplace_back(tensor); });
+      return results;
+    };
+    results = NoSecondGradient::apply(at::TensorList(inputs), call, refusal_);
+    auto next = results.begin();
+    for_each_result(*stack, count, [&](const at::Tensor&) { return *next++; });
   }
-  return NoSecondGradient::apply(inputs, call, refusal);
+
+ private:
+  // Puts f(tensor) in the place of each tensor among the results on the stack. Autograd takes no undefined ones.
+  template <typename F>
+  static void for_each_result(torch::jit::Stack& stack, size_t count, const F& f) {
+    for (size_t i = 0; i < count; ++i) {
+      c10::IValue& value = torch::jit::peek(stack, i, count);
+      if (value.isTensorList()) {
+        auto list = value.toTensorList();
+        for (size_t k = 0; k < list.size(); ++k) list.set(k, f(list.get(k)));
+      } else if (value.toTensor().defined()) {
+        value = f(value.toTensor());
+      }
+    }
+  }
+
+  const std::string refusal_;
+};
+
+// Registers that for the backward operator of `name`; `instead` says what to use for a second derivative.
+inline void first_gradient_only(torch::Library& m, const char* backward, const std::string& name, const char* instead) {
+  const std::string refusal = name + ": a second derivative was asked for, but it has a first derivative only; use " +
+                              instead + " where a gradient of a gradient is needed";
+  m.impl(backward, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<FirstGradient>(refusal)));
+}
+
+// Calls a backward operator: below autograd, unless its own gradient is to be refused.
+template <typename Result, typename... Parameters, typename... Arguments>
+Result call_gradient(const c10::TypedOperatorHandle<Result(Parameters...)>& op, Arguments&&... arguments) {
+  if (at::GradMode::is_enabled()) return op.call(std::forward<Arguments>(arguments)...);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return op.call(std::forward<Arguments>(arguments)...);
 }
 
 }  // namespace torch_fastdet

@@ -14,7 +14,7 @@ ThreeTensors call_backward(const at::Tensor& grad, const at::Tensor& value, c10:
   using Signature =
       ThreeTensors(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef, const at::Tensor&, const at::Tensor&);
   static const auto op = find_operator<Signature>("deformable_attention_backward");
-  return op.call(grad, value, shapes, locations, weights);
+  return call_gradient(op, grad, value, shapes, locations, weights);
 }
 
 struct DeformableAttention : torch::autograd::Function<DeformableAttention> {
@@ -44,23 +44,11 @@ at::Tensor deformable_attention(const at::Tensor& value, c10::SymIntArrayRef sha
   return DeformableAttention::apply(value, shapes, locations, weights);
 }
 
-ThreeTensors deformable_attention_backward(const at::Tensor& grad, const at::Tensor& value, c10::SymIntArrayRef shapes,
-                                           const at::Tensor& locations, const at::Tensor& weights) {
-  const auto call = [&]() -> variable_list {
-    const auto [one, two, three] = call_backward(grad, value, shapes, locations, weights);
-    return {one, two, three};
-  };
-  const variable_list result =
-      without_second_gradient({grad, value, locations, weights}, call,
-                              "deformable_attention has no second derivative; call backward without create_graph=True");
-  return {result[0], result[1], result[2]};
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("deformable_attention", TORCH_FN(deformable_attention));
-  m.impl("deformable_attention_backward", TORCH_FN(deformable_attention_backward));
+  first_gradient_only(m, "deformable_attention_backward", "deformable_attention", "grid_sample");
 }
 
 }  // namespace torch_fastdet::deformable_attention_autograd

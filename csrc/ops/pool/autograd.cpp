@@ -10,12 +10,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using Backward = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t, int64_t);
-
-const c10::TypedOperatorHandle<Backward>& backward_operator() {
-  static const auto op = find_operator<Backward>("max_pools_cat_backward");
-  return op;
-}
 
 struct MaxPoolsCat : torch::autograd::Function<MaxPoolsCat> {
   static variable_list forward(AutogradContext* context, const at::Tensor& x, int64_t kernel_size, int64_t pools) {
@@ -33,8 +27,10 @@ struct MaxPoolsCat : torch::autograd::Function<MaxPoolsCat> {
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     if (!grads[0].defined()) return {{}, {}, {}};
-    return {backward_operator().call(grads[0], context->get_saved_variables()[0],
-                                     context->saved_data["kernel_size"].toInt(), context->saved_data["pools"].toInt()),
+    using Backward = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t, int64_t);
+    static const auto op = find_operator<Backward>("max_pools_cat_backward");
+    return {call_gradient(op, grads[0], context->get_saved_variables()[0], context->saved_data["kernel_size"].toInt(),
+                          context->saved_data["pools"].toInt()),
             {},
             {}};
   }
@@ -46,19 +42,11 @@ std::tuple<at::Tensor, at::Tensor> max_pools_cat(const at::Tensor& x, int64_t ke
   return {result[0], result[1]};
 }
 
-at::Tensor max_pools_cat_backward(const at::Tensor& grad_y, const at::Tensor& indices, int64_t kernel_size,
-                                  int64_t pools) {
-  return without_second_gradient(
-      {grad_y}, [&]() -> variable_list { return {backward_operator().call(grad_y, indices, kernel_size, pools)}; },
-      "max_pools_cat: a second derivative was asked for, but it has a first derivative only; use MaxPool2d where a "
-      "gradient of a gradient is needed")[0];
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("max_pools_cat", max_pools_cat);
-  m.impl("max_pools_cat_backward", max_pools_cat_backward);
+  first_gradient_only(m, "max_pools_cat_backward", "max_pools_cat", "MaxPool2d");
   without_gradient(m, {"max_pools_"});
 }
 

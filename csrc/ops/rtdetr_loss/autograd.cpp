@@ -8,7 +8,6 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Optional = std::optional<at::Tensor>;
-using FourTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 struct RtdetrLoss : torch::autograd::Function<RtdetrLoss> {
   static variable_list forward(AutogradContext* ctx, const at::Tensor& boxes, const at::Tensor& scores,
@@ -35,8 +34,9 @@ struct RtdetrLoss : torch::autograd::Function<RtdetrLoss> {
     static const auto op = find_operator<decltype(rtdetr_loss_backward<Meta>)>("rtdetr_loss_backward");
     const variable_list saved = ctx->get_saved_variables();
     const auto optional = [](const at::Tensor& tensor) { return tensor.defined() ? Optional(tensor) : std::nullopt; };
-    auto [boxes, scores, dn_boxes, dn_scores] = op.call(grads[0], saved[0], saved[1], saved[2], saved[3], saved[4],
-                                                        saved[5], saved[6], optional(saved[7]), optional(saved[8]));
+    auto [boxes, scores, dn_boxes, dn_scores] =
+        call_gradient(op, grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
+                      optional(saved[7]), optional(saved[8]));
     result[0] = boxes;
     result[1] = scores;
     if (saved[7].defined()) result[4] = dn_boxes;
@@ -54,27 +54,11 @@ RtdetrLossResult rtdetr_loss_autograd(const at::Tensor& boxes, const at::Tensor&
   return {r[0], r[1], r[2], r[3], r[4], r[5]};
 }
 
-FourTensors rtdetr_loss_backward_autograd(const at::Tensor& grad_loss, const at::Tensor& boxes,
-                                          const at::Tensor& scores, const at::Tensor& targets, const at::Tensor& counts,
-                                          const at::Tensor& owner, const at::Tensor& quality, const at::Tensor& scales,
-                                          const Optional& dn_boxes, const Optional& dn_scores) {
-  static const auto op = find_operator<decltype(rtdetr_loss_backward<Meta>)>("rtdetr_loss_backward");
-  const auto call = [&]() -> variable_list {
-    const auto [one, two, three, four] =
-        op.call(grad_loss, boxes, scores, targets, counts, owner, quality, scales, dn_boxes, dn_scores);
-    return {one, two, three, four};
-  };
-  const variable_list r =
-      without_second_gradient({grad_loss, boxes, scores}, call,
-                              "rtdetr_loss has no second derivative; call backward without create_graph=True");
-  return {r[0], r[1], r[2], r[3]};
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("rtdetr_loss", unpack<&rtdetr_loss_autograd>);
-  m.impl("rtdetr_loss_backward", TORCH_FN(rtdetr_loss_backward_autograd));
+  first_gradient_only(m, "rtdetr_loss_backward", "rtdetr_loss", "Ultralytics' own RTDETRDetectionLoss");
 }
 
 }  // namespace torch_fastdet::rtdetr_loss_autograd

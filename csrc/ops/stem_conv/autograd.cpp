@@ -8,12 +8,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using Backward = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t);
-
-const c10::TypedOperatorHandle<Backward>& backward_operator() {
-  static const auto op = find_operator<Backward>("stem_conv2d_backward");
-  return op;
-}
 
 struct StemConv2d : torch::autograd::Function<StemConv2d> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& squares, const at::Tensor& weight) {
@@ -26,8 +20,10 @@ struct StemConv2d : torch::autograd::Function<StemConv2d> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    using Backward = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t);
+    static const auto op = find_operator<Backward>("stem_conv2d_backward");
     const at::Tensor squares = context->get_saved_variables()[0];
-    return {{}, backward_operator().call(grads[0], squares, context->saved_data["kernel_size"].toInt())};
+    return {{}, call_gradient(op, grads[0], squares, context->saved_data["kernel_size"].toInt())};
   }
 };
 
@@ -40,21 +36,11 @@ at::Tensor stem_conv2d(const at::Tensor& squares, const at::Tensor& weight) {
   return StemConv2d::apply(squares, weight);
 }
 
-at::Tensor stem_conv2d_backward(const at::Tensor& grad_output, const at::Tensor& squares, int64_t kernel_size) {
-  check_strided(grad_output, "stem_conv2d_backward", "grad_output");
-  check_strided(squares, "stem_conv2d_backward", "squares");
-  return without_second_gradient(
-      {grad_output, squares},
-      [&]() -> variable_list { return {backward_operator().call(grad_output, squares, kernel_size)}; },
-      "stem_conv2d: a second derivative was asked for, but it has a first derivative only; use torch.nn.functional."
-      "conv2d where a gradient of a gradient is needed")[0];
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("stem_conv2d", stem_conv2d);
-  m.impl("stem_conv2d_backward", stem_conv2d_backward);
+  first_gradient_only(m, "stem_conv2d_backward", "stem_conv2d", "torch.nn.functional.conv2d");
 }
 
 }  // namespace torch_fastdet::stem_conv_autograd

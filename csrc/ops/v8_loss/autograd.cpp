@@ -14,24 +14,6 @@ using Options = V8LossOptions::Types;
 using State = V8LossTensors::Types;
 using Outputs = V8ObbOutputs::Types;
 
-std::vector<at::Tensor> call_backward(const at::Tensor& grad, at::TensorList heads, const at::Tensor& targets,
-                                      const State& state, const Levels& levels,
-                                      const std::optional<at::Tensor>& class_weights, int64_t reg_max) {
-  static const auto op = find_operator<unpacked_signature<&v8_loss_backward<Meta>>>("v8_loss_backward");
-  return std::apply([&](const auto&... each) { return op.call(grad, heads, targets, each..., class_weights, reg_max); },
-                    std::tuple_cat(state, levels));
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> call_obb_backward(const at::Tensor& grad, const Outputs& outputs,
-                                                                 const at::Tensor& targets, const State& state,
-                                                                 const Levels& levels,
-                                                                 const std::optional<at::Tensor>& class_weights,
-                                                                 int64_t reg_max) {
-  static const auto op = find_operator<unpacked_signature<&v8_obb_loss_backward<Meta>>>("v8_obb_loss_backward");
-  const auto call = [&](const auto&... each) { return op.call(grad, each...); };
-  return std::apply(call, std::tuple_cat(outputs, std::tie(targets), state, levels, std::tie(class_weights, reg_max)));
-}
-
 void save_levels(AutogradContext* context, const Levels& levels) {
   const auto& [strides, sizes] = levels;
   context->saved_data["strides"] = strides.vec();
@@ -49,7 +31,11 @@ struct Upright {
   static std::vector<at::Tensor> gradients(const at::Tensor& grad, at::TensorList heads, const at::Tensor& targets,
                                            const State& state, const Levels& levels,
                                            const std::optional<at::Tensor>& class_weights, int64_t reg_max) {
-    return call_backward(grad, heads, targets, state, levels, class_weights, reg_max);
+    static const auto op = find_operator<unpacked_signature<&v8_loss_backward<Meta>>>("v8_loss_backward");
+    const auto call = [&](const auto&... each) {
+      return call_gradient(op, grad, heads, targets, each..., class_weights, reg_max);
+    };
+    return std::apply(call, std::tuple_cat(state, levels));
   }
 };
 
@@ -84,8 +70,11 @@ struct Rotated {
   static std::vector<at::Tensor> gradients(const at::Tensor& grad, at::TensorList heads, const at::Tensor& targets,
                                            const State& state, const Levels& levels,
                                            const std::optional<at::Tensor>& class_weights, int64_t reg_max) {
-    auto [boxes, scores, angles] =
-        call_obb_backward(grad, unpacked(heads), targets, state, levels, class_weights, reg_max);
+    static const auto op = find_operator<unpacked_signature<&v8_obb_loss_backward<Meta>>>("v8_obb_loss_backward");
+    const auto call = [&](const auto&... each) {
+      return call_gradient(op, grad, heads[0], heads[1], heads[2], targets, each..., class_weights, reg_max);
+    };
+    auto [boxes, scores, angles] = std::apply(call, std::tuple_cat(state, levels));
     return {boxes, scores, angles};
   }
 };
@@ -139,165 +128,71 @@ V8LossResult head_loss(at::TensorList heads, const typename Task::Inputs& inputs
   return {result[0], result[1], result[2], result[3], result[4], result[5], result[6]};
 }
 
-std::vector<at::Tensor> v8_loss_backward_autograd(const at::Tensor& grad, at::TensorList heads,
-                                                  const at::Tensor& targets, const State& state, const Levels& levels,
-                                                  const std::optional<at::Tensor>& class_weights, int64_t reg_max) {
-  variable_list inputs{grad};
-  inputs.insert(inputs.end(), heads.begin(), heads.end());
-  return without_second_gradient(
-      inputs, [&] { return call_backward(grad, heads, targets, state, levels, class_weights, reg_max); },
-      "v8_loss: a second derivative was asked for, but it has a first derivative only; "
-      "use Ultralytics' own v8DetectionLoss where a gradient of a gradient is needed");
-}
+// What tells the mask parts of both frameworks apart: the operator, whether several positives may be of one anchor, and
+// what comes behind the masks.
+struct OfSlots {
+  static constexpr auto kName = "v8_mask_loss";
+  static constexpr auto kLoss = &v8_mask_loss<Meta>;
+  static constexpr bool kShared = false;
+  using Rest = std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, V8SymInts<Meta>,
+                          const std::optional<at::Tensor>&, bool>;
+};
 
-using ImageSize = V8SymInts<Meta>;
-using MaskState = V8MaskTensors::Types;
+struct OfMatches {
+  static constexpr auto kName = "yolov5_mask_loss";
+  static constexpr auto kLoss = &yolov5_mask_loss<Meta>;
+  static constexpr bool kShared = true;
+  using Rest =
+      std::tuple<const at::Tensor&, const at::Tensor&, V8SymInts<Meta>, const std::optional<at::Tensor>&, double, bool>;
+};
 
-V8MaskLossResult call_masks(const at::Tensor& coefficients, const at::Tensor& protos, const at::Tensor& masks,
-                            const at::Tensor& targets, const at::Tensor& settings, const at::Tensor& slot_anchor,
-                            const at::Tensor& slot_row, ImageSize image_size,
-                            const std::optional<at::Tensor>& num_targets, bool overlap) {
-  static const auto op = find_operator<std::remove_pointer_t<decltype(&v8_mask_loss<Meta>)>>("v8_mask_loss");
-  return op.call(coefficients, protos, masks, targets, settings, slot_anchor, slot_row, image_size, num_targets,
-                 overlap);
-}
-
-std::tuple<at::Tensor, at::Tensor> call_masks_backward(const at::Tensor& grad, const at::Tensor& coefficients,
-                                                       const at::Tensor& protos, const at::Tensor& masks,
-                                                       const MaskState& state, bool overlap, bool shared,
-                                                       std::array<bool, 2> output_mask) {
-  static const auto op = find_operator<unpacked_signature<&v8_mask_loss_backward<Meta>>>("v8_mask_loss_backward");
-  return std::apply(
-      [&](const auto&... each) {
-        return op.call(grad, coefficients, protos, masks, each..., overlap, shared, output_mask);
-      },
-      state);
-}
-
-// Keeps what both losses' backward passes read. `shared`: several positives may be of one anchor.
-variable_list keep_masks(AutogradContext* context, const at::Tensor& coefficients, const at::Tensor& protos,
-                         const at::Tensor& masks, V8MaskLossResult result, bool overlap, bool shared) {
-  auto& [loss, item, scale, positives, first, unit] = result;
-  context->save_for_backward({coefficients, protos, masks, scale, positives, first, unit});
-  context->mark_non_differentiable({item, scale, positives, first, unit});
-  context->set_materialize_grads(false);
-  context->saved_data["overlap"] = overlap;
-  context->saved_data["shared"] = shared;
-  return {loss, item, scale, positives, first, unit};
-}
-
-variable_list mask_gradients(AutogradContext* context, const variable_list& gradients, size_t arguments) {
-  const auto saved = context->get_saved_variables();
-  variable_list result(arguments);
-  if (gradients[0].defined()) {
-    std::tie(result[0], result[1]) =
-        call_masks_backward(gradients[0], saved[0], saved[1], saved[2], {saved[3], saved[4], saved[5], saved[6]},
-                            context->saved_data["overlap"].toBool(), context->saved_data["shared"].toBool(),
-                            {context->needs_input_grad(0), context->needs_input_grad(1)});
-  }
-  return result;
-}
-
-struct V8MaskLoss : torch::autograd::Function<V8MaskLoss> {
+template <class Task>
+struct MaskLoss : torch::autograd::Function<MaskLoss<Task>> {
   static variable_list forward(AutogradContext* context, const at::Tensor& coefficients, const at::Tensor& protos,
-                               const at::Tensor& masks, const at::Tensor& targets, const at::Tensor& settings,
-                               const at::Tensor& slot_anchor, const at::Tensor& slot_row, ImageSize image_size,
-                               const std::optional<at::Tensor>& num_targets, bool overlap) {
+                               const at::Tensor& masks, const typename Task::Rest& rest) {
+    static const auto op = find_operator<std::remove_pointer_t<decltype(Task::kLoss)>>(Task::kName);
     at::AutoDispatchBelowADInplaceOrView guard;
-    return keep_masks(context, coefficients, protos, masks,
-                      call_masks(coefficients, protos, masks, targets, settings, slot_anchor, slot_row, image_size,
-                                 num_targets, overlap),
-                      overlap, false);
+    auto [loss, item, scale, positives, first, unit] =
+        std::apply([&](const auto&... each) { return op.call(coefficients, protos, masks, each...); }, rest);
+    context->save_for_backward({coefficients, protos, masks, scale, positives, first, unit});
+    context->mark_non_differentiable({item, scale, positives, first, unit});
+    context->set_materialize_grads(false);
+    context->saved_data["overlap"] = std::get<bool>(rest);
+    return {loss, item, scale, positives, first, unit};
   }
 
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    return mask_gradients(context, gradients, 10);
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    static const auto op = find_operator<unpacked_signature<&v8_mask_loss_backward<Meta>>>("v8_mask_loss_backward");
+    const auto saved = context->get_saved_variables();
+    variable_list result(4);
+    if (gradients[0].defined()) {
+      const std::array<bool, 2> output_mask{context->needs_input_grad(0), context->needs_input_grad(1)};
+      std::tie(result[0], result[1]) =
+          call_gradient(op, gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
+                        context->saved_data["overlap"].toBool(), Task::kShared, output_mask);
+    }
+    return result;
   }
 };
 
-struct Yolov5MaskLoss : torch::autograd::Function<Yolov5MaskLoss> {
-  static variable_list forward(AutogradContext* context, const at::Tensor& coefficients, const at::Tensor& protos,
-                               const at::Tensor& masks, const at::Tensor& targets, const at::Tensor& match_cell,
-                               ImageSize sizes, const std::optional<at::Tensor>& num_targets, double box_gain,
-                               bool overlap) {
-    static const auto op = find_operator<std::remove_pointer_t<decltype(&yolov5_mask_loss<Meta>)>>("yolov5_mask_loss");
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return keep_masks(context, coefficients, protos, masks,
-                      op.call(coefficients, protos, masks, targets, match_cell, sizes, num_targets, box_gain, overlap),
-                      overlap, true);
-  }
-
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
-    return mask_gradients(context, gradients, 9);
-  }
-};
-
-V8MaskLossResult yolov5_mask_loss_autograd(const at::Tensor& coefficients, const at::Tensor& protos,
-                                           const at::Tensor& masks, const at::Tensor& targets,
-                                           const at::Tensor& match_cell, ImageSize sizes,
-                                           const std::optional<at::Tensor>& num_targets, double box_gain,
-                                           bool overlap) {
-  auto result =
-      Yolov5MaskLoss::apply(coefficients, protos, masks, targets, match_cell, sizes, num_targets, box_gain, overlap);
+template <class Task>
+V8MaskLossResult mask_loss(const at::Tensor& coefficients, const at::Tensor& protos, const at::Tensor& masks,
+                           const typename Task::Rest& rest) {
+  auto result = MaskLoss<Task>::apply(coefficients, protos, masks, rest);
   return {result[0], result[1], result[2], result[3], result[4], result[5]};
-}
-
-V8MaskLossResult v8_mask_loss_autograd(const at::Tensor& coefficients, const at::Tensor& protos,
-                                       const at::Tensor& masks, const at::Tensor& targets, const at::Tensor& settings,
-                                       const at::Tensor& slot_anchor, const at::Tensor& slot_row, ImageSize image_size,
-                                       const std::optional<at::Tensor>& num_targets, bool overlap) {
-  auto result = V8MaskLoss::apply(coefficients, protos, masks, targets, settings, slot_anchor, slot_row, image_size,
-                                  num_targets, overlap);
-  return {result[0], result[1], result[2], result[3], result[4], result[5]};
-}
-
-std::tuple<at::Tensor, at::Tensor> v8_mask_loss_backward_autograd(const at::Tensor& grad,
-                                                                  const at::Tensor& coefficients,
-                                                                  const at::Tensor& protos, const at::Tensor& masks,
-                                                                  const MaskState& state, bool overlap, bool shared,
-                                                                  std::array<bool, 2> output_mask) {
-  const auto result = without_second_gradient(
-      {grad, coefficients, protos},
-      [&]() -> std::vector<at::Tensor> {
-        const auto [first, second] =
-            call_masks_backward(grad, coefficients, protos, masks, state, overlap, shared, output_mask);
-        std::vector<at::Tensor> wanted;  // autograd takes no undefined ones
-        if (output_mask[0]) wanted.push_back(first);
-        if (output_mask[1]) wanted.push_back(second);
-        return wanted;
-      },
-      "v8_mask_loss: a second derivative was asked for, but it has a first derivative only; "
-      "use the stock loss where a gradient of a gradient is needed");
-  return {output_mask[0] ? result[0] : at::Tensor(), output_mask[1] ? result.back() : at::Tensor()};
 }
 
 using Labels = V8KeypointLabels::Types;
-
-V8KeypointLossResult call_keypoints(const at::Tensor& predictions, const Labels& labels, const at::Tensor& gains,
-                                    const at::Tensor& settings, const Levels& levels, bool centered) {
-  static const auto op = find_operator<unpacked_signature<&v8_keypoint_loss<Meta>>>("v8_keypoint_loss");
-  const auto& [strides, sizes] = levels;
-  return std::apply([&, &s = strides, &z = sizes](
-                        const auto&... each) { return op.call(predictions, each..., gains, settings, s, z, centered); },
-                    labels);
-}
-
-at::Tensor call_keypoints_backward(const at::Tensor& grad, const at::Tensor& predictions, const Labels& labels,
-                                   const at::Tensor& scales, const Levels& levels, bool centered) {
-  static const auto op =
-      find_operator<unpacked_signature<&v8_keypoint_loss_backward<Meta>>>("v8_keypoint_loss_backward");
-  const auto& [strides, sizes] = levels;
-  return std::apply([&, &s = strides, &z = sizes](
-                        const auto&... each) { return op.call(grad, predictions, each..., scales, s, z, centered); },
-                    labels);
-}
 
 struct V8KeypointLoss : torch::autograd::Function<V8KeypointLoss> {
   static variable_list forward(AutogradContext* context, const at::Tensor& predictions, const Labels& labels,
                                const at::Tensor& gains, const at::Tensor& settings, const Levels& levels,
                                bool centered) {
+    static const auto op = find_operator<unpacked_signature<&v8_keypoint_loss<Meta>>>("v8_keypoint_loss");
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [loss, items, scales] = call_keypoints(predictions, labels, gains, settings, levels, centered);
+    auto [loss, items, scales] =
+        std::apply([&](const auto&... each) { return op.call(predictions, each..., centered); },
+                   std::tuple_cat(labels, std::tie(gains, settings), levels));
     context->saved_data["centered"] = centered;
     const auto& [keypoints, sigmas, targets, slot_anchor, slot_row] = labels;
     context->save_for_backward({predictions, keypoints, sigmas, targets, slot_anchor, slot_row, scales});
@@ -307,13 +202,15 @@ struct V8KeypointLoss : torch::autograd::Function<V8KeypointLoss> {
     return {loss, items, scales};
   }
 
-  static variable_list backward(AutogradContext* context, variable_list gradients) {
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    static const auto op =
+        find_operator<unpacked_signature<&v8_keypoint_loss_backward<Meta>>>("v8_keypoint_loss_backward");
     const auto saved = context->get_saved_variables();
     variable_list result(6);
     if (gradients[0].defined()) {
       const auto [strides, sizes] = saved_levels(context);
-      result[0] = call_keypoints_backward(gradients[0], saved[0], {saved[1], saved[2], saved[3], saved[4], saved[5]},
-                                          saved[6], {strides, sizes}, context->saved_data["centered"].toBool());
+      result[0] = call_gradient(op, gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
+                                strides, sizes, context->saved_data["centered"].toBool());
     }
     return result;
   }
@@ -326,18 +223,6 @@ V8KeypointLossResult v8_keypoint_loss_autograd(const at::Tensor& predictions, co
   return {result[0], result[1], result[2]};
 }
 
-at::Tensor v8_keypoint_loss_backward_autograd(const at::Tensor& grad, const at::Tensor& predictions,
-                                              const Labels& labels, const at::Tensor& scales, const Levels& levels,
-                                              bool centered) {
-  return without_second_gradient(
-      {grad, predictions},
-      [&]() -> std::vector<at::Tensor> {
-        return {call_keypoints_backward(grad, predictions, labels, scales, levels, centered)};
-      },
-      "v8_keypoint_loss: a second derivative was asked for, but it has a first derivative only; "
-      "use Ultralytics' own v8PoseLoss where a gradient of a gradient is needed")[0];
-}
-
 V8LossResult v8_obb_loss_autograd(const Outputs& outputs, const at::Tensor& targets, const at::Tensor& settings,
                                   const Levels& levels, const std::optional<at::Tensor>& num_targets,
                                   const std::optional<at::Tensor>& class_weights, const Options& options) {
@@ -346,35 +231,20 @@ V8LossResult v8_obb_loss_autograd(const Outputs& outputs, const at::Tensor& targ
                             {});
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> v8_obb_loss_backward_autograd(
-    const at::Tensor& grad, const Outputs& outputs, const at::Tensor& targets, const State& state, const Levels& levels,
-    const std::optional<at::Tensor>& class_weights, int64_t reg_max) {
-  const auto& [boxes, scores, angles] = outputs;
-  const auto result = without_second_gradient(
-      {grad, boxes, scores, angles},
-      [&]() -> std::vector<at::Tensor> {
-        auto [first, second, third] = call_obb_backward(grad, outputs, targets, state, levels, class_weights, reg_max);
-        return {first, second, third};
-      },
-      "v8_obb_loss: a second derivative was asked for, but it has a first derivative only; "
-      "use Ultralytics' own v8OBBLoss where a gradient of a gradient is needed");
-  return {result[0], result[1], result[2]};
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("v8_loss", unpack<&head_loss<Detection>>);
-  m.impl("v8_loss_backward", unpack<&v8_loss_backward_autograd>);
+  first_gradient_only(m, "v8_loss_backward", "v8_loss", "Ultralytics' own v8DetectionLoss");
   m.impl("v8_masked_loss", unpack<&head_loss<Masked>>);
   m.impl("v8_posed_loss", unpack<&head_loss<Posed>>);
-  m.impl("v8_mask_loss", TORCH_FN(v8_mask_loss_autograd));
-  m.impl("yolov5_mask_loss", TORCH_FN(yolov5_mask_loss_autograd));
-  m.impl("v8_mask_loss_backward", unpack<&v8_mask_loss_backward_autograd>);
+  m.impl("v8_mask_loss", unpack<&mask_loss<OfSlots>>);
+  m.impl("yolov5_mask_loss", unpack<&mask_loss<OfMatches>>);
+  first_gradient_only(m, "v8_mask_loss_backward", "v8_mask_loss", "the stock loss");
   m.impl("v8_obb_loss", unpack<&v8_obb_loss_autograd>);
-  m.impl("v8_obb_loss_backward", unpack<&v8_obb_loss_backward_autograd>);
+  first_gradient_only(m, "v8_obb_loss_backward", "v8_obb_loss", "Ultralytics' own v8OBBLoss");
   m.impl("v8_keypoint_loss", unpack<&v8_keypoint_loss_autograd>);
-  m.impl("v8_keypoint_loss_backward", unpack<&v8_keypoint_loss_backward_autograd>);
+  first_gradient_only(m, "v8_keypoint_loss_backward", "v8_keypoint_loss", "Ultralytics' own v8PoseLoss");
 }
 
 }  // namespace torch_fastdet::v8_loss_autograd

@@ -206,6 +206,19 @@ inline void check_v8_loss(at::TensorList heads, const at::Tensor& targets, const
   check_v8_class_weights(heads[0], class_weights, v8_classes(heads, options.reg_max), op);
 }
 
+// Calls check(levels). On Meta, sizes that are still symbolic cannot be compared with numbers in a message; the kernel
+// checks them when it runs.
+template <class Backend, typename Check>
+void check_plain(const V8LevelsOn<Backend>& levels, std::initializer_list<at::Tensor> tensors, at::TensorList heads,
+                 const Check& check) {
+  if constexpr (Backend::kMeta) {
+    const auto sizes = c10::asIntArrayRefSlowOpt(levels.sizes);
+    if (sizes && has_plain_sizes(tensors, heads)) check(V8Levels<>{levels.strides, *sizes});
+  } else {
+    check(levels);
+  }
+}
+
 // What a forward pass left, and the gradient of its loss, which has `parts` parts.
 inline void check_v8_state(const at::Tensor& grad_loss, const at::Tensor& first, const char* first_name,
                            const at::Tensor& targets, const V8LossTensors& state, const char* op, int64_t parts,

@@ -91,21 +91,16 @@ V8KeypointLossResult v8_keypoint_loss(const at::Tensor& predictions, const V8Key
                                       const V8LevelsOn<Backend>& levels, bool centered) {
   constexpr auto op = "v8_keypoint_loss";
   const auto scalar = v8_scalar_options(predictions);
-  if constexpr (Backend::kMeta) {
-    const auto sizes = c10::asIntArrayRefSlowOpt(levels.sizes);
-    if (sizes && has_plain_sizes({predictions, given.labels, given.targets, given.slot_anchor})) {
-      check_v8_keypoints(predictions, given, {levels.strides, *sizes}, op);
-    }
-    return {at::empty({2}, scalar), at::empty({2}, scalar), at::empty({2}, scalar)};
-  } else {
-    check_v8_keypoints(predictions, given, levels, op);
+  check_plain<Backend>(levels, {predictions, given.labels, given.targets, given.slot_anchor}, {},
+                       [&](const V8Levels<>& plain) { check_v8_keypoints(predictions, given, plain, op); });
+  V8KeypointLossResult result{at::empty({2}, scalar), at::empty({2}, scalar), at::empty({2}, scalar)};
+  if constexpr (!Backend::kMeta) {
     check_v8_settings(predictions, "predictions", settings, std::nullopt, op);
     TORCH_CHECK(gains.scalar_type() == at::kDouble && gains.numel() == 2 && gains.is_contiguous(), op, ": gains is ",
                 dtype_name(gains.scalar_type()), " of shape ", gains.sizes(),
                 ", but two float64 are expected, of the pose and the kobj part");
     check_same_device(predictions, "predictions", gains, op, "gains");
     const c10::DeviceGuard guard(predictions.device());
-    V8KeypointLossResult result{at::empty({2}, scalar), at::empty({2}, scalar), at::empty({2}, scalar)};
     const auto& [loss, items, scales] = result;
     const auto labels = given.labels.contiguous(), sigmas = given.sigmas.contiguous(),
                targets = given.targets.contiguous(), values = settings.contiguous();
@@ -120,8 +115,8 @@ V8KeypointLossResult v8_keypoint_loss(const at::Tensor& predictions, const V8Key
     params.items = items.mutable_data_ptr();
     params.scales = scales.mutable_data_ptr();
     Backend::run(params);
-    return result;
   }
+  return result;
 }
 
 // The gradient lies as the predictions do where they are dense.
@@ -175,7 +170,7 @@ V8LossResult v8_posed_loss(at::TensorList heads, const V8PoseInputs& inputs, con
                            const V8LossOptions& options) {
   constexpr auto op = "v8_posed_loss";
   const auto& predictions = inputs.predictions;
-  const auto check = [&](const V8Levels<>& plain) {
+  check_plain<Backend>(levels, {targets, predictions, inputs.labels}, heads, [&](const V8Levels<>& plain) {
     check_v8_loss(heads, targets, settings, plain, num_targets, class_weights, options, op);
     TORCH_CHECK(v8_is_joined(heads), op, ": ", heads.size(),
                 " heads came, but boxes and scores of all levels are expected");
@@ -185,25 +180,17 @@ V8LossResult v8_posed_loss(at::TensorList heads, const V8PoseInputs& inputs, con
                 ", but the batch and the dtype of the heads are expected, ", heads[0].size(0), " and ",
                 dtype_name(heads[0].scalar_type()));
     check_same_device(heads[0], "heads[0]", predictions, op, "predictions");
-  };
+  });
   if constexpr (Backend::kMeta) {
-    const auto sizes = c10::asIntArrayRefSlowOpt(levels.sizes);
-    if (sizes && has_plain_sizes({targets, predictions, inputs.labels}, heads)) check({levels.strides, *sizes});
     return empty_v8_loss(heads[0], targets, options.topk, 3);
   } else {
-    check(levels);
     const c10::DeviceGuard guard(heads[0].device());
-    const auto rows = targets.contiguous(), values = settings.contiguous(), labels = inputs.labels.contiguous(),
-               sigmas = inputs.sigmas.contiguous();
-    const auto weights = v8_class_weights(class_weights, heads[0]);
-    auto result = empty_v8_loss(heads[0], targets, options.topk, 3);
-    core::V8PosedLossParams params{};
-    params.heads = v8_heads(heads, {}, levels, options.reg_max);
-    v8_fill(params, rows, values, num_targets, weights, options, result);
-    params.keypoints = v8_keypoint_problem(predictions, {labels, sigmas, rows, {}, {}}, levels, true);
-    const auto scratch = v8_scratch<Backend>(params, heads[0], 4);
-    Backend::run(params);
-    return result;
+    const auto labels = inputs.labels.contiguous(), sigmas = inputs.sigmas.contiguous();
+    const auto fill = [&](core::V8PosedLossParams& params, const at::Tensor& rows) {
+      params.keypoints = v8_keypoint_problem(predictions, {labels, sigmas, rows, {}, {}}, levels, true);
+    };
+    return v8_run<Backend, core::V8PosedLossParams>(heads, targets, settings, levels, num_targets, class_weights,
+                                                    options, fill);
   }
 }
 

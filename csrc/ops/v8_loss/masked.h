@@ -24,7 +24,7 @@ struct V8MaskInputs {
 };
 
 inline void check_v8_mask_inputs(at::TensorList heads, const V8MaskInputs& inputs, const at::Tensor& targets,
-                                 const V8Levels<>& levels, bool overlap) {
+                                 bool overlap) {
   constexpr auto op = "v8_masked_loss";
   const auto& [coefficients, protos, masks] = inputs;
   check_v8_masks(coefficients, protos, masks, overlap, op, true);
@@ -52,39 +52,31 @@ V8LossResult v8_masked_loss(at::TensorList heads, const V8MaskInputs& inputs, co
                             bool overlap) {
   constexpr auto op = "v8_masked_loss";
   const auto& [coefficients, protos, masks] = inputs;
+  check_plain<Backend>(levels, {targets, coefficients, protos, masks}, heads, [&](const V8Levels<>& plain) {
+    check_v8_loss(heads, targets, settings, plain, num_targets, class_weights, options, op);
+    check_v8_mask_inputs(heads, inputs, targets, overlap);
+  });
   if constexpr (Backend::kMeta) {
-    const auto sizes = c10::asIntArrayRefSlowOpt(levels.sizes);
-    if (sizes && has_plain_sizes({targets, coefficients, protos, masks}, heads)) {
-      check_v8_loss(heads, targets, settings, {levels.strides, *sizes}, num_targets, class_weights, options, op);
-      check_v8_mask_inputs(heads, inputs, targets, {levels.strides, *sizes}, overlap);
-    }
     return empty_v8_loss(heads[0], targets, options.topk, 3);
   } else {
-    check_v8_loss(heads, targets, settings, levels, num_targets, class_weights, options, op);
-    check_v8_mask_inputs(heads, inputs, targets, levels, overlap);
     const c10::DeviceGuard guard(heads[0].device());
-    const auto rows = targets.contiguous(), values = settings.contiguous(), readable = v8_readable_masks(masks);
-    const auto weights = v8_class_weights(class_weights, heads[0]);
-    auto result = empty_v8_loss(heads[0], targets, options.topk, 3);
-    core::V8MaskedLossParams params{};
-    params.heads = v8_heads(heads, {}, levels, options.reg_max);
-    v8_fill(params, rows, values, num_targets, weights, options, result);
-    params.masks = v8_mask_problem(coefficients, protos, readable, overlap, 1);
-    params.mask_height = readable.size(1);
-    params.mask_width = readable.size(2);
-    params.near = static_cast<int32_t>(core::kV8NearFactor * options.topk);
+    const auto readable = v8_readable_masks(masks);
+    const int64_t n = targets.size(0), near = core::kV8NearFactor * options.topk;
     const auto scalar = v8_scalar_options(heads[0]);
-    const auto near_anchor = at::empty({params.n, params.near}, scalar.dtype(at::kLong));
-    const auto near_overlap = at::empty({params.n, params.near}, scalar);
-    const auto area = at::empty({params.n}, scalar.dtype(at::kFloat)),
-               number = at::empty({params.n}, scalar.dtype(at::kInt));
-    params.near_anchor = near_anchor.template mutable_data_ptr<int64_t>();
-    params.near_overlap = near_overlap.mutable_data_ptr();
-    params.mask_area = area.template mutable_data_ptr<float>();
-    params.mask_number = number.template mutable_data_ptr<int32_t>();
-    const auto scratch = v8_scratch<Backend>(params, heads[0], 4);
-    Backend::run(params);
-    return result;
+    const auto near_anchor = at::empty({n, near}, scalar.dtype(at::kLong)), near_overlap = at::empty({n, near}, scalar);
+    const auto area = at::empty({n}, scalar.dtype(at::kFloat)), number = at::empty({n}, scalar.dtype(at::kInt));
+    const auto fill = [&](core::V8MaskedLossParams& params, const at::Tensor&) {
+      params.masks = v8_mask_problem(inputs.coefficients, inputs.protos, readable, overlap, 1);
+      params.mask_height = readable.size(1);
+      params.mask_width = readable.size(2);
+      params.near = static_cast<int32_t>(near);
+      params.near_anchor = near_anchor.template mutable_data_ptr<int64_t>();
+      params.near_overlap = near_overlap.mutable_data_ptr();
+      params.mask_area = area.template mutable_data_ptr<float>();
+      params.mask_number = number.template mutable_data_ptr<int32_t>();
+    };
+    return v8_run<Backend, core::V8MaskedLossParams>(heads, targets, settings, levels, num_targets, class_weights,
+                                                     options, fill);
   }
 }
 

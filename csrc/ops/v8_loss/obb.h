@@ -52,29 +52,19 @@ V8LossResult v8_obb_loss(const V8ObbOutputs& outputs, const at::Tensor& targets,
                          const std::optional<at::Tensor>& class_weights, const V8LossOptions& options) {
   constexpr auto op = "v8_obb_loss";
   const auto& [boxes, scores, angles] = outputs;
+  check_plain<Backend>(levels, {targets, boxes, scores, angles}, {},
+                       [&](const V8Levels<>& plain) { check_v8_obb_outputs(outputs, plain, options.reg_max, op); });
   if constexpr (Backend::kMeta) {
-    const auto sizes = c10::asIntArrayRefSlowOpt(levels.sizes);
-    if (sizes && has_plain_sizes({targets, boxes, scores, angles})) {
-      check_v8_obb_outputs(outputs, {levels.strides, *sizes}, options.reg_max, op);
-    }
     return empty_v8_loss(boxes, targets, options.topk, core::kV8ObbParts);
   } else {
-    check_v8_obb_outputs(outputs, levels, options.reg_max, op);
     check_v8_topk(options, op);
     check_v8_targets(boxes, "boxes", targets, options.topk, op, core::kV8ObbColumns);
     check_v8_settings(boxes, "boxes", settings, num_targets, op, core::kV8ObbSettings);
     check_v8_class_weights(boxes, class_weights, scores.size(1), op);
     const c10::DeviceGuard guard(boxes.device());
-    const auto rows = targets.contiguous(), values = settings.contiguous();
-    const auto weights = v8_class_weights(class_weights, boxes);
-    auto result = empty_v8_loss(boxes, targets, options.topk, core::kV8ObbParts);
-    core::V8ObbLossParams params{};
-    params.heads = v8_heads({boxes, scores}, {}, levels, options.reg_max);
-    params.angles = v8_angles(angles, {});
-    v8_fill(params, rows, values, num_targets, weights, options, result);
-    const auto scratch = v8_scratch<Backend>(params, boxes, core::kV8ObbTerms);
-    Backend::run(params);
-    return result;
+    const auto fill = [&](core::V8ObbLossParams& params, const at::Tensor&) { params.angles = v8_angles(angles, {}); };
+    return v8_run<Backend, core::V8ObbLossParams>({boxes, scores}, targets, settings, levels, num_targets,
+                                                  class_weights, options, fill, core::kV8ObbParts, core::kV8ObbTerms);
   }
 }
 

@@ -27,25 +27,15 @@ template <class Backend>
 V8LossResult v8_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,
                      const V8LevelsOn<Backend>& levels, const std::optional<at::Tensor>& num_targets,
                      const std::optional<at::Tensor>& class_weights, const V8LossOptions& options) {
+  check_plain<Backend>(levels, {targets}, heads, [&](const V8Levels<>& plain) {
+    check_v8_loss(heads, targets, settings, plain, num_targets, class_weights, options);
+  });
   if constexpr (Backend::kMeta) {
-    // Sizes that are still symbolic cannot be compared with numbers in a message; the kernel checks them when it runs.
-    const auto sizes = c10::asIntArrayRefSlowOpt(levels.sizes);
-    if (sizes && has_plain_sizes({targets}, heads)) {
-      check_v8_loss(heads, targets, settings, {levels.strides, *sizes}, num_targets, class_weights, options);
-    }
     return empty_v8_loss(heads[0], targets, options.topk, 3);
   } else {
-    check_v8_loss(heads, targets, settings, levels, num_targets, class_weights, options);
     const c10::DeviceGuard guard(heads[0].device());
-    const auto rows = targets.contiguous(), values = settings.contiguous();
-    const auto weights = v8_class_weights(class_weights, heads[0]);
-    auto result = empty_v8_loss(heads[0], targets, options.topk, 3);
-    core::V8LossParams params{};
-    params.heads = v8_heads(heads, {}, levels, options.reg_max);
-    v8_fill(params, rows, values, num_targets, weights, options, result);
-    const auto scratch = v8_scratch<Backend>(params, heads[0], 4);
-    Backend::run(params);
-    return result;
+    return v8_run<Backend, core::V8LossParams>(heads, targets, settings, levels, num_targets, class_weights, options,
+                                               [](core::V8LossParams&, const at::Tensor&) {});
   }
 }
 

@@ -90,4 +90,23 @@ inline void v8_fill_backward(core::V8LossBackwardParams& params, const at::Tenso
   params.grad_stride = grad_loss.stride(0);
 }
 
+// Runs a forward pass whose arguments are checked. fill(params, rows of the targets) sets what this loss has of its
+// own.
+template <class Backend, class Params, typename Fill>
+V8LossResult v8_run(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,
+                    const V8Levels<>& levels, const std::optional<at::Tensor>& num_targets,
+                    const std::optional<at::Tensor>& class_weights, const V8LossOptions& options, const Fill& fill,
+                    int64_t parts = 3, int64_t terms = 4) {
+  const auto rows = targets.contiguous(), values = settings.contiguous();
+  const auto weights = v8_class_weights(class_weights, heads[0]);
+  auto result = empty_v8_loss(heads[0], targets, options.topk, parts);
+  Params params{};
+  params.heads = v8_heads(heads, {}, levels, options.reg_max);
+  v8_fill(params, rows, values, num_targets, weights, options, result);
+  fill(params, rows);
+  const auto scratch = v8_scratch<Backend>(params, heads[0], terms);
+  Backend::run(params);
+  return result;
+}
+
 }  // namespace torch_fastdet

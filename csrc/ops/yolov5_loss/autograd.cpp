@@ -24,7 +24,7 @@ Yolov5LossResult call(at::TensorList heads, const at::Tensor& targets, const at:
 std::vector<at::Tensor> call_backward(const at::Tensor& grad, at::TensorList heads, const at::Tensor& targets,
                                       const State& state, const ClassOptions& options) {
   static const auto op = find_operator<unpacked_signature<&yolov5_loss_backward<Meta>>>("yolov5_loss_backward");
-  return std::apply([&](const auto&... each) { return op.call(grad, heads, targets, each...); },
+  return std::apply([&](const auto&... each) { return call_gradient(op, grad, heads, targets, each...); },
                     std::tuple_cat(state, options));
 }
 
@@ -67,22 +67,11 @@ Yolov5LossResult yolov5_loss_autograd(at::TensorList heads, const at::Tensor& ta
   return {result[0], result[1], result[2], result[3], result[4], result[5], result[6]};
 }
 
-std::vector<at::Tensor> yolov5_loss_backward_autograd(const at::Tensor& grad, at::TensorList heads,
-                                                      const at::Tensor& targets, const State& state,
-                                                      const ClassOptions& options) {
-  variable_list inputs{grad};
-  inputs.insert(inputs.end(), heads.begin(), heads.end());
-  return without_second_gradient(
-      inputs, [&] { return call_backward(grad, heads, targets, state, options); },
-      "yolov5_loss: a second derivative was asked for, but it has a first derivative only; "
-      "use YOLOv5's own ComputeLoss where a gradient of a gradient is needed");
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("yolov5_loss", unpack<&yolov5_loss_autograd>);
-  m.impl("yolov5_loss_backward", unpack<&yolov5_loss_backward_autograd>);
+  first_gradient_only(m, "yolov5_loss_backward", "yolov5_loss", "YOLOv5's own ComputeLoss");
 }
 
 }  // namespace torch_fastdet::yolov5_loss_autograd

@@ -10,7 +10,7 @@
 #include "memory.h"
 #include "random.h"
 #if defined(__x86_64__)
-#include "core/image/augment_avx512.h"
+#include "core/image/augment_avx2.h"
 #endif
 
 namespace torch_fastdet::core {
@@ -119,7 +119,6 @@ std::vector<RowKernels> all_row_kernels() {
   std::vector<RowKernels> kernels{plain_row_kernels()};
 #if defined(__x86_64__)
   if (has_image_avx2()) kernels.push_back(row_kernels_avx2());
-  if (has_image_avx512()) kernels.push_back(row_kernels_avx512());
 #endif
   return kernels;
 }
