@@ -29,10 +29,7 @@ VERSION = (ROOT / "torch_fastdet/_version.py").read_text().split('"')[1]
 TOGETHER: dict[str, set[str] | None] = {
     "autograd.cpp": None,
     "cuda.cpp": None,
-    "cpu.cpp": {
-        *("deformable_attention", "linear_assignment", "masks", "metrics", "pool", "rtdetr_loss"),
-        *("slices", "softmax", "space_to_depth", "stem_conv", "upsample"),
-    },
+    "cpu.cpp": {"plain", "upsample"},
 }
 #: The oldest nvcc of CUDA 12 whose kernels have run.
 NVCC_OLDEST = (12, 4)

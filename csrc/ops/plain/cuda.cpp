@@ -1,0 +1,197 @@
+// Families that only launch kernels on the current stream. The others have a cuda.cpp of their own.
+#include <climits>
+
+#include "ops/boxes/run.h"
+#include "ops/common/launch.h"
+#include "ops/deformable_attention/run.h"
+#include "ops/image/run.h"
+#include "ops/linear_assignment/run.h"
+#include "ops/masks/run.h"
+#include "ops/metrics/run.h"
+#include "ops/pool/run.h"
+#include "ops/rtdetr_loss/run.h"
+#include "ops/slices/run.h"
+#include "ops/softmax/run.h"
+#include "ops/space_to_depth/run.h"
+#include "ops/upsample/run.h"
+#include "ops/v8_loss/run.h"
+#include "ops/yolov5_loss/run.h"
+
+namespace torch_fastdet::plain_cuda {
+namespace {
+
+template <typename Params>
+void launch(cudaError_t (*kernels)(const Params&, cudaStream_t), const Params& params, const char* op) {
+  check_launch(kernels(params, current_stream()), op);
+}
+
+void check_counts(int64_t rows, int64_t elements, const char* op) {
+  TORCH_CHECK(rows <= INT_MAX && elements <= INT_MAX, op, ": ", rows, " rows of ", elements,
+              " elements came, but at most 2147483647 of each are expected");
+}
+
+void check_counts(const core::MaxPoolParams& p, const char* op) {
+  check_counts(p.batch * (p.channels_last ? p.height : p.channels), p.width * (p.channels_last ? p.channels : p.height),
+               op);
+}
+
+struct Boxes : OnDevice {
+  static int64_t loss_partials(int64_t pairs) {
+    bool clusters = false;
+    check_launch(core::iou_loss_clusters(clusters), "iou_loss");
+    return core::iou_loss_partials(pairs, clusters);
+  }
+  static void run(const core::BboxIouParams& p, const char* op) { launch(core::launch_bbox_iou, p, op); }
+  static void run(const core::IouLossParams& p, const char* op) { launch(core::launch_iou_loss, p, op); }
+  static void run(const core::IouBackwardParams& p, const char* op) { launch(core::launch_iou_backward, p, op); }
+};
+
+struct DeformableAttention : OnDevice {
+  static constexpr bool kBounds = true;
+  static void run(const core::DeformableAttentionParams& p, const char* op) {
+    launch(core::launch_deformable_attention, p, op);
+  }
+  static void run(const core::DeformableAttentionBackwardParams& p, const char* op) {
+    launch(core::launch_deformable_attention_backward, p, op);
+  }
+};
+
+struct Images : OnDevice {
+  static void run(const core::AugmentParams& p, const char* op) { launch(core::launch_image_augment, p, op); }
+  static void run(const core::LetterboxParams& p, const char* op) { launch(core::launch_image_letterbox, p, op); }
+  static void run(const core::ResizeParams& p, const char* op) { launch(core::launch_image_resize, p, op); }
+};
+
+struct LinearAssignment : OnDevice {
+  static int64_t scratch(int64_t rows, int64_t columns) { return core::assignment_scratch(rows, columns); }
+  static void run(const core::LinearAssignmentParams& p, const char* op) {
+    constexpr int64_t kMost = INT_MAX / 2;
+    TORCH_CHECK(p.problems <= kMost && p.rows <= kMost && p.columns <= kMost, op, ": cost has shape [", p.problems,
+                ", ", p.rows, ", ", p.columns, "], but sizes of at most ", kMost, " are expected");
+    launch(core::launch_linear_assignment, p, op);
+  }
+};
+
+struct Masks : OnDevice {
+  // The kernel reads any strides.
+  static at::Tensor prototypes(const at::Tensor& protos) {
+    return protos.scalar_type() == at::kDouble ? protos.to(at::kFloat) : protos;
+  }
+  static void run(const core::MasksParams& p, const char* op) { launch(core::launch_masks, p, op); }
+  static void run(const core::CropParams& p, const char* op) { launch(core::launch_crop, p, op); }
+};
+
+struct Metrics : OnDevice {
+  static void run(const core::MatchParams& p, const char* op) { launch(core::launch_match, p, op); }
+  static void run(const core::ConfusionParams& p, const char* op) { launch(core::launch_confusion, p, op); }
+};
+
+struct Pool : OnDevice {
+  static void forward(const core::MaxPoolParams& p, const char* op) {
+    check_counts(p, op);
+    launch(core::launch_max_pool_forward, p, op);
+  }
+  static void backward(const core::MaxPoolParams& p, const char* op) {
+    check_counts(p, op);
+    launch(core::launch_max_pool_backward, p, op);
+  }
+};
+
+struct RtdetrLoss : OnDevice {
+  static int64_t assignment(int64_t queries, int64_t most) { return core::assignment_scratch(queries, most); }
+  static void run(const core::RtdetrLossParams& p) { launch(core::launch_rtdetr_loss, p, kRtdetrLoss); }
+  static void run_backward(const core::RtdetrLossParams& p) {
+    launch(core::launch_rtdetr_loss_backward, p, "rtdetr_loss_backward");
+  }
+};
+
+struct Slices : OnDevice {
+  static void sum(const core::SumSlicesParams& p, const char* op) { launch(core::launch_sum_slices, p, op); }
+  static void pad(const core::PadAndSumParams& p, const char* op) { launch(core::launch_pad_and_sum, p, op); }
+};
+
+struct Softmax : OnDevice {
+  static void run(const core::SoftmaxBackwardParams& p, const char* op) {
+    TORCH_CHECK(p.batch * p.rows <= INT_MAX, op, ": ", p.batch * p.rows,
+                " rows came, but at most 2147483647 are expected");
+    launch(core::launch_softmax_backward, p, op);
+  }
+};
+
+struct SpaceToDepth : OnDevice {
+  static void forward(const core::SpaceToDepthParams& p, const char* op) {
+    check_counts(p.batch * p.deep_height(), p.deep_width() * p.deep_channels, op);
+    launch(core::launch_space_to_depth, p, op);
+  }
+  static void backward(const core::SpaceToDepthParams& p, const char* op) {
+    check_counts(p.batch * p.height, p.width * p.channels, op);
+    launch(core::launch_depth_to_space, p, op);
+  }
+};
+
+struct Upsample : OnDevice {
+  static void run(const core::UpsampleForwardParams& p, const char* op) {
+    launch(core::launch_upsample_forward, p, op);
+  }
+  static void run(const core::UpsampleBackwardParams& p, const char* op) {
+    launch(core::launch_upsample_backward, p, op);
+  }
+};
+
+struct V8Loss : OnDevice {
+  static int64_t slot_blocks(const core::V8LossParams& p) { return core::v8_slot_blocks(p); }
+  static int64_t slot_blocks(const core::V8ObbLossParams& p) { return core::v8_obb_slot_blocks(p); }
+  static int64_t class_blocks(const core::V8LossParams& p) { return core::v8_class_blocks(p); }
+  static void run(const core::V8LossParams& p) { launch(core::launch_v8_loss, p, "v8_loss"); }
+  static void run(const core::V8LossBackwardParams& p) { launch(core::launch_v8_loss_backward, p, "v8_loss_backward"); }
+  static void run(const core::V8PosedLossParams& p) { launch(core::launch_v8_posed_loss, p, "v8_posed_loss"); }
+  static void run(const core::V8MaskedLossParams& p) { launch(core::launch_v8_masked_loss, p, "v8_masked_loss"); }
+  static void run(const core::V8MaskLossParams& p) { launch(core::launch_v8_mask_loss, p, "v8_mask_loss"); }
+  static void run(const core::V8MaskLossBackwardParams& p) {
+    launch(core::launch_v8_mask_loss_backward, p, "v8_mask_loss_backward");
+  }
+  static void run(const core::V8KeypointLossParams& p) { launch(core::launch_v8_keypoint_loss, p, "v8_keypoint_loss"); }
+  static void run(const core::V8KeypointLossBackwardParams& p) {
+    launch(core::launch_v8_keypoint_loss_backward, p, "v8_keypoint_loss_backward");
+  }
+  static void run(const core::V8ObbLossParams& p) { launch(core::launch_v8_obb_loss, p, "v8_obb_loss"); }
+  static void run(const core::V8ObbLossBackwardParams& p) {
+    launch(core::launch_v8_obb_loss_backward, p, "v8_obb_loss_backward");
+  }
+};
+
+struct Yolov5Loss : OnDevice {
+  static int64_t match_sums(const core::Yolov5LossParams& p) { return 3 * p.nl * core::yolov5_match_blocks(p); }
+  static int64_t scratch(const core::Yolov5LossParams& p) {
+    return match_sums(p) + p.nl * core::yolov5_object_blocks(p);
+  }
+  static void run(core::Yolov5LossParams& p, const at::Tensor& scratch) {
+    p.match_partials = scratch.data_ptr();
+    p.object_partials = static_cast<char*>(scratch.data_ptr()) + match_sums(p) * scratch.element_size();
+    launch(core::launch_yolov5_loss, p, "yolov5_loss");
+  }
+  static void run(const core::Yolov5LossBackwardParams& p) {
+    launch(core::launch_yolov5_loss_backward, p, "yolov5_loss_backward");
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
+  register_boxes<Boxes>(m);
+  register_deformable_attention<DeformableAttention>(m);
+  register_image<Images>(m);
+  register_linear_assignment<LinearAssignment>(m);
+  register_masks<Masks>(m);
+  register_metrics<Metrics>(m);
+  register_pool<Pool>(m);
+  register_rtdetr_loss<RtdetrLoss>(m);
+  register_slices<Slices>(m);
+  register_softmax<Softmax>(m);
+  register_space_to_depth<SpaceToDepth>(m);
+  register_upsample<Upsample>(m);
+  register_v8_loss<V8Loss>(m);
+  register_yolov5_loss<Yolov5Loss>(m);
+}
+
+}  // namespace torch_fastdet::plain_cuda
