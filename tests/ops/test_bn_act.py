@@ -174,6 +174,8 @@ def test_without_parameters_or_statistics(device):
     grad = random(y.shape, device)
     torch.testing.assert_close(torch.autograd.grad(y, x, grad), torch.autograd.grad(expected, x, grad))
     assert not ops.bn_act(x.detach(), None, None).requires_grad
+    (first,) = torch.autograd.grad(ops.bn_act(x, None, None).sum(), x, create_graph=True)
+    assert torch.equal(first, torch.autograd.grad(ops.bn_act(x, None, None).sum(), x)[0])
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
