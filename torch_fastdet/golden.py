@@ -54,6 +54,10 @@ class Writer:
     def save(self, name: str, tensors: Tensors) -> None:
         """Append stage ``name``. A list or tuple of tensors becomes the stages ``name.0``, ``name.1``, ...
 
+        Args:
+            name: Letters, digits, ``_``, ``-`` and ``.``; each name once.
+            tensors: A tensor or array of any device, or a list of these.
+
         Raises:
             TypeError: The dtype, or what is given as a tensor, cannot be saved.
             ValueError: The name has other characters than letters, digits, ``_``, ``-`` and ``.``, or is saved already.
@@ -200,6 +204,12 @@ def compare(a: str | os.PathLike, b: str | os.PathLike, rtol: float = 0.0, atol:
 
     Shapes and dtypes must be the same. Elements are equal where ``|a - b| <= atol + rtol * |a|``, by default only where they
     are the same number. NaN equals NaN.
+
+    Args:
+        a: The reference's folder.
+        b: The folder to compare.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance.
 
     Raises:
         FileNotFoundError, ValueError: as of :func:`load`; or there are no stages, or a tolerance is negative.

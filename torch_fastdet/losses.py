@@ -15,9 +15,14 @@ REDUCTIONS = ("mean", "sum", "none")
 class IoULoss(torch.nn.Module):
     """Compute 1 - IoU of pairs of boxes (..., 4), reduced, in one pass over them.
 
-    ``kind`` is "iou", "giou", "diou" or "ciou"; ``reduction`` is "mean", "sum" or "none". Boxes are centre x, centre y,
-    width, height in any one unit, or corners with ``xywh=False``. Gradients go to both boxes, the reduction is in a fixed
-    order, and the result is :func:`torch_fastdet.ops.iou_loss`'s. Works in TorchScript and ``torch.compile(fullgraph=True)``.
+    Gradients go to both boxes, the reduction is in a fixed order, and the result is that of :func:`torch_fastdet.ops.iou_loss`.
+    The module works in TorchScript and ``torch.compile(fullgraph=True)``.
+
+    Args:
+        kind: "iou", "giou", "diou" or "ciou".
+        xywh: Boxes are centre x, centre y, width, height in any one unit. False: they are corners.
+        reduction: "mean", "sum" or "none".
+        eps: As in :func:`torch_fastdet.ops.bbox_iou`.
     """
 
     def __init__(self, kind: str = "ciou", xywh: bool = True, reduction: str = "mean", eps: float = 1e-7) -> None:

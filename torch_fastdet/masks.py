@@ -94,7 +94,15 @@ def yolov5_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
 def ultralytics_process_mask(
     protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int], upsample: bool = False
 ) -> Tensor:
-    """Return masks of ``shape``, or without ``upsample`` of the prototypes' size: ``ultralytics.utils.ops.process_mask``."""
+    """Return masks of ``shape``, or without ``upsample`` of the prototypes' size: ``ultralytics.utils.ops.process_mask``.
+
+    Args:
+        protos: (channels, h, w), the prototypes of an image.
+        masks_in: (n, channels), the coefficients of its detections.
+        bboxes: (n, 4), their boxes x1, y1, x2, y2, in pixels of ``shape``.
+        shape: Height and width, of the network's input.
+        upsample: Whether masks have that size.
+    """
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     # Stock takes an image's shape, too, where it does not resample.
     size = _sides("ultralytics_process_mask", shape, 2 if upsample else 3)
@@ -132,7 +140,8 @@ def yolov5_process_mask(
 ) -> Tensor:
     """Return masks, cropped and then resampled: YOLOv5's ``utils.segment.general.process_mask``.
 
-    Masks are of ``shape`` with ``upsample``, otherwise of the prototypes' size.
+    Masks are of ``shape`` with ``upsample``, otherwise of the prototypes' size. Arguments are those of
+    :func:`ultralytics_process_mask`.
     """
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides("yolov5_process_mask", shape)

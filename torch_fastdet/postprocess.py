@@ -133,7 +133,15 @@ class YOLOv5PostProcess(_PostProcess):
 
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "YOLOv5PostProcess":
-        """Read anchors, strides, classes and mask coefficients of a YOLOv5 model (or of its Detect or Segment module)."""
+        """Read anchors, strides, classes and mask coefficients of a YOLOv5 model.
+
+        Args:
+            model: The model, or its Detect or Segment module.
+            options: Further arguments of the class, such as ``conf_thres``.
+
+        Raises:
+            ValueError: The model has no such module.
+        """
         head = _head_of(model, *_YOLOV5_HEAD)
         if head is None:
             raise ValueError("YOLOv5PostProcess.from_model: the model has no Detect module (anchors, stride, nc, no)")
@@ -216,9 +224,16 @@ class UltralyticsPostProcess(_PostProcess):
 
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "UltralyticsPostProcess":
-        """Read strides, classes, bins and the task of an Ultralytics model (or of its Detect, Segment, Pose or OBB module).
+        """Read strides, classes, bins and the task of an Ultralytics model.
 
-        It is for the maps of :func:`split_ultralytics_heads`, which takes the same ``end2end`` as the model's head has.
+        The result takes the maps of :func:`split_ultralytics_heads`, which takes the same ``end2end`` as the model's head has.
+
+        Args:
+            model: The model, or its Detect, Segment, Pose or OBB module.
+            options: Further arguments of the class, such as ``conf_thres``.
+
+        Raises:
+            ValueError: The model has no such module.
         """
         head = _head_of(model, *_ULTRALYTICS_HEAD)
         if head is None:

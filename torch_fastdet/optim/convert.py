@@ -24,6 +24,9 @@ def converted(optimizer: Any) -> torch.optim.Optimizer:
 
     Parameter groups, their order and their further keys are kept. The optimizer must not have taken a step yet. A pickle of the
     result names the class of the one that was given, and loads without this package.
+
+    Args:
+        optimizer: ``torch.optim``'s SGD, Adam or AdamW, Ultralytics' MuSGD, or another one, which is returned.
     """
     kind: Any = {torch.optim.SGD: SGD, torch.optim.Adam: Adam, torch.optim.AdamW: AdamW}.get(type(optimizer))
     further = {}

@@ -62,7 +62,11 @@ def clip_grad_norm_(
 def unscale_(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
     """Run ``scaler.unscale_(optimizer)`` in one launch for an optimizer of this package, and as PyTorch does for any other.
 
-    Gradients are multiplied by the inverse scale in place and looked through for infinities; no host sync.
+    Gradients are multiplied by the inverse scale in place and searched for infinities, without a host sync.
+
+    Args:
+        scaler: The GradScaler that scaled the loss.
+        optimizer: The optimizer whose gradients are unscaled.
     """
     global _last_unscaled
     if scaler.is_enabled() and isinstance(optimizer, OURS):

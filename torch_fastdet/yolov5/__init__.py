@@ -76,7 +76,11 @@ def unpatch() -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each switch to a script's own parser; pass what it returns to :func:`apply`."""
+    """Add a flag for each switch to a script's own parser.
+
+    Args:
+        parser: The parser. Pass what its ``parse_args()`` returns to :func:`apply`.
+    """
     HOST.add_arguments(parser)
 
 
