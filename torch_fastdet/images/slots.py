@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import threading
 import weakref
 from multiprocessing.reduction import DupFd
 from typing import Any
@@ -20,8 +19,8 @@ from torch_fastdet._say import saying_once, warn
 from torch_fastdet.images.fence import fence
 from torch_fastdet.memory import Owner, register
 
-#: Who has a slot: nobody; a batch; a batch that forked processes may look at, too; nobody, but such processes may.
-FREE, LENT, SEEN, GONE = range(4)
+#: Who has a slot: nobody, or a batch.
+FREE, LENT = range(2)
 #: Slots that a process keeps for later batches.
 SPARE = 1
 
@@ -76,7 +75,7 @@ def _take(size: int) -> _OwnSlot:
     fence()  # nothing is written into a slot before its last reader has done with it
     found = next((slot for slot in free if len(slot.pixels) >= size), None)
     spare = [slot for slot in free if slot is not found and len(slot.pixels) >= size][:SPARE]
-    _own[:] = [slot for slot in _own if slot.state[0] in (LENT, SEEN) or slot is found or slot in spare]
+    _own[:] = [slot for slot in _own if slot.state[0] == LENT or slot is found or slot in spare]
     if found is None:
         found = _OwnSlot(size)
         _own.append(found)
@@ -87,7 +86,6 @@ def _take(size: int) -> _OwnSlot:
 # Of the process that gets batches -------------------------------------------------------------------------------------
 
 _lent: dict[int, np.ndarray] = {}
-_lent_lock = threading.RLock()
 
 
 class _Batches(Owner):
@@ -110,8 +108,7 @@ def _receive(handle: Any, size: int, shape: tuple[int, ...]) -> torch.Tensor:
         os.close(fd)
     # Whatever looks into the slot holds this object.
     pixels = slot.pixels[: math.prod(shape)]
-    with _lent_lock:
-        _lent[id(slot.state)] = slot.state
+    _lent[id(slot.state)] = slot.state
     weakref.finalize(pixels, _release, slot.state, os.getpid()).atexit = False
     return torch.from_numpy(pixels).view(shape)
 
@@ -123,25 +120,14 @@ def _receive_copy(pixels: np.ndarray, refusal: str) -> torch.Tensor:
 
 def _release(state: np.ndarray, process: int) -> None:
     if process == os.getpid():  # not in a process that was forked meanwhile
-        with _lent_lock:
-            _lent.pop(id(state), None)
-            fence()
-            state[0] = FREE if state[0] == LENT else GONE
-
-
-def _before_fork() -> None:
-    """Mark what is lent now as seen by the new process, which may read it for as long as it likes."""
-    _lent_lock.acquire()
-    for key in list(_lent):
-        state = _lent.get(key)
-        if state is not None:  # the garbage collector may end some meanwhile
-            state[0] = SEEN
+        _lent.pop(id(state), None)
+        fence()
+        state[0] = FREE
 
 
 def _after_fork_in_child() -> None:
     _lent.clear()
     _own.clear()
-    _lent_lock.release()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_lent_lock.release, after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_after_fork_in_child)
