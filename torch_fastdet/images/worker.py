@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch.utils.data import get_worker_info
 
 from torch_fastdet.images.memory import CHANNELS, ImageMemory
@@ -33,8 +31,6 @@ class PlannedBatch:
     """What a loader process sends where the GPU makes the images."""
 
     plan: Plan
-    #: Which images of the plan show where in each image of the batch: (n, 1, 1), or (n, 2, 2) with ``--quad``.
-    grid: np.ndarray
     #: The batch without its images. Small tensors are arrays.
     rest: Any
 
@@ -59,8 +55,8 @@ def _in_message(value: object) -> object:
 class Collate:
     """Puts the plans of a batch together. Everything but pixels goes through the framework's own ``collate_fn``, ``stock``.
 
-    Items and batches hold images at ``key``: plans instead of pixels. ``stock`` gets images of one pixel that hold their number, so that
-    its result tells which image went where. With ``on_gpu`` the result is for :class:`~torch_fastdet.images.finish.Finisher`.
+    Items and batches hold images at ``key``: plans in place of pixels, for which ``stock`` gets images of one pixel. With ``on_gpu`` the
+    result is for :class:`~torch_fastdet.images.finish.Finisher`.
     """
 
     def __init__(self, stock: Callable[[list], Any], memory: ImageMemory, on_gpu: bool, key: object = 0) -> None:
@@ -73,15 +69,11 @@ class Collate:
         if isinstance(items[0][self.key], torch.Tensor):  # the framework has made them
             self.memory.take_sent()
             return self.stock(list(items))
-        numbers = [torch.full((1, 1, 1), number, dtype=torch.int16) for number in range(len(items))]
-        batch = self.stock([with_images(item, self.key, number) for item, number in zip(items, numbers, strict=True)])
-        placed = batch[self.key].numpy()[:, 0]
-        shown, places = np.unique(placed, return_inverse=True)
-        grid = places.reshape(placed.shape)
-        images = [items[number][self.key] for number in shown.tolist()]
+        images, pixel = [item[self.key] for item in items], torch.empty((1, 1, 1), dtype=torch.uint8)
+        batch = self.stock([with_images(item, self.key, pixel) for item in items])
         if self.on_gpu:
-            return PlannedBatch(self.plan(images), grid, with_each(_in_message, with_images(batch, self.key, None)))
-        return with_images(batch, self.key, assemble(self.make(images, alone=grid.shape[1:] == (1, 1)), grid))
+            return PlannedBatch(self.plan(images), with_each(_in_message, with_images(batch, self.key, None)))
+        return with_images(batch, self.key, self.make(images))
 
     def plan(self, images: list[ImagePlan]) -> Plan:
         """Return the plan that this process sends."""
@@ -92,26 +84,11 @@ class Collate:
         self.memory.take_sent()
         return plan
 
-    def make(self, images: list[ImagePlan], alone: bool = True) -> Any:
-        """Return the images themselves, uint8 (n, 3, height, width); with ``alone`` in a loader process, for the loop's process."""
+    def make(self, images: list[ImagePlan]) -> Any:
+        """Return the images themselves, uint8 (n, 3, height, width); in a loader process, for the loop's process."""
         shape = (len(images), CHANNELS, images[0].height, images[0].width)
-        parcel = Parcel(shape) if alone and get_worker_info() is not None else None
+        parcel = Parcel(shape) if get_worker_info() is not None else None
         out = torch.empty(shape, dtype=torch.uint8) if parcel is None else parcel.tensor
         run_on_cpu(pack(images, self.memory), self.memory, out)
         self.memory.take_sent()
         return out if parcel is None else parcel
-
-
-def assemble(images: Any, grid: np.ndarray) -> Any:
-    """Return the images of the batch: each place of the grid shows an image of the plan, and one alone is enlarged to fill all places."""
-    count, rows, columns = grid.shape
-    if rows == columns == 1:
-        return images
-    channels, height, width = images.shape[1:]
-    tiles = torch.stack([images[number] for number in grid.ravel().tolist()])
-    tiles = tiles.view(count, rows, columns, channels, height, width).permute(0, 3, 1, 4, 2, 5)
-    out = tiles.reshape(count, channels, rows * height, columns * width)
-    for place in np.flatnonzero((grid == grid[:, :1, :1]).all((1, 2))).tolist():
-        alone = images[grid[place, 0, 0]][None].float()
-        out[place] = F.interpolate(alone, scale_factor=2.0, mode="bilinear")[0].to(torch.uint8)
-    return out

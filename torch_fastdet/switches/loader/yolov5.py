@@ -217,13 +217,14 @@ def loader_classes(stock: type) -> tuple[type, type]:
 
 def _planned(dataset: YOLOv5Dataset, options: dict[str, Any]) -> PlannedLoading | None:
     """Set up plans for a loader and change its options accordingly; None where stock makes the images."""
-    reason = cannot_plan(dataset)
+    collate, reason = options.get("collate_fn"), cannot_plan(dataset)
+    if reason is None and collate is type(dataset).collate_fn4:
+        reason = "--quad puts four images together."
     if reason is not None:
         if hasattr(type(dataset), "torch_fastdet_stock"):
             warn(f"loader_optim: decodes each image once, and leaves the rest to YOLOv5: {reason}")
         return None
-    collate = options.get("collate_fn")
-    if collate not in (type(dataset).collate_fn, type(dataset).collate_fn4) or options.get("batch_size", 1) is None:
+    if collate is not type(dataset).collate_fn or options.get("batch_size", 1) is None:
         return None  # a loader of somebody's own
     if dataset.memory is None:
         return None
