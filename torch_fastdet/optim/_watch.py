@@ -14,7 +14,6 @@ from torch import Tensor
 from torch_fastdet._torch.tensors import by_device, new_state, same_objects
 
 NESTEROV, MAXIMIZE, HAS_MOMENTUM, DECOUPLED = 1, 2, 4, 8  # flags of a MultiTensorState
-NUMBERS = 5  # of each parameter group, for a MultiTensorState: three meanings depend on the rule
 MOVED_SGD, ADAM, MUON = 2, 3, 4  # csrc/core/multi_tensor/multi_tensor.h has these rules
 BUFFER = "momentum_buffer"
 

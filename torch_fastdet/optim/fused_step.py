@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_fastdet._torch import private
 from torch_fastdet._torch.tensors import DeviceNumbers, ModuleWatch, new_state, unwrap
 from torch_fastdet.ema import DecayRamp, ModelEMA
-from torch_fastdet.optim._watch import NUMBERS, Binding, SgdBinding
+from torch_fastdet.optim._watch import Binding, SgdBinding
 from torch_fastdet.optim.adamw import AdamBinding
 from torch_fastdet.optim.musgd import MuSGD, MusgdBinding
 
@@ -39,10 +39,6 @@ class StepNumbers(DeviceNumbers):
             self._captured.append(self.memory)
         mine: list[Tensor | None] = list(self.memory.unbind())
         return mine if not tensors else [mine[i] if t is None else t for i, t in enumerate(tensors)]
-
-    def captured_lengths(self) -> list[int]:
-        """Return how many numbers each capture found, the latest last."""
-        return [memory.numel() for memory in self._captured]
 
 
 class FusedStep:
@@ -273,17 +269,7 @@ class FusedStep:
         return tuple(groups), self.max_norm, scaling, averaging
 
     def after_replay(self, replays: int = 1) -> None:
-        """Count what captured steps did: ``ema.updates`` follows, and schedulers know of the step.
-
-        Raises:
-            RuntimeError: param_groups has other groups than at the capture, so that the replay did not step them.
-        """
-        groups = len(self.optimizer.param_groups)
-        captured = [length // NUMBERS for length in self._numbers.captured_lengths()]
-        if captured and groups not in captured:
-            raise RuntimeError(
-                f"FusedStep: param_groups has {groups} groups, but had {captured[-1]} when the step was captured; capture it again"
-            )
+        """Count what captured steps did: ``ema.updates`` follows, and schedulers know of the step."""
         if self.ema is not None and self.ema.enabled:
             self.ema.updates += replays
             self._counted = self.ema.updates
