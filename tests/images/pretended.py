@@ -31,9 +31,9 @@ def made(plan, storages, placements):
     return ops.image_augment(storages, **tables, size=list(plan.size), warp=warp, hsv_lanes=lanes)
 
 
-def cuda(record=lambda stream: None):
-    """What a thread of a loader needs of torch, without a GPU; ``record`` is that of its events."""
-    event = SimpleNamespace(record=record)
+def cuda():
+    """What a thread of a loader needs of torch, without a GPU."""
+    event = SimpleNamespace(record=lambda stream: None)
     cuda = SimpleNamespace(
         set_device=lambda device: None,
         Stream=lambda device: object(),

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -13,15 +12,11 @@ from tests.images import pretended
 from torch_fastdet.images import loop
 from torch_fastdet.images.loop import DEPTH, Ahead
 
-# The streams on which batches were made.
-recorded: list = []
-
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    recorded.clear()
-    monkeypatch.setattr(loop, "_idle", defaultdict(list))
-    monkeypatch.setattr(loop, "torch", pretended.cuda(recorded.append))
+    monkeypatch.setattr(loop, "torch", pretended.cuda())
+    monkeypatch.setattr(loop, "_stream", lambda device: None)
 
 
 class Source:
@@ -170,16 +165,3 @@ def test_a_forked_process_leaves_its_batches_to_the_other():
     assert exit_status(fork(close)) == 0
     assert numbers(batches, 2) == [2, 3]
     batches.close()
-
-
-def test_streams_are_used_again():
-    """Torch has 32 of them, and one that is captured must not be a loader's."""
-    for _ in range(3):
-        assert list(made(Source(end=1), limited=False)) == [{"number": 1}]
-    assert len(set(recorded)) == 1
-    both = [made(Source(), limited=False) for _ in range(2)]
-    for batches in both:
-        numbers(batches, 1)
-    assert len(set(recorded)) == 2
-    for batches in both:
-        batches.close()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import queue
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,11 +25,6 @@ from torch_fastdet.memory import is_out_of_memory, words
 DEPTH = 2
 
 _running: weakref.WeakSet[Ahead] = weakref.WeakSet()
-# Streams of threads that have ended, for those that begin. Torch hands out 32 streams in turn: if each thread took a new one,
-# one of them would soon be the stream on which somebody captures a graph, and the allocator caches memory for each stream.
-_idle: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)
-
-
 _one_at_a_time = threading.RLock()  # the garbage collector may end another loader inside
 
 
@@ -117,7 +112,7 @@ def current_gpu() -> torch.device:
 
 
 class Ahead:
-    """An iterator over ``finish(batch)`` for the batches of ``source``, made in a thread of its own on a stream of its own.
+    """An iterator over ``finish(batch)`` for the batches of ``source``, made in a thread of its own, on a stream of such threads.
 
     CUDA tensors are given to the stream that is current when the loop takes them. Errors are raised there too. A batch that gets no memory
     is made again when the loop waits for it. With ``limited``, nothing is taken from ``source`` but what :meth:`allow` permits.
@@ -228,8 +223,8 @@ def _work(
 
     try:
         torch.cuda.set_device(device)
-        with _stream(device) as stream:
-            number = 0
+        stream, number = _stream(device), 0
+        with torch.cuda.stream(stream):
             while may_go_on():
                 number += 1
                 batch = made(number)
@@ -243,17 +238,10 @@ def _work(
         put((None, None, error))
 
 
-@contextlib.contextmanager
-def _stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    try:
-        stream = _idle[device].pop()
-    except IndexError:
-        stream = torch.cuda.Stream(device)
-    try:
-        with torch.cuda.stream(stream):
-            yield stream
-    finally:
-        _idle[device].append(stream)
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all such threads: the allocator caches memory for each stream, and torch has few of them."""
+    return torch.cuda.Stream(device)
 
 
 @atexit.register
