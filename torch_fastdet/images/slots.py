@@ -17,7 +17,6 @@ import torch
 
 from torch_fastdet._say import saying_once, warn
 from torch_fastdet.images.fence import fence
-from torch_fastdet.memory import Owner, register
 
 #: Who has a slot: nobody, or a batch.
 FREE, LENT = range(2)
@@ -85,19 +84,7 @@ def _take(size: int) -> _OwnSlot:
 
 # Of the process that gets batches -------------------------------------------------------------------------------------
 
-_lent: dict[int, np.ndarray] = {}
-
-
-class _Batches(Owner):
-    what = "batches made on the CPU"
-
-    def held(self) -> int:
-        return sum(state.base.nbytes for state in list(_lent.values()) if state.base is not None)
-
-
 _say_once = saying_once("loader_optim", warn)
-_batches = _Batches()
-register(_batches)
 
 
 def _receive(handle: Any, size: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -108,7 +95,6 @@ def _receive(handle: Any, size: int, shape: tuple[int, ...]) -> torch.Tensor:
         os.close(fd)
     # Whatever looks into the slot holds this object.
     pixels = slot.pixels[: math.prod(shape)]
-    _lent[id(slot.state)] = slot.state
     weakref.finalize(pixels, _release, slot.state, os.getpid()).atexit = False
     return torch.from_numpy(pixels).view(shape)
 
@@ -120,14 +106,8 @@ def _receive_copy(pixels: np.ndarray, refusal: str) -> torch.Tensor:
 
 def _release(state: np.ndarray, process: int) -> None:
     if process == os.getpid():  # not in a process that was forked meanwhile
-        _lent.pop(id(state), None)
         fence()
         state[0] = FREE
 
 
-def _after_fork_in_child() -> None:
-    _lent.clear()
-    _own.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_own.clear)
