@@ -78,7 +78,7 @@ class ModelEMA:
         self._watches: tuple[ModuleWatch, ModuleWatch] | None = None
         self._states: list[Any] = []
 
-    #: What files call to make the copy, with the arguments of this class: the framework's, where this class stands for it.
+    #: What copies and files call, with the arguments of this class: the framework's, where this class stands for it.
     _filed_as: ClassVar[Callable[..., object] | None] = None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -87,12 +87,6 @@ class ModelEMA:
             return super().__reduce_ex__(protocol)
         del state["decay"]
         return self._filed_as, (self.ema, ramp.decay, ramp.tau, self.updates), state
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ModelEMA:
-        copied: ModelEMA = object.__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(deepcopy(self.__getstate__(), memo))
-        return copied
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

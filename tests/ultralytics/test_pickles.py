@@ -47,14 +47,9 @@ def test_optimizers_are_filed_as_the_originals(name, options):
     torch.testing.assert_close(got["state"], expected["state"], rtol=0, atol=0)
 
 
-def test_copies_of_ours_stay_ours():
-    import copy
-
-    optimizer = stepped(torch.optim.SGD, momentum=0.9)
-    for copied in (copy.copy(optimizer), copy.deepcopy(optimizer)):
-        assert type(copied) is optim.SGD and b"torch_fastdet" not in pickle.dumps(copied)
+def test_optimizers_of_the_user_stay_ours():
     own = optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)
-    assert type(pickle.loads(pickle.dumps(own))) is optim.SGD, "a user's own choice"
+    assert type(pickle.loads(pickle.dumps(own))) is optim.SGD
 
 
 def test_average_and_optimizer_load_without_us(tmp_path, ultralytics_environment):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
@@ -199,26 +198,13 @@ class BoundOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # GradScaler then hands its scale and its finding to the step
     _binding_class: ClassVar[type[Binding]]
     _binding: Binding | None = None
-    #: The class that files name instead of this one: of the optimizer that became this one.
+    #: The class that copies and files have instead of this one: of the optimizer that became this one.
     _filed_as: type | None = None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         if self._filed_as is None:
             return super().__reduce_ex__(protocol)
         return object.__new__, (self._filed_as,), self.__getstate__()
-
-    def __copy__(self) -> Any:
-        copied: Any = object.__new__(type(self))
-        copied.__setstate__(self.__getstate__())
-        copied._filed_as = self._filed_as
-        return copied
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
-        copied: Any = object.__new__(type(self))
-        memo[id(self)] = copied
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        copied._filed_as = self._filed_as
-        return copied
 
     def _bind(self) -> Binding:
         self._binding = binding = self._binding_class.of(self, self._binding)

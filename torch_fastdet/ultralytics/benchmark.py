@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from torch_fastdet import memory
 from torch_fastdet._build_info import build_info
 from torch_fastdet.patching.evidence import installed_version
 
@@ -106,8 +105,6 @@ def measure(variant: str, options: argparse.Namespace, data: str, folder: Path) 
     )
     shared = {"imgsz": options.imgsz, "device": options.device, "workers": options.workers, "plots": False}
     places = {"project": str(folder), "name": variant, "exist_ok": True}
-    held: dict[str, int] = {}
-    model.add_callback("on_train_end", lambda trainer: held.update({row.what: row.held for row in memory.report()}))
     model.train(
         data=data, batch=options.batch, epochs=options.epochs, val=False, optimizer="SGD", **shared, **places
     )  # fmt: skip
@@ -130,8 +127,6 @@ def measure(variant: str, options: argparse.Namespace, data: str, folder: Path) 
         "validation": validation,
         "prediction": sorted(times[10:])[PREDICTIONS // 2],
         "peak": peak,
-        "graphs": held.get("CUDA graphs", 0) / 2**20 if cuda else None,
-        "images": held.get("images on the GPU", 0) / 2**20 if cuda else None,
     }
 
 
@@ -172,8 +167,6 @@ def table(options: argparse.Namespace, stock: dict[str, float | None], ours: dic
         row(f"validation of {options.pictures} images", "validation", 1, "s"),
         row("YOLO(...).predict of an image in memory", "prediction", 1e3, "ms"),
         row("memory of the GPU, at most", "peak", 1, "MiB"),
-        row("of it, CUDA graphs", "graphs", 1, "MiB", share_of="peak"),
-        row("of it, decoded images", "images", 1, "MiB", share_of="peak"),
     ]  # fmt: skip
     return "\n".join(["| | stock | torch_fastdet | faster |", "|---|---|---|---|", *filter(None, rows)])
 
