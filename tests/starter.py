@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
@@ -53,20 +54,22 @@ def python(
 
 
 _servers: list[socket.socket] = []
+_starts = threading.Lock()
 
 
 def _server(environment: dict[str, str]) -> socket.socket:
-    if not _servers:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        subprocess.Popen(
-            [sys.executable, "-c", f"from tests import starter; starter.serve({theirs.fileno()})"],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-        )
-        theirs.close()
-        _servers.append(ours)
-    return _servers[0]
+    with _starts:
+        if not _servers:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            subprocess.Popen(
+                [sys.executable, "-c", f"from tests import starter; starter.serve({theirs.fileno()})"],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+            theirs.close()
+            _servers.append(ours)
+        return _servers[0]
 
 
 def serve(descriptor: int) -> None:

@@ -13,12 +13,14 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from examples.yolov5_env import environment
+from tests import starter
 from tests.conftest import cuda_missing
 from tests.yolov5 import real
 
@@ -73,24 +75,14 @@ def variables(tmp_path_factory):
 def ranks(variables, backend, folder, cases, size=2):
     """Run the program on ``size`` ranks, and return what each of them says of the cases."""
     common = variables | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), backend, str(folder), *cases],
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    output = []
-    try:
-        for process in processes:
-            output.append(process.communicate(timeout=300)[0])
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+    command = [str(PROGRAM), backend, str(folder), *cases]
+
+    def run(rank):
+        environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        return starter.python(command, Path.cwd(), environment, seconds=300).stdout
+
+    with ThreadPoolExecutor(size) as all_ranks:
+        output = list(all_ranks.map(run, range(size)))
     said = [Path(folder, f"{rank}.json") for rank in range(size)]
     assert all(file.exists() for file in said), "\n".join(output)[-6000:]
     return [json.loads(file.read_text()) for file in said], "\n".join(output)
@@ -134,7 +126,8 @@ on_both = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize(
-    "backend, cases, case", [*of_both(QUICK), *of_both(FURTHER, pytest.mark.slow), *of_both(HOSTS, pytest.mark.slow)]
+    "backend, cases, case",
+    [*of_both(QUICK), *of_both(FURTHER, pytest.mark.slow, pytest.mark.nightly), *of_both(HOSTS, pytest.mark.slow)],
 )
 def test_training_is_that_of_distributed_data_parallel(runs, backend, cases, case):
     if cases is HOSTS and (reason := real.missing()):
@@ -144,6 +137,7 @@ def test_training_is_that_of_distributed_data_parallel(runs, backend, cases, cas
     runs.check(backend, cases, case)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @on_both
 def test_four_ranks(variables, tmp_path, backend):
@@ -228,7 +222,7 @@ WAITING = ("a_rank_that_hangs", "a_rank_with_fewer_batches")  # nothing is wrong
     "fault, size",
     [
         ("a_rank_that_dies", 2),
-        ("an_interrupt", 2),
+        pytest.param("an_interrupt", 2, marks=pytest.mark.nightly),
         pytest.param("a_rank_without_memory", 2, marks=pytest.mark.nightly),
         pytest.param("a_rank_that_dies", 4, marks=pytest.mark.nightly),
         *(pytest.param(fault, size, marks=pytest.mark.nightly) for fault in WAITING for size in (2, 4)),

@@ -86,12 +86,10 @@ def test_stand_ins_beside_yolov5(tmp_path, monkeypatch):
     assert (tmp_path / "roboflow/__init__.py").read_text() == "the real one"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cpu
-@pytest.mark.parametrize(
-    "framework, model",
-    [("ultralytics", "yolo11n.yaml"), pytest.param("yolov5", "yolov5n.yaml", marks=pytest.mark.nightly)],
-)
+@pytest.mark.parametrize("framework, model", [("ultralytics", "yolo11n.yaml"), ("yolov5", "yolov5n.yaml")])
 def test_script(tmp_path, framework, model):
     """A real training of each framework, whose lines of ours are few: one for all switches, those of the loader, and the block."""
     pytest.importorskip(framework, exc_type=ImportError)

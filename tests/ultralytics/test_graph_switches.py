@@ -32,10 +32,11 @@ FURTHER = (
     "rect",
     "early_stopping",
 )
-OPTIMIZERS = ("resume_MuSGD", "together")
+OPTIMIZERS = ("resume_MuSGD",)
 FURTHER_OPTIMIZERS = (
     *("AdamW", "nan_recovery_AdamW", "swap_optimizer_SGD", "NAdam", "resume_AdamW", "out_of_memory_AdamW", "auto"),
     "swap_ema_SGD",
+    "together",
 )
 AGAIN = ("freeze_later", "resume")  # what is trained changes, or another model trains
 CAPTURED = r"cuda_graph: captured forward and backward of DetectionModel for input \((\d+), 3, (\d+), (\d+)\)"

@@ -26,7 +26,8 @@ ON_GPU = [
 ]
 
 
-IN_A_CHECKOUT = ["train", "val", "spawn"]
+ON_CPU = [case for case in CASES if "gpu" not in case]
+IN_A_CHECKOUT = ["train", "val"]
 # Cases that one process runs, one after the other: it imports YOLOv5 for four seconds and spends less than one on most cases. `make test-gpu`
 # gives the tests of a module to all processes, each of which would run all of them.
 TOGETHER = {"cpu": 40, "cuda": 1}
@@ -54,18 +55,15 @@ def outcome(real_yolov5, tmp_path_factory):
     return outcome
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ON_CPU)
 def test_batches_are_stocks(case, outcome):
-    said = outcome("package", "cpu", case, CASES)
+    said = outcome("package", "cpu", case, ON_CPU)
     assert said.splitlines()[0] == "ok", said
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "spawn")) for case in IN_A_CHECKOUT]
-)
+@pytest.mark.parametrize("case", IN_A_CHECKOUT)
 def test_batches_are_stocks_in_a_checkout(case, outcome):
-    # Its four processes each import the checkout: a group of its own, which is slow.
-    said = outcome("checkout", "cpu", case, ["spawn"] if case == "spawn" else IN_A_CHECKOUT[:-1])
+    said = outcome("checkout", "cpu", case, IN_A_CHECKOUT)
     assert said.splitlines()[0] == "ok", said
 
 
