@@ -25,7 +25,6 @@ from torch_fastdet.images.loop import PlannedLoading
 from torch_fastdet.images.memory import ImageMemory, JpegFiles
 from torch_fastdet.images.on_cpu import run_on_cpu
 from torch_fastdet.images.plan import AFFINE, FILES, OWN, PERSPECTIVE, ImagePlan, Layer, Source, around, pack, shown
-from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import Unread
 from torch_fastdet.images.worker import Collate
 from torch_fastdet.switches.loader.deferred import decode_kept
@@ -469,13 +468,3 @@ def test_batches_are_right_under_load_on_a_side_stream(cached, fits, room, files
         del pictures
         assert all(torch.equal(one.cpu(), stock) for one, stock in zip(found, wanted, strict=True))
         assert (others == 100).all()
-
-
-def test_without_a_gpu_files_are_of_pictures_that_find_no_place(files):
-    of, budget = Files.of([*files[:3], "a.png"], SIZES, [AS_IT_IS] * 4), 20_000
-    assert shared_by_ranks(["all"], SIZES, lambda: 1 << 20, of, files_first=False).jpegs is None
-    memory = shared_by_ranks(["without a GPU"], SIZES, lambda: budget, of, files_first=False)
-    assert (memory.offsets >= 0).tolist() == [True, True, False, True]
-    assert [memory.read(index) for index in range(4)] == [False, False, True, False]
-    assert memory.files.used() == memory.files.held() == 0 and memory.held() <= budget
-    assert np.array_equal(memory.get(2), cv2.imread(files[2]))

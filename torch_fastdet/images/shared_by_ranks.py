@@ -21,7 +21,7 @@ from torch_fastdet._say import warn
 from torch_fastdet._torch import private
 from torch_fastdet._torch.private import group_size
 from torch_fastdet.images.jpeg import Files
-from torch_fastdet.images.memory import ImageMemory, JpegFiles, hand_out
+from torch_fastdet.images.memory import ImageMemory, JpegFiles
 from torch_fastdet.memory import words
 
 #: How long a process waits for the one that makes the memory, in seconds. That one looks up the size of each file.
@@ -37,27 +37,21 @@ def shared_by_ranks(
     shapes: Sequence[tuple[int, int]] | np.ndarray,
     budget: Callable[[], int],
     files: Files | None = None,
-    files_first: bool = True,
 ) -> ImageMemory | None:
     """Return a memory for the data set that ``what`` describes, in a distributed run the one of this machine; None if there is none.
 
     ``shapes`` are the images' (height, width) as they will be kept, or somewhat more, and ``files`` the JPEG files that may stand for
-    them. With ``files_first`` files take the budget first, because a GPU decodes them; else decoded images do.
+    them and take the budget first.
     """
     shapes = np.asarray(shapes, dtype=np.int64).reshape(-1, 2)
 
     def make(room: int) -> ImageMemory:
-        kept = files if files is None or files_first else _without_place(files, shapes, room)
-        if kept is None or not any(kept.paths):
-            return ImageMemory(shapes, room)
-        jpegs = JpegFiles(kept, room if files_first else 0)
-        return ImageMemory(shapes, room - jpegs.room, jpegs=jpegs)
+        jpegs = None if files is None or not any(files.paths) else JpegFiles(files, room)
+        return ImageMemory(shapes, room if jpegs is None else room - jpegs.room, jpegs=jpegs)
 
     def take(fds: list[int], room: int, *of_files: int) -> ImageMemory:
-        if files is None or not of_files:
-            return ImageMemory(shapes, room, fds[0])
-        kept = files if files_first else _without_place(files, shapes, room)
-        return ImageMemory(shapes, room, fds[0], JpegFiles(kept, of_files[0], fds[1], of_files[1]))
+        jpegs = JpegFiles(files, of_files[0], fds[1], of_files[1]) if files is not None and of_files else None
+        return ImageMemory(shapes, room, fds[0], jpegs)
 
     def alone() -> ImageMemory:
         return make(budget() // int(os.environ.get("LOCAL_WORLD_SIZE", group_size())))
@@ -84,13 +78,6 @@ def shared_by_ranks(
             every_rank=True,
         )
         return None
-
-
-def _without_place(files: Files, shapes: np.ndarray, budget: int) -> Files:
-    """Return those of images that find no place when they are decoded."""
-    offsets, _ = hand_out(shapes, budget)
-    paths = ["" if place >= 0 else path for place, path in zip(offsets.tolist(), files.paths, strict=True)]
-    return Files(paths, files.sizes, files.ways)
 
 
 def _machine() -> str:

@@ -157,13 +157,12 @@ def keeps_files() -> bool:
 
 def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> ImageMemory | None:
     """Return a memory with places for a data set's images, in the sizes that ``load_image`` will give them."""
-    on_gpu = keeps_files()
-    as_files = not everything and cannot_plan(dataset) is None  # the original code wants pixels
+    as_files = keeps_files() and not everything and cannot_plan(dataset) is None  # else the original code wants pixels
     side, originals = dataset.img_size, [(height, width) for width, height in dataset.shapes.tolist()]
     shapes, ways = sizes(type(dataset).torch_fastdet_stock, dataset, originals, side)
     what = (str(dataset.img_size), str(dataset.augment), *dataset.im_files)
     files = Files.of(dataset.im_files, originals, ways) if as_files else None
-    return shared_by_ranks(what, shapes, lambda: UNLIMITED if everything else host_budget(), files, on_gpu)
+    return shared_by_ranks(what, shapes, lambda: UNLIMITED if everything else host_budget(), files)
 
 
 def cannot_plan(dataset: YOLOv5Dataset) -> str | None:
