@@ -251,7 +251,7 @@ def test_the_other_rank_gets_the_first_ones_files_indices_and_budgets(two_ranks,
         memory.files._write(1, 2, 4096, np.arange(7, dtype=np.uint8))
 
     assert exit_status(fork(take)) == 0
-    assert first.packed(0).tolist() == [*range(9)] and first.files._head(1).tolist() == [*range(7)]
+    assert first.files.packed(0).tolist() == [*range(9)] and first.files._head(1).tolist() == [*range(7)]
 
 
 def test_images_that_no_other_rank_asks_for_end_with_their_data_set(two_ranks):

@@ -146,9 +146,6 @@ class ImageMemory(SharedFile):
     def is_file(self, index: int) -> bool:
         return not self.is_decoded(index) and self.jpegs is not None and self.jpegs.has(index)
 
-    def packed(self, index: int) -> np.ndarray | None:
-        return None if self.is_decoded(index) or self.jpegs is None else self.jpegs.packed(index)
-
     def take_sent(self) -> dict[int, np.ndarray]:
         """Return files that are to travel with the batch, by their index. They are not needed here any more."""
         if self.jpegs is None:

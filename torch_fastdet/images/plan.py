@@ -99,7 +99,7 @@ class Plan:
     sources: np.ndarray
     #: Pixels that travel with the batch.
     own: Any
-    #: Files that travel with the batch: packed where it is made on the CPU, else as they are on the disk.
+    #: Files that travel with the batch, as they are on the disk.
     sent: Any
     #: (k, 3) of these files: index, bytes, offset in ``sent``.
     files: np.ndarray
@@ -123,7 +123,7 @@ class Bytes:
         if id(array) not in self._known:
             self._known[id(array)] = self.size
             self._parts.append(array)
-            self.size += -(-array.nbytes // 16) * 16  # packed files begin at such places
+            self.size += -(-array.nbytes // 16) * 16  # files begin at such places
         return self._known[id(array)]
 
     def joined(self, out: np.ndarray | None = None) -> np.ndarray:
@@ -140,7 +140,7 @@ def pack(
     on_cpu: bool = True,
     join: Callable[[Bytes], object] = Bytes.joined,
 ) -> Plan:
-    """Return the tables of a batch. Files travel with it: those that were read for it, or with ``on_cpu`` all that it shows, packed."""
+    """Return the tables of a batch. Files that were read for it travel with it; ``on_cpu`` they are decoded here, whole."""
     size = (images[0].height, images[0].width)
     for image in images:
         if (image.height, image.width) != size:
@@ -148,12 +148,12 @@ def pack(
                 f"images of a batch must have one size, but there are {size[0]}x{size[1]} and "
                 f"{image.height}x{image.width} (height x width)"
             )
-    own, packed, masks = Bytes(), Bytes(), Bytes()
+    own, sent, masks = Bytes(), Bytes(), Bytes()
     placements: list[tuple] = []
     layers: list[tuple] = []
     tables: list[np.ndarray] = []
     matrices, rows, sources, blend = [], [], [], []
-    files: dict[int, tuple[int, int, int]] = {}
+    decoded: dict[int, Any] = {}
     for image in images:
         row = [len(layers), -1, image.flags, -1]
         for number, layer in enumerate(image.layers):
@@ -163,20 +163,19 @@ def pack(
             matrices.append(np.eye(3) if layer.matrix is None else layer.matrix)
             for source, *where in layer.placements:
                 pixels, index = source.pixels, source.index
-                is_new = on_cpu and pixels is None and index not in files
-                if is_new and (file := memory.packed(index)) is not None:
-                    files[index] = index, file.nbytes, packed.add(file)
+                if on_cpu and pixels is None and memory.is_file(index):
+                    if index not in decoded:
+                        decoded[index] = memory.get(index)
+                    pixels = decoded[index]
                 place = (SHARED, memory.offsets[index]) if pixels is None else (OWN, own.add(pixels))
                 sources.append(index if pixels is None else -1)
-
                 placements.append((*place, source.height, source.width, *where))
         if image.tables is not None:
             row[3] = len(tables)
             tables.append(image.tables)
         rows.append(row)
         blend.append(image.blend)
-    for index, file in memory.take_sent().items() if not on_cpu else ():
-        files[index] = index, file.nbytes, packed.add(file)
+    files = [(index, file.nbytes, sent.add(file)) for index, file in ({} if on_cpu else memory.take_sent()).items()]
     return Plan(
         size=size,
         placements=np.array(placements, dtype=np.int64).reshape(-1, 10),
@@ -188,8 +187,8 @@ def pack(
         masks=masks.joined(),
         sources=np.array(sources, dtype=np.int64),
         own=join(own),
-        sent=join(packed),
-        files=np.array(list(files.values()), dtype=np.int64).reshape(-1, 3),
+        sent=join(sent),
+        files=np.array(files, dtype=np.int64).reshape(-1, 3),
     )
 
 
