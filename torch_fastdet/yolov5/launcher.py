@@ -6,10 +6,10 @@ It runs in this process as ``python train.py`` would run it, without our flags a
 from __future__ import annotations
 
 import builtins
-import importlib.util
 import io
 import itertools
 import logging
+import runpy
 import sys
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
@@ -104,12 +104,12 @@ def main(argv: list[str] | None = None) -> None:
     if not command.help:
         HOST.script = None if command.script is None else Path(command.script)
         LAUNCHER.switch_on(command.switches, import_now=False)
-    code, module = _load_script(command.script) if command.script is not None else _load_module(str(command.module))
-    sys.argv = [str(command.script) if command.script is not None else str(module.__file__), *command.arguments]
+    code, names = _load_script(command.script) if command.script is not None else _load_module(str(command.module))
+    sys.argv = [command.script or str(names["__file__"]), *command.arguments]
     try:
         # Only rank 0 of train.py validates after the last step, and sees there what was wrong in it.
         with raised_at_the_end():
-            _run_as_main(code, module)
+            _run_as_main(code, names)
     except SystemExit as end:
         if end.code is None or (isinstance(end.code, int) and end.code == 0):
             _tell_unused(command)
@@ -146,41 +146,33 @@ def _check_script(script: str) -> None:
         LAUNCHER.fail(f"there is no script {script} in {Path.cwd()}.")
 
 
-def _load_script(script: str) -> tuple[CodeType, ModuleType]:
+def _load_script(script: str) -> tuple[CodeType, dict[str, object]]:
     path = str(Path(script).absolute())
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
-    module = ModuleType("__main__")
-    module.__file__ = path
-    module.__loader__ = SourceFileLoader("__main__", path)
-    vars(module)["__cached__"] = None
-    return code, module
+    return code, {"__file__": path, "__loader__": SourceFileLoader("__main__", path), "__cached__": None}
 
 
-def _load_module(name: str) -> tuple[CodeType, ModuleType]:
-    try:
-        spec = importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # a module that it needs, and not the one that was asked for
-        spec = None
-    loader: object = None if spec is None else spec.loader
-    code = loader.get_code(spec.name) if spec is not None and hasattr(loader, "get_code") else None
-    if spec is None or code is None:
+class _NoModule(Exception):
+    pass
+
+
+def _load_module(name: str) -> tuple[CodeType, dict[str, object]]:
+    try:  # as Python's own -m, and pdb's
+        _, spec, code = vars(runpy)["_get_module_details"](name, _NoModule)
+    except _NoModule:
         LAUNCHER.fail(f"there is no module {name} to run.")
-    module = ModuleType("__main__")
-    module.__file__ = spec.origin
-    module.__loader__ = spec.loader
-    module.__package__ = spec.parent
-    module.__spec__ = spec
-    vars(module)["__cached__"] = spec.cached
-    return code, module
+    return code, {
+        "__file__": spec.origin,
+        "__loader__": spec.loader,
+        "__package__": spec.parent,
+        "__spec__": spec,
+        "__cached__": spec.cached,
+    }
 
 
-def _run_as_main(code: CodeType, module: ModuleType) -> None:
+def _run_as_main(code: CodeType, names: dict[str, object]) -> None:
     # It stays __main__ to the end of the process: worker processes, pickles and exit handlers look there.
-    vars(module)["__builtins__"] = builtins
-    sys.modules["__main__"] = module
+    sys.modules["__main__"] = module = ModuleType("__main__")
+    vars(module).update(names, __builtins__=builtins)
     exec(code, vars(module))
