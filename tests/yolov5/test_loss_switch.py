@@ -2,15 +2,15 @@
 
 import copy
 import importlib
+import os
 import pickle
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
 
 import torch_fastdet.yolov5 as drop_in
+from tests import starter
 from tests.yolov5 import real
 from tests.yolov5.test_compute_loss import Model, make_heads, make_targets
 from torch_fastdet.switches.loss.yolov5 import ComputeLoss
@@ -91,7 +91,8 @@ def test_a_pickle_is_stocks(stock, tmp_path, of, gamma):
         torch.save([loss, heads, targets, others, wanted[0]], tmp_path / "loss.pt")
     finally:
         drop_in.unpatch()
-    ran = subprocess.run([sys.executable, "-c", WITHOUT, tmp_path / "loss.pt"], capture_output=True, text=True)
+    environment = real.with_torch_fastdet(dict(os.environ))
+    ran = starter.python(["-c", WITHOUT, str(tmp_path / "loss.pt")], tmp_path, environment, seconds=200, apart=True)
     assert ran.stdout.split() == [f"yolov5.{of}"], ran.stderr
 
 
