@@ -169,10 +169,12 @@ def gpu_budget(device: torch.device) -> int:
 _GROUPS = {
     "": (
         "sys/fs/cgroup",
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.high", "memory.current", "inactive_file"),
+        [
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.high", "memory.current", "inactive_file"),
+        ],
     ),
-    "memory": ("sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
+    "memory": ("sys/fs/cgroup/memory", [("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")]),
 }
 
 
@@ -189,7 +191,7 @@ def _limits(root: Path) -> list[tuple[Path, str, str, str]]:
     found = []
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, name = line.split(":", 2)
-        for place, *limits in (_GROUPS[controller] for controller in controllers.split(",") if controller in _GROUPS):
+        for place, limits in (_GROUPS[controller] for controller in controllers.split(",") if controller in _GROUPS):
             group = PurePosixPath(name.lstrip("/"))
             # In a container the group may be out of sight: its own is at the top.
             folders = [PurePosixPath()] if ".." in group.parts else [group, *group.parents]
