@@ -1,13 +1,40 @@
 """Ultralytics' whole losses: task-aligned assignment, CIoU, distribution focal loss or L1, class entropy, the task's own part, and
 all gradients."""
 
-from __future__ import annotations
+# No "from __future__ import annotations": TorchScript reads the types of V8Arguments as they stand.
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from torch_fastdet.ops._checks import checked
 from torch_fastdet.ops.yolov5_loss import yolov5_loss_fault
+
+
+class V8Arguments(NamedTuple):
+    """What all losses of this module take behind their own arguments, in the order of the schemas. :func:`v8_loss` explains them."""
+
+    targets: torch.Tensor
+    settings: torch.Tensor
+    strides: list[float]
+    sizes: list[int]
+    num_targets: torch.Tensor | None = None
+    class_weights: torch.Tensor | None = None
+    reg_max: int = 16
+    topk: int = 10
+    topk2: int = 10
+
+
+class V8Found(NamedTuple):
+    """What the operators return: loss and items, and (n, topk) the anchors that targets got, with the rows of these."""
+
+    loss: torch.Tensor
+    items: torch.Tensor
+    scales: torch.Tensor
+    slot_anchor: torch.Tensor
+    slot_row: torch.Tensor
+    slot_score: torch.Tensor
+    status: torch.Tensor
 
 
 @checked
@@ -91,10 +118,17 @@ def v8_loss(
 
     Behaviour: that of v8DetectionLoss in Ultralytics 8.4.190.
     """
-    loss, items, _, _, _, _, status = torch.ops.torch_fastdet.v8_loss(
-        heads, targets, settings, strides, sizes, num_targets, class_weights, reg_max=reg_max, topk=topk, topk2=topk2
+    given = V8Arguments(targets, settings, strides, sizes, num_targets, class_weights, reg_max, topk, topk2)
+    found = v8_detection(heads, given)
+    return found.loss, found.items, found.status
+
+
+def v8_detection(heads: list[torch.Tensor], given: V8Arguments) -> V8Found:
+    """:func:`v8_loss` with what tasks read of it."""
+    result = torch.ops.torch_fastdet.v8_loss(
+        heads, *given[:6], reg_max=given.reg_max, topk=given.topk, topk2=given.topk2
     )
-    return loss, items, status
+    return V8Found(*result)
 
 
 @checked
@@ -142,63 +176,63 @@ def v8_segmentation_loss(
     Source: the behaviour of v8SegmentationLoss in Ultralytics 8.4.190, with ``compare_masks`` that of SegmentLoss26, less its
     semantic part.
     """
-    common = targets, settings, strides, sizes, num_targets, class_weights
-    if compare_masks:
-        loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_masked_loss(
-            heads, coefficients, protos, masks, *common, reg_max=reg_max, topk=topk, topk2=topk2, overlap=overlap
-        )
-    else:
-        loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_loss(
-            heads, *common, reg_max=reg_max, topk=topk, topk2=topk2
-        )
-    mask_loss, mask_item = v8_mask_part(
-        coefficients,
-        protos,
-        masks,
-        targets,
-        settings,
-        slot_anchor,
-        slot_row,
-        strides,
-        _sizes(heads, sizes),
-        num_targets,
-        overlap,
-    )
-    return v8_with_parts(loss, mask_loss), v8_with_parts(items, mask_item), status
+    given = V8Arguments(targets, settings, strides, sizes, num_targets, class_weights, reg_max, topk, topk2)
+    found = v8_segmentation(heads, coefficients, protos, masks, given, overlap, compare_masks)
+    return found.loss, found.items, found.status
 
 
-def v8_mask_part(
+def v8_segmentation(
+    heads: list[torch.Tensor],
     coefficients: torch.Tensor,
     protos: torch.Tensor,
     masks: torch.Tensor,
-    targets: torch.Tensor,
-    settings: torch.Tensor,
-    slot_anchor: torch.Tensor,
-    slot_row: torch.Tensor,
-    strides: list[float],
-    sizes: list[int],
-    num_targets: torch.Tensor | None,
+    given: V8Arguments,
     overlap: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return loss and item of the masks of the assigned anchors. ``sizes``: height and width of each level."""
+    compare_masks: bool,
+) -> V8Found:
+    """:func:`v8_segmentation_loss` with what tasks read of it."""
+    if compare_masks:
+        result = torch.ops.torch_fastdet.v8_masked_loss(
+            heads,
+            coefficients,
+            protos,
+            masks,
+            *given[:6],
+            reg_max=given.reg_max,
+            topk=given.topk,
+            topk2=given.topk2,
+            overlap=overlap,
+        )
+        found = V8Found(*result)
+    else:
+        found = v8_detection(heads, given)
     if protos.dim() == 4 and masks.dim() == 3 and masks.shape[1:] != protos.shape[2:]:
         protos = F.interpolate(protos, [masks.shape[1], masks.shape[2]], mode="bilinear", align_corners=False)
     # A stride that float32 cannot hold, as 320 / 12, gives a whole number of pixels after rounding alone.
-    image_size = [int(round(side * strides[0])) for side in sizes[:2]]  # noqa: RUF046  TorchScript's round() gives a float
-    loss, item, _, _, _, _ = torch.ops.torch_fastdet.v8_mask_loss(
-        coefficients, protos, masks, targets, settings, slot_anchor, slot_row, image_size, num_targets, overlap
+    image_size = [int(round(side * given.strides[0])) for side in _sizes(heads, given.sizes)[:2]]  # noqa: RUF046  TorchScript's round() gives a float
+    part, item, _, _, _, _ = torch.ops.torch_fastdet.v8_mask_loss(
+        coefficients,
+        protos,
+        masks,
+        given.targets,
+        given.settings,
+        found.slot_anchor,
+        found.slot_row,
+        image_size,
+        given.num_targets,
+        overlap,
     )
-    return loss, item
+    return _with_parts(found, part, item)
 
 
-def v8_with_parts(whole: torch.Tensor, parts: torch.Tensor, last: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``whole`` with a task's own parts behind that of the boxes, and ``last`` behind all."""
-    # One split and not two slices: its gradient is one copy.
-    boxes, rest = torch.split(whole, [1, whole.shape[0] - 1])
-    pieces = [boxes, parts.to(whole.dtype), rest]
-    if last is not None:
-        pieces.append(last)
-    return torch.cat(pieces)
+def _with_parts(found: V8Found, parts: torch.Tensor, items: torch.Tensor) -> V8Found:
+    """``found`` with a task's own parts behind that of the boxes."""
+    whole: list[torch.Tensor] = []
+    for before, between in ((found.loss, parts), (found.items, items)):
+        # One split and not two slices: its gradient is one copy.
+        boxes, rest = torch.split(before, [1, before.shape[0] - 1])
+        whole.append(torch.cat([boxes, between.to(before.dtype), rest]))
+    return V8Found(whole[0], whole[1], *found[2:])
 
 
 @checked
@@ -246,29 +280,49 @@ def v8_pose_loss(
 
     Source: the behaviour of v8PoseLoss in Ultralytics 8.4.190, with ``compare_keypoints`` that of PoseLoss26, less its RLE part.
     """
-    common = targets, settings, strides, sizes, num_targets, class_weights
+    given = V8Arguments(targets, settings, strides, sizes, num_targets, class_weights, reg_max, topk, topk2)
+    found = v8_pose(heads, predictions, keypoints, sigmas, gains, given, compare_keypoints)
+    return found.loss, found.items, found.status
+
+
+def v8_pose(
+    heads: list[torch.Tensor],
+    predictions: torch.Tensor,
+    keypoints: torch.Tensor,
+    sigmas: torch.Tensor,
+    gains: torch.Tensor,
+    given: V8Arguments,
+    compare_keypoints: bool,
+) -> V8Found:
+    """:func:`v8_pose_loss` with what tasks read of it."""
     if compare_keypoints:
-        loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_posed_loss(
-            heads, predictions, keypoints, sigmas, *common, reg_max=reg_max, topk=topk, topk2=topk2
+        result = torch.ops.torch_fastdet.v8_posed_loss(
+            heads,
+            predictions,
+            keypoints,
+            sigmas,
+            *given[:6],
+            reg_max=given.reg_max,
+            topk=given.topk,
+            topk2=given.topk2,
         )
+        found = V8Found(*result)
     else:
-        loss, items, _, slot_anchor, slot_row, _, status = torch.ops.torch_fastdet.v8_loss(
-            heads, *common, reg_max=reg_max, topk=topk, topk2=topk2
-        )
-    parts, part_items, _ = torch.ops.torch_fastdet.v8_keypoint_loss(
+        found = v8_detection(heads, given)
+    parts, items, _ = torch.ops.torch_fastdet.v8_keypoint_loss(
         predictions,
         keypoints,
         sigmas,
-        targets,
-        slot_anchor,
-        slot_row,
+        given.targets,
+        found.slot_anchor,
+        found.slot_row,
         gains,
-        settings,
-        strides,
-        _sizes(heads, sizes),
+        given.settings,
+        given.strides,
+        _sizes(heads, given.sizes),
         compare_keypoints,
     )
-    return v8_with_parts(loss, parts), v8_with_parts(items, part_items), status
+    return _with_parts(found, parts, items)
 
 
 @checked
@@ -308,11 +362,17 @@ def v8_obb_loss(
 
     Source: the behaviour of v8OBBLoss in Ultralytics 8.4.190.
     """
-    common = targets, settings, strides, sizes, num_targets, class_weights
-    loss, items, _, _, _, _, status = torch.ops.torch_fastdet.v8_obb_loss(
-        boxes, scores, angles, *common, reg_max=reg_max, topk=topk, topk2=topk2
+    given = V8Arguments(targets, settings, strides, sizes, num_targets, class_weights, reg_max, topk, topk2)
+    found = v8_obb(boxes, scores, angles, given)
+    return found.loss, found.items, found.status
+
+
+def v8_obb(boxes: torch.Tensor, scores: torch.Tensor, angles: torch.Tensor, given: V8Arguments) -> V8Found:
+    """:func:`v8_obb_loss` with what tasks read of it."""
+    result = torch.ops.torch_fastdet.v8_obb_loss(
+        boxes, scores, angles, *given[:6], reg_max=given.reg_max, topk=given.topk, topk2=given.topk2
     )
-    return loss, items, status
+    return V8Found(*result)
 
 
 def _sizes(heads: list[torch.Tensor], sizes: list[int]) -> list[int]:

@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch_fastdet._say import count, warn
 from torch_fastdet._torch.tensors import DeviceNumbers
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.graphs.rows import RowGraphs
-from torch_fastdet.ops.v8_loss import v8_mask_part, v8_with_parts
+from torch_fastdet.ops.v8_loss import V8Arguments, V8Found, v8_detection, v8_obb, v8_pose, v8_segmentation
 from torch_fastdet.patching.protocols import Batch
 from torch_fastdet.patching.replace import defined_in
 from torch_fastdet.patching.stand_in import stand_in
@@ -48,18 +48,10 @@ class _State:
         self.graphs: RowGraphs | None = None
 
 
-class _Slots(NamedTuple):
-    """What the assignment of a batch leaves for the parts of a task."""
-
-    targets: Tensor
-    anchor: Tensor
-    row: Tensor
-    settings: Tensor
-    sizes: list[int]
-
-
-#: An operator, its arguments before the targets, and the options that it alone has.
-_Assignment = tuple[Any, tuple[Any, ...], dict[str, Any]]
+def _alike(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors in the widest of their dtypes."""
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return [tensor.to(dtype) for tensor in tensors]
 
 
 class _DetectionLoss(Criterion):
@@ -89,7 +81,7 @@ class _DetectionLoss(Criterion):
     reg_max: int
     stride: Tensor
 
-    assignment_settings: ClassVar[int] = DETECTION_SETTINGS  # number of settings that its operator takes
+    operator_settings: ClassVar[int] = DETECTION_SETTINGS  # number of settings that its operator takes
     #: Names of the labels that must come beside a tensor of targets.
     labels: ClassVar[tuple[str, ...]] = ()
 
@@ -100,14 +92,14 @@ class _DetectionLoss(Criterion):
             state = vars(self)["_fastdet"] = _State()
         return state
 
-    def __call__(self, preds: object, batch: object, num_targets: Tensor | None = None, **labels: Tensor) -> Any:
+    def __call__(self, preds: object, batch: object, num_targets: Tensor | None = None, **labels: Tensor) -> object:
         """Return the loss (3) times the batch size, and the items by their names."""
         if isinstance(batch, Tensor):
             targets, others = self.unpacked(batch, labels)
             return self.fused(self.parse_output(preds), targets, num_targets, batch=others)
         return super().__call__(preds, batch)  # type: ignore[misc]
 
-    def loss(self, preds: Outputs, batch: Batch) -> Any:
+    def loss(self, preds: Outputs, batch: Batch) -> object:
         """Return the loss and the items of the raw outputs ``preds``."""
         if not self.takes(preds, batch):
             return super().loss(preds, batch)  # type: ignore[misc]
@@ -116,7 +108,6 @@ class _DetectionLoss(Criterion):
         return loss, self.named(items)
 
     def named(self, items: Tensor) -> dict[str, Tensor]:
-        """Return the items by their names, as the trainer averages and shows them."""
         return dict(zip(self.loss_names, read_early(items, beside=False).unbind()))
 
     def takes(self, preds: Outputs, batch: object) -> bool:
@@ -147,41 +138,21 @@ class _DetectionLoss(Criterion):
     ) -> LossItems:
         """Return the loss, times batch size and ``weight``, and the items. ``batch`` has the labels that are not in ``targets``."""
         state = self._state
-        boxes, scores = preds["boxes"], preds["scores"]
-        if boxes.dtype != scores.dtype:
-            dtype = torch.promote_types(boxes.dtype, scores.dtype)
-            boxes, scores = boxes.to(dtype), scores.to(dtype)
+        boxes, scores = _alike(preds["boxes"], preds["scores"])
         settings = state.settings.upload(self.settings(weight), scores.device)
         state.status.prepare(scores.device)
         targets = targets.to(device=scores.device, dtype=torch.float32)
         sizes = [side for feature in preds["feats"] for side in feature.shape[2:]]
-        operator, arguments, options = self.assignment(preds, batch, boxes, scores)
-        loss, items, _, slot_anchor, slot_row, _, status = operator.default(
-            *arguments,
-            targets,
-            settings[: self.assignment_settings],
-            self.strides(),
-            sizes,
-            num_targets,
-            self.class_weights,
-            reg_max=self.reg_max,
-            topk=self.assigner.topk,
-            topk2=self.assigner.topk2,
-            **options,
-        )
-        state.status.note(status, targets.shape[0], status.is_cuda)
-        if batch is not None:
-            slots = _Slots(targets, slot_anchor, slot_row, settings, sizes)
-            loss, items = self.with_task(preds, batch, slots, loss, items)
-        return loss.float(), items.float()
+        assigner = self.assigner
+        numbers = num_targets, self.class_weights, self.reg_max, assigner.topk, assigner.topk2
+        given = V8Arguments(targets, settings[: self.operator_settings], self.strides(), sizes, *numbers)
+        found = self.found(preds, batch or {}, [boxes, scores], given, settings[self.operator_settings :])
+        state.status.note(found.status, targets.shape[0], found.status.is_cuda)
+        return found.loss.float(), found.items.float()
 
-    def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
-        """Return the operator that assigns targets to anchors, with its arguments of this task."""
-        return torch.ops.torch_fastdet.v8_loss, ([boxes, scores],), {}
-
-    def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
-        """Return loss and items with the parts of the task beside those of detection."""
-        return loss, items
+    def found(self, preds: Outputs, batch: Batch, heads: list[Tensor], given: V8Arguments, gains: Tensor) -> V8Found:
+        """Return what the operators of the task find; ``gains`` are the settings behind those of the first operator."""
+        return v8_detection(heads, given)
 
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
         """Return the numbers that the operator reads from device memory."""
@@ -192,7 +163,6 @@ class _DetectionLoss(Criterion):
         return tuple(map(float, values))
 
     def strides(self) -> list[float]:
-        """Return the pixels a cell of each level. They are read from the device once."""
         state = self._state
         if state.strides[0] is not self.stride:
             state.strides = self.stride, [float(stride) for stride in self.stride]
@@ -231,10 +201,12 @@ class _DetectionLoss(Criterion):
         self.check()
 
 
-def _with_part(preds: Outputs, slots: _Slots, loss: Tensor, items: Tensor, part: Tensor) -> LossItems:
-    """Return loss and items with one more part; in the loss it is multiplied by batch size and weight."""
-    whole = part * (len(preds["scores"]) * slots.settings[3].float())
-    return torch.cat((loss, whole.view(1).to(loss.dtype))), torch.cat((items, part.detach().view(1).to(items.dtype)))
+def _with_last(found: V8Found, part: Tensor | None = None, weight: Tensor | float = 1.0) -> V8Found:
+    """Return ``found`` with one more part, or 0; in the loss it is multiplied by ``weight``, which has the batch size."""
+    item = found.items.new_zeros(1) if part is None else part.detach().view(1).to(found.items.dtype)
+    last = item if part is None else (part * weight).view(1)
+    loss = torch.cat((found.loss, last.to(found.loss.dtype)))
+    return found._replace(loss=loss, items=torch.cat((found.items, item)))
 
 
 class _SegmentationLoss(_DetectionLoss):
@@ -250,6 +222,7 @@ class _SegmentationLoss(_DetectionLoss):
     """
 
     labels: ClassVar[tuple[str, ...]] = ("masks",)
+    compares: ClassVar[bool] = False
     bcedice_loss: Callable[[Tensor, Tensor], Tensor]
     overlap: bool
 
@@ -269,19 +242,15 @@ class _SegmentationLoss(_DetectionLoss):
     def prototypes(self, preds: Outputs) -> Tensor:
         return preds["proto"][0] if isinstance(preds["proto"], tuple) else preds["proto"]
 
-    def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
-        coefficients, protos = preds["mask_coefficient"], self.prototypes(preds)
-        masks, settings = batch["masks"].to(protos.device), slots.settings[:DETECTION_SETTINGS]
-        rows = slots.targets, settings, slots.anchor, slots.row, self.strides(), slots.sizes
-        dtype = torch.promote_types(coefficients.dtype, protos.dtype)
-        part, item = v8_mask_part(coefficients.to(dtype), protos.to(dtype), masks, *rows, None, self.overlap)
+    def found(self, preds: Outputs, batch: Batch, heads: list[Tensor], given: V8Arguments, gains: Tensor) -> V8Found:
+        *heads, coefficients, protos = _alike(*heads, preds["mask_coefficient"], self.prototypes(preds))
+        masks = batch["masks"].to(protos.device)
+        found = v8_segmentation(heads, coefficients, protos, masks, given, self.overlap, self.compares)
         if not isinstance(preds["proto"], tuple):
-            zero = items.new_zeros(1)  # the semantic part
-            return v8_with_parts(loss, part, zero), v8_with_parts(items, item, zero)
-        loss, items = v8_with_parts(loss, part), v8_with_parts(items, item)
-        part = self._semantic(preds["proto"][1].float(), batch) * slots.settings[0].float()
-        part = torch.where((slots.anchor >= 0).any(), part, 0)  # the gain is that of the boxes
-        return _with_part(preds, slots, loss, items, part)
+            return _with_last(found)
+        part = self._semantic(preds["proto"][1].float(), batch) * given.settings[0].float()
+        part = torch.where((found.slot_anchor >= 0).any(), part, 0)  # the gain is that of the boxes
+        return _with_last(found, part, len(protos) * given.settings[3].float())
 
     def _semantic(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the semantic part of (bs, classes, height, width) logits, before the gain."""
@@ -303,15 +272,7 @@ class _SegmentLoss26(_SegmentationLoss):
 
     labels = ("masks", "sem_masks")
 
-    def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
-        assert batch is not None
-        arguments = (
-            [boxes, scores],
-            preds["mask_coefficient"].detach().to(boxes.dtype),
-            self.prototypes(preds).detach().to(boxes.dtype),
-            batch["masks"].to(boxes.device),
-        )
-        return torch.ops.torch_fastdet.v8_masked_loss, arguments, {"overlap": bool(self.overlap)}
+    compares = True
 
 
 class _PoseLoss(_DetectionLoss):
@@ -338,23 +299,13 @@ class _PoseLoss(_DetectionLoss):
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
         return (*super().settings(weight), float(self.hyp.pose), float(self.hyp.kobj))
 
-    def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
-        predictions = preds["kpts"]
-        device = predictions.device
-        parts, part_items, _ = torch.ops.torch_fastdet.v8_keypoint_loss.default(
-            predictions,
-            batch["keypoints"].to(device=device, dtype=torch.float32),
-            self.keypoint_loss.sigmas.to(device=device, dtype=torch.float32),
-            slots.targets,
-            slots.anchor,
-            slots.row,
-            slots.settings[DETECTION_SETTINGS : DETECTION_SETTINGS + 2],
-            slots.settings[:DETECTION_SETTINGS],
-            self.strides(),
-            slots.sizes,
-            self.centered,
+    def found(self, preds: Outputs, batch: Batch, heads: list[Tensor], given: V8Arguments, gains: Tensor) -> V8Found:
+        labels, sigmas = (
+            each.to(device=gains.device, dtype=torch.float32)
+            for each in (batch["keypoints"], self.keypoint_loss.sigmas)
         )
-        return v8_with_parts(loss, parts), v8_with_parts(items, part_items)
+        *heads, predictions = _alike(*heads, preds["kpts"])
+        return v8_pose(heads, predictions, labels, sigmas, gains[:2], given, self.centered)
 
 
 class _PoseLoss26(_PoseLoss):
@@ -375,44 +326,34 @@ class _PoseLoss26(_PoseLoss):
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
         return (*super().settings(weight), float(self.hyp.rle))
 
-    def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
-        assert batch is not None
-        arguments = (
-            [boxes, scores],
-            preds["kpts"].detach().to(boxes.dtype),
-            batch["keypoints"].to(device=boxes.device, dtype=torch.float32),
-            self.assigner.sigmas.to(device=boxes.device, dtype=torch.float32),
-        )
-        return torch.ops.torch_fastdet.v8_posed_loss, arguments, {}
-
-    def with_task(self, preds: Outputs, batch: Batch, slots: _Slots, loss: Tensor, items: Tensor) -> LossItems:
-        loss, items = super().with_task(preds, batch, slots, loss, items)
+    def found(self, preds: Outputs, batch: Batch, heads: list[Tensor], given: V8Arguments, gains: Tensor) -> V8Found:
+        found = super().found(preds, batch, heads, given, gains)
         if preds.get("kpts_sigma") is None:  # in validation
-            return F.pad(loss, (0, 1)), F.pad(items, (0, 1))
-        part = self._likelihood(preds, batch, slots) * slots.settings[DETECTION_SETTINGS + 2].float()
-        return _with_part(preds, slots, loss, items, part)
+            return _with_last(found)
+        part = self._likelihood(preds, batch, found, given.sizes) * gains[2].float()
+        return _with_last(found, part, len(heads[0]) * given.settings[3].float())
 
-    def _likelihood(self, preds: Outputs, batch: Batch, slots: _Slots) -> Tensor:
+    def _likelihood(self, preds: Outputs, batch: Batch, found: V8Found, sizes: list[int]) -> Tensor:
         """Return the mean over the visible keypoints of the anchors in slots. Empty slots do not count."""
         kpts, sigmas = preds["kpts"], preds["kpts_sigma"]
         labels = batch["keypoints"].to(device=kpts.device, dtype=torch.float32)
-        index = slots.anchor.flatten().clamp(min=0)
+        index = found.slot_anchor.flatten().clamp(min=0)
         image, anchor = index // kpts.shape[2], index % kpts.shape[2]
         rows = (
             kpts[image, :, anchor],
             sigmas[image, :, anchor],
-            labels[slots.row.flatten().clamp(min=0)],
+            labels[found.slot_row.flatten().clamp(min=0)],
             anchor,
-            slots.anchor.flatten() >= 0,
+            found.slot_anchor.flatten() >= 0,
         )
         weights = self.target_weights.to(kpts.device)
-        mean = functools.partial(self._mean_likelihood, weights=weights, sizes=slots.sizes)
+        mean = functools.partial(self._mean_likelihood, weights=weights, sizes=sizes)
         if self.new_graphs is None:
             return mean(*rows)
         state = self._state
         if state.graphs is None:
             state.graphs = self.new_graphs()
-        key = weights, tuple(slots.sizes), tuple(self.strides()), self.rle_loss, self.rle_loss.residual
+        key = weights, tuple(sizes), tuple(self.strides()), self.rle_loss, self.rle_loss.residual
         return state.graphs(mean, self.flow_model, rows, key)
 
     def _mean_likelihood(
@@ -461,7 +402,7 @@ class _OBBLoss(_DetectionLoss):
     that have an angle. ``hyp.angle`` is also read at each call. The labels of another task raise the original's error.
     """
 
-    assignment_settings = DETECTION_SETTINGS + 1
+    operator_settings = DETECTION_SETTINGS + 1
 
     @property
     def target_columns(self) -> int:
@@ -473,8 +414,9 @@ class _OBBLoss(_DetectionLoss):
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
         return (*super().settings(weight), float(self.hyp.angle))
 
-    def assignment(self, preds: Outputs, batch: Batch | None, boxes: Tensor, scores: Tensor) -> _Assignment:
-        return torch.ops.torch_fastdet.v8_obb_loss, (boxes, scores, preds["angle"].to(boxes.dtype)), {}
+    def found(self, preds: Outputs, batch: Batch, heads: list[Tensor], given: V8Arguments, gains: Tensor) -> V8Found:
+        boxes, scores, angles = _alike(*heads, preds["angle"])
+        return v8_obb(boxes, scores, angles, given)
 
 
 class _E2ELoss(Criterion):
@@ -505,7 +447,7 @@ class _E2ELoss(Criterion):
         branches = self.one2many, self.one2one
         return branches if all(isinstance(branch, _DetectionLoss) for branch in branches) else None
 
-    def __call__(self, preds: object, batch: Any, num_targets: Tensor | None = None, **labels: Tensor) -> Any:
+    def __call__(self, preds: object, batch: Any, num_targets: Tensor | None = None, **labels: Tensor) -> object:
         """Return the weighted sum of both branches (3), and the items of the one-to-one branch by their names."""
         branches = self._branches()
         if branches is None:
@@ -573,14 +515,14 @@ KINDS: dict[str, type] = {
 
 
 @functools.cache
-def drop_in(stock: type) -> Any:
+def drop_in(stock: type) -> object:
     """Return the class that replaces Ultralytics' class ``stock``."""
     ours = KINDS[stock.__name__]
     made = type(stock.__name__, (ours, stock), {"stock": stock, "__module__": __name__, "__doc__": ours.__doc__})
     return stand_in("loss_optim", stock, made)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in KINDS:
         module = rtdetr.STOCK_MODULE if KINDS[name] is rtdetr.RTDETRLoss else STOCK_MODULE
         importlib.import_module(module)
