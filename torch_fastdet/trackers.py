@@ -183,12 +183,12 @@ class OCSORT(ByteTrack):
 
     @checked
     def __init__(self, delta_t: int = 3, inertia: float = 0.2, use_byte: bool = False, **options: Any) -> None:
-        self._kind = delta_t, inertia, use_byte
+        self._kind: dict[str, Any] = {"span": delta_t, "inertia": inertia, "low": use_byte}
         _check_from_zero("OCSORT", delta_t=delta_t, inertia=inertia)
         super().__init__(**options)
 
     def _make_core(self) -> _C.Tracker:
-        return _C.ObservationTracker(*self._kind)
+        return _C.ObservationTracker(**self._kind)
 
 
 class FastTracker(ByteTrack):
@@ -283,27 +283,35 @@ class TrackTrack(BoTSORT):
         min_track_len: int = 3,
         **options: Any,
     ) -> None:
-        costs = {
-            "penalty_p": penalty_p,
-            "penalty_q": 0.0,
-            "reduce_step": reduce_step,
-            "conf_weight": conf_weight,
+        self._kind: dict[str, Any] = {
+            "low_price": penalty_p,
+            "recovered_price": 0.0,
+            "step": reduce_step,
+            "score_weight": conf_weight,
             "angle_weight": angle_weight,
-            "lost_match_thr": lost_match_thr,
-            "tai_thr": tai_thr,
+            "lost_limit": lost_match_thr,
+            "apart": tai_thr,
+            "confirmed_from": min_track_len,
         }
-        _check_from_zero("TrackTrack", **costs)
+        _check_from_zero(
+            "TrackTrack",
+            penalty_p=penalty_p,
+            reduce_step=reduce_step,
+            conf_weight=conf_weight,
+            angle_weight=angle_weight,
+            lost_match_thr=lost_match_thr,
+            tai_thr=tai_thr,
+        )
         defaults = {"track_high_thresh": 0.6, "track_low_thresh": 0.25, "new_track_thresh": 0.7, "match_thresh": 0.7}
         options = defaults | options
         for name, value in {"match_thresh": options["match_thresh"], "lost_match_thr": lost_match_thr}.items():
             check_type("TrackTrack", name, value, float)
             if not 0 <= value <= 1:
                 raise ValueError(f"TrackTrack: {name} is {value}, but a number from 0 to 1 is expected")
-        self._kind: tuple[Any, ...] = (*costs.values(), min_track_len)
         super().__init__(**options)
 
     def _make_core(self) -> _C.Tracker:
-        return _C.MutualTracker(*self._kind)
+        return _C.MutualTracker(**self._kind)
 
 
 def _check_from_zero(name: str, **values: float) -> None:

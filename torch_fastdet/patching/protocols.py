@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
+
+#: A function or method of a framework, or what takes its place; and that or a class, of which more is read.
+Function: TypeAlias = Callable[..., Any]
+Stock: TypeAlias = Any
+#: Attributes of such a thing, or what a module holds, by name.
+Names: TypeAlias = dict[str, Any]
 
 #: A model of either framework, its last layer, and the batch or the labels of an image that it gets.
 Model: TypeAlias = Any
@@ -13,7 +20,8 @@ Batch: TypeAlias = dict[str, Any]
 AnchorHead: TypeAlias = Any
 YOLOv5Dataset: TypeAlias = Any
 
-#: Ultralytics' ``YOLODataset``, ``InfiniteDataLoader``, ``BasePredictor``, ``BaseTrainer``, ``DetectionValidator``, ``ConfusionMatrix``, ``STrack`` and trackers.
+#: Ultralytics' ``YOLODataset``, ``InfiniteDataLoader``, ``BasePredictor``, ``BaseTrainer``, ``DetectionValidator``, ``ConfusionMatrix``, ``STrack``, trackers and
+#: what they get of a frame, ``Boxes`` or ``OBB``.
 UltralyticsDataset: TypeAlias = Any
 Loader: TypeAlias = Any
 Predictor: TypeAlias = Any
@@ -22,3 +30,4 @@ Validator: TypeAlias = Any
 ConfusionMatrix: TypeAlias = Any
 Track: TypeAlias = Any
 Tracker: TypeAlias = Any
+Results: TypeAlias = Any

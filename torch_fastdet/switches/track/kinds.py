@@ -6,29 +6,31 @@ import importlib
 from collections.abc import Callable
 from numbers import Real
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_fastdet import _C
+from torch_fastdet.patching.protocols import Results, Track, Tracker
 
-Row = NDArray[np.float64]
+Row: TypeAlias = NDArray[np.float64]
+FrameOptions: TypeAlias = tuple[float, float, float, int, float, bool]
 STATE = 72  # the mean and the covariance of a filter
 LOST = 2  # states of tracks from this one are not tracked
 
 
-def _frame_options(tracker: Any) -> tuple[Any, ...]:
+def _frame_options(tracker: Tracker) -> FrameOptions:
     args = tracker.args
     scores = args.track_high_thresh, args.track_low_thresh, args.new_track_thresh
     return *scores, tracker.max_frames_lost, args.match_thresh, bool(args.fuse_score)
 
 
-def _probe_motion(tracker: Any, probes: list[Any], img: Any, results: Any) -> None:
+def _probe_motion(tracker: Tracker, probes: list[Track], img: object, results: Results) -> None:
     tracker._pre_first_associate(probes, [], img, tracker._split_detections(results)[0])
 
 
-def _new_tracks(tracker: Any, count: int) -> list[Any]:
+def _new_tracks(tracker: Tracker, count: int) -> list[Track]:
     boxes = importlib.import_module("ultralytics.engine.results").Boxes
     return tracker.init_track(boxes(np.tile(np.array([0, 0, 1, 1, 1, 0], np.float32), (count, 1)), (1, 1)))
 
@@ -37,8 +39,9 @@ class Kind(NamedTuple):
     """A tracker of the framework.
 
     Args:
-        core: makes its core, from the options in their order.
-        options: attributes of a tracker, and their types.
+        core: its core.
+        options: attributes of a tracker that the core takes: what it calls them, and their types.
+        checked: other attributes that must be numbers from 0.
         recall: sets the attributes of a tracker's track from the columns of its past.
         record: sets these columns, which are NaN before, from a track's attributes.
         moves: its tracks follow a moving camera.
@@ -51,24 +54,26 @@ class Kind(NamedTuple):
     """
 
     core: Callable[..., _C.Tracker]
-    options: dict[str, type]
-    recall: Callable[[Any, Any, Row], None] = lambda tracker, track, past: None
-    record: Callable[[Any, Row], None] = lambda track, past: None
+    options: dict[str, tuple[str, type]]
+    checked: tuple[str, ...] = ()
+    recall: Callable[[Tracker, Track, Row], None] = lambda tracker, track, past: None
+    record: Callable[[Track, Row], None] = lambda track, past: None
     moves: bool = False
     rotates: bool = False
     recovers: bool = False
     numbers: tuple[str, ...] = ("track_high_thresh", "track_low_thresh", "new_track_thresh", "match_thresh")
-    frame_options: Callable[[Any], tuple[Any, ...]] = _frame_options
-    probe_motion: Callable[[Any, list[Any], Any, Any], None] = _probe_motion
-    new_tracks: Callable[[Any, int], list[Any]] = _new_tracks
+    frame_options: Callable[[Tracker], FrameOptions] = _frame_options
+    probe_motion: Callable[[Tracker, list[Track], object, Results], None] = _probe_motion
+    new_tracks: Callable[[Tracker, int], list[Track]] = _new_tracks
 
-    def obstacle(self, tracker: Any) -> str | None:
+    def obstacle(self, tracker: Tracker) -> str | None:
         """Return why the core cannot do what a tracker does; None if it can."""
         name = type(tracker).__name__
         for option in self.numbers:
             if not isinstance(value := getattr(tracker.args, option), Real):
                 return f"{option} of {name} is {value!r}, and not a number."
-        for option, kind in self.options.items():
+        kinds = {option: kind for option, (_, kind) in self.options.items()}
+        for option, kind in {**kinds, **dict.fromkeys(self.checked, float)}.items():
             value = getattr(tracker, option)
             number = isinstance(value, int if kind is int else Real)
             if kind is not bool and not (number and value >= 0):
@@ -82,15 +87,15 @@ class Kind(NamedTuple):
             return f"{name} follows a moving camera (gmc_method)."
         return None
 
-    def make(self, tracker: Any) -> _C.Tracker:
-        return self.core(*(getattr(tracker, option) for option in self.options))
+    def make(self, tracker: Tracker) -> _C.Tracker:
+        return self.core(**{name: getattr(tracker, option) for option, (name, _) in self.options.items()})
 
 
 def _filter(row: Row) -> tuple[Row, Row]:
     return row[:8].copy(), row[8:STATE].reshape(8, 8).copy()
 
 
-def _recall_observations(_: Any, track: Any, past: Row) -> None:
+def _recall_observations(_: Tracker, track: Track, past: Row) -> None:
     track.velocity = None if np.isnan(past[0]) else past[:2].astype(np.float32)
     track._saved_mean, track._saved_covariance = _filter(past[2:])
     seen = past[2 + STATE :].reshape(-1, 5)
@@ -98,7 +103,7 @@ def _recall_observations(_: Any, track: Any, past: Row) -> None:
     track.last_observation = list(track.observations.values())[-1]
 
 
-def _record_observations(track: Any, past: Row) -> None:
+def _record_observations(track: Track, past: Row) -> None:
     if track.velocity is not None:
         past[:2] = track.velocity
     past[2:10], past[10 : 2 + STATE] = track._saved_mean, track._saved_covariance.reshape(-1)
@@ -106,7 +111,7 @@ def _record_observations(track: Any, past: Row) -> None:
         row[0], row[1:] = frame, box
 
 
-def _recall_occlusions(tracker: Any, track: Any, past: Row) -> None:
+def _recall_occlusions(tracker: Tracker, track: Track, past: Row) -> None:
     covered_at, seen, now = int(past[0]), track.frame_id, tracker.frame_id
     hidden = covered_at > seen
     counted = now
@@ -121,13 +126,13 @@ def _recall_occlusions(tracker: Any, track: Any, past: Row) -> None:
     track.mean_history.extend(_filter(row) for row in states)
 
 
-def _record_occlusions(track: Any, past: Row) -> None:
+def _record_occlusions(track: Track, past: Row) -> None:
     past[:2] = track.last_occluded_frame, len(track.mean_history)
     for row, (mean, covariance) in zip(past[2:].reshape(-1, STATE), track.mean_history):
         row[:8], row[8:] = mean, covariance.reshape(-1)
 
 
-def _recall_ways(tracker: Any, track: Any, past: Row) -> None:
+def _recall_ways(tracker: Tracker, track: Track, past: Row) -> None:
     track.min_track_len = tracker.min_track_len
     track.prev_score, track.velocity = np.float32(past[0]), past[1:9].reshape(4, 2).astype(np.float32)
     track._history.clear()
@@ -136,13 +141,13 @@ def _recall_ways(tracker: Any, track: Any, past: Row) -> None:
             track._history.append((int(frame), np.array(box, np.float64 if wide else np.float32)))
 
 
-def _record_ways(track: Any, past: Row) -> None:
+def _record_ways(track: Track, past: Row) -> None:
     past[0], past[1:9] = track.prev_score, track.velocity.reshape(-1)
     for row, (frame, box) in zip(past[9:].reshape(-1, 6), track._history):
         row[0], row[1:5], row[5] = frame, box, box.dtype == np.float64
 
 
-def _probe_mutual_motion(tracker: Any, probes: list[Any], img: Any, results: Any) -> None:
+def _probe_mutual_motion(tracker: Tracker, probes: list[Track], img: object, results: Results) -> None:
     rotated = hasattr(results, "xywhr")
     high = results.conf >= np.float32(tracker.args.track_high_thresh)
     boxes = (results.xywhr[:, :4] if rotated else results.xywh)[high]
@@ -154,22 +159,21 @@ def _probe_mutual_motion(tracker: Any, probes: list[Any], img: Any, results: Any
     tracker._apply_gmc(img, found, [probes, []])
 
 
-def _new_mutual_tracks(tracker: Any, count: int) -> list[Any]:
+def _new_mutual_tracks(tracker: Tracker, count: int) -> list[Track]:
     track = importlib.import_module("ultralytics.trackers.track_tracker").TTSTrack
     return [track(np.array([0, 0, 1, 1, 0], np.float32), 1, 0) for _ in range(count)]
 
 
-def _mutual_frame_options(tracker: Any) -> tuple[Any, ...]:
+def _mutual_frame_options(tracker: Tracker) -> FrameOptions:
     scores = tracker.args.track_high_thresh, tracker.args.track_low_thresh, tracker.new_track_thresh
     return *scores, tracker.max_time_lost, tracker.match_thr, False
 
 
-COSTS = ("penalty_p", "penalty_q", "reduce_step", "conf_weight", "angle_weight", "lost_match_thr", "tai_thr")
 _OBSERVING = Kind(
     _C.ObservationTracker,
-    {"delta_t": int, "inertia": float, "use_byte": bool},
-    _recall_observations,
-    _record_observations,
+    {"delta_t": ("span", int), "inertia": ("inertia", float), "use_byte": ("low", bool)},
+    recall=_recall_observations,
+    record=_record_observations,
 )
 KINDS = {
     "BYTETracker": Kind(lambda: _C.Tracker(False), {}, rotates=True),
@@ -179,23 +183,33 @@ KINDS = {
     "FASTTracker": Kind(
         _C.OcclusionTracker,
         {
-            "reset_velocity_offset_occ": int,
-            "reset_pos_offset_occ": int,
-            "enlarge_bbox_occ": float,
-            "dampen_motion_occ": float,
-            "active_occ_to_lost_thresh": int,
-            "occ_cover_thresh": float,
-            "occ_reappear_window": int,
-            "init_iou_suppress": float,
+            "reset_velocity_offset_occ": ("velocity_back", int),
+            "reset_pos_offset_occ": ("position_back", int),
+            "enlarge_bbox_occ": ("enlarge", float),
+            "dampen_motion_occ": ("dampen", float),
+            "active_occ_to_lost_thresh": ("grace", int),
+            "occ_cover_thresh": ("cover", float),
+            "occ_reappear_window": ("window", int),
+            "init_iou_suppress": ("suppress", float),
         },
-        _recall_occlusions,
-        _record_occlusions,
+        recall=_recall_occlusions,
+        record=_record_occlusions,
     ),
     "TRACKTRACK": Kind(
-        lambda *options: _C.MutualTracker(*options[:-2]),
-        dict.fromkeys(COSTS, float) | {"min_track_len": int, "match_thr": float, "new_track_thresh": float},
-        _recall_ways,
-        _record_ways,
+        _C.MutualTracker,
+        {
+            "penalty_p": ("low_price", float),
+            "penalty_q": ("recovered_price", float),
+            "reduce_step": ("step", float),
+            "conf_weight": ("score_weight", float),
+            "angle_weight": ("angle_weight", float),
+            "lost_match_thr": ("lost_limit", float),
+            "tai_thr": ("apart", float),
+            "min_track_len": ("confirmed_from", int),
+        },
+        checked=("match_thr", "new_track_thresh"),
+        recall=_recall_ways,
+        record=_record_ways,
         moves=True,
         rotates=True,
         recovers=True,
