@@ -504,7 +504,6 @@ class PictureDetector(nn.Module):
         return detections, counts
 
     def _row(self, offset: int, height: int, width: int) -> list[int]:
-        """Return a row of image_letterbox's plan."""
         placed = place([height, width], self.size)
         return [0, offset, height, width, width * 3, placed.height, placed.width, placed.top, placed.left, 0]
 

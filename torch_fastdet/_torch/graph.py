@@ -47,7 +47,6 @@ class Graph:
         self._streams = streams
 
     def replay(self) -> None:
-        """Run it on the current stream."""
         self.replayed_on = current_stream(self._streams[0].device)
         self.held.replay()
 

@@ -74,7 +74,6 @@ def release_failed_capture(device: torch.device, pool: Any) -> None:
 
 
 def pool_bytes(pool: Any) -> int:
-    """Device memory that the caching allocator holds for a graph pool."""
     segments = torch.cuda.memory_snapshot() if pool is not None else ()
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
 
@@ -111,7 +110,6 @@ _PARAMETER_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def module_has_hooks(module: nn.Module) -> bool:
-    """Return whether hooks are registered on this module itself."""
     return any(getattr(module, name) for name in _MODULE_HOOKS)
 
 
@@ -124,12 +122,10 @@ _GLOBAL_HOOKS = tuple(f"_global{name}" for name in _MODULE_HOOKS)
 
 
 def every_module_has_hooks() -> bool:
-    """Return whether hooks are registered on all modules at once."""
     return any(getattr(nn.modules.module, name) for name in _GLOBAL_HOOKS)
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
 
 
@@ -140,7 +136,6 @@ def inside_compiled(module: nn.Module) -> nn.Module | None:
 
 
 def is_replica(module: nn.Module) -> bool:
-    """Return whether DataParallel made this module for one pass."""
     return getattr(module, "_is_replica", False)
 
 
@@ -160,7 +155,6 @@ def runs_plainly(module: nn.Module, forward: object) -> bool:
 
 
 def parameter_has_hooks(parameter: Tensor) -> bool:
-    """Return whether hooks are registered on this parameter."""
     return any(getattr(parameter, name) for name in _PARAMETER_HOOKS)
 
 
@@ -179,7 +173,6 @@ def is_transforming() -> bool:
 
 
 def operator_arguments(operator: torch._ops.OpOverload) -> Any:
-    """Return the arguments of an operator's schema."""
     return operator._schema.arguments
 
 

@@ -72,7 +72,6 @@ def _made_by(maker: Callable[..., Forward], block: Block) -> bool:
 
 
 def is_captured() -> bool:
-    """Return whether a thread is inside of :func:`captured`."""
     return bool(_capturing)
 
 

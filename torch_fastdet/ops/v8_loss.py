@@ -297,14 +297,7 @@ def v8_pose(
     """:func:`v8_pose_loss` with what tasks read of it."""
     if compare_keypoints:
         result = torch.ops.torch_fastdet.v8_posed_loss(
-            heads,
-            predictions,
-            keypoints,
-            sigmas,
-            *given[:6],
-            reg_max=given.reg_max,
-            topk=given.topk,
-            topk2=given.topk2,
+            heads, predictions, keypoints, sigmas, *given[:6], reg_max=given.reg_max, topk=given.topk, topk2=given.topk2
         )
         found = V8Found(*result)
     else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import importlib
-from typing import Any
+
+from torch_fastdet.patching.protocols import Names
 
 
 class ByName:
@@ -12,14 +14,19 @@ class ByName:
     def __init__(self, module: str, attribute: str | None = None) -> None:
         self.module, self.attribute = module, attribute
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         if self.attribute is None:
             return importlib.import_module, (self.module,)
         return getattr, (ByName(self.module), self.attribute)
 
-    def __call__(self, *args: object) -> Any:
+    def __call__(self, *args: object) -> object:
         """Call it: pickles hold calls of what can be called."""
         return getattr(importlib.import_module(self.module), str(self.attribute))(*args)
+
+
+def filed_as(stock: type, state: Names) -> tuple[object, ...]:
+    """Return what ``__reduce_ex__`` has to return for an object that loads as one of the framework's class."""
+    return copyreg._reconstructor, (ByName(stock.__module__, stock.__name__), object, None), state  # type: ignore[attr-defined]
 
 
 class FiledAsStock:
@@ -30,6 +37,6 @@ class FiledAsStock:
         vars(copied).update(vars(self))
         return copied
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         ours, stock = type(self).__bases__
         return object.__new__, (stock,), {k: v for k, v in vars(self).items() if k not in ours.__annotations__}

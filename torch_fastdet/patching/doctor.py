@@ -101,7 +101,6 @@ def facts(host: str, version: str | None) -> dict[str, object]:
 
 
 def show(facts: Mapping[str, object], reports: Collection[SwitchReport], notes: Collection[str] = ()) -> None:
-    """Print everything as one table."""
     for name, value in facts.items():
         text = ", ".join(f"{key}: {each}" for key, each in value.items()) if isinstance(value, Mapping) else value
         print(f"{name:<16}{'none' if text is None else text}")

@@ -82,7 +82,6 @@ class Host:
         return [name for name, switch in self.switches.items() if not switch.by_name_only]
 
     def former_names(self) -> dict[str, str]:
-        """Return the switch that each former name means."""
         return {switch.formerly: name for name, switch in self.switches.items() if switch.formerly}
 
     def unpatch(self) -> int:
@@ -131,7 +130,6 @@ class Host:
         say("\n".join(lines))
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add a flag for each switch to a parser."""
         group = parser.add_argument_group("torch_fastdet", "faster operators with the results of the ones they replace")
         for name, switch in self.switches.items():
             group.add_argument(f"--{name}", action="store_true", help=switch.help)
@@ -173,7 +171,6 @@ class Host:
             active.starting = False
 
     def _say_what_is_on(self, started: Iterable[Active]) -> None:
-        """Say in one line how many switches are on, and which are not, and why."""
         off: dict[tuple[str, str], list[str]] = {}
         for active in started:
             if active.why_not is not None:

@@ -23,6 +23,7 @@ import torch
 from torch_fastdet._say import without_counts
 from torch_fastdet._torch.private import tree_flatten, without_dispatch_modes
 from torch_fastdet.patching.fingerprint import fingerprint, names_in
+from torch_fastdet.patching.protocols import Function, Names, Stock
 from torch_fastdet.patching.replace import defined_in, describe
 
 
@@ -39,7 +40,6 @@ class Evidence(Protocol):
 
 
 def obstacle_among(evidence: Collection[Evidence], stock: object = None) -> Obstacle | None:
-    """Return the first obstacle that ``evidence`` finds."""
     return next((found for each in evidence if (found := each.obstacle(stock)) is not None), None)
 
 
@@ -88,10 +88,10 @@ OPENCV = Asks("OpenCV", lambda _: None if importlib.util.find_spec("cv2") else "
 class Signature:
     """The original, or its ``method``, takes these parameters: names, or those of a drop-in that are not keyword-only."""
 
-    wanted: Callable[..., object] | tuple[str, ...]
+    wanted: Function | tuple[str, ...]
     method: str = ""
 
-    def obstacle(self, stock: Any) -> Obstacle | None:
+    def obstacle(self, stock: Stock) -> Obstacle | None:
         found = tuple(inspect.signature(getattr(stock, self.method) if self.method else stock).parameters)
         wanted = self.wanted
         if not isinstance(wanted, tuple):
@@ -157,7 +157,7 @@ def difference(found: object, wanted: object, tolerance: float) -> tuple[str, st
     return None
 
 
-def alike(stock: Any, ours: Any, run: Callable[[Any], object], tolerance: float = 0.0) -> bool:
+def alike(stock: Stock, ours: Any, run: Callable[[Any], object], tolerance: float = 0.0) -> bool:
     """Return whether ``run`` gives the same with both; False if either raises."""
     try:
         with plainly_on_the_cpu():
@@ -166,7 +166,7 @@ def alike(stock: Any, ours: Any, run: Callable[[Any], object], tolerance: float 
         return False
 
 
-def agree(method: Callable[..., object], other: Callable[..., object], attributes: dict[str, object], x: Any) -> bool:
+def agree(method: Function, other: Function, attributes: dict[str, object], x: Any) -> bool:
     """Return whether two methods of (self, x) give the same bits for a ``self`` with these attributes alone."""
 
     def run(method: Any) -> object:
@@ -200,7 +200,7 @@ class Formula:
     method: Callable[[Any, Any], Any]
     modules: tuple[str, ...]
     others: tuple[str, ...] = ()
-    options: tuple[dict[str, Any], ...] = ({},)
+    options: tuple[Names, ...] = ({},)
 
     def is_that_of(self, forward: Any) -> bool:
         code = getattr(forward, "__code__", None)
@@ -228,7 +228,7 @@ class SameCode:
     known: Mapping[str, Collection[str]]
     reference: str
 
-    def obstacle(self, stock: Any) -> Obstacle | None:
+    def obstacle(self, stock: Stock) -> Obstacle | None:
         for name, fingerprints in self.known.items():
             function = defined_in(stock.__module__, name) if name else stock
             if fingerprint(function) not in fingerprints:

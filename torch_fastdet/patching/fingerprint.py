@@ -6,12 +6,13 @@ import ast
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import CodeType
-from typing import Any
+
+from torch_fastdet.patching.protocols import Function
 
 
-def fingerprint(function: Callable[..., Any]) -> str:
+def fingerprint(function: Function) -> str:
     """Return eight hexadecimal digits of what a function does, whatever its layout, comments and annotations; "" without a source."""
     try:
         source = textwrap.dedent(inspect.getsource(function))

@@ -12,10 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch_fastdet.patching.protocols import Names
+
 _dictionary = vars(ModuleType)["__dict__"].__get__
 
 
-def namespace(module: ModuleType) -> dict[str, Any]:
+def namespace(module: ModuleType) -> Names:
     """Return ``vars(module)``, without running code of the module's type."""
     return _dictionary(module)
 

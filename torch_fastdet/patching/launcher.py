@@ -68,7 +68,6 @@ class Launcher:
         print(parser.format_help(), flush=True)
 
     def fail(self, message: str) -> NoReturn:
-        """End the process for a command line that makes no sense."""
         print(f"usage: {self.usage}\n{self.program}: error: {message}", file=sys.stderr, flush=True)
         raise SystemExit(2)
 

@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 
 from torch_fastdet._say import say, warn
 from torch_fastdet.patching.import_hook import ImportHook, loaded_modules, namespace, top_level
+from torch_fastdet.patching.protocols import Function, Names, Stock
 
 # Never visited: our own modules, and libraries from which YOLO packages import functions.
 LEFT_ALONE = frozenset({"torch_fastdet", "torch", "torchvision", "numpy"})
 
 _MISSING = object()
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Function)
 _all: weakref.WeakSet[Patches] = weakref.WeakSet()
 
 
@@ -34,7 +35,7 @@ class SwitchError(RuntimeError):
 @dataclass(eq=False)
 class Replacement:
     switch: str
-    owner: Any  # a module, a class, or a function of torch_fastdet
+    owner: Stock  # a module, a class, or a function of torch_fastdet
     attribute: str
     old: object
     new: object
@@ -42,7 +43,6 @@ class Replacement:
 
     @property
     def module(self) -> str:
-        """Return the name of the module that the name is in."""
         return namespace(self.owner)["__name__"] if isinstance(self.owner, ModuleType) else self.owner.__module__
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ def is_code_of(function: Any, package: str) -> bool:
     return type(function) is FunctionType and top_level(str(function.__globals__.get("__name__"))) == package
 
 
-def in_place_of(stock: Any, name: str = "") -> Callable[[F], F]:
+def in_place_of(stock: Stock, name: str = "") -> Callable[[F], F]:
     """Wrap like :func:`functools.wraps`, but keep ``__module__`` and the ``name`` shown in the log."""
 
     def named(function: F) -> F:
@@ -84,14 +84,14 @@ def in_place_of(stock: Any, name: str = "") -> Callable[[F], F]:
     return named
 
 
-class _Names(dict[str, Any]):
+class _Names(Names):
     """Some names, and behind them those that a module holds at the time of asking."""
 
-    def __init__(self, names: dict[str, Any], module: dict[str, Any]) -> None:
+    def __init__(self, names: Names, module: Names) -> None:
         super().__init__(names, __builtins__=module.get("__builtins__", builtins))
         self._module = module
 
-    def __missing__(self, name: str) -> Any:
+    def __missing__(self, name: str) -> object:
         return self._module[name]
 
 
@@ -142,10 +142,9 @@ class Patches:
             _all.add(self)
 
     def modules(self) -> list[ModuleType]:
-        """Return the loaded modules that may hold names to replace."""
         return loaded_modules(self._left_alone)
 
-    def somebody_elses(self, module: ModuleType, attribute: str) -> Any:
+    def somebody_elses(self, module: ModuleType, attribute: str) -> object:
         """Return the function or class that a user has put into a module of the host; None if there is none."""
         names = namespace(module)
         value = names.get(attribute)

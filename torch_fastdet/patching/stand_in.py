@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch_fastdet._say import warn
+from torch_fastdet.patching.protocols import Function, Names
 
 
-def stand_in(switch: str, stock: type, ours: type, make: Callable[..., object] | None = None) -> type:
+def stand_in(switch: str, stock: type, ours: type, make: Function | None = None) -> type:
     """Return a class whose instances ``make`` makes of the class ``ours``, or that itself, but whose subclasses derive from ``stock``, on whose inner steps they build.
 
     They keep the original's code, and one line says so. ``isinstance`` and ``issubclass`` know both.
@@ -16,7 +16,7 @@ def stand_in(switch: str, stock: type, ours: type, make: Callable[..., object] |
     made: list[type] = []
 
     class StandIn(type):
-        def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any], **keywords: object) -> Any:
+        def __new__(mcs, name: str, bases: tuple[type, ...], body: Names, **keywords: object) -> Any:
             if not made:
                 return super().__new__(mcs, name, bases, body)
             warn(f"{switch}: {name} derives from {stock.__module__}.{stock.__name__}, and runs the original code")

@@ -20,6 +20,7 @@ from torch_fastdet._say import rank, say, warn
 from torch_fastdet._torch.private import gpu_count
 from torch_fastdet.patching.evidence import Asks, Evidence, Obstacle, Signature, obstacle_among
 from torch_fastdet.patching.import_hook import is_run, namespace, root, top_level
+from torch_fastdet.patching.protocols import Stock
 from torch_fastdet.patching.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
 
 T = TypeVar("T")
@@ -123,7 +124,7 @@ class Target:
 class Outside:
     """A function of torch, ``owner.name``, that ``drop_in`` replaces when the switch starts, unless somebody else has replaced it."""
 
-    owner: Any
+    owner: Stock
     name: str
     drop_in: object
     note: str = ""
@@ -240,7 +241,6 @@ class Active:
         self.tell(f"{where}{self.name} does not apply: {reason}", every_rank=this_rank)
 
     def tell(self, line: str, every_rank: bool = False) -> None:
-        """Warn of what stays as it is, once."""
         self._say_once(lambda line: warn(line, every_rank), line)
 
     def _say_once(self, how: Callable[[str], None], line: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from torch_fastdet._torch.private import Context, runs_plainly
 from torch_fastdet.patching.evidence import agree, pictures
+from torch_fastdet.patching.protocols import Function, Names
 from torch_fastdet.rewrites.rewrite import Forwards, obstacle_to_other_sums, obstacle_to_rows
 
 MODULE = "ultralytics.nn.modules.block"
@@ -59,7 +59,7 @@ def _attend(block: Any, x: Tensor, areas: int, key: int, scale: float) -> Tensor
     return block.proj(image(y) + block.pe(image(v)))
 
 
-def _with_channels(*parts: Any) -> Any:
+def _with_channels(*parts: Any) -> object:
     return lambda t: torch.cat([part(t) for part in parts], 1)
 
 
@@ -68,7 +68,7 @@ def _with_channels(*parts: Any) -> Any:
 _SAME, _SQUARE, _NEXT = (lambda t: t), (lambda t: t * t), (lambda t: t + 1)
 _SCALES = pictures().flatten() + 1
 _PARTS = {"proj": lambda t: t * t + 1, "pe": lambda t: t * t + 2, "num_heads": 2, "head_dim": 2}
-_KNOWN: dict[str, tuple[Any, tuple[dict[str, Any], ...]]] = {
+_KNOWN: dict[str, tuple[Any, tuple[Names, ...]]] = {
     "Attention": (
         lambda block, x: _attend(block, x, 1, block.key_dim, block.scale),
         ({**_PARTS, "qkv": _with_channels(_SAME, _SQUARE), "key_dim": 1, "scale": _SCALES, "format": None},),
@@ -106,5 +106,5 @@ class AttentionInRows(Forwards):
     without = "it has no attention block of Ultralytics'."
     obstacles = obstacle_to_other_sums, obstacle_to_rows
 
-    def forwards(self, model: nn.Module) -> list[tuple[nn.Module, Callable[..., object]]]:
+    def forwards(self, model: nn.Module) -> list[tuple[nn.Module, Function]]:
         return [(block, functools.partial(_KNOWN[type(block).__name__][0], block)) for block in _blocks(model)]

@@ -53,7 +53,6 @@ class _Room:
 
     @property
     def used(self) -> int:
-        """Return rows of the members together."""
         return sum(member.shape[0] for member in self.members)
 
     def places(self, room: Tensor) -> list[Tensor]:
@@ -289,7 +288,6 @@ class WeightsCastOnce:
 
 
 def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-    """Apply :class:`WeightsCastOnce` while inside."""
     return rewritten(model, [WeightsCastOnce(dtype)])
 
 
@@ -309,7 +307,6 @@ def _joint_of(first: nn.Conv2d, weight: Tensor, dtype: torch.dtype) -> Callable[
 
 
 def _is_pointwise(conv: nn.Conv2d) -> bool:
-    """Return whether ``conv`` is what :class:`_Pointwise` computes."""
     return (
         conv.bias is not None
         and conv.kernel_size == conv.stride == (1, 1)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from torch_fastdet._torch.private import runs_plainly
+from torch_fastdet.patching.protocols import Function
 from torch_fastdet.rewrites.rewrite import Forwards
 
 _CLASSES = {
@@ -18,7 +18,7 @@ _CLASSES = {
 }
 
 
-def _on_its_device(module: nn.Module, *args: object, **kwargs: object) -> Any:
+def _on_its_device(module: nn.Module, *args: object, **kwargs: object) -> object:
     with torch.device(next(module.parameters()).device):
         return type(module).forward(module, *args, **kwargs)
 
@@ -29,7 +29,7 @@ class ConstantsOnDevice(Forwards):
     about = "RT-DETR makes its constants on the GPU"
     without = "it has no block of RT-DETR's."
 
-    def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
+    def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Function]]:
         for module in model.modules():
             kind = type(module)
             if (kind.__module__, kind.__name__) in _CLASSES and runs_plainly(module, kind.forward):

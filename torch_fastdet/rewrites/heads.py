@@ -13,7 +13,7 @@ from torch_fastdet._torch.modules import put_attributes
 from torch_fastdet._torch.private import runs_plainly
 from torch_fastdet.nn.bn_act import convolved
 from torch_fastdet.patching.evidence import Obstacle, agree, pictures, stand_ins
-from torch_fastdet.patching.protocols import Head
+from torch_fastdet.patching.protocols import Head, Names
 from torch_fastdet.rewrites.rewrite import (
     ULTRALYTICS_HEADS,
     YOLOV5,
@@ -90,7 +90,7 @@ def _is_dfl(forward: object) -> bool:
     return agree(cast(Any, forward), _distances, {"conv": bins, "c1": 2}, pictures(8).flatten(2))
 
 
-def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head: object = None) -> dict[str, Any]:
+def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head: object = None) -> Names:
     """Return boxes and scores of all anchors beside the features that they come from; nothing where a head is missing."""
     heads = {"boxes": box_head, "scores": cls_head}
     if any(head is None for head in heads.values()):

@@ -12,7 +12,7 @@ from torch_fastdet._torch.modules import is_channels_last, put_attributes
 from torch_fastdet._torch.private import every_module_has_hooks
 from torch_fastdet.nn.bn_act import is_used
 from torch_fastdet.patching.evidence import Obstacle
-from torch_fastdet.patching.protocols import Head, Model
+from torch_fastdet.patching.protocols import Function, Head, Model
 
 
 class Rewrite(Protocol):
@@ -47,7 +47,7 @@ class Forwards:
     #: What else keeps a model as it is.
     obstacles: tuple[Callable[[nn.Module], Obstacle | None], ...] = ()
 
-    def forwards(self, model: nn.Module) -> Iterable[tuple[nn.Module, Callable[..., object]]]:
+    def forwards(self, model: nn.Module) -> Iterable[tuple[nn.Module, Function]]:
         """Return the modules, each with its other ``forward``."""
         raise NotImplementedError
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch_fastdet import ops
 from torch_fastdet._torch.private import runs_plainly
 from torch_fastdet.patching.evidence import alike
+from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.replace import with_names
 from torch_fastdet.rewrites.rewrite import Forwards, obstacle_to_other_sums
 
@@ -32,7 +33,6 @@ def attend(value: Tensor, shapes: list[list[int]], locations: Tensor, weights: T
 
 
 def _samples(function: Any) -> bool:
-    """Return whether ``function`` computes what :func:`attend` does."""
     wave = (torch.arange(2 * 10 * 2 * 4, device="cpu") * 0.7).sin()
     value, shapes = wave.view(2, 10, 2, 4), [[2, 3], [2, 2]]
     locations, weights = wave[:96].view(2, 3, 2, 4, 2) * 0.7 + 0.5, wave[:48].view(2, 3, 2, 4)
@@ -40,7 +40,7 @@ def _samples(function: Any) -> bool:
 
 
 @functools.cache
-def _forward_of(stock: Any) -> Callable[..., Tensor] | None:
+def _forward_of(stock: Stock) -> Callable[..., Tensor] | None:
     """Return ``MSDeformAttn.forward`` with :func:`attend` in the place of the function that samples; None where it is not as known."""
     if not isinstance(stock, FunctionType) or not _samples(stock.__globals__.get(_SAMPLED)):
         return None
@@ -54,7 +54,7 @@ class DeformableAttention(Forwards):
     without = "it has no deformable attention of Ultralytics', in training."
     obstacles = (obstacle_to_other_sums,)
 
-    def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
+    def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Function]]:
         for module in model.modules() if model.training else ():
             kind = type(module)
             if (kind.__module__, kind.__name__) == (_MODULE, "MSDeformAttn") and runs_plainly(module, kind.forward):
@@ -70,7 +70,7 @@ class WithoutAveragedWeights(Forwards):
     without = "it has no self-attention of RT-DETR's, in training."
     obstacles = (obstacle_to_other_sums,)
 
-    def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
+    def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Function]]:
         forward: Any = functools.partial(nn.MultiheadAttention.forward, need_weights=False)
         for layer in model.modules() if model.training else ():
             name = _SELF_ATTENTION.get(type(layer).__name__) if type(layer).__module__ == _MODULE else None

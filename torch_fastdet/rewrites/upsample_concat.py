@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch_fastdet import ops
 from torch_fastdet._torch.private import runs_plainly
 from torch_fastdet.patching.evidence import agree, pictures
-from torch_fastdet.patching.protocols import Model
+from torch_fastdet.patching.protocols import Function, Model
 from torch_fastdet.rewrites.rewrite import Forwards, Framework, layers_of
 from torch_fastdet.switches.upsample.switch import doubles, upsample_forward
 
 
-def _cat(concat: Any, parts: list[Tensor]) -> Tensor:
+def _cat(concat: Model, parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, concat.d)
 
 
@@ -27,7 +27,7 @@ def _concatenates(forward: Any) -> bool:
     return agree(forward, _cat, {"d": 1}, [pictures(), -pictures()])
 
 
-def _is_pair(upsample: nn.Module, concat: Any, save: Collection[object]) -> bool:
+def _is_pair(upsample: nn.Module, concat: Model, save: Collection[object]) -> bool:
     """Return whether ``concat`` alone reads what ``upsample`` makes, and puts one other tensor behind it along the channels."""
     return (
         type(upsample) is nn.Upsample
@@ -44,7 +44,7 @@ def _is_pair(upsample: nn.Module, concat: Any, save: Collection[object]) -> bool
     )
 
 
-def _joined(upsample: Any, concat: object) -> Callable[[list[Tensor]], Tensor]:
+def _joined(upsample: Model, concat: object) -> Callable[[list[Tensor]], Tensor]:
     def forward(parts: list[Tensor]) -> Tensor:
         x, skip = parts
         if doubles(upsample, x) and type(skip) is Tensor and skip.dtype == x.dtype and skip.device == x.device:
@@ -66,7 +66,7 @@ class UpsampleConcat(Forwards):
     def __init__(self, framework: Framework) -> None:
         self._framework = framework
 
-    def forwards(self, model: Model) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
+    def forwards(self, model: Model) -> Iterator[tuple[nn.Module, Function]]:
         layers, save = layers_of(model, self._framework, loop_alone=True), getattr(model, "save", None)
         for upsample, concat in itertools.pairwise(layers):
             if isinstance(save, (list, tuple, set)) and _is_pair(upsample, concat, save):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar, get_type_hints
+from typing import TypeVar, get_type_hints
 
 from typing_extensions import TypedDict
 
-F = TypeVar("F", bound=Callable[..., Any])
+from torch_fastdet.patching.protocols import Function
+
+F = TypeVar("F", bound=Function)
 
 
 class Switches(TypedDict, total=False):

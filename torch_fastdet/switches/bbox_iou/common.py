@@ -36,5 +36,4 @@ def _ious(function: Any) -> list[torch.Tensor]:
 
 
 def iou(drop_in: object, reference: str) -> Behaves:
-    """Ask whether a bbox_iou gives what ``drop_in`` gives, of any kind."""
     return Behaves("its bbox_iou", lambda stock: (_ious(stock), _ious(drop_in)), 1e-5, reference)

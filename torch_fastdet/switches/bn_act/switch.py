@@ -18,18 +18,19 @@ from torch_fastdet.nn.bn_act import (
     sppf_forward,
 )
 from torch_fastdet.patching.evidence import Asks, Evidence, Formula
+from torch_fastdet.patching.protocols import Function, Model
 from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
 from torch_fastdet.switches.frameworks import ultralytics, yolov5
 
 
-def _c2f(self: Any, x: Tensor) -> Tensor:
+def _c2f(self: Model, x: Tensor) -> Tensor:
     # What each block makes of the one before it, beginning with the second half.
     first, second = self.cv1(x).chunk(2, 1)
     row = itertools.accumulate(self.m, lambda y, block: block(y), initial=second)
     return self.cv2(torch.cat([first, *row], 1))
 
 
-def _sppf(self: Any, x: Tensor) -> Tensor:
+def _sppf(self: Model, x: Tensor) -> Tensor:
     # A pyramid: each pooling pools the one before it.
     pyramid = itertools.accumulate(range(getattr(self, "n", 3)), lambda y, _: self.m(y), initial=self.cv1(x))
     y = self.cv2(torch.cat(list(pyramid), 1))
@@ -68,17 +69,17 @@ SPPF_N = Formula(
     _SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "extend", "getattr", "range", "torch"), ({}, {"n": 2, "add": True})
 )
 # Class, what makes its forward, the classes whose forwards that takes, and evidence. The last class was replaced before.
-_BLOCKS: tuple[tuple[str, Callable[..., Any], tuple[str, ...], Formula], ...] = (
+_BLOCKS: tuple[tuple[str, Function, tuple[str, ...], Formula], ...] = (
     ("Bottleneck", bottleneck_forward, ("Conv",), BOTTLENECK),
     ("C3", c3_forward, ("Conv", "Bottleneck"), C3),
     ("C2f", c2f_forward, ("Conv", "Bottleneck", "C3"), C2F),
 )
 
 
-def _method(name: str, make: Callable[..., Any], *parts: str) -> Make:
+def _method(name: str, make: Function, *parts: str) -> Make:
     """Return ``make(stock, ...)`` with the forwards that the classes ``parts`` of the original module have now."""
 
-    def made(_: Active, stock: Callable, __: object) -> Any:
+    def made(_: Active, stock: Callable, __: object) -> object:
         forward = make(stock, *(stock.__globals__[part].forward for part in parts))
         forward.__qualname__ = f"bn_act_optim.{name}.{forward.__name__}"
         return forward

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import nn
@@ -11,13 +10,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fastdet._say import say, saying_once
 from torch_fastdet.graphs.capture import on_gpu
+from torch_fastdet.patching.protocols import Function
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active, Target
 from torch_fastdet.switches.channels_last.layout import place, to_channels_last
 from torch_fastdet.switches.cuda_graph.yolov5 import trains
 
 
-def _in_layout(active: Active, stock: Callable[..., object], model_class: type[nn.Module]) -> object:
+def _in_layout(active: Active, stock: Function, model_class: type[nn.Module]) -> object:
     """Return a model's ``forward``, whose training passes run in the layout that is faster."""
     once = saying_once(active.name)
     active.shared(wrapped_in_layout).append(model_class)
@@ -62,7 +62,7 @@ def plain_copy(model: nn.Module, memo: dict[int, object]) -> nn.Module:
     return result
 
 
-def plain_fuse(stock: Callable[..., object]) -> Callable[..., object]:
+def plain_fuse(stock: Function) -> Function:
     """Stand in for ``fuse()`` of a model: its parameters are made contiguous first, because the original calls ``.view`` on them."""
 
     @in_place_of(stock, "channels_last.fuse")

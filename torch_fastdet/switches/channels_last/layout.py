@@ -16,7 +16,6 @@ FASTER_IN_NHWC = {"float16": (7, 0), "bfloat16": (8, 0), "TF32": (8, 0)}
 
 
 def precision(device: torch.device) -> str:
-    """Return the name of what convolutions compute in now."""
     if torch.is_autocast_enabled(device.type):
         return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
     return "TF32" if torch.backends.cudnn.allow_tf32 else "float32"
@@ -31,7 +30,6 @@ def takes_channels_last(device: torch.device) -> bool:
 
 
 def to_channels_last(model: nn.Module) -> None:
-    """Give the 4-D parameters NHWC memory, in place."""
     for parameter in model.parameters():
         if parameter.dim() == 4 and not parameter.is_contiguous(memory_format=torch.channels_last):
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)

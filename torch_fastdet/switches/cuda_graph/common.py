@@ -16,6 +16,7 @@ from torch_fastdet.graphs import CaptureError, ModuleGraphs, no_capture
 from torch_fastdet.graphs.ranks import GradientAverage
 from torch_fastdet.nn import bn_act
 from torch_fastdet.patching.evidence import Evidence
+from torch_fastdet.patching.protocols import Function
 from torch_fastdet.patching.switch import Active, Target
 from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.switches.cuda_graph.ddp import GraphedDDP
@@ -38,7 +39,7 @@ class TrainingGraphs:
         switch.replace(bn_act, "fuses", bn_act.is_captured, quietly=True)
         self._graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
 
-    def __call__(self, model: nn.Module, x: torch.Tensor, stock: Callable[..., Any], *others: torch.Tensor) -> Any:
+    def __call__(self, model: nn.Module, x: torch.Tensor, stock: Function, *others: torch.Tensor) -> Any:
         """Return ``stock(model, x, *others)``, by a replay where that can be."""
         if x.requires_grad:  # a measurement of how much memory a batch needs
             with bn_act.captured():
@@ -65,11 +66,10 @@ class TrainingGraphs:
         return output
 
     def failed(self, model: nn.Module) -> bool:
-        """Return whether ``model`` could not be captured."""
         graphs = self._graphs.get(model)
         return graphs is not None and graphs.reason is not None
 
-    def _new(self, model: nn.Module, average: GradientAverage | None, stock: Callable[..., object]) -> ModuleGraphs:
+    def _new(self, model: nn.Module, average: GradientAverage | None, stock: Function) -> ModuleGraphs:
         alive: Any = weakref.ref(model)  # the values of a WeakKeyDictionary must not hold its keys
         name = self._switch.name
         return ModuleGraphs(

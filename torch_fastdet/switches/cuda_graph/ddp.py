@@ -40,7 +40,7 @@ class GraphedDDP:
         stock = DistributedDataParallel.forward
 
         @in_place_of(stock, f"{self._switch.name}.ddp_forward")
-        def forward(ddp: DistributedDataParallel, *inputs: object, **kwargs: object) -> Any:
+        def forward(ddp: DistributedDataParallel, *inputs: object, **kwargs: object) -> object:
             model: nn.Module = ddp.module
             if torch.compiler.is_compiling() or not isinstance(model, tuple(self._classes)):
                 return stock(ddp, *inputs, **kwargs)

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import importlib
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from torch_fastdet._torch.private import Context, writes
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.patching.evidence import SameCode, Signature
-from torch_fastdet.patching.protocols import Batch, Head, Model
+from torch_fastdet.patching.protocols import Batch, Function, Head, Model, Names, Stock
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.cuda_graph.ultralytics import training_graphs, trains
@@ -69,7 +69,7 @@ class Queries(NamedTuple):
     #: (room + 1, room + 1): what must not be seen; the last row and column are those of all matching queries.
     mask: Tensor
 
-    def embedded(self, queries: int, class_embed: Tensor) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    def embedded(self, queries: int, class_embed: Tensor) -> tuple[Tensor, Tensor, Tensor, Names]:
         """Return what ``get_cdn_group`` returns for ``queries`` matching queries."""
         embed = _Embedded.apply(self.classes, class_embed)
         room = self.classes.shape[1]
@@ -111,11 +111,11 @@ def labels_on_host(batch: Batch) -> tuple[Tensor, ...]:
     return tuple(label.cpu() for label in labels)
 
 
-def preprocess_batch(_: Active, stock: Callable[..., Any], __: object) -> Callable[..., Any]:
+def preprocess_batch(_: Active, stock: Function, __: object) -> Function:
     """Return the trainer's ``preprocess_batch``, which brings a batch to the GPU: the labels on the host are kept for this step."""
 
     @functools.wraps(stock)
-    def preprocess_batch(trainer: object, batch: Batch) -> Any:
+    def preprocess_batch(trainer: object, batch: Batch) -> object:
         on_host = [batch.get(name) for name in _LABELS]
         result = stock(trainer, batch)
         keep_labels([result.get(name) for name in _LABELS], on_host)
@@ -149,10 +149,10 @@ def _beside(device: torch.device) -> Iterator[list[Tensor]]:
 class _Drawn(NamedTuple):
     queries: Queries
     used: int
-    meta: dict[str, Any] | None
+    meta: Names | None
 
 
-def _draw(draw: Any, head: Head, targets: dict[str, Any]) -> _Drawn:
+def _draw(draw: Any, head: Head, targets: Names) -> _Drawn:
     """Denoising queries by Ultralytics' ``get_cdn_group``, with classes in the place of their embeddings."""
     device, images, room = targets["bboxes"].device, len(targets["gt_groups"]), 2 * head.num_denoising
     names = torch.arange(1, head.nc + 1, dtype=torch.float32, device=device).unsqueeze(1)
@@ -184,18 +184,18 @@ def network(model: nn.Module, x: Tensor, *queries: Tensor) -> tuple[Tensor, ...]
 
 
 class _Drawer:
-    """Ultralytics' ``get_cdn_group``, once its module has been imported."""
-
     def __init__(self, _: Active) -> None:
-        self.stock: Callable[..., Any] | None = None
+        self.stock: Function | None = None
 
 
-def get_cdn_group(active: Active, stock: Callable[..., Any], _: object) -> Callable[..., Any]:
+def get_cdn_group(active: Active, stock: Function, _: object) -> Function:
     """Return ``get_cdn_group`` that takes :class:`Queries` for a batch, too."""
     active.shared(_Drawer).stock = stock
 
     @in_place_of(stock, "cuda_graph.get_cdn_group")
-    def drawn(batch: Batch, num_classes: int, num_queries: int, class_embed: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def drawn(
+        batch: Batch, num_classes: int, num_queries: int, class_embed: Tensor, *args: Any, **kwargs: Any
+    ) -> object:
         if isinstance(batch, Queries):
             return batch.embedded(num_queries, class_embed)
         return stock(batch, num_classes, num_queries, class_embed, *args, **kwargs)
@@ -203,7 +203,7 @@ def get_cdn_group(active: Active, stock: Callable[..., Any], _: object) -> Calla
     return drawn
 
 
-def _head(model: Model) -> Any:
+def _head(model: Model) -> Head:
     """Return the model's last layer if it is Ultralytics' ``RTDETRDecoder`` with denoising queries; else None."""
     head = model.model[-1]
     kind = type(head)
@@ -211,7 +211,7 @@ def _head(model: Model) -> Any:
     return head if known and "forward" not in vars(head) and head.num_denoising > 0 else None
 
 
-def model_loss(active: Active, stock: Callable[..., Any], model_class: Any) -> Callable[..., Any]:
+def model_loss(active: Active, stock: Function, model_class: Stock) -> Function:
     """Return ``RTDETRDetectionModel.loss`` in training, where ``loss_optim`` has replaced the criterion."""
     graphs, drawer, predict = active.shared(training_graphs), active.shared(_Drawer), model_class.predict
 
@@ -229,7 +229,7 @@ def model_loss(active: Active, stock: Callable[..., Any], model_class: Any) -> C
         return drawer.stock is not None and model.criterion.takes(head.nc)
 
     @in_place_of(stock, "cuda_graph.loss")
-    def loss(model: Model, batch: Batch, preds: Any = None) -> Any:
+    def loss(model: Model, batch: Batch, preds: Any = None) -> object:
         if preds is not None or not takes(model, batch):
             return stock(model, batch, preds)
         x, criterion = batch["img"], model.criterion

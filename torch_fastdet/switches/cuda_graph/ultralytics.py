@@ -20,7 +20,7 @@ from torch_fastdet._say import saying_once
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.rows import RowGraphs
 from torch_fastdet.patching.evidence import Signature
-from torch_fastdet.patching.protocols import Trainer
+from torch_fastdet.patching.protocols import Function, Stock, Trainer
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active, Make
 from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
@@ -91,7 +91,7 @@ def begin_again(_: Active, stock: Callable[[Trainer], object], __: object) -> Ca
     return _build_train_pipeline
 
 
-def model_predict(active: Active, stock: Callable[..., object], model_class: Any) -> Callable[..., object]:
+def model_predict(active: Active, stock: Function, model_class: Stock) -> Function:
     """Return the ``predict`` of a model's class by graphs in training."""
     graphs = active.shared(training_graphs)
 
@@ -106,12 +106,12 @@ def model_predict(active: Active, stock: Callable[..., object], model_class: Any
     return predict
 
 
-def backend_forward(active: Active, stock: Callable[..., object], _: object) -> Callable[..., object]:
+def backend_forward(active: Active, stock: Function, _: object) -> Function:
     """Return ``PyTorchBackend.forward`` by graphs."""
     graphs = PredictionGraphs(active.name)
 
     @in_place_of(stock, "cuda_graph.forward")
-    def forward(backend: Any, im: object, *args: object, **kwargs: object) -> Any:
+    def forward(backend: Any, im: object, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling() or not getattr(backend, "base_model", False):
             return stock(backend, im, *args, **kwargs)
         # augment=, embed= and what predict() hands on to the model

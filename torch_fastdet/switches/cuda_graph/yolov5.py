@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
@@ -28,20 +28,18 @@ def trains(active: Active, model: nn.Module, x: Any) -> bool:
 
 
 class _Graphs(threading.local):
-    """The model that a DetectMultiBackend runs in this thread."""
-
     predicting: nn.Module | None = None
 
     def __init__(self, _: Active) -> None:
         """Made in each thread."""
 
 
-def backend_forward(active: Active, stock: Callable[..., object], _: object) -> Callable[..., object]:
+def backend_forward(active: Active, stock: Function, _: object) -> Function:
     """Return ``DetectMultiBackend.forward``: while it runs a model, the model's forward takes its graphs."""
     here = active.shared(_Graphs)
 
     @in_place_of(stock, "cuda_graph.forward")
-    def forward(backend: object, *args: object, **kwargs: object) -> Any:
+    def forward(backend: object, *args: object, **kwargs: object) -> object:
         here.predicting = getattr(backend, "model", None) if getattr(backend, "pt", False) else None
         try:
             return stock(backend, *args, **kwargs)
@@ -51,13 +49,13 @@ def backend_forward(active: Active, stock: Callable[..., object], _: object) -> 
     return forward
 
 
-def model_forward(active: Active, stock: Callable[..., object], model_class: Any) -> Callable[..., object]:
+def model_forward(active: Active, stock: Function, model_class: Stock) -> Function:
     """Return the ``forward`` of a model's class by graphs, in training and where a backend predicts."""
     here = active.shared(_Graphs)
     graphs = active.shared(TrainingGraphs)
     answers = PredictionGraphs(active.name)
 
-    def forward(model: nn.Module, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(model: nn.Module, x: torch.Tensor, *args: object, **kwargs: object) -> object:
         if here.predicting is model and not model.training:
             if any((*args, *kwargs.values())):
                 answers.tell("augment= and visualize=: such predictions run without graphs")

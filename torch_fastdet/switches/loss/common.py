@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import copyreg
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from torch_fastdet._deferred import DeferredStatus
 from torch_fastdet._torch.modules import own_attributes
-from torch_fastdet.patching.by_name import ByName
+from torch_fastdet.patching.by_name import filed_as
+from torch_fastdet.patching.protocols import Names
 
 TARGET_COLUMNS = ("image", "class", "x", "y", "w", "h")
 WANTED = ("an image index of the batch", "a class index below the number of classes", *["a finite number"] * 4)
@@ -25,22 +25,21 @@ class Criterion:
 
     stock: ClassVar[type]  # set by drop_in()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Names:
         return {name: value for name, value in vars(self).items() if name != "_fastdet"}
 
-    def __reduce_ex__(self, protocol: object) -> Any:
-        name = ByName(self.stock.__module__, self.stock.__name__)
-        return copyreg._reconstructor, (name, object, None), self.__getstate__()  # type: ignore[attr-defined]
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return filed_as(self.stock, self.__getstate__())
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> object:
         result = type(self).__new__(type(self))
-        vars(result).update(self.__getstate__())
+        result.__dict__.update(self.__getstate__())
         return result
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         result = type(self).__new__(type(self))
         memo[id(self)] = result
-        vars(result).update(copy.deepcopy(self.__getstate__(), memo))
+        result.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
         return result
 
 

@@ -12,6 +12,7 @@ from torch_fastdet import ops
 from torch_fastdet._deferred import DeferredStatus
 from torch_fastdet._say import count
 from torch_fastdet._torch.private import Context
+from torch_fastdet.patching.protocols import Batch, Names, Stock
 from torch_fastdet.switches.loss.common import Criterion
 
 STOCK_MODULE = "ultralytics.models.utils.loss"
@@ -21,7 +22,6 @@ _ALPHA, _COST_GAMMA, _ENTROPY_GAMMA = 0.25, 2.0, 1.5
 
 
 def describe_bad_targets(status: list[int], most: int) -> str | None:
-    """Return one line on what was wrong with the targets, or None."""
     image, row = ops.rtdetr_loss_fault(status, most)
     if image < 0:
         return None
@@ -101,7 +101,7 @@ class RTDETRLoss(Criterion):
     fl: Any
     get_dn_match_indices: Any
     loss_gain: dict[str, float]
-    matcher: Any
+    matcher: Stock
     nc: int
     use_uni_match: bool
     vfl: Any
@@ -126,10 +126,10 @@ class RTDETRLoss(Criterion):
     def forward(
         self,
         preds: tuple[Tensor, Tensor],
-        batch: dict[str, Any],
+        batch: Batch,
         dn_bboxes: Tensor | None = None,
         dn_scores: Tensor | None = None,
-        dn_meta: dict[str, Any] | None = None,
+        dn_meta: Names | None = None,
     ) -> dict[str, Tensor]:
         """Return the terms by their names: those of the last set, the sums of the others, and both of the denoising sets."""
         boxes, scores = preds

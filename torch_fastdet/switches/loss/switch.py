@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 from types import ModuleType
-from typing import Any
 
 from torch_fastdet.patching.evidence import Obstacle, Signature
+from torch_fastdet.patching.protocols import Stock
 from torch_fastdet.patching.replace import describe
 from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import yolov5
@@ -54,7 +54,7 @@ METHODS = (
 )
 
 
-def _end_to_end(active: Active, stock: Any, _: ModuleType) -> Any:
+def _end_to_end(active: Active, stock: Stock, _: ModuleType) -> object:
     branch = describe(inspect.signature(stock).parameters["loss_fn"].default)
     if any(outcome.name == branch and outcome.obstacle is None for outcome in active.outcomes.values()):
         return drop_in(stock)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import nn
 
 from torch_fastdet.patching.evidence import Behaves
+from torch_fastdet.patching.protocols import Names, Stock
 from torch_fastdet.switches.frameworks import REFERENCE
 from torch_fastdet.switches.loss.ultralytics import drop_in
 
@@ -38,15 +38,11 @@ BOXES = (
 
 
 class _Flow(nn.Module):
-    """In the place of the head's flow_model."""
-
     def log_prob(self, x: torch.Tensor) -> torch.Tensor:
         return -x.square().sum(1) / 2
 
 
 class _Model(nn.Module):
-    """As much of a model as a criterion asks for."""
-
     def __init__(self, reg_max: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
@@ -57,7 +53,7 @@ class _Model(nn.Module):
         self.__dict__["model"] = [head]
 
 
-def trial(reg_max: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def trial(reg_max: int) -> tuple[Names, dict[str, torch.Tensor]]:
     """Return predictions and labels of a small batch whose assignment has no ties.
 
     ``torch.topk`` returns equal values in an order that depends on the machine. So each anchor predicts a box that covers one of
@@ -117,8 +113,7 @@ def trial(reg_max: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return preds, batch
 
 
-def _losses(stock: Any) -> tuple[list[object], list[object]]:
-    """Return losses, and the names of their items, of both classes: small and overlapping boxes, both kinds of distances, topk2."""
+def _losses(stock: Stock) -> tuple[list[object], list[object]]:
     found: tuple[list[object], list[object]] = ([], [])
     for reg_max, topk, topk2 in TRIALS[stock.__name__]:
         preds, batch = trial(reg_max)
@@ -135,8 +130,7 @@ def _losses(stock: Any) -> tuple[list[object], list[object]]:
     return found
 
 
-def _end_to_end_losses(stock: Any) -> tuple[list[object], list[object]]:
-    """Weighted sums of two branches, and the items of the second, before and after an epoch."""
+def _end_to_end_losses(stock: Stock) -> tuple[list[object], list[object]]:
     found: tuple[list[object], list[object]] = ([], [])
     preds, batch = trial(1)
     preds = {"one2many": preds, "one2one": {**preds, "scores": preds["scores"] / 2}}
@@ -151,8 +145,7 @@ def _end_to_end_losses(stock: Any) -> tuple[list[object], list[object]]:
     return found
 
 
-def rtdetr_losses(stock: Any) -> tuple[list[object], list[object]]:
-    """Return the terms of both classes, of two images and 20 queries, with denoising queries and without."""
+def rtdetr_losses(stock: Stock) -> tuple[list[object], list[object]]:
     groups, queries, classes = [3, 1], 20, 3
 
     def numbers(sets: int, queries: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -116,7 +116,6 @@ class _DetectionLoss(Criterion):
 
     @property
     def target_columns(self) -> int:
-        """Return the number of columns of a tensor of targets."""
         return len(TARGET_COLUMNS)
 
     def unpacked(self, targets: Tensor, labels: Batch) -> tuple[Tensor, Batch | None]:

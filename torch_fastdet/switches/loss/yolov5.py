@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -16,7 +16,8 @@ from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import DeviceNumbers, unwrap
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.ops.yolov5_loss import split_coefficients, yolov5_mask_part
-from torch_fastdet.patching.by_name import ByName
+from torch_fastdet.patching.by_name import filed_as
+from torch_fastdet.patching.protocols import Head, Model, Names
 from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.switches.loss.common import TARGET_COLUMNS, TargetStatus
@@ -25,7 +26,7 @@ from torch_fastdet.switches.loss.common import TARGET_COLUMNS, TargetStatus
 _ENTROPY = ("cls_pw", "obj_pw", "fl_gamma", "label_smoothing")
 
 
-def _not_apart(*_: object) -> Any:
+def _not_apart(*_: object) -> NoReturn:
     raise AttributeError(
         "ComputeLoss: there is no BCEcls, BCEobj or build_targets, because one operator does their work; change hyp before the "
         "loss is made, or use YOLOv5's own ComputeLoss"
@@ -53,10 +54,10 @@ class ComputeLoss:
     nm = 0  # mask coefficients of an anchor
 
     def __init__(self, model: nn.Module, autobalance: bool = False) -> None:
-        trained: Any = model  # DistributedDataParallel, where train.py has wrapped it and set hyp
+        trained: Model = model  # DistributedDataParallel, where train.py has wrapped it and set hyp
         inner: nn.Module = unwrap(model) if isinstance(model, nn.Module) else model
         layers: Any = getattr(inner, "model", None)
-        detect: Any = layers[-1] if isinstance(layers, (nn.Sequential, nn.ModuleList, list)) and len(layers) else None
+        detect: Head = layers[-1] if isinstance(layers, (nn.Sequential, nn.ModuleList, list)) and len(layers) else None
         if not hasattr(trained, "hyp") or not all(hasattr(detect, name) for name in ("na", "nc", "nl", "anchors")):
             raise TypeError(
                 f"ComputeLoss: model is {type(inner).__name__}, but YOLOv5's DetectionModel is expected, with hyp and a Detect as "
@@ -83,10 +84,10 @@ class ComputeLoss:
     #: The framework's class, for a loss that takes its place: copies have this class, files the framework's.
     _stock: type | None = None
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         if self._stock is None:
             return super().__reduce_ex__(protocol)
-        return object.__new__, (ByName(self._stock.__module__, self._stock.__name__),), self._stocks_attributes()
+        return filed_as(self._stock, self._stocks_attributes())
 
     def _stocks_attributes(self) -> dict[str, object]:
         """Return the attributes of a loss of the framework's class that computes the same; its own constructor makes them."""
@@ -97,7 +98,7 @@ class ComputeLoss:
         own = {name: value for name, value in vars(self).items() if name in vars(made)}
         return {**vars(made), **own, "balance": self.balance}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Names) -> None:
         vars(self).update(state)
         if "BCEcls" in state:  # of the framework's class
             names = "BCEcls", "BCEobj", "balance", "cp", "cn"
@@ -106,13 +107,13 @@ class ComputeLoss:
             numbers = *weights, float(getattr(of_classes, "gamma", 0.0)), 2.0 * cn
             self._begin(dict(zip(_ENTROPY, numbers)), list(balance))
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> object:
         return self._copied(vars(self))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         return self._copied(copy.deepcopy(vars(self), memo))
 
-    def _copied(self, attributes: dict[str, object]) -> Any:
+    def _copied(self, attributes: dict[str, object]) -> object:
         made = object.__new__(type(self))
         vars(made).update(attributes)
         return made
@@ -246,8 +247,8 @@ class SegmentationLoss(ComputeLoss):
 
     def __init__(self, model: nn.Module, autobalance: bool = False, overlap: bool = False) -> None:
         super().__init__(model, autobalance)
-        inner: Any = unwrap(model)
-        detect: Any = inner.model[-1]
+        inner: Model = unwrap(model)
+        detect: Head = inner.model[-1]
         if not hasattr(detect, "nm"):
             raise TypeError(
                 f"SegmentationLoss: the model's last layer is {type(detect).__name__}, but YOLOv5's Segment is expected, with nm"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from torch_fastdet.patching.evidence import Behaves
+from torch_fastdet.patching.protocols import Head
 from torch_fastdet.switches.frameworks import YOLOV5_REFERENCE
 from torch_fastdet.switches.loss.yolov5 import ComputeLoss, SegmentationLoss
 
@@ -55,7 +54,7 @@ def _segmentation_losses(kind: type) -> list[Tensor]:
     found: list[Tensor] = []
     for overlap in (False, True):
         model = ModelLike(OPTIONS[0])
-        detect: Any = model.model[-1]
+        detect: Head = model.model[-1]
         detect.nm = CHANNELS
         maps = [torch.cat((head, wave(*head.shape[:4], CHANNELS)), -1) for head in heads()]
         masks = wave(2 if overlap else len(TARGETS), 48, 48).mul(2).round().abs()

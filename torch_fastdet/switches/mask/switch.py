@@ -10,6 +10,7 @@ import torch
 from torch_fastdet import masks
 from torch_fastdet._say import counting
 from torch_fastdet.patching.evidence import Behaves
+from torch_fastdet.patching.protocols import Function, Names
 from torch_fastdet.patching.switch import Switch, Target
 from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
 
@@ -21,7 +22,7 @@ def sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     g = torch.Generator().manual_seed(0)
     boxes = [[3.0, 5, 41, 33], [0, 0, 64, 40], [20.5, 10.5, 60.25, 38], [50, 30, 20, 10]]
-    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the user's defaults are
+    kind: Names = {"dtype": torch.float32, "device": "cpu"}  # whatever the user's defaults are
     return (
         torch.randn(4, 12, 16, generator=g, **kind),
         torch.randn(4, 4, generator=g, **kind),
@@ -29,7 +30,7 @@ def sample() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
-def _masks(function: Callable[..., object], name: str) -> list[object]:
+def _masks(function: Function, name: str) -> list[object]:
     protos, coefficients, boxes = sample()
     if name == "crop_mask":  # both crop in place, or neither of them
         return [function(protos, boxes / 4), protos]

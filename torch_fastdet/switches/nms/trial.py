@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet.patching.evidence import Behaves
+from torch_fastdet.patching.protocols import Head, Names
 from torch_fastdet.suppression import ultralytics_non_max_suppression
 from torch_fastdet.suppression import yolov5_non_max_suppression as non_max_suppression
 from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE
@@ -24,13 +25,7 @@ def _prediction(scores: int) -> Tensor:
 
 
 def _kept(function: Any, prediction: Tensor) -> list[Tensor]:
-    kinds: tuple[dict[str, Any], ...] = (
-        {},
-        {"multi_label": True},
-        {"agnostic": True},
-        {"classes": [1]},
-        {"max_det": 3},
-    )
+    kinds: tuple[Names, ...] = ({}, {"multi_label": True}, {"agnostic": True}, {"classes": [1]}, {"max_det": 3})
     return [image for kind in kinds for image in function(prediction.clone(), 0.2, 0.35, **kind)]
 
 
@@ -44,7 +39,7 @@ def _ultralytics_rows(function: object) -> list[Tensor]:
     return _kept(function, _prediction(CLASSES).T[None])
 
 
-def _decoded(detect: Any) -> tuple[Tensor, Tensor]:
+def _decoded(detect: Head) -> tuple[Tensor, Tensor]:
     like = DetectLike()
     head = detect.__new__(detect)
     nn.Module.__init__(head)

@@ -6,20 +6,18 @@ Half heads stay with the original, whose roundings move boxes by up to half a pi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import writes
-from torch_fastdet.patching.protocols import AnchorHead
+from torch_fastdet.patching.protocols import AnchorHead, Function, Head
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.rewrites.heads import raw_heads
 
 
-def decoding(stock: Callable[..., object]) -> Callable[..., object]:
+def decoding(stock: Function) -> Function:
     """Return ``Detect.forward`` that decodes by ops.yolov5_decode where stock decodes in single or double precision."""
     # Reading the strides from the GPU is a synchronisation: once for each head, and again when they change.
     strides: WeakKeyDictionary[AnchorHead, tuple[torch.Tensor, int | None, list[float]]] = WeakKeyDictionary()
@@ -33,7 +31,7 @@ def decoding(stock: Callable[..., object]) -> Callable[..., object]:
         return known[2]
 
     @functools.wraps(stock)
-    def forward(self: AnchorHead, x: list[torch.Tensor]) -> Any:
+    def forward(self: AnchorHead, x: list[torch.Tensor]) -> object:
         exporting = self.export or torch.jit.is_tracing() or torch.compiler.is_compiling()
         narrow = x[0].dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(x[0].device.type)
         # Who asks for gradients in eval mode gets the original, in every bit.
@@ -51,7 +49,7 @@ def decoding(stock: Callable[..., object]) -> Callable[..., object]:
 class OfInstances:
     """A method that is ours on instances and the original on the class, where pickle looks for what ``Segment.__init__`` keeps."""
 
-    def __init__(self, stock: Callable[..., object]) -> None:
+    def __init__(self, stock: Function) -> None:
         self.stock, self.ours = stock, decoding(stock)
         self.__module__, self.__qualname__ = stock.__module__, stock.__qualname__  # in the line that patch() prints
 
@@ -60,12 +58,12 @@ class OfInstances:
         return self.stock if instance is None else functools.partial(self.ours, instance)
 
 
-def segmenting(active: Active, stock: Callable[..., object], segment: type) -> Callable[..., object]:
+def segmenting(active: Active, stock: Function, segment: type) -> Function:
     """Return ``Segment.forward`` that calls ours where it would call the original ``Detect.forward``, which its instances keep."""
     detect = next(new for base in segment.__mro__ if (new := active.replacement(base, "forward")) is not None)
 
     @functools.wraps(stock)
-    def forward(self: Any, x: list[torch.Tensor]) -> Any:
+    def forward(self: Head, x: list[torch.Tensor]) -> object:
         if self.training or self.export or getattr(self, "detect", None) is not detect.stock:
             return stock(self, x)
         prototypes = self.proto(x[0])

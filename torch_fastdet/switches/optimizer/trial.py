@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from torch_fastdet import optim
 from torch_fastdet.patching.evidence import Behaves
+from torch_fastdet.patching.protocols import Model, Stock
 from torch_fastdet.switches.frameworks import REFERENCE
 
 
@@ -19,11 +18,10 @@ class _Model(nn.Module):
         self.register_buffer("mean", torch.tensor([0.5]))
 
 
-def _averages(kind: Any) -> list[object]:
-    """Return averages at the beginning and late in its ramp."""
+def _averages(kind: Stock) -> list[object]:
     found: list[object] = []
     for updates in (0, 1500):
-        model: Any = _Model()
+        model: Model = _Model()
         ema = kind(model, updates=updates)
         for _ in range(2):
             model.weight.mul_(1.5)
@@ -34,7 +32,6 @@ def _averages(kind: Any) -> list[object]:
 
 
 def moving_average(drop_in: object, reference: str) -> Behaves:
-    """Ask whether a ModelEMA moves as ``drop_in`` does."""
     return Behaves("its moving average", lambda stock: (_averages(stock), _averages(drop_in)), 1e-6, reference)
 
 

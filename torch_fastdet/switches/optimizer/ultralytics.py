@@ -18,7 +18,7 @@ from torch_fastdet._torch.tensors import ModuleWatch, unwrap
 from torch_fastdet.optim.convert import is_stock_musgd
 from torch_fastdet.optim.gradients import OURS
 from torch_fastdet.patching.by_name import ByName
-from torch_fastdet.patching.protocols import Trainer
+from torch_fastdet.patching.protocols import Function, Trainer
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.optimizer.trial import MUSGD
@@ -45,7 +45,7 @@ class ModelEMA(ema.ModelEMA):
 MAX_NORM = 10.0  # of the trainer's clipping
 
 
-def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: object) -> Callable[..., object]:
+def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: object) -> Function:
     """Return ``BaseTrainer.build_optimizer``, which writes its log lines; the optimizer that it returns becomes ours."""
 
     @in_place_of(stock)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +13,7 @@ from torch_fastdet._torch.private import NORM_LAYERS
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.optim import SGD, Adam, AdamW
 from torch_fastdet.patching.by_name import ByName
+from torch_fastdet.patching.protocols import Function, Names
 from torch_fastdet.patching.switch import Active
 
 # By the names that train.py's --optimizer takes: what makes one of parameter groups, a rate and a momentum (Adam's beta 1).
@@ -46,7 +46,7 @@ def smart_optimizer(
     """
     if name not in OPTIMIZERS:
         raise NotImplementedError(f"smart_optimizer: name is {name!r}, but one of {', '.join(OPTIMIZERS)} is expected")
-    groups: dict[str, dict[str, Any]] = {
+    groups: dict[str, Names] = {
         "bias": {"params": []},
         "rest": {"params": [], "weight_decay": decay},
         "norm": {"params": [], "weight_decay": 0.0},
@@ -66,9 +66,7 @@ def unknown_optimizer(name: str) -> str | None:
     return None if name in fast else f"the optimizer is {name}, and only SGD, Adam and AdamW are replaced."
 
 
-def replacing_optimizer(
-    active: Active, stock: Callable[..., torch.optim.Optimizer], _: object
-) -> Callable[..., object]:
+def replacing_optimizer(active: Active, stock: Callable[..., torch.optim.Optimizer], _: object) -> Function:
     """Return the original, with its SGD, Adam or AdamW made ours; for other optimizers the switch says that it cannot apply."""
 
     def smart_optimizer(

@@ -21,6 +21,7 @@ from torch_fastdet._say import saying_once, warn
 from torch_fastdet.images.recorder import recording_module
 from torch_fastdet.ops.letterbox import place
 from torch_fastdet.patching.import_hook import namespace
+from torch_fastdet.patching.protocols import Function, Model, Stock
 from torch_fastdet.patching.replace import with_names
 from torch_fastdet.switches.predict.common import fits, letterbox
 
@@ -49,13 +50,13 @@ class _Input:
         return self._pixels
 
 
-def _recording(stock: types.FunctionType, stock_letterbox: Callable[..., Any], like: Tensor) -> Callable[..., Any]:
+def _recording(stock: types.FunctionType, stock_letterbox: Function, like: Tensor) -> Function:
     """Return a copy of ``forward`` that puts the letterbox off until it has all images. The input is of the device and dtype of ``like``."""
 
-    def boxed(image: np.ndarray, shape: list[int], auto: bool = True) -> Any:
+    def boxed(image: np.ndarray, shape: list[int], auto: bool = True) -> object:
         return stock_letterbox(image, shape) if auto else (_Boxed(image, shape),)
 
-    def array(boxes: Any) -> Any:
+    def array(boxes: Any) -> object:
         if not isinstance(boxes[0], _Boxed):
             return np.array(boxes)
         images = [box.image for box in boxes]
@@ -76,20 +77,18 @@ def _recording(stock: types.FunctionType, stock_letterbox: Callable[..., Any], l
     )
 
 
-def detecting(
-    _: object, stock: Callable[..., Any], stock_class: Any, devices: tuple[str, ...] = ("cuda",)
-) -> Callable[..., Any]:
+def detecting(_: object, stock: Function, stock_class: Stock, devices: tuple[str, ...] = ("cuda",)) -> Function:
     """Return ``AutoShape.forward`` whose images go through the operator where the model is on one of ``devices``.
 
     Tensors, other devices, models of other dtypes than float16 and float32, and users' subclasses get the original.
     """
     names = namespace(sys.modules[stock_class.__module__])
-    stock_letterbox: Any = names.get("letterbox")
-    inner: Any = getattr(stock, "__wrapped__", stock)  # under torch.inference_mode
+    stock_letterbox: Stock = names.get("letterbox")
+    inner: Model = getattr(stock, "__wrapped__", stock)  # under torch.inference_mode
     tell = saying_once("predict_optim", warn)
 
     @functools.wraps(stock)
-    def forward(self: Any, ims: object, size: object = 640, augment: bool = False, profile: bool = False) -> Any:
+    def forward(self: Model, ims: object, size: object = 640, augment: bool = False, profile: bool = False) -> object:
         if isinstance(ims, Tensor) or (isinstance(ims, (list, tuple)) and not ims):
             return stock(self, ims, size, augment, profile)
         if type(self) is not stock_class:
@@ -116,10 +115,10 @@ class _Network:
         self.weight = torch.zeros(1, dtype=dtype)
         self.input = self.weight
 
-    def parameters(self) -> Any:
+    def parameters(self) -> object:
         return iter([self.weight])
 
-    def __call__(self, x: Tensor, augment: bool = False) -> Any:
+    def __call__(self, x: Tensor, augment: bool = False) -> object:
         self.input = x
         rows = torch.tensor(
             [[30.0, 30, 20, 14, 0.9, 0.8, 0.1], [34, 20, 9, 30, 0.8, 0.2, 0.9], [9, 9, 4, 4, 0.1, 1, 1]]
@@ -133,13 +132,13 @@ class _NoTimes(contextlib.nullcontext):
     t = 0.0
 
 
-def prepared(stock_class: Any) -> tuple[list[object], list[object]]:
+def prepared(stock_class: Stock) -> tuple[list[object], list[object]]:
     """Return what the network gets of small images by the original ``forward`` and by this one, and what they return."""
     forward = detecting(None, stock_class.forward, stock_class, devices=("cpu",))
     return _prepared(stock_class, stock_class.forward), _prepared(stock_class, forward)
 
 
-def _prepared(stock_class: Any, forward: Callable[..., Any]) -> list[object]:
+def _prepared(stock_class: Stock, forward: Function) -> list[object]:
     names = namespace(sys.modules[stock_class.__module__])
     image = np.arange(3 * 40 * 31, dtype=np.uint8).reshape(31, 40, 3)
     profile = names.get("Profile")

@@ -64,7 +64,6 @@ def staged_letterbox(
 
 
 def _plan(images: list[Any], placings: list[Placing], where: list[tuple[int, int]]) -> Tensor:
-    """Return ``where``: of each image the storage and its offset."""
     rows = [
         [*at, *im.shape[:2], im.shape[1] * im.shape[2], p.height, p.width, p.top, p.left, 0]
         for at, im, p in zip(where, images, placings)

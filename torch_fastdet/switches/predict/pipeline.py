@@ -23,7 +23,7 @@ from torch_fastdet._torch.private import forward_hooks
 from torch_fastdet.images.ahead import following
 from torch_fastdet.ops.letterbox import Placing, letterbox
 from torch_fastdet.ops.nms import scale_boxes_batched
-from torch_fastdet.patching.protocols import Predictor
+from torch_fastdet.patching.protocols import Function, Names, Predictor, Stock
 from torch_fastdet.patching.replace import is_code_of
 from torch_fastdet.suppression import Padded, ultralytics_non_max_suppression
 from torch_fastdet.switches.predict.common import staged_letterbox
@@ -33,7 +33,7 @@ from torch_fastdet.switches.predict.sources import LIST_BATCH, Batch, Stager, of
 KEY = "torch_fastdet_feed"  # in a predictor's attributes while it predicts
 BETWEEN = "on_predict_batch_start", "on_predict_postprocess_end", "on_predict_batch_end"
 # Of each predictor: for the network, and for its images. The caching allocator keeps memory for each stream.
-_streams: weakref.WeakKeyDictionary[Any, tuple[torch.cuda.Stream, torch.cuda.Stream]] = weakref.WeakKeyDictionary()
+_streams: weakref.WeakKeyDictionary[Stock, tuple[torch.cuda.Stream, torch.cuda.Stream]] = weakref.WeakKeyDictionary()
 
 
 @functools.lru_cache(1024)
@@ -54,7 +54,7 @@ class Flight:
 
     def __init__(self, batch: Batch, on_gpu: bool) -> None:
         self.batch, self._on_gpu = batch, on_gpu
-        self.settings: dict[str, Any] | None = None  # of the predictor when it was launched; None before
+        self.settings: Names | None = None  # of the predictor when it was launched; None before
         self.input: Tensor
         self.output: Any
         #: What ``non_max_suppression`` was asked for, and what it found; None where it runs later.
@@ -65,13 +65,12 @@ class Flight:
         self.marks: list[torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """Note the time on the current stream, for :meth:`seconds`."""
         if self._on_gpu:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self.marks.append(event)
 
-    def answer(self, stock: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def answer(self, stock: Function, *arguments: Any, **options: Any) -> object:
         """Return what ``non_max_suppression``, which is ``stock``, returns for this batch."""
         asked, known = self.asked or ((None,), {})
         same = arguments[0] is asked[0] and (arguments[1:], options) == (asked[1:], known)
@@ -82,7 +81,6 @@ class Flight:
         return (rows, indices) if options.get("return_idxs") else rows
 
     def seconds(self, stage: int) -> float:
-        """Return how long the GPU took for letterbox, network or suppression."""
         return self.marks[stage].elapsed_time(self.marks[stage + 1]) / 1e3 if len(self.marks) > stage + 1 else 0.0
 
 
@@ -99,7 +97,7 @@ class Feed:
         #: Of the network; None for a single batch, which runs on the caller's stream.
         self._own: torch.cuda.Stream | None = None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name == "_now":  # of a copy that is being made
             raise AttributeError(name)
         return getattr(self._now, name)
@@ -260,7 +258,7 @@ class Parts:
     #: Where the predictor's letterbox puts images of some shapes.
     where: Callable[[Any, Any], list[Placing | None]]
     #: Ultralytics' own method.
-    inference: Callable[..., Any]
+    inference: Function
     #: Whether ``non_max_suppression`` is known, so that it can run without its copy to the host.
     suppresses: Callable[[], bool]
     #: Whether results hold nothing but boxes, so that these can be scaled for the whole batch.
@@ -289,7 +287,7 @@ class Parts:
         return None
 
 
-def timing(predictor: Predictor, stock: Any) -> type:
+def timing(predictor: Predictor, stock: Stock) -> type:
     """Return Ultralytics' ``Profile`` for one run: of a pipeline's batch it shows the GPU's time, and does not wait for the next batch."""
     made: list[Any] = []
 

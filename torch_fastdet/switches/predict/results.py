@@ -12,11 +12,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, SupportsIndex
 
 import cv2
 import numpy as np
 from torch import Tensor
+
+from torch_fastdet.patching.protocols import Results
 
 NAME = "orig_img"
 _alive: weakref.WeakSet[Pixels] = weakref.WeakSet()
@@ -50,7 +52,7 @@ class Pixels:
         assert self._array is not None
         return self._array
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return self.numpy().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: object) -> np.ndarray:
@@ -77,7 +79,7 @@ class Images(list):
         """Return the images as they are: arrays, and :class:`Pixels`."""
         return list(super().__iter__())
 
-    def _array(self, image: Any) -> Any:
+    def _array(self, image: Any) -> object:
         self.touched = True
         return image.numpy() if isinstance(image, Pixels) else image
 
@@ -85,7 +87,7 @@ class Images(list):
         found = super().__getitem__(index)
         return [self._array(each) for each in found] if isinstance(index, slice) else self._array(found)
 
-    def __setitem__(self, index: Any, value: Any) -> None:
+    def __setitem__(self, index: Any, value: object) -> None:
         self.touched = True
         super().__setitem__(index, value)
 
@@ -94,27 +96,26 @@ class Images(list):
 
 
 def lazy_image(*_: object) -> property:
-    """Return the property ``Results.orig_img``."""
 
-    def read(result: Any) -> Any:
+    def read(result: Results) -> object:
         try:
-            value = vars(result)[NAME]
+            value = result.__dict__[NAME]
         except KeyError:
             raise AttributeError(f"'{type(result).__name__}' object has no attribute '{NAME}'") from None
         if isinstance(value, Pixels):
-            value = vars(result)[NAME] = value.numpy()
+            value = result.__dict__[NAME] = value.numpy()
         return value
 
-    def write(result: Any, value: object) -> None:
-        vars(result)[NAME] = value
+    def write(result: Results, value: object) -> None:
+        result.__dict__[NAME] = value
 
-    return property(read, write, lambda result: vars(result).pop(NAME))
+    return property(read, write, lambda result: result.__dict__.pop(NAME))
 
 
 def renewing(_: object, stock: Callable[[Any], Any], __: object) -> Callable[[Any], Any]:
     """Return ``Results.new``, from which ``cpu()``, ``to()`` and slices come, without reading the image."""
 
-    def new(self: Any) -> Any:
+    def new(self: Results) -> object:
         return stock(SimpleNamespace(**vars(self)) if isinstance(vars(self)[NAME], Pixels) else self)
 
     return new

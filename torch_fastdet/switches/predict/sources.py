@@ -24,6 +24,7 @@ from torch_fastdet.images.ahead import in_order
 from torch_fastdet.images.jpeg import is_jpeg
 from torch_fastdet.memory import is_out_of_memory
 from torch_fastdet.ops.jpeg import decode_packed
+from torch_fastdet.patching.protocols import Loader
 from torch_fastdet.patching.replace import is_code_of
 from torch_fastdet.switches.predict.common import UPLOAD, fits, one_after_another
 from torch_fastdet.switches.predict.results import Images, Pixels
@@ -43,7 +44,7 @@ class Batch:
     #: The beginning of a line to print for each image.
     info: list[str]
     #: The loader as it was when it gave the batch.
-    dataset: Any
+    dataset: Loader
     #: What holds the images on the device; empty if they are not there. ``where``: of each image the storage and its offset.
     storages: list[Tensor]
     where: list[tuple[int, int]]
@@ -79,7 +80,9 @@ class Stager:
                 raise
         return [otherwise(i) if isinstance(each, Tensor) else each for i, each in enumerate(made)]
 
-    def batch(self, paths: list[str], images: list[Any], info: list[str], dataset: Any, mixed: bool = False) -> Batch:
+    def batch(
+        self, paths: list[str], images: list[Any], info: list[str], dataset: Loader, mixed: bool = False
+    ) -> Batch:
         """Return a batch; its arrays are uploaded in one copy."""
         made = Batch(paths, Images(images), info, dataset, [], [], mixed=mixed)
         arrays = [image for image in images if not isinstance(image, Pixels)]
@@ -137,7 +140,7 @@ def _read_ahead(read: Callable[[Any], Any], what: list[Any], batch: int) -> Gene
             yield each
 
 
-def of_files(dataset: Any, stager: Stager) -> Generator[Batch]:
+def of_files(dataset: Loader, stager: Stager) -> Generator[Batch]:
     """Yield the batches of a ``LoadImagesAndVideos``: images as it reads them, then the frames of its videos."""
     stock = type(dataset).__next__
     imread, own = stock.__globals__["imread"], is_code_of(stock.__globals__["imread"], "ultralytics")
@@ -147,7 +150,7 @@ def of_files(dataset: Any, stager: Stager) -> Generator[Batch]:
         with one_opens if path.lower().endswith(tuple(in_turn)) else contextlib.nullcontext():
             return imread(path, flags=dataset.cv2_flag)
 
-    def read(path: str) -> Any:
+    def read(path: str) -> object:
         decodes = own and dataset.cv2_flag == cv2.IMREAD_COLOR
         found = sequential_jpeg(path) if decodes else None
         return by_opencv(path) if found is None else found[0]
@@ -176,8 +179,7 @@ def of_files(dataset: Any, stager: Stager) -> Generator[Batch]:
         yield stager.batch(paths, images, info, copy.copy(dataset))
 
 
-def of_list(dataset: Any, batch: int, stager: Stager) -> Generator[Batch]:
-    """Yield the images of a ``LoadPilAndNumpy``, ``batch`` at a time."""
+def of_list(dataset: Loader, batch: int, stager: Stager) -> Generator[Batch]:
     count, elements = len(dataset), dataset.im0
     mixed = count > batch and _is_mixed(dataset)
     ahead = hasattr(dataset, "read")
@@ -188,13 +190,13 @@ def of_list(dataset: Any, batch: int, stager: Stager) -> Generator[Batch]:
             group = list(itertools.islice(read_ahead, batch))
             paths, names = dataset.paths[begin : begin + batch], elements[begin : begin + batch]
 
-            def by_pillow(i: int, names: list[Any] = names) -> Any:
+            def by_pillow(i: int, names: list[Any] = names) -> object:
                 return dataset.by_pillow(names[i])
 
             yield stager.batch(paths, stager.decoded(group, by_pillow), [""] * len(group), dataset, mixed)
 
 
-def _is_mixed(dataset: Any) -> bool:
+def _is_mixed(dataset: Loader) -> bool:
     shape_of = getattr(dataset, "shape_of", lambda image: image.shape)
     shapes = map(shape_of, dataset.im0)
     first = next(shapes)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 from torch_fastdet.patching.evidence import OPENCV, Behaves, Signature
+from torch_fastdet.patching.protocols import Function
 from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
 from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
 
 
-def _by(module: str, name: str) -> Callable[..., Any]:
+def _by(module: str, name: str) -> Function:
     """Return a function of a module of this folder, which is imported when it is called: with cv2, which few commands need."""
 
-    def call(*arguments: object) -> Any:
+    def call(*arguments: object) -> object:
         return getattr(importlib.import_module(f"torch_fastdet.switches.predict.{module}"), name)(*arguments)
 
     return call
@@ -52,7 +52,7 @@ YOLOV5 = Switch(
 )
 
 
-def _lazy_image(active: Active, _: object, results: object) -> Any:
+def _lazy_image(active: Active, _: object, results: object) -> object:
     active.patches.at_end.append(functools.partial(_by("results", "read_all"), results))
     return _by("results", "lazy_image")()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch_fastdet.images.recorder import recording_module
 from torch_fastdet.ops.letterbox import Placing
 from torch_fastdet.patching.import_hook import namespace
-from torch_fastdet.patching.protocols import Predictor
+from torch_fastdet.patching.protocols import Function, Model, Names, Predictor, Stock
 from torch_fastdet.patching.replace import is_code_of, original, with_names
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.nms import switch as suppression
@@ -37,11 +37,11 @@ DEVICES: tuple[str, ...] = ("cuda",)
 GREY = 114  # of the operator's border
 
 
-def _asking(pre_transform: object, stock_letterbox: Any) -> Callable[[object, object], list[Placing | None]]:
+def _asking(pre_transform: object, stock_letterbox: Stock) -> Callable[[object, object], list[Placing | None]]:
     """Return ``pre_transform`` that returns where each image goes; None for one that the operator cannot put there."""
 
     class Asked(stock_letterbox):
-        def apply_image(self, labels: dict[str, object], params: dict[str, Any]) -> dict[str, Any]:
+        def apply_image(self, labels: dict[str, object], params: Names) -> Names:
             width, height = params["new_unpad"]
             top, bottom, left, right = (params[side] for side in ("top", "bottom", "left", "right"))
             known = self.padding_value == GREY and self.interpolation == cv2.INTER_LINEAR
@@ -53,7 +53,7 @@ def _asking(pre_transform: object, stock_letterbox: Any) -> Callable[[object, ob
     return with_names(pre_transform, LetterBox=Asked)
 
 
-def preprocessing(active: Active | None, stock: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+def preprocessing(active: Active | None, stock: Function, owner: Stock) -> Function:
     """Return ``BasePredictor.preprocess`` whose lists of images go through :func:`letterbox`; all else gets the original's."""
     parts = Parts() if active is None else active.shared(parts_of)
     stock_pre_transform = owner.pre_transform
@@ -84,7 +84,7 @@ def preprocessing(active: Active | None, stock: Callable[..., Any], owner: Any) 
     return preprocess_or_read
 
 
-def sourcing(active: Active, stock: Callable, owner: Any) -> Callable:
+def sourcing(active: Active, stock: Callable, owner: Stock) -> Callable:
     """Return ``BasePredictor.setup_source`` whose loader is a :class:`Feed` where the pipeline can run."""
     from ultralytics.data.loaders import LoadImagesAndVideos, LoadPilAndNumpy
 
@@ -107,7 +107,7 @@ def parts_of(_: Active) -> Parts:
     return Parts()
 
 
-def runs_ahead(predictor: Predictor, base: Any) -> bool:
+def runs_ahead(predictor: Predictor, base: Stock) -> bool:
     """Return whether the predictor's model and methods are those that the pipeline knows."""
     if predictor.model is None or torch.device(predictor.device).type not in DEVICES or predictor.model.format != "pt":
         return False
@@ -147,7 +147,7 @@ def _flight(predictor: Predictor) -> Flight | None:
 
 def streaming(_: Active, stock: Callable, __: object) -> Callable:
     """Return ``BasePredictor.stream_inference`` that does not wait for the GPU to read a clock."""
-    inner: Any = getattr(stock, "__wrapped__", stock)  # under torch.inference_mode
+    inner: Model = getattr(stock, "__wrapped__", stock)  # under torch.inference_mode
     names = inner.__globals__
 
     @functools.wraps(stock)
@@ -158,9 +158,9 @@ def streaming(_: Active, stock: Callable, __: object) -> Callable:
     return stream_inference
 
 
-def postprocessing(active: Active, stock: Callable, detector: Any) -> Callable:
+def postprocessing(active: Active, stock: Callable, detector: Stock) -> Callable:
     """Return ``DetectionPredictor.postprocess`` with what the pipeline has found."""
-    names: dict[str, Any] = stock.__globals__
+    names: Names = stock.__globals__
     nms = names["nms"]
     known = original(nms, "non_max_suppression")
     suppresses = known is not None and ULTRALYTICS_SUPPRESSION.obstacle(known) is None
@@ -193,7 +193,7 @@ def postprocessing(active: Active, stock: Callable, detector: Any) -> Callable:
 
 def constructing(_: Active, stock: Callable, __: object) -> Callable:
     """Return ``DetectionPredictor.construct_result`` for boxes that are in pixels of the image already."""
-    names: dict[str, Any] = stock.__globals__
+    names: Names = stock.__globals__
     as_they_are = recording_module(names["ops"], {"scale_boxes": lambda _, boxes, *__, **___: boxes})
     scaled = with_names(stock, ops=as_they_are)
 
@@ -230,7 +230,7 @@ def listed_class() -> type:
                     element = Image.open(element)
             return self._single_check(element, self.channels)
 
-        def read(self, element: Any) -> Any:
+        def read(self, element: Any) -> object:
             """Return an array, or the bytes of a JPEG file of which Pillow and OpenCV make the same pixels."""
             if _is_name(element) and self.channels == 3 and (found := sequential_jpeg(os.fspath(element))) is not None:
                 data, header = found

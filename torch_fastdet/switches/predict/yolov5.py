@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Any
 
 from torch_fastdet.images.ahead import in_order
+from torch_fastdet.patching.protocols import Loader, Stock
 
 KEY = "torch_fastdet_reader"  # in a loader's attributes while images are read ahead
 THREADS, AHEAD = 4, 8
 
 
-def reading(_: object, stock: Any, __: object) -> object:
+def reading(_: object, stock: Stock, __: object) -> object:
     """Run ``LoadImages.__next__`` that starts to read images before they are asked for. Videos are read as before."""
 
     @functools.wraps(stock)
-    def following(self: Any) -> object:
+    def following(self: Loader) -> object:
         images = self.video_flag.index(True) if True in self.video_flag else self.nf
-        at, reader = vars(self).pop(KEY, (None, None))
+        at, reader = self.__dict__.pop(KEY, (None, None))
         if at != self.count and reader is not None:
             reader.close()  # somebody begins again
             reader = None
@@ -36,7 +36,7 @@ def reading(_: object, stock: Any, __: object) -> object:
         self.count += 1
         found = next(reader)
         if self.count < images:
-            vars(self)[KEY] = self.count, reader
+            self.__dict__[KEY] = self.count, reader
         else:
             reader.close()
         return found

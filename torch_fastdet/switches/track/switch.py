@@ -6,10 +6,9 @@ The core holds the tracks. They become the framework's own objects when somebody
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from typing import Any
 
 from torch_fastdet.patching.evidence import Asks, Behaves, Signature
+from torch_fastdet.patching.protocols import Function, Tracker
 from torch_fastdet.patching.replace import describe, is_code_of, original
 from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import REFERENCE, VERSION, ultralytics
@@ -31,7 +30,7 @@ def _has_core(_: object) -> str | None:
     return "torch_fastdet._C is not built for this Python, whose headers (python3-dev) were missing."
 
 
-def _replaced(tracker: Any) -> str | None:
+def _replaced(tracker: Tracker) -> str | None:
     # The others inherit ByteTrack's.
     holder = next(each for each in tracker.__mro__ if original(each, "update") is not None)
     if is_code_of(original(holder, "update"), "ultralytics"):
@@ -39,13 +38,13 @@ def _replaced(tracker: Any) -> str | None:
     return f"{describe(holder)}.update has been replaced by somebody else, and stays."
 
 
-def _updating(active: Active, stock: Callable[..., object], tracker: type) -> object:
+def _updating(active: Active, stock: Function, tracker: type) -> object:
     from torch_fastdet.switches.track.ultralytics import updating
 
     return updating(active, stock, tracker)
 
 
-def _tried(tracker: type) -> Any:
+def _tried(tracker: type) -> tuple[object, object]:
     from torch_fastdet.switches.track.trial import tracked
 
     return tracked(tracker)
@@ -74,7 +73,7 @@ def _state(_: Active, __: object, ___: type) -> object:
 def _lists(where: tuple[str, ...], tracker: str) -> list[Target]:
     """Return the lists of a tracker and of what inherits from it, and its state."""
 
-    def reads(name: str) -> Callable[..., object]:
+    def reads(name: str) -> Function:
         def make(_: Active, __: object, ___: type) -> object:
             from torch_fastdet.switches.track.ultralytics import handing_out
 
@@ -82,7 +81,7 @@ def _lists(where: tuple[str, ...], tracker: str) -> list[Target]:
 
         return make
 
-    made: dict[str, Callable[..., object]] = {name: reads(name) for name in LISTS}
+    made: dict[str, Function] = {name: reads(name) for name in LISTS}
     made["__getstate__"] = _state
     return [
         Target(where, f"{tracker}.{name}", make=make, adds=True, after=f"{tracker}.update", quiet=True)

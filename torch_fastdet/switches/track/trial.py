@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_fastdet import trackers
+from torch_fastdet.patching.protocols import Names, Tracker
 
-OPTIONS: dict[str, Any] = {
+OPTIONS: Names = {
     "track_high_thresh": 0.3,
     "track_low_thresh": 0.1,
     "new_track_thresh": 0.4,
@@ -48,8 +49,7 @@ def frames() -> list[NDArray[np.float32]]:
     return found
 
 
-def tracked(tracker: Any) -> tuple[Any, Any]:
-    """Return the outputs of the framework's class, and of the core of the same name."""
+def tracked(tracker: Tracker) -> tuple[Any, Any]:
     ours = CLASSES[tracker.__name__](**OPTIONS)
     theirs = tracker(SimpleNamespace(**OPTIONS, **OTHERS))
     boxes = importlib.import_module("ultralytics.engine.results").Boxes

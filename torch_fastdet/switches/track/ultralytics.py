@@ -10,14 +10,13 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_fastdet.patching.evidence import Obstacle
-from torch_fastdet.patching.protocols import Track, Tracker
+from torch_fastdet.patching.protocols import Function, Names, Results, Track, Tracker
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.track.kinds import KINDS, Kind
@@ -55,7 +54,7 @@ def obstacle_to(tracker: Tracker, known: type) -> Obstacle | None:
     return None if reason is None else Obstacle(reason)
 
 
-def updating(active: Active, stock: Callable[..., object], known: type) -> Callable[..., object]:
+def updating(active: Active, stock: Function, known: type) -> Function:
     """Return ``update`` of the class ``known`` by the core."""
     from ultralytics.engine.results import OBB, Boxes
 
@@ -72,7 +71,7 @@ def updating(active: Active, stock: Callable[..., object], known: type) -> Calla
         return _Held(kind, tracker)
 
     @in_place_of(own)
-    def update(self: Tracker, results: Any, img: Any = None, *args: Any, **kwargs: Any) -> object:
+    def update(self: Tracker, results: Results, img: object = None, *args: Any, **kwargs: Any) -> object:
         attributes = self.__dict__
         if KEY not in attributes:
             attributes[KEY] = hold(self)
@@ -139,28 +138,27 @@ class _Probe:
 def handing_out(name: str) -> property:
     """Return a tracker's list of that name, which the core fills when it is read."""
 
-    def read(self: Any) -> Any:
+    def read(self: Tracker) -> object:
         give_out(self, LIVE if name in LIVE else REMOVED)
         try:
             return vars(self)[name]
         except KeyError:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
 
-    def write(self: Any, value: object) -> None:
+    def write(self: Tracker, value: object) -> None:
         give_out(self, LIVE if name in LIVE else REMOVED)
-        vars(self)[name] = value
+        self.__dict__[name] = value
 
     return property(read, write)
 
 
-def state(self: Any) -> dict[str, Any]:
+def state(self: Tracker) -> Names:
     """Return ``__getstate__``: copies and pickles hold lists of tracks, and no core."""
     give_out(self, LIVE + REMOVED)
     return {key: value for key, value in vars(self).items() if key != KEY}
 
 
 def give_back(tracker: Tracker) -> None:
-    """Leave the tracks to the tracker's own update."""
     give_out(tracker, LIVE + REMOVED)
 
 
@@ -200,7 +198,7 @@ def _tracks(
     """Return the framework's tracks of rows; without what they remember, if not asked for it."""
     if not len(rows):
         return []
-    made = kind.new_tracks(tracker, len(rows))
+    made: list[Any] = kind.new_tracks(tracker, len(rows))
     for k, row in enumerate(rows):
         track = made[k] = known.get(int(row[72]), made[k])
         number, frame, start, length, index = (int(value) for value in row[72:77])

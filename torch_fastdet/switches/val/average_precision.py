@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from torch_fastdet.patching.evidence import SameCode
+from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.switch import Target
 
 
@@ -40,7 +41,7 @@ class Curves:
     ap: np.ndarray
     envelopes: list[tuple[np.ndarray, np.ndarray] | None]
 
-    def at_best(self, smooth: Callable, eps: float) -> tuple[np.ndarray, ...]:
+    def at_best(self, smooth: Function, eps: float) -> tuple[np.ndarray, ...]:
         """Return true and false positives, precision, recall and F1 of each class where the classes' mean F1 is highest."""
         at = smooth(self.f1.mean(0), 0.1).argmax() if len(self.classes) else 0
         precision, recall, f1 = (curve[:, at] for curve in (self.precision, self.recall, self.f1))
@@ -69,7 +70,7 @@ def _turns(hits: np.ndarray, count: int) -> np.ndarray:
 
 
 def curves(
-    tp: np.ndarray, conf: np.ndarray, pred_cls: np.ndarray, target_cls: np.ndarray, compute_ap: Callable, eps: float
+    tp: np.ndarray, conf: np.ndarray, pred_cls: np.ndarray, target_cls: np.ndarray, compute_ap: Function, eps: float
 ) -> Curves:
     """Return the curves of detections and labels, as both frameworks define them.
 
@@ -104,7 +105,7 @@ def curves(
     return Curves(classes, labels, x, precision, recall, f1, ap, envelopes)
 
 
-def from_one_sort(stock: Any, rest: Callable[[Any, Any, Curves], tuple[object, ...]]) -> Callable[..., object]:
+def from_one_sort(stock: Stock, rest: Callable[[Any, Any, Curves], tuple[object, ...]]) -> Function:
     """Return ``ap_per_class`` by :func:`curves`; the original's own functions integrate and smooth.
 
     ``rest`` returns what the framework returns behind the numbers, from the original, its arguments as attributes, and the curves; it plots, too.
@@ -126,7 +127,7 @@ def from_one_sort(stock: Any, rest: Callable[[Any, Any, Curves], tuple[object, .
     return ap_per_class
 
 
-def plot(stock: Any, given: Any, result: Curves, by_recall: object, names: object, **options: object) -> None:
+def plot(stock: Stock, given: Any, result: Curves, by_recall: object, names: object, **options: object) -> None:
     """Draw the four plots by the original functions; ``given`` are the arguments of ``ap_per_class``."""
     host, folder = stock.__globals__, Path(given.save_dir)
     host["plot_pr_curve"](result.x, by_recall, result.ap, folder / f"{given.prefix}PR_curve.png", names, **options)

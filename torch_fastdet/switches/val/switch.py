@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch_fastdet import ops
 from torch_fastdet.patching.evidence import Behaves, Obstacle, SameCode, Signature
 from torch_fastdet.patching.import_hook import namespace, top_level
+from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.replace import is_code_of
 from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.patching.switch import Active, Switch, Target
@@ -42,12 +42,11 @@ def _confused(kind: type) -> torch.Tensor:
     return torch.as_tensor(matrix.matrix).long()
 
 
-def _takes_masks(matcher: Any) -> bool:
+def _takes_masks(matcher: Stock) -> bool:
     return "pred_masks" in inspect.signature(matcher).parameters
 
 
-def _correct(matcher: Any, masks: bool) -> list[torch.Tensor]:
-    """Return correct detections by boxes; with ``masks`` also by one mask a label, and by labels that overlap in one half-size mask."""
+def _correct(matcher: Stock, masks: bool) -> list[torch.Tensor]:
     detections, labels, iouv = DETECTIONS.clone(), LABELS.clone(), IOUV.clone()
     y, x = torch.arange(100)[:, None], torch.arange(100)
 
@@ -61,11 +60,11 @@ def _correct(matcher: Any, masks: bool) -> list[torch.Tensor]:
     return [torch.as_tensor(matcher(detections, labels, iouv, *way)).bool() for way in ways]
 
 
-def _matcher(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _matcher(stock: Function) -> Function:
     return of_yolov5.process_batch_of_masks(stock) if _takes_masks(stock) else of_yolov5.process_batch
 
 
-def _as_ours(stock: Callable[..., Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _as_ours(stock: Function) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     masks = _takes_masks(stock)
     return _correct(stock, masks), _correct(_matcher(stock), masks)
 
@@ -105,14 +104,13 @@ def _matrices(stock: type) -> tuple[torch.Tensor, torch.Tensor]:
     return _confused(stock), _confused(of_yolov5.confusion_matrix_class(stock, lambda: None))
 
 
-def _scale(function: Callable[..., Any]) -> list[object]:
-    """Return boxes across the borders of a letterbox, of wide and tall images, with and without the letterbox's own numbers."""
+def _scale(function: Function) -> list[object]:
     boxes = torch.tensor([[-3.0, 5, 41, 33], [0, 0, 64, 48], [20.5, 10.5, 70.25, 38]])
     ways: list[tuple[object, ...]] = [((30, 50),), ((61, 20),), ((30, 50), ((1.25, 1.25), (2.0, 3.5)))]
     return [function((48, 64), boxes.clone(), *way) for way in ways]
 
 
-def _scaled(stock: Callable[..., Any]) -> tuple[list[object], list[object]]:
+def _scaled(stock: Function) -> tuple[list[object], list[object]]:
     return _scale(stock), _scale(of_yolov5.scale_boxes)
 
 
@@ -149,7 +147,7 @@ YOLOV5 = Switch(
 )
 
 
-def _matched(validator: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _matched(validator: Stock) -> tuple[torch.Tensor, torch.Tensor]:
     box_iou = importlib.import_module(ultralytics("utils.metrics")[0]).box_iou
     iou = box_iou(LABELS[:, 1:], DETECTIONS[:, :4])
     found = validator.match_predictions(SimpleNamespace(iouv=IOUV), DETECTIONS[:, 5], LABELS[:, 0], iou)
@@ -172,15 +170,15 @@ def _counted(matrix_class: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]
 MATCHED = Behaves("its match_predictions", _matched, 0, REFERENCE)
 
 
-def _update(_: Active, stock: Callable[..., object], validator: Any) -> Callable[..., object]:
+def _update(_: Active, stock: Function, validator: Stock) -> Function:
     known = validator._prepare_batch, validator._prepare_pred
     all_known = all(is_code_of(method, top_level(validator.__module__)) for method in known)
     prepare = of_ultralytics.match_all(validator.match_predictions, known) if all_known else None
     return of_ultralytics.update_on_host(stock, validator._process_batch, prepare)
 
 
-def _process(overlaps: of_ultralytics.Overlaps) -> Callable[..., object]:
-    def make(_: Active, stock: Callable[..., object], validator: Any) -> object:
+def _process(overlaps: of_ultralytics.Overlaps) -> Function:
+    def make(_: Active, stock: Function, validator: Stock) -> object:
         if overlaps.function not in vars(sys.modules[validator.__module__]):
             return Obstacle(f"{validator.__module__} has no {overlaps.function}.")
         return of_ultralytics.process_overlaps(stock, overlaps, super(validator, validator)._process_batch)
@@ -188,8 +186,8 @@ def _process(overlaps: of_ultralytics.Overlaps) -> Callable[..., object]:
     return make
 
 
-def _update_by_overlaps(overlaps: of_ultralytics.Overlaps) -> Callable[..., object]:
-    def make(_: Active, stock: Callable[..., object], validator: Any) -> object:
+def _update_by_overlaps(overlaps: of_ultralytics.Overlaps) -> Function:
+    def make(_: Active, stock: Function, validator: Stock) -> object:
         names = vars(sys.modules[validator.__module__])
         host = top_level(validator.__module__)
         if not is_code_of(validator._prepare_pred, host):

@@ -16,7 +16,7 @@ from torch_fastdet import ops
 from torch_fastdet._say import count
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet._torch.tensors import as_float
-from torch_fastdet.patching.protocols import Batch, ConfusionMatrix, Validator
+from torch_fastdet.patching.protocols import Batch, ConfusionMatrix, Function, Validator
 from torch_fastdet.switches.val import average_precision
 
 #: Where stock makes what it combines with the labels.
@@ -39,7 +39,7 @@ def _labels(batch: dict[str, Tensor]) -> Tensor:
     return torch.cat([batch["cls"].reshape(-1, 1), batch["bboxes"]], 1)
 
 
-def match(stock: Callable, matching: Callable) -> Callable:
+def match(stock: Function, matching: Function) -> Function:
     """Return ``DetectionValidator._process_batch`` by one operator; a validator with a matching of its own gets the original."""
 
     @functools.wraps(stock)
@@ -58,8 +58,6 @@ def match(stock: Callable, matching: Callable) -> Callable:
 
 
 class _Table(NamedTuple):
-    """The rows of several images side by side."""
-
     rows: Tensor  # (images, n, 6)
     counts: Tensor  # the rows of each image
     at: tuple[Tensor, Tensor]  # image and place of each row
@@ -75,7 +73,7 @@ def _table(rows: Tensor, sizes: list[int]) -> _Table:
     return _Table(table, counts.to(rows.device), at)
 
 
-def match_all(matching: Callable, known: tuple[Callable, Callable]) -> Callable[..., Callable]:
+def match_all(matching: Function, known: tuple[Function, Function]) -> Callable[..., Function]:
     """Make a validator's ``_prepare_batch``, with the matches of all images of a batch from one launch and one copy.
 
     A validator keeps its own if a method is not the framework's: the matches are of the rows that came from the model.
@@ -85,7 +83,7 @@ def match_all(matching: Callable, known: tuple[Callable, Callable]) -> Callable[
         known: its ``_prepare_batch`` and ``_prepare_pred``.
     """
 
-    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> Callable:
+    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> Function:
         own = validator._prepare_batch
         methods = tuple(getattr(method, "__func__", None) for method in (own, validator._prepare_pred))
         if type(validator).match_predictions is not matching or methods != known:
@@ -103,7 +101,7 @@ def match_all(matching: Callable, known: tuple[Callable, Callable]) -> Callable[
     return prepare_all
 
 
-def _prepared_at_once(own: Callable, batch: Batch, images: int) -> tuple[Tensor, list[Batch]]:
+def _prepared_at_once(own: Function, batch: Batch, images: int) -> tuple[Tensor, list[Batch]]:
     """Return the labels of all images as an operator takes them, and what ``_prepare_batch`` makes of each image, by one call."""
     number = batch["batch_idx"].reshape(-1)
     order = number.argsort(stable=True)
@@ -129,7 +127,7 @@ def confusions(
     return matrix.cpu()
 
 
-def plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tuple[object, ...]:
+def plotted(stock: Function, given: Any, result: average_precision.Curves) -> tuple[object, ...]:
     """Return what ``ap_per_class`` of ultralytics.utils.metrics returns behind the numbers, once its plots are drawn."""
     rows = [np.zeros_like(result.x) if row is None else row for row in result.precision_by_recall()]
     by_recall = np.array(rows) if rows else np.zeros((1, len(result.x)))
@@ -158,7 +156,7 @@ def _within(classes: int, *labels: Tensor) -> bool:
     return all(not each.numel() or bool(((each >= 0) & (each < classes)).all()) for each in labels)
 
 
-def _count_together(stock: Callable, matrix: Any, calls: list[tuple[Any, ...]]) -> None:
+def _count_together(stock: Function, matrix: Any, calls: list[tuple[Any, ...]]) -> None:
     """Run ``ConfusionMatrix.process_batch`` of several images with the same thresholds."""
     found, truth = (
         {name: torch.cat([call[k][name] for call in calls]) for name in names}
@@ -181,16 +179,12 @@ def _count_together(stock: Callable, matrix: Any, calls: list[tuple[Any, ...]]) 
     matrix.matrix += confusions(rows, labels, matrix.nc, conf, iou_thres, table.counts).numpy()
 
 
-def confuse(stock: Callable) -> Callable:
+def confuse(stock: Function) -> Function:
     """Return ``ConfusionMatrix.process_batch`` by one operator; rotated boxes and kept matches (``visualize``) get the original."""
 
     @functools.wraps(stock)
     def process_batch(
-        self: ConfusionMatrix,
-        detections: dict[str, Tensor],
-        batch: Batch,
-        conf: float = 0.25,
-        iou_thres: float = 0.45,
+        self: ConfusionMatrix, detections: dict[str, Tensor], batch: Batch, conf: float = 0.25, iou_thres: float = 0.45
     ) -> None:
         call = detections, batch, conf, iou_thres
         if self.matches is not None or not _counts_as_stock(detections, batch, conf, iou_thres):
@@ -205,7 +199,7 @@ def confuse(stock: Callable) -> Callable:
     return process_batch
 
 
-def match_overlaps(stock: Callable) -> Callable:
+def match_overlaps(stock: Function) -> Function:
     """Return ``BaseValidator.match_predictions`` in C++, by whatever overlaps a task has."""
 
     @functools.wraps(stock)
@@ -222,8 +216,8 @@ def match_overlaps(stock: Callable) -> Callable:
 
 
 def update_on_host(
-    stock: Callable, processing: Callable, overlaps: Callable[[Validator, Any, Any], Callable | None] | None = None
-) -> Callable:
+    stock: Function, processing: Function, overlaps: Callable[[Validator, Any, Any], Function | None] | None = None
+) -> Function:
     """Return a validator's ``update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
 
     A validator whose ``_process_batch`` is not ``processing`` gets the original's. For ``overlaps`` see :func:`preparing_overlaps` and
@@ -280,7 +274,7 @@ class Overlaps(NamedTuple):
     #: (labels, detections), by the host's function.
     between: Callable[[Callable[..., Tensor], Validator, list[Batch], list[dict[str, Tensor]]], Tensor]
     #: Makes ``_prepare_batch`` from the one of validators of boxes alone; None: the task's own.
-    prepares: Callable[[Callable], Callable] | None = None
+    prepares: Callable[[Function], Function] | None = None
 
 
 def _joined(images: list[Batch], name: str, device: torch.device) -> Tensor:
@@ -324,7 +318,7 @@ def _drawn(labels: list[Batch], device: torch.device) -> Tensor:
     return (maps == numbers[:, None, None]).float()
 
 
-def _with_masks(boxes: Callable) -> Callable:
+def _with_masks(boxes: Function) -> Function:
     """Return ``_prepare_batch`` of an image whose masks are drawn later, those of several images at once."""
 
     def prepare(validator: Validator, number: int, batch: Batch) -> Batch:
@@ -351,7 +345,7 @@ OVERLAPS = "torch_fastdet_overlaps"
 _MOST_ELEMENTS = 1 << 25  # of a tensor for several images
 
 
-def process_overlaps(stock: Callable, overlaps: Overlaps, boxes: Callable) -> Callable:
+def process_overlaps(stock: Function, overlaps: Overlaps, boxes: Function) -> Function:
     """Return a task's ``_process_batch`` by overlaps that are there already; ``boxes`` is the one of boxes that are not rotated."""
 
     @functools.wraps(stock)
@@ -368,9 +362,9 @@ def process_overlaps(stock: Callable, overlaps: Overlaps, boxes: Callable) -> Ca
 def preparing_overlaps(
     overlaps: Overlaps,
     function: Callable[[], Callable[..., Tensor]],
-    keeping_rows: Callable,
-    preparing: tuple[Callable, Callable] | None,
-) -> Callable[[Validator, list[dict[str, Tensor]], Batch], Callable | None]:
+    keeping_rows: Function,
+    preparing: tuple[Function, Function] | None,
+) -> Callable[[Validator, list[dict[str, Tensor]], Batch], Function | None]:
     """Make a validator's ``_prepare_batch``, with the overlaps of all images of a batch in one copy from the GPU.
 
     It returns None, and the original runs, if masks are needed on the host, or if the validator's ``_prepare_pred`` is not ``keeping_rows``.
@@ -378,7 +372,7 @@ def preparing_overlaps(
     stands for it.
     """
 
-    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], labels: Batch) -> Callable | None:
+    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], labels: Batch) -> Function | None:
         if getattr(validator._prepare_pred, "__func__", None) is not keeping_rows or _shows_masks(validator, preds[0]):
             return None
         own = validator._prepare_batch
@@ -405,7 +399,6 @@ def _on_host(
     labels: list[Batch],
     preds: list[dict[str, Tensor]],
 ) -> Iterable[Tensor]:
-    """Return the overlaps of each image."""
     sizes = [(len(label["cls"]), len(pred["cls"])) for label, pred in zip(labels, preds)]
     parts = [preds[0]["conf"].new_zeros(0)]
     for group in _groups(overlaps, sizes, labels, preds):

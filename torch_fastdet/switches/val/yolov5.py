@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import copyreg
 import operator
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -15,7 +14,8 @@ from torch import Tensor
 from torch_fastdet import ops
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import as_float
-from torch_fastdet.patching.by_name import ByName
+from torch_fastdet.patching.by_name import filed_as
+from torch_fastdet.patching.protocols import Function, Names
 from torch_fastdet.patching.replace import in_place_of, with_names
 from torch_fastdet.switches.val import average_precision
 
@@ -52,7 +52,7 @@ def process_batch_of_masks(stock: Callable[..., Tensor]) -> Callable[..., Tensor
     return process_batch_of_masks
 
 
-def _mask_overlaps(stock: Callable, detections: Tensor, labels: Tensor, iouv: Tensor, *masks: object) -> Tensor:
+def _mask_overlaps(stock: Function, detections: Tensor, labels: Tensor, iouv: Tensor, *masks: object) -> Tensor:
     """Return (m, n): what the original code finds by ``mask_iou``. It gets no thresholds, so that it matches nothing and waits for nothing."""
     found: list[Tensor] = []
 
@@ -80,7 +80,7 @@ def scale_boxes(img1_shape: Sequence[int], boxes: Any, img0_shape: Sequence[int]
     return boxes
 
 
-def plotted(stock: Callable, given: Any, result: average_precision.Curves) -> tuple[object, ...]:
+def plotted(stock: Function, given: Any, result: average_precision.Curves) -> tuple[object, ...]:
     """Return what ``ap_per_class`` of utils.metrics returns behind the numbers, once its plots are drawn: nothing."""
     if given.plot:
         shown = dict(enumerate(name for number, name in given.names.items() if number in result.classes))
@@ -133,13 +133,12 @@ def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
             state = {name: value for name, value in vars(self).items() if name not in ("_counts", "_matrix")}
             return state | {"matrix": self.matrix}
 
-        def __setstate__(self, state: dict[str, Any]) -> None:
+        def __setstate__(self, state: Names) -> None:
             for name, value in state.items():
                 setattr(self, name, value)
 
-        def __reduce_ex__(self, protocol: object) -> Any:
-            name = ByName(stock.__module__, stock.__name__)
-            return copyreg._reconstructor, (name, object, None), self.__getstate__()  # type: ignore[attr-defined]
+        def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+            return filed_as(stock, self.__getstate__())
 
         def __copy__(self) -> object:
             copied: Any = object.__new__(stock)
