@@ -17,6 +17,7 @@ ON_GPU = [
         "spawn",
         "disk",
         "drawn_on",
+        "pickled",
         "refused_memory",
         "changed_labels",
         "albumentations",

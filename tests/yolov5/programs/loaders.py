@@ -1,9 +1,11 @@
 """Compares the batches of stock's loaders and of ours: loaders.py PREFIX FOLDER CASE...; prints a line for each case."""
 
 import contextlib
+import copy
 import importlib
 import logging
 import os
+import pickle
 import random
 import signal
 import sys
@@ -279,6 +281,32 @@ def drawn_on():
 
     for options in ({}, {"cache": "ram"}):
         compare(*ours(draw, make("boxes"), **options))
+
+
+def pickled():
+    """A file holds the framework's data set. Copies are planned as before, and so is what is loaded while the switch is on."""
+    stock, found = dataloaders.LoadImagesAndLabels, {}
+
+    def file(root, **options):
+        _, dataset = dataloaders.create_dataloader(str(root / "images"), SIZE, 6, 32, workers=0, **options)
+        data = pickle.dumps(dataset)
+        for name, made in {
+            "loaded": pickle.loads(data),
+            "copy": copy.copy(dataset),
+            "deep": copy.deepcopy(dataset),
+        }.items():
+            assert type(made) is type(dataset)
+            found[name] = [made[index][0] for index in range(len(made))]
+        return data, [dataset[index][0] for index in range(len(dataset))]
+
+    for options in ({}, {"cache": "ram"}):
+        data, images = ours(file, make("boxes"), **options)
+        assert b"torch_fastdet" not in data
+        loaded = pickle.loads(data)
+        assert type(loaded) is stock and not any("memory" in name for name in vars(loaded))
+        found["without"] = [loaded[index][0] for index in range(len(loaded))]
+        for others in found.values():
+            compare(others, images)
 
 
 def refused_memory():
@@ -652,6 +680,7 @@ CASES = {
     "missing_file": missing_file,
     "broken_file": broken_file,
     "drawn_on": drawn_on,
+    "pickled": pickled,
     "refused_memory": refused_memory,
     "changed_labels": changed_labels,
     "changed_size": changed_size,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
+import multiprocessing.context
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +23,7 @@ from torch_fastdet.images.recorder import Recorder
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
+from torch_fastdet.patching.by_name import ByName
 from torch_fastdet.patching.protocols import YOLOv5Dataset
 
 
@@ -69,12 +72,13 @@ def dataset_class(stock: type) -> type:
     class LoadImagesAndLabels(stock):
         torch_fastdet_stock = stock
         _planner: Planner | None = None
+        _memory: ImageMemory | None = None
+        #: What the memory was made for; None before it was asked for.
+        _memory_is_of: tuple[int, bool] | None = None
+        _all_in_memory: bool = False
+        _is_cached: bool = False
 
         def __init__(self, *args: object, **kwargs: object) -> None:
-            self._memory: ImageMemory | None = None
-            #: What the memory was made for; None before it was asked for.
-            self._memory_is_of: tuple[int, bool] | None = None
-            self._all_in_memory = self._is_cached = False
             super().__init__(*args, **kwargs)
             _ = self.memory  # while other ranks wait for the first one
 
@@ -133,7 +137,24 @@ def dataset_class(stock: type) -> type:
         def __reduce_ex__(self, protocol: object) -> Any:
             if type(self) is not LoadImagesAndLabels:
                 return super().__reduce_ex__(protocol)
-            return _new_dataset, (stock.__module__, stock.__name__), self.__getstate__()
+            if multiprocessing.context.get_spawning_popen() is not None:
+                return _new_dataset, (stock.__module__, stock.__name__), self.__getstate__()
+            # Files hold the framework's, without what is annotated above.
+            kept = {
+                name: value for name, value in vars(self).items() if name not in LoadImagesAndLabels.__annotations__
+            }
+            return object.__new__, (ByName(stock.__module__, stock.__name__),), kept
+
+        def __copy__(self) -> Any:
+            copied: Any = object.__new__(type(self))
+            vars(copied).update(self.__getstate__())
+            return copied
+
+        def __deepcopy__(self, memo: dict[int, object]) -> Any:
+            copied: Any = object.__new__(type(self))
+            memo[id(self)] = copied
+            vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
+            return copied
 
     for base in stock.__bases__:  # a class that was made while its base was replaced
         if "torch_fastdet_stock" in vars(base):
