@@ -56,9 +56,11 @@ def train(ultralytics_environment, digits, tmp_path):
 
     def run(name, kill=0, *options):
         command = [str(part) for part in (PROGRAMS / "killed.py", digits, tmp_path, name, *options)]
-        result = starter.python(command, tmp_path, ultralytics_environment | {"KILL": str(kill)}, seconds=300)
-        assert result.returncode == (-9 if kill else 0), result.stdout[-3000:]
-        return [json.loads(state) for state in re.findall("SAVED (.*)$", result.stdout, flags=re.M)], result.stdout
+        environment = ultralytics_environment | {"KILL": str(kill)}
+        result = starter.python(command, tmp_path, environment, seconds=300, apart=True)
+        output = result.stdout + result.stderr
+        assert result.returncode == (-9 if kill else 0), output[-3000:]
+        return [json.loads(state) for state in re.findall("^SAVED (.*)$", result.stdout, flags=re.M)], output
 
     return run
 
