@@ -16,6 +16,9 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def("stem_conv2d(Tensor squares, Tensor weight) -> Tensor");
   m.def("stem_conv2d_backward(Tensor grad_output, Tensor squares, int kernel_size) -> Tensor");
 
+  // Max pooling of stride 1, without padding; indices are for the backward pass.
+  m.def("max_pool(Tensor x, int kernel_size) -> (Tensor y, Tensor indices)");
+  m.def("max_pool_backward(Tensor grad_y, Tensor indices, int kernel_size) -> Tensor");
   // x beside poolings of poolings of it, each of stride 1 and x's size; indices are for the backward pass.
   m.def("max_pools_cat(Tensor x, int kernel_size=5, int pools=3) -> (Tensor y, Tensor indices)");
   // The same without a gradient; the first channels of y are x.

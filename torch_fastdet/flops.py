@@ -189,6 +189,10 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "sum_slices": lambda a: (len(a.x) - 1) * math.prod(a.out),
         "stem_conv2d": _stem_conv2d,
         "stem_conv2d_backward": lambda a: 2 * math.prod(a.grad_output) * a.squares[1] * a.kernel_size**2,
+        "max_pool": lambda a: max_pools(
+            a.x[0] * a.x[1] * (a.x[2] - a.kernel_size + 1) * (a.x[3] - a.kernel_size + 1), a.kernel_size
+        ),
+        "max_pool_backward": lambda a: max_pools(math.prod(a.indices), a.kernel_size),
         "max_pools_": lambda a: max_pools(math.prod(a.y) * a.pools // (a.pools + 1), a.kernel_size),
         "max_pools_cat": lambda a: max_pools(math.prod(a.x) * a.pools, a.kernel_size),
         "max_pools_cat_backward": lambda a: max_pools(math.prod(a.indices), a.kernel_size),

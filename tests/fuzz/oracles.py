@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.references import (
@@ -102,7 +103,12 @@ def _bn_act_backward(a: Any) -> list[Tensor]:
     assert a.x.isfinite().all(), "another mean"
     options = {"activation": a.activation, "slope": a.slope, "statistics": (a.mean, a.invstd)}
     found = bn_act.bn_act(a.x, a.weight, a.bias, a.grad_y, **options)
-    return [found.grad_x, found.grad_weight, found.grad_bias]
+    none = torch.empty(0, dtype=torch.float64)  # the gradient of a parameter that there is not
+    return [
+        found.grad_x,
+        none if a.weight is None else found.grad_weight,
+        none if a.bias is None else found.grad_bias,
+    ]
 
 
 def _bn_act_cat(a: Any) -> list[Tensor]:
@@ -180,6 +186,16 @@ def _instance_masks(a: Any) -> list[Tensor]:
     close = 1e-5 * float(1 + (a.coefficients.double().abs() @ a.protos.double().abs().flatten(1)).max())
     wanted = np.where(margins.abs() < close, found, margins > 0).astype(found.dtype)
     return [torch.from_numpy(np.packbits(wanted, axis=2, bitorder="little") if a.packed else wanted)]
+
+
+def _max_pool_backward(a: Any) -> list[Tensor]:
+    height, width = a.grad_y.shape[2:]
+    place, side = a.indices.long(), a.kernel_size
+    row = torch.arange(height).view(-1, 1) + place // side
+    column = torch.arange(width) + place % side
+    passed = torch.zeros(*a.grad_y.shape[:2], (height + side - 1) * (width + side - 1), dtype=torch.float64)
+    passed.scatter_add_(2, (row * (width + side - 1) + column).flatten(2), a.grad_y.double().flatten(2))
+    return [passed.unflatten(2, (height + side - 1, width + side - 1))]
 
 
 def _max_pools_cat_backward(a: Any) -> list[Tensor]:
@@ -456,6 +472,8 @@ ORACLES: dict[str, Callable[[Any], list[Tensor]]] = {
     "iou_loss_backward": _iou_loss_backward,
     "linear_assignment": _linear_assignment,
     "match_detections": _matches,
+    "max_pool": lambda a: [F.max_pool2d(a.x.double(), a.kernel_size, 1)],
+    "max_pool_backward": _max_pool_backward,
     "max_pools_": lambda a: [pool.max_pools_cat(a.y.chunk(a.pools + 1, 1)[0], a.kernel_size, a.pools)[0]],
     "max_pools_cat": lambda a: [pool.max_pools_cat(a.x, a.kernel_size, a.pools)[0]],
     "max_pools_cat_backward": _max_pools_cat_backward,
@@ -546,6 +564,7 @@ ANY = {
     "instance_masks": {"boxes"},
     "bias_act": {"y", "last"},
     "max_pools": {"y"},
+    "max_pool": {"x"},
     "max_pools_cat": {"x"},
     "non_max_suppression_padded": {"prediction"},
     "space_to_depth": {"x"},

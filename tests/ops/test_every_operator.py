@@ -93,6 +93,7 @@ CALLS: dict[str, Callable[[], tuple[Any, tuple, dict[str, Any], tuple[int, ...]]
     "upsample_nearest2x_cat": lambda: (
         ops.upsample_nearest2x_cat, (torch.randn(2, 8, 4, 4).to(memory_format=LAST), torch.randn(2, 8, 8, 8)), {}, (0, 1),
     ),
+    "max_pool": lambda: (OPS.max_pool, (torch.randn(2, 8, 4, 6).to(memory_format=LAST), 2), {}, (0,)),
     "max_pools_cat": lambda: (ops.max_pools_cat, (torch.randn(2, 8, 4, 6).to(memory_format=LAST), 5, 3), {}, (0,)),
     "space_to_depth": lambda: (ops.space_to_depth, (torch.randn(2, 3, 8, 6).half(), 16, True), {}, (0,)),
     "stem_conv2d": lambda: (ops.stem_conv2d, (torch.randn(2, 16, 6, 5).half(), torch.randn(16, 16, 2, 2).half()), {}, (1,)),

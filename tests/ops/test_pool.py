@@ -1,4 +1,4 @@
-"""max_pools_cat against its definition and stock's max pooling."""
+"""max_pools_cat and max_pool against their definition and PyTorch's max pooling."""
 
 import pytest
 import torch
@@ -169,3 +169,45 @@ def test_poolings_behind_what_is_there(device, memory_format, dtype):
         torch.ops.torch_fastdet.max_pools_(y[:, :31], 5, 1)
     with pytest.raises(ValueError, match="max_pools_: kernel_size is 4, but an odd number"):
         torch.ops.torch_fastdet.max_pools_(y, 4, 1)
+
+
+@pytest.mark.sanitizer
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_whole_windows(device, memory_format, dtype):
+    for shape, kernel_size in (((2, 16, 9, 7), 2), ((1, 3, 5, 4), 3), ((2, 8, 15, 17), 15), ((1, 64, 3, 40), 1)):
+        x = random(shape, device, dtype, memory_format).requires_grad_()
+        y, _ = torch.ops.torch_fastdet.max_pool(x, kernel_size)
+        exact = x.detach().double().requires_grad_()
+        wanted = F.max_pool2d(exact, kernel_size, 1)
+        assert torch.equal(y.double(), wanted) and y.is_contiguous(memory_format=memory_format)
+        grad = random(y.shape, device, dtype, memory_format)
+        (grad_x,), (wanted,) = torch.autograd.grad(y, x, grad), torch.autograd.grad(wanted, exact, grad.double())
+        torch.testing.assert_close(grad_x.double(), wanted, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+def test_whole_windows_of_nan_and_infinity(device):
+    x = random((2, 8, 9, 9), device, torch.float32, torch.channels_last)
+    x[0, 1, 4, 4] = x[0, 1, 4, 5] = x[1, 2, 0, 0] = float("nan")
+    x[0, 2] = -float("inf")
+    x.requires_grad_()
+    found, wanted = torch.ops.torch_fastdet.max_pool(x, 2)[0], F.max_pool2d(x, 2, 1)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    grad = random(found.shape, device, torch.float32, torch.channels_last)
+    assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y in (found, wanted)))
+
+
+def test_errors_of_whole_windows(device):
+    x, max_pool = random((2, 8, 4, 6), device), torch.ops.torch_fastdet.max_pool
+    with pytest.raises(ValueError, match="max_pool: kernel_size is 16, but a number of 1 to 15 is expected"):
+        max_pool(x, 16)
+    with pytest.raises(RuntimeError, match=r"max_pool: x has shape \[2, 8, 4, 6\], but at least 5 rows and columns"):
+        max_pool(x, 5)
+    _, indices = max_pool(x, 2)
+    with pytest.raises(RuntimeError, match="max_pool_backward: indices has shape"):
+        torch.ops.torch_fastdet.max_pool_backward(x, indices, 2)
+    with pytest.raises(RuntimeError, match="max_pool: a second derivative was asked for"):
+        y = max_pool(x.requires_grad_(), 2)[0]
+        (grad,) = torch.autograd.grad(y, x, y.detach().requires_grad_(), create_graph=True)
+        grad.sum().backward()
+    assert max_pool(x[:0], 2)[0].shape == (0, 8, 3, 5)

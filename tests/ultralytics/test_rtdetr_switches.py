@@ -12,12 +12,16 @@ pytest.importorskip("ultralytics")
 import ultralytics.models.utils.loss as stock_loss
 import ultralytics.models.utils.ops as stock_ops
 from ultralytics.models.yolo.detect.train import DetectionTrainer
+from ultralytics.nn.modules.block import HGStem
+from ultralytics.nn.modules.conv import RepConv
 from ultralytics.nn.tasks import RTDETRDetectionModel
 
 from tests.conftest import cuda_missing
 from tests.graphs import fake_gpu
 from torch_fastdet.nn import bn_act
 from torch_fastdet.patching import switch
+from torch_fastdet.rewrites.max_pool import MaxPool
+from torch_fastdet.rewrites.rewrite import rewritten
 from torch_fastdet.switches.cuda_graph import rtdetr
 from torch_fastdet.ultralytics import patch, unpatch
 
@@ -254,3 +258,40 @@ def test_other_options_run_the_original_code(on):
         wanted = stock(nc=CLASSES, **options)(leaves, targets)
         found = stock_loss.RTDETRDetectionLoss(nc=CLASSES, **options)(leaves, targets)
         assert {name: term.item() for name, term in found.items()} == {name: t.item() for name, t in wanted.items()}
+
+
+@pytest.mark.parametrize("identity", [False, True])
+def test_the_sum_of_a_rep_conv_joins_its_norm(identity, on, monkeypatch):
+    torch.manual_seed(0)
+    stock, x = RepConv(8, 8, bn=identity).train(), torch.randn(2, 8, 5, 6)
+    ours = copy.deepcopy(stock)
+    wanted = stock(x)
+    on("fake", bn_act_optim=True)
+    sums, plain = [], bn_act.norm_and_activation
+    monkeypatch.setattr(
+        bn_act, "norm_and_activation", lambda *given: sums.append(given[3:] not in ((), (None,))) or plain(*given)
+    )
+    found = ours(x)
+    assert sums == ([False, False] if identity else [False, True])
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    for y in (wanted, found):
+        y.square().mean().backward()
+    for mine, parameter in zip(ours.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, parameter.grad, rtol=1e-4, atol=1e-6)
+    for mine, buffer in zip(ours.buffers(), stock.buffers(), strict=True):
+        torch.testing.assert_close(mine, buffer)
+
+
+def test_the_pooling_of_the_stem_keeps_bytes(on):
+    on("fake", bn_act_optim=True)
+    torch.manual_seed(0)
+    stem, x = HGStem(3, 8, 8).train(), torch.randn(2, 3, 32, 40)
+    found = []
+    for rewrites in ([], [MaxPool()]):
+        with rewritten(stem, rewrites):
+            assert ("forward" in vars(stem.pool)) == bool(rewrites)
+            y = stem(x)
+            found.append((y, torch.autograd.grad(y.square().sum(), [*stem.parameters()])))
+    assert "forward" not in vars(stem.pool) and torch.equal(found[0][0], found[1][0])
+    for mine, wanted in zip(found[1][1], found[0][1], strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)

@@ -442,6 +442,21 @@ def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
     return _made(bottleneck_forward, forward, stock)
 
 
+def rep_conv_forward(stock: Forward, conv: Forward) -> Forward:
+    """Stand for the forward of a block that computes ``act(conv1(x) + conv2(x))``, plus ``bn(x)`` in the sum if there is one.
+
+    Without one, the sum joins the second block's norm where that block's forward is ``conv``, one of :func:`conv_forward`.
+    """
+
+    def forward(self: Block, x: Tensor) -> Tensor:
+        last = self.conv2
+        if self.bn is None and _ends_in(last, conv):
+            return self.act(_finished(last, _begun(last, x), self.conv1(x)))
+        return stock(self, x)
+
+    return _made(rep_conv_forward, forward, stock)
+
+
 def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
     """Stand in for the forward of a block that computes ``cv3(cat((m(cv1(x)), cv2(x)), 1))``, with bottlenecks ``m`` in a row.
 

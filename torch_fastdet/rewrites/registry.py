@@ -12,6 +12,7 @@ from torch_fastdet.rewrites.casts import WeightsCastOnce
 from torch_fastdet.rewrites.constants import ConstantsOnDevice
 from torch_fastdet.rewrites.first_blocks import FirstBlocks
 from torch_fastdet.rewrites.heads import HeadRows, HeadViews
+from torch_fastdet.rewrites.max_pool import MaxPool
 from torch_fastdet.rewrites.rewrite import Rewrite, rewritten
 from torch_fastdet.rewrites.rtdetr import DeformableAttention, WithoutAveragedWeights
 from torch_fastdet.rewrites.stem_of_bytes import StemOfBytes
@@ -25,6 +26,7 @@ ULTRALYTICS: tuple[Rewrite, ...] = (
     AttentionInRows(),
     HeadRows(),
     FirstBlocks(),
+    MaxPool(),
     ConstantsOnDevice(),
     DeformableAttention(),
     WithoutAveragedWeights(),

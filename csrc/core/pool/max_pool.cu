@@ -51,17 +51,17 @@ template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads) max_pool_forward(const __grid_constant__ MaxPoolParams p) {
   using A = arithmetic_t<T>;
   for_pixels<kVector>(p, [&](const Pixel& at) {
-    const PoolSpan rows(at.h, p.height, p.radius), columns(at.w, p.width, p.radius);
-    const int side = 2 * p.radius + 1;
+    const PoolSpan rows(at.h, p.source_height, p.before, p.after), columns(at.w, p.source_width, p.before, p.after);
+    const int side = p.before + 1 + p.after;
     const int64_t center = p.source.offset(at.n, at.c, at.h, at.w);
-    const int corner = (rows.first + p.radius) * side + columns.first + p.radius;
+    const int corner = (rows.first + p.before) * side + columns.first + p.before;
     Largest<A> best[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) best[j] = {-static_cast<A>(INFINITY), corner};
     for (int dy = rows.first; dy <= rows.last; ++dy) {
       for (int dx = columns.first; dx <= columns.last; ++dx) {
         const auto pack = load<T, kVector>(p.source, center + dy * p.source.stride[2] + dx * p.source.stride[3]);
-        const int place = (dy + p.radius) * side + dx + p.radius;
+        const int place = (dy + p.before) * side + dx + p.before;
 #pragma unroll
         for (int j = 0; j < kVector; ++j) best[j].consider(to_arithmetic(pack.x[j]), place);
       }
@@ -121,13 +121,15 @@ template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads) max_pool_backward(const __grid_constant__ MaxPoolParams p) {
   using A = arithmetic_t<T>;
   for_pixels<kVector>(p, [&](const Pixel& at) {
-    // In the window whose centre is (dy, dx) away, this pixel lies at (-dy, -dx).
-    const PoolSpan rows(at.h, p.height, p.radius), columns(at.w, p.width, p.radius);
-    const int side = 2 * p.radius + 1;
+    // In the window of a pixel that is (dy, dx) away, this pixel lies at (-dy, -dx); `after` is the forward pass'
+    // `before`.
+    const PoolSpan rows(at.h, p.source_height, p.before, p.after), columns(at.w, p.source_width, p.before, p.after);
+    const int side = p.before + 1 + p.after;
     const int64_t source = p.source.offset(at.n, at.c, at.h, at.w);
     const int64_t indices = p.indices.offset(at.n, at.c, at.h, at.w);
     A sum[kVector];
-    const auto own = load<T, kVector>(p.copy, p.copy.offset(at.n, at.c, at.h, at.w));
+    Vector<T, kVector> own{};
+    if (p.copy.data) own = load<T, kVector>(p.copy, p.copy.offset(at.n, at.c, at.h, at.w));
 #pragma unroll
     for (int j = 0; j < kVector; ++j) sum[j] = to_arithmetic(own.x[j]);
     for (int dy = rows.first; dy <= rows.last; ++dy) {
@@ -135,7 +137,7 @@ __global__ void __launch_bounds__(kThreads) max_pool_backward(const __grid_const
         const auto places =
             load<uint8_t, kVector>(p.indices, indices + dy * p.indices.stride[2] + dx * p.indices.stride[3]);
         const auto grads = load<T, kVector>(p.source, source + dy * p.source.stride[2] + dx * p.source.stride[3]);
-        const int place = (p.radius - dy) * side + p.radius - dx;
+        const int place = (p.after - dy) * side + p.after - dx;
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
           if (places.x[j] == place) sum[j] += to_arithmetic(grads.x[j]);
@@ -179,8 +181,9 @@ cudaError_t launch(const MaxPoolParams& p, F&& f) {
 
 cudaError_t launch_max_pool_forward(const MaxPoolParams& params, cudaStream_t stream) {
   const int64_t elements = params.batch * params.channels * params.height * params.width;
-  const bool values = !params.indices.data && !params.copy.data && params.radius == kFastRadius &&
-                      params.channels_last && elements <= INT32_MAX;
+  const bool values = !params.indices.data && !params.copy.data && params.before == kFastRadius &&
+                      params.after == kFastRadius && params.source_height == params.height && params.channels_last &&
+                      elements <= INT32_MAX;
   return launch(params, [&](unsigned rows, auto zero, auto vector) {
     if (values) {
       const auto blocks = static_cast<unsigned>(ceil_div(elements / decltype(vector)::value, kThreads));

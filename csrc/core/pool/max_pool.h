@@ -1,4 +1,4 @@
-// Max pooling of stride 1 that keeps the size, from one part of a concatenation into the next, and its gradient.
+// Max pooling of stride 1, also from one part of a concatenation into the next, and its gradient.
 #pragma once
 
 #ifdef TORCH_FASTDET_WITH_CUDA
@@ -12,7 +12,7 @@
 
 namespace torch_fastdet::core {
 
-constexpr int kMostPoolRadius = 7;  // 15 * 15 places of a window fit in a byte
+constexpr int kMostPoolSide = 15;  // 15 * 15 places of a window fit in a byte
 
 // One tensor (N, C, H, W), or the channels of a larger one that it stands in: strides of (n, c, h, w) in elements.
 struct PoolTensor {
@@ -30,8 +30,11 @@ struct PoolTensor {
 // of `copy`, its part of the concatenation, and what the windows pass on. Summed row by row in float (double for
 // double).
 struct MaxPoolParams {
-  int64_t batch, channels, height, width;
-  int radius;          // of the window, at most kMostPoolRadius
+  int64_t batch, channels, height, width;  // of the target
+  int64_t source_height, source_width;
+  // Rows and columns of the source that belong to a pixel of the target: from `before` less to `after` more than its
+  // own.
+  int before, after;
   bool channels_last;  // which way to walk; forward and backward take any strides
   PoolTensor source, target, indices, copy;
   DType dtype;
@@ -52,13 +55,13 @@ struct Largest {
   }
 };
 
-// Rows or columns of a window around `at` that are inside of the map: [first, last].
+// Rows or columns of the window of `at` that are inside of the map: [first, last].
 struct PoolSpan {
   int first, last;
 
-  TORCH_FASTDET_HOST_DEVICE PoolSpan(int64_t at, int64_t size, int radius)
-      : first(at < radius ? static_cast<int>(-at) : -radius),
-        last(size - 1 - at < radius ? static_cast<int>(size - 1 - at) : radius) {}
+  TORCH_FASTDET_HOST_DEVICE PoolSpan(int64_t at, int64_t size, int before, int after)
+      : first(at < before ? static_cast<int>(-at) : -before),
+        last(size - 1 - at < after ? static_cast<int>(size - 1 - at) : after) {}
 };
 
 #ifdef TORCH_FASTDET_WITH_CUDA

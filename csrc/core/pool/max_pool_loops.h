@@ -1,4 +1,4 @@
-// max_pools_cat on the CPU: rows of pixels are shared among the threads by parallel_for(begin, end, grain, f).
+// Max poolings on the CPU: rows of pixels are shared among the threads by parallel_for(begin, end, grain, f).
 #pragma once
 
 #include <algorithm>
@@ -38,15 +38,15 @@ T* target_of(const PoolTensor& tensor) {
 template <typename T, typename ParallelFor>
 void forward(const MaxPoolParams& p, const ParallelFor& parallel_for) {
   using A = arithmetic_t<T>;
-  const int side = 2 * p.radius + 1;
+  const int side = p.before + 1 + p.after;
   for_elements(p, parallel_for, [&](int64_t n, int64_t c, int64_t h, int64_t w) {
-    const PoolSpan rows(h, p.height, p.radius), columns(w, p.width, p.radius);
+    const PoolSpan rows(h, p.source_height, p.before, p.after), columns(w, p.source_width, p.before, p.after);
     const T* const center = source_of<T>(p.source) + p.source.offset(n, c, h, w);
-    Largest<A> best{-std::numeric_limits<A>::infinity(), (rows.first + p.radius) * side + columns.first + p.radius};
+    Largest<A> best{-std::numeric_limits<A>::infinity(), (rows.first + p.before) * side + columns.first + p.before};
     for (int dy = rows.first; dy <= rows.last; ++dy) {
       for (int dx = columns.first; dx <= columns.last; ++dx) {
         best.consider(to_arithmetic(center[dy * p.source.stride[2] + dx * p.source.stride[3]]),
-                      (dy + p.radius) * side + dx + p.radius);
+                      (dy + p.before) * side + dx + p.before);
       }
     }
     target_of<T>(p.target)[p.target.offset(n, c, h, w)] = from_arithmetic<T>(best.value);
@@ -57,16 +57,17 @@ void forward(const MaxPoolParams& p, const ParallelFor& parallel_for) {
 
 template <typename T, typename ParallelFor>
 void backward(const MaxPoolParams& p, const ParallelFor& parallel_for) {
-  const int side = 2 * p.radius + 1;
+  const int side = p.before + 1 + p.after;
   for_elements(p, parallel_for, [&](int64_t n, int64_t c, int64_t h, int64_t w) {
-    const PoolSpan rows(h, p.height, p.radius), columns(w, p.width, p.radius);
+    const PoolSpan rows(h, p.source_height, p.before, p.after), columns(w, p.source_width, p.before, p.after);
     const T* const source = source_of<T>(p.source) + p.source.offset(n, c, h, w);
     const uint8_t* const indices = source_of<uint8_t>(p.indices) + p.indices.offset(n, c, h, w);
-    auto sum = to_arithmetic(source_of<T>(p.copy)[p.copy.offset(n, c, h, w)]);
+    arithmetic_t<T> sum = 0;
+    if (p.copy.data) sum = to_arithmetic(source_of<T>(p.copy)[p.copy.offset(n, c, h, w)]);
     for (int dy = rows.first; dy <= rows.last; ++dy) {
       for (int dx = columns.first; dx <= columns.last; ++dx) {
         const int place = indices[dy * p.indices.stride[2] + dx * p.indices.stride[3]];
-        if (place != (p.radius - dy) * side + p.radius - dx) continue;
+        if (place != (p.after - dy) * side + p.after - dx) continue;
         sum += to_arithmetic(source[dy * p.source.stride[2] + dx * p.source.stride[3]]);
       }
     }

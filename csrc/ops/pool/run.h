@@ -1,4 +1,4 @@
-// max_pools_cat and its backward but for the loops: check, allocate, fill in the parameters of each pooling, and hand
+// Max poolings and their backward but for the loops: check, allocate, fill in the parameters of each pooling, and hand
 // them to Backend::forward(params, op) and Backend::backward(params, op), which cpu.cpp and cuda.cpp each define.
 #pragma once
 
@@ -20,15 +20,16 @@ inline core::PoolTensor pool_part(const at::Tensor& tensor, int64_t first) {
   return part;
 }
 
-inline core::MaxPoolParams max_pool_params(const at::Tensor& x, int64_t kernel_size, bool channels_last) {
+// Of a pooling that keeps the size of `target`.
+inline core::MaxPoolParams max_pool_params(const at::Tensor& target, int64_t kernel_size, bool channels_last) {
   core::MaxPoolParams params{};
-  params.batch = x.size(0);
-  params.channels = x.size(1);
-  params.height = x.size(2);
-  params.width = x.size(3);
-  params.radius = static_cast<int>(kernel_size / 2);
+  params.batch = target.size(0);
+  params.channels = target.size(1);
+  params.height = params.source_height = target.size(2);
+  params.width = params.source_width = target.size(3);
+  params.before = params.after = static_cast<int>(kernel_size / 2);
   params.channels_last = channels_last;
-  params.dtype = core_dtype(x.scalar_type());
+  params.dtype = core_dtype(target.scalar_type());
   return params;
 }
 
@@ -79,7 +80,9 @@ void max_pools_(const at::Tensor& y, int64_t kernel_size, int64_t pools) {
 template <class Backend>
 at::Tensor max_pools_cat_backward(const at::Tensor& grad_y, const at::Tensor& indices, int64_t kernel_size,
                                   int64_t pools) {
-  check_max_pools_cat_backward(grad_y, indices, kernel_size, pools);
+  constexpr const char* op = "max_pools_cat_backward";
+  check_pools(kernel_size, pools, op);
+  check_pool_indices(grad_y, indices, pools, op);
   const c10::DeviceGuard guard(grad_y.device());
   const at::MemoryFormat format = indices.suggest_memory_format();
   at::Tensor grad_x = empty_pool(grad_y, grad_y.sym_size(1) / (pools + 1), grad_y.scalar_type(), format);
@@ -96,15 +99,64 @@ at::Tensor max_pools_cat_backward(const at::Tensor& grad_y, const at::Tensor& in
       params.copy = pool_part(grad_y, i * channels);
       params.indices = pool_part(indices, i * channels);
       params.target = pool_part(here, 0);
-      Backend::backward(params, "max_pools_cat_backward");
+      Backend::backward(params, op);
       above = here;
     }
   }
   return grad_x;
 }
 
+// One pooling of whole windows: kernel_size - 1 rows and columns fewer.
+template <class Backend>
+std::tuple<at::Tensor, at::Tensor> max_pool(const at::Tensor& x, int64_t kernel_size) {
+  constexpr const char* op = "max_pool";
+  check_max_pool(x, kernel_size, op);
+  const c10::DeviceGuard guard(x.device());
+  const at::MemoryFormat format = x.suggest_memory_format();
+  at::Tensor y = empty_pool(x, x.sym_size(1), x.scalar_type(), format, 1 - kernel_size);
+  at::Tensor indices = empty_pool(x, x.sym_size(1), at::kByte, format, 1 - kernel_size);
+  if constexpr (!Backend::kMeta) {
+    if (y.numel() == 0) return {y, indices};
+    core::MaxPoolParams params = max_pool_params(y, kernel_size, format == at::MemoryFormat::ChannelsLast);
+    params.source_height = x.size(2);
+    params.source_width = x.size(3);
+    params.before = 0;
+    params.after = static_cast<int>(kernel_size - 1);
+    params.source = pool_part(x, 0);
+    params.target = pool_part(y, 0);
+    params.indices = pool_part(indices, 0);
+    Backend::forward(params, op);
+  }
+  return {y, indices};
+}
+
+template <class Backend>
+at::Tensor max_pool_backward(const at::Tensor& grad_y, const at::Tensor& indices, int64_t kernel_size) {
+  constexpr const char* op = "max_pool_backward";
+  check_pool_indices(grad_y, indices, 0, op);
+  check_kernel_size(kernel_size, op);
+  const c10::DeviceGuard guard(grad_y.device());
+  const at::MemoryFormat format = indices.suggest_memory_format();
+  at::Tensor grad_x = empty_pool(grad_y, grad_y.sym_size(1), grad_y.scalar_type(), format, kernel_size - 1);
+  if constexpr (!Backend::kMeta) {
+    if (grad_x.numel() == 0) return grad_x;
+    core::MaxPoolParams params = max_pool_params(grad_x, kernel_size, format == at::MemoryFormat::ChannelsLast);
+    params.source_height = grad_y.size(2);
+    params.source_width = grad_y.size(3);
+    params.before = static_cast<int>(kernel_size - 1);
+    params.after = 0;
+    params.source = pool_part(grad_y, 0);
+    params.indices = pool_part(indices, 0);
+    params.target = pool_part(grad_x, 0);
+    Backend::backward(params, op);
+  }
+  return grad_x;
+}
+
 template <class Backend>
 void register_pool(torch::Library& m) {
+  m.impl("max_pool", TORCH_FN(max_pool<Backend>));
+  m.impl("max_pool_backward", TORCH_FN(max_pool_backward<Backend>));
   m.impl("max_pools_cat", TORCH_FN(max_pools_cat<Backend>));
   m.impl("max_pools_", TORCH_FN(max_pools_<Backend>));
   m.impl("max_pools_cat_backward", TORCH_FN(max_pools_cat_backward<Backend>));

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <utility>
 #include <vector>
 
 #include "core/pool/max_pool.h"
@@ -88,7 +89,10 @@ void check(uint64_t seed) {
   p.channels = size[1];
   p.height = size[2];
   p.width = size[3];
-  p.radius = static_cast<int>(random.one_of({0, 1, 2, 2, 3, 7}));
+  p.source_height = p.height;
+  p.source_width = p.width;
+  p.before = static_cast<int>(random.one_of({0, 1, 2, 2, 3, 7}));
+  p.after = random.chance(70) ? p.before : static_cast<int>(random.one_of({0, 1, 3}));
   p.channels_last = last;
   p.dtype = dtype;
   Part x = part(8), y = part(16), copy = part(8);
@@ -100,15 +104,15 @@ void check(uint64_t seed) {
   const bool copies = random.chance(50);
   if (copies) p.copy = copy.tensor();
   ASSERT_TRUE(Backend::forward(p));
-  const int side = 2 * p.radius + 1;
+  const int side = p.before + 1 + p.after;
   each(p, [&](int64_t n, int64_t c, int64_t h, int64_t w) {
     double want = -INFINITY;
     int place = -1;
-    for (int64_t i = h - p.radius; i <= h + p.radius; ++i) {
-      for (int64_t j = w - p.radius; j <= w + p.radius; ++j) {
+    for (int64_t i = h - p.before; i <= h + p.after; ++i) {
+      for (int64_t j = w - p.before; j <= w + p.after; ++j) {
         if (i < 0 || j < 0 || i >= p.height || j >= p.width || x.get(n, c, i, j) <= want) continue;
         want = x.get(n, c, i, j);
-        place = static_cast<int>((i - h + p.radius) * side + j - w + p.radius);
+        place = static_cast<int>((i - h + p.before) * side + j - w + p.before);
       }
     }
     ASSERT_EQ(y.get(n, c, h, w), want);
@@ -127,14 +131,15 @@ void check(uint64_t seed) {
   grad.fill(random);
   own.fill(random);
   p.source = grad.tensor();
-  p.copy = own.tensor();
+  p.copy = copies ? own.tensor() : PoolTensor{};
+  std::swap(p.before, p.after);
   p.target = grad_x.tensor();
   ASSERT_TRUE(Backend::backward(p));
   std::vector<double> wanted(grad_x.buffer.numel());
   each(p, [&](int64_t n, int64_t c, int64_t h, int64_t w) {
-    wanted[grad_x.index(n, c, h, w)] += own.get(n, c, h, w);
+    if (copies) wanted[grad_x.index(n, c, h, w)] += own.get(n, c, h, w);
     const int place = places.at(n, c, h, w);
-    wanted[grad_x.index(n, c, h + place / side - p.radius, w + place % side - p.radius)] += grad.get(n, c, h, w);
+    wanted[grad_x.index(n, c, h + place / side - p.after, w + place % side - p.after)] += grad.get(n, c, h, w);
   });
   each(p, [&](int64_t n, int64_t c, int64_t h, int64_t w) {
     ASSERT_EQ(grad_x.get(n, c, h, w), rounded(dtype, wanted[grad_x.index(n, c, h, w)]));
@@ -153,7 +158,7 @@ void check_nan_and_infinity() {
     x.buffer.set(x.index(0, 1, 1, 2), NAN);
     x.buffer.set(x.index(0, 2, 1, 1), INFINITY);
     Places places(size, last);
-    MaxPoolParams p{1, 8, 3, 4, 1, last, x.tensor(), y.tensor(), places.tensor, {}, DType::kFloat32};
+    MaxPoolParams p{1, 8, 3, 4, 3, 4, 1, 1, last, x.tensor(), y.tensor(), places.tensor, {}, DType::kFloat32};
     ASSERT_TRUE(Backend::forward(p));
     EXPECT_EQ(places.at(0, 0, 0, 0), 4);  // all -inf: the first place inside of the map
     EXPECT_EQ(places.at(0, 1, 1, 1), 5);  // the later of two NaNs

@@ -15,6 +15,7 @@ from torch_fastdet.nn.bn_act import (
     c3_forward,
     conv_forward,
     conv_forward_fuse,
+    rep_conv_forward,
     sppf_forward,
 )
 from torch_fastdet.patching.evidence import Asks, Evidence, Formula
@@ -47,6 +48,13 @@ BOTTLENECK = Formula(
     ("cv1", "cv2"),
     ("add",),
     ({"add": True}, {"add": False}),
+)
+REP_CONV = Formula(
+    "act(conv1(x) + conv2(x) + bn(x)), or without bn(x)",
+    lambda self, x: self.act(self.conv1(x) + self.conv2(x) + (0 if self.bn is None else self.bn(x))),
+    ("act", "bn", "conv1", "conv2"),
+    (),
+    ({}, {"bn": None}),
 )
 C3 = Formula(
     "cv3(cat(m(cv1(x)), cv2(x)))",
@@ -108,6 +116,14 @@ def _switch(
                 "Conv.forward_fuse",
                 make=_method("Conv", conv_forward_fuse),
                 evidence=(CONV_FUSE,),
+                after="Conv.forward",
+                otherwise="nothing",
+            ),
+            Target(
+                conv,
+                "RepConv.forward",
+                make=_method("RepConv", rep_conv_forward, "Conv"),
+                evidence=(REP_CONV,),
                 after="Conv.forward",
                 otherwise="nothing",
             ),
