@@ -18,6 +18,7 @@ FILES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "_torch/private.py"})
 KNOWN = {
     "_YOLO_CLI_COMMAND",
     "_initializing",
+    "_get_module_details",
     "_replace",
     "_forward_once",
     "_predict_once",

@@ -546,6 +546,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "ultralytics": {
         "fuses": "tests/test_bn_act.py",
         "Conv.forward_fuse": "tests/test_bn_act.py",
+        "RepConv.forward": "tests/ultralytics/test_rtdetr_switches.py",
         "_YOLO_CLI_COMMAND": "tests/patching/test_switches.py",
         **dict.fromkeys(
             (

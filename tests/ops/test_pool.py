@@ -189,7 +189,7 @@ def test_whole_windows(device, memory_format, dtype):
 def test_whole_windows_of_nan_and_infinity(device):
     x = random((2, 8, 9, 9), device, torch.float32, torch.channels_last)
     x[0, 1, 4, 4] = x[0, 1, 4, 5] = x[1, 2, 0, 0] = float("nan")
-    x[0, 2] = -float("inf")
+    x[0, 2, 3, 3], x[1, 4, 5, 5] = float("inf"), -float("inf")
     x.requires_grad_()
     found, wanted = torch.ops.torch_fastdet.max_pool(x, 2)[0], F.max_pool2d(x, 2, 1)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)

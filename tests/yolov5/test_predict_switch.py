@@ -166,7 +166,7 @@ def test_the_switch(patched, device, capsys, monkeypatch):
         compare(model, patched, SOURCES["list"], 64)
     on_gpu = device.type == "cuda"
     assert len(calls) == 2 * on_gpu
-    assert capsys.readouterr().err.count("the model is torch.float32 on cpu, and runs stock's") == (not on_gpu)
+    assert capsys.readouterr().err.count("the model is torch.float32 on cpu, and runs the original") == (not on_gpu)
     x = torch.rand(2, 3, 64, 96, device=device)
     assert torch.equal(patched(model, x)[0], STOCK(model, x)[0]) and not capsys.readouterr().err
 
@@ -175,7 +175,7 @@ def test_a_subclass_runs_stocks(patched, device, capsys):
     mine = type("Mine", (common.AutoShape,), {})
     for _ in range(2):
         compare(make(device, cls=mine), patched, SOURCES["one"], 64)
-    assert capsys.readouterr().err.count("predict_optim: Mine derives from AutoShape, and runs stock's") == 1
+    assert capsys.readouterr().err.count("predict_optim: Mine derives from AutoShape, and runs the original") == 1
 
 
 def test_an_own_letterbox_stays(device, monkeypatch):
