@@ -142,7 +142,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "Tensor match_cell, Tensor match_values, Tensor object_gradient, *, float cls_pw=1.0, "
       "float label_smoothing=0.0, float fl_gamma=0.0) -> Tensor[]");
 
-  // Pictures as OpenCV makes them, whole batches of them: packed uint8 HWC in 1-D storages, plans as tables of numbers
+  // Images as OpenCV makes them, whole batches of them: packed uint8 HWC in 1-D storages, plans as tables of numbers
   // (columns in core/image/image.h).
   m.def(
       "image_augment(Tensor[] storages, Tensor placements, Tensor layers, Tensor matrices, Tensor pictures, "

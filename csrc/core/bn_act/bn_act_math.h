@@ -32,7 +32,7 @@ TORCH_FASTDET_HOST_DEVICE A logistic(A z) {
 template <Activation kAct, bool kFast, typename A>
 TORCH_FASTDET_HOST_DEVICE A activate(A z, A slope) {
   if constexpr (kAct == Activation::kSiLU) return z * logistic<kFast>(z);
-  // Written so that a NaN stays one, as in stock.
+  // Written so that a NaN stays one, as in PyTorch.
   if constexpr (kAct == Activation::kReLU) return z < A(0) ? A(0) : z;
   if constexpr (kAct == Activation::kLeakyReLU) return z > A(0) ? z : z * slope;
   if constexpr (kAct == Activation::kHardswish) {
@@ -42,8 +42,8 @@ TORCH_FASTDET_HOST_DEVICE A activate(A z, A slope) {
   return z;
 }
 
-// grad * act'(z). Where act'(z) is 0 by definition the result is 0 whatever grad is, as in stock; elsewhere an infinite
-// gradient stays infinite.
+// grad * act'(z). Where act'(z) is 0 by definition the result is 0 whatever grad is, as in PyTorch; elsewhere an
+// infinite gradient stays infinite.
 template <Activation kAct, bool kFast, typename A>
 TORCH_FASTDET_HOST_DEVICE A activate_backward(A z, A grad, A slope) {
   if constexpr (kAct == Activation::kSiLU) {

@@ -153,7 +153,7 @@ TORCH_FASTDET_IMAGE_AVX2 inline void warp_float_avx2(const WarpSpan<FloatLine>& 
   }
 }
 
-// With FMA's instruction in place of a call.
+// Compiled with FMA's instruction, where the plain build makes a call.
 TORCH_FASTDET_IMAGE_AVX2 inline void warp_points_avx2(const Layer& layer, const FloatLine& line, int begin, int end,
                                                       uint32_t* out) {
   warp_points<3>(layer, line, begin, end, out);

@@ -1,4 +1,4 @@
-// One pixel of an augmented picture: the bilinear sample of a warped canvas, and the three colour tables.
+// One pixel of an augmented image: the bilinear sample of a warped canvas, and the three colour tables.
 #pragma once
 
 #include <cstdint>
@@ -65,7 +65,7 @@ struct PixelSquare {
   PixelPair<kChannels> top, bottom;
 };
 
-// Whether any picture shows in the square; it is not filled in where none does.
+// Whether any image shows in the square; it is not filled in where none does.
 template <int kChannels>
 TORCH_FASTDET_HOST_DEVICE bool load_square(const Layer& layer, int x, int y, PixelSquare<kChannels>& square) {
   const int i = patch_of_square(layer, x, y);
@@ -110,7 +110,7 @@ TORCH_FASTDET_HOST_DEVICE Pixel<kChannels> sample_float(const Layer& layer, Floa
   return pixel;
 }
 
-// Everything a colour takes from memory: OpenCV's division tables, and a picture's own three tables with what
+// Everything a colour takes from memory: OpenCV's division tables, and an image's own three tables with what
 // bgr_from_hsv() makes of their values.
 struct ColorTables {
   int s_factor[256], h_factor[256];
@@ -118,7 +118,7 @@ struct ColorTables {
   int hue[256];
 };
 
-// Entry i, of the picture's tables of hue, saturation and value.
+// Entry i, of the image's tables of hue, saturation and value.
 TORCH_FASTDET_HOST_DEVICE void fill_color_tables(ColorTables& t, const uint8_t* tables, int i) {
   t.s_factor[i] = saturation_factor(i);
   t.h_factor[i] = hue_factor(i);

@@ -196,7 +196,7 @@ inline void expand_row(const RowKernels& kernels, const uint8_t* from, uint32_t*
   }
 }
 
-// Row y of picture n from words. `value(level)` is the element.
+// Row y of image n from words. `value(level)` is the element.
 template <typename T, int kChannels, typename Value>
 inline void store_words(const BatchOut& out, int64_t n, int y, const uint32_t* row, bool keep_bgr, const Value& value) {
   T* data = static_cast<T*>(out.data);
@@ -239,7 +239,7 @@ struct RowStore {
   }
 };
 
-// One picture of the batch: its tables read, and what its columns have in common.
+// One image of the batch: its tables read, and what its columns have in common.
 template <int kChannels>
 class AugmentPicture {
  public:
@@ -255,7 +255,7 @@ class AugmentPicture {
     }
   }
 
-  // Writes rows [begin, end) of the picture before it is flipped.
+  // Writes rows [begin, end) of the image before it is flipped.
   void run(int begin, int end) {
     const int width = p_.out.width;
     for (int y = begin; y < end; ++y) {

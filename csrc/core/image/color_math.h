@@ -1,4 +1,4 @@
-// BGR to HSV and back as OpenCV computes them for 8-bit pictures (hue in half degrees), to the bit; checked for all
+// BGR to HSV and back as OpenCV computes them for 8-bit images (hue in half degrees), to the bit; checked for all
 // 2^24 colours against cv2.cvtColor.
 #pragma once
 

@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads) letterbox_kernel(const __grid_consta
   }
 }
 
-// The sizes are known on the device alone: so many blocks share the tiles of each picture.
+// The sizes are known on the device alone: so many blocks share the tiles of each image.
 constexpr int kResizeBlocks = 128;
 
 template <int kChannels>

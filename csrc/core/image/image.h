@@ -1,4 +1,4 @@
-// Batches of pictures: the parameters of resize, letterbox and the fused augmentation, and their launchers. The
+// Batches of images: the parameters of resize, letterbox and the fused augmentation, and their launchers. The
 // arithmetic is in resize_math.h, warp_math.h and color_math.h, how tables are read in image_tables.h.
 #pragma once
 
@@ -15,7 +15,7 @@ namespace torch_fastdet::core {
 constexpr int kMaxStorages = 8;
 constexpr int kMaxPlacements = 16;  // of a layer
 constexpr int kMaxCanvas = 32767;   // pixels a side
-constexpr int kBorder = 114;        // grey of what no picture covers
+constexpr int kBorder = 114;        // grey of what no image covers
 
 // Columns of the tables, all int64.
 constexpr int kPlacementColumns = 10;  // storage, offset, src_h, src_w, src_x, src_y, x, y, w, h
@@ -27,7 +27,7 @@ constexpr int kPieceColumns = 4;       // storage, offset, bytes, out_offset
 
 enum PictureFlag : int { kFlipLeftRight = 1, kFlipUpDown = 2, kKeepBgr = 4 };
 
-// Packed pictures: uint8, HWC, at byte offsets.
+// Packed images: uint8, HWC, at byte offsets.
 struct Storages {
   const uint8_t* data[kMaxStorages];
   int64_t size[kMaxStorages];
@@ -52,8 +52,8 @@ struct AugmentParams {
   const int64_t* placements;
   const int64_t* layers;
   const double* matrices;   // 9 a layer: forward, row-major
-  const int64_t* pictures;  // one row for each picture of the batch
-  const double* blend;      // one a picture, or null
+  const int64_t* pictures;  // one row for each image of the batch
+  const double* blend;      // one an image, or null
   const uint8_t* tables;    // 3 x 256 a row, or null
   const uint8_t* masks;     // or null
   int64_t placement_rows, layer_rows, table_rows, mask_bytes;
@@ -73,7 +73,7 @@ struct ResizeParams {
 
 struct LetterboxParams {
   Storages storages;
-  const int64_t* plan;  // one row for each picture of the batch
+  const int64_t* plan;  // one row for each image of the batch
   bool keep_bgr;
   BatchOut out;
 };

@@ -1,4 +1,4 @@
-// The CPU's loops over batches of pictures: bands of rows, shared out by the caller's parallel_for, with further copies
+// The CPU's loops over batches of images: bands of rows, shared out by the caller's parallel_for, with further copies
 // of the inner loops for AVX2.
 #pragma once
 
@@ -19,7 +19,7 @@
 
 namespace torch_fastdet::core {
 
-// Rows that a thread takes at once at least: enough to make up for what is worked out once a picture.
+// Rows that a thread takes at once at least: enough to make up for what is worked out once an image.
 constexpr int64_t kBand = 64;
 
 inline RowKernels row_kernels() {
@@ -56,7 +56,7 @@ class LevelTable {
   std::array<Half, 256> half_;
 };
 
-// Calls f(picture, first row, last row) for bands of the pictures' rows, in parallel: whole pictures where there are
+// Calls f(picture, first row, last row) for bands of the images' rows, in parallel: whole images where there are
 // enough of them for the threads.
 template <typename ParallelFor, typename F>
 void for_bands(int64_t pictures, int64_t height, int threads, const ParallelFor& parallel_for, const F& f) {

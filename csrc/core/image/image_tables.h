@@ -12,7 +12,7 @@ namespace torch_fastdet::core {
 
 constexpr int64_t kMaxSide = int64_t{1} << 24;
 
-// Where a picture's bytes are, or null. `pitch`: bytes from row to row.
+// Where an image's bytes are, or null. `pitch`: bytes from row to row.
 TORCH_FASTDET_HOST_DEVICE const uint8_t* picture_bytes(const Storages& storages, int64_t storage, int64_t offset,
                                                        int64_t height, int64_t row_bytes, int64_t pitch) {
   if (storage < 0 || storage >= storages.count || offset < 0 || height <= 0 || row_bytes <= 0 || pitch < row_bytes) {
@@ -24,14 +24,14 @@ TORCH_FASTDET_HOST_DEVICE const uint8_t* picture_bytes(const Storages& storages,
                                                                              : nullptr;
 }
 
-// The part of a canvas, columns [x0, x1) and rows [y0, y1), that a picture covers: pixel (x, y) starts at
+// The part of a canvas, columns [x0, x1) and rows [y0, y1), that an image covers: pixel (x, y) starts at
 // data + origin + y * pitch + x * channels.
 struct Patch {
   const uint8_t* data;
   int64_t origin;
   int64_t pitch;
   int x0, y0, x1, y1;
-  bool tight;  // eight bytes from the picture's last pixel reach past its storage
+  bool tight;  // eight bytes from the image's last pixel reach past its storage
   TORCH_FASTDET_HOST_DEVICE bool holds(int x, int y) const { return x >= x0 && x < x1 && y >= y0 && y < y1; }
   TORCH_FASTDET_HOST_DEVICE bool holds_square(int x, int y) const {
     return x >= x0 && x + 1 < x1 && y >= y0 && y + 1 < y1;
@@ -161,7 +161,7 @@ TORCH_FASTDET_HOST_DEVICE ResizeJob read_resize_job(const ResizeParams& p, int64
   return job;
 }
 
-// A picture of a letterboxed batch: its pixels fill columns [left, left + resize.x.target) and so on.
+// An image of a letterboxed batch: its pixels fill columns [left, left + resize.x.target) and so on.
 struct LetterboxJob {
   const uint8_t* source;  // null: the border alone
   int64_t pitch;
@@ -192,7 +192,7 @@ TORCH_FASTDET_HOST_DEVICE float normalised(int level, bool reciprocal) {
   return reciprocal ? mul_rn(x, 1.f / 255.f) : div_rn(x, 255.f);
 }
 
-// The element of channel c of pixel (x, y) of picture n.
+// The element of channel c of pixel (x, y) of image n.
 TORCH_FASTDET_HOST_DEVICE int64_t batch_index(const BatchOut& out, int64_t n, int c, int y, int x) {
   const int64_t pixel = static_cast<int64_t>(y) * out.width + x, pixels = static_cast<int64_t>(out.height) * out.width;
   return out.channels_last ? (n * pixels + pixel) * out.channels + c : (n * out.channels + c) * pixels + pixel;

@@ -1,4 +1,4 @@
-// cv2.resize of 8-bit pictures, INTER_LINEAR and INTER_AREA, to the bit.
+// cv2.resize of 8-bit images, INTER_LINEAR and INTER_AREA, to the bit.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// cv2.resize on the CPU, one target row at a time: what the columns need is worked out once a picture, and a source row
+// cv2.resize on the CPU, one target row at a time: what the columns need is worked out once an image, and a source row
 // that is blended along its columns serves every target row that takes it.
 #pragma once
 

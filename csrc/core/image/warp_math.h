@@ -1,4 +1,4 @@
-// cv2.warpAffine and cv2.warpPerspective, bilinear, of 8-bit pictures with a constant border. kFixed is OpenCV 4's
+// cv2.warpAffine and cv2.warpPerspective, bilinear, of 8-bit images with a constant border. kFixed is OpenCV 4's
 // arithmetic to the bit: coordinates in 1/32 pixel. kFloat is OpenCV 5's, float32: its own vector and scalar code
 // differ by one level here and there, and so does this.
 #pragma once

@@ -628,7 +628,7 @@ constexpr uint32_t kPair = 0x10001;
 struct ChromaColumns {
   const uint8_t *cb, *cr;  // of sample x in the plane's first row
   int pitch, first, last;  // rows
-  int left, right;         // -1 and 4, or what is next to them in the picture
+  int left, right;         // -1 and 4, or what is next to them in the image
 
   __device__ __forceinline__ ChromaColumns(const JpegPlane& b, const JpegPlane& r, int x)
       : cb(b.data + (x - b.x0)),
@@ -734,7 +734,7 @@ __global__ void __launch_bounds__(kColorThreads) jpeg_color(JpegParams p) {
 cudaError_t launch_jpeg_decode(const JpegParams& p, cudaStream_t stream) {
   if (!p.pictures || !p.groups || !p.tiles) return cudaSuccess;
   const JpegWorkspace w(p.pictures, p.groups, p.tiles);
-  // No picture has any group or tile, but for those that jpeg_prepare finds.
+  // No image has any group or tile, but for those that jpeg_prepare finds.
   const auto maps = static_cast<size_t>(w.slots - w.group_pictures);
   if (const cudaError_t error = cudaMemsetAsync(p.workspace + w.group_pictures, 0xff, maps, stream)) return error;
   jpeg_prepare<<<static_cast<unsigned>(p.pictures), kPrepareThreads, 0, stream>>>(p);

@@ -28,7 +28,7 @@ constexpr int64_t kJpegMaxPixels = int64_t{1} << 30;  // OpenCV's limit
 
 enum class JpegColor : uint8_t { kGrey, kYcc, kRgb };
 
-// How a component becomes as large as the picture.
+// How a component becomes as large as the image.
 enum class JpegUpsampling : uint8_t {
   kBox,      // repeat samples
   kColumns,  // triangle filter along x, ratio 2 x 1
@@ -141,7 +141,7 @@ TORCH_FASTDET_HOST_DEVICE bool jpeg_is_sound(const JpegHeader& h, int64_t availa
   return blocks == h.mcu_blocks && blocks <= kJpegMaxBlocks;
 }
 
-// The picture as OpenCV shows it: turned as EXIF says.
+// The image as OpenCV shows it: turned as EXIF says.
 TORCH_FASTDET_HOST_DEVICE bool jpeg_swaps_axes(const JpegHeader& h) {
   return h.orientation >= 5;
 }
@@ -169,7 +169,7 @@ struct JpegRegion {
   TORCH_FASTDET_HOST_DEVICE int mcus() const { return (mcu_x1 - mcu_x0) * (mcu_y1 - mcu_y0); }
 };
 
-// `shown` lies in the picture as it is shown, and is not empty.
+// `shown` lies in the image as it is shown, and is not empty.
 TORCH_FASTDET_HOST_DEVICE JpegRegion jpeg_region(const JpegHeader& h, const JpegRect& shown) {
   const int o = h.orientation;
   JpegRegion r{};
@@ -218,7 +218,7 @@ TORCH_FASTDET_HOST_DEVICE JpegTurn jpeg_turn(const JpegHeader& h, const JpegRect
 // Columns of a plan, all int64: what is asked for, and (from kFirstGroup on) where jpeg_plan.h puts it.
 enum JpegColumn : int {
   kJpegOffset,  // of the packed JPEG in the storage
-  kJpegX,       // the rectangle, in the picture as it is shown
+  kJpegX,       // the rectangle, in the image as it is shown
   kJpegY,
   kJpegWidth,
   kJpegHeight,

@@ -1,7 +1,7 @@
 // Reads the markers of a JPEG file up to its scan. Host only.
 //
 // What it takes is what OpenCV decodes without a warning, from ITU-T T.81, JFIF, Adobe's APP14 and EXIF. Everything
-// else is refused with a short reason: OpenCV repairs some of those files, and its repairs are not ours to guess.
+// else is refused with a short reason: OpenCV repairs some of those files, and nobody has written its repairs down.
 #pragma once
 
 #include <algorithm>

@@ -104,10 +104,10 @@ TORCH_FASTDET_HOST_DEVICE void jpeg_upsample_row(const JpegComponent& c, const J
   for (int64_t x = 0; x < x1 - x0; ++x) out[x] = static_cast<uint8_t>(pixels[x + skip]);
 }
 
-// One picture's rectangle after another.
+// One image's rectangle after another.
 class JpegDecoder {
  public:
-  // `packed` is sound, the rectangle lies in the picture and is not empty.
+  // `packed` is sound, the rectangle lies in the image and is not empty.
   void decode(const uint8_t* packed, const JpegRect& rect, uint8_t* out, int64_t pitch) {
     packed_ = packed;
     header_ = reinterpret_cast<const JpegHeader*>(packed);
@@ -277,7 +277,7 @@ inline const char* jpeg_row_fault(const JpegParams& p, int64_t i) {
   return nullptr;
 }
 
-// parallel_for(begin, end, grain, f) calls f(begin, end), over pictures. The rows have no fault.
+// parallel_for(begin, end, grain, f) calls f(begin, end), over images. The rows have no fault.
 template <class ParallelFor>
 void decode_jpegs(const JpegParams& p, const ParallelFor& parallel_for) {
   parallel_for(int64_t{0}, p.pictures, int64_t{1}, [&](int64_t begin, int64_t end) {

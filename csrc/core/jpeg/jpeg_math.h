@@ -175,7 +175,7 @@ TORCH_FASTDET_HOST_DEVICE int jpeg_between_both(int sum, int near, bool second) 
   return (3 * sum + near + 8 - second) >> 4;
 }
 
-// A component's plane in memory: the samples of a region, whose neighbours outside of the real picture are clamped.
+// A component's plane in memory: the samples of a region, whose neighbours outside of the real image are clamped.
 struct JpegPlane {
   const uint8_t* data;
   int pitch;

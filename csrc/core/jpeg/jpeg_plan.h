@@ -1,4 +1,4 @@
-// Where the CUDA kernels keep what belongs to each picture of a plan. Made on the host, from the headers of the packed
+// Where the CUDA kernels keep what belongs to each image of a plan. Made on the host, from the headers of the packed
 // JPEGs.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace torch_fastdet::core {
 
-// What the kernels know of a picture: jpeg_prepare makes it, in the workspace, and the others copy it to shared memory.
+// What the kernels know of an image: jpeg_prepare makes it, in the workspace, and the others copy it to shared memory.
 struct alignas(16) JpegState {
   JpegHeader header;
   JpegRegion region;
@@ -18,7 +18,7 @@ struct alignas(16) JpegState {
   JpegPlane planes[3];
   const uint8_t* packed;
   uint8_t* out;           // of stored pixel (0, 0)
-  int16_t* coefficients;  // of the picture's first slot
+  int16_t* coefficients;  // of the image's first slot
   int64_t first_group, first_tile;
   int tile_columns;
   // Of an MCU's blocks: the component, and the place in it.
@@ -38,9 +38,9 @@ struct alignas(16) JpegSlot {
 
 // The workspace's common part; behind it come planes and coefficients. Offsets in bytes.
 struct JpegWorkspace {
-  int64_t states;          // JpegState a picture
-  int64_t lookups;         // kJpegMaxTables tables a picture
-  int64_t group_pictures;  // uint32 a group: its picture
+  int64_t states;          // JpegState an image
+  int64_t lookups;         // kJpegMaxTables tables an image
+  int64_t group_pictures;  // uint32 a group: its image
   int64_t tile_pictures;   // uint32 a tile
   int64_t slots;           // JpegSlot for each thread of each group
   int64_t end;
@@ -72,7 +72,7 @@ TORCH_FASTDET_HOST_DEVICE JpegSegmentRange jpeg_row_segments(const JpegHeader& h
   return {first, end > first ? end : first};
 }
 
-// Pixels are handed out in tiles that begin at whole tiles of the stored picture.
+// Pixels are handed out in tiles that begin at whole tiles of the stored image.
 TORCH_FASTDET_HOST_DEVICE int jpeg_tile_columns(const JpegRegion& region) {
   return static_cast<int>(ceil_div(region.x1, kJpegTileWidth)) - region.x0 / kJpegTileWidth;
 }
@@ -84,8 +84,8 @@ struct JpegTotals {
   int64_t decoded_bytes = 0, groups = 0, tiles = 0;
 };
 
-// Completes rows of a plan of which the first kJpegAskedColumns are filled in. header(i) is picture i's; its rectangle
-// lies in the picture.
+// Completes rows of a plan of which the first kJpegAskedColumns are filled in. header(i) is image i's; its rectangle
+// lies in the image.
 template <class Header>
 JpegTotals complete_jpeg_plan(int64_t* plan, int64_t pictures, const Header& header) {
   JpegTotals totals;

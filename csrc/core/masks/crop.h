@@ -33,7 +33,7 @@ TORCH_FASTDET_HOST_DEVICE PixelRange columns_kept(const CropParams& p, int64_t r
   return y >= rows.low && y < rows.high ? pixels_between(box[0], box[2], p.width) : PixelRange{0, 0};
 }
 
-// As stock, which multiplies: NaN and infinity outside of a box give NaN, and zero keeps its sign.
+// As the original function, which multiplies: NaN and infinity outside of a box give NaN, and zero keeps its sign.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T cropped(T value, bool kept) {
   return kept ? value : from_arithmetic<T>(to_arithmetic(value) * 0);

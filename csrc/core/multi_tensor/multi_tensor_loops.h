@@ -391,7 +391,7 @@ void update_segment(const Work& work, const Row& row, const Segment& segment, co
   }
 }
 
-// `groups`: the rows' groups, in place of those in `p`, which may be fewer.
+// `groups` are the rows' groups. Those in `p` may be fewer, and are not read.
 template <class Halves, typename ParallelFor>
 void update(const Work& work, const UpdateParams& p, const Group* groups, const Workspace& w,
             const ParallelFor& parallel_for) {

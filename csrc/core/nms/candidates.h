@@ -102,7 +102,7 @@ struct PredictionLayout {
   }
   static TORCH_FASTDET_HOST_DEVICE RotatedCandidate<A> rotated(const CandidateSource& source, Anchor anchor,
                                                                int64_t box_class) {
-    // The last column of a row without extra columns is its class, and stock takes that for the angle.
+    // The last column of a row without extra columns is its class, and the original takes that for the angle.
     return {box(source, anchor), source.extra ? extra(source, anchor, source.extra - 1) : A(box_class)};
   }
 };

@@ -1,4 +1,4 @@
-// Raw YOLOv5 head maps to the decoded prediction tensor of the stock Detect module.
+// Raw YOLOv5 head maps to the decoded prediction tensor of the original Detect module.
 #pragma once
 
 #ifdef TORCH_FASTDET_WITH_CUDA

@@ -76,7 +76,7 @@ struct CandidateSource {
 // How rotated boxes suppress each other, by probiou. Their angle is the last extra column.
 enum class RotatedRule : int32_t {
   kNone,    // boxes are upright
-  kFast,    // a box goes if any better one overlaps it, kept or not, as the stock function does
+  kFast,    // a box goes if any better one overlaps it, kept or not, as the original function does
   kGreedy,  // a box goes if a better one that is kept overlaps it
 };
 

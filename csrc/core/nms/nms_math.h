@@ -8,7 +8,7 @@ namespace torch_fastdet::core {
 
 // Which boxes can suppress each other.
 enum class ClassRule : int32_t {
-  kOffset,    // boxes are moved by class * max_wh before they are compared, as the stock functions do
+  kOffset,    // boxes are moved by class * max_wh before they are compared, as the original functions do
   kExact,     // boxes of one class only, compared where they are
   kAgnostic,  // all boxes
 };
@@ -58,7 +58,7 @@ TORCH_FASTDET_HOST_DEVICE bool overlaps(const CornerBox<A>& kept, const CornerBo
   return meets(kept, later) && meeting_boxes_overlap(kept, later, threshold);
 }
 
-// Box corners as the stock functions round them: every operation to the stored type, given by Round.
+// Box corners as the original functions round them: every operation to the stored type, given by Round.
 template <typename Round, typename A>
 TORCH_FASTDET_HOST_DEVICE CornerBox<A> corners(const CenterBox<A>& box, Round round) {
   const A half_width = round(mul_rn(box.width, A(0.5))), half_height = round(mul_rn(box.height, A(0.5)));

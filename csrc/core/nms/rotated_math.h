@@ -1,5 +1,5 @@
 // Rotated boxes as suppression compares them: by probiou, the similarity of the Gaussians that have the boxes' spread
-// (https://arxiv.org/abs/2106.06072). The formula is evaluated in the order of stock's float32 operations.
+// (https://arxiv.org/abs/2106.06072). The formula is evaluated in the order of the original's float32 operations.
 #pragma once
 
 #include <cmath>

@@ -30,7 +30,7 @@ struct FrameDetections {
   const float* rows;
   int64_t count, columns;
   bool rotated = false;
-  bool centred = false;  // x y width height in place of x1 y1 x2 y2
+  bool centred = false;  // x y width height, not x1 y1 x2 y2
 };
 
 enum class TrackStatus : uint8_t { kNew = 0, kTracked = 1, kLost = 2, kRemoved = 3 };

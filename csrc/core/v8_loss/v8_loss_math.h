@@ -66,8 +66,8 @@ TORCH_FASTDET_HOST_DEVICE void v8_grow(float low, float high, V8Sides sides, flo
   grown_high = add_rn(center, half);
 }
 
-// False for a box that stock leaves out: corners that add up to 0 or less (padding, far outside of the picture), or to
-// NaN. `row` has no fault.
+// False for a box that the original leaves out: corners that add up to 0 or less (padding, far outside of the image),
+// or to NaN. `row` has no fault.
 TORCH_FASTDET_HOST_DEVICE bool v8_target(const float row[6], float image_w, float image_h, V8Sides sides,
                                          int64_t classes, V8Target& target) {
   const float x = mul_rn(row[2], image_w), y = mul_rn(row[3], image_h);

@@ -99,7 +99,8 @@ TORCH_FASTDET_HOST_DEVICE void v8_probiou_gradient(const V8Probiou<T>& r, const 
 }
 
 // A target in pixels: x1, y1, x2, y2 hold center, width and height; low and high are where anchors may be. False for
-// one that stock leaves out: a side below two pixels, or numbers that add up to 0 or less. `row` has seven columns.
+// one that the original leaves out: a side below two pixels, or numbers that add up to 0 or less. `row` has seven
+// columns.
 TORCH_FASTDET_HOST_DEVICE bool v8_obb_target(const float row[7], float image_w, float image_h, V8Sides sides,
                                              int64_t classes, V8Target& target) {
   target.x1 = mul_rn(row[2], image_w);

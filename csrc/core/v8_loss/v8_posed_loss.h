@@ -1,4 +1,4 @@
-// The detection loss of YOLO26's poses: its assignment compares keypoints in place of boxes (OKS, the object keypoint
+// The detection loss of YOLO26's poses: its assignment compares keypoints, not boxes (OKS, the object keypoint
 // similarity), and a target's anchors are of the levels that its size is for. All else is the detection loss.
 #pragma once
 

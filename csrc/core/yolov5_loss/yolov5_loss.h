@@ -1,6 +1,6 @@
 // The YOLOv5 training loss: every target is tried in each level, anchor and neighbouring cell, each try ("candidate")
 // in a slot of its own, so that nothing is compacted, counted on the host or ordered by chance. Slot order is the order
-// in which stock YOLOv5 lists its matches: offset, anchor, target.
+// in which YOLOv5 lists its matches: offset, anchor, target.
 #pragma once
 
 #ifdef TORCH_FASTDET_WITH_CUDA

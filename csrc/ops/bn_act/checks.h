@@ -78,7 +78,7 @@ inline void check_same_image(const at::Tensor& x, const at::Tensor& other, const
   TORCH_SYM_CHECK(same, op, ": ", name, " has shape ", other.sym_sizes(), ", but x has ", x.sym_sizes());
 }
 
-// Stock's rule and words: one value a channel has no variance.
+// PyTorch's rule and words: one value a channel has no variance.
 inline void check_values_per_channel(const at::Tensor& x) {
   int64_t values = 1;
   for (const int64_t d : {0, 2, 3}) {

@@ -90,7 +90,7 @@ void bn_act_into(const BnActResult& result, bool channels_last, const at::Tensor
                  const OptionalTensor& bias, const BnActNorm& norm, core::Activation activation, double slope,
                  const OptionalTensor& residual, const char* op) {
   const auto& [y, mean, invstd] = result;
-  if (x.numel() == 0) {  // stock leaves the running statistics alone, and its module counts the batch
+  if (x.numel() == 0) {  // PyTorch leaves the running statistics alone, and its module counts the batch
     if (is_given(norm.num_batches_tracked)) norm.num_batches_tracked->add_(1);
     mean.zero_();
     invstd.zero_();

@@ -137,8 +137,8 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   }
 }
 
-// Stock's CIoU and DIoU square and sum, and pow and sum are on PyTorch's float32 list: boxes of half precision give a
-// float32 result.
+// The original CIoU and DIoU square and sum, and pow and sum are on PyTorch's float32 list: boxes of half precision
+// give a float32 result.
 TORCH_LIBRARY_IMPL(torch_fastdet, AutocastCPU, m) {
   in_float32_under_autocast(m, {"bbox_iou", "iou_loss"});
 }

@@ -52,7 +52,7 @@ struct UpsampleNearest2xCat : torch::autograd::Function<UpsampleNearest2xCat> {
     const at::AutoDispatchBelowADInplaceOrView below;
     return call_upsample_cat(x, skip);
   }
-  // As in stock's cat, the gradient of skip is a view of its channels: it costs no launch and no memory. The kernel
+  // As in torch.cat, the gradient of skip is a view of its channels: it costs no launch and no memory. The kernel
   // reads x's channels in place.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const c10::SymInt x_channels = ctx->saved_data["x_channels"].toSymInt();

@@ -36,7 +36,7 @@ inline void check_upsample_backward(const at::Tensor& grad_output) {
                   ", but an even height and width are expected");
 }
 
-// Stock's rules: upsample keeps the format that its input suggests; cat is channels_last only if every input is, and
+// PyTorch's rules: upsample keeps the format that its input suggests; cat is channels_last only if every input is, and
 // promotes dtypes.
 inline at::MemoryFormat upsample_cat_format(const at::Tensor& x, const at::Tensor& skip) {
   const at::MemoryFormat format = x.suggest_memory_format();
@@ -68,8 +68,8 @@ inline at::Tensor empty_upsample_backward(const at::Tensor& grad_output) {
                      grad_output.suggest_memory_format(), grad_output.scalar_type());
 }
 
-// Whether to walk from `source` to a result of ours as NHWC. Where a single channel makes the formats coincide in both,
-// NCHW has longer rows.
+// Whether to walk from `source` to a result of torch_fastdet as NHWC. Where a single channel makes the formats coincide
+// in both, NCHW has longer rows.
 inline bool walks_channels_last(const at::Tensor& source, const at::Tensor& result, at::MemoryFormat format) {
   return format == at::MemoryFormat::ChannelsLast && (source.stride(3) != 1 || result.stride(3) != 1);
 }
