@@ -23,7 +23,7 @@ logger = logging.getLogger("torch_fastdet")
 
 
 class _Lines(logging.Handler):
-    """Writes ``torch_fastdet: <message>`` to whatever ``sys.stderr`` is now."""
+    """Write ``torch_fastdet: <message>`` to whatever ``sys.stderr`` is now."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is not None and not is_configured():

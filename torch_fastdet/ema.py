@@ -25,7 +25,7 @@ def _check(name: str, value: float, most: float = math.inf) -> None:
 
 
 class DecayRamp:
-    """``decay * (1 - exp(-updates / tau))``: a decay that lets early epochs move. Can be pickled, as a lambda cannot."""
+    """Compute ``decay * (1 - exp(-updates / tau))``, a decay that lets early epochs move. It can be pickled, as a lambda cannot."""
 
     def __init__(self, decay: float, tau: float):
         _check("decay", decay, 1)

@@ -57,7 +57,7 @@ UPLOAD, CAPTURE = range(2)
 
 
 class Owner:
-    """What holds much memory, of the process or of a GPU."""
+    """Describe what holds much memory, of the process or of a GPU."""
 
     #: What the memory holds, in the plural.
     what: str
@@ -98,7 +98,7 @@ def owners() -> list[Owner]:
 
 
 class Row(NamedTuple):
-    """One line of :func:`report`."""
+    """Hold one line of :func:`report`."""
 
     what: str
     device: str

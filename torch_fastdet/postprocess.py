@@ -56,7 +56,7 @@ def _check_word(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 class _PostProcess(nn.Module):
-    """The options of a head's suppression, each an attribute that may be changed. TorchScript reads a class's own annotations."""
+    """Hold the options of a head's suppression, each an attribute that may be changed. TorchScript reads a class's own annotations."""
 
     classes: list[int] | None
 
@@ -297,7 +297,7 @@ def _head_of(model: nn.Module, *names: str) -> Any:
 
 
 class _YOLOv5Heads(nn.Module):
-    """A YOLOv5 model, to be traced, whose head returns its convolutions' outputs and prototypes; the original returns permuted copies."""
+    """Wrap a YOLOv5 model, to be traced, whose head returns its convolutions' outputs and prototypes; the original returns permuted copies."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -315,7 +315,7 @@ class _YOLOv5Heads(nn.Module):
 
 
 class _UltralyticsHeads(nn.Module):
-    """An Ultralytics model, to be traced, whose maps are joined a level as UltralyticsPostProcess takes them, and prototypes."""
+    """Wrap an Ultralytics model, to be traced, whose maps are joined a level as UltralyticsPostProcess takes them, and prototypes."""
 
     def __init__(self, model: nn.Module, end2end: bool):
         super().__init__()

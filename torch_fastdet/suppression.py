@@ -173,7 +173,7 @@ def yolov5_non_max_suppression(
 
 
 class Padded(NamedTuple):
-    """Detections of a batch before the host knows their counts: (images, most, columns), (images,), (images, most)."""
+    """Hold the detections of a batch before the host knows their counts: (images, most, columns), (images,), (images, most)."""
 
     detections: Tensor
     counts: Tensor

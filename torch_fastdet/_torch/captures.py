@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 class Captures:
-    """Which thread captures, and which threads wait for the device."""
+    """Know which thread captures, and which threads wait for the device."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

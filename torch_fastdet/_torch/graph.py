@@ -35,7 +35,7 @@ def let_wait(streams: Sequence[torch.cuda.Stream], awaited: torch.cuda.Stream) -
 
 
 class Graph:
-    """A CUDA graph captured on ``streams``.
+    """Hold a CUDA graph captured on ``streams``.
 
     The allocator unmaps the memory of a dropped graph once these are idle. Its last replay may still run on another stream, which they
     therefore wait for first.

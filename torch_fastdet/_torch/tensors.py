@@ -29,7 +29,7 @@ def new_state(
 
 
 class DeviceNumbers:
-    """Numbers of the host in device memory, in float64, where captured graphs read them. Another count of them gets new memory."""
+    """Keep numbers of the host in device memory, in float64, where captured graphs read them. Another count of them gets new memory."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.memory = torch.zeros(0, dtype=torch.float64, device=device)
@@ -59,7 +59,7 @@ def same_objects(left: Sequence[object], right: Iterable[object], length: int) -
 
 
 class ModuleWatch:
-    """Notices that a module holds other parameter, buffer or submodule objects, by copies of its dictionaries: some 10 ns an entry.
+    """Notice that a module holds other parameter, buffer or submodule objects, by copies of its dictionaries: some 10 ns an entry.
 
     Replaced memory of the same tensor (``p.data = ...``) is noticed in C++, by its address.
     """
@@ -93,7 +93,7 @@ class ModuleWatch:
 
 
 class Walk:
-    """The submodules, parameters and buffers of a module. Listing them takes ten times as long as seeing that none changed."""
+    """List the submodules, parameters and buffers of a module. Listing them takes ten times as long as seeing that none changed."""
 
     def __init__(self, module: nn.Module) -> None:
         self.watch = ModuleWatch(module)

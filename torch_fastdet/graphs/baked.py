@@ -16,7 +16,7 @@ from torch_fastdet.optim import FusedStep
 
 
 class BakedModule:
-    """What graphs of one module's passes have baked in."""
+    """Note what graphs of one module's passes have baked in."""
 
     def __init__(self) -> None:
         self._walk: Walk | None = None
@@ -46,7 +46,7 @@ class BakedModule:
 
 
 class BakedForward(BakedModule):
-    """What graphs of one module's forward passes in eval mode have baked in, and what else ``settings`` reads that decides them."""
+    """Note what graphs of one module's forward passes in eval mode have baked in, and what else ``settings`` reads that decides them."""
 
     def __init__(self, settings: Callable[[nn.Module], Iterable[object]]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def _same(left: list[object], right: list[object]) -> bool:
 
 
 class Baked(NamedTuple):
-    """What the graphs of a step have baked in."""
+    """Note what the graphs of a step have baked in."""
 
     trained: tuple[Hashable, ...]  # what is trained, and where it lies
     others: tuple[Hashable, ...]  # where all else lies that graphs read and write
@@ -91,7 +91,7 @@ class Baked(NamedTuple):
 
 
 class StepWatch:
-    """Looks at everything that graphs of a training step bake in."""
+    """Look at everything that graphs of a training step bake in."""
 
     def __init__(self, model: nn.Module, fused: FusedStep) -> None:
         self._model, self._fused = model, fused

@@ -84,7 +84,7 @@ def _make_stream(device: torch.device) -> int:
 
 
 class _Workspaces:
-    """cuBLAS' workspaces of one stream, out of torch's maps, in which anybody may clear them, but while a capture uses them."""
+    """Keep cuBLAS' workspaces of one stream out of torch's maps, where anybody may clear them, but while a capture uses them."""
 
     def __init__(self) -> None:
         self._library = _library()  # not looked up in __del__
@@ -224,7 +224,7 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: object, device: torch.device) ->
 
 
 class _Bytes:
-    """Device memory in the form that torch.as_tensor takes without a copy and without owning it."""
+    """Show device memory in the form that torch.as_tensor takes without a copy and without owning it."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.__cuda_array_interface__ = {

@@ -21,7 +21,7 @@ G = TypeVar("G")
 
 
 class CapturedCallable(Generic[G]):
-    """At most ``max_graphs`` graphs of type ``G``, which a subclass captures after ``warmup`` eager calls of a key, and replays.
+    """Keep at most ``max_graphs`` graphs of type ``G``, which a subclass captures after ``warmup`` eager calls of a key, and replays.
 
     ``what`` is captured, for the lines that ``say`` takes.
     """
@@ -84,7 +84,7 @@ class CapturedCallable(Generic[G]):
 
 
 class Passes:
-    """The graphs of one forward and backward pass, and the static tensors that they read and write.
+    """Hold the graphs of one forward and backward pass, and the static tensors that they read and write.
 
     Inputs and the outputs' gradients are written before a replay; after their last use the graph uses their memory for something else.
     """
@@ -101,14 +101,14 @@ class Passes:
 
 
 class _Running:
-    """A replayed forward pass whose backward pass may come."""
+    """Stand for a replayed forward pass whose backward pass may come."""
 
     def __init__(self, captured: Passes, count: int) -> None:
         self.captured, self.count = captured, count
 
 
 class _Replay(torch.autograd.Function):
-    """The graphs as one node of autograd."""
+    """Replay the graphs as one node of autograd."""
 
     @staticmethod
     def forward(ctx: Context, graphs: CapturedPasses, captured: Passes, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -138,7 +138,7 @@ class _Replay(torch.autograd.Function):
 
 
 class CapturedPasses(CapturedCallable[Passes]):
-    """Graphs of forward and backward passes, as one node of autograd, in one memory.
+    """Keep graphs of forward and backward passes, as one node of autograd, in one memory.
 
     While a forward pass waits for its backward pass, another one runs eagerly; a second backward pass raises RuntimeError.
     """

@@ -26,7 +26,7 @@ _MOST_SAVED = 4
 
 
 class _Captured:
-    """One input shape's graph, and where it reads and writes: places in the pool that other graphs use for something else."""
+    """Hold one input shape's graph, and where it reads and writes: places in the pool that other graphs use for something else."""
 
     def __init__(self, stream: torch.cuda.Stream, held: list[Tensor]) -> None:
         self.graph = Graph(stream)

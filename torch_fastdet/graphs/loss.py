@@ -12,7 +12,7 @@ from torch import nn
 
 @runtime_checkable
 class HasGraphKey(Protocol):
-    """A loss whose host-side settings can change: a step is captured again when the key does."""
+    """Declare a loss whose host-side settings can change: a step is captured again when the key does."""
 
     def graph_key(self) -> Hashable:
         """Return what changes when a call that is captured now would do something else than before."""
@@ -32,7 +32,7 @@ class GraphLoss(HasGraphKey, Protocol):
 
 
 class Offer:
-    """What this loss offers; for a loss that offers nothing, what stands in for it."""
+    """Hold what a loss offers; for a loss that offers nothing, what stands in for it."""
 
     def __init__(self, loss: Callable[..., Any]) -> None:
         self.loss = loss

@@ -27,7 +27,7 @@ _GET_DATA = inspect.getattr_static(Tensor, "data").__get__
 
 
 class LossItems(Tensor):
-    """A CUDA tensor of loss items; it and means of it are read without waiting for what is launched on its stream later.
+    """Hold loss items as a CUDA tensor; it and means of it are read without waiting for what is launched on its stream later.
 
     In all else it is a plain tensor: other functions give plain tensors, in order on the current stream, and so do copies and files.
     """

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class GraphPool(Owner, Generic[G]):
-    """At most ``max_graphs`` captured graphs by key, in one memory pool; the least recently used goes first.
+    """Keep at most ``max_graphs`` captured graphs by key, in one memory pool; the least recently used goes first.
 
     Where an eager call or a capture runs out of memory, cheaper owners and then all graphs of this thread are dropped, and it runs again. A
     key that there is no memory to capture runs eagerly until :meth:`reset`. ``say`` takes a line each time, and ``forget`` is called when

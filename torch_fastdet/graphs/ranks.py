@@ -61,7 +61,7 @@ def start_alike(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 class _Packed:
-    """Tensors of any dtype in one flat tensor of bytes, to be sent at once."""
+    """Pack tensors of any dtype in one flat tensor of bytes, to be sent at once."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
         self._group = group
@@ -93,7 +93,7 @@ class _Packed:
 
 
 class BufferBroadcast:
-    """Buffers of the group's first rank for all ranks, without the running statistics of batch norm in training mode, which no
+    """Send the buffers of the group's first rank to all ranks, without the running statistics of batch norm in training mode, which no
     training pass reads: each rank keeps its own.
     """
 
@@ -126,7 +126,7 @@ class BufferBroadcast:
 
 
 class _Flat:
-    """The gradients of one dtype, one behind the other, and behind them a mark for each parameter."""
+    """Hold the gradients of one dtype, one behind the other, and behind them a mark for each parameter."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], marks: int) -> None:
         first = parameters[0]
@@ -148,7 +148,7 @@ def _like(parameter: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tens
 
 
 class _Layout:
-    """Where each gradient lies."""
+    """Note where each gradient lies."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
@@ -179,7 +179,7 @@ def _nothing() -> None:
 
 
 class GradientAverage:
-    """The mean of all ranks' gradients, one all-reduce for each dtype: the same tensors in the same order on every rank.
+    """Average all ranks' gradients by one all-reduce for each dtype: the same tensors in the same order on every rank.
 
     A parameter without a gradient on one rank counts as zeros there; without one on any rank it keeps none, for which a rank where gradients
     are missing waits for the GPU, as DistributedDataParallel does with ``find_unused_parameters``.
@@ -295,7 +295,7 @@ def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 class Ranks:
-    """What surrounds the passes of one model that several ranks train; DistributedDataParallel's part of the work.
+    """Do what surrounds the passes of one model that several ranks train: DistributedDataParallel's part of the work.
 
     Buffers are sent behind the gradients, while the GPU runs the backward pass; before a forward pass only where none came.
     """

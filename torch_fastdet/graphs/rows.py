@@ -15,7 +15,7 @@ from torch_fastdet.graphs.captured import CapturedPasses, Passes
 
 
 class RowGraphs(CapturedPasses):
-    """CUDA graphs of ``function(*rows)`` and its gradients, for a loss that autograd runs around them.
+    """Keep CUDA graphs of ``function(*rows)`` and its gradients, for a loss that autograd runs around them.
 
     Zeros, to which ``function`` must give no weight, fill the rows up to one of four numbers between a power of two and the next, each of which
     is captured at its second call. ``say`` takes the line of the first capture, and ``warn`` one where calls run eagerly. What comes after

@@ -38,7 +38,7 @@ _KINDS_OF_RANKS = {True: "forward and backward", False: "forward and backward of
 
 
 class _Phase:
-    """One graph of a step: an image shape, and where in an accumulation it stands."""
+    """Name one graph of a step: an image shape, and where in an accumulation it stands."""
 
     def __init__(self, images: torch.Tensor, labels: dict[str, torch.Tensor], stream: torch.cuda.Stream) -> None:
         self.graph = Graph(stream)

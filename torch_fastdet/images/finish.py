@@ -27,7 +27,7 @@ FIRST_BATCHES = 16
 
 
 class Finisher:
-    """Makes the batches on the GPU, whose images are at ``key``. With ``uploads`` all other tensors go there too, else to pinned memory."""
+    """Make the batches on the GPU, whose images are at ``key``. With ``uploads`` all other tensors go there too, else to pinned memory."""
 
     def __init__(self, memory: ImageMemory, device: torch.device, key: object = 0, uploads: bool = True) -> None:
         self.device = device
@@ -49,7 +49,7 @@ class Finisher:
 
 
 class Turns:
-    """Lets threads change GPU memory one after another, each on its own stream and behind the work of the one before.
+    """Let threads change GPU memory one after another, each on its own stream and behind the work of the one before.
 
     Behind the event ``done`` the memory is free to use.
     """
@@ -70,7 +70,7 @@ class Turns:
 
 
 class DeviceImages(Owner):
-    """The images of one data set on one GPU, and the batches made of them. Several threads may ask for batches."""
+    """Hold the images of one data set on one GPU, and the batches made of them. Several threads may ask for batches."""
 
     what, budget = "images on the GPU", GPU_BUDGET
 

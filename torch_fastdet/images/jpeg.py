@@ -29,7 +29,7 @@ MARGIN = 2
 
 @dataclass
 class Files:
-    """What is known of a data set's files before they are read."""
+    """Hold what is known of a data set's files before they are read."""
 
     #: "" for one that is not to be kept as a file.
     paths: list[str]
@@ -77,7 +77,7 @@ def pack_jpeg(file: np.ndarray, head: np.ndarray | None = None) -> tuple[np.ndar
 
 @dataclass
 class Wanted:
-    """Images to decode, one a row: arrays of int64."""
+    """List images to decode, one a row, in arrays of int64."""
 
     #: Where their files begin in the storage.
     places: np.ndarray

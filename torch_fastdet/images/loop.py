@@ -29,7 +29,7 @@ _one_at_a_time = threading.RLock()  # the garbage collector may end another load
 
 
 class PlanBatches:
-    """A batch sampler whose batches ask for plans; with ``repeat`` it starts again at its end, for ever."""
+    """Sample batches that ask for plans; with ``repeat`` start again at its end, for ever."""
 
     def __init__(self, batches: Any, repeat: bool = False) -> None:
         self.sampler = batches  # where InfiniteDataLoader looks for its length
@@ -47,7 +47,7 @@ class PlanBatches:
 
 
 class PlannedLoading:
-    """Chooses where the batches of a ``DataLoader`` are made: by a thread on the GPU, else by the loader processes."""
+    """Choose where the batches of a ``DataLoader`` are made: by a thread on the GPU, else by the loader processes."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ def current_gpu() -> torch.device:
 
 
 class Ahead:
-    """An iterator over ``finish(batch)`` for the batches of ``source``, made in a thread of its own, on a stream of such threads.
+    """Iterate over ``finish(batch)`` for the batches of ``source``, made in a thread of its own, on a stream of such threads.
 
     CUDA tensors are given to the stream that is current when the loop takes them. Errors are raised there too. A batch that gets no memory
     is made again when the loop waits for it. With ``limited``, nothing is taken from ``source`` but what :meth:`allow` permits.

@@ -29,7 +29,7 @@ ALIGNMENT = 64
 
 
 class SharedFile(Owner):
-    """An anonymous file that processes share, mapped: a head, and bytes behind it."""
+    """Map an anonymous file that processes share: a head, and bytes behind it."""
 
     label: str
     #: Attributes that go to other processes and copies.
@@ -92,7 +92,7 @@ class SharedFile(Owner):
 
 
 class ImageMemory(SharedFile):
-    """A place for each image, as far as ``budget`` bytes go; ``shapes`` are (height, width) as it will be kept, or somewhat more.
+    """Keep a place for each image, as far as ``budget`` bytes go; ``shapes`` are (height, width) as it will be kept, or somewhat more.
 
     ``fd`` is the file of such a memory in another process, which is taken over. ``jpegs`` keeps files instead of images, as far as it can:
     their images have places behind all others.
@@ -231,7 +231,7 @@ class ImageMemory(SharedFile):
 
 
 class JpegFiles(SharedFile):
-    """JPEG files with an index (:func:`torch_fastdet.ops.jpeg_pack`), one after another in the order in which they are first needed.
+    """Keep JPEG files with an index (:func:`torch_fastdet.ops.jpeg_pack`), one after another in the order in which they are first needed.
 
     A file for which ``budget`` has no room is read for each batch and travels with it, as it is: who makes the batch packs it. Its index is
     kept, as it takes 3% of a file. ``fd`` and ``nbytes``, of files and indices together, are those of such a memory in another process.

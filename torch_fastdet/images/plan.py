@@ -28,12 +28,12 @@ SHARED, OWN, FILES = 0, 1, 2
 
 
 class Indices(list[int]):
-    """Indices of a batch for which a data set makes plans; from a plain list it makes images."""
+    """List the indices of a batch for which a data set makes plans; from a plain list it makes images."""
 
 
 @dataclass(eq=False)
 class Source:
-    """A whole image: its index where the shared memory has it, else its pixels."""
+    """Name a whole image by its index where the shared memory has it, else by its pixels."""
 
     index: int
     height: int
@@ -43,7 +43,7 @@ class Source:
 
 @dataclass
 class Layer:
-    """``canvas[y:y+h, x:x+w] = source[src_y:src_y+h, src_x:src_x+w]`` for each of ``placements``, then a map."""
+    """Describe ``canvas[y:y+h, x:x+w] = source[src_y:src_y+h, src_x:src_x+w]`` for each of ``placements``, then a map."""
 
     height: int
     width: int
@@ -57,7 +57,7 @@ class Layer:
 
 @dataclass
 class ImagePlan:
-    """One image of a batch, ``height`` by ``width``."""
+    """Describe one image of a batch, ``height`` by ``width``."""
 
     height: int
     width: int
@@ -85,7 +85,7 @@ def whole(source: Source) -> ImagePlan:
 
 @dataclass
 class Plan:
-    """The tables of a batch. All arrays, so that it crosses a process border in one message."""
+    """Hold the tables of a batch. All are arrays, so that it crosses a process border in one message."""
 
     size: tuple[int, int]
     placements: np.ndarray
@@ -111,7 +111,7 @@ class Plan:
 
 
 class Bytes:
-    """Arrays one after another."""
+    """Lay arrays one after another."""
 
     def __init__(self) -> None:
         self._parts: list[np.ndarray] = []

@@ -44,11 +44,11 @@ _UINT8, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
 
 
 class CannotRecord(RuntimeError):
-    """The framework does what neither a plan nor pixels of one image can follow."""
+    """Raise where the framework does what neither a plan nor pixels of one image can follow."""
 
 
 class Recorder:
-    """Makes stand-ins for the images of a memory, and says once what has made their pixels. ``host`` names the framework in lines."""
+    """Make stand-ins for the images of a memory, and say once what has made their pixels. ``host`` names the framework in lines."""
 
     def __init__(self, memory: ImageMemory, host: str) -> None:
         self.memory = memory
@@ -112,7 +112,7 @@ def canvas(recorder: Recorder, height: int, width: int) -> Recorded:
 
 
 class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
-    """Passes for an array. What it does not know, it does with the array itself."""
+    """Pass for an array. What it does not know, it does with the array itself."""
 
     __slots__ = ("__weakref__", "_real", "recorder", "shape")
     dtype: Any = _UINT8
@@ -188,7 +188,7 @@ def _reals(value: Any, what: str) -> Any:
 
 
 class Recorded(StandIn):
-    """An image uint8 (height, width, 3) in BGR, as a plan."""
+    """Stand for an image uint8 (height, width, 3) in BGR, as a plan."""
 
     __slots__ = ("_views", "image")
 
@@ -395,7 +395,7 @@ def _place(layer: Layer, source: Source, src_x: int, src_y: int, x: int, y: int,
 
 
 class Planes(StandIn):
-    """An image (3, height, width); ``reverse``: in RGB."""
+    """Stand for an image (3, height, width), in RGB with ``reverse``."""
 
     __slots__ = ("of", "reverse")
 
@@ -417,7 +417,7 @@ class Planes(StandIn):
 
 
 class Mask(StandIn):
-    """An array (height, width, 3) of three times the same ``plane``."""
+    """Stand for an array (height, width, 3) of three times the same ``plane``."""
 
     __slots__ = ("dtype", "plane")
 
@@ -433,7 +433,7 @@ class Mask(StandIn):
 
 
 class Chosen(StandIn):
-    """The pixels of an image where a mask is true."""
+    """Stand for the pixels of an image where a mask is true."""
 
     __slots__ = ("image", "mask")
 
@@ -450,7 +450,7 @@ class Chosen(StandIn):
 
 
 class Weighted(StandIn):
-    """An image times a number, or the sum of two whose numbers add up to 1, float64."""
+    """Stand for an image times a number, or the sum of two whose numbers add up to 1, float64."""
 
     __slots__ = ("parts",)
     dtype = _FLOAT64
@@ -478,7 +478,7 @@ class Weighted(StandIn):
 
 
 class HSV(StandIn):
-    """An image in HSV, whose channels go through tables (3, 256)."""
+    """Stand for an image in HSV, whose channels go through tables (3, 256)."""
 
     __slots__ = ("image", "tables")
 
@@ -499,7 +499,7 @@ class HSV(StandIn):
 
 
 class Channel(StandIn):
-    """A channel of an image in HSV, which goes through a table (256)."""
+    """Stand for a channel of an image in HSV, which goes through a table (256)."""
 
     __slots__ = ("number", "of", "table")
 
@@ -733,7 +733,7 @@ def _function_in(cell: types.CellType) -> types.FunctionType | None:
 
 
 class Copies:
-    """Copies of functions in which OpenCV, numpy and torch, wherever their code names them, are recorders."""
+    """Make copies of functions in which OpenCV, numpy and torch, wherever their code names them, are recorders."""
 
     def __init__(self, recorder: Recorder) -> None:
         recorders = ((cv2, _opencv(recorder)), (np, _numpy(recorder)), (torch, _torch()))

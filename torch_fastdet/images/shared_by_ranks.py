@@ -29,7 +29,7 @@ WAIT = 600.0
 
 
 class _NotShared(Exception):
-    """Another process of this machine was first, but its memory cannot be had."""
+    """Raise where another process of this machine was first, but its memory cannot be had."""
 
 
 def shared_by_ranks(

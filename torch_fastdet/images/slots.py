@@ -25,7 +25,7 @@ SPARE = 1
 
 
 class Slot:
-    """``size`` bytes of shared memory and the byte that says who has them."""
+    """Hold ``size`` bytes of shared memory and the byte that says who has them."""
 
     def __init__(self, fd: int, size: int) -> None:
         everything = np.frombuffer(mmap.mmap(fd, size + 1), dtype=np.uint8)
@@ -47,7 +47,7 @@ _own: list[_OwnSlot] = []
 
 
 class Parcel:
-    """A tensor of uint8 for another process, which unpickles an ordinary tensor; a copy where the system refuses shared memory."""
+    """Carry a tensor of uint8 to another process, which unpickles an ordinary tensor; copy it where the system refuses shared memory."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape

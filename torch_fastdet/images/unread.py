@@ -17,7 +17,7 @@ WAYS = {cv2.INTER_LINEAR: LINEAR, cv2.INTER_AREA: AREA}
 
 
 class Unread:
-    """An image that has a size (height, width) and no pixels. It is its own file, too, and its .npy file, which is not there."""
+    """Stand for an image that has a size (height, width) and no pixels. It is its own file, too, and its .npy file, which is not there."""
 
     __slots__ = ("shape", "way")
     ndim = 3
@@ -47,7 +47,7 @@ def _resize(
 
 
 class _Files:
-    """In ``dataset.im_files`` and ``dataset.npy_files``: files of images whose sizes ``size_of`` knows."""
+    """Stand in ``dataset.im_files`` and ``dataset.npy_files`` for files of images whose sizes ``size_of`` knows."""
 
     def __init__(self, size_of: Callable[[int], Size]) -> None:
         self.size_of = size_of
@@ -57,7 +57,7 @@ class _Files:
 
 
 class _Reader:
-    """Goes in front of a data set's class."""
+    """Go in front of a data set's class."""
 
     __slots__ = ()
     im_files = npy_files = property(lambda self: self.unread_files)

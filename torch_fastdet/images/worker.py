@@ -28,7 +28,7 @@ def _for_another_process(own: Bytes) -> object:
 
 @dataclass
 class PlannedBatch:
-    """What a loader process sends where the GPU makes the images."""
+    """Hold what a loader process sends where the GPU makes the images."""
 
     plan: Plan
     #: The batch without its images. Small tensors are arrays.
@@ -53,7 +53,7 @@ def _in_message(value: object) -> object:
 
 
 class Collate:
-    """Puts the plans of a batch together. Everything but pixels goes through the framework's own ``collate_fn``, ``stock``.
+    """Put the plans of a batch together. Everything but pixels goes through the framework's own ``collate_fn``, ``stock``.
 
     Items and batches hold images at ``key``: plans in place of pixels, for which ``stock`` gets images of one pixel. With ``on_gpu`` the
     result is for :class:`~torch_fastdet.images.finish.Finisher`.

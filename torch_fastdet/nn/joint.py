@@ -34,7 +34,7 @@ def _buffers(norms: list[nn.BatchNorm2d]) -> list[list[Tensor]]:
 
 
 class NormsOfParts(torch.autograd.Function):
-    """Norms and activations of neighbouring channels of x, each into a tensor of its own, behind ``before[i]`` other channels.
+    """Compute norms and activations of neighbouring channels of x, each into a tensor of its own, behind ``before[i]`` other channels.
 
     What these channels hold, and their gradient, is left to :class:`NormInto`.
     """
@@ -65,7 +65,7 @@ class NormsOfParts(torch.autograd.Function):
 
 
 class NormInto(torch.autograd.Function):
-    """Norm and activation of x, plus ``shortcut``, in the channels of ``room`` from ``first`` on; ``room`` is the result.
+    """Compute norm and activation of x, plus ``shortcut``, in the channels of ``room`` from ``first`` on; ``room`` is the result.
 
     The gradient goes on to ``room`` as it is: who wrote the other channels reads those alone.
     """
@@ -111,7 +111,7 @@ def _sum(parts: tuple[Tensor | None, ...]) -> Tensor:
 
 
 class NormSplit(torch.autograd.Function):
-    """Norm and activation of x in the first channels of a tensor of ``channels``, and a copy of their second half, twice.
+    """Compute norm and activation of x in the first channels of a tensor of ``channels``, and a copy of their second half, twice.
 
     Twice, for a shortcut and for what else reads it: the backward pass adds the three gradients at once, in the order in which autograd
     would add them. What the other channels hold is left to :class:`NormInto` and :class:`Keep`.
@@ -143,7 +143,7 @@ class NormSplit(torch.autograd.Function):
 
 
 class Keep(torch.autograd.Function):
-    """``room`` with a copy of x in its channels from ``first`` on, and x, twice: see :class:`NormSplit`."""
+    """Return ``room`` with a copy of x in its channels from ``first`` on, and x, twice: see :class:`NormSplit`."""
 
     @staticmethod
     def forward(ctx: Context, room: Tensor, first: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,7 +160,7 @@ class Keep(torch.autograd.Function):
 
 
 class Twice(torch.autograd.Function):
-    """x for a shortcut, and for what else reads it: their gradients are added where one of them is a slice, too."""
+    """Return x for a shortcut, and for what else reads it: their gradients are added where one of them is a slice, too."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _Rule(NamedTuple):
-    """What an argument may be: of these classes, or what converts itself by ``method``; ``item`` is the rule of a list's items."""
+    """Say what an argument may be: of these classes, or what converts itself by ``method``; ``item`` is the rule of a list's items."""
 
     classes: tuple[type, ...]
     expected: str

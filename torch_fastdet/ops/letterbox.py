@@ -9,7 +9,7 @@ from torch_fastdet.ops._checks import check_type
 
 
 class Placing(NamedTuple):
-    """Where a resized image lies in the network's input, in pixels; ``size`` is the input's height and width."""
+    """Say where a resized image lies in the network's input, in pixels; ``size`` is the input's height and width."""
 
     height: int
     width: int

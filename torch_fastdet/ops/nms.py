@@ -17,11 +17,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class _ThresholdError(ValueError, AssertionError):
-    """YOLOv5 and Ultralytics assert that thresholds are between 0 and 1; programs may catch that."""
+    """Raise for a threshold that is not between 0 and 1: YOLOv5 and Ultralytics assert it, which programs may catch."""
 
 
 class NmsOptions(NamedTuple):
-    """What all suppressing operators take, in the order of their schemas: the first six are ``[:6]``, the last four ``[6:]``.
+    """Hold what all suppressing operators take, in the order of their schemas: the first six are ``[:6]``, the last four ``[6:]``.
 
     :func:`non_max_suppression_padded` explains them. TorchScript takes the tuple as it is.
     """

@@ -12,7 +12,7 @@ from torch_fastdet.ops.yolov5_loss import yolov5_loss_fault
 
 
 class V8Arguments(NamedTuple):
-    """What all losses of this module take behind their own arguments, in the order of the schemas. :func:`v8_loss` explains them."""
+    """Hold what all losses of this module take behind their own arguments, in the order of the schemas. :func:`v8_loss` explains them."""
 
     targets: torch.Tensor
     settings: torch.Tensor
@@ -26,7 +26,7 @@ class V8Arguments(NamedTuple):
 
 
 class V8Found(NamedTuple):
-    """What the operators return: loss and items, and (n, topk) the anchors that targets got, with the rows of these."""
+    """Hold what the operators return: loss and items, and (n, topk) the anchors that targets got, with the rows of these."""
 
     loss: torch.Tensor
     items: torch.Tensor

@@ -31,7 +31,7 @@ def on_device(tensor: Tensor | float | None, device: torch.device) -> Tensor | N
 
 
 class Binding:
-    """MultiTensorStates of an optimizer, one a device, whose buffers are those in ``optimizer.state``."""
+    """Hold the MultiTensorStates of an optimizer, one a device, whose buffers are those in ``optimizer.state``."""
 
     name: ClassVar[str]  # of the optimizer, in errors
     buffer_names: ClassVar[tuple[str, ...]]  # in optimizer.state[parameter]
@@ -193,7 +193,7 @@ class Binding:
 
 
 class BoundOptimizer(torch.optim.Optimizer):
-    """An optimizer whose step is that of a Binding, which is made when a step wants it."""
+    """Step by a Binding, which is made when a step wants it."""
 
     _step_supports_amp_scaling = True  # GradScaler then hands its scale and its finding to the step
     _binding_class: ClassVar[type[Binding]]
@@ -226,7 +226,7 @@ class BoundOptimizer(torch.optim.Optimizer):
 
 
 class SgdBinding(Binding):
-    """Momentum buffers are made in C++."""
+    """Bind SGD, whose momentum buffers are made in C++."""
 
     name = "SGD"
     buffer_names = (BUFFER,)

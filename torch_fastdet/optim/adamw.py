@@ -13,7 +13,7 @@ FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"
 
 
 class AdamBinding(Binding):
-    """Moments and counts of steps, which are made as torch makes them."""
+    """Bind moments and counts of steps, which are made as torch makes them."""
 
     name = "Adam"
     buffer_names = (FIRST, SECOND, STEP)
@@ -54,7 +54,7 @@ class AdamBinding(Binding):
 
 
 class _Adam(BoundOptimizer, torch.optim.Adam):
-    """What Adam and AdamW share."""
+    """Hold what Adam and AdamW share."""
 
     _binding_class = AdamBinding
 

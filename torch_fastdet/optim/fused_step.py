@@ -25,7 +25,7 @@ def binding_of(optimizer: object) -> type[Binding] | None:
 
 
 class StepNumbers(DeviceNumbers):
-    """The numbers that captured steps read."""
+    """Keep the numbers that captured steps read."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)

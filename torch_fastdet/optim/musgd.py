@@ -38,7 +38,7 @@ def _as_rows(matrix: Tensor, like: Tensor) -> Tensor:
 
 
 class _Matrices:
-    """The parameters of a device and type, each as a matrix: ``inputs`` are orthogonalised into ``updates``, which have their shapes."""
+    """Lay out the parameters of a device and type, each as a matrix: ``inputs`` are orthogonalised into ``updates``, which have their shapes."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.key = [self._stamp(p) for p in params]
@@ -61,7 +61,7 @@ class _Matrices:
 
 
 class _Grouped(_Matrices):
-    """Matrices of all shapes together, by 17 launches of our own."""
+    """Orthogonalise matrices of all shapes together, by 17 launches of torch_fastdet's."""
 
     def __init__(self, params: list[Tensor]) -> None:
         super().__init__(params)
@@ -78,7 +78,7 @@ class _Grouped(_Matrices):
 
 
 class _Batched(_Matrices):
-    """Matrices of one shape are a batch, which goes through torch's products: the original arithmetic."""
+    """Orthogonalise matrices of one shape as a batch, by torch's products: the original arithmetic."""
 
     def __init__(self, params: list[Tensor]) -> None:
         super().__init__(params)
@@ -121,7 +121,7 @@ def _matrices(params: list[Tensor]) -> _Matrices:
 
 
 class MusgdBinding(Binding):
-    """Two MultiTensorStates a device: of all parameters, for SGD, and of those with ``use_muon``, for Muon's momentum."""
+    """Hold two MultiTensorStates a device: of all parameters, for SGD, and of those with ``use_muon``, for Muon's momentum."""
 
     name = "MuSGD"
     buffer_names = (MUON_BUFFER, SGD_BUFFER)

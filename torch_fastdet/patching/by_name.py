@@ -9,7 +9,7 @@ from torch_fastdet.patching.protocols import Names
 
 
 class ByName:
-    """Pickles as a module of that name, or as what it holds under ``attribute``, whatever that is when it is loaded."""
+    """Pickle as a module of that name, or as what it holds under ``attribute``, whatever that is when it is loaded."""
 
     def __init__(self, module: str, attribute: str | None = None) -> None:
         self.module, self.attribute = module, attribute
@@ -30,7 +30,7 @@ def filed_as(stock: type, state: Names) -> tuple[object, ...]:
 
 
 class FiledAsStock:
-    """Goes in front of a framework's class: copies have the new class; deep copies and files hold the framework's, without what is annotated."""
+    """Go in front of a framework's class: copies have the new class; deep copies and files hold the framework's, without what is annotated."""
 
     def __copy__(self) -> object:
         copied = object.__new__(type(self))

@@ -21,7 +21,7 @@ from torch_fastdet.patching.switch import Active, Outcome, Outside, Switch, Targ
 
 @dataclass
 class SwitchReport:
-    """What was found of one switch. With ``in_part`` it replaces something although ``why_not`` says why not everything."""
+    """Hold what was found of one switch. With ``in_part`` it replaces something although ``why_not`` says why not everything."""
 
     name: str
     asked: bool

@@ -22,7 +22,7 @@ _one_thread = threading.RLock()  # at a time replaces names, which both hosts do
 
 
 class Host:
-    """One framework, and what is switched on in it.
+    """Describe one framework, and what is switched on in it.
 
     ``packages`` are the first parts of the names of its modules, which are visited when they are imported, and ``left_alone`` those of
     modules that are never visited.

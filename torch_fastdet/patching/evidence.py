@@ -28,7 +28,7 @@ from torch_fastdet.patching.replace import defined_in, describe
 
 
 class Obstacle(str):
-    """One sentence: why something cannot apply."""
+    """Say in one sentence why something cannot apply."""
 
 
 class Evidence(Protocol):
@@ -66,7 +66,7 @@ def plainly_on_the_cpu() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Asks:
-    """A question of its own ``about`` something: a function of the original that returns a sentence, or None if all is well."""
+    """Ask a question of its own ``about`` something, by a function of the original that returns a sentence, or None if all is well."""
 
     about: str
     question: Callable[[object], str | None]
@@ -86,7 +86,7 @@ OPENCV = Asks("OpenCV", lambda _: None if importlib.util.find_spec("cv2") else "
 
 @dataclass(frozen=True)
 class Signature:
-    """The original, or its ``method``, takes these parameters: names, or those of a drop-in that are not keyword-only."""
+    """Ask whether the original, or its ``method``, takes these parameters: names, or those of a drop-in that are not keyword-only."""
 
     wanted: Function | tuple[str, ...]
     method: str = ""
@@ -108,7 +108,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Behaves:
-    """The original gives what the drop-in gives in a small case: a fork may compute something else under the same names.
+    """Ask whether the original gives what the drop-in gives in a small case: a fork may compute something else under the same names.
 
     Args:
         what: the part of the original that is tried, for the sentence.
@@ -191,7 +191,7 @@ def pictures(channels: int = 1) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Formula:
-    """A method of (self, x) computes what ``method`` computes, and its code reads the names of ``modules`` and ``others`` alone.
+    """Ask whether a method of (self, x) computes what ``method`` computes, and its code reads the names of ``modules`` and ``others`` alone.
 
     The names alone do not suffice: a fork may put the activation before the norm. ``options`` are further attributes for each trial.
     """
@@ -220,7 +220,7 @@ class Formula:
 
 @dataclass(frozen=True)
 class SameCode:
-    """The original's source was read, for code that no small case can try.
+    """Ask whether the original's source was read, for code that no small case can try.
 
     ``known`` maps names of its module ("": the original itself) to the fingerprints of the versions ``reference``.
     """

@@ -50,7 +50,7 @@ def loaded_modules(leaving_out: Collection[str]) -> list[ModuleType]:
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """Calls ``imported(module)`` right after each import of a module of ``packages``."""
+    """Call ``imported(module)`` right after each import of a module of ``packages``."""
 
     def __init__(self, packages: Collection[str], imported: Callable[[ModuleType], None]) -> None:
         self._packages = packages

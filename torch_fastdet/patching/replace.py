@@ -85,7 +85,7 @@ def in_place_of(stock: Stock, name: str = "") -> Callable[[F], F]:
 
 
 class _Names(Names):
-    """Some names, and behind them those that a module holds at the time of asking."""
+    """Iterate over some names, and behind them those that a module holds at the time of asking."""
 
     def __init__(self, names: Names, module: Names) -> None:
         super().__init__(names, __builtins__=module.get("__builtins__", builtins))
@@ -117,7 +117,7 @@ def defined_in(module_name: str, attribute: str) -> Any:
 
 
 class Patches:
-    """Everything that one framework's switches replaced, and what calls ``visit`` with each of its modules that is imported.
+    """Hold everything that one framework's switches replaced, and what calls ``visit`` with each of its modules that is imported.
 
     With ``dry`` it notes what would be replaced, and replaces nothing.
     """

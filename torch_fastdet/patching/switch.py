@@ -50,7 +50,7 @@ def needs_gpu(device: str) -> str | None:
 
 @dataclass(frozen=True)
 class Target:
-    """A function, class or method of the framework, and what takes its place: under every name that holds it, or on its class.
+    """Name a function, class or method of the framework, and what takes its place: under every name that holds it, or on its class.
 
     Args:
         where: full names of the modules that may define it; each definition is a separate original.
@@ -122,7 +122,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Outside:
-    """A function of torch, ``owner.name``, that ``drop_in`` replaces when the switch starts, unless somebody else has replaced it."""
+    """Name a function of torch, ``owner.name``, that ``drop_in`` replaces when the switch starts, unless somebody else has replaced it."""
 
     owner: Stock
     name: str
@@ -170,7 +170,7 @@ class Switch:
 
 @dataclass
 class Outcome:
-    """What came of one target: why the original stays, and whether this version has it."""
+    """Say what came of one target: why the original stays, and whether this version has it."""
 
     name: str
     obstacle: Obstacle | None = None
@@ -180,7 +180,7 @@ class Outcome:
 
 
 class Active:
-    """A switch between ``patch()`` and ``unpatch()``; with dry ``patches`` it is only tried."""
+    """Hold a switch between ``patch()`` and ``unpatch()``; with dry ``patches`` it is only tried."""
 
     def __init__(self, switch: Switch, patches: Patches) -> None:
         self.switch = switch

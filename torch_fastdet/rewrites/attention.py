@@ -18,7 +18,7 @@ MOST_POSITIONS = 1024  # of the operator, core::kMostSoftmaxColumns
 
 
 class _Softmax(torch.autograd.Function):
-    """``x.softmax(-1).to(dtype)``, whose gradient comes transposed from the product behind: one launch, where torch needs several."""
+    """Compute ``x.softmax(-1).to(dtype)``, whose gradient comes transposed from the product behind: one launch, where torch needs several."""
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -100,7 +100,7 @@ def _blocks(model: nn.Module) -> list[Any]:
 
 
 class AttentionInRows(Forwards):
-    """Ultralytics' ``Attention`` and ``AAttn`` run as :func:`_attend`."""
+    """Let Ultralytics' ``Attention`` and ``AAttn`` run as :func:`_attend`."""
 
     about = "attention blocks read channels_last images without copying them"
     without = "it has no attention block of Ultralytics'."

@@ -46,7 +46,7 @@ def _cast(tensors: list[Tensor], likes: list[Tensor], dtype: torch.dtype) -> lis
 
 @dataclass(frozen=True)
 class _Room:
-    """A tensor of ``rows`` rows for copies of some tensors, one behind the other, and zeros behind them."""
+    """Keep a tensor of ``rows`` rows for copies of some tensors, one behind the other, and zeros behind them."""
 
     members: tuple[Tensor, ...]
     rows: int
@@ -87,7 +87,7 @@ def _cast_into_rooms(rooms: list[_Room], dtype: torch.dtype) -> list[Tensor]:
 
 
 class _CastAll(torch.autograd.Function):
-    """All tensors in another dtype, in rooms. Their gradients come back in their own dtype, together, once the last is there."""
+    """Return all tensors in another dtype, in rooms. Their gradients come back in their own dtype, together, once the last is there."""
 
     @staticmethod
     def forward(ctx: Context, dtype: torch.dtype, rooms: list[_Room], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -106,7 +106,7 @@ class _CastAll(torch.autograd.Function):
 
 
 class _FirstChannels(torch.autograd.Function):
-    """The first channels of a channels_last tensor, in its memory. Backward, one pass writes the gradient of all its channels."""
+    """Return the first channels of a channels_last tensor, in its memory. Backward, one pass writes the gradient of all its channels."""
 
     @staticmethod
     def forward(ctx: Context, y: Tensor, channels: int) -> Tensor:
@@ -135,9 +135,9 @@ def _parts_added_in_float32() -> Iterator[None]:
 
 
 class _Pointwise(torch.autograd.Function):
-    """The first ``channels`` channels of a 1x1 convolution with a bias, of channels_last tensors.
+    """Return the first ``channels`` channels of a 1x1 convolution with a bias, of channels_last tensors.
 
-    As a matrix product that adds the bias before it rounds: torch's convolution adds it in a pass of its own. Backward, the pass that
+    This is a matrix product that adds the bias before it rounds: torch's convolution adds it in a pass of its own. Backward, the pass that
     lays out the gradient for the convolution's two gradients makes the bias' gradient too.
     """
 
@@ -237,7 +237,7 @@ def _takes_cast(layer: nn.Module) -> TypeGuard[Layer]:
 
 
 class WeightsCastOnce:
-    """Convolutions and linear layers take copies of their parameters in autocast's dtype, which one function made at the start.
+    """Let convolutions and linear layers take copies of their parameters in autocast's dtype, which one function made at the start.
 
     Autocast casts each weight and each gradient by itself, in two launches a layer, of a microsecond of work each. The
     values are those of autocast with its cache. Only what the layer itself reads is replaced: ``conv.weight`` stays the parameter. The stem,

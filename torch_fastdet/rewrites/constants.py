@@ -24,7 +24,7 @@ def _on_its_device(module: nn.Module, *args: object, **kwargs: object) -> object
 
 
 class ConstantsOnDevice(Forwards):
-    """Tensors that are made without a device are made on the model's. In training, denoising queries are drawn before the pass."""
+    """Make tensors for which no device is named on the model's. In training, denoising queries are drawn before the pass."""
 
     about = "RT-DETR makes its constants on the GPU"
     without = "it has no block of RT-DETR's."

@@ -18,7 +18,7 @@ _SEQUENTIAL = nn.Sequential.forward
 
 
 class _Level:
-    """Branches of a head that read the same features. The first that is called runs the first blocks of all as one convolution."""
+    """Join the branches of a head that read the same features. The first that is called runs the first blocks of all as one convolution."""
 
     def __init__(self, branches: list[nn.Sequential]) -> None:
         self.branches = branches
@@ -47,7 +47,7 @@ def _levels(head: object) -> Iterator[_Level]:
 
 
 class FirstBlocks:
-    """Boxes and classes of YOLOv8, and boxes and masks, or angles, of all, begin with one convolution."""
+    """Let boxes and classes of YOLOv8, and boxes and masks, or angles, of all, begin with one convolution."""
 
     about = "first convolutions of a level's branches are one"
 

@@ -39,7 +39,7 @@ def _obstacle_to_views(forward: Any) -> Obstacle | None:
 
 
 class HeadViews:
-    """YOLOv5's Detect returns (bs, na, ny, nx, no) views of its convolutions' outputs, where the original copies them.
+    """Let YOLOv5's Detect return (bs, na, ny, nx, no) views of its convolutions' outputs, where the original copies them.
 
     ComputeLoss writes its gradients in the same layout, so that these are not copied either.
     """
@@ -114,7 +114,7 @@ def _obstacle_to_outputs(forward_head: object) -> Obstacle | None:
 
 
 class HeadRows:
-    """The boxes and scores of Ultralytics' Detect have the channels of an anchor side by side, as its convolutions write them.
+    """Let the boxes and scores of Ultralytics' Detect have the channels of an anchor side by side, as its convolutions write them.
 
     In evaluation the distances of boxes are made from them as they lie.
     """

@@ -28,7 +28,7 @@ def _takes(pool: nn.MaxPool2d) -> bool:
 
 
 class MaxPool(Forwards):
-    """``nn.MaxPool2d`` of stride 1 and without padding runs an operator that keeps a byte for each window, in training."""
+    """Let ``nn.MaxPool2d`` of stride 1 and without padding run an operator that keeps a byte for each window, in training."""
 
     about = "max pooling of stride 1 and without padding keeps bytes as indices"
     without = "it has no max pooling of stride 1 and without padding, in training."

@@ -16,7 +16,7 @@ from torch_fastdet.patching.protocols import Function, Head, Model
 
 
 class Rewrite(Protocol):
-    """One change of a model."""
+    """Describe one change of a model."""
 
     #: What it changes, in a line.
     about: str
@@ -39,7 +39,7 @@ def rewritten(model: nn.Module, rewrites: Iterable[Rewrite]) -> Iterator[None]:
 
 
 class Forwards:
-    """A rewrite that gives modules of a model another ``forward``."""
+    """Give modules of a model another ``forward``."""
 
     about: str
     #: What is said of a model that has no such module.
@@ -60,7 +60,7 @@ class Forwards:
 
 
 class Framework(NamedTuple):
-    """Where a framework defines what a rewrite must know before it changes a model."""
+    """Say where a framework defines what a rewrite must know before it changes a model."""
 
     #: Modules that define the classes of models, or of heads.
     modules: tuple[str, ...]

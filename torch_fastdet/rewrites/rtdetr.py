@@ -48,7 +48,7 @@ def _forward_of(stock: Stock) -> Callable[..., Tensor] | None:
 
 
 class DeformableAttention(Forwards):
-    """``MSDeformAttn`` runs :func:`torch_fastdet.ops.deformable_attention`, in training."""
+    """Let ``MSDeformAttn`` run :func:`torch_fastdet.ops.deformable_attention`, in training."""
 
     about = "RT-DETR's deformable attention is one operator"
     without = "it has no deformable attention of Ultralytics', in training."
@@ -64,7 +64,7 @@ class DeformableAttention(Forwards):
 
 
 class WithoutAveragedWeights(Forwards):
-    """Self-attention of RT-DETR's layers computes no averaged weights, which nothing reads, and so may be fused, in training."""
+    """Let self-attention of RT-DETR's layers compute no averaged weights, which nothing reads, and so may be fused, in training."""
 
     about = "RT-DETR's self-attention averages no weights"
     without = "it has no self-attention of RT-DETR's, in training."

@@ -22,7 +22,7 @@ def takes_bytes(model: nn.Module) -> bool:
 
 
 class StemOfBytes:
-    """The model takes uint8 images too (:func:`takes_bytes`). Its first layer alone reads the images."""
+    """Let the model take uint8 images too (:func:`takes_bytes`). Its first layer alone reads the images."""
 
     about = "the stem reads uint8 images and divides them by 255"
 

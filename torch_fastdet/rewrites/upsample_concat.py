@@ -55,7 +55,7 @@ def _joined(upsample: Model, concat: object) -> Callable[[list[Tensor]], Tensor]
 
 
 class UpsampleConcat(Forwards):
-    """Each upsampling of ``upsample_optim`` whose result only a concatenation reads becomes one operator with it.
+    """Join each upsampling of ``upsample_optim`` with the concatenation that alone reads its result.
 
     A layer reads the results that its attribute ``f`` names; ``model.save`` has the numbers of those that later layers read.
     """

@@ -14,7 +14,7 @@ F = TypeVar("F", bound=Function)
 
 
 class Switches(TypedDict, total=False):
-    """The switches of both frameworks: True switches one on, and False leaves it out."""
+    """List the switches of both frameworks: True switches one on, and False leaves it out."""
 
     fastdet: bool | None  #: every switch that applies
     bbox_iou_optim: bool | None  #: IoU in the losses, and in target assignment
@@ -34,7 +34,7 @@ class Switches(TypedDict, total=False):
 
 
 class UltralyticsSwitches(Switches, total=False):
-    """Those of Ultralytics."""
+    """List the switches of Ultralytics."""
 
     track_optim: bool | None  #: the trackers
 

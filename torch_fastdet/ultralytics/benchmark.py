@@ -57,7 +57,7 @@ def draw_pictures(folder: Path, count: int) -> Path:
 
 
 class Clock:
-    """Looks on by Ultralytics' callbacks: when iterations end, and how long the GPU works in the last epoch."""
+    """Look on by Ultralytics' callbacks: when iterations end, and how long the GPU works in the last epoch."""
 
     def __init__(self, epochs: int) -> None:
         self.last = epochs - 1

@@ -23,7 +23,7 @@ from torch_fastdet.switches.cuda_graph.ddp import GraphedDDP
 
 
 class TrainingGraphs:
-    """Runs training passes of models as CUDA graphs, which live beside the models and as long as they do.
+    """Run training passes of models as CUDA graphs, which live beside the models and as long as they do.
 
     A failure leaves the model on the framework's own code, and one line says why. Where there is no memory for a capture, this holds for
     that shape only: the trainer may go on with a smaller batch. While the switch is on, all training passes that do not run in graphs

@@ -22,7 +22,7 @@ from torch_fastdet.patching.switch import Active
 
 
 class GraphedDDP:
-    """What a ``cuda_graph`` switch puts in the place of ``DistributedDataParallel.forward``."""
+    """Replace ``DistributedDataParallel.forward`` for a ``cuda_graph`` switch."""
 
     def __init__(self, switch: Active) -> None:
         self._switch = switch

@@ -20,7 +20,7 @@ _CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
 
 
 class PredictionGraphs:
-    """Runs models in eval mode as :class:`InferenceGraphs`, which live beside them and as long as they do."""
+    """Run models in eval mode as :class:`InferenceGraphs`, which live beside them and as long as they do."""
 
     def __init__(self, switch: str) -> None:
         self.tell, self._say = saying_once(switch, warn), saying_once(switch)

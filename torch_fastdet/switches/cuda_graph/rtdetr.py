@@ -40,7 +40,7 @@ _NOTE = "torch_fastdet_labels"
 
 
 class _Embedded(torch.autograd.Function):
-    """Rows of ``weight`` by 1 + their number; zeros for 0.
+    """Return rows of ``weight`` by 1 + their number; zeros for 0.
 
     Backward, a product adds the gradients of each class: torch's would add those of thousands of queries of few classes one by one.
     """
@@ -60,7 +60,7 @@ class _Embedded(torch.autograd.Function):
 
 
 class Queries(NamedTuple):
-    """Denoising queries of a pass in a graph, in the place of the batch that they are drawn from."""
+    """Keep the denoising queries of a pass in a graph, in the place of the batch that they are drawn from."""
 
     #: (images, room): 1 + class, 0 where there is no query.
     classes: Tensor
@@ -82,7 +82,7 @@ class Queries(NamedTuple):
 
 
 class _Note(NamedTuple):
-    """Labels of a batch on the host, beside those on the device, the first of which has this note."""
+    """Keep the labels of a batch on the host, beside those on the device, the first of which has this note."""
 
     on_host: tuple[Tensor, ...]
     others: tuple[Tensor, ...]

@@ -22,7 +22,7 @@ AUGMENT, DATASET = "ultralytics.data.augment", "ultralytics.data.dataset"
 
 
 class Planner:
-    """Plans the items of a ``YOLODataset``, whose decoded ``files`` of this ``imgsz`` ``memory`` keeps."""
+    """Plan the items of a ``YOLODataset``, whose decoded ``files`` of this ``imgsz`` ``memory`` keeps."""
 
     def __init__(self, dataset: UltralyticsDataset, memory: ImageMemory, files: list[str], size: object) -> None:
         self._made_of = dataset, memory, files, size
@@ -117,7 +117,7 @@ def decode_kept(dataset: UltralyticsDataset, memory: ImageMemory) -> None:
 
 
 class View:
-    """A transform whose own code runs."""
+    """Wrap a transform whose own code runs."""
 
     __slots__ = ()
 
@@ -154,7 +154,7 @@ class DatasetView(View):
 
 
 class StretchedView(DatasetView):
-    """RT-DETR's data set, whose images are stretched to the size of the training."""
+    """Wrap RT-DETR's data set, whose images are stretched to the size of the training."""
 
     __slots__ = ()
 
@@ -171,7 +171,7 @@ class ComposeView(View):
 
 
 class MixView(View):
-    """A transform that takes further images from the data set."""
+    """Wrap a transform that takes further images from the data set."""
 
     __slots__ = ()
 

@@ -93,7 +93,7 @@ def _shapes(dataset: UltralyticsDataset) -> tuple[list[tuple[int, int]], Files]:
 
 
 class SharedImages:
-    """In ``dataset.ims`` instead of the original packed cache: all images of a data set, which other processes share."""
+    """Stand in ``dataset.ims`` instead of the original packed cache: all images of a data set, which other processes share."""
 
     def __init__(self, memory: ImageMemory, others: dict[int, np.ndarray], stock: type) -> None:
         self.memory = memory
@@ -171,7 +171,7 @@ def set_rectangle(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 class _PlannedDataset:
-    """Goes in front of a data set's class."""
+    """Go in front of a data set's class."""
 
     __slots__ = ()
 
@@ -197,7 +197,7 @@ def _planned_class(stock: type) -> Any:
 
 
 class PlannedLoader(FiledAsStock):
-    """Goes in front of the original ``InfiniteDataLoader``: its processes plan, and batches are made of that."""
+    """Go in front of the original ``InfiniteDataLoader``: its processes plan, and batches are made of that."""
 
     # Not there where somebody makes another loader of this class.
     _plans: PlannedLoading | None = None

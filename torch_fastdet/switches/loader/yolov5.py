@@ -28,7 +28,7 @@ from torch_fastdet.patching.protocols import YOLOv5Dataset
 
 
 class Planner:
-    """Makes the plans of the items of a ``LoadImagesAndLabels``, by its own code on images that have no pixels."""
+    """Make the plans of the items of a ``LoadImagesAndLabels``, by its own code on images that have no pixels."""
 
     def __init__(self, dataset: YOLOv5Dataset) -> None:
         self.recorder = Recorder(dataset.memory, "YOLOv5")
@@ -49,7 +49,7 @@ class Planner:
 
 
 class _Recording:
-    """Goes in front of a data set's class: its ``load_image`` returns an image without pixels."""
+    """Go in front of a data set's class: its ``load_image`` returns an image without pixels."""
 
     __slots__ = ()
 

@@ -21,7 +21,7 @@ FindFault = Callable[[list[int]], tuple[int, int]]
 
 
 class Criterion:
-    """Base of all of Ultralytics' criteria: a copy has the same class, a pickle the original one."""
+    """Give all of Ultralytics' criteria their copies and files: a copy has the same class, a pickle the original one."""
 
     stock: ClassVar[type]  # set by drop_in()
 
@@ -62,7 +62,7 @@ def describe_bad_targets(op: str, find_fault: FindFault, status: list[int], rows
 
 
 class TargetStatus:
-    """What a loss notes of its targets on a GPU: errors that are raised later, and what captured graphs have ignored.
+    """Hold what a loss notes of its targets on a GPU: errors that are raised later, and what captured graphs have ignored.
 
     Args:
         loss: how errors call the loss.

@@ -29,7 +29,7 @@ def describe_bad_targets(status: list[int], most: int) -> str | None:
 
 
 class Targets(NamedTuple):
-    """Labels as :func:`torch_fastdet.ops.rtdetr_loss` takes them, on the device."""
+    """Hold labels as :func:`torch_fastdet.ops.rtdetr_loss` takes them, on the device."""
 
     rows: Tensor
     counts: Tensor
@@ -71,7 +71,7 @@ def padded_targets(
 
 
 class _SharedGradient(torch.autograd.Function):
-    """The terms of a loss, each of which has the gradient of their sum. NaN where they are not weighted alike."""
+    """Return the terms of a loss, each of which has the gradient of their sum. It is NaN where they are not weighted alike."""
 
     @staticmethod
     def forward(ctx: Context, loss: Tensor, terms: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class _SharedGradient(torch.autograd.Function):
 
 
 class RTDETRLoss(Criterion):
-    """Ultralytics' ``RTDETRDetectionLoss`` in a few launches, without host synchronisation (:func:`torch_fastdet.ops.rtdetr_loss`).
+    """Compute Ultralytics' ``RTDETRDetectionLoss`` in a few launches, without host synchronisation (:func:`torch_fastdet.ops.rtdetr_loss`).
 
     ``loss_gain`` and ``matcher.cost_gain`` are read at each call. With other options than those of RT-DETR (``aux_loss``,
     ``use_uni_match``, other constants of the focal terms, another number of classes) the original code runs.

@@ -39,7 +39,7 @@ LossItems = tuple[Tensor, Tensor]
 
 
 class _State:
-    """The attributes that a criterion has beside the original's. They are neither copied nor pickled."""
+    """Hold the attributes that a criterion has beside the original's. They are neither copied nor pickled."""
 
     def __init__(self) -> None:
         self.settings = DeviceNumbers()
@@ -55,7 +55,7 @@ def _alike(*tensors: Tensor) -> list[Tensor]:
 
 
 class _DetectionLoss(Criterion):
-    """Ultralytics' ``v8DetectionLoss`` as one operator: no host synchronisation, a few launches, capturable.
+    """Compute Ultralytics' ``v8DetectionLoss`` as one operator: no host synchronisation, a few launches, capturable.
 
     These attributes are read at each call, as in the original: ``hyp.box``, ``hyp.cls``, ``hyp.dfl``, ``class_weights``, and of
     ``assigner`` ``topk``, ``topk2``, ``alpha``, ``beta``, ``eps`` and ``stride_val``. The operator stands for all other parts and
@@ -209,7 +209,7 @@ def _with_last(found: V8Found, part: Tensor | None = None, weight: Tensor | floa
 
 
 class _SegmentationLoss(_DetectionLoss):
-    """Ultralytics' ``v8SegmentationLoss`` in a few launches: as :class:`v8DetectionLoss`, and the masks of the assigned anchors in one
+    """Compute Ultralytics' ``v8SegmentationLoss`` in a few launches: as :class:`v8DetectionLoss`, and the masks of the assigned anchors in one
     pass, without a mask in memory (:func:`torch_fastdet.ops.v8_segmentation_loss`).
 
     YOLO26's head also has semantic logits. Their part runs the criterion's own ``bcedice_loss``, without host synchronisation, and
@@ -265,7 +265,7 @@ class _SegmentationLoss(_DetectionLoss):
 
 
 class _SegmentLoss26(_SegmentationLoss):
-    """Ultralytics' ``SegmentLoss26``: as :class:`v8SegmentationLoss`, with an assignment that compares masks too
+    """Compute Ultralytics' ``SegmentLoss26``: as :class:`v8SegmentationLoss`, with an assignment that compares masks too
     (:func:`torch_fastdet.ops.v8_segmentation_loss` with ``compare_masks``).
     """
 
@@ -275,7 +275,7 @@ class _SegmentLoss26(_SegmentationLoss):
 
 
 class _PoseLoss(_DetectionLoss):
-    """Ultralytics' ``v8PoseLoss`` in a few launches: as :class:`v8DetectionLoss`, and the keypoints of the assigned anchors
+    """Compute Ultralytics' ``v8PoseLoss`` in a few launches: as :class:`v8DetectionLoss`, and the keypoints of the assigned anchors
     (:func:`torch_fastdet.ops.v8_pose_loss`).
 
     ``hyp.pose`` and ``hyp.kobj`` are read at each call. For :class:`torch_fastdet.graphs.TrainStep`, x, y and visibility of each keypoint
@@ -308,7 +308,7 @@ class _PoseLoss(_DetectionLoss):
 
 
 class _PoseLoss26(_PoseLoss):
-    """Ultralytics' ``PoseLoss26``: as :class:`v8PoseLoss`, with an assignment that compares keypoints instead of boxes
+    """Compute Ultralytics' ``PoseLoss26``: as :class:`v8PoseLoss`, with an assignment that compares keypoints instead of boxes
     (:func:`torch_fastdet.ops.v8_pose_loss` with ``compare_keypoints``), and the part of residual log-likelihood (RLE).
 
     The RLE part runs the head's own ``flow_model`` and the criterion's own ``rle_loss`` over all slots of the assignment: without host
@@ -397,7 +397,7 @@ class _PoseLoss26(_PoseLoss):
 
 
 class _OBBLoss(_DetectionLoss):
-    """Ultralytics' ``v8OBBLoss`` in one operator (:func:`torch_fastdet.ops.v8_obb_loss`): as :class:`v8DetectionLoss`, with targets (n, 7)
+    """Compute Ultralytics' ``v8OBBLoss`` in one operator (:func:`torch_fastdet.ops.v8_obb_loss`): as :class:`v8DetectionLoss`, with targets (n, 7)
     that have an angle. ``hyp.angle`` is also read at each call. The labels of another task raise the original's error.
     """
 
@@ -419,7 +419,7 @@ class _OBBLoss(_DetectionLoss):
 
 
 class _E2ELoss(Criterion):
-    """Ultralytics' ``E2ELoss``: two branches of :class:`v8DetectionLoss`, whose weights live on the device.
+    """Compute Ultralytics' ``E2ELoss``: two branches of :class:`v8DetectionLoss`, whose weights live on the device.
 
     A captured graph follows ``update()``, which changes the weights ``o2m`` and ``o2o`` once an epoch. If ``loss_fn`` is not a class of
     this module, the original code runs.

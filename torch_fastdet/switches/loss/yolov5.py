@@ -232,7 +232,7 @@ class ComputeLoss:
 
 
 class SegmentationLoss(ComputeLoss):
-    """Drop-in for ``ComputeLoss`` of YOLOv5's ``utils.segment.loss``: same constructor, call and results.
+    """Compute the loss as ``ComputeLoss`` of YOLOv5's ``utils.segment.loss``: same constructor, call and results.
 
     ``SegmentationLoss(model, overlap=True)((p, protos), targets, masks)`` returns ``(loss (1), items (4))``: the loss times the batch size, and
     the detached box, mask, objectness and class parts. ``p`` and ``protos`` are the Segment layer's outputs in training mode; ``masks`` is

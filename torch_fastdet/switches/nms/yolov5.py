@@ -47,7 +47,7 @@ def decoding(stock: Function) -> Function:
 
 
 class OfInstances:
-    """A method that is ours on instances and the original on the class, where pickle looks for what ``Segment.__init__`` keeps."""
+    """Act as torch_fastdet's method on instances and as the original on the class, where pickle looks for what ``Segment.__init__`` keeps."""
 
     def __init__(self, stock: Function) -> None:
         self.stock, self.ours = stock, decoding(stock)

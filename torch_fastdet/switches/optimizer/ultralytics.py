@@ -81,7 +81,7 @@ def stepping(active: Active, stock: Callable[[Trainer], None], _: object) -> Cal
 
 
 class _Step:
-    """The fused step of a trainer, and what it was made of."""
+    """Hold the fused step of a trainer, and what it was made of."""
 
     def __init__(self, trainer: Trainer) -> None:
         model = unwrap(trainer.model)

@@ -29,14 +29,14 @@ RUNS = "runs the original AutoShape.forward"
 
 
 class _Boxed(NamedTuple):
-    """An image whose letterbox is put off."""
+    """Stand for an image whose letterbox is put off."""
 
     image: np.ndarray
     shape: list[int]
 
 
 class _Input:
-    """The network's input. What YOLOv5 does to letterboxed images before the network leaves it as it is."""
+    """Stand for the network's input. What YOLOv5 does to letterboxed images before the network leaves it as it is."""
 
     def __init__(self, pixels: Tensor) -> None:
         self._pixels = pixels
@@ -107,7 +107,7 @@ def detecting(_: object, stock: Function, stock_class: Stock, devices: tuple[str
 
 
 class _Network:
-    """Stands for a model in the probe: keeps its input and finds the same boxes in each image."""
+    """Stand for a model in the probe: keep its input and find the same boxes in each image."""
 
     device = torch.device("cpu")
 
@@ -127,7 +127,7 @@ class _Network:
 
 
 class _NoTimes(contextlib.nullcontext):
-    """Stands for YOLOv5's ``Profile`` in the probe, because that one starts CUDA."""
+    """Stand for YOLOv5's ``Profile`` in the probe, because that one starts CUDA."""
 
     t = 0.0
 

@@ -42,15 +42,15 @@ def _letterbox_row(size: tuple[int, int], shape: tuple[int, int]) -> list[float]
 
 
 class Asked(Exception):
-    """Carries the arguments with which ``postprocess`` calls ``non_max_suppression``."""
+    """Carry the arguments with which ``postprocess`` calls ``non_max_suppression``."""
 
 
 class Asking(list):
-    """In the place of images: ``postprocess`` is to raise :class:`Asked`."""
+    """Stand for images, so that ``postprocess`` raises :class:`Asked`."""
 
 
 class Flight:
-    """A batch on its way through the network."""
+    """Hold a batch on its way through the network."""
 
     def __init__(self, batch: Batch, on_gpu: bool) -> None:
         self.batch, self._on_gpu = batch, on_gpu
@@ -85,7 +85,7 @@ class Flight:
 
 
 class Feed:
-    """Stands for the predictor's loader. Attributes are those of the loader, as it was when it gave the current batch."""
+    """Stand for the predictor's loader. Attributes are those of the loader, as it was when it gave the current batch."""
 
     def __init__(self, predictor: Predictor, parts: Parts) -> None:
         self._predictor, self._parts = weakref.ref(predictor), parts
@@ -251,7 +251,7 @@ class Feed:
 
 
 class Parts:
-    """What a pipeline calls of the predictor's classes; each replacement gives its own."""
+    """Name what a pipeline calls of the predictor's classes; each replacement gives its own."""
 
     #: ``preprocess`` for any images.
     preprocess: Callable[..., Tensor]

@@ -27,7 +27,7 @@ _one_thread = threading.Lock()
 
 
 class Pixels:
-    """An image of a JPEG file, decoded on the GPU.
+    """Hold an image of a JPEG file, decoded on the GPU.
 
     After two further batches the pixels are freed. Then the file's bytes, which take less memory than an array, are decoded by OpenCV,
     which gives the same pixels.
@@ -70,7 +70,7 @@ def keep_two_batches(images: Iterable[object]) -> None:
 
 
 class Images(list):
-    """The images of a batch. Callbacks see arrays."""
+    """Hold the images of a batch. Callbacks see arrays."""
 
     touched = False  # whether somebody has read an array, and may have changed it
 

@@ -37,7 +37,7 @@ one_opens = threading.Lock()  # Pillow registers formats when it opens a first f
 
 @dataclass
 class Batch:
-    """One batch: what Ultralytics' loaders give, and where its images are on the device."""
+    """Hold one batch: what Ultralytics' loaders give, and where its images are on the device."""
 
     paths: list[str]
     images: Images
@@ -55,7 +55,7 @@ class Batch:
 
 
 class Stager:
-    """Decodes JPEG files and uploads arrays to ``device``, on ``stream``; that is None on a CPU."""
+    """Decode JPEG files and upload arrays to ``device``, on ``stream``; that is None on a CPU."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self.device, self.cuda, self._stream = device, device.type == "cuda", stream
@@ -204,7 +204,7 @@ def _is_mixed(dataset: Loader) -> bool:
 
 
 class Header(NamedTuple):
-    """What comes before the image in a JPEG file."""
+    """Read what comes before the image in a JPEG file."""
 
     frame: int  # its marker: 0xC0 and 0xC1 are sequential
     shape: tuple[int, int, int]

@@ -30,7 +30,7 @@ TO_LOCK = 1.0
 
 
 class NotOurs(Exception):
-    """There is no file that belongs to a checkpoint, or it is damaged: why, in a sentence."""
+    """Raise where there is no file that belongs to a checkpoint, or it is damaged: why, in a sentence."""
 
 
 @contextlib.contextmanager

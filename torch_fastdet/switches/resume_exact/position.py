@@ -40,7 +40,7 @@ def _load(dataset: Any, numbers: list[int]) -> None:
 
 
 class Process:
-    """``worker_init_fn``: the original, then the states of a resumed run; notes the states after each batch."""
+    """Run the original ``worker_init_fn``, then set the states of a resumed run; note the states after each batch."""
 
     def __init__(self, stock: Callable[[int], object] | None, slots: Tensor) -> None:
         self.stock = stock
@@ -72,7 +72,7 @@ class Process:
 
 
 class Passes:
-    """The batches of a sampler, pass after pass; notes the state of the generator before each."""
+    """Iterate over the batches of a sampler, pass after pass; note the state of the generator before each."""
 
     def __init__(self, batches: Any, position: Position) -> None:
         self.batches = batches
@@ -90,7 +90,7 @@ class Passes:
 
 
 class Position:
-    """The position of one loader that has not begun: one that repeats its batches by ``iterator``, or a plain ``DataLoader``."""
+    """Hold the position of one loader that has not begun: one that repeats its batches by ``iterator``, or a plain ``DataLoader``."""
 
     def __init__(self, loader: DataLoader) -> None:
         self.loader = loader

@@ -25,7 +25,7 @@ LAST_STEP = "last_opt_step"
 
 
 class WholeFile(type(Path())):  # type: ignore[misc]
-    """A path whose bytes are written whole or not at all; ``with_state`` is what the file of torch_fastdet beside it gets."""
+    """Name a path whose bytes are written whole or not at all; ``with_state`` is what the file of torch_fastdet beside it gets."""
 
     with_state: Callable[[], dict[str, object]] | None = None
 
@@ -38,11 +38,11 @@ class WholeFile(type(Path())):  # type: ignore[misc]
 
 
 class Over(Exception):
-    """The resumed training was killed when it was over: no epoch is left, only its end."""
+    """Raise where the resumed training was killed when it was over: no epoch is left, only its end."""
 
 
 class Run:
-    """One trainer's training."""
+    """Follow one trainer's training."""
 
     def __init__(self) -> None:
         self.position: Position | None = None

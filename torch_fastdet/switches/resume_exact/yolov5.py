@@ -29,7 +29,7 @@ OF_TRAIN = (*PARTS, *LOCALS, "last", "resume", "train_loader")
 
 
 class Run:
-    """The training that runs in this process; with ``--evolve`` one after the other."""
+    """Follow the training that runs in this process; with ``--evolve`` one after the other."""
 
     def __init__(self, active: Active) -> None:
         self.active = active

@@ -36,7 +36,7 @@ def _new_tracks(tracker: Tracker, count: int) -> list[Track]:
 
 
 class Kind(NamedTuple):
-    """A tracker of the framework.
+    """Describe a tracker of the framework.
 
     Args:
         core: its core.

@@ -27,7 +27,7 @@ _held: weakref.WeakSet[Any] = weakref.WeakSet()  # the trackers that have a KEY
 
 
 class _Held:
-    """The core of a tracker, and which of its lists the tracker's own attributes hold for now."""
+    """Hold the core of a tracker, and which of its lists the tracker's own attributes hold for now."""
 
     def __init__(self, kind: Kind, tracker: Tracker) -> None:
         self.kind = kind

@@ -22,7 +22,7 @@ from torch_fastdet.patching.switch import Target
 
 @dataclass(frozen=True)
 class Curves:
-    """Precision and recall of each class that has labels.
+    """Hold precision and recall of each class that has labels.
 
     Args:
         classes: (c,) the classes, ascending.

@@ -265,7 +265,7 @@ def _to_host(preds: list[dict[str, Tensor]]) -> list[dict[str, object]]:
 
 
 class Overlaps(NamedTuple):
-    """By what a task's detections overlap its labels; computed on the GPU, for several images at once."""
+    """Compute how far a task's detections overlap its labels, on the GPU, for several images at once."""
 
     function: str  #: of the host, in the module of the task's validator
     matches: str  #: what ``_process_batch`` calls the matches by them
