@@ -1,4 +1,4 @@
-"""What bn_act_optim puts in place of a model's layers, forward and backward, against PyTorch's.
+"""Measures what bn_act_optim gives a model for PyTorch's layers, forward and backward, against these layers.
 
 bn_act against BatchNorm2d and SiLU, eager and torch.compile of the two; on a GPU also two of them side by side, the stem under autocast, with its weights'
 gradient, SPPF's poolings, and bias_act against PyTorch's bias and SiLU. The shapes are YOLOv5s' at batch 64 and 16, 640x640. Those below 60 MB can stay in an H200's L2

@@ -4,7 +4,7 @@
 
 The pictures are photographs of 640x480 with the noise of a camera, made once; the set is hard links to them, so that it takes no disk.
 ``--quality 90`` makes files of about 83 kB, ``--quality 95`` of 126 kB. ``--budget`` is ``TORCH_FASTDET_CACHE``, the
-host memory that ours may take; with 0 the GPU keeps nothing either. Stock keeps nothing from one iteration to the next, so its time does not depend on the number of
+host memory that torch_fastdet may take; with 0 the GPU keeps nothing either. YOLOv5 keeps nothing from one iteration to the next, so its time does not depend on the number of
 pictures: it runs on ``--stock-pictures`` of them, and as many epochs.
 
 A row is the mean time of an iteration over an epoch without its first batch. Lines below it say what shared memory held at most, and how

@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--pictures", type=int, default=1536)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="of the part train")
-    parser.add_argument("--no-stock", action="store_true", help="leave stock's rows out")
+    parser.add_argument("--no-stock", action="store_true", help="leave the rows of stock out")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank is not None:

@@ -102,7 +102,7 @@ def letterbox_with_opencv(
 def compare_letterbox(
     report: harness.Report, case: str, ours: Callable[[], Any], pictures: np.ndarray, height: int, **options: Any
 ) -> None:
-    """Beside a GPU stock's rows are by the host's clock, and end with uint8. OpenCV's own threads are off, as in both projects."""
+    """Beside a GPU the rows of stock are by the host's clock, and end with uint8. OpenCV's own threads are off, as in both projects."""
     import cv2
 
     cores, threads = len(os.sched_getaffinity(0)), cv2.getNumThreads()

@@ -1,7 +1,7 @@
 """JPEG files to pixels: whole pictures, what mosaics show of them, one picture from its bytes, and beside a training step.
 
 The files are parts of photographs with the noise of a camera, 640x480 or 480x640, 4:2:0, quality 90 (about 95 kB), 95 (about 150 kB), and
-90 with optimised tables. Ours decodes packed JPEGs that are in the GPU's memory, as the loader keeps them. Beside it stand OpenCV, on
+90 with optimised tables. torch_fastdet decodes packed JPEGs that are in the GPU's memory, as the loader keeps them. Beside it stand OpenCV, on
 one core and with a thread for each, and torchvision's nvJPEG, by the host's clock: they begin with the files' bytes.
 """
 

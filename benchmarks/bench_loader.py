@@ -3,7 +3,7 @@
     python -m benchmarks.bench_loader [--workers 8 2] [--cores 2] [--pictures 1536] [--epochs 4] [--out FOLDER]
 
 --cores: with so many CPU cores, as many workers, without a GPU and with --cache ram; a quarter of the pictures. Pictures are noisy JPEGs of 640x640, 120 KB each. A row is the mean over an epoch, the first one left out; "first epoch" rows are of
-that one, in which ours decodes. Each variant runs in a process of its own, and ends where train.py has the batch on its device.
+that one, in which torch_fastdet decodes. Each variant runs in a process of its own, and ends where train.py has the batch on its device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""EMA, optimizers and the whole optimizer step over YOLOv5's tensors, against stock's loops and the best that torch offers.
+"""EMA, optimizers and the whole optimizer step over YOLOv5's tensors, against the original loops and the best that torch offers.
 
 The model has the convolutions, batch norms, nesting and state_dict sizes of YOLOv5 (benchmarks/work.py, which has the bytes of
 each case too), built from torch's modules; gradients are random. `launches` counts kernels and copies. The step's variants all
@@ -148,7 +148,7 @@ def measure_step(report: harness.Report, name: str, **options) -> None:
     }
     parameters = work.yolov5_parameters(name)
     bytes = work.fused_step(parameters, work.yolov5_statistics(name)).bytes
-    # Stock's step asks the host whether there was an overflow.
+    # The original step asks the host whether there was an overflow.
     ungraphable = ("stock", "torch SGD(fused), _foreach_lerp_", "torch_fastdet, stock's call sequence")
     report.compare(f"unscale + clip + SGD + EMA {name}", variants, bytes=bytes, ungraphable=ungraphable, **options)
 
@@ -187,7 +187,7 @@ def measure(report: harness.Report) -> None:
         measure_sgd(report, name, **options)
         measure_step(report, name, **options)
     measure_norm(report, "s" if cuda else "n", **options)
-    if cuda:  # on a CPU, Newton-Schulz alone takes seconds, in stock's own arithmetic
+    if cuda:  # on a CPU, Newton-Schulz alone takes seconds, in the original arithmetic
         measure_musgd(report, "yolov8s", **options)
 
 

@@ -4,9 +4,9 @@
 
 Data are head maps in which anchors near one of 40 objects an image are confident, the others not. `validation` keeps everything
 above 0.001 with several labels a box: as of a model in its first epochs, some 370,000 candidates an image, of which the best 30,000
-are taken, as stock does. `sparse validation` has some 6,000 an image, as of a trained model. Stock's functions have their time limit
+are taken, as the frameworks do. `sparse validation` has some 6,000 an image, as of a trained model. The original functions have their time limit
 stopped: they would return nothing for most images otherwise. At conf .25 the best that torchvision allows stands beside them, one
-nms() for the whole batch. A "list" is on the host's side, as stock returns it: counts are read there; "padded" and "postprocess"
+nms() for the whole batch. A "list" is on the host's side, as the frameworks return it: counts are read there; "padded" and "postprocess"
 stay on the device.
 """
 

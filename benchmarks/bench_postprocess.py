@@ -3,12 +3,12 @@
     python -m benchmarks.bench_postprocess [--weights best.pt] [--epochs 10] [--device cpu|cuda] [--out FOLDER]
 
 Without --weights yolov5n is trained on the demo's pictures from seed 0 (the second time the weights are found in
-runs/benchmarks). Its raw head maps are kept, and from them each choice goes on: stock's decode and suppression as installed, time
-limit included; stock's decode with our suppression, as under --nms_optim; and YOLOv5PostProcess. Accuracy is what the real val.py
+runs/benchmarks). Its raw head maps are kept, and from them each choice goes on: the original decode and suppression as installed, time
+limit included; the original decode with torch_fastdet's suppression, as under --nms_optim; and YOLOv5PostProcess. Accuracy is what the real val.py
 computes from their detections. "validation" is val.py's use (conf .001, several labels a box), a batch of 32; "one picture" is
 detect.py's (conf .25), a call at a time: 10,000 calls in fp16 on a GPU, a tenth in fp32 and on the CPU beside it;
 10,000 on a CPU alone. postprocess_breakdown.png shows where the time of the first batch and the first picture goes: on
-the GPU by the names of kernels, on the CPU by what a clock and the operators' names can tell, so our operators are one
+the GPU by the names of kernels, on the CPU by what a clock and the operators' names can tell, so torch_fastdet's operators are one
 piece there.
 """
 
@@ -43,7 +43,7 @@ from torch_fastdet.suppression import yolov5_non_max_suppression
 DETECTION = {"conf_thres": 0.25, "iou_thres": 0.45}
 BATCH = 32
 STAGES = ("decode", "select", "sort", "NMS", "one operator", "host and gaps")
-# In the names of kernels (ours and CUB's, torchvision's) and of CPU operators.
+# In the names of kernels (torch_fastdet's, CUB's and torchvision's) and of CPU operators.
 STAGE_OF = (
     ("decode", r"\bdecode_kernel"),
     ("sort", r"sort|radix|merge_kernel"),

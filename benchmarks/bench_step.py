@@ -153,7 +153,7 @@ MODES = {
 
 @contextlib.contextmanager
 def fused_blocks(wanted: bool) -> Iterator[None]:
-    """The switches that change layers. Ours keeps their operators in its graphs; stock's steps run after they are off again."""
+    """The switches that change layers. torch_fastdet keeps their operators in its graphs; the original steps run after they are off again."""
     from torch_fastdet import yolov5
 
     if wanted:
@@ -181,7 +181,7 @@ def measure(
 ) -> None:
     """All variants of one model and batch live side by side, and are timed in turns, for so long at the most.
 
-    Of ours beside a compiled one, a row that was timed beside stock stays.
+    A row of torch_fastdet that was timed beside stock stays, where it now runs beside a compiled one.
     """
     size, batch = name[0], int(name[1:])
     steps: dict[str, Callable[[], object]] = {}
@@ -220,7 +220,7 @@ def measure(
             break
         for variant, step in steps.items():
             torch.cuda.synchronize()
-            step()  # ends with the loss items on the host; ours are there before the backward pass has ended
+            step()  # ends with the loss items on the host; torch_fastdet's are there before the backward pass has ended
             start = time.perf_counter()
             for _ in range(IN_A_ROW):
                 step()

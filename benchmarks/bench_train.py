@@ -135,7 +135,7 @@ def measure_classifiers(report: Report, models: list[str], epochs: int, flags: l
 
 
 def compare(report: Report, case: str, name: str, flags: list[str], kind: str, run: Callable[..., Run]) -> None:
-    """Adds the rows of stock and of ours."""
+    """Adds the rows of stock and of torch_fastdet."""
     env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore"}
     ours = Variant(OURS, OURS, ("-m", "torch_fastdet.yolov5", *(f"--{flag}" for flag in flags)))
     for variant in (STOCK, ours):

@@ -7,9 +7,9 @@ A name is a model, a batch size and, where it is not SGD, an optimizer; ``yolov8
 task. On a GPU at 640x640 (classification: 224x224) with cache=ram and 16 workers
 (``--models all`` is the whole table of issue 16, ``--models tasks`` the other tasks); on the CPU yolov8n at 128x128. Each training is a process of its own, started
 as a user starts it. An iteration is the mean over an epoch without its first batch; the first epoch, in which the warm-up ends,
-is left out. With ``--jpegs`` ours alone trains on so many pictures of bench_dataset, as Ultralytics does by default: 8 workers, no
+is left out. With ``--jpegs`` torch_fastdet alone trains on so many pictures of bench_dataset, as Ultralytics does by default: 8 workers, no
 cache; the first epoch gets a row. With ``--gpus 2`` the trainer starts a process for each GPU, and the batch size is that of each of
-them. With ``--validate`` our run's weights are validated on the pictures that they were trained on, stock and with the switches, as
+them. With ``--validate`` the weights of torch_fastdet's run are validated on the pictures that they were trained on, stock and with the switches, as
 ``yolo val`` does it; the time is that of its pass over the pictures.
 """
 
@@ -163,7 +163,7 @@ def measure(
 
 
 def measure_jpegs(report: Report, case: Case, epochs: int, flags: list[str], pictures: int) -> None:
-    """Ours on JPEGs that are decoded for each batch, the first epoch too."""
+    """Trains with torch_fastdet on JPEGs that are decoded for each batch, the first epoch too."""
     from benchmarks.bench_dataset import WORKERS, make_data, mean_file_size
 
     cuda = report.device.type == "cuda"

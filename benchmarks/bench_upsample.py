@@ -79,7 +79,7 @@ def measure(report: harness.Report) -> None:
                 return lambda: function(*inputs)
 
             report.compare(f"forward {case}", bind(forward, single, x), bytes=work.upsample2x(*sizes).bytes, **options)
-            # The operators that autograd calls; stock's wants the sizes.
+            # The operators that autograd calls; PyTorch's wants the sizes.
             backward = {
                 "torch_fastdet": torch.ops.torch_fastdet.upsample_nearest2x_backward,
                 "eager": lambda grad, size=shape: torch.ops.aten.upsample_nearest2d_backward(

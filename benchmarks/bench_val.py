@@ -5,7 +5,7 @@
 
 On a GPU: half precision, 640x640, batch 32 and 8 workers, as val.py's defaults are but for --half; on the CPU yolov5n at 128x128. The
 pictures are the demo's, as JPEGs from disk; weights of two epochs on them are trained first, with every switch, so that there is something
-to detect. Both commands end with stock's plots. A pass is val.py's own progress bar from its beginning to its end. ``ap_per_class`` is
+to detect. Both commands end with YOLOv5's plots. A pass is val.py's own progress bar from its beginning to its end. ``ap_per_class`` is
 measured apart. With ``--jpegs`` the pictures are as many of bench_dataset's, in the sizes that COCO has; ``--weights`` for its 80
 classes come from a training of bench_dataset. With ``--segment`` it is segment/val.py, on the outlines of the demo's pictures.
 """
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument(
         "--flags", nargs="+", default=[ALL], choices=[ALL, *SWITCHES], help="switches of torch_fastdet.yolov5"
     )
-    parser.add_argument("--segment", action="store_true", help="segment/val.py in place of val.py")
+    parser.add_argument("--segment", action="store_true", help="segment/val.py, not val.py")
     parser.add_argument("--jpegs", type=at_least(BATCH), help="how many pictures of bench_dataset; see above")
     parser.add_argument("--weights", type=Path, help="default: trained on the demo's pictures first")
     options = parser.parse_args()

@@ -229,7 +229,7 @@ def copy_rate(megabytes: int = 2048) -> float:
 
 
 def _attempt(name: str, function: Callable[[], Any]) -> Any:
-    """What the function returns, or None where an alternative fails. Ours may not."""
+    """Returns what the function does, or None where an alternative fails. torch_fastdet's may not."""
     try:
         return function()
     except Exception as error:
@@ -278,7 +278,7 @@ class Report:
         inner: int = 10,
         ungraphable: tuple[str, ...] = (),
     ) -> None:
-        """Measures `variants` side by side. An alternative that fails is said and left out; ours has to work.
+        """Measures `variants` side by side. An alternative that fails is said and left out; torch_fastdet's has to work.
 
         Args:
             case: what is computed, at which size.

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
-OURS = "torch_fastdet"  # what the name of each variant of ours begins with
+OURS = "torch_fastdet"  # what the name of each of the package's variants begins with
 DOCS = ROOT / "docs"
 PLOT = DOCS / "headlines.png"
 # What users run who tune nothing, as the benchmarks call it; "stock loop" in older results.
@@ -408,13 +408,13 @@ def comparison_table(rows: list[dict]) -> str:
 
 
 def _ours(row: dict, alternative: float) -> tuple[str, str]:
-    """A row of ours as (what and how long, how many times as fast as the alternative)."""
+    """Returns a row of torch_fastdet as (what and how long, how many times as fast as the alternative)."""
     name, time = row["variant"].removeprefix(OURS).lstrip(" ,"), _with_span(row)
     return f"{name}: {time}" if name else time, f"{alternative / row['median_us']:.1f}x"
 
 
 def _beside_the_best(rows: list[dict]) -> Iterable[tuple[str, dict, list[dict]]]:
-    """Each case, call to call: its name, the fastest of the others, and ours."""
+    """Each case, call to call: its name, the fastest of the others, and torch_fastdet's."""
     for case in dict.fromkeys(row["case"] for row in rows):
         group = [row for row in rows if row["case"] == case and row["view"] == "call"]
         ours = [row for row in group if is_ours(row["variant"])]
@@ -426,8 +426,8 @@ def _beside_the_best(rows: list[dict]) -> Iterable[tuple[str, dict, list[dict]]]
 def summary_table(benchmarks: dict[str, list[dict]]) -> str:
     """Each case once, call to call, wins and losses alike: the best alternative beside torch_fastdet.
 
-    A benchmark lists first the variant of ours that does just what the alternatives do (a list where they return a list). Where
-    another of ours is faster, as FusedStep is for those who own their loop, it stands behind it.
+    A benchmark lists first the variant of torch_fastdet that does just what the alternatives do (a list where they return a list). Where
+    another of its variants is faster, as FusedStep is for those who own their loop, it stands behind it.
     """
     body = []
     for rows in benchmarks.values():
@@ -441,7 +441,7 @@ def summary_table(benchmarks: dict[str, list[dict]]) -> str:
 
 
 def operators_table(benchmarks: dict[str, list[dict]]) -> str:
-    """Of each family of OPERATORS the cases in which the first of ours gains most and least, or loses."""
+    """Lists of each family of OPERATORS the cases in which the first variant of torch_fastdet gains most and least, or loses."""
     body = []
     for family, names in OPERATORS.items():
         # Of a network alone only our share is of interest: it is a floor, not an alternative.

@@ -227,7 +227,7 @@ FORMULAS: tuple[tuple[str, str, Callable[..., work.Work]], ...] = (
     ("step", STEP, training_step),
     ("train", STEP, training_step),
 )
-# Cases of ours without a formula, and why.
+# Cases of torch_fastdet without a formula, and why.
 WITHOUT = {
     ("multi_tensor", r"MuSGD step .+"): "its products depend on the weights' shapes: docs/kernels/newton_schulz.md",
     (
@@ -275,7 +275,7 @@ def formula(benchmark: str, case: str, itemsize: int = 2) -> work.Work | None:
 
 @dataclass
 class Placed:
-    """A case of ours beside its floor. Seconds; `variant` and `view` are those of the fastest of ours."""
+    """Holds a case of torch_fastdet beside its floor, in seconds; `variant` and `view` are those of its fastest."""
 
     family: str
     name: str
@@ -291,7 +291,7 @@ class Placed:
 
 
 def place(machine: work.Machine, results: dict[str, list[dict]]) -> list[Placed]:
-    """Every case of ours that has a formula, with the time of our fastest variant.
+    """Lists every case of torch_fastdet that has a formula, with the time of its fastest variant.
 
     Where memory is the bound that is the cold view (with a warm L2 an operator may beat memory), else the graph's replay, the
     device alone; and the call where there is no such view.

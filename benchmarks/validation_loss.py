@@ -28,7 +28,7 @@ EPOCHS, BATCH = 20, 16  # of training_truth's trainings
 
 
 def criteria(model: Any) -> tuple[Any, Any]:
-    """Ours and stock's for this model, of which stock's is on Ultralytics' code alone."""
+    """Returns torch_fastdet's and the original criterion for this model; the original is on Ultralytics' code alone."""
     from torch_fastdet.switches.loss import ultralytics as loss
 
     kind = loss.E2ELoss if hasattr(model.model[-1], "one2one_cv2") else loss.v8DetectionLoss

@@ -5,7 +5,7 @@
     python -m examples.draw yolo11n-seg.pt pictures/ --also yolo11n-obb.pt --out build/drawn
 
 writes a PNG of each picture into --out: a box in its class's color, with name and confidence, and what the detector knows beyond
-the box: a mask as a tint, a rotated box in place of the upright one. A detector is a detector.ts or pictures.ts of export.py, a model of
+the box: a mask as a tint, a rotated box for the upright one. A detector is a detector.ts or pictures.ts of export.py, a model of
 Ultralytics (.pt), whose package has to be installed then, or a YOLOv5 checkpoint (.pt) that detects, whose code export.py says how to
 find. --also names further ones that look at the same pictures. A picture that
 cannot be read, or whose PNG would have the name of one that is drawn (a.jpg beside a.png), is said, and the others are drawn; the

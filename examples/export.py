@@ -75,7 +75,7 @@ class Detector(nn.Module):
 
     @torch.jit.export
     def stages(self, image: Tensor) -> dict[str, Tensor]:
-        """The stages of golden.yolov5_stages, as this detector computes them (candidates excepted: ours never exist)."""
+        """Return the stages of golden.yolov5_stages, as this detector computes them (without candidates, which never exist here)."""
         post = self.postprocess
         stages: dict[str, Tensor] = {}
         heads = self.network(image)

@@ -271,7 +271,7 @@ def _run(steps: Steps, built: bool, without: Sequence[str]) -> None:
 
     def sanitize(tool: str) -> None:
         watch = [str(compute_sanitizer()), "--tool", tool, "--error-exitcode", "86"]
-        if tool != "initcheck":  # which must see what torch's kernels write for ours to read
+        if tool != "initcheck":  # which must see what torch's kernels write for torch_fastdet's to read
             watch += ["--kernel-name", "kernel_substring=torch_fastdet"]
         tests = [python, "-m", "pytest", "-q", "-x", "-m", "sanitizer and gpu", "-p", "no:cacheprovider"]
         # Without torch's block cache each tensor is an allocation of its own.
