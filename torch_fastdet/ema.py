@@ -128,7 +128,15 @@ class ModelEMA:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Move the average toward the model."""
+        """Move the average toward the model.
+
+        Args:
+            model: the model that is trained; DataParallel, DistributedDataParallel and torch.compile are unwrapped.
+
+        Raises:
+            KeyError: the EMA has an entry that the model has not.
+            RuntimeError: an entry has another shape or device in the model.
+        """
         if not self.enabled:
             return
         model = unwrap(model)

@@ -114,7 +114,14 @@ def ultralytics_process_mask(
 
 
 def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return masks in the pixels of the original image: ``ultralytics.utils.ops.process_mask_native``."""
+    """Return masks in the pixels of the original image: ``ultralytics.utils.ops.process_mask_native``.
+
+    Args:
+        protos: as of :func:`ultralytics_process_mask`.
+        masks_in: likewise.
+        bboxes: (n, 4), x1, y1, x2, y2, in pixels of the original image.
+        shape: height and width of the original image.
+    """
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides("ultralytics_process_mask_native", shape)
     factor, window = _letterbox_window((int(protos.shape[1]), int(protos.shape[2])), size)
@@ -159,7 +166,14 @@ def yolov5_process_mask(
 
 
 def yolov5_process_mask_upsample(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return masks, resampled to ``shape`` and then cropped: YOLOv5's ``utils.segment.general.process_mask_upsample``."""
+    """Return masks, resampled to ``shape`` and then cropped: YOLOv5's ``utils.segment.general.process_mask_upsample``.
+
+    Args:
+        protos: as of :func:`ultralytics_process_mask`.
+        masks_in: likewise.
+        bboxes: (n, 4), x1, y1, x2, y2, in pixels of ``shape``.
+        shape: height and width of the network's input, and of the masks.
+    """
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     return instance_masks(
         protos,
@@ -172,7 +186,14 @@ def yolov5_process_mask_upsample(protos: Tensor, masks_in: Tensor, bboxes: Tenso
 
 
 def yolov5_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return masks in the pixels of the original image: YOLOv5's ``utils.segment.general.process_mask_native``."""
+    """Return masks in the pixels of the original image: YOLOv5's ``utils.segment.general.process_mask_native``.
+
+    Args:
+        protos: as of :func:`ultralytics_process_mask`.
+        masks_in: likewise.
+        bboxes: (n, 4), x1, y1, x2, y2, in pixels of the original image.
+        shape: height and width of the original image.
+    """
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides("yolov5_process_mask_native", shape)
     height, width = protos.shape[1:]

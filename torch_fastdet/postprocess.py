@@ -148,7 +148,12 @@ class YOLOv5PostProcess(_PostProcess):
         return cls(head.anchors, head.stride, head.nc, nm=head.no - 5 - head.nc, **options)
 
     def forward(self, heads: list[Tensor], letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return detections (images, max_det, 6 + nm) and counts (images,) of heads, and letterboxes if given."""
+        """Return detections (images, max_det, 6 + nm) and counts (images,) of heads.
+
+        Args:
+            heads: the raw maps, one a level, as :func:`torch_fastdet.ops.yolov5_decode` takes them.
+            letterboxes: (images, 6), rows of :func:`torch_fastdet.ops.letterbox`: boxes come out in the original images' pixels.
+        """
         if not torch.jit.is_scripting():
             check_type("YOLOv5PostProcess", "heads", heads, list[Tensor])
         if len(heads) == 0:
@@ -242,7 +247,12 @@ class UltralyticsPostProcess(_PostProcess):
         return cls(head.stride, head.nc, head.reg_max, **given)
 
     def forward(self, heads: list[Tensor], letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return detections (images, max_det, 6 + extra) and counts of heads (images, 4 * reg_max + nc + extra, ny, nx)."""
+        """Return detections (images, max_det, 6 + extra) and counts (images,) of heads.
+
+        Args:
+            heads: the raw maps, one a level, (images, 4 * reg_max + nc + extra, ny, nx).
+            letterboxes: (images, 6), rows of :func:`torch_fastdet.ops.letterbox`: boxes come out in the original images' pixels.
+        """
         boxes: list[Tensor] = []
         scores: list[Tensor] = []
         extra: list[Tensor] = []
@@ -268,7 +278,14 @@ class UltralyticsPostProcess(_PostProcess):
     def forward_split(
         self, boxes: list[Tensor], scores: list[Tensor], extra: list[Tensor], letterboxes: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Take separate maps, as the operator does; also return indices."""
+        """Take separate maps, as the operator does; also return indices.
+
+        Args:
+            boxes: as of :func:`torch_fastdet.ops.ultralytics_postprocess`.
+            scores: likewise.
+            extra: likewise.
+            letterboxes: as of :meth:`forward`.
+        """
         options = self._options(letterboxes)
         return nms.ultralytics_postprocess(boxes, scores, extra, self.strides, *options, self.rotated, self.extra_kind)
 

@@ -131,7 +131,7 @@ class ByteTrack:
 class BoTSORT(ByteTrack):
     """Track as :class:`ByteTrack`, with a filter of width and height and a camera that moves (BoT-SORT, 2022).
 
-    Re-identification by appearance is not part of it.
+    Arguments are those of :class:`ByteTrack`. Re-identification by appearance is not part of it.
     """
 
     def _make_core(self) -> _C.Tracker:

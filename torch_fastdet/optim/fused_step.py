@@ -269,7 +269,11 @@ class FusedStep:
         return tuple(groups), self.max_norm, scaling, averaging
 
     def after_replay(self, replays: int = 1) -> None:
-        """Count what captured steps did: ``ema.updates`` follows, and schedulers know of the step."""
+        """Count what captured steps did: ``ema.updates`` follows, and schedulers know of the step.
+
+        Args:
+            replays: how many steps were replayed since the last call.
+        """
         if self.ema is not None and self.ema.enabled:
             self.ema.updates += replays
             self._counted = self.ema.updates

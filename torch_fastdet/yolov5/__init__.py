@@ -85,7 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def apply(opt: argparse.Namespace) -> tuple[str, ...]:
-    """Call :func:`patch` with the flags of :func:`add_arguments` that ``opt`` has; without any that is on, replace nothing."""
+    """Call :func:`patch` with the flags of :func:`add_arguments` that ``opt`` has; without any that is on, replace nothing.
+
+    Args:
+        opt: what ``parse_args()`` of the parser returned.
+    """
     names = (*SWITCHES, *HOST.former_names())
     given = {name: True for name in (*names, ALL) if getattr(opt, name, False)}
     left_out = {name: False for name in names if getattr(opt, f"no_{name}", False)}

@@ -22,9 +22,16 @@ def bbox_iou(
 ) -> torch.Tensor:
     """Compute IoU, GIoU, DIoU or CIoU of boxes (..., 4) as a new tensor (..., 1): ``ultralytics.utils.metrics.bbox_iou``.
 
-    ``box1`` and ``box2`` broadcast over the leading dimensions; boxes are centre x, centre y, width, height in any one
-    unit, or corners with ``xywh=False``. If several kinds are asked for, CIoU takes precedence over DIoU, and DIoU over GIoU.
-    Where the stock function gives NaN (boxes without height) this gives a finite value and gradient.
+    Where the original function gives NaN (boxes without height) this gives a finite value and gradient.
+
+    Args:
+        box1: (..., 4). It broadcasts with ``box2`` over the leading dimensions.
+        box2: (..., 4).
+        xywh: boxes are centre x, centre y, width, height in any one unit. False: they are corners.
+        GIoU: compute the generalised IoU, unless another kind is asked for.
+        DIoU: compute the distance IoU, unless ``CIoU`` is asked for.
+        CIoU: compute the complete IoU.
+        eps: as of :func:`torch_fastdet.ops.bbox_iou`.
     """
     return ops.bbox_iou(as_float(box1), as_float(box2), xywh, GIoU, DIoU, CIoU, eps)
 

@@ -47,6 +47,10 @@ class ComputeLoss:
     there, else in a later call or in :meth:`check`, which waits, as calls without gradients do. In a CUDA graph, and inside of
     :meth:`counting`, such rows are ignored and counted in :attr:`ignored_targets`. A ``num_targets`` below 0 or beyond the rows of targets is such
     an error too; in a graph, :meth:`check` raises it.
+
+    Args:
+        model: YOLOv5's model on its device, with ``hyp``, wrapped or not.
+        autobalance: whether the levels' weights of the objectness follow its loss, as in the original.
     """
 
     sort_obj_iou = False
