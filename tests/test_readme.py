@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from examples.yolov5_env import environment
 from tests import starter
@@ -199,7 +200,9 @@ RUN = {r"python -m torch_fastdet": "torch_fastdet ", r"make help": "gpu-report-c
 #: Those whose own parser reads the arguments, and is stopped where it has understood them: they would run for minutes.
 OPTIONS = r"python3? -m (benchmarks|examples|tools\.(gpu_report|canary|cuda12))\b.*"
 #: Whose words the launcher shares out.
-LAUNCHED = r"(\w+=\w+ )?(python|torchrun( --\w+ \S+)+) -m torch_fastdet\.yolov5 (?!doctor|-m ).*"
+LAUNCHED = r"(\w+=\w+ )?(python|torchrun( --\w+ \S+)+) -m torch_fastdet\.yolov5 (doctor )?\S+\.py .*"
+#: What a machine gets. Nothing is installed here: the options are pip's, and the packages those that the sources name.
+INSTALLS = r"(\w+=\S+ )?(pip|apt-get) .*"
 
 
 def commands(page: Path) -> list[str]:
@@ -225,10 +228,12 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("page", PAGES, ids=title)
 def test_commands_exist(page):
     """The make targets, and the modules and files of ours that Python is to run."""
-    makefile = (ROOT / "Makefile").read_text()
+    makefile, setup = (ROOT / "Makefile").read_text(), (ROOT / "setup.py").read_text()
     for command in commands(page):
         for target in re.findall(r"(?<= )[a-z][\w-]*(?![\w=-])", command) if command.startswith("make ") else ():
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name} names make {target}"
+        for name in re.findall(r"(\w+)=", command) if command.startswith("make ") else ():
+            assert re.search(rf"\b{name}\b", makefile + setup), f"{page.name} sets {name} for make"
         for module in re.findall(r"-m ((?:torch_fastdet|benchmarks|examples|tests|tools)\b[\w.]*)", command):
             place = ROOT / module.replace(".", "/")
             assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), f"{page.name}: no {module}"
@@ -321,7 +326,7 @@ def parser_of(script: str) -> Callable[[], argparse.Namespace]:
 @pytest.mark.parametrize("command", all_commands(LAUNCHED))
 def test_a_script_gets_its_own_words(command, monkeypatch):
     """The launcher takes its flags, and the real script's parser understands the rest."""
-    words = shlex.split(command.partition(" torch_fastdet.yolov5 ")[2])
+    words = shlex.split(command.partition(" torch_fastdet.yolov5 ")[2].removeprefix("doctor "))
     chosen, words = YOLOV5.split([word for word in words if word != "..."])
     assert chosen
     monkeypatch.setattr(sys, "argv", words)
@@ -329,6 +334,33 @@ def test_a_script_gets_its_own_words(command, monkeypatch):
     for option, value in re.findall(r"--(\w+) ([\w.]+)(?= |$)", " ".join(words)):
         name = {"img": "imgsz", "batch": "batch_size"}.get(option, option)
         assert str(given[name]) in (value, str([value])), (name, given)
+
+
+@functools.cache
+def pip_options() -> set[str]:
+    helped = [run(f"python -m pip {command} --help", ROOT).stdout for command in ("install", "uninstall")]
+    return set(re.findall(r"(?<!\S)--?[a-zA-Z][\w-]*", "\n".join(helped)))
+
+
+@pytest.mark.parametrize("command", all_commands(INSTALLS))
+def test_installs_are_pips_words_and_known_packages(command):
+    words = [word for word in shlex.split(command) if "=" not in word or not word[0].isupper()]
+    sources = [ROOT / "setup.py", *(ROOT / "requirements").glob("*.txt"), *(ROOT / "torch_fastdet").rglob("*.py")]
+    known = "\n".join(file.read_text() for file in sources)
+    if words[0] == "apt-get":
+        assert f"type: {command}" in known
+        return
+    assert words[1] in ("install", "uninstall")
+    assert {word for word in words if word.startswith("-")} <= pip_options()
+    for word in words[2:]:
+        if word.startswith("-") or word in (".", "dist"):  # this folder, and where `make wheel` writes
+            continue
+        package = Requirement(word)
+        assert re.search(rf"\b{package.name}\b", known), package.name
+        if package.name == "torch":
+            (found,) = re.findall(r"^TORCH_OLDEST, TORCH_NEWEST = (.+)", known, re.MULTILINE)
+            (_, oldest), (_, newest) = ast.literal_eval(found)
+            assert any(package.specifier.contains(f"2.{minor}.0") for minor in range(oldest, newest + 1)), word
 
 
 # Links -----------------------------------------------------------------------------------------------------------------

@@ -13,11 +13,13 @@ import pytest
 import torch
 
 import torch_fastdet
+from tests.test_readme import snippets
 from torch_fastdet import golden
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.cpu
-EXAMPLE = ROOT / "examples/cpp"
+# As on a machine without the CUDA Toolkit: the CPU example must not ask for it.
+WITHOUT_CUDA = {k: v for k, v in os.environ.items() if k not in ("CUDA_HOME", "CUDACXX", "CXX", "CUDA_PATH")}
 PACKAGE = Path(torch_fastdet.cmake_prefix_path, "TorchFastdet")
 
 
@@ -34,24 +36,27 @@ def cmake() -> str:
 
 def configure(cmake, source, build, *arguments, prefix=None, compiler=None) -> subprocess.CompletedProcess:
     prefix = prefix or [torch_fastdet.cmake_prefix_path, torch.utils.cmake_prefix_path]
-    # As on a machine without the CUDA Toolkit: the CPU example must not ask for it.
-    env = {
-        name: value for name, value in os.environ.items() if name not in ("CUDA_HOME", "CUDACXX", "CXX", "CUDA_PATH")
-    }
     compiler = compiler or shlex.split(os.environ.get("CXX", "g++"))[-1]
     command = [cmake, "-S", source, "-B", build, f"-DCMAKE_PREFIX_PATH={';'.join(map(str, prefix))}"]
     return subprocess.run(
-        [*map(str, command), f"-DCMAKE_CXX_COMPILER={compiler}", *arguments], env=env, capture_output=True, text=True
+        [*map(str, command), f"-DCMAKE_CXX_COMPILER={compiler}", *arguments],
+        env=WITHOUT_CUDA,
+        capture_output=True,
+        text=True,
     )
 
 
 @pytest.fixture(scope="module")
 def detect(cmake, tmp_path_factory) -> Path:
-    """The example program, configured and built."""
+    """The example program, configured and built as docs/deploy.md says, into another folder."""
     build = tmp_path_factory.mktemp("example")
-    configured = configure(cmake, EXAMPLE, build)
-    assert configured.returncode == 0, configured.stdout + configured.stderr
-    built = subprocess.run([cmake, "--build", str(build)], capture_output=True, text=True)
+    (lines,) = (text for text in snippets(ROOT / "docs/deploy.md", "bash") if "cmake -S examples/cpp" in text)
+    assert lines.count("build/example") == 2
+    path = os.pathsep.join([str(Path(cmake).parent), str(Path(sys.executable).parent), os.environ["PATH"]])
+    compiler = shlex.split(os.environ.get("CXX", "g++"))[-1]
+    env = {**WITHOUT_CUDA, "PATH": path, "PYTHONPATH": str(Path(torch_fastdet.__file__).parents[1]), "CXX": compiler}
+    command = ["bash", "-ec", lines.replace("build/example", str(build))]
+    built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
     return build / "detect"
 
