@@ -80,7 +80,7 @@ inline std::string format(const Dims& values) {
   return "(" + text + ")";
 }
 
-// A tensor in the caller's memory, on the host. Strides count elements.
+// Points at a tensor in the caller's memory, on the host. Strides count elements.
 struct View {
   const void* data;
   std::string dtype;
@@ -98,7 +98,7 @@ View view(const T* data, const Dims& shape) {
   return view(data, shape, detail::row_major(shape));
 }
 
-// A loaded tensor, its elements in row-major order.
+// Holds a loaded tensor, its elements in row-major order.
 struct Stage {
   std::string name;
   std::string dtype;
@@ -136,7 +136,7 @@ inline void save_npy(const std::filesystem::path& path, const View& tensor) {
   if (!file) detail::fail("cannot write " + path.string());
 }
 
-// Reads an .npy file of one of our dtypes, its elements in row-major order.
+// Reads an .npy file of one of golden's dtypes, its elements in row-major order.
 inline Stage load_npy(const std::filesystem::path& path) {
   if (!std::filesystem::is_regular_file(path)) detail::fail("there is no file " + path.string());
   const auto bad = [&](const std::string& why) { detail::fail(path.string() + " is not an .npy file: " + why); };
@@ -191,7 +191,7 @@ inline bool is_in(const std::vector<File>& files, const std::string& stage) {
   return std::any_of(files.begin(), files.end(), [&](const File& file) { return file.stage == stage; });
 }
 
-// The files of a folder. No list names a file that a writer does not write.
+// Returns the files of a folder. No list names a file that a writer does not write.
 inline std::vector<File> files(const std::filesystem::path& folder) {
   std::ifstream index(folder / kIndex);
   if (!index) fail(folder.string() + " has no " + kIndex + ": it is not a folder of stage tensors");
@@ -269,7 +269,7 @@ class Writer {
   std::filesystem::path folder_;
 };
 
-// The stages of a folder, in the order in which they were saved.
+// Returns the stages of a folder, in the order in which they were saved.
 inline std::vector<Stage> load(const std::filesystem::path& folder) {
   std::vector<Stage> stages;
   for (const detail::File& file : detail::files(folder)) {
@@ -279,7 +279,7 @@ inline std::vector<Stage> load(const std::filesystem::path& folder) {
   return stages;
 }
 
-// How one stage compares; `difference` is empty where the two are equal.
+// Holds how one stage compares; `difference` is empty where the two are equal.
 struct Row {
   std::string stage;
   std::string difference;
@@ -288,7 +288,7 @@ struct Row {
 struct Comparison {
   std::vector<Row> rows;  // in the order of the pipeline
 
-  // The first stage that differs, or null: what comes after it inherits its error.
+  // Returns the first stage that differs, or null: what comes after it inherits its error.
   const Row* first_difference() const {
     const auto differs = [](const Row& row) { return !row.difference.empty(); };
     const auto found = std::find_if(rows.begin(), rows.end(), differs);
@@ -297,7 +297,8 @@ struct Comparison {
 
   bool equal() const { return first_difference() == nullptr; }
 
-  // A line on the first difference, then a line for each stage, as Python's; only Python says what would explain it.
+  // Returns a line on the first difference, then a line for each stage, as Python does; only Python says what would
+  // explain it.
   std::string table() const {
     const auto line = [](const Row& row) {
       return row.stage + ": " + (row.difference.empty() ? "equal" : row.difference) + "\n";
