@@ -62,7 +62,7 @@ _unread: set[DeferredStatus] = set()  # which have something pending; kept alive
 
 @contextlib.contextmanager
 def raised_at_the_end() -> Iterator[None]:
-    """Raise the errors that no later call has seen, if a program ends well. Ranks above 0 print theirs: rank 0 may still be saving."""
+    """Raise the errors that no later call has seen, if a program ends well. Ranks above 0 print their own: rank 0 may still be saving."""
     try:
         yield
     except SystemExit as end:

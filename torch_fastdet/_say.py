@@ -102,7 +102,7 @@ def _chosen_level() -> int:
 
 
 def is_configured() -> bool:
-    """Return whether the user has configured logging: the root logger or ours has a handler that is not from here."""
+    """Return whether the user has configured logging: the root logger or torch_fastdet's has a handler that is not from here."""
     return bool(logging.getLogger().handlers) or any(handler is not _lines for handler in logger.handlers)
 
 

@@ -44,7 +44,7 @@ def _inputs(protos: Tensor, masks_in: Tensor, bboxes: Tensor) -> tuple[Tensor, T
         tensor.to(protos.device, tensor.dtype if tensor.is_floating_point() else torch.float32)
         for tensor in (protos, masks_in, bboxes)
     )
-    if boxes.dim() == 2 and len(boxes) == 1:  # stock crops all masks to a single box
+    if boxes.dim() == 2 and len(boxes) == 1:  # the original crops all masks to a single box
         boxes = boxes.expand(len(coefficients), -1)
     return protos, coefficients, boxes if len(coefficients) else boxes[:0]
 
@@ -104,7 +104,7 @@ def ultralytics_process_mask(
         upsample: Whether masks have that size.
     """
     protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
-    # Stock takes an image's shape, too, where it does not resample.
+    # The original takes an image's shape, too, where it does not resample.
     size = _sides("ultralytics_process_mask", shape, 2 if upsample else 3)
     if upsample:
         return instance_masks(protos, coefficients, boxes, list(size))

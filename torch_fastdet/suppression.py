@@ -105,7 +105,7 @@ def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tens
 
 
 def _room(max_det: object) -> tuple[Any, Any]:
-    """Return max_det as the operators take it, and the end of a slice behind them: a negative one leaves the last out, as in stock."""
+    """Return max_det as the operators take it, and the end of a slice behind them: a negative one leaves the last out, as in the original."""
     if max_det is None or (isinstance(max_det, Integral) and max_det < 0):
         return sys.maxsize, max_det
     return max_det, None

@@ -162,7 +162,7 @@ def parameter_has_hooks(parameter: Tensor) -> bool:
 
 
 def is_recorded() -> bool:
-    """Return whether calls become a program that has to run without us. Of torch.compile's programs ours may be a part."""
+    """Return whether calls become a program that has to run without torch_fastdet, which may be a part of torch.compile's programs."""
     # The public name of the last one is True under torch.compile as well.
     return torch.jit.is_tracing() or torch.onnx.is_in_onnx_export() or torch.compiler._is_exporting_flag
 

@@ -240,7 +240,7 @@ def _work(
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all such threads: the allocator caches memory for each stream, and torch has few of them."""
+    """Return the stream of all such threads: the allocator caches memory for each stream, and torch has few of them."""
     return torch.cuda.Stream(device)
 
 

@@ -55,7 +55,7 @@ def _in_message(value: object) -> object:
 class Collate:
     """Put the plans of a batch together. Everything but pixels goes through the framework's own ``collate_fn``, ``stock``.
 
-    Items and batches hold images at ``key``: plans in place of pixels, for which ``stock`` gets images of one pixel. With ``on_gpu`` the
+    Items and batches hold images at ``key``: plans, not pixels; for these ``stock`` gets images of one pixel. With ``on_gpu`` the
     result is for :class:`~torch_fastdet.images.finish.Finisher`.
     """
 

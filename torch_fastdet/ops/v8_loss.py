@@ -124,7 +124,7 @@ def v8_loss(
 
 
 def v8_detection(heads: list[torch.Tensor], given: V8Arguments) -> V8Found:
-    """:func:`v8_loss` with what tasks read of it."""
+    """Call :func:`v8_loss` and return what tasks read of it."""
     result = torch.ops.torch_fastdet.v8_loss(
         heads, *given[:6], reg_max=given.reg_max, topk=given.topk, topk2=given.topk2
     )
@@ -190,7 +190,7 @@ def v8_segmentation(
     overlap: bool,
     compare_masks: bool,
 ) -> V8Found:
-    """:func:`v8_segmentation_loss` with what tasks read of it."""
+    """Call :func:`v8_segmentation_loss` and return what tasks read of it."""
     if compare_masks:
         result = torch.ops.torch_fastdet.v8_masked_loss(
             heads,
@@ -226,7 +226,7 @@ def v8_segmentation(
 
 
 def _with_parts(found: V8Found, parts: torch.Tensor, items: torch.Tensor) -> V8Found:
-    """``found`` with a task's own parts behind that of the boxes."""
+    """Return ``found`` with a task's own parts behind that of the boxes."""
     whole: list[torch.Tensor] = []
     for before, between in ((found.loss, parts), (found.items, items)):
         # One split and not two slices: its gradient is one copy.
@@ -294,7 +294,7 @@ def v8_pose(
     given: V8Arguments,
     compare_keypoints: bool,
 ) -> V8Found:
-    """:func:`v8_pose_loss` with what tasks read of it."""
+    """Call :func:`v8_pose_loss` and return what tasks read of it."""
     if compare_keypoints:
         result = torch.ops.torch_fastdet.v8_posed_loss(
             heads, predictions, keypoints, sigmas, *given[:6], reg_max=given.reg_max, topk=given.topk, topk2=given.topk2
@@ -361,7 +361,7 @@ def v8_obb_loss(
 
 
 def v8_obb(boxes: torch.Tensor, scores: torch.Tensor, angles: torch.Tensor, given: V8Arguments) -> V8Found:
-    """:func:`v8_obb_loss` with what tasks read of it."""
+    """Call :func:`v8_obb_loss` and return what tasks read of it."""
     result = torch.ops.torch_fastdet.v8_obb_loss(
         boxes, scores, angles, *given[:6], reg_max=given.reg_max, topk=given.topk, topk2=given.topk2
     )

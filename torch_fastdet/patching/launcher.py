@@ -30,7 +30,7 @@ class Launcher:
         return on | {f"--no-{name}": (switch, False) for name, switch in names.items()}
 
     def split(self, argv: list[str]) -> tuple[dict[str, bool], list[str]]:
-        """Return switches that are asked for or left out, and everything else in its order. What follows ``--`` is not ours."""
+        """Return switches that are asked for or left out, and everything else in its order. What follows ``--`` is left alone."""
         chosen: dict[str, bool] = {}
         rest: list[str] = []
         arguments: Iterator[str] = iter(argv)

@@ -86,7 +86,7 @@ class Target:
 
     @property
     def all_evidence(self) -> tuple[Evidence, ...]:
-        """Return all that is asked of stock: its parameters first, where it gets a drop-in as it is."""
+        """Return all that is asked of the original: its parameters first, where it gets a drop-in as it is."""
         return self.evidence if self.drop_in is None or self.make else (Signature(self.drop_in), *self.evidence)
 
     @property
@@ -201,7 +201,7 @@ class Active:
     def name(self) -> str:
         return self.switch.name
 
-    # For what takes the place of stock ---------------------------------------------------------------------------------
+    # For what takes the place of the original ------------------------------------------------------------------------
 
     def shared(self, make: Callable[[Active], T]) -> T:
         """Return what several targets of this switch have in common: ``make(self)``, made once."""

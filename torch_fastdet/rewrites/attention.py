@@ -63,7 +63,7 @@ def _with_channels(*parts: Any) -> object:
     return lambda t: torch.cat([part(t) for part in parts], 1)
 
 
-# Class -> its forward here, and attributes of small cases. Stock's forward has to give the same bits in them. The scale is one for each
+# Class -> its forward here, and attributes of small cases. The original forward has to give the same bits in them. The scale is one for each
 # position, so that other values come where it is behind the product.
 _SAME, _SQUARE, _NEXT = (lambda t: t), (lambda t: t * t), (lambda t: t + 1)
 _SCALES = pictures().flatten() + 1

@@ -46,7 +46,7 @@ class Command:
 
 
 def parse(argv: list[str]) -> Command:
-    """Split a command line into ours (switches anywhere before ``--``) and the script's (all the rest, in its order)."""
+    """Split a command line into torch_fastdet's words (switches anywhere before ``--``) and the script's (all the rest, in its order)."""
     switches, rest = LAUNCHER.split(argv)
     command, words = Command(switches=switches), iter(rest)
     for word in words:

@@ -65,7 +65,7 @@ class Planner:
         return item
 
     def _stocks(self, indices: list[int], loaded: list[int]) -> list[dict[str, object]]:
-        """Return the same items by stock, as if none had been asked for before."""
+        """Return the same items by the original transforms, as if none had been asked for before."""
         dataset = self.stock
         dataset.buffer[:] = loaded
         if isinstance(dataset.ims, list):  # a cache of all images does not change

@@ -210,7 +210,7 @@ class PlannedLoader(FiledAsStock):
         self._as_stock = self._plans is None or not _keeps_collate_fn(self)
         if self._as_stock:
             return super()._get_iterator()  # type: ignore[misc]
-        # A loader that differs in what its processes work on. Stock's attributes stay what people expect of them.
+        # A loader that differs in what its processes work on. The original's attributes stay what people expect of them.
         loader = DataLoader(
             planned_dataset(Planner(self.dataset, self._plans.memory, *self._images)),
             batch_sampler=PlanBatches(self.batch_sampler),
@@ -233,7 +233,7 @@ class PlannedLoader(FiledAsStock):
             batches = self._plans.batches(self.iterator, limited=True)
             self._ahead = batches if isinstance(batches, Ahead) else None
         if self._ahead is not None:
-            # Batches are drawn as far as stock has drawn them when an epoch ends, where stock may draw again.
+            # Batches are drawn as far as the original loader has drawn them when an epoch ends, where it may draw again.
             self._ahead.allow(len(self))
         for _ in range(len(self)):
             if not self._as_stock:

@@ -94,7 +94,7 @@ def dataset_class(stock: type) -> type:
             """Return whether the memory has the image as ``load_image`` gives it now; a JPEG file is read for that."""
             memory = self.memory
             assert memory is not None
-            # Stock's own cache of images (--cache ram) keeps them in the size that they had.
+            # YOLOv5's own cache of images (--cache ram) keeps them in the size that they had.
             if not memory.has(i) and (os.path.exists(self.npy_files[i]) or not memory.read(i)):
                 return False
             return self.ims[i] is not None or self._memory_is_current()
@@ -236,7 +236,7 @@ def loader_classes(stock: type) -> tuple[type, type]:
 
 
 def _planned(dataset: YOLOv5Dataset, options: dict[str, Any]) -> PlannedLoading | None:
-    """Set up plans for a loader and change its options accordingly; None where stock makes the images."""
+    """Set up plans for a loader and change its options accordingly; None where YOLOv5 makes the images."""
     collate, reason = options.get("collate_fn"), cannot_plan(dataset)
     if reason is None and collate is type(dataset).collate_fn4:
         reason = "--quad puts four images together."

@@ -78,7 +78,7 @@ class ComputeLoss:
         self._begin({name: float(hyp[name]) for name in _ENTROPY}, balance)
 
     def _begin(self, entropy: dict[str, float], balance: list[float]) -> None:
-        # Fixed when the loss is made, as in stock; the gains are read from hyp at each call.
+        # Fixed when the loss is made, as in the original; the gains are read from hyp at each call.
         self._entropy, self._balance = entropy, balance
         self._on_device = DeviceNumbers()  # the balance, which autobalance writes there
         self._on_device.upload(self._balance, self.device)  # now, for a graph capture cannot bring it there

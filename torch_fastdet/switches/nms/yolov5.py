@@ -18,7 +18,7 @@ from torch_fastdet.rewrites.heads import raw_heads
 
 
 def decoding(stock: Function) -> Function:
-    """Return ``Detect.forward`` that decodes by ops.yolov5_decode where stock decodes in single or double precision."""
+    """Return ``Detect.forward`` that decodes by ops.yolov5_decode where the original decodes in single or double precision."""
     # Reading the strides from the GPU is a synchronisation: once for each head, and again when they change.
     strides: WeakKeyDictionary[AnchorHead, tuple[torch.Tensor, int | None, list[float]]] = WeakKeyDictionary()
 
@@ -59,7 +59,7 @@ class OfInstances:
 
 
 def segmenting(active: Active, stock: Function, segment: type) -> Function:
-    """Return ``Segment.forward`` that calls ours where it would call the original ``Detect.forward``, which its instances keep."""
+    """Return ``Segment.forward`` that calls torch_fastdet's decoding where it would call the original ``Detect.forward``, which its instances keep."""
     detect = next(new for base in segment.__mro__ if (new := active.replacement(base, "forward")) is not None)
 
     @functools.wraps(stock)

@@ -46,7 +46,7 @@ MAX_NORM = 10.0  # of the trainer's clipping
 
 
 def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: object) -> Function:
-    """Return ``BaseTrainer.build_optimizer``, which writes its log lines; the optimizer that it returns becomes ours."""
+    """Return ``BaseTrainer.build_optimizer``, which writes its log lines; the optimizer that it returns becomes torch_fastdet's."""
 
     @in_place_of(stock)
     def build_optimizer(*args: object, **kwargs: object) -> torch.optim.Optimizer:
@@ -61,7 +61,7 @@ def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: obj
 
 
 def stepping(active: Active, stock: Callable[[Trainer], None], _: object) -> Callable[[Trainer], None]:
-    """Return stock's method in one fused step, where that has the same results."""
+    """Return the original method in one fused step, where that has the same results."""
     known: weakref.WeakKeyDictionary[object, _Step] = weakref.WeakKeyDictionary()
 
     @in_place_of(stock)
@@ -91,7 +91,7 @@ class _Step:
         averages = [id(average) for _, average, _ in trainer.ema.pairs(model)]
         fits = (
             len({p.device for p in params}) == 1
-            # Stock clips what the model holds, and a fused step what the optimizer holds.
+            # The original clips what the model holds, and a fused step what the optimizer holds.
             and set(map(id, params)) == set(map(id, model.parameters()))
             and len(set(averages)) == len(averages)  # tied weights move twice in the original average
         )

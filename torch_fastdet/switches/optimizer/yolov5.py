@@ -32,7 +32,7 @@ def smart_optimizer(
 
     The groups, in the order in which train.py's warm-up counts on them, are all biases; all other parameters, which alone
     decay; and the weights of normalisation layers. (``--multi_tensor_optimizer`` takes YOLOv5's own function and makes its
-    SGD, Adam or AdamW ours.)
+    SGD, Adam or AdamW those of torch_fastdet.)
 
     Args:
         model: whose parameters to train.
@@ -67,7 +67,7 @@ def unknown_optimizer(name: str) -> str | None:
 
 
 def replacing_optimizer(active: Active, stock: Callable[..., torch.optim.Optimizer], _: object) -> Function:
-    """Return the original, with its SGD, Adam or AdamW made ours; for other optimizers the switch says that it cannot apply."""
+    """Return the original, with its SGD, Adam or AdamW made torch_fastdet's; for other optimizers the switch says that it cannot apply."""
 
     def smart_optimizer(
         model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5

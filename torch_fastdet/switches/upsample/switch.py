@@ -33,7 +33,7 @@ def upsample_forward(self: torch.nn.Upsample, input: torch.Tensor) -> torch.Tens
     # Two ifs: torch.jit.script leaves out the first one's block, but compiles the whole of an `and`.
     if not torch.jit.is_scripting():  # noqa: SIM102
         if doubles(self, input) and not is_recorded() and not is_transforming():
-            # torch.func and forward-mode AD know the stock operator; ours has only a backward.
+            # torch.func and forward-mode AD know the original operator; torch_fastdet's has only a backward.
             return ops.upsample_nearest2x(input)
     return F.interpolate(
         input,

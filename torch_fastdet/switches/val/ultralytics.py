@@ -139,7 +139,7 @@ def plotted(stock: Function, given: Any, result: average_precision.Curves) -> tu
 
 
 def _counts_as_stock(detections: Batch, batch: Batch, *thresholds: object) -> bool:
-    """Return whether the operator takes these as stock does, which has rules of its own for rotated boxes, and says what is wrong with other
+    """Return whether the operator takes these as the original does, which has rules of its own for rotated boxes, and says what is wrong with other
     types and shapes."""
     boxes = detections["bboxes"], batch["bboxes"]
     labels = detections["cls"], batch["cls"]
@@ -152,7 +152,7 @@ def _counts_as_stock(detections: Batch, batch: Batch, *thresholds: object) -> bo
 
 
 def _within(classes: int, *labels: Tensor) -> bool:
-    """Return whether the matrix has a place for them. Stock has a rule of its own where not."""
+    """Return whether the matrix has a place for them. The original has a rule of its own where not."""
     return all(not each.numel() or bool(((each >= 0) & (each < classes)).all()) for each in labels)
 
 

@@ -23,7 +23,7 @@ from torch_fastdet.switches.val import average_precision
 def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor, *, iou: Tensor | None = None) -> Tensor:
     """Correct detections (n, t) of one image at each IoU threshold, as ``process_batch`` of YOLOv5's val.py, on the device of iouv.
 
-    Stock leaves labels of equal IoU to an unstable sort; the later one counts here. ``iou`` are other overlaps (m, n) than those of the boxes.
+    YOLOv5 leaves labels of equal IoU to an unstable sort; the later one counts here. ``iou`` are other overlaps (m, n) than those of the boxes.
     """
     count("val_optim", "images matched")
     thresholds = as_float(iouv).to(detections.device)
