@@ -106,7 +106,8 @@ def test_a_cancelled_future_is_not_predicted():
     [
         ({"predict": 3}, TypeError, "predict is a int, but a callable is expected"),
         ({"max_batch": 0}, ValueError, "max_batch is 0, but at least 1 is expected"),
-        ({"max_batch": 2.5}, TypeError, "max_batch is 2.5, but an int is expected"),
+        ({"max_batch": 2.5}, TypeError, "max_batch is a float, but an integer is expected"),
+        ({"max_wait_ms": "4"}, TypeError, "max_wait_ms is a str, but a number is expected"),
         ({"max_wait_ms": -1}, ValueError, "max_wait_ms is -1, but a finite number of at least 0 is expected"),
     ],
 )

@@ -194,9 +194,12 @@ def test_options_out_of_range(name, option, value):
         (lambda: trackers.TrackTrack(min_track_len="3"), "TrackTrack: min_track_len is a str, but an integer"),
         (lambda: trackers.TrackTrack(track_buffer=1.5), "ByteTrack: track_buffer is a float, but an integer"),
         (lambda: trackers.TrackTrack(match_thresh=None), "TrackTrack: match_thresh is a NoneType, but a number"),
+        (lambda: trackers.ByteTrack().update("a", [], []), r"ByteTrack\.update: boxes is a str \(could not convert"),
+        (lambda: trackers.OCSORT().update([[1] * 4], ["a"], [0]), r"OCSORT\.update: scores is a list \(could not"),
+        (lambda: trackers.BoTSORT().update([], [], [], "a"), r"BoTSORT\.update: motion is a str \(could not convert"),
     ],
 )
-def test_options_of_a_wrong_type_are_one_line(call, sentence):
+def test_arguments_of_a_wrong_type_are_one_line(call, sentence):
     with pytest.raises(TypeError, match=rf"^{sentence}[^\n]* is expected$"):
         call()
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from torch_fastdet.ops._checks import check_type
+
 __all__ = ["Batcher"]
 
 
@@ -32,15 +34,15 @@ class Batcher:
         max_wait_ms: How long the first image of a batch waits for others, in milliseconds.
 
     Raises:
-        TypeError: ``predict`` is not callable, or ``max_batch`` not an int.
+        TypeError: ``predict`` is not callable, ``max_batch`` not an integer, or ``max_wait_ms`` not a number.
         ValueError: ``max_batch`` is below 1, or ``max_wait_ms`` negative or infinite.
     """
 
     def __init__(self, predict: Callable[[list[Any]], Any], max_batch: int = 16, max_wait_ms: float = 2.0) -> None:
         if not callable(predict):
             raise TypeError(f"Batcher: predict is a {type(predict).__name__}, but a callable is expected")
-        if not isinstance(max_batch, int):
-            raise TypeError(f"Batcher: max_batch is {max_batch!r}, but an int is expected")
+        check_type("Batcher", "max_batch", max_batch, int)
+        check_type("Batcher", "max_wait_ms", max_wait_ms, float)
         if max_batch < 1:
             raise ValueError(f"Batcher: max_batch is {max_batch}, but at least 1 is expected")
         if not 0 <= max_wait_ms / 1e3 <= threading.TIMEOUT_MAX:

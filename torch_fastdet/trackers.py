@@ -94,12 +94,13 @@ class ByteTrack:
 
         Raises:
             ValueError: an argument has another shape.
+            TypeError: an argument is not an array of numbers.
         """
         return self._update(boxes, scores, classes, None)
 
     def _update(self, boxes: ArrayLike, scores: ArrayLike, classes: ArrayLike, motion: Any) -> NDArray[np.float32]:
         name = f"{type(self).__name__}.update"
-        found = np.asarray(boxes, np.float32)
+        found = _array(name, "boxes", boxes, np.float32)
         if found.size == 0:
             found = found.reshape(0, found.shape[-1] if found.ndim == 2 else 4)
         if found.ndim != 2 or found.shape[1] not in ((4, 5) if self._rotates else (4,)):
@@ -109,7 +110,7 @@ class ByteTrack:
         rows = np.empty((count, columns + 2), np.float32)
         rows[:, :columns] = found
         for column, (word, value) in enumerate({"scores": scores, "classes": classes}.items(), columns):
-            values = np.asarray(value, np.float32)
+            values = _array(name, word, value, np.float32)
             if values.shape != (count,):
                 raise ValueError(
                     f"{name}: {word} has shape {values.shape}, but ({count},) is expected, as boxes has rows"
@@ -151,9 +152,10 @@ class BoTSORT(ByteTrack):
 
         Raises:
             ValueError: an argument has another shape, or ``motion`` has NaN or infinity.
+            TypeError: an argument is not an array of numbers.
         """
         if motion is not None:
-            motion = np.asarray(motion, np.float64)
+            motion = _array(f"{type(self).__name__}.update", "motion", motion, np.float64)
             if motion.shape != (2, 3) or not np.isfinite(motion).all():
                 raise ValueError(
                     f"{type(self).__name__}.update: motion is {motion.tolist()}, but a finite (2, 3) matrix is expected"
@@ -312,6 +314,14 @@ class TrackTrack(BoTSORT):
 
     def _make_core(self) -> _C.Tracker:
         return _C.MutualTracker(**self._kind)
+
+
+def _array(name: str, word: str, value: ArrayLike, dtype: type[np.floating[Any]]) -> NDArray[Any]:
+    try:
+        return np.asarray(value, dtype)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = type(value).__name__
+        raise TypeError(f"{name}: {word} is a {kind} ({error}), but an array of numbers is expected") from None
 
 
 def _check_from_zero(name: str, **values: float) -> None:

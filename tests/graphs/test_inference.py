@@ -67,6 +67,19 @@ def graphs_of(said):
     return lambda model, **options: InferenceGraphs(model, say=said.append, **options)
 
 
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"module": 1}, "module is int, but a torch.nn.Module"),
+        ({"max_graphs": "a"}, "max_graphs is 'a', but an integer"),
+        ({"warmup": 1.5}, "warmup is 1.5, but an integer"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_one_line(options, sentence):
+    with pytest.raises(TypeError, match=f"^InferenceGraphs: {sentence} is expected$"):
+        InferenceGraphs(**{"module": torch.nn.Identity(), **options})
+
+
 def test_replays_are_bit_equal_and_nobodys_answer_is_overwritten(gpu, graphs_of, said):
     model = made()
     graphs = graphs_of(model)

@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from numbers import Integral
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,6 +28,11 @@ class CapturedCallable(Generic[G]):
     """
 
     def __init__(self, what: str, max_graphs: int, warmup: int, say: Callable[[str], None]) -> None:
+        for name, number in (("max_graphs", max_graphs), ("warmup", warmup)):
+            if not isinstance(number, Integral):
+                raise TypeError(f"{type(self).__name__}: {name} is {number!r}, but an integer is expected")
+            if number < 1:
+                raise ValueError(f"{type(self).__name__}: {name} is {number}, but 1 or more is expected")
         self.what, self.say = what, say
         #: Why nothing is captured any more.
         self.reason: str | None = None

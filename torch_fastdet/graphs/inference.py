@@ -68,6 +68,10 @@ class InferenceGraphs(CapturedCallable[_Captured]):
         settings: what else the module's forward depends on, beside its parameters and buffers; compared at each call.
         capturing: a context to be in while forward is captured, and at the first calls.
         say: takes the line of the first capture, and why the module runs eagerly, once each; by default they are printed.
+
+    Raises:
+        TypeError: ``module`` is no module, or ``max_graphs`` or ``warmup`` no integer.
+        ValueError: ``max_graphs`` or ``warmup`` is below 1.
     """
 
     def __init__(
@@ -80,6 +84,8 @@ class InferenceGraphs(CapturedCallable[_Captured]):
         capturing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
         say: Callable[[str], None] = print_line,
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"InferenceGraphs: module is {type(module).__name__}, but a torch.nn.Module is expected")
         super().__init__(type(module).__name__, max_graphs, warmup, say)
         self._module = weakref.ref(module)
         self.capturing = capturing

@@ -60,10 +60,6 @@ class ModuleGraphs(CapturedPasses):
         say: Callable[[str], None] = print_line,
         average: GradientAverage | None = None,
     ) -> None:
-        if max_graphs < 1 or warmup < 1:
-            raise ValueError(
-                f"GraphedModule: max_graphs is {max_graphs} and warmup {warmup}, but at least 1 is expected for both"
-            )
         super().__init__(type(module).__name__, max_graphs, warmup, say)
         self._module = weakref.ref(module)
         self._forward = forward

@@ -120,8 +120,6 @@ class TrainStep(CapturedCallable[_Phase]):
             self._refuse(reason)
         if max_targets is not None and max_targets < 1:
             raise ValueError(f"TrainStep: max_targets is {max_targets}, but 1 or more is expected")
-        if max_graphs < 1:
-            raise ValueError(f"TrainStep: max_graphs is {max_graphs}, but 1 or more is expected")
         self.model = model
         self.loss = loss
         if amp == "auto":

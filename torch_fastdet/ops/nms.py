@@ -4,6 +4,7 @@ Every operator works without a host sync, is capturable in a CUDA graph and give
 """
 
 # No "from __future__ import annotations": TorchScript reads the types of NmsOptions as they stand.
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,21 +39,29 @@ class NmsOptions(NamedTuple):
     max_wh: float = 7680.0
 
 
+_NUMBERS: dict[object, tuple[Callable[[Any], Any], str]] = {
+    float: (float, "a number"),
+    int: (operator.index, "an integer"),
+    bool: (bool, "a number"),
+}
+
+
 def checked_options(op: str, options: NmsOptions) -> NmsOptions:
     """Return the options in the operators' own types, for callers that come before their first call or do without them.
 
     What the operators refuse is an error here. Numbers of other types serve too.
     """
     for option, kind in NmsOptions.__annotations__.items():
-        if kind not in (float, int, bool):
+        if kind not in _NUMBERS:
             continue
+        convert, expected = _NUMBERS[kind]
         value = getattr(options, option)
         try:
             if isinstance(value, str):
                 raise TypeError
-            options = options._replace(**{option: kind(value)})
+            options = options._replace(**{option: convert(value)})
         except (TypeError, ValueError, OverflowError):
-            raise TypeError(f"{op}: {option} is {value!r}, but a number is expected") from None
+            raise TypeError(f"{op}: {option} is {value!r}, but {expected} is expected") from None
     options = options._replace(classes=_class_list(options.classes))
     check_type(op, "classes", options.classes, list[int] | None)
     for option in ("conf_thres", "iou_thres"):
