@@ -150,8 +150,10 @@ def say(line: str, level: int = logging.INFO, every_rank: bool = False) -> None:
 
 
 def warn(line: str, every_rank: bool = False) -> None:
-    """Say, by :func:`say`, that something does not apply or falls back; the report at the end of a run counts it."""
+    """Say, by :func:`say`, and once a run, that something does not apply or falls back; the report at its end counts it."""
     if every_rank or rank() in ("", "0"):
+        if line in fallbacks:
+            return
         note_fallback(line)
     say(line, logging.WARNING, every_rank)
 

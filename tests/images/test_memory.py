@@ -390,6 +390,13 @@ def test_a_system_that_refuses_memory_is_one_line(how, caplog):
         assert exit_status(fork(ask)) == 0
 
 
+def test_data_sets_that_are_refused_memory_are_one_line(monkeypatch, caplog):
+    monkeypatch.setattr(os, "memfd_create", mock.Mock(side_effect=PermissionError(1, "Operation not permitted")))
+    with caplog.at_level("WARNING", "torch_fastdet"):
+        assert [shared_by_ranks([name], [(5, 7)], budget) for name in ("train", "val")] == [None, None]
+    assert len(caplog.records) == 1
+
+
 def test_each_rank_that_is_refused_memory_says_so(two_ranks, monkeypatch, caplog):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(os, "memfd_create", mock.Mock(side_effect=PermissionError(1, "Operation not permitted")))

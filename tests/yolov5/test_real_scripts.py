@@ -151,4 +151,4 @@ def test_a_switch_that_detect_does_not_use_is_no_error(real_yolov5):
     head = real_yolov5("head")
     (head.folder / "import_detect.py").write_text("import detect\nraise SystemExit(0)\n")
     out = head.python("-m", "torch_fastdet.yolov5", "import_detect.py", "--bbox_iou_optim").stdout
-    assert "bbox_iou_optim replaced nothing of YOLOv5: import_detect.py imported nothing that it replaces" in out
+    assert "bbox_iou_optim replaced nothing of YOLOv5: import_detect.py imported nothing that is replaced" in out

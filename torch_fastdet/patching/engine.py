@@ -8,7 +8,7 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
 
-from torch_fastdet._say import counted, counts, fallbacks, hide, say, show
+from torch_fastdet._say import counted, counts, fallbacks, hide, note_fallback, say, show
 from torch_fastdet._torch.private import without_dispatch_modes
 from torch_fastdet._version import __version__
 from torch_fastdet.patching.evidence import Obstacle, obstacle_among
@@ -175,6 +175,8 @@ class Host:
         for active in started:
             if active.why_not is not None:
                 state = "in part" if active.has_replaced_any() else "off"
+                if state == "in part":
+                    note_fallback(f"{active.name}: {active.why_not}")
                 off.setdefault((state, active.why_not.rstrip(".")), []).append(active.name)
         on = [name for name, active in self.on.items() if active.why_not is None]
         parts = [f"version {__version__}, {counted(len(on), 'switches')} on"]

@@ -31,6 +31,10 @@ class Obstacle(str):
     """Say in one sentence why something cannot apply."""
 
 
+class Follows(Obstacle):
+    """That of a target that stays because another one does, which has its line already."""
+
+
 class Evidence(Protocol):
     def obstacle(self, stock: object) -> Obstacle | None:
         """Return why ``stock``, a function or class of the framework, is not the known one; None if it is."""

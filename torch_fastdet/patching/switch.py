@@ -18,7 +18,7 @@ import torch
 
 from torch_fastdet._say import rank, say, warn
 from torch_fastdet._torch.private import gpu_count
-from torch_fastdet.patching.evidence import Asks, Evidence, Obstacle, Signature, obstacle_among
+from torch_fastdet.patching.evidence import Asks, Evidence, Follows, Obstacle, Signature, obstacle_among
 from torch_fastdet.patching.import_hook import is_run, namespace, root, top_level
 from torch_fastdet.patching.protocols import Stock
 from torch_fastdet.patching.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
@@ -271,11 +271,17 @@ class Active:
             if not target.is_method:
                 for definer in target.places:
                     self.look_for(target, definer, modules)
-                for module in modules:
+                missing = target.missing_from(just_run)
+                definers = [sys.modules[name] for name in target.places if name in sys.modules]
+                for module in (*modules, *definers):
                     if (other := self.patches.somebody_elses(module, target.name)) is not None:
-                        self.tell(f"{self.name}: {target.name} stays: it is {describe(other)}.")
-                if (obstacle := target.missing_from(just_run)) is not None:
-                    self._is_missing(target, target.where[0], obstacle)
+                        stays = Obstacle(f"{target.name} stays: it is {describe(other)}.")
+                        if missing is not None:
+                            missing = stays
+                        if missing is None or target.otherwise != "refuse":
+                            self.tell(f"{self.name}: {stays}")
+                if missing is not None:
+                    self._is_missing(target, target.where[0], missing)
                 continue
             for module in modules:
                 if namespace(module).get("__name__") in target.where:
@@ -345,5 +351,5 @@ class Active:
     def _stays(self, target: Target, obstacle: Obstacle, stock: str = "") -> None:
         if target.otherwise == "refuse":
             self.cannot_apply(obstacle)
-        elif target.otherwise == "say":
+        elif target.otherwise == "say" and not isinstance(obstacle, Follows):
             self.tell(f"{self.name}: {stock} stays: {obstacle}" if stock else f"{self.name}: {obstacle}")

@@ -120,7 +120,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _tell_unused(command: Command) -> None:
-    """Say after a script that went well what ran on torch_fastdet, and which switches replaced nothing. Raise if no YOLOv5 was imported."""
+    """Say after a script that went well what ran on torch_fastdet, and which switches of those asked for by name replaced nothing.
+
+    Where no YOLOv5 was imported, name all switches, and raise if one was asked for by name.
+    """
     if command.help:  # nothing was switched on
         return
     HOST.report()
@@ -130,14 +133,15 @@ def _tell_unused(command: Command) -> None:
         for replacement in HOST.patches.replacements
         if not (SWITCHES[replacement.switch].needs_host and HOST.patches.is_outside(replacement))
     }
-    unused = [name for name in HOST.on if name not in used]
     lost = not layout.is_loaded()
-    for name in unused:
-        is_error = lost and bool(command.switches.get(name))
-        reason = "no YOLOv5, neither a checkout's modules nor the package's" if lost else "nothing that it replaces"
-        line = f"{name} replaced nothing of YOLOv5: {command.script or command.module} imported {reason}"
-        say(f"error: {line}" if is_error else line, logging.ERROR if is_error else logging.WARNING)
-    if lost and any(command.switches.get(name) for name in unused):
+    unused = [name for name in HOST.on if name not in used and (lost or command.switches.get(name))]
+    if not unused:
+        return
+    is_error = lost and any(command.switches.get(name) for name in unused)
+    reason = "no YOLOv5, neither a checkout's modules nor the package's" if lost else "nothing that is replaced"
+    line = f"{', '.join(unused)} replaced nothing of YOLOv5: {command.script or command.module} imported {reason}"
+    say(f"error: {line}" if is_error else line, logging.ERROR if is_error else logging.WARNING)
+    if is_error:
         raise SystemExit(2) from None
 
 

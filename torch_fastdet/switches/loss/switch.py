@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from types import ModuleType
 
-from torch_fastdet.patching.evidence import Obstacle, Signature
+from torch_fastdet.patching.evidence import Follows, Signature
 from torch_fastdet.patching.protocols import Stock
 from torch_fastdet.patching.replace import describe
 from torch_fastdet.patching.switch import Active, Switch, Target
@@ -58,7 +58,7 @@ def _end_to_end(active: Active, stock: Stock, _: ModuleType) -> object:
     branch = describe(inspect.signature(stock).parameters["loss_fn"].default)
     if any(outcome.name == branch and outcome.obstacle is None for outcome in active.outcomes.values()):
         return drop_in(stock)
-    return Obstacle(f"its branches are {branch}, which stays.")
+    return Follows(f"its branches are {branch}, which stays.")
 
 
 ULTRALYTICS = Switch(
