@@ -44,7 +44,7 @@ class ModelEMA:
     """Keep ``ema``, a copy of a model whose every floating state_dict entry follows the model's: YOLOv5's ModelEMA.
 
     Each :meth:`update` does ``v *= d; v += (1 - d) * x`` with ``d = decay(updates)`` over parameters and buffers of any floating type at once;
-    integer entries stay. Results are those of the stock loop, bit by bit in float32. Replaced tensors (``ema.half().float()``, a resume,
+    integer entries stay. Results are those of the original loop, bit by bit in float32. Replaced tensors (``ema.half().float()``, a resume,
     another model) are noticed. EMA and model may differ in strides and dtypes. Copies and pickles find their own tensors.
 
     Args:
@@ -161,7 +161,7 @@ class ModelEMA:
                     f"ModelEMA: {name} has shape {list(value.shape)} in the model, but {list(average.shape)} in the EMA; was the "
                     "model changed since?"
                 )
-        # An entry that the state_dict names twice (tied weights) moves twice, as in the stock loop: one launch after the other.
+        # An entry that the state_dict names twice (tied weights) moves twice, as in the original loop: one launch after the other.
         rounds: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         seen: dict[int, int] = {}
         for _, average, value in pairs:

@@ -1,4 +1,4 @@
-"""Masks of detections, and their crop, under the stock signatures of YOLOv5 and Ultralytics: the same pixels, without float masks at full size.
+"""Masks of detections, and their crop, under the original signatures of YOLOv5 and Ultralytics: the same pixels, without float masks at full size.
 
 The functions ``*_process_mask*`` take, and raise RuntimeError for a wrong shape, dtype or device of:
 

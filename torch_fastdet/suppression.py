@@ -1,4 +1,4 @@
-"""Non-maximum suppression under the stock signatures: a list of detections for each image, one copy to the host a call."""
+"""Non-maximum suppression under the original signatures: a list of detections for each image, one copy to the host a call."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _computing_device(
 
 
 def _stock_class_list(op: str, classes: object) -> list[int] | None:
-    """Return classes as the stock functions accept them: a list, an int, an array or a tensor."""
+    """Return classes as the original functions accept them: a list, an int, an array or a tensor."""
     if classes is None:
         return None
     try:

@@ -78,7 +78,7 @@ def checked_options(op: str, options: NmsOptions) -> NmsOptions:
 
 
 def _class_list(classes: list[int] | None) -> list[int] | None:
-    """Return a list of classes; an int is one class, as the stock functions take it."""
+    """Return a list of classes; an int is one class, as the original functions take it."""
     if not torch.jit.is_scripting():  # noqa: SIM102  TorchScript does not compile what is inside
         if isinstance(classes, int):
             return [classes]
@@ -149,7 +149,7 @@ def non_max_suppression_padded(
         letterboxes: (images, 6) rows [gain_x, gain_y, pad_x, pad_y, width, height] from :func:`letterbox`: boxes come out
             in the original images' pixels. Any float dtype, as labels; both are made contiguous.
         per_class: "offset" moves each class by max_wh pixels before boxes are compared, with the rounding that this
-            implies, as the stock functions do; "exact" compares boxes of one class where they are.
+            implies, as the original functions do; "exact" compares boxes of one class where they are.
         max_nms: candidates an image, the best by confidence.
         max_wh: pixels between classes with per_class="offset".
 
@@ -321,7 +321,7 @@ def scale_boxes(
     Args:
         input_shape: height and width of the network's input.
         boxes: (..., 4 or more): x1, y1, x2, y2 first; further columns are copied. float16, bfloat16, float32 or float64, any
-            strides. Never changed (the stock functions write in place).
+            strides. Never changed (the original functions write in place).
         image_shape: height and width of the original image.
         ratio_pad: ((gain_y, gain_x), (pad_x, pad_y)) where the loader knows it.
         padding: False if the image was stretched and not padded.
