@@ -14,7 +14,7 @@ PINNED = {
     69: "yolov5/test_val_switch.py::test_a_rule_of_somebody_elses_is_refused",
     70: "ops/test_jpeg.py::test_a_damaged_exif_segment_is_read_as_opencv_does_or_refused",
     71: "ultralytics/test_task_loss_switch.py::test_kinds_of_masks",
-    72: "ultralytics/test_versions.py::test_trials_tell_the_known_versions_apart",
+    72: "ultralytics/test_mask_switch.py::test_the_trial_tells_versions_that_cut_the_border_off_first",
     73: "ultralytics/test_predict_switch.py::test_a_long_list_is_not_copied",
     74: "ultralytics/test_pickles.py::test_average_and_optimizer_load_without_us",
     75: "ultralytics/test_graph_switches.py::test_where_a_capture_fails_the_model_runs_as_the_original",
