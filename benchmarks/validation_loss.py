@@ -31,7 +31,7 @@ def criteria(model: Any) -> tuple[Any, Any]:
     """Returns torch_fastdet's and the original criterion for this model; the original is on Ultralytics' code alone."""
     from torch_fastdet.switches.loss import ultralytics as loss
 
-    kind = loss.E2ELoss if hasattr(model.model[-1], "one2one_cv2") else loss.v8DetectionLoss
+    kind: Any = loss.E2ELoss if hasattr(model.model[-1], "one2one_cv2") else loss.v8DetectionLoss
     ours = kind(model)
     stock = kind.stock.__new__(kind.stock)
     vars(stock).update(copy.deepcopy(ours.__getstate__()))

@@ -14,14 +14,16 @@ from torch_fastdet.rewrites.rewrite import Forwards, obstacle_to_other_sums
 _MOST = 15  # rows and columns of a window
 
 
-def _pooled(kernel_size: int, x: Tensor) -> Tensor:
-    return torch.ops.torch_fastdet.max_pool(x, kernel_size)[0]
+def _pooled(pool: nn.MaxPool2d, x: Tensor) -> Tensor:
+    return torch.ops.torch_fastdet.max_pool(x, pool.kernel_size)[0]
 
 
 def _takes(pool: nn.MaxPool2d) -> bool:
-    given = pool.kernel_size, pool.stride, pool.padding, pool.dilation
+    size = pool.kernel_size
     return (
-        given in ((size, 1, 0, 1) for size in range(1, _MOST + 1))
+        isinstance(size, int)
+        and size <= _MOST
+        and (pool.stride, pool.padding, pool.dilation) == (1, 0, 1)
         and not pool.return_indices
         and runs_plainly(pool, nn.MaxPool2d.forward)
     )
@@ -37,4 +39,4 @@ class MaxPool(Forwards):
     def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
         for module in model.modules() if model.training else ():
             if type(module) is nn.MaxPool2d and _takes(module):
-                yield module, functools.partial(_pooled, module.kernel_size)
+                yield module, functools.partial(_pooled, module)
