@@ -56,11 +56,14 @@ def measure(report: harness.Report) -> None:
                 variants[f"{harness.OURS}, packed"] = partial(
                     ops.instance_masks, tensors[0], tensors[1], tensors[2], list(size), packed=True
                 )
+            moved = dict.fromkeys(variants, work.instance_masks(n, *size, itemsize=tensors[0].element_size()).bytes)
+            if (packed := f"{harness.OURS}, packed") in moved:
+                moved[packed] -= n * size[0] * size[1] * 7 // 8
             boxes = "boxes that cover it" if covering else "usual boxes"
             report.compare(
                 f"{what}, {n} masks of {size[0]}x{size[1]}, {boxes}, {'fp16' if cuda else 'fp32'}",
                 variants,
-                bytes=work.instance_masks(n, *size, itemsize=tensors[0].element_size()).bytes,
+                bytes=moved,
                 repetitions=30 if cuda else 5,
                 warmup=5 if cuda else 1,
                 inner=5 if cuda else 1,

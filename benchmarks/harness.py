@@ -271,7 +271,7 @@ class Report:
         case: str,
         variants: dict[str, Callable[[], Any]],
         *,
-        bytes: float | None = None,
+        bytes: float | dict[str, float] | None = None,
         views: tuple[str, ...] = ("call", "graph", "cold"),
         repetitions: int = 50,
         warmup: int = 5,
@@ -283,7 +283,7 @@ class Report:
         Args:
             case: what is computed, at which size.
             variants: name -> callable without arguments; all compute the same thing.
-            bytes: what the algorithm must move, for GB/s.
+            bytes: what the algorithm must move, for GB/s; by variant where they differ.
             views: which of call, graph, cold; the CPU has call alone.
             inner: calls between two clock readings in the call and graph views.
             ungraphable: variants that cannot be captured (host sync): they get no graph row.
@@ -295,10 +295,11 @@ class Report:
         }
         if self.prepare:
             return
+        moved = bytes if isinstance(bytes, dict) else dict.fromkeys(variants, bytes)
         if self.device.type == "cpu":
             times = time_cpu(variants, repetitions, inner)
             for name, values in times.items():
-                self.add(case, name, "call", values, bytes)
+                self.add(case, name, "call", values, moved[name])
             self.write()
             return
         torch.cuda.synchronize()
@@ -312,18 +313,18 @@ class Report:
         }
         if "call" in views:
             for name, values in _time_cuda(variants, repetitions, inner, None).items():
-                self.add(case, name, "call", values, bytes, **counts[name])
+                self.add(case, name, "call", values, moved[name], **counts[name])
         graphs = {}
         if "graph" in views:
             for name, function in variants.items():
                 if name not in ungraphable and (captured := _attempt(name, partial(graph, function))):
                     graphs[name] = captured
             for name, values in _time_cuda(graphs, repetitions, inner, None).items():
-                self.add(case, name, "graph", values, bytes, **counts[name])
+                self.add(case, name, "graph", values, moved[name], **counts[name])
         if "cold" in views:
             functions = {name: graphs.get(name, function) for name, function in variants.items()}
             for name, values in _time_cuda(functions, repetitions, 1, Flush()).items():
-                self.add(case, name, "cold", values, bytes, **counts[name])
+                self.add(case, name, "cold", values, moved[name], **counts[name])
         self.write()
 
     def add(

@@ -28,6 +28,9 @@ PLOT = DOCS / "headlines.png"
 # What users run who tune nothing, as the benchmarks call it; "stock loop" in older results.
 STOCK = ("stock", "stock decode + suppression", "eager", "stock loop")
 COCO_CASE = "yolov5s, batch 64, train.py, 118,287 JPEGs of 640x480, 83 kB"  # of every epoch but the first
+RTDETR_CASE = "rtdetr-l, batch 16, 320 JPEGs (stock: 160)"
+# Cases in which the others begin with files on the host, and torch_fastdet with packed JPEGs on the GPU or with less to do: no ratio.
+UNLIKE = re.compile(r"\d+ JPEGs of|a file's index")
 
 
 class Headline(NamedTuple):
@@ -49,7 +52,7 @@ HEADLINES = [
     Headline("train.py of YOLOv5: an epoch of 118,287 images (COCO's size), yolov5s", "h100:dataset", COCO_CASE, times=EPOCH),
     Headline("Ultralytics' trainer: an iteration of yolov8s, batch 16", "ultralytics", "yolov8s, batch 16"),
     Headline("Ultralytics' trainer: an iteration of yolo26s, batch 16", "ultralytics", "yolo26s, batch 16"),
-    Headline("Ultralytics' trainer: an iteration of rtdetr-l, batch 16", "h100:rtdetr_training", "rtdetr-l, batch 16, 320 JPEGs"),
+    Headline("Ultralytics' trainer: an iteration of rtdetr-l, batch 16", "h100:rtdetr_training", RTDETR_CASE),
     Headline("val.py of YOLOv5: the whole command on 5,000 JPEGs, yolov5s", "val",
              "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command"),
     Headline("YOLO(\"yolov8n\").predict of one image in memory", "pictures",
@@ -336,9 +339,11 @@ NOT_MEASURED = "-"
 # Marks behind a ratio, and the sentences below a table that explain them.
 APART = "\\*"
 BY_HAND = "†"
+COMPUTED = "‡"
 MARKS = {
     APART: "the two times are of different days",
     BY_HAND: "a script of that day printed the two times; sources.md in their results folder describes it",
+    COMPUTED: f"{EPOCH:,} times the median of an iteration",
 }
 # Columns that a table has where one of its rows has a value: title, key of the row, how it is written.
 OPTIONAL_COLUMNS = (
@@ -414,8 +419,8 @@ def _ours(row: dict, alternative: float) -> tuple[str, str]:
 
 
 def _beside_the_best(rows: list[dict]) -> Iterable[tuple[str, dict, list[dict]]]:
-    """Each case, call to call: its name, the fastest of the others, and torch_fastdet's."""
-    for case in dict.fromkeys(row["case"] for row in rows):
+    """Each case that is not UNLIKE, call to call: its name, the fastest of the others, and torch_fastdet's."""
+    for case in dict.fromkeys(row["case"] for row in rows if not UNLIKE.match(row["case"])):
         group = [row for row in rows if row["case"] == case and row["view"] == "call"]
         ours = [row for row in group if is_ours(row["variant"])]
         others = [row for row in group if not is_ours(row["variant"])]
@@ -467,7 +472,8 @@ def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
         ours = known.get(headline.ours)
         if before is not None and ours is not None:
             times = {name: headline.times * row["median_us"] for name, row in (("before", before), ("ours", ours))}
-            found.append({"title": headline.title, **times, "from": [before, ours]})
+            marks = _marks([before, ours]) + COMPUTED * (headline.times > 1)
+            found.append({"title": headline.title, **times, "marks": marks, "from": [before, ours]})
     return found[:8]
 
 
@@ -475,7 +481,7 @@ def headline_table(rows: list[dict]) -> str:
     """README's table, and the line below it."""
     body = [
         [row["title"], _gpu(row["from"][0]), _time(row["before"]), f"**{_time(row['ours'])}**",
-         f"{row['before'] / row['ours']:.1f}x{_marks(row['from'])}"]
+         f"{row['before'] / row['ours']:.1f}x{row['marks']}"]
         for row in rows
     ]  # fmt: skip
     text = table(["", "GPU", "before", f"with {OURS}", "faster"], body)
@@ -508,7 +514,7 @@ def plot_headlines(rows: list[dict], path: Path, about: str) -> bool:
         shares = [100 * row[key] / row["before"] for row in rows]
         axes.barh([i + offset for i in range(len(rows))], shares, 0.38, color=color, label=label)
         for i, (row, share) in enumerate(zip(rows, shares)):
-            marks = _marks(row["from"]).replace(APART, "*")
+            marks = row["marks"].replace(APART, "*")
             faster = f" ({row['before'] / row['ours']:.1f}x{marks})" if key == "ours" else ""
             axes.text(share, i + offset, f" {_time(row[key])}{faster}", va="center", fontsize=10)
     titles = [textwrap.fill(f"{row['title']} ({_gpu(row['from'][0])})", 44) for row in rows]
