@@ -40,7 +40,7 @@ class Writer:
     """Save stages one by one. The folder is complete after each, so a program that dies leaves what it had.
 
     Args:
-        folder: is made, or emptied of the stages that an earlier writer left there.
+        folder: Where to save. It is made, or emptied of the stages that an earlier writer left there.
     """
 
     def __init__(self, folder: str | os.PathLike) -> None:
@@ -85,8 +85,8 @@ def save(folder: str | os.PathLike, stages: Mapping[str, Tensors]) -> Path:
     """Save ``stages`` in their order, replacing what ``folder`` held, and return the folder.
 
     Args:
-        folder: is made if it is not there.
-        stages: maps names to tensors or arrays, or to lists of them, on any device and with any stride.
+        folder: Where to save. It is made if it is not there.
+        stages: Names with tensors or arrays, or with lists of them, on any device and with any stride.
 
     Raises:
         TypeError, ValueError: as of :meth:`Writer.save`.

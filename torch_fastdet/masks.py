@@ -118,7 +118,7 @@ def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Te
 
     Args:
         protos: as of :func:`ultralytics_process_mask`.
-        masks_in: likewise.
+        masks_in: as of :func:`ultralytics_process_mask`.
         bboxes: (n, 4), x1, y1, x2, y2, in pixels of the original image.
         shape: height and width of the original image.
     """
@@ -170,7 +170,7 @@ def yolov5_process_mask_upsample(protos: Tensor, masks_in: Tensor, bboxes: Tenso
 
     Args:
         protos: as of :func:`ultralytics_process_mask`.
-        masks_in: likewise.
+        masks_in: as of :func:`ultralytics_process_mask`.
         bboxes: (n, 4), x1, y1, x2, y2, in pixels of ``shape``.
         shape: height and width of the network's input, and of the masks.
     """
@@ -190,7 +190,7 @@ def yolov5_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor,
 
     Args:
         protos: as of :func:`ultralytics_process_mask`.
-        masks_in: likewise.
+        masks_in: as of :func:`ultralytics_process_mask`.
         bboxes: (n, 4), x1, y1, x2, y2, in pixels of the original image.
         shape: height and width of the original image.
     """

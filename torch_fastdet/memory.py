@@ -6,8 +6,8 @@ Two budgets limit images, each for all data sets of the process together: ``TORC
 (:func:`host_budget`) and ``TORCH_FASTDET_GPU_CACHE`` in a GPU's (:func:`gpu_budget`). They say what is left: an owner that
 names a budget counts against it with all its bytes from the start, even where it takes them later.
 
-Where a GPU runs out of memory inside :func:`with_room`, owners give theirs back, the cheapest first: images, which cost an
-upload, then graphs, which cost a capture.
+Where a GPU runs out of memory inside :func:`with_room`, owners free what they hold, the cheapest first: images, which
+cost an upload, then graphs, which cost a capture.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Owner:
         return ""
 
     def release(self) -> None:
-        """Give the memory back. What comes later does without, or takes memory again."""
+        """Free the memory. Later calls run without it or allocate it again."""
 
 
 # Weakly, and without a lock: the garbage collector may end an owner anywhere.
@@ -271,7 +271,7 @@ def with_room(
     tell: Callable[[str], None],
     error_type: type[Exception] = torch.OutOfMemoryError,
 ) -> T:
-    """Return ``run()``. Where it runs out of memory, the cheapest owners on the device give theirs back, and it runs again.
+    """Return ``run()``. If it runs out of memory, free what the cheapest owners on the device hold, and run it again.
 
     ``run`` must be able to run more than once. ``tell`` takes a line each time. ``error_type`` is the type of the errors that may say
     that memory ran out; one is raised if nobody has anything left to give.

@@ -282,8 +282,8 @@ class UltralyticsPostProcess(_PostProcess):
 
         Args:
             boxes: as of :func:`torch_fastdet.ops.ultralytics_postprocess`.
-            scores: likewise.
-            extra: likewise.
+            scores: as of :func:`torch_fastdet.ops.ultralytics_postprocess`.
+            extra: as of :func:`torch_fastdet.ops.ultralytics_postprocess`.
             letterboxes: as of :meth:`forward`.
         """
         options = self._options(letterboxes)

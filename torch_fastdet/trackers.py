@@ -145,8 +145,8 @@ class BoTSORT(ByteTrack):
 
         Args:
             boxes: as of :meth:`ByteTrack.update`.
-            scores: likewise.
-            classes: likewise.
+            scores: as of :meth:`ByteTrack.update`.
+            classes: as of :meth:`ByteTrack.update`.
             motion: (2, 3) matrix that takes a point of the last image to its place in this one, as
                 ``cv2.estimateAffinePartial2D`` returns it. Default: the camera stands still.
 

@@ -27,7 +27,7 @@ _GET_DATA = inspect.getattr_static(Tensor, "data").__get__
 
 
 class LossItems(Tensor):
-    """Hold loss items as a CUDA tensor; it and means of it are read without waiting for what is launched on its stream later.
+    """Hold loss items as a CUDA tensor. Reading it, or a mean of it, does not wait for work launched later on its stream.
 
     In all else it is a plain tensor: other functions give plain tensors, in order on the current stream, and so do copies and files.
     """

@@ -27,9 +27,9 @@ def bn_act(
 ) -> Tensor:
     """Compute ``residual + act(batch_norm(x))`` with the batch's statistics, and update the running ones in place.
 
-    Two launches forward and two backward, without a host sync. Kept for the backward pass are x and two values a channel. Nothing is
-    rounded between the norm and the activation. Sums are in float32 (float64 for float64) and in a fixed order: the same bits in
-    every run on one GPU.
+    It takes two launches forward and two backward, without a host sync. Kept for the backward pass are x and two values
+    a channel. Nothing is rounded between the norm and the activation. Sums are in float32 (float64 for float64) and in
+    a fixed order: the same bits in every run on one GPU.
 
     Args:
         x: (N, C, H, W), float16, bfloat16, float32 or float64, contiguous or channels_last. The convolution's output.
@@ -118,9 +118,9 @@ def bias_act(
 ) -> Tensor:
     """Return ``residual + act(x + bias)`` without a gradient, in one launch that reads x once and writes the result once.
 
-    With ``mean`` and ``variance`` it is ``residual + act(batch_norm(x))`` as in evaluation. A convolution without its bias, with this in
-    place behind it, is what a detector's block computes once its norm is fused. Nothing is rounded in between. No host sync; a CUDA graph
-    can capture it.
+    With ``mean`` and ``variance`` it is ``residual + act(batch_norm(x))`` as in evaluation. A convolution without its
+    bias, with this in place behind it, is what a detector's block computes once its norm is fused. Nothing is rounded
+    in between. The host does not wait, and a CUDA graph can capture it.
 
     Args:
         x: (N, C, H, W), float16, bfloat16, float32 or float64, contiguous or channels_last. The convolution's output.

@@ -12,9 +12,10 @@ from torch_fastdet.ops._checks import checked
 def deformable_attention(value: Tensor, shapes: list[tuple[int, int]], locations: Tensor, weights: Tensor) -> Tensor:
     """Sum points of several feature maps, sampled bilinearly and weighted, for each query and head.
 
-    One launch forward and two backward, no host sync, capturable in a CUDA graph. Sums are in float32 (float64 for float64) whatever
-    the storage type. The gradients have the same bits in every run: those of value are added as integers, in units of a power of
-    two that a bound of the sum gives (30 bits for half types, else 61).
+    It takes one launch forward and two backward without a host sync, and can be captured in a CUDA graph. Sums are in
+    float32 (float64 for float64) whatever the storage type. The gradients have the same bits in every run: those of
+    value are added as integers, in units of a power of two that a bound of the sum gives (30 bits for half types, else
+    61).
 
     Args:
         value: (batch, pixels, heads, channels), float16, bfloat16, float32 or float64. The pixels are those of all levels, one level

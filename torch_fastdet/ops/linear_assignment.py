@@ -13,7 +13,8 @@ from torch_fastdet.ops._checks import checked
 def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
     """Assign each column of each problem its row, as ``scipy.optimize.linear_sum_assignment`` does, to the index.
 
-    Ties are SciPy's, too. On a GPU one launch, a warp a problem, without a host sync; capturable in a CUDA graph. No gradient.
+    Ties are SciPy's, too. On a GPU one launch gives each problem a warp, without a host sync, and can be captured in a
+    CUDA graph. There is no gradient.
 
     Args:
         cost: (problems, rows, columns), float16, bfloat16, float32 or float64, any strides. Sums are in float64. Rows beside each

@@ -24,10 +24,10 @@ def instance_masks(
 ) -> Tensor:
     """Make masks of detections: coefficients times prototypes, resampled, thresholded and cropped, in one pass.
 
-    No float mask is written to memory, and nothing is computed far from a box. One launch, no host sync, no gradient. A padded batch
-    of :func:`yolov5_postprocess` or :func:`ultralytics_postprocess` can be passed as it is: rows past the count have empty boxes,
-    and so empty masks. :mod:`torch_fastdet.masks` has the functions of YOLOv5 and Ultralytics, which are this operator with
-    their settings.
+    No float mask is written to memory, and nothing is computed far from a box. It takes one launch, without a host
+    sync, and has no gradient. A padded batch of :func:`yolov5_postprocess` or :func:`ultralytics_postprocess` can be
+    passed as it is: rows past the count have empty boxes, and so empty masks. :mod:`torch_fastdet.masks` has the
+    functions of YOLOv5 and Ultralytics, which are this operator with their settings.
 
     Args:
         protos: (channels, height, width) or (images, channels, height, width), float16, bfloat16, float32 or float64. Any

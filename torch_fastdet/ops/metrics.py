@@ -19,9 +19,9 @@ def match_detections(
 ) -> Tensor:
     """Find detections that are correct at each IoU threshold, as YOLOv5's ``process_batch`` and Ultralytics do.
 
-    A detection and a label match where their classes are equal and their IoU reaches the threshold. Each detection and each
-    label matches once. One launch for a whole batch, no host sync, no gradient. Coordinates are float32: other types are
-    converted first.
+    A detection and a label match where their classes are equal and their IoU reaches the threshold. Each detection and
+    each label matches once. A whole batch takes one launch, without a host sync, and has no gradient. Coordinates are
+    float32: other types are converted first.
 
     Args:
         detections: (n, 6 or more) or (images, n, 6 or more), float16, bfloat16, float32 or float64: x1, y1, x2, y2,
@@ -61,8 +61,9 @@ def confusion_matrix_(
 ) -> None:
     """Add the matches of detections and labels to a confusion matrix, as ``ConfusionMatrix.process_batch`` does.
 
-    Detections above ``conf`` and labels match by IoU only, whatever their classes, where it is above ``iou_thres``. One launch for a
-    whole batch, no host sync. The arguments that are not here are those of :func:`match_detections`.
+    Detections above ``conf`` and labels match by IoU only, whatever their classes, where it is above ``iou_thres``. A
+    whole batch takes one launch, without a host sync. The arguments that are not here are those of
+    :func:`match_detections`.
 
     Args:
         matrix: (nc + 1, nc + 1), int64, contiguous, changed in place: counts by [predicted, true]; the last row and column

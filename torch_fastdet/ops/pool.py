@@ -12,7 +12,7 @@ from torch_fastdet.ops._checks import checked
 def max_pools_cat(x: Tensor, kernel_size: int = 5, pools: int = 3) -> Tensor:
     """Compute ``torch.cat([x, p(x), p(p(x)), ...], 1)``, where ``p`` is ``nn.MaxPool2d(kernel_size, 1, kernel_size // 2)``.
 
-    One launch for each pooling, forward and backward; each writes its part of the result, so that nothing is concatenated.
+    Each pooling takes one launch forward and one backward, and writes its part of the result, so nothing is concatenated.
     Kept for the backward pass is one byte for each pooled value. Of equal values in a window the first gets the gradient,
     of NaNs the last, as in MaxPool2d. Gradients are summed in float32 (float64 for float64) in a fixed order: the same bits
     in every run.

@@ -26,7 +26,7 @@ def rtdetr_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute RTDETRDetectionLoss as one operator, without a host sync, with the same bits in each run.
 
-    Four launches forward and one backward. Queries are assigned to targets in each set and image as :func:`linear_assignment` does, at
+    It takes four launches forward and one backward. Queries are assigned to targets in each set and image as :func:`linear_assignment` does, at
     the least sum of ``class_cost`` x focal cost + ``box_cost`` x L1 distance + ``giou_cost`` x (1 - GIoU); a cost that is not finite
     counts as 0. The terms of a set are divided by the number of its assigned queries, or by 1:
 
@@ -82,7 +82,7 @@ def rtdetr_loss(
 
 @checked
 def rtdetr_loss_fault(status: list[int], most: int) -> tuple[int, int]:
-    """Return which of the targets was bad, from what :func:`rtdetr_loss` reports. Plain Python, on the host.
+    """Return which of the targets was bad, from what :func:`rtdetr_loss` reports. It runs on the host alone.
 
     Args:
         status: the operator's status, as a list.

@@ -12,8 +12,8 @@ from torch_fastdet.ops._checks import checked
 def upsample_nearest2x(x: Tensor) -> Tensor:
     """Double height and width, each value repeated in a 2x2 square: ``nn.Upsample(None, 2, "nearest")``.
 
-    One launch forward and one backward. The gradient of an element is the sum of its 2x2 square, left to right and top to
-    bottom, in float32 (float64 for float64): the same bits in every run. Gradients of any order.
+    It takes one launch forward and one backward. The gradient of an element is the sum of its 2x2 square, left to right and top to
+    bottom, in float32 (float64 for float64): the same bits in every run. There are gradients of any order.
 
     Args:
         x: (N, C, H, W), float16, bfloat16, float32 or float64, of any strides and any number of elements, empty too.
@@ -39,7 +39,7 @@ def upsample_nearest2x_cat(x: Tensor, skip: Tensor) -> Tensor:
     """Compute ``torch.cat([upsample_nearest2x(x), skip], 1)`` in one launch: x is upsampled straight into the result.
 
     Backward is one launch, which reads x's part of the gradient in place; the gradient of skip is a view of its channels, as
-    in the original cat. Gradients of any order.
+    in the original cat. There are gradients of any order.
 
     Args:
         x: (N, C1, H, W), float16, bfloat16, float32 or float64.

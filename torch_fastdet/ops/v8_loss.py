@@ -48,7 +48,7 @@ def v8_loss_settings(
     eps: float = 1e-9,
     least_side: float = 16.0,
 ) -> list[float]:
-    """Return the numbers of :func:`v8_loss`'s ``settings``, in their order. Plain Python.
+    """Return the numbers of :func:`v8_loss`'s ``settings``, in their order. It runs on the host alone.
 
     Args:
         box: gain of the box part.
@@ -102,7 +102,7 @@ def v8_loss(
         topk: how many anchors a target may name. An anchor that several name goes to the target, of all that it lies in, with
             which it overlaps most. Ties go to the lower anchor and the lower row, also among anchors whose alignment is 0, as
             the original ones do on a GPU.
-        topk2: how many of the anchors that it got a target keeps, if this is not ``topk``.
+        topk2: number of assigned anchors that each target keeps. Default: ``topk`` (all).
 
     Returns:
         loss: (3), box, class and distance part times batch size and weight; differentiable by the heads. float32 (float64 for
@@ -380,7 +380,7 @@ def _sizes(heads: list[torch.Tensor], sizes: list[int]) -> list[int]:
 
 @checked
 def v8_loss_fault(status: list[int]) -> tuple[int, int]:
-    """Return which of the targets was bad, from what :func:`v8_loss` reports. Plain Python, on the host.
+    """Return which of the targets was bad, from what :func:`v8_loss` reports. It runs on the host alone.
 
     Args:
         status: the operator's status, as a list.

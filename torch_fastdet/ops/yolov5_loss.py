@@ -144,8 +144,8 @@ def yolov5_segmentation_loss(
             mask coefficients.
         protos: (bs, channels, height, width), at most 128 channels, any strides; a float dtype.
         masks: with ``overlap`` (bs, h, w): each pixel holds the number of its target among the image's rows, counted from 1, or 0.
-            Without (nt, h, w): a mask of numbers from 0 to 1 a row of targets. Masks of another size than the prototypes are brought to
-            theirs (nearest). uint8, bool, int32 and float32 are read as they are where the size is that of the prototypes; others are
+            Without (nt, h, w): a mask of numbers from 0 to 1 a row of targets. Masks of another size are resized to that of the
+            prototypes (nearest). uint8, bool, int32 and float32 are read as they are where the size is that of the prototypes; others are
             converted to float32 first.
         overlap: which of the two.
 
@@ -219,7 +219,7 @@ def yolov5_mask_part(
 
 @checked
 def yolov5_loss_fault(status: list[int]) -> tuple[int, int]:
-    """Return which of the targets was bad, from what :func:`yolov5_loss` reports. Plain Python, on the host.
+    """Return which of the targets was bad, from what :func:`yolov5_loss` reports. It runs on the host alone.
 
     Args:
         status: the operator's status, as a list.
