@@ -59,7 +59,7 @@ venv: $(STAMP) ## virtual environment .venv with the pinned dependencies
 
 # The editable install is made once; setup.py compiles what changed.
 $(VENV)/.editable: $(STAMP) pyproject.toml setup.py torch_fastdet/_version.py
-	$(BIN)/pip install --no-build-isolation --no-deps --config-settings editable_mode=compat -e .
+	$(BIN)/pip install --no-build-isolation --no-deps -e .
 	touch $@
 
 build: $(VENV)/.editable ## compile the operators in place

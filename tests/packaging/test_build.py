@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,23 @@ def test_an_isolated_build_is_refused(tmp_path):
     result = setup_py(PYTHONPATH=str(tmp_path))
     (sentence,) = result.stderr.strip().splitlines()
     assert result.returncode != 0 and "found none; type: pip install -v --no-build-isolation . (and before" in sentence
+
+
+def test_type_checkers_find_an_editable_install(tmp_path):
+    """They follow a .pth file, and no import hook."""
+    (tmp_path / "torch_fastdet").mkdir()
+    for name in ("torch_fastdet/__init__.py", "README.md", "LICENSE"):
+        (tmp_path / name).touch()
+    text = re.sub(r'"third_party/[^"]*"', "", (ROOT / "pyproject.toml").read_text()).replace(
+        "dynamic", "version = '1'  #"
+    )
+    (tmp_path / "pyproject.toml").write_text(text)
+    program = "from setuptools.build_meta import build_editable; print(build_editable('.'))"
+    made = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(tmp_path / made.stdout.splitlines()[-1]) as wheel:
+        names = [name for name in wheel.namelist() if "dist-info" not in name]
+        assert [Path(name).suffix for name in names] == [".pth"]
+        assert wheel.read(names[0]).decode().strip() == str(tmp_path)
 
 
 @pytest.mark.parametrize("built_with", ["2.5.1+cu121", "2.10.0", "3.1.0"])

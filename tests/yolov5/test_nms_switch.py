@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from examples.demo.dataset import Recipe, make
+from tests.yolov5 import real
 from tests.yolov5.conftest import IMAGE
 from tests.yolov5.real import results
 from torch_fastdet.switches.nms.yolov5 import decoding as _decoding
@@ -82,6 +83,24 @@ def test_val_of_the_head_prints_the_same_numbers(real_yolov5, digits, weights, t
     stock, fast = head.stock(*common).stdout, head.fast(*common, "--val_optim").stdout
     assert "val_optim: utils.metrics.process_batch -> torch_fastdet." in fast and "switches on; off" not in fast
     assert table(fast) == table(stock) and len(table(stock)) > 8
+
+
+@pytest.mark.slow
+def test_val_without_its_matcher_says_so(digits, weights, tmp_path):
+    """Where val.py is the script itself, and a fork has given process_batch another name."""
+    fork = real.make("head", tmp_path)
+    for name in ("utils/metrics.py", "val.py", "segment/val.py"):
+        path = fork.folder / name
+        here = r"^def process_batch" if name == "utils/metrics.py" else r"(?<![.\w])process_batch"
+        text = re.sub(
+            here, lambda match: match[0].replace("process_batch", "match_batch"), path.read_text(), flags=re.M
+        )
+        path.write_text(text)
+    common = ("val", *of_val(digits, weights), "--project", tmp_path)
+    reason = "no process_batch is defined in val.py or utils.metrics, or it has been replaced by somebody else."
+    by_name = fork.fast(*common, "--val_optim", ok=False)
+    assert by_name.returncode == 2 and f"error: val_optim cannot apply: {reason}" in by_name.stdout
+    assert fork.fast(*common, "--fastdet").stdout.count(f"val_optim does not apply: {reason}") == 1
 
 
 @pytest.mark.slow

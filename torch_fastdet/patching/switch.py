@@ -348,6 +348,12 @@ class Active:
             self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", obstacle, found=False)
             self._stays(target, obstacle)
 
+    def is_missing(self, target: Target, where: str) -> None:
+        """Say that ``where``, which runs now, defines no such function; where the switch was asked for by name that is an error."""
+        obstacle = Obstacle(f"no {target.name} is defined in {where}, or it has been replaced by somebody else.")
+        self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", obstacle, found=False)
+        self.cannot_apply(obstacle)
+
     def _stays(self, target: Target, obstacle: Obstacle, stock: str = "") -> None:
         if target.otherwise == "refuse":
             self.cannot_apply(obstacle)

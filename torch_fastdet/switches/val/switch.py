@@ -16,7 +16,7 @@ from torch_fastdet import ops
 from torch_fastdet.patching.evidence import Behaves, Obstacle, SameCode, Signature
 from torch_fastdet.patching.import_hook import namespace, top_level
 from torch_fastdet.patching.protocols import Function, Stock
-from torch_fastdet.patching.replace import is_code_of
+from torch_fastdet.patching.replace import defined_in, is_code_of
 from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import ALL_READ, REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
@@ -94,8 +94,13 @@ def _matrix_class(active: Active, stock: type, _: object) -> type:
             return
         root = Path(metrics).resolve().parents[1]
         for target, path in ((PROCESS_BATCH, "val.py"), (PROCESS_BATCH_OF_MASKS, "segment/val.py")):
-            if Path(script).resolve() == root / path:
+            if Path(script).resolve() != root / path:
+                continue
+            holders = ["__main__", *target.moved]
+            if any(defined_in(holder, target.name) for holder in holders):
                 active.look_for(target, "__main__", [main])
+            else:
+                active.is_missing(target, f"{path} or utils.metrics")
 
     return stand_in(active.name, stock, of_yolov5.confusion_matrix_class(stock, look_at_script))
 
