@@ -105,7 +105,13 @@ class Target:
             return None  # a module that may define it can still come, as where a module of this name is somebody else's
         if any(defined_in(name, self.name) for name in self.places):
             return None
-        return Obstacle(f"no {self.name} is defined in {' or '.join(run)}, or it has been replaced by somebody else.")
+        return self.none_in(*run)
+
+    def none_in(self, *places: str) -> Obstacle:
+        """Return what is said where none of the places defines the function or class."""
+        return Obstacle(
+            f"no {self.name} is defined in {' or '.join(places)}, or it has been replaced by somebody else."
+        )
 
     def obstacle(self, owner: object, stock: object) -> Obstacle | None:
         """Return why the original stays; None where it can be replaced."""
@@ -281,7 +287,7 @@ class Active:
                         if missing is None or target.otherwise != "refuse":
                             self.tell(f"{self.name}: {stays}")
                 if missing is not None:
-                    self._is_missing(target, target.where[0], missing)
+                    self.is_missing(target, target.where[0], missing)
                 continue
             for module in modules:
                 if namespace(module).get("__name__") in target.where:
@@ -330,7 +336,7 @@ class Active:
                 return
         if owner is None or (stock is None and not target.adds):
             missing = Obstacle(f"{where} has no {class_name if owner is None else target.name}.")
-            self._is_missing(target, where, missing)
+            self.is_missing(target, where, missing)
             return
         obstacle = target.obstacle(owner, stock)
         new = self._make(target, stock, owner) if obstacle is None else obstacle
@@ -343,16 +349,11 @@ class Active:
     def _make(self, target: Target, stock: object, owner: object) -> object:
         return target.drop_in if target.make is None else target.make(self, stock, owner)
 
-    def _is_missing(self, target: Target, where: str, obstacle: Obstacle) -> None:
+    def is_missing(self, target: Target, where: str, obstacle: Obstacle, runs_now: bool = False) -> None:
+        """Say that ``where`` has no such name. Where it ``runs_now``, that is an error of a switch asked for by name, whatever the target says."""
         if target.otherwise != "nothing":
             self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", obstacle, found=False)
-            self._stays(target, obstacle)
-
-    def is_missing(self, target: Target, where: str) -> None:
-        """Say that ``where``, which runs now, defines no such function; where the switch was asked for by name that is an error."""
-        obstacle = Obstacle(f"no {target.name} is defined in {where}, or it has been replaced by somebody else.")
-        self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", obstacle, found=False)
-        self.cannot_apply(obstacle)
+            self.cannot_apply(obstacle) if runs_now else self._stays(target, obstacle)
 
     def _stays(self, target: Target, obstacle: Obstacle, stock: str = "") -> None:
         if target.otherwise == "refuse":
