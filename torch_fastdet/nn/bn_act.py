@@ -586,21 +586,20 @@ def convolutions_of_one_input(model: nn.Module) -> Iterator[list[nn.Conv2d]]:
         yield [conv for conv in convs if isinstance(conv, nn.Conv2d)]
 
 
-def can_pool(pool: nn.Module) -> bool:
-    """Return whether this is a max pooling that :func:`torch_fastdet.ops.max_pools_cat` knows, unobserved."""
-    if type(pool) is not nn.MaxPool2d or not runs_plainly(pool, _FORWARDS[nn.MaxPool2d]) or is_watched() or not fuses():
-        return False
+def window_of(pool: nn.Module) -> int:
+    """Return the side of the window of a max pooling of stride 1 that the operators know, unobserved; 0 for another module."""
+    if type(pool) is not nn.MaxPool2d or not runs_plainly(pool, _FORWARDS[nn.MaxPool2d]):
+        return 0
     size = pool.kernel_size
-    return (
-        type(size) is int
-        and size % 2 == 1
-        and size <= 15
-        and pool.stride == 1
-        and pool.padding == size // 2
-        and pool.dilation == 1
-        and not pool.ceil_mode
-        and not pool.return_indices
-    )
+    known = (pool.stride, pool.dilation) == (1, 1) and not pool.return_indices
+    return size if type(size) is int and size <= 15 and known else 0
+
+
+def can_pool(pool: Any) -> bool:
+    """Return whether this is a max pooling that :func:`torch_fastdet.ops.max_pools_cat` knows, unobserved."""
+    size = window_of(pool)
+    keeps_size = size % 2 == 1 and pool.padding == size // 2 and not pool.ceil_mode
+    return keeps_size and fuses() and not is_watched()
 
 
 def _pooled(cv1: Block, pool: Any, pools: int, x: Tensor, conv: Forward) -> Tensor:

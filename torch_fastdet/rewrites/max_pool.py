@@ -8,25 +8,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet._torch.private import runs_plainly
+from torch_fastdet.nn.bn_act import window_of
 from torch_fastdet.rewrites.rewrite import Forwards, obstacle_to_other_sums
 
-_MOST = 15  # rows and columns of a window
 
-
-def _pooled(pool: nn.MaxPool2d, x: Tensor) -> Tensor:
-    return torch.ops.torch_fastdet.max_pool(x, pool.kernel_size)[0]
-
-
-def _takes(pool: nn.MaxPool2d) -> bool:
-    size = pool.kernel_size
-    return (
-        isinstance(size, int)
-        and size <= _MOST
-        and (pool.stride, pool.padding, pool.dilation) == (1, 0, 1)
-        and not pool.return_indices
-        and runs_plainly(pool, nn.MaxPool2d.forward)
-    )
+def _pooled(kernel_size: int, x: Tensor) -> Tensor:
+    return torch.ops.torch_fastdet.max_pool(x, kernel_size)[0]
 
 
 class MaxPool(Forwards):
@@ -38,5 +25,5 @@ class MaxPool(Forwards):
 
     def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
         for module in model.modules() if model.training else ():
-            if type(module) is nn.MaxPool2d and _takes(module):
-                yield module, functools.partial(_pooled, module)
+            if (size := window_of(module)) and module.padding == 0:
+                yield module, functools.partial(_pooled, size)
