@@ -193,9 +193,8 @@ def _max_pool_backward(a: Any) -> list[Tensor]:
     place, side = a.indices.long(), a.kernel_size
     row = torch.arange(height).view(-1, 1) + place // side
     column = torch.arange(width) + place % side
-    passed = torch.zeros(*a.grad_y.shape[:2], (height + side - 1) * (width + side - 1), dtype=torch.float64)
-    passed.scatter_add_(2, (row * (width + side - 1) + column).flatten(2), a.grad_y.double().flatten(2))
-    return [passed.unflatten(2, (height + side - 1, width + side - 1))]
+    size = height + side - 1, width + side - 1
+    return [pool.passed_back(a.grad_y.double(), row * size[1] + column, size)]
 
 
 def _max_pools_cat_backward(a: Any) -> list[Tensor]:

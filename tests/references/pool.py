@@ -35,10 +35,14 @@ def max_pools_cat(x: Tensor, kernel_size: int, pools: int) -> tuple[Tensor, list
     return torch.cat(parts, 1), sources
 
 
+def passed_back(grad: Tensor, source: Tensor, size: tuple[int, ...]) -> Tensor:
+    """The gradient of a map of this size of which ``grad``'s values are those at ``source``, row by row."""
+    passed = grad.new_zeros(*grad.shape[:2], math.prod(size))
+    return passed.scatter_add_(2, source.flatten(2), grad.flatten(2)).unflatten(2, size)
+
+
 def max_pools_cat_backward(grad_y: Tensor, sources: list[Tensor]) -> Tensor:
     parts = list(grad_y.double().chunk(len(sources) + 1, 1))
     for i in reversed(range(len(sources))):
-        passed = torch.zeros_like(parts[i]).flatten(2)
-        passed.scatter_add_(2, sources[i].flatten(2), parts[i + 1].flatten(2))
-        parts[i] = parts[i] + passed.view_as(parts[i])
+        parts[i] = parts[i] + passed_back(parts[i + 1], sources[i], parts[i].shape[2:])
     return parts[0]

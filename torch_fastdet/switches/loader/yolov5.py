@@ -23,7 +23,7 @@ from torch_fastdet.images.recorder import Recorder
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
-from torch_fastdet.patching.by_name import ByName
+from torch_fastdet.patching.by_name import filed_as
 from torch_fastdet.patching.protocols import YOLOv5Dataset
 
 
@@ -143,7 +143,7 @@ def dataset_class(stock: type) -> type:
             kept = {
                 name: value for name, value in vars(self).items() if name not in LoadImagesAndLabels.__annotations__
             }
-            return object.__new__, (ByName(stock.__module__, stock.__name__),), kept
+            return filed_as(stock, kept)
 
         def __copy__(self) -> Any:
             copied: Any = object.__new__(type(self))
