@@ -60,7 +60,7 @@ HEADLINES = [
     Headline("your own loop: a step of yolov5s, batch 16 (before: torch.compile)", "step", "yolov5s, batch 16, loop",
              "torch_fastdet TrainStep", "stock, tuned, torch.compile, reduce-overhead"),
 ]  # fmt: skip
-# What docs/results.md shows of a section, in this order; the folders' tables.md have every row.
+# What docs/results*.md show of a section, in this order; the folders' tables.md have every row.
 SHOWN = {
     "gpu-dataset": (f"{COCO_CASE}, first epoch", COCO_CASE, COCO_CASE.replace("batch 64", "batch 16")),
     "h100-dataset": (f"{COCO_CASE}, first epoch", COCO_CASE),
@@ -192,11 +192,11 @@ SECTIONS = {
     **{f"{name}.md": (f"gpu-{name}-floor",) for name in ("bn_act", "stem_conv", "pool", "v8_loss")},
     **{f"{name}.md": (f"gpu-{name}-floor",) for name in ("nms", "masks", "image", "jpeg")},
     "machine.md": ("h100-machine", "gpu-memory"),
-    "predict.md": ("h100-predict",),
-    "results.md": (
-        *("gpu-dataset", "h100-dataset", "gpu-train", "gpu-ultralytics", "h100-ultralytics", "gpu-val"),
-        *("gpu-truths", "gpu-summary", "gpu-operators", "cpu-summary"),
-    ),
+    "results.md": ("gpu-truths",),
+    "results_yolov5.md": ("gpu-dataset", "h100-dataset", "gpu-train", "h100-train", "gpu-val"),
+    "results_ultralytics.md": ("gpu-ultralytics", "h100-rtdetr_training", "h100-ultralytics"),
+    "results_prediction.md": ("gpu-pictures", "h100-predict", "h100-serving", "h100-evaluation"),
+    "results_operators.md": ("gpu-summary", "gpu-operators", "cpu-summary"),
 }
 APART_FROM_ROWS = ("roofline", "memory_limits")  # JSON that is no benchmark's rows
 MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
@@ -348,6 +348,7 @@ MARKS = {
 # Columns that a table has where one of its rows has a value: title, key of the row, how it is written.
 OPTIONAL_COLUMNS = (
     ("n", "n", "{}"),
+    ("images/s", "images_per_s", "{}"),
     ("launches", "launches", "{}"),
     ("syncs", "host_syncs", "{}"),
     ("peak MiB", "peak_mib", "{:.1f}"),
@@ -391,6 +392,19 @@ def _marks(rows: Iterable[dict]) -> str:
     return APART * (len({row.get("date") for row in rows}) > 1) + BY_HAND * any("source" in row for row in rows)
 
 
+def shortened(cases: Iterable[str]) -> tuple[str, dict[str, str]]:
+    """Split what all cases have in common from their names. Returns it, and the rest of each case."""
+    parts = {case: re.split(", |: ", case) for case in cases}
+    first, *others = parts.values()
+    same = [part for part in first if others and all(part in other for other in others)]
+    if any(set(own) <= set(same) for own in parts.values()):
+        same = same[1:]  # each case needs a name
+    if not same:
+        return "", {case: case for case in parts}
+    rest = {case: ", ".join(part for part in own if part not in same) for case, own in parts.items()}
+    return ", ".join(same), rest
+
+
 def comparison_table(rows: list[dict]) -> str:
     """Stock beside torch_fastdet: each case is a line, call to call. tables.md has other variants too."""
     rows = [row for row in rows if row["variant"] in ("stock", OURS)]
@@ -399,17 +413,18 @@ def comparison_table(rows: list[dict]) -> str:
     for row in rows:
         if row["view"] == "call":
             cases.setdefault(row["case"], {})[is_ours(row["variant"])] = row
+    same, names = shortened(cases)
     body = []
     for case, found in cases.items():
         both = [found.get(ours) for ours in (False, True)]
-        cells = [case, *(NOT_MEASURED if row is None else _with_span(row) for row in both)]
+        cells = [names[case], *(NOT_MEASURED if row is None else _with_span(row) for row in both)]
         ratio = (
             len(found) == 2 and f"{found[False]['median_us'] / found[True]['median_us']:.1f}x{_marks(found.values())}"
         )
         cells.append(ratio or NOT_MEASURED)
         cells += [_number("{:,.0f}", row["peak_mib"] if row else None) for row in both] if peaks else []
         body.append(cells)
-    return table(["case", "stock", OURS, "faster", *(["MiB, stock", f"MiB, {OURS}"] if peaks else [])], body)
+    return table([same or "case", "stock", OURS, "faster", *(["MiB, stock", f"MiB, {OURS}"] if peaks else [])], body)
 
 
 def _ours(row: dict, alternative: float) -> tuple[str, str]:
@@ -709,10 +724,11 @@ def section(name: str) -> str:
     of_it = {what: benchmarks[what]}
     if floor:
         return measured(floor_table(benchmarks[what]), of_it)
+    figures = next((row["figures"] for row in benchmarks[what] if "figures" in row), SPREAD)  # rows of other programs
     variants = {row["variant"] for row in benchmarks[what]}
     compared = variants <= {"stock", OURS, COMPILED} or shown
     text = comparison_table(benchmarks[what]) if compared else benchmark_table(benchmarks[what])
-    return measured(text, of_it, SPREAD)
+    return measured(text, of_it, figures)
 
 
 def rendered(page: Path) -> str:
