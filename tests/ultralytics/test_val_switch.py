@@ -208,6 +208,8 @@ def test_tasks_have_stocks_metrics(ultralytics, device, task, most, monkeypatch)
     ways = [{"overlap": o, "size": size} for o in (True, False) for size in (32, 48)] if task == "segment" else [{}]
     stock = [tasks_metrics(task, device, **way) for way in ways]
     drop_in.patch(val_optim=True)
+    calls = []
+    monkeypatch.setattr(validation.ops, "match_detections", calling(calls, validation.ops.match_detections))
     for (stats, matrix), way in zip(stock, ways):
         found, counted = tasks_metrics(task, device, pretend=device.type == "cpu", **way)
         assert stats.keys() == found.keys() and len(stats["conf"]) == 4
@@ -217,6 +219,18 @@ def test_tasks_have_stocks_metrics(ultralytics, device, task, most, monkeypatch)
         assert np.array_equal(matrix, counted) and matrix.sum() > 10
         kind = MATCHES[task]
         assert 3 < sum(values.sum() for values in found[kind]) < sum(values.size for values in found[kind])
+    assert len(calls) == len(ways) * (1 if task == "obb" else 2), "a launch for all images"
+
+
+@pytest.mark.parametrize("task", ["detect", *TASKS])
+def test_a_matching_of_ones_own_is_called(ultralytics, as_on_gpu, device, task, monkeypatch):
+    """Of a validator's class, where no name is replaced."""
+    seen, validator = [], ultralytics.validator if task == "detect" else task_validator(task)[1]
+    monkeypatch.setattr(validator, "match_predictions", calling(seen, validator.match_predictions), raising=False)
+    drop_in.patch(val_optim=True)
+    seen.clear()
+    detections_metrics("all", device) if task == "detect" else tasks_metrics(task, device)
+    assert seen
 
 
 def calling(seen, function):
@@ -325,10 +339,12 @@ def test_a_fork_without_the_function_is_stocks(ultralytics, monkeypatch, capsys)
 def test_groups_of_masks_count_labels_in_their_own_size(monkeypatch):
     """With mask_ratio=1 labels are drawn in sixteen times the pixels of the detections' masks."""
     monkeypatch.setattr(validation, "_MOST_ELEMENTS", 4096)
-    preds = [{"masks": torch.zeros(4, 8, 8)}] * 4
-    small, large = ([{"masks": torch.zeros(2, size, size)}] * 4 for size in (8, 32))
-    groups = [list(validation._groups(validation.MASKS, [(2, 4)] * 4, labels, preds)) for labels in (small, large)]
-    assert groups == [[[0, 1, 2, 3]], [[0], [1], [2], [3]]]
+    preds = [{"cls": torch.zeros(4), "masks": torch.zeros(4, 8, 8)}] * 4
+    groups = []
+    for size in (8, 32):
+        labels = [{"cls": torch.zeros(2), "masks": torch.zeros(2, size, size)}] * 4
+        groups.append([range(4)[images] for images in validation._groups(validation.MASKS, labels, preds)])
+    assert groups == [[range(4)], [range(k, k + 1) for k in range(4)]]
 
 
 class Validator:

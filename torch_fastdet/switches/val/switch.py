@@ -175,36 +175,36 @@ def _counted(matrix_class: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]
 MATCHED = Behaves("its match_predictions", _matched, 0, REFERENCE)
 
 
-def _update(_: Active, stock: Function, validator: Stock) -> Function:
-    known = validator._prepare_batch, validator._prepare_pred
-    all_known = all(is_code_of(method, top_level(validator.__module__)) for method in known)
-    prepare = of_ultralytics.match_all(validator.match_predictions, known) if all_known else None
-    return of_ultralytics.update_on_host(stock, validator._process_batch, prepare)
+def _matching() -> Function:
+    """Return ``match_predictions`` of the framework's validators, which a task's or a user's class may override."""
+    return importlib.import_module(ultralytics("engine.validator")[0]).BaseValidator.match_predictions
+
+
+def _update(overlaps: of_ultralytics.Overlaps | None = None) -> Function:
+    def make(_: Active, stock: Function, validator: Stock) -> object:
+        names = vars(sys.modules[validator.__module__])
+        host = top_level(validator.__module__)
+        own, rows = validator._prepare_batch, validator._prepare_pred
+        if not is_code_of(rows, host):
+            if overlaps is not None:
+                return Obstacle("its _prepare_pred has been replaced by somebody else, and may give other rows.")
+            return of_ultralytics.update_on_host(stock, validator._process_batch)
+        preparing = None
+        if is_code_of(own, host):
+            draws = overlaps is not None and overlaps.draws
+            preparing = own, super(validator, validator)._prepare_batch if draws else own
+        function = None if overlaps is None else lambda: names[overlaps.function]
+        prepare = of_ultralytics.match_all(_matching(), rows, preparing, overlaps, function)
+        return of_ultralytics.update_on_host(stock, validator._process_batch, prepare)
+
+    return make
 
 
 def _process(overlaps: of_ultralytics.Overlaps) -> Function:
     def make(_: Active, stock: Function, validator: Stock) -> object:
         if overlaps.function not in vars(sys.modules[validator.__module__]):
             return Obstacle(f"{validator.__module__} has no {overlaps.function}.")
-        return of_ultralytics.process_overlaps(stock, overlaps, super(validator, validator)._process_batch)
-
-    return make
-
-
-def _update_by_overlaps(overlaps: of_ultralytics.Overlaps) -> Function:
-    def make(_: Active, stock: Function, validator: Stock) -> object:
-        names = vars(sys.modules[validator.__module__])
-        host = top_level(validator.__module__)
-        if not is_code_of(validator._prepare_pred, host):
-            return Obstacle("its _prepare_pred has been replaced by somebody else, and may give other rows.")
-        preparing = None
-        if overlaps.prepares is not None and is_code_of(validator._prepare_batch, host):
-            boxes = super(validator, validator)._prepare_batch
-            preparing = validator._prepare_batch, overlaps.prepares(boxes)
-        prepare = of_ultralytics.preparing_overlaps(
-            overlaps, lambda: names[overlaps.function], validator._prepare_pred, preparing
-        )
-        return of_ultralytics.update_on_host(stock, validator._process_batch, prepare)
+        return of_ultralytics.matched(stock)
 
     return make
 
@@ -226,13 +226,13 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("models.yolo.detect.val"),
             "DetectionValidator._process_batch",
-            make=lambda _, stock, validator: of_ultralytics.match(stock, validator.match_predictions),
+            make=lambda _, stock, __: of_ultralytics.match(stock, _matching()),
             evidence=(PROCESS,),
             own=True,
             class_evidence=(Signature(("self", "preds", "batch"), "update_metrics"), MATCHED),
         ),
         Target(
-            ultralytics("models.yolo.detect.val"), DETECTED, make=_update, after="DetectionValidator._process_batch"
+            ultralytics("models.yolo.detect.val"), DETECTED, make=_update(), after="DetectionValidator._process_batch"
         ),
         *(
             target
@@ -254,7 +254,7 @@ ULTRALYTICS = Switch(
                 Target(
                     ultralytics(f"models.yolo.{task}.val"),
                     f"{validator}.update_metrics",
-                    make=_update_by_overlaps(overlaps),
+                    make=_update(overlaps),
                     after=f"{validator}._process_batch",
                     otherwise="say",
                 ),

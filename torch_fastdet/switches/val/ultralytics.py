@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -23,30 +23,41 @@ from torch_fastdet.switches.val import average_precision
 HOST = torch.device("cpu")
 #: A detection takes the label that it overlaps most of those that no better detection has taken.
 RULE = "greedy"
-#: The matches of an image, in its labels on the host.
+#: What ``_process_batch`` returns for an image, in its labels on the host.
 MATCHED = "torch_fastdet_matched"
 #: In a confusion matrix: what it counts once the batch is over.
 WAITING = "torch_fastdet_waiting"
 
 
 def _rows(detections: dict[str, Tensor]) -> Tensor:
-    """Return (n, 6): x1, y1, x2, y2, confidence, class."""
-    return as_float(torch.cat([detections["bboxes"], detections["conf"][:, None], detections["cls"][:, None]], 1))
+    """Return (n, 6): x1, y1, x2, y2, confidence, class. Of a rotated box its first four numbers, which nobody reads."""
+    boxes = detections["bboxes"][:, :4]
+    return as_float(torch.cat([boxes, detections["conf"][:, None], detections["cls"][:, None]], 1))
 
 
 def _labels(batch: dict[str, Tensor]) -> Tensor:
     """Return (m, 5): class, x1, y1, x2, y2."""
-    return torch.cat([batch["cls"].reshape(-1, 1), batch["bboxes"]], 1)
+    return torch.cat([batch["cls"].reshape(-1, 1), batch["bboxes"][:, :4]], 1)
+
+
+def matched(stock: Function) -> Function:
+    """Return a task's ``_process_batch``: the matches of :func:`match_all` if there are any."""
+
+    @functools.wraps(stock)
+    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: Batch) -> dict[str, object]:
+        if MATCHED not in batch:
+            return stock(self, preds, batch)
+        count("val_optim", "images matched")
+        return batch[MATCHED]
+
+    return _process_batch
 
 
 def match(stock: Function, matching: Function) -> Function:
     """Return ``DetectionValidator._process_batch`` by one operator; a validator with a matching of its own gets the original."""
 
     @functools.wraps(stock)
-    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: Batch) -> dict[str, object]:
-        if MATCHED in batch:
-            count("val_optim", "images matched")
-            return {"tp": batch[MATCHED]}
+    def match_image(self: Validator, preds: dict[str, Tensor], batch: Batch) -> dict[str, object]:
         if type(self).match_predictions is not matching or not len(preds["cls"]) or not len(batch["cls"]):
             return stock(self, preds, batch)
         count("val_optim", "images matched")
@@ -54,7 +65,7 @@ def match(stock: Function, matching: Function) -> Function:
         correct = ops.match_detections(rows, _labels(batch).to(rows.device), self.iouv.to(rows.device), rule=RULE)
         return {"tp": correct.cpu().numpy()}
 
-    return _process_batch
+    return matched(match_image)
 
 
 class _Table(NamedTuple):
@@ -73,49 +84,75 @@ def _table(rows: Tensor, sizes: list[int]) -> _Table:
     return _Table(table, counts.to(rows.device), at)
 
 
-def match_all(matching: Function, known: tuple[Function, Function]) -> Callable[..., Function]:
+def match_all(
+    matching: Function,
+    keeping_rows: Function,
+    preparing: tuple[Function, Function] | None,
+    overlaps: Overlaps | None = None,
+    function: Callable[[], Callable[..., Tensor]] | None = None,
+) -> Callable[[Validator, list[dict[str, Tensor]], Batch], Function | None]:
     """Make a validator's ``_prepare_batch``, with the matches of all images of a batch from one launch and one copy.
 
-    A validator keeps its own if a method is not the framework's: the matches are of the rows that came from the model.
+    The matches are of the rows that came from the model. A validator of boxes whose methods say otherwise keeps its own
+    ``_prepare_batch``; for other tasks the result is then None, and so it is if masks are needed on the host.
 
     Args:
         matching: the framework's ``match_predictions``.
-        known: its ``_prepare_batch`` and ``_prepare_pred``.
+        keeping_rows: the framework's ``_prepare_pred``.
+        preparing: the framework's ``_prepare_batch``, and the one that prepares boxes and classes instead; None: another one is used.
+        overlaps: what a task compares beside boxes or instead of them.
+        function: returns the framework's function that computes these.
     """
 
-    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> Function:
+    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> Function | None:
         own = validator._prepare_batch
-        methods = tuple(getattr(method, "__func__", None) for method in (own, validator._prepare_pred))
-        if type(validator).match_predictions is not matching or methods != known:
-            return own
+        rows_stay = getattr(validator._prepare_pred, "__func__", None) is keeping_rows
+        if type(validator).match_predictions is not matching or not rows_stay or _shows_masks(validator, preds[0]):
+            return own if overlaps is None else None
         with own_attributes([(validator, "device", HOST)]):
-            truth, prepared = _prepared_at_once(own, batch, len(preds))
+            if preparing is not None and getattr(own, "__func__", None) is preparing[0]:
+                prepared = _prepared_at_once(validator, preparing[1], batch, len(preds))
+            else:
+                prepared = [own(number, batch) for number in range(len(preds))]
         sizes = [len(pred["cls"]) for pred in preds]
         rows = _rows({name: torch.cat([pred[name] for pred in preds]) for name in ("bboxes", "conf", "cls")})
         table, device = _table(rows, sizes), rows.device
-        correct = ops.match_detections(table.rows, truth.to(device), validator.iouv.to(device), table.counts, rule=RULE)
-        for label, part in zip(prepared, correct[table.at].cpu().split(sizes)):
-            label[MATCHED] = part.numpy()
+        image = torch.arange(len(preds)).repeat_interleave(torch.tensor([len(label["cls"]) for label in prepared]))
+        truth = torch.cat([_labels(label) for label in prepared])
+        truth = torch.cat([image.to(truth)[:, None], truth], 1).to(device)
+        given = table.rows, truth, validator.iouv.to(device), table.counts, RULE
+        found = {}
+        if overlaps is None or overlaps.matches != "tp":
+            found["tp"] = ops.match_detections(*given)
+        if overlaps is not None and function is not None:
+            iou = _of_each_image(validator, overlaps, function(), prepared, preds, table.rows.shape[1])
+            found[overlaps.matches] = ops.match_detections(*given, iou)
+        for label in prepared:
+            label[MATCHED] = {}
+        for name, correct in found.items():
+            for label, part in zip(prepared, correct[table.at].cpu().split(sizes)):
+                label[MATCHED][name] = part.numpy()
         return lambda number, _: prepared[number]
 
     return prepare_all
 
 
-def _prepared_at_once(own: Function, batch: Batch, images: int) -> tuple[Tensor, list[Batch]]:
-    """Return the labels of all images as an operator takes them, and what ``_prepare_batch`` makes of each image, by one call."""
+def _prepared_at_once(validator: Validator, prepare: Function, batch: Batch, images: int) -> list[Batch]:
+    """Return what ``_prepare_batch`` makes of each image, by one call, and each image's masks as they came."""
     number = batch["batch_idx"].reshape(-1)
     order = number.argsort(stable=True)
+    inside = torch.isin(number[order], torch.arange(images, dtype=number.dtype))
+    order = order[inside]
     number = number[order]
-    inside = torch.isin(number, torch.arange(images, dtype=number.dtype))
-    number, order = number[inside], order[inside]
-    whole = own(0, batch | {name: batch[name][order] for name in ("cls", "bboxes")} | {"batch_idx": number * 0})
-    parts = [whole[name].split(number.long().bincount(minlength=images).tolist()) for name in ("cls", "bboxes")]
-    each = {name: batch[name] for name in whole if isinstance(batch.get(name), (list, tuple))}
-    prepared = [
-        {**whole, **{name: values[i] for name, values in each.items()}, "cls": classes, "bboxes": boxes}
-        for i, (classes, boxes) in enumerate(zip(*parts))
-    ]
-    return torch.cat([number[:, None], _labels(whole)], 1), prepared
+    of_labels = {name: batch[name][order] for name in ("cls", "bboxes", "keypoints") if name in batch}
+    whole = prepare(validator, 0, batch | of_labels | {"batch_idx": number * 0})
+    counts = number.long().bincount(minlength=images).tolist()
+    parts: dict[str, Any] = {name: whole[name].split(counts) for name in of_labels if name in whole}
+    parts |= {name: batch[name] for name in whole if isinstance(batch.get(name), (list, tuple))}
+    if "masks" in batch:  # a map for each image, or a mask for each label
+        masks = batch["masks"]
+        parts["masks"] = masks if validator.args.overlap_mask else masks[order.to(masks.device)].split(counts)
+    return [{**whole, **{name: values[i] for name, values in parts.items()}} for i in range(images)]
 
 
 def confusions(
@@ -216,7 +253,7 @@ def match_overlaps(stock: Function) -> Function:
 
 
 def update_on_host(
-    stock: Function, processing: Function, overlaps: Callable[[Validator, Any, Any], Function | None] | None = None
+    stock: Function, processing: Function, prepare_all: Callable[[Validator, Any, Any], Function | None] | None = None
 ) -> Function:
     """Return a validator's ``update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
 
@@ -235,8 +272,8 @@ def update_on_host(
                 pred["cls"].zero_()
         labels = batch | {n: batch[n].cpu() for n in ("batch_idx", "cls", "bboxes", "keypoints") if n in batch}
         own: list[tuple[object, str, object]] = [(self, "device", HOST)]
-        if overlaps is not None:
-            prepare = overlaps(self, preds, labels)
+        if prepare_all is not None:
+            prepare = prepare_all(self, preds, labels)
             if prepare is None:
                 stock(self, preds, batch)
                 return
@@ -273,8 +310,7 @@ class Overlaps(NamedTuple):
     elements: Callable[[int, int, Batch, dict[str, Tensor]], int]
     #: (labels, detections), by the host's function.
     between: Callable[[Callable[..., Tensor], Validator, list[Batch], list[dict[str, Tensor]]], Tensor]
-    #: Makes ``_prepare_batch`` from the one of validators of boxes alone; None: the task's own.
-    prepares: Callable[[Function], Function] | None = None
+    draws: bool = False  #: The labels' masks, so that only the rest of the labels needs its ``_prepare_batch``.
 
 
 def _joined(images: list[Batch], name: str, device: torch.device) -> Tensor:
@@ -318,73 +354,17 @@ def _drawn(labels: list[Batch], device: torch.device) -> Tensor:
     return (maps == numbers[:, None, None]).float()
 
 
-def _with_masks(boxes: Function) -> Function:
-    """Return ``_prepare_batch`` of an image whose masks are drawn later, those of several images at once."""
-
-    def prepare(validator: Validator, number: int, batch: Batch) -> Batch:
-        own = number
-        if not validator.args.overlap_mask:
-            own = (batch["batch_idx"] == number).nonzero()[:, 0].to(batch["masks"].device)
-        return {**boxes(validator, number, batch), "masks": batch["masks"][own]}
-
-    return prepare
-
-
 def _pixels(labels: int, detections: int, label: Batch, pred: dict[str, Tensor]) -> int:
     """Return the number of pixels of labels drawn in their own size, and compared in that of the detections."""
-    found = pred["masks"][0].numel()
+    found = pred["masks"].shape[-2:].numel()
     return labels * max(found, label["masks"].shape[-2:].numel()) + detections * found
 
 
 ROTATED_BOXES = Overlaps("batch_probiou", "tp", lambda labels, detections, *_: labels * detections, _rotated)
 KEYPOINTS = Overlaps("kpt_iou", "tp_p", lambda m, n, _, pred: m * n * pred["keypoints"].shape[1], _similarity)
-MASKS = Overlaps("mask_iou", "tp_m", _pixels, _of_masks, _with_masks)
+MASKS = Overlaps("mask_iou", "tp_m", _pixels, _of_masks, draws=True)
 
-#: The overlaps (labels, detections) of an image, in its labels on the host.
-OVERLAPS = "torch_fastdet_overlaps"
 _MOST_ELEMENTS = 1 << 25  # of a tensor for several images
-
-
-def process_overlaps(stock: Function, overlaps: Overlaps, boxes: Function) -> Function:
-    """Return a task's ``_process_batch`` by overlaps that are there already; ``boxes`` is the one of boxes that are not rotated."""
-
-    @functools.wraps(stock)
-    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: Batch) -> dict[str, object]:
-        if OVERLAPS not in batch:
-            return stock(self, preds, batch)
-        count("val_optim", "images matched")
-        correct = self.match_predictions(preds["cls"], batch["cls"], batch[OVERLAPS])
-        return {**({} if overlaps.matches == "tp" else boxes(self, preds, batch)), overlaps.matches: correct.numpy()}
-
-    return _process_batch
-
-
-def preparing_overlaps(
-    overlaps: Overlaps,
-    function: Callable[[], Callable[..., Tensor]],
-    keeping_rows: Function,
-    preparing: tuple[Function, Function] | None,
-) -> Callable[[Validator, list[dict[str, Tensor]], Batch], Function | None]:
-    """Make a validator's ``_prepare_batch``, with the overlaps of all images of a batch in one copy from the GPU.
-
-    It returns None, and the original runs, if masks are needed on the host, or if the validator's ``_prepare_pred`` is not ``keeping_rows``.
-    ``function`` returns the framework's function that computes overlaps; ``preparing`` is the original's ``_prepare_batch`` and what
-    stands for it.
-    """
-
-    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], labels: Batch) -> Function | None:
-        if getattr(validator._prepare_pred, "__func__", None) is not keeping_rows or _shows_masks(validator, preds[0]):
-            return None
-        own = validator._prepare_batch
-        if preparing and getattr(own, "__func__", None) is preparing[0]:
-            own = functools.partial(preparing[1], validator)
-        with own_attributes([(validator, "device", HOST)]):
-            prepared = [own(i, labels) for i in range(len(preds))]
-        for label, found in zip(prepared, _on_host(validator, overlaps, function(), prepared, preds)):
-            label[OVERLAPS] = found
-        return lambda number, _: prepared[number]
-
-    return prepare_all
 
 
 def _shows_masks(validator: Validator, pred: dict[str, Tensor]) -> bool:
@@ -392,38 +372,37 @@ def _shows_masks(validator: Validator, pred: dict[str, Tensor]) -> bool:
     return "masks" in pred and (args.save_json or args.save_txt or (args.plots and args.visualize))
 
 
-def _on_host(
+def _of_each_image(
     validator: Validator,
     overlaps: Overlaps,
     function: Callable[..., Tensor],
     labels: list[Batch],
     preds: list[dict[str, Tensor]],
-) -> Iterable[Tensor]:
-    sizes = [(len(label["cls"]), len(pred["cls"])) for label, pred in zip(labels, preds)]
-    parts = [preds[0]["conf"].new_zeros(0)]
-    for group in _groups(overlaps, sizes, labels, preds):
-        found = overlaps.between(function, validator, [labels[i] for i in group], [preds[i] for i in group])
-        row = column = 0
-        for m, n in (sizes[i] for i in group):
-            parts.append(found[row : row + m, column : column + n].flatten())
-            row, column = row + m, column + n
-    flat = torch.cat(parts).cpu().split([m * n for m, n in sizes])
-    return [part.view(size) for part, size in zip(flat, sizes)]
-
-
-def _groups(
-    overlaps: Overlaps, sizes: list[tuple[int, int]], labels: list[Batch], preds: list[dict[str, Tensor]]
-) -> Iterator[list[int]]:
-    """Yield images with labels and detections, as many at once as a tensor of the largest size allows."""
-    group: list[int] = []
-    rows = columns = 0
-    for i, (m, n) in enumerate(sizes):
-        if not m or not n:
+    most: int,
+) -> Tensor:
+    """Return (labels of all images, most): overlaps with the detections of the label's image, and after these any numbers."""
+    device = preds[0]["conf"].device
+    found = [torch.zeros(0, most, device=device)]
+    for images in _groups(overlaps, labels, preds):
+        truth, sizes = labels[images], torch.tensor([len(pred["cls"]) for pred in preds[images]])
+        counts = torch.tensor([len(label["cls"]) for label in truth])
+        rows, columns = int(counts.sum()), int(sizes.sum())
+        if not rows or not columns:
+            found.append(found[0].new_zeros(rows, most))
             continue
+        first = (sizes.cumsum(0) - sizes).repeat_interleave(counts).to(device)
+        own = (first[:, None] + torch.arange(most, device=device)).clamp_(max=columns - 1)
+        found.append(overlaps.between(function, validator, truth, preds[images]).gather(1, own).float())
+    return torch.cat(found)
+
+
+def _groups(overlaps: Overlaps, labels: list[Batch], preds: list[dict[str, Tensor]]) -> Iterator[slice]:
+    """Yield images, as many at once as a tensor of the largest size allows."""
+    first = rows = columns = 0
+    for i, (label, pred) in enumerate(zip(labels, preds)):
+        m, n = len(label["cls"]), len(pred["cls"])
         rows, columns = rows + m, columns + n
-        if group and overlaps.elements(rows, columns, labels[i], preds[i]) > _MOST_ELEMENTS:
-            yield group
-            group, rows, columns = [], m, n
-        group.append(i)
-    if group:
-        yield group
+        if i > first and overlaps.elements(rows, columns, label, pred) > _MOST_ELEMENTS:
+            yield slice(first, i)
+            first, rows, columns = i, m, n
+    yield slice(first, len(preds))
