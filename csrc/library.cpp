@@ -59,6 +59,9 @@ TORCH_LIBRARY(torch_fastdet, m) {
   // bias reads of its result's gradient.
   m.def("pad_and_sum(Tensor x, int channels) -> (Tensor out, Tensor sums)");
 
+  // The sum of x (..., width) over all dimensions but the last: the gradient of a linear layer's bias.
+  m.def("sum_rows(Tensor x) -> Tensor");
+
   // The gradient of x in y = softmax(x, -1): (N, rows, columns), grad_y of any strides.
   m.def("softmax_backward(Tensor grad_y, Tensor y) -> Tensor");
 

@@ -186,6 +186,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
         **dict.fromkeys(("bn_act_backward", "bn_act_parts_backward"), _bn_act_backward),
         "pad_and_sum": lambda a: math.prod(a.x),
         "softmax_backward": lambda a: 4 * math.prod(a.y),
+        "sum_rows": lambda a: math.prod(a.x),
         "sum_slices": lambda a: (len(a.x) - 1) * math.prod(a.out),
         "stem_conv2d": _stem_conv2d,
         "stem_conv2d_backward": lambda a: 2 * math.prod(a.grad_output) * a.squares[1] * a.kernel_size**2,

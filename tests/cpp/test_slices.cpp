@@ -1,4 +1,4 @@
-// The CPU loops of sum_slices and pad_and_sum against kernels/slices_problem.h.
+// The CPU loops of sum_slices, pad_and_sum and sum_rows against kernels/slices_problem.h.
 #include "core/slices/slices_loops.h"
 #include "kernels/backwards.h"
 #include "kernels/slices_problem.h"
@@ -16,6 +16,10 @@ struct Loops {
     with_dtype<Halves>(params.dtype, [&](auto zero) { slices_loops::pad_and_sum<decltype(zero)>(params, backwards); });
     return true;
   }
+  static bool rows(const SumRowsParams& params) {
+    with_dtype<Halves>(params.dtype, [&](auto zero) { slices_loops::sum_rows<decltype(zero)>(params, backwards); });
+    return true;
+  }
 };
 
 TEST(SumSlicesLoops, RandomShapesAndTypes) {
@@ -24,6 +28,10 @@ TEST(SumSlicesLoops, RandomShapesAndTypes) {
 
 TEST(PadAndSumLoops, RandomShapesAndTypes) {
   for (uint64_t seed = 0; seed < rounds(40) && !HasFailure(); ++seed) slices_problem::check_pad<Loops>(seed);
+}
+
+TEST(SumRowsLoops, RandomShapesAndTypes) {
+  for (uint64_t seed = 0; seed < rounds(40) && !HasFailure(); ++seed) slices_problem::check_rows<Loops>(seed);
 }
 
 }  // namespace

@@ -491,6 +491,7 @@ ORACLES: dict[str, Callable[[Any], list[Tensor]]] = {
     "space_to_depth_backward": lambda a: [space_to_depth.space_to_depth_backward(a.grad_output, a.channels, a.border)],
     "stem_conv2d": lambda a: [stem_conv.stem_conv2d(a.squares, a.weight)],
     "stem_conv2d_backward": lambda a: [stem_conv.stem_conv2d_backward(a.grad_output, a.squares, a.kernel_size)],
+    "sum_rows": lambda a: [a.x.double().reshape(-1, a.x.shape[-1]).sum(0)],
     "sum_slices": lambda a: [sum(x.double() for x in a.x)],
     "ultralytics_non_max_suppression_padded": lambda a: _suppress(a, "ultralytics", nc=a.nc),
     "ultralytics_postprocess": _ultralytics_postprocess,

@@ -146,6 +146,34 @@ def test_a_1x1_convolution_with_a_bias_rounds_once(device, monkeypatch):
     assert run(net, x, True)[0] != ["_PointwiseBackward"]  # without bn_act_optim a graph has eager training's bits
 
 
+@pytest.mark.parametrize("shape", [(2, 50, 24), (70, 24), (24,)])
+def test_a_linear_layer_sums_its_bias_gradient_by_an_operator(device, shape, monkeypatch):
+    """The bits of autocast but for the bias' gradient, which is as near to the exact one."""
+    monkeypatch.setattr(_casts, "PADDED_DEVICES", ("cpu", "cuda"))
+    dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 9, bias=False)).to(device)
+    x = torch.rand(shape, device=device)
+
+    def run(once):
+        given = x.clone().requires_grad_()
+        with torch.autocast(device.type, dtype), weights_cast_once(net, dtype if once else None):
+            middle = net[0](given)
+            y = net[1](middle)
+        wave = torch.arange(y.numel(), dtype=torch.float32, device=device).cos().view_as(y)
+        grads = torch.autograd.grad((y.float() * wave).sum(), [middle, given, *net.parameters()])
+        return type(middle.grad_fn).__name__, [y, *grads]
+
+    for used in (True, False):  # without bn_act_optim a graph has eager training's bits
+        monkeypatch.setattr(_casts, "is_used", lambda model: used)
+        (mine_by, mine), (_, theirs) = run(True), run(False)
+        assert (mine_by == "_LinearBackward") is used
+        exact = theirs[1].double().reshape(-1, 40).sum(0)
+        assert (mine[4] - exact).abs().max() <= 1.5 * (theirs[4] - exact).abs().max() + 1e-6
+        assert all(torch.equal(a, b) for i, (a, b) in enumerate(zip(mine, theirs)) if i != 4 or not used)
+        assert all(a.stride() == b.stride() for a, b in zip(mine, theirs))
+
+
 def test_products_leave_the_settings_of_cublas(monkeypatch):
     settings, seen = torch.backends.cuda.matmul, []
     names = [

@@ -108,6 +108,7 @@ CALLS: dict[str, Callable[[], tuple[Any, tuple, dict[str, Any], tuple[int, ...]]
         (),
     ),
     "pad_and_sum": lambda: (OPS.pad_and_sum, (torch.randn(2, 5, 4, 3), 8), {}, ()),
+    "sum_rows": lambda: (OPS.sum_rows, (torch.randn(3, 4, 6),), {}, ()),
     "linear_assignment": lambda: (
         ops.linear_assignment, test_linear_assignment.make("near", 6, 30, 9, int(torch.randint(99, ()))), {}, (),
     ),

@@ -466,6 +466,7 @@ def check_padding(count: int, device: torch.device) -> None:
     for at in (0, count // 2, count - 1):
         assert torch.equal(out[at, :16].cpu(), one[0]) and not out[at, 16:].any()
     torch.testing.assert_close(sums[:16].cpu().float() / count, one.float().sum((0, 2, 3)), rtol=1e-2, atol=0)
+    torch.testing.assert_close(OPS.sum_rows(out.permute(0, 2, 3, 1)), sums, rtol=1e-2, atol=0)
 
 
 @pytest.mark.alone

@@ -1,4 +1,4 @@
-"""sum_slices: the bits of torch's additions and copies, in the slice alone. pad_and_sum: copies, and sums within rounding."""
+"""sum_slices: the bits of torch's additions and copies, in the slice alone. pad_and_sum and sum_rows: copies, and sums within rounding."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ FORMATS = [torch.channels_last, torch.contiguous_format]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 sum_slices = torch.ops.torch_fastdet.sum_slices
 pad_and_sum = torch.ops.torch_fastdet.pad_and_sum
+sum_rows = torch.ops.torch_fastdet.sum_rows
 
 
 def slices(count, shape, device, dtype, memory_format, before=(0, 8, 16, 3)):
@@ -85,16 +86,20 @@ def test_large_slices(cuda):
     assert torch.equal(out, added(x))
 
 
+def check_sums(sums, rows):
+    """Hold the sums of rows: additions in float32, or float64 of float64, and one rounding."""
+    exact, size = rows.double().sum(1), rows.double().abs().sum(1)
+    each = torch.finfo(torch.float64 if rows.dtype == torch.float64 else torch.float32).eps
+    limit = torch.finfo(rows.dtype).eps * exact.abs() + rows.shape[1] * each * size
+    assert ((sums.double() - exact).abs() <= limit).all()
+
+
 def check_pad_and_sum(x, channels):
     out, sums = pad_and_sum(x, channels)
     assert out.shape == (x.shape[0], channels, *x.shape[2:]) and out.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(out[:, : x.shape[1]], x) and not out[:, x.shape[1] :].any()
     assert sums.dtype == x.dtype and sums.shape == (channels,) and not sums[x.shape[1] :].any()
-    exact, size = x.double().sum((0, 2, 3)), x.double().abs().sum((0, 2, 3))
-    # Additions in float32, or float64 of float64, and one rounding.
-    each = torch.finfo(torch.float64 if x.dtype == torch.float64 else torch.float32).eps
-    limit = torch.finfo(x.dtype).eps * exact.abs() + x[:, 0].numel() * each * size if x.numel() else exact
-    assert ((sums[: x.shape[1]].double() - exact).abs() <= limit).all()
+    check_sums(sums[: x.shape[1]], x.permute(1, 0, 2, 3).flatten(1))
     assert torch.equal(pad_and_sum(x, channels)[1], sums)
 
 
@@ -141,4 +146,31 @@ def test_errors_of_pad_and_sum(device):
     ):
         with pytest.raises(RuntimeError, match=f"pad_and_sum: {message}") as error:
             pad_and_sum(given, channels)
+        assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(5, 7, 256), (3000, 80), (1, 1), (70, 1), (64,), (4, 33, 96), (2, 40, 1032), (9000, 24)]
+)
+def test_sum_rows(device, shape, dtype):
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64).to(device, dtype)
+    unaligned = torch.zeros(x.numel() + 1, dtype=dtype, device=device)[1:].view(shape).copy_(x)
+    for given in (x, unaligned, x.unsqueeze(0).expand(2, *shape)):
+        sums = sum_rows(given)
+        assert sums.dtype == dtype and sums.shape == shape[-1:]
+        check_sums(sums, given.reshape(-1, shape[-1]).t())
+        assert torch.equal(sum_rows(given), sums)
+    for empty in ((0, *shape), (*shape[:-1], 0)):
+        assert not sum_rows(x.new_empty(empty)).any()
+
+
+def test_errors_of_sum_rows(device):
+    for given, message in (
+        (torch.ones((), device=device), r"x has shape \[\]"),
+        (torch.ones(3, device=device).long(), "x has dtype int64"),
+    ):
+        with pytest.raises(RuntimeError, match=f"sum_rows: {message}") as error:
+            sum_rows(given)
         assert len(str(error.value).splitlines()) == 1

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) max_pool_forward(const __grid_consta
     const PoolSpan rows(at.h, p.source_height, p.before, p.after), columns(at.w, p.source_width, p.before, p.after);
     const int side = p.before + 1 + p.after;
     const int64_t center = p.source.offset(at.n, at.c, at.h, at.w);
-    const int corner = (rows.first + p.before) * side + columns.first + p.before;
+    [[maybe_unused]] const int corner = (rows.first + p.before) * side + columns.first + p.before;
     Largest<A> best[kVector];
 #pragma unroll
     for (int j = 0; j < kVector; ++j) best[j] = {-static_cast<A>(INFINITY), corner};

@@ -110,23 +110,82 @@ __global__ void __launch_bounds__(kThreads) pad_and_sum(const __grid_constant__ 
 
 // A warp's lanes are neighbouring channels; the warps of a block share the splits.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) add_partials(const __grid_constant__ PadAndSumParams p) {
+__global__ void __launch_bounds__(kThreads)
+    add_partials(const arithmetic_t<T>* partials, int splits, int64_t channels, T* sums_of_all) {
   using A = arithmetic_t<T>;
   constexpr int kRows = kThreads / kWarp;
   __shared__ A sums[kRows][kWarp];
   const int column = threadIdx.x % kWarp, row = threadIdx.x / kWarp;
   const int64_t channel = int64_t{blockIdx.x} * kWarp + column;
   A sum = 0;
-  if (channel < p.padded) {
+  if (channel < channels) {
 #pragma unroll 8
-    for (int i = row; i < p.splits(); i += kRows) sum += static_cast<const A*>(p.partials)[i * p.padded + channel];
+    for (int i = row; i < splits; i += kRows) sum += partials[i * channels + channel];
   }
   sums[row][column] = sum;
   __syncthreads();
-  if (row == 0 && channel < p.padded) {
+  if (row == 0 && channel < channels) {
     for (int i = 1; i < kRows; ++i) sum += sums[i][column];
-    static_cast<T*>(p.sums)[channel] = from_arithmetic<T>(sum);
+    sums_of_all[channel] = from_arithmetic<T>(sum);
   }
+}
+
+template <typename T>
+void add_all(const void* partials, int splits, int64_t channels, void* sums, cudaStream_t stream) {
+  const auto blocks = static_cast<unsigned>((channels + kWarp - 1) / kWarp);
+  add_partials<T><<<blocks, kThreads, 0, stream>>>(static_cast<const arithmetic_t<T>*>(partials), splits, channels,
+                                                   static_cast<T*>(sums));
+}
+
+// A block's threads are `lanes` vectors beside each other in a row, a power of two of at most a warp, in as many rows
+// as that gives.
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ SumRowsParams p, int lanes) {
+  using A = arithmetic_t<T>;
+  constexpr int kAhead = 4;  // reads in flight
+  __shared__ A shared[kThreads * kVector];
+  const int lane = threadIdx.x % lanes, row = threadIdx.x / lanes, block_rows = kThreads / lanes;
+  const int64_t first = (int64_t{blockIdx.x} * lanes + lane) * kVector;
+  A sum[kVector] = {};
+  if (first < p.width) {
+    const int64_t step = int64_t{gridDim.y} * block_rows;
+    for (int64_t at = int64_t{blockIdx.y} * block_rows + row; at < p.rows; at += kAhead * step) {
+      Vector<T, kVector> packs[kAhead];
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        if (at + u * step < p.rows) {
+          packs[u] = *reinterpret_cast<const Vector<T, kVector>*>(static_cast<const T*>(p.x) +
+                                                                  (at + u * step) * p.width + first);
+        }
+      }
+#pragma unroll
+      for (int u = 0; u < kAhead; ++u) {
+        if (at + u * step < p.rows) {
+#pragma unroll
+          for (int j = 0; j < kVector; ++j) sum[j] += to_arithmetic(packs[u].x[j]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) shared[(row * kVector + j) * lanes + lane] = sum[j];
+  __syncthreads();
+  for (int at = threadIdx.x; at < lanes * kVector; at += kThreads) {
+    const int64_t column = (int64_t{blockIdx.x} * lanes + at % lanes) * kVector + at / lanes;
+    A total = 0;
+    for (int i = 0; i < block_rows; ++i) total += shared[i * kVector * lanes + at];
+    if (column < p.width) static_cast<A*>(p.partials)[blockIdx.y * p.width + column] = total;
+  }
+}
+
+template <typename T, int kVector>
+void launch_rows(const SumRowsParams& p, cudaStream_t stream) {
+  const int64_t columns = p.width / kVector;
+  int lanes = 1;
+  while (lanes < kWarp && lanes < columns) lanes *= 2;
+  const dim3 grid(static_cast<unsigned>((columns + lanes - 1) / lanes), p.splits());
+  sum_rows<T, kVector><<<grid, kThreads, 0, stream>>>(p, lanes);
+  add_all<T>(p.partials, p.splits(), p.width, p.sums, stream);
 }
 
 }  // namespace
@@ -136,7 +195,17 @@ cudaError_t launch_pad_and_sum(const PadAndSumParams& params, cudaStream_t strea
   dispatch(params.dtype, [&](auto zero) {
     using T = decltype(zero);
     pad_and_sum<T><<<dim3(blocks(kPadTile), params.splits()), kThreads, 0, stream>>>(params);
-    add_partials<T><<<blocks(kWarp), kThreads, 0, stream>>>(params);
+    add_all<T>(params.partials, params.splits(), params.padded, params.sums, stream);
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t launch_sum_rows(const SumRowsParams& params, cudaStream_t stream) {
+  dispatch(params.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    constexpr int kVector = 16 / sizeof(T);
+    const bool aligned = params.width % kVector == 0 && reinterpret_cast<uintptr_t>(params.x) % 16 == 0;
+    aligned ? launch_rows<T, kVector>(params, stream) : launch_rows<T, 1>(params, stream);
   });
   return cudaGetLastError();
 }

@@ -1,5 +1,5 @@
-// The sum of slices of tensors along the channels, or the copy of one, into another slice; and what a convolution with
-// a bias reads of its result's gradient.
+// The sum of slices of tensors along the channels, or the copy of one, into another slice; and what a convolution or a
+// linear layer with a bias reads of its result's gradient.
 #pragma once
 
 #ifdef TORCH_FASTDET_WITH_CUDA
@@ -54,9 +54,28 @@ struct PadAndSumParams {
   }
 };
 
+constexpr int kMostSumSplits = 512;
+constexpr int kSumRows = 64;  // of a split, at least
+
+// x is `rows` rows of `width` elements, dense; `sums` has the sum of each column. Block i of `splits` adds up rows i *
+// b to i * b + b - 1, then (i + splits) * b and so on; b rows are those of a block's threads.
+struct SumRowsParams {
+  int64_t rows, width;
+  const void* x;
+  void* sums;
+  void* partials;  // splits * width elements of the arithmetic type
+  DType dtype;
+
+  TORCH_FASTDET_HOST_DEVICE int splits() const {
+    const int64_t wanted = (rows + kSumRows - 1) / kSumRows;
+    return static_cast<int>(wanted < kMostSumSplits ? wanted : kMostSumSplits);
+  }
+};
+
 #ifdef TORCH_FASTDET_WITH_CUDA
 cudaError_t launch_sum_slices(const SumSlicesParams& params, cudaStream_t stream);
 cudaError_t launch_pad_and_sum(const PadAndSumParams& params, cudaStream_t stream);
+cudaError_t launch_sum_rows(const SumRowsParams& params, cudaStream_t stream);
 #endif
 
 }  // namespace torch_fastdet::core

@@ -1,5 +1,5 @@
-// sum_slices and pad_and_sum on the CPU: rows and channels are shared among the threads by parallel_for(begin, end,
-// grain, f).
+// sum_slices, pad_and_sum and sum_rows on the CPU: rows and channels are shared among the threads by
+// parallel_for(begin, end, grain, f).
 #pragma once
 
 #include <algorithm>
@@ -34,6 +34,18 @@ void pad_and_sum(const PadAndSumParams& p, const ParallelFor& parallel_for) {
         sum += to_arithmetic(value);
       }
       static_cast<T*>(p.sums)[channel] = from_arithmetic<T>(sum);
+    }
+  });
+}
+
+template <typename T, typename ParallelFor>
+void sum_rows(const SumRowsParams& p, const ParallelFor& parallel_for) {
+  parallel_for(0, p.width, std::max<int64_t>(1, 32768 / p.rows), [&](int64_t begin, int64_t end) {
+    for (int64_t column = begin; column < end; ++column) {
+      arithmetic_t<T> sum = 0;
+      for (int64_t row = 0; row < p.rows; ++row)
+        sum += to_arithmetic(static_cast<const T*>(p.x)[row * p.width + column]);
+      static_cast<T*>(p.sums)[column] = from_arithmetic<T>(sum);
     }
   });
 }

@@ -124,6 +124,9 @@ struct Slices : OnDevice {
   static void pad(const core::PadAndSumParams& p, const char*) {
     with_dtype(p.dtype, [&](auto zero) { core::slices_loops::pad_and_sum<decltype(zero)>(p, parallel_for); });
   }
+  static void rows(const core::SumRowsParams& p, const char*) {
+    with_dtype(p.dtype, [&](auto zero) { core::slices_loops::sum_rows<decltype(zero)>(p, parallel_for); });
+  }
 };
 
 struct Softmax : OnDevice {

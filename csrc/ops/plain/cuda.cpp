@@ -108,6 +108,7 @@ struct RtdetrLoss : OnDevice {
 struct Slices : OnDevice {
   static void sum(const core::SumSlicesParams& p, const char* op) { launch(core::launch_sum_slices, p, op); }
   static void pad(const core::PadAndSumParams& p, const char* op) { launch(core::launch_pad_and_sum, p, op); }
+  static void rows(const core::SumRowsParams& p, const char* op) { launch(core::launch_sum_rows, p, op); }
 };
 
 struct Softmax : OnDevice {

@@ -4,7 +4,7 @@
 namespace torch_fastdet::slices_autograd {
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
-  without_gradient(m, {"sum_slices", "pad_and_sum"});
+  without_gradient(m, {"sum_slices", "pad_and_sum", "sum_rows"});
 }
 
 }  // namespace torch_fastdet::slices_autograd

@@ -1,5 +1,5 @@
-// sum_slices and pad_and_sum but for the loops: check, find the rows, and hand them to Backend::sum(params, op) and
-// Backend::pad(params, op), which cpu.cpp and cuda.cpp each define.
+// sum_slices, pad_and_sum and sum_rows but for the loops: check, find the rows, and hand them to Backend::sum(params,
+// op), Backend::pad(params, op) and Backend::rows(params, op), which cpu.cpp and cuda.cpp each define.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -107,10 +107,37 @@ std::tuple<at::Tensor, at::Tensor> pad_and_sum(const at::Tensor& x, int64_t chan
   return {out, sums};
 }
 
+// The sum of x (..., width) over all dimensions but the last.
+template <class Backend>
+at::Tensor sum_rows(const at::Tensor& x) {
+  constexpr const char* op = "sum_rows";
+  check_strided(x, op, "x");
+  check_float(x, op, "x");
+  TORCH_CHECK(x.dim() > 0, op, ": x has shape [], but (..., width) is expected");
+  const c10::DeviceGuard guard(x.device());
+  const at::Tensor sums = at::empty_symint({x.sym_size(-1)}, x.options());
+  if constexpr (!Backend::kMeta) {
+    if (x.numel() == 0) return sums.zero_();
+    const at::Tensor from = x.contiguous();
+    core::SumRowsParams params{};
+    params.width = x.size(-1);
+    params.rows = x.numel() / params.width;
+    params.x = from.const_data_ptr();
+    params.sums = sums.mutable_data_ptr();
+    params.dtype = core_dtype(x.scalar_type());
+    const auto arithmetic = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const at::Tensor partials = at::empty({params.splits(), params.width}, x.options().dtype(arithmetic));
+    params.partials = partials.mutable_data_ptr();
+    Backend::rows(params, op);
+  }
+  return sums;
+}
+
 template <class Backend>
 void register_slices(torch::Library& m) {
   m.impl("sum_slices", TORCH_FN(sum_slices<Backend>));
   m.impl("pad_and_sum", TORCH_FN(pad_and_sum<Backend>));
+  m.impl("sum_rows", TORCH_FN(sum_rows<Backend>));
 }
 
 }  // namespace torch_fastdet

@@ -50,6 +50,44 @@ void check(uint64_t seed) {
   EXPECT_TRUE(out.surroundings_intact());
 }
 
+// How far a sum may be from `sum`, of elements whose magnitudes add up to `size`.
+inline double sum_limit(DType dtype, double sum, double size) {
+  const double each = dtype == DType::kFloat64 ? 1e-15 : 1e-7;
+  const double last = dtype == DType::kFloat16 ? 1e-3 : dtype == DType::kBFloat16 ? 8e-3 : each;
+  return last * std::abs(sum) + 50 * each * size;
+}
+
+// Backend::rows(params) gives whether it ran.
+template <class Backend>
+void check_rows(uint64_t seed) {
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  Random random(seed);
+  Backend::seed(seed);
+  SumRowsParams p{};
+  p.dtype = random.one_of(kEveryDtype);
+  p.rows = random.chance(20) ? 1 : 1 + random.below(random.chance(20) ? 40000 : 600);
+  p.width = random.chance(50) ? 8 * (1 + random.below(40)) : 1 + random.below(70);
+  Tensor x(p.dtype, {p.rows, p.width}, {p.width, 1}, random.chance(60) ? 0 : random.below(9));
+  for (int64_t at = 0; at < x.numel(); ++at) x.set(at, random.normal());
+  Tensor sums(p.dtype, {p.width}, {1}, random.below(9));
+  Tensor partials(p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32, {p.splits(), p.width}, {p.width, 1},
+                  0);
+  p.x = x.data();
+  p.sums = sums.data();
+  p.partials = partials.data();
+  ASSERT_TRUE(Backend::rows(p));
+  for (int64_t column = 0; column < p.width; ++column) {
+    double sum = 0, size = 0;
+    for (int64_t row = 0; row < p.rows; ++row) {
+      const double each = x.get(row * p.width + column);
+      sum += each;
+      size += std::abs(each);
+    }
+    ASSERT_NEAR(sums.get(column), sum, sum_limit(p.dtype, sum, size)) << "column " << column;
+  }
+  EXPECT_TRUE(sums.surroundings_intact() && partials.surroundings_intact());
+}
+
 // Backend::pad(params) gives whether it ran.
 template <class Backend>
 void check_pad(uint64_t seed) {
@@ -87,9 +125,7 @@ void check_pad(uint64_t seed) {
         size += std::abs(want);
       }
     }
-    const double each = arithmetic == DType::kFloat64 ? 1e-15 : 1e-7;
-    const double last = dtype == DType::kFloat16 ? 1e-3 : dtype == DType::kBFloat16 ? 8e-3 : each;
-    ASSERT_NEAR(sums.get(c), sum, last * std::abs(sum) + 50 * each * size);
+    ASSERT_NEAR(sums.get(c), sum, sum_limit(dtype, sum, size));
   }
   EXPECT_TRUE(out.surroundings_intact() && sums.surroundings_intact() && partials.surroundings_intact());
 }
