@@ -1,5 +1,6 @@
 """Every operator is in the reference, its docstring says what an operator's has to say, and all of them are imperative."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -55,9 +56,24 @@ def public() -> Iterator[tuple[str, object]]:
                     yield f"{value.__qualname__}.{key}", member
 
 
+#: No verb, or one in the third person.
+OTHER = r"(A|An|The|One|What|Which|Why|Whether|How|Where|While|In|Of|For|By|As|With)\b|[^A-Z]|\w+(?<!s)s\b"
+
+
 def test_docstrings_are_imperative():
     """They begin with a verb: no article, no question word, no code, and no third person."""
-    other = r"(A|An|The|One|What|Which|Why|Whether|How|Where|While|In|Of|For|By|As|With)\b|[^A-Z]|\w+(?<!s)s\b"
     texts = [(name, value.__doc__.strip()) for name, value in public() if value.__doc__]
     assert len(texts) > 100
-    assert [(name, text[:60]) for name, text in texts if re.match(other, text)] == []
+    assert [(name, text[:60]) for name, text in texts if re.match(OTHER, text)] == []
+
+
+def test_private_docstrings_begin_with_a_verb():
+    """Modules' say what a module does, so theirs is in the third person."""
+    found = []
+    for path in sorted(Path(ops.__file__).parents[1].rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for node in (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module))):
+            text, of_module = ast.get_docstring(node), isinstance(node, ast.Module)
+            if text and bool(re.match(r"[A-Z]\w+s\b" if of_module else OTHER, text)) != of_module:
+                found.append((path.name, text[:60]))
+    assert found == []

@@ -1,4 +1,4 @@
-"""Fused CUDA and C++ operators for YOLO training and post-processing, with the results of the code they replace.
+"""Provides fused CUDA and C++ operators for YOLO training and post-processing, with the results of the code they replace.
 
 Operators are in :mod:`torch_fastdet.ops`; drop-in replacements for YOLOv5's names in :mod:`torch_fastdet.yolov5`.
 ``python -m torch_fastdet`` prints :func:`build_info`.

@@ -1,4 +1,4 @@
-"""``python -m torch_fastdet`` prints what is installed and what it runs on.
+"""Prints what is installed and what it runs on.
 
 ``doctor`` says what applies here, in YOLOv5 and in Ultralytics. ``benchmark`` times it on this machine.
 """

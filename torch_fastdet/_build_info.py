@@ -1,4 +1,4 @@
-"""What is installed, what it was built with, and what it runs on."""
+"""Tells what is installed, what it was built with, and what it runs on."""
 
 from __future__ import annotations
 

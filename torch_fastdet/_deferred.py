@@ -1,4 +1,4 @@
-"""Errors of operators on a GPU, which the host raises later instead of waiting for them."""
+"""Collects errors of operators on a GPU, which the host raises later instead of waiting for them."""
 
 from __future__ import annotations
 

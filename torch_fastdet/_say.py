@@ -1,4 +1,4 @@
-"""The lines of the package: records of ``torch_fastdet.logger``, which launchers and ``patch()`` show on stderr.
+"""Prints the lines of the package: records of ``torch_fastdet.logger``, which launchers and ``patch()`` show on stderr.
 
 The variable ``TORCH_FASTDET_LOG`` chooses which: ``debug`` (each replaced name, too), ``info`` (the default), ``warning`` (only what does
 not apply or falls back), ``error``, or ``quiet``. A user who configures logging gets the records instead.

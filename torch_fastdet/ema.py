@@ -1,4 +1,4 @@
-"""Moving average of a model, in one launch a step."""
+"""Updates the moving average of a model in one launch a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many operations our operators take, and their formulas in ``torch.utils.flop_counter`` once this module is imported.
+"""Counts the operations of torch_fastdet's operators, and tells ``torch.utils.flop_counter`` once it is imported.
 
 One addition, multiplication, comparison or transcendental function is one operation, a fused multiply-add two; selections, conversions and
 sign changes are none. A count follows from shapes only: how many candidates pass a threshold, or how many targets match, is left out.
@@ -118,7 +118,7 @@ def _bn_act(a: Any) -> int:
 
 
 def _bn_act_backward(a: Any) -> int:
-    """Twice the activation's input (three) and derivative (as two activations), once the sums (three) and the result (five)."""
+    """Count the activation's input (3) and derivative (2 activations) twice, the sums (3) and the result (5) once."""
     return math.prod(a.x) * (2 * (3 + 2 * ACTIVATION[a.activation]) + 3 + 5)
 
 
@@ -140,7 +140,7 @@ def _v8_class_logits(a: Any) -> int:
 
 
 def _rtdetr_logits(a: Any) -> int:
-    """Varifocal entropy of each class that is not to be found; how many queries get a target no shape says."""
+    """Count the varifocal entropy of each class as not to be found: no shape says how many queries get a target."""
     return math.prod(a.scores) + (0 if a.dn_scores is None else math.prod(a.dn_scores))
 
 

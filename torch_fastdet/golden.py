@@ -1,4 +1,4 @@
-"""Golden stage tensors: save what each stage of a detector's post-processing produced, and find the first that differs.
+"""Saves what each stage of a detector's post-processing produced, and finds the first stage that differs.
 
 Save the same named stages of a port, here and in C++ (``torch_fastdet/golden.h``), and compare::
 
@@ -278,7 +278,7 @@ def yolov5_stages(
     iou_thres: float = 0.45,
     max_det: int = 300,
 ) -> dict[str, list[torch.Tensor] | torch.Tensor]:
-    """Compute YOLOv5's post-processing in plain PyTorch, for :func:`save`: what a port is compared with. Clear, not fast.
+    """Compute YOLOv5's post-processing in plain PyTorch, for :func:`save`: what a port is compared with. It is clear, but not fast.
 
     Args:
         heads: One raw map a level, (bs, na * no, ny, nx) or (bs, na, ny, nx, no), no = 5 + classes.

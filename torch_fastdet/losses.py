@@ -1,4 +1,4 @@
-"""Losses over :mod:`torch_fastdet.ops`."""
+"""Wraps :mod:`torch_fastdet.ops` as modules that compute losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks of detections, and their crop, under the original signatures of YOLOv5 and Ultralytics: the same pixels, without float masks at full size.
+"""Makes and crops masks of detections under the original signatures of YOLOv5 and Ultralytics, without float masks at full size.
 
 The functions ``*_process_mask*`` take, and raise RuntimeError for a wrong shape, dtype or device of:
 

@@ -1,4 +1,4 @@
-"""The memory that this process holds much of: who holds it, how much there may be, and who gives it back when it runs out.
+"""Budgets memory that this process holds much of: who holds it, how much there may be, and who frees it when it runs out.
 
 Whatever holds much memory is an :class:`Owner` and registers itself (:func:`register`). :func:`report` lists the owners.
 

@@ -1,4 +1,4 @@
-"""ONNX export of models that call our operators: written out as standard ONNX operators where these give the same bits."""
+"""Exports models that call torch_fastdet's operators to ONNX, as standard operators where these give the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules for the end of a detector, scriptable: raw head maps to padded detections, with nothing copied to the host.
+"""Provides scriptable modules for the end of a detector: raw head maps to padded detections, with nothing copied to the host.
 
 The list-returning functions of the stock packages are in :mod:`torch_fastdet.suppression`.
 """
@@ -448,7 +448,7 @@ class PictureDetector(nn.Module):
         return detections, counts
 
     def forward_files(self, files: "Sequence[str | PathLike[str] | bytes]") -> tuple[Tensor, Tensor]:
-        """Detect in JPEG files, paths or their bytes, which are decoded on the module's device. Not for TorchScript.
+        """Detect in JPEG files, paths or their bytes, which are decoded on the module's device. TorchScript cannot call it.
 
         The pixels are those of ``cv2.imdecode``, whatever ``bgr`` says: it is about pictures that are given.
 
@@ -465,7 +465,7 @@ class PictureDetector(nn.Module):
 
     @torch.jit.export
     def forward_prototypes(self, pictures: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Also return the prototypes (images, channels, height, width) of a model that segments, of which
+        """Return also the prototypes (images, channels, height, width) of a model that segments, of which
         :mod:`torch_fastdet.masks` makes masks in an image's own pixels.
         """
         detections, counts, prototypes = self._detect_pictures(pictures, self.bgr)

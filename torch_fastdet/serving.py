@@ -1,4 +1,4 @@
-"""Many threads, one model: images that several callers submit go through ``predict`` in batches.
+"""Shares one model between many threads: images that several callers submit go through ``predict`` in batches.
 
 with Batcher(lambda images: model.predict(images, verbose=False), max_batch=16, max_wait_ms=2.0) as batcher:
     result = batcher.submit(frame).result()                                    # from any thread

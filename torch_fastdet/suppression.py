@@ -1,4 +1,4 @@
-"""Non-maximum suppression under the original signatures: a list of detections for each image, one copy to the host a call."""
+"""Suppresses boxes under the original signatures: a list of detections for each image, one copy to the host a call."""
 
 from __future__ import annotations
 

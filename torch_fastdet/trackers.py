@@ -1,4 +1,4 @@
-"""Multi-object trackers on one CPU core, with NumPy arrays in and out. They need no GPU, and neither ``lap`` nor Ultralytics.
+"""Tracks objects on one CPU core, with NumPy arrays in and out. The trackers need no GPU, and neither ``lap`` nor Ultralytics.
 
     tracker = ByteTrack(track_buffer=30)
     for boxes, scores, classes in detections:                   # of each frame, in order

@@ -1,1 +1,1 @@
-"""What the package needs of torch beyond its public functions: private names, graphs behind replays, tensors by device."""
+"""Wraps what the package needs of torch beyond its public functions: private names, graphs, tensors by device."""

@@ -1,4 +1,4 @@
-"""One capture at a time in a process, and none while somebody waits for the whole device: that fails during a capture, and ends it."""
+"""Allows one capture at a time in a process, and none while somebody waits for the whole device, which would end it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A CUDA graph whose memory goes back to the allocator behind its replays."""
+"""Provides a CUDA graph whose memory goes back to the allocator behind its replays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What graphs, resume and the hosts ask of modules, and what stands in for attributes for a while."""
+"""Asks modules what graphs, resume and the frameworks need to know, and replaces attributes for a while."""
 
 from __future__ import annotations
 

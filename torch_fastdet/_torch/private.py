@@ -1,4 +1,4 @@
-"""Every private name and key of torch that the Python package uses, and what is asked of its process groups.
+"""Names every private name and key of torch that the Python package uses, and asks its process groups.
 
 ``tests/test_private.py`` asserts that the installed torch has them all. Two kinds are used where they are needed: the dictionaries
 ``_parameters``, ``_buffers`` and ``_modules`` of ``nn.Module``, and methods of torch that a class of torch_fastdet overrides.
@@ -82,7 +82,7 @@ def pool_bytes(pool: Any) -> int:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Inside a backward pass: call ``callback()`` when it ends, on the stream that called ``backward()``."""
+    """Call ``callback()`` when this backward pass ends, on the stream that called ``backward()``."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 

@@ -1,4 +1,4 @@
-"""What optim, ema.py and graphs share: tensors by device, and cheap answers to "are these still the same objects?"."""
+"""Groups tensors by device, and tells cheaply whether objects are still the same, for optim, ema.py and graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training and inference as CUDA graphs: the host launches one graph where it launched thousands of kernels.
+"""Runs training and inference as CUDA graphs: the host launches one graph instead of thousands of kernels.
 
 :class:`GraphedModule` replays a module's forward and backward pass and leaves the loop around it as it is; :class:`TrainStep` replays a
 whole step; :class:`InferenceGraphs` replays the forward pass in eval mode. docs/training_loop.md shows how.

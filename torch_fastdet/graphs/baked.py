@@ -1,4 +1,4 @@
-"""What a graph has baked in: addresses, and decisions that the host took. A graph is valid while they stay the same."""
+"""Tells whether a graph is still valid: whether the addresses and the host's decisions in it are the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BakedModule:
         self._addresses: tuple[int, ...] = ()
 
     def moved(self, module: nn.Module) -> bool:
-        """Return whether the module has other tensors, or tensors in another place, than at the last call. True at the first."""
+        """Return whether the module has other tensors, or tensors in another place, than at the last call, or this is the first."""
         walk = Walk.renewed(self._walk, module)
         addresses = tuple([t.data_ptr() for t in walk.tensors])
         # The objects count too: gradients go to the parameters of the capture.

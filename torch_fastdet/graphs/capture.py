@@ -1,4 +1,4 @@
-"""One capture: what surrounds it, and the memory that it reads and writes.
+"""Makes one capture: prepares what surrounds it, and holds the memory that it reads and writes.
 
 The rest of the package reaches CUDA through the functions at the top and those of ``_torch/graph.py``, which tests replace.
 """
@@ -45,7 +45,7 @@ def autocast_dtype() -> torch.dtype | None:
 
 
 def uncached_autocast(dtype: torch.dtype | None) -> torch.autocast:
-    """Autocast to ``dtype``, or none. A cached cast would be made by one graph and be missing in the next replay."""
+    """Run autocast to ``dtype``, or none, without its cache: the next replay would miss a cast that another graph made."""
     return torch.autocast("cuda", dtype, enabled=dtype is not None, cache_enabled=False)
 
 
@@ -119,7 +119,7 @@ def read_on(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
 
 
 def make_backward_wait(device: torch.device) -> None:
-    """Inside a backward pass: the stream that called ``backward()`` waits for what runs on the current one."""
+    """Let the stream that called ``backward()`` wait for what runs on the current one, within that backward pass."""
     event = torch.cuda.current_stream(device).record_event()
     private.at_end_of_backward(lambda: torch.cuda.current_stream(device).wait_event(event))
 

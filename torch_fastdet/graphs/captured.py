@@ -1,4 +1,4 @@
-"""What every captured callable is: graphs by what decides their kernels, in one pool, and what is done where a capture fails."""
+"""Implements every captured callable: graphs by what decides their kernels, one pool, and what a failed capture does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forward pass of a module in eval mode as CUDA graphs, one for each input shape."""
+"""Runs the forward pass of a module in eval mode as CUDA graphs, one for each input shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loss may offer to a training step in graphs, beyond the call itself."""
+"""Declares what a loss may offer to a training step in graphs, beyond the call itself."""
 
 from __future__ import annotations
 

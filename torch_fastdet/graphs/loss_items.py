@@ -1,4 +1,4 @@
-"""The items of a loss, which loops read after each iteration for their progress bar.
+"""Holds the items of a loss, which loops read after each iteration for their progress bar.
 
 Reading a tensor waits for all that was launched on its stream. These items are read when they are known: the GPU still works on the
 backward pass while the host goes on.
@@ -112,7 +112,7 @@ def _event(items: LossItems) -> torch.cuda.Event:
 
 @functools.cache
 def _stream(current: torch.cuda.Stream) -> torch.cuda.Stream:
-    """Beside this one; threads with streams of their own do not wait for one another."""
+    """Make a stream beside this one; threads with streams of their own do not wait for one another."""
     return torch.cuda.Stream(current.device, priority=-1)
 
 

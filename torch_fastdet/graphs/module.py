@@ -1,4 +1,4 @@
-"""The passes of a module as CUDA graphs, with the loop around them left as it is."""
+"""Runs the passes of a module as CUDA graphs, and leaves the loop around them as it is."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ class GraphedModule(nn.Module):
         return ranks.run(self.module, lambda: self._forward(*args, **kwargs))
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Only add up gradients on each rank while inside; the first backward pass after it averages the sums.
+        """Add up gradients on each rank only while inside; the first backward pass after it averages the sums.
 
         As with DistributedDataParallel, the forward pass must be inside as well. Without a process group it changes nothing.
         """

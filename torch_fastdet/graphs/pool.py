@@ -1,4 +1,4 @@
-"""Captured graphs and their memory: what is kept, what goes first, and what happens when memory runs out."""
+"""Keeps captured graphs and their memory, and decides which goes first when memory runs out."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class GraphPool(Owner, Generic[G]):
         return self._stream
 
     def held(self) -> int:
-        """Device memory that the allocator holds for the graphs."""
+        """Return the device memory that the allocator holds for the graphs."""
         return private.pool_bytes(self.handle)
 
     def offer(self) -> str:

@@ -1,4 +1,4 @@
-"""Gradients and buffers of a model that several processes train: what DistributedDataParallel does, on flat memory.
+"""Averages gradients and sends buffers between processes, as DistributedDataParallel does, on flat memory.
 
 A replayed backward pass runs no hooks. So all gradients of a dtype lie in one flat tensor, which is averaged over the ranks behind the
 backward pass, without a host sync. Nothing of NCCL is captured: ranks that run eagerly exchange the same tensors.

@@ -1,4 +1,4 @@
-"""What cannot be captured, and the messages."""
+"""Finds what cannot be captured, and writes the messages."""
 
 from __future__ import annotations
 

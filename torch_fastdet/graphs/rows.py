@@ -1,4 +1,4 @@
-"""A function of rows as CUDA graphs of forward and backward, with the loop around it left as it is."""
+"""Runs a function of rows as CUDA graphs of forward and backward, and leaves the loop around it as it is."""
 
 from __future__ import annotations
 

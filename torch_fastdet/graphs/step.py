@@ -1,4 +1,4 @@
-"""A whole training step as one CUDA graph."""
+"""Runs a whole training step as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class TrainStep(CapturedCallable[_Phase]):
         return list({id(tensor): tensor for tensor in held}.values())
 
     def _follow_stream(self) -> None:
-        """Another stream than that of the last call may still read what is dropped in a later call."""
+        """Note that this call's stream reads the step's memory, if it is not that of the last call."""
         stream = _graph.current_stream(self.device)
         if stream != self._stream:
             _capture.read_on([*self._static(), self._count], stream)

@@ -1,4 +1,4 @@
-"""Work of threads ahead of who needs it, in order."""
+"""Runs work in threads ahead of who needs it, in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Order for memory that processes share without a lock: whoever sees a mark sees what was written before the mark was set."""
+"""Orders memory that processes share without a lock: whoever sees a mark sees what was written before the mark was set."""
 
 from __future__ import annotations
 

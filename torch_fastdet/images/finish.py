@@ -1,4 +1,4 @@
-"""What the thread that finishes batches runs: it uploads what the GPU does not have yet, and makes the batch in one launch.
+"""Finishes batches in a thread: uploads what the GPU does not have yet, and makes the batch in one launch.
 
 The GPU keeps the first images of a data set, decoded, as many as its budget allows. Unless the budget is set, it is what the first
 steps leave free.

@@ -1,4 +1,4 @@
-"""JPEG files instead of decoded images, which take ten times their memory: a GPU decodes what a batch shows of them."""
+"""Keeps JPEG files instead of decoded images, which take ten times their memory: a GPU decodes what a batch shows of them."""
 
 from __future__ import annotations
 

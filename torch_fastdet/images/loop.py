@@ -1,4 +1,4 @@
-"""What the training process runs: it asks for plans, and a thread of it makes the next batches while the loop works on one."""
+"""Runs in the training process: asks for plans, and a thread makes the next batches while the loop works on one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images in memory that all processes of a data loader share: decoded, or as files that the GPU decodes.
+"""Shares images between all processes of a data loader: decoded ones, or files that the GPU decodes.
 
 The memory is an anonymous file (``memfd``), of which nothing is left however a process ends. Every image has its place from the start,
 because the label scan knows the sizes. Whoever decodes an image first writes it, then sets its mark.

@@ -1,4 +1,4 @@
-"""How a batch is made of images, written down as tables: what loader processes send instead of pixels.
+"""Writes down as tables how a batch is made of images: loader processes send these instead of pixels.
 
 An image of a batch has one layer, or two for mixup. A layer is a canvas with source images placed on it and a map. :func:`pack` makes
 the tables of :func:`torch_fastdet.ops.image_augment`.

@@ -86,7 +86,7 @@ class Recorder:
         self._told.add(what)
 
     def items(self, planned: Callable[[], list], stock: Callable[[], list]) -> list:
-        """Planned items of a batch; the framework's own, and from then on, where its code does not run on stand-ins."""
+        """Return the planned items of a batch; the framework's own, and from then on, if its code does not run on stand-ins."""
         if self.refusal is not None:
             return stock()
         states = random.getstate(), np.random.get_state(), torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""One memory for all processes of a training that run on one machine.
+"""Shares one memory between all processes of a training that run on one machine.
 
 They find each other by the store of their process group. The first that asks for a data set makes the memory and notes there where its
 files are; the others open these under ``/proc``.

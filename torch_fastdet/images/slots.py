@@ -1,4 +1,4 @@
-"""Memory in which loader processes make pixels, and which they use again: clearing fresh pages costs a third of an image's time.
+"""Lends loader processes memory for pixels again and again: clearing fresh pages takes a third of an image's time.
 
 A slot is an anonymous file with one byte behind the pixels that says who has it.
 """

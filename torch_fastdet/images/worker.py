@@ -1,4 +1,4 @@
-"""What loader processes run: they put the plans of a batch together, and make its images where there is no GPU."""
+"""Runs in loader processes: puts the plans of a batch together, and makes its images if there is no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A block of a convolution, a BatchNorm2d and an activation, with norm and activation as one operator, in training and in evaluation.
+"""Runs norm and activation behind a convolution as one operator, in training and in evaluation.
 
 In evaluation without gradients the framework may have fused the norm into the convolution: then its bias and the activation are that
 operator. YOLOv5 and Ultralytics both have such a ``Conv``, a ``Bottleneck`` of two of them with a shortcut, a ``C3`` of three and of

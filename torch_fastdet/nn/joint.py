@@ -1,4 +1,4 @@
-"""Convolutions of one input and one kind as one convolution, with the norms and activations behind them in one operator.
+"""Runs convolutions of one input and one kind as one, with the norms and activations behind them in one operator.
 
 A C3 block's ``cv1`` and ``cv2`` read the same tensor, and so do the first blocks for boxes and classes in a level of YOLOv8's head. As one
 convolution they read it once, and the gradients that they give it need no sum. This takes their weights in one tensor, which a captured

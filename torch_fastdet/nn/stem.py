@@ -1,4 +1,4 @@
-"""The first convolution of a detector, of stride 2 on three channels, as a convolution of stride 1 on sixteen.
+"""Runs a detector's first convolution, of stride 2 on three channels, as a convolution of stride 1 on sixteen.
 
 YOLOv5 begins with 6x6, stride 2, padding 2, Ultralytics' models with 3x3, stride 2, padding 1. No tensor core takes three
 channels. With each square of 2x2 pixels as channels the same sums are a 3x3 or 2x2 convolution of stride 1. The module and its

@@ -1,4 +1,4 @@
-"""Modules over :mod:`torch_fastdet.ops`."""
+"""Provides upsampling modules over :mod:`torch_fastdet.ops`."""
 
 from __future__ import annotations
 

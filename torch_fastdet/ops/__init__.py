@@ -1,4 +1,4 @@
-"""Typed wrappers over ``torch.ops.torch_fastdet``: one for each operator, usable in TorchScript and torch.compile.
+"""Wraps each operator of ``torch.ops.torch_fastdet`` with types, for eager code, TorchScript and torch.compile.
 
 A wrong argument raises an error of one line that names it:
 

@@ -1,4 +1,4 @@
-"""One-line errors for arguments of a wrong type. PyTorch's own error prints the operator's whole schema."""
+"""Raises one-line errors for arguments of a wrong type, because PyTorch's own error prints the operator's whole schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intersection over union of box pairs, and the loss 1 - IoU."""
+"""Computes the intersection over union of box pairs, and the loss 1 - IoU."""
 
 import torch
 

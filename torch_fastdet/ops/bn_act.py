@@ -1,4 +1,4 @@
-"""BatchNorm2d in training and the activation behind it, as one operator; also several of them into one concatenation.
+"""Computes BatchNorm2d in training and the activation behind it as one operator, also several into one concatenation.
 
 In evaluation the norm is a scale and a bias, or part of the convolution before it.
 """

@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention, as in Deformable DETR and the detectors after it."""
+"""Computes multi-scale deformable attention, as in Deformable DETR and the detectors after it."""
 
 from __future__ import annotations
 

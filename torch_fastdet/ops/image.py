@@ -1,4 +1,4 @@
-"""Images as OpenCV makes them, a whole batch a call: resize, letterbox, and mosaic, warp, colours and flips in one pass."""
+"""Makes images as OpenCV does, a whole batch a call: resize, letterbox, and mosaic, warp, colours and flips in one pass."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def image_augment(
 ) -> Tensor:
     """Make a batch of training images: mosaic, warp, mixup, colours and flips in one launch, with OpenCV's bits.
 
-    In order, and as OpenCV and numpy compute them: placement of images on a canvas of grey 114, copy-paste by mask, ``cv2.warpAffine`` or
-    ``cv2.warpPerspective`` (bilinear, border 114), mixup with a second canvas, ``cv2.cvtColor`` to HSV, three tables, and back, flips,
-    BGR to RGB, HWC to CHW.
+    The steps are, in this order and as OpenCV and numpy compute them: placement of images on a canvas of grey 114, copy-paste by mask,
+    ``cv2.warpAffine`` or ``cv2.warpPerspective`` (bilinear, border 114), mixup with a second canvas, ``cv2.cvtColor`` to HSV, three
+    tables, and back, flips, BGR to RGB, HWC to CHW.
 
     Images are uint8, HWC, BGR (or grey), rows without gaps, one after another in packed storages. Tables are contiguous, on the storages'
     device, and on CUDA never read by the host.

@@ -1,4 +1,4 @@
-"""JPEG files with OpenCV's pixels, on the CPU or the GPU: whole images or rectangles of them, a whole batch a call.
+"""Decodes JPEG files to OpenCV's pixels, on the CPU or the GPU: whole images or rectangles of them, a whole batch a call.
 
 A *packed JPEG* is a file that a decoder can enter anywhere: its tables, its entropy-coded scan, and an index of 10 bytes for
 every four MCUs or fewer (an MCU is 16 x 16 pixels in most files). :func:`jpeg_pack` makes it on the host and is the only one that reads

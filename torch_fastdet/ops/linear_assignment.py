@@ -1,4 +1,4 @@
-"""Assignment of rows and columns at the least total cost, for many problems at once."""
+"""Assigns rows and columns at the least total cost, for many problems at once."""
 
 from __future__ import annotations
 

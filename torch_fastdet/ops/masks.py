@@ -1,4 +1,4 @@
-"""Masks of detections from mask coefficients and prototypes, and their crop."""
+"""Makes masks of detections from mask coefficients and prototypes, and crops them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detections matched with labels for validation: correct detections by IoU threshold, and the confusion matrix."""
+"""Matches detections with labels for validation: correct detections by IoU threshold, and the confusion matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of tensors in one launch: moving average, SGD, unscale, norm and clip, in place.
+"""Works on lists of tensors in one launch, in place: moving average, SGD, unscale, norm and clip.
 
 All functions take tensors of float16, bfloat16, float32 and float64, also mixed, of any sizes (also empty) and any strides. Tensors
 with the same index have the same shape, and all tensors are on one device. Nothing is copied or made contiguous: tensors of one

@@ -1,4 +1,4 @@
-"""Post-processing of YOLO heads: decode, exact non-maximum suppression with a fixed capacity, boxes in original pixels.
+"""Decodes YOLO heads, suppresses exactly with a fixed capacity, and scales boxes to original pixels.
 
 Every operator works without a host sync, is capturable in a CUDA graph and gives the same result on the CPU and the GPU.
 """

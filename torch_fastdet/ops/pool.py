@@ -1,4 +1,4 @@
-"""Max pooling of max poolings, written into one concatenation."""
+"""Writes max poolings of max poolings into one concatenation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RT-DETR's whole loss: costs, assignment, varifocal, box and GIoU terms of every prediction set, and all gradients."""
+"""Computes RT-DETR's whole loss: costs, assignment, varifocal, box and GIoU terms of every prediction set, and all gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Squares of 2x2 pixels as channels: what turns a strided convolution on few channels into a dense one on more."""
+"""Turns squares of 2x2 pixels into channels, which makes a strided convolution on few channels a dense one on more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The convolution that a detector's first layer is on squares of pixels, on tensor cores."""
+"""Computes the convolution that a detector's first layer is on squares of pixels, on tensor cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""2x nearest upsampling, by itself and written straight into a concatenation."""
+"""Upsamples by 2 to the nearest neighbour, by itself and straight into a concatenation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers in few launches, gradient clipping without a host sync, and the whole optimizer step in two launches."""
+"""Provides optimizers in few launches, gradient clipping without a host sync, and the whole optimizer step in two launches."""
 
 from torch_fastdet.optim.adamw import Adam, AdamW
 from torch_fastdet.optim.convert import converted

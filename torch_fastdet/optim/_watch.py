@@ -1,4 +1,4 @@
-"""What a step of torch_fastdet holds of an optimizer: its numbers, its parameters and its buffers."""
+"""Watches what a step of torch_fastdet holds of an optimizer: its numbers, its parameters and its buffers."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class Binding:
         )
 
     def is_current(self) -> bool:
-        """False where the optimizer has other parameters; other buffers are taken over at once."""
+        """Return False if the optimizer has other parameters; take other buffers over at once."""
         if not self.same_params():
             return False
         if not self.same_buffers():

@@ -1,4 +1,4 @@
-"""``torch.optim.Adam`` and ``torch.optim.AdamW`` in one launch."""
+"""Implements ``torch.optim.Adam`` and ``torch.optim.AdamW`` in one launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From an optimizer that somebody has built to the one of this package."""
+"""Converts an optimizer that somebody has built to the one of this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer's part of a training step in two launches."""
+"""Runs the optimizer's part of a training step in two launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients between backward and the step: unscaled, and clipped, without a host sync."""
+"""Unscales and clips gradients between backward and the step, without a host sync."""
 
 from __future__ import annotations
 

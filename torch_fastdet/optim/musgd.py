@@ -1,4 +1,4 @@
-"""MuSGD, the optimizer that Ultralytics takes for long trainings: orthogonalised momentum beside SGD."""
+"""Implements MuSGD, the optimizer that Ultralytics takes for long trainings: orthogonalised momentum beside SGD."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torch.optim.SGD`` in one launch."""
+"""Implements ``torch.optim.SGD`` in one launch."""
 
 from __future__ import annotations
 

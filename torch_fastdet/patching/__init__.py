@@ -1,1 +1,1 @@
-"""What replaces names of a host, remembers them and puts them back; it knows no host."""
+"""Replaces names of a framework, remembers them and puts them back; it knows no framework."""

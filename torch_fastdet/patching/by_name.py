@@ -1,4 +1,4 @@
-"""Pickles of the hosts' classes that load without torch_fastdet."""
+"""Writes pickles of the frameworks' classes that load without torch_fastdet."""
 
 from __future__ import annotations
 

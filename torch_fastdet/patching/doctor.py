@@ -1,4 +1,4 @@
-"""``python -m torch_fastdet.<framework> doctor``: run what ``patch()`` runs, replace nothing, and print which switches apply and why."""
+"""Implements ``python -m torch_fastdet.<framework> doctor``: runs ``patch()`` without replacing, and prints what applies, and why."""
 
 from __future__ import annotations
 

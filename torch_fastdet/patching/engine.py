@@ -1,4 +1,4 @@
-"""``patch()`` and ``unpatch()`` of one third party: which switches there are, which are on, and why others are not."""
+"""Implements ``patch()`` and ``unpatch()`` of one framework: which switches there are, which are on, and why others are not."""
 
 from __future__ import annotations
 

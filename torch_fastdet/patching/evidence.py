@@ -1,4 +1,4 @@
-"""Tell whether a framework's code is known, when a function or class is replaced, and never at a call.
+"""Tells whether a framework's code is known, when a function or class is replaced, and never at a call.
 
 For a version that gives another answer, add another signature, hash or case to its row.
 """
@@ -32,7 +32,7 @@ class Obstacle(str):
 
 
 class Follows(Obstacle):
-    """That of a target that stays because another one does, which has its line already."""
+    """Stand for a target that stays because another one does, which has its line already."""
 
 
 class Evidence(Protocol):

@@ -1,4 +1,4 @@
-"""The modules that are loaded, and a callback after the import of further ones.
+"""Lists the modules that are loaded, and calls back after the import of further ones.
 
 ``sys.modules`` may hold anything: only dictionaries of module objects are read, which runs none of their code.
 """

@@ -1,4 +1,4 @@
-"""What the command lines of all hosts share: our flags among a script's own arguments, and errors in one line."""
+"""Implements what the command lines of all frameworks share: our flags among a script's own arguments, and errors in one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_fastdet.patching.switch import SwitchError
 
 @dataclass(frozen=True)
 class Launcher:
-    """``python -m torch_fastdet.<framework> ... --<switch>``: what the user types, the whole command, and what it does, for the help."""
+    """Describe ``python -m torch_fastdet.<framework> ... --<switch>`` for the help: what the user types, and what it does."""
 
     host: Host
     program: str

@@ -1,4 +1,4 @@
-"""Names for the frameworks' objects in annotations. Their types are not imported: a framework may be missing, and forks have others."""
+"""Names the frameworks' objects in annotations. Their types are not imported, because a framework may be missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replace names, say so, and put them back.
+"""Replaces names, says so, and puts them back.
 
 ``from utils.metrics import bbox_iou`` leaves a second reference in the importer. So a replacement visits every loaded module, and every
 module of the framework right after its import. Values are compared by identity; no attribute of them is read.

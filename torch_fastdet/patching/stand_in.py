@@ -1,4 +1,4 @@
-"""A class that can replace the original class even if users derive from the original."""
+"""Makes a class that can replace the original class even if users derive from the original."""
 
 from __future__ import annotations
 

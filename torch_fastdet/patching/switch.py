@@ -1,4 +1,4 @@
-"""What a switch is: data. Each switch has one table, ``switches/<switch>/switch.py``, with a row of each framework.
+"""Describes a switch as data. Each switch has one table, ``switches/<switch>/switch.py``, with a row of each framework.
 
 A :class:`Switch` lists its targets, and ``patch()`` and the doctor walk them. What runs between ``patch()`` and ``unpatch()`` is an
 :class:`Active`.

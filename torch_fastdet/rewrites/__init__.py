@@ -1,1 +1,1 @@
-"""What a captured step changes in a model, so that it has fewer copies."""
+"""Changes a model for a captured step, so that it has fewer copies."""

@@ -1,4 +1,4 @@
-"""Ultralytics' attention blocks in a captured step: the original results with fewer copies."""
+"""Runs Ultralytics' attention blocks in a captured step: the original results with fewer copies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _attend(block: Any, x: Tensor, areas: int, key: int, scale: float) -> Tensor:
-    """Attention within each of ``areas`` horizontal parts of x; queries and keys have ``key`` channels a head.
+    """Attend within each of ``areas`` horizontal parts of x; queries and keys have ``key`` channels a head.
 
     The matrix products have the original's operands, and so its bits. Images are channels_last on the way.
     """

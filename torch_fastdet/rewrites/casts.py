@@ -1,4 +1,4 @@
-"""Autocast's casts of a model's weights, all of them in a few launches."""
+"""Runs autocast's casts of all of a model's weights in a few launches."""
 
 from __future__ import annotations
 

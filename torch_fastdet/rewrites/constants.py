@@ -1,4 +1,4 @@
-"""RT-DETR's constants of a shape, which it makes on the CPU in each forward pass: a capture can copy nothing from there."""
+"""Keeps RT-DETR's constants of a shape on the GPU: it makes them on the CPU, and a capture cannot copy from there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""First convolutions of the branches of a head's level as one convolution (:mod:`torch_fastdet.nn.joint`)."""
+"""Runs the first convolutions of the branches of a head's level as one (:mod:`torch_fastdet.nn.joint`)."""
 
 from __future__ import annotations
 

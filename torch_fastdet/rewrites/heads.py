@@ -1,4 +1,4 @@
-"""Outputs of a ``Detect`` as its convolutions write them, where the framework copies or transposes them."""
+"""Returns the outputs of a ``Detect`` as its convolutions write them, where the framework copies or transposes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Max pooling of stride 1 in a captured step: the stem of RT-DETR's backbone, YOLOv3-tiny's last pooling."""
+"""Runs max pooling of stride 1 by an operator in a captured step: the stem of RT-DETR's backbone, YOLOv3-tiny's last pooling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rewrite of the frameworks' models, in the order in which they are applied."""
+"""Lists every rewrite of the frameworks' models, in the order in which they are applied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A :class:`Rewrite` changes a model while it is captured, and leaves it as it was."""
+"""Declares a :class:`Rewrite`, which changes a model while it is captured, and leaves it as it was."""
 
 from __future__ import annotations
 

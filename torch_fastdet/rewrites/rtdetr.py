@@ -1,4 +1,4 @@
-"""RT-DETR's attention in a captured step: deformable attention as one operator, and no averaged weights."""
+"""Runs RT-DETR's attention in a captured step: deformable attention as one operator, and no averaged weights."""
 
 from __future__ import annotations
 

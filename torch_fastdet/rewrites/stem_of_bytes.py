@@ -1,4 +1,4 @@
-"""A model that takes uint8 images: its stem divides them by 255."""
+"""Lets a model take uint8 images: its stem divides them by 255."""
 
 from __future__ import annotations
 

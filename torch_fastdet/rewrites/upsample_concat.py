@@ -1,4 +1,4 @@
-"""An upsampling that writes straight into the concatenation behind it."""
+"""Upsamples straight into the concatenation behind it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the switches of both frameworks replace the original code by."""
+"""Holds what the switches of both frameworks put in the place of the original code."""

@@ -1,4 +1,4 @@
-"""Where the modules of YOLOv5 and Ultralytics are, and which versions the switches know."""
+"""Knows where the modules of YOLOv5 and Ultralytics are, and which of their versions the switches support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keywords of ``patch()``."""
+"""Types the keywords of ``patch()``."""
 
 from __future__ import annotations
 

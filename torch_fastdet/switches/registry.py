@@ -1,4 +1,4 @@
-"""The switches of YOLOv5 and of Ultralytics, in the order in which they start.
+"""Lists the switches of YOLOv5 and of Ultralytics, in the order in which they start.
 
 Each room ``switches/<switch>/`` has one table, ``switch.py``, with a row of each framework. To add a switch, add its room and a row here.
 """

@@ -1,4 +1,4 @@
-"""torch_fastdet in Ultralytics: drop-ins under the stock names, and :func:`patch` for ``YOLO(...)`` of the real package.
+"""Provides drop-ins under Ultralytics' names, and :func:`patch` for ``YOLO(...)`` of the real package.
 
     python -m torch_fastdet.ultralytics train model=yolo11s.yaml data=coco8.yaml --fastdet      the yolo command
 

@@ -1,4 +1,4 @@
-"""``python -m torch_fastdet benchmark``: what torch_fastdet is worth on this machine, in one table to paste.
+"""Implements ``python -m torch_fastdet benchmark``: what torch_fastdet is worth on this machine, in one table to paste.
 
 Ultralytics trains, validates and predicts on images that are drawn here, each in a process of its own, with and without ``patch()``. The
 first epoch is left out, and the last one is profiled.

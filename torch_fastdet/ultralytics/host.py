@@ -1,4 +1,4 @@
-"""Ultralytics as a host of switches: its version, its modules, and the processes that its trainer starts."""
+"""Describes Ultralytics as a host of switches: its version, its modules, and the processes that its trainer starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m torch_fastdet.ultralytics train model=yolo11s.yaml data=coco8.yaml --fastdet``: the ``yolo`` command with switches on."""
+"""Implements ``python -m torch_fastdet.ultralytics train model=yolo11s.yaml --fastdet``: ``yolo`` with switches on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The losses of Ultralytics under its names, such as ``v8DetectionLoss``; Ultralytics is imported when one is asked for."""
+"""Provides the losses of Ultralytics under its names, and imports Ultralytics when one is asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch_fastdet in YOLOv5: drop-ins under the stock names, and switches that replace the original code.
+"""Provides drop-ins under YOLOv5's names, and switches that replace the original code.
 
     python -m torch_fastdet.yolov5 train.py --img 640 ... --bbox_iou_optim --upsample_optim     an unmodified script
 

@@ -1,4 +1,4 @@
-"""YOLOv5 as a host of switches: where it is, and which modules are its own."""
+"""Describes YOLOv5 as a host of switches: where it is, and which modules are its own."""
 
 from __future__ import annotations
 

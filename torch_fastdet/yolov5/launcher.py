@@ -1,4 +1,4 @@
-"""``python -m torch_fastdet.yolov5 train.py ... --bbox_iou_optim``: run an unmodified YOLOv5 script with switches on.
+"""Implements ``python -m torch_fastdet.yolov5 train.py ... --bbox_iou_optim``: runs an unmodified YOLOv5 script with switches on.
 
 It runs in this process as ``python train.py`` would run it, without our flags among its arguments.
 """

@@ -1,4 +1,4 @@
-"""Which YOLOv5 is there: a GitHub checkout (``utils``, ``models``) or the PyPI package (``yolov5.utils``, ...)."""
+"""Tells which YOLOv5 is there: a GitHub checkout (``utils``, ``models``) or the PyPI package (``yolov5.utils``, ...)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``bbox_iou`` under the signature of both frameworks, and a small case that tells it from another one."""
+"""Provides ``bbox_iou`` under the signature of both frameworks, and a small case that tells it from another one."""
 
 from __future__ import annotations
 

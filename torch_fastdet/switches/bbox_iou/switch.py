@@ -1,4 +1,4 @@
-"""``bbox_iou_optim``: the fused IoU in the losses."""
+"""Declares ``bbox_iou_optim``: the fused IoU in the losses."""
 
 from __future__ import annotations
 

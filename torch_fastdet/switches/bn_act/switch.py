@@ -1,4 +1,4 @@
-"""``bn_act_optim`` of both hosts: the forward methods of ``Conv``, ``Bottleneck``, ``C3``, ``C2f`` and ``SPPF``."""
+"""Declares ``bn_act_optim`` of both frameworks: the forward methods of ``Conv``, ``Bottleneck``, ``C3``, ``C2f`` and ``SPPF``."""
 
 from __future__ import annotations
 

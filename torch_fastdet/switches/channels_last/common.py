@@ -1,4 +1,4 @@
-"""Training passes of YOLOv5's models in NHWC memory, and contiguous copies of the models."""
+"""Runs training passes of YOLOv5's models in NHWC memory, and makes contiguous copies of the models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which memory layout a model trains in: NHWC (channels_last) where that is faster, else NCHW, as the framework has it."""
+"""Decides in which memory layout a model trains: NHWC (channels_last) where that is faster, else NCHW, as the framework has it."""
 
 from __future__ import annotations
 

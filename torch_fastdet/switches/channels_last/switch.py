@@ -1,4 +1,4 @@
-"""``channels_last``: train on NHWC memory where that is faster."""
+"""Declares ``channels_last``: train on NHWC memory where that is faster."""
 
 from __future__ import annotations
 

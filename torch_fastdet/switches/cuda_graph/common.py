@@ -1,4 +1,4 @@
-"""What takes the place of a model's pass in training, and of a method that waits for the GPU, for both frameworks."""
+"""Replaces a model's pass in training, and a method that waits for the GPU, for both frameworks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DistributedDataParallel around a model whose passes are CUDA graphs.
+"""Runs DistributedDataParallel around a model whose passes are CUDA graphs.
 
 It learns from hooks of autograd that a gradient is there, and a replayed backward pass calls none. So its ``forward`` is replaced for models
 of a switch: :class:`torch_fastdet.graphs.ranks.Ranks` sends buffers and averages gradients. Modes that do more run the original.
@@ -66,7 +66,7 @@ class GraphedDDP:
         return self._running is not None and self._running[0] is model
 
     def _ranks_of(self, ddp: DistributedDataParallel) -> Ranks | None:
-        """Decided from what is the same on every rank: all of them must exchange the same."""
+        """Decide from what is the same on every rank, because all of them must exchange the same."""
         if getattr(ddp, "static_graph", False) and ddp not in self._begun:
             # The reducer learns from the first backward pass which hooks fire. This one fires none, which would be wrong after unpatch().
             self._begun.add(ddp)

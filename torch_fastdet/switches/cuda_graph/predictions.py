@@ -1,4 +1,4 @@
-"""The graphs of models that predict, for the switch ``cuda_graph`` of both frameworks."""
+"""Makes the graphs of models that predict, for the switch ``cuda_graph`` of both frameworks."""
 
 from __future__ import annotations
 

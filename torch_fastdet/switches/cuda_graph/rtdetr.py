@@ -1,4 +1,4 @@
-"""RT-DETR's training step: the network and its denoising queries as CUDA graphs, and the loss behind them.
+"""Runs RT-DETR's training step: the network and its denoising queries as CUDA graphs, and the loss behind them.
 
 Ultralytics draws the denoising queries inside of the network, on the host and on the GPU. Here its own function draws them before the
 network runs, from the same generators and in the same order, because nothing else of a training pass draws. The graph reads them as
@@ -153,7 +153,7 @@ class _Drawn(NamedTuple):
 
 
 def _draw(draw: Any, head: Head, targets: Names) -> _Drawn:
-    """Denoising queries by Ultralytics' ``get_cdn_group``, with classes in the place of their embeddings."""
+    """Draw denoising queries by Ultralytics' ``get_cdn_group``, with classes in the place of their embeddings."""
     device, images, room = targets["bboxes"].device, len(targets["gt_groups"]), 2 * head.num_denoising
     names = torch.arange(1, head.nc + 1, dtype=torch.float32, device=device).unsqueeze(1)
     found, boxes, seen, meta = draw(

@@ -1,4 +1,4 @@
-"""``cuda_graph``: the passes of a model as CUDA graphs."""
+"""Declares ``cuda_graph``: the passes of a model as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ YOLOV5 = Switch(
 
 
 def setup_train_target(own_objection: Callable[[Any], str | None]) -> Target:
-    """Segmentation, pose and OBB models derive from ``DetectionModel``; all trainers from this one."""
+    """Return the target in the base of all trainers (segmentation, pose and OBB models derive from ``DetectionModel``)."""
     make = of_ultralytics.checking_trainer(own_objection)
     return Target(ultralytics("engine.trainer"), "BaseTrainer._setup_train", make=make, evidence=(SELF,), quiet=True)
 

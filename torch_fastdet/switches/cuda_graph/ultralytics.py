@@ -1,4 +1,4 @@
-"""What ``cuda_graph`` replaces Ultralytics' methods by.
+"""Holds what ``cuda_graph`` puts in the place of Ultralytics' methods.
 
 The trainer computes predictions and loss in one call, ``model(batch)``. Replaced is ``predict`` of detectors and classifiers, which
 that call comes to; the loss stays outside of the graphs, whichever it is. The RLE part of our PoseLoss26 has graphs of its own.

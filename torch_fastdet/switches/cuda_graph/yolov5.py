@@ -1,4 +1,4 @@
-"""What ``cuda_graph`` replaces YOLOv5's methods by."""
+"""Holds what ``cuda_graph`` puts in the place of YOLOv5's methods."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Graphs(threading.local):
     predicting: nn.Module | None = None
 
     def __init__(self, _: Active) -> None:
-        """Made in each thread."""
+        """Make what each thread holds."""
 
 
 def backend_forward(active: Active, stock: Function, _: object) -> Function:

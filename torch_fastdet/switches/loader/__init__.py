@@ -1,1 +1,1 @@
-"""The switch of this name: what it replaces in YOLOv5 and in Ultralytics, by which evidence, and by what."""
+"""Holds what ``loader_optim`` replaces in YOLOv5 and in Ultralytics, by which evidence, and by what."""

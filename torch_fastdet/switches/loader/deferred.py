@@ -1,4 +1,4 @@
-"""Ultralytics' data sets and transforms with plans instead of pixels.
+"""Runs Ultralytics' data sets and transforms with plans instead of pixels.
 
 While a batch is planned, they are seen through objects of derived classes, which share their attributes and run copies of their own
 methods (:mod:`torch_fastdet.images.recorder`).

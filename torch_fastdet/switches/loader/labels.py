@@ -1,4 +1,4 @@
-"""The scan of a data set's images and labels where the label cache is missing or old: threads of ``_C`` read the files.
+"""Scans a data set's images and labels if the label cache is missing or old: threads of ``_C`` read the files.
 
 A file about which the framework's own function has nothing to say is proven plain in C++ (``csrc/core/labels``): a whole JPEG that is
 not turned, and labels of five numbers in range, no row twice. All others are left to that function, so that what it mends, warns of

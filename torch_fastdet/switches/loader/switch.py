@@ -1,4 +1,4 @@
-"""``loader_optim``: data loaders that read each image once and make batches with one operator."""
+"""Declares ``loader_optim``: data loaders that read each image once and make batches with one operator."""
 
 from __future__ import annotations
 

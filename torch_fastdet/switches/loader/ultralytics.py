@@ -1,4 +1,4 @@
-"""Ultralytics' loaders with plans instead of pixels. Data sets, transforms and samplers stay its own objects."""
+"""Runs Ultralytics' loaders with plans instead of pixels. Data sets, transforms and samplers stay its own objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YOLOv5's data set and loaders with plans instead of pixels."""
+"""Runs YOLOv5's data set and loaders with plans instead of pixels."""
 
 from __future__ import annotations
 

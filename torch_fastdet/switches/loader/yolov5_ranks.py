@@ -1,4 +1,4 @@
-"""Ranks wait for the first rank's scan of labels in the store of their process group, not in a collective with a timeout."""
+"""Lets ranks wait for the first rank's scan of labels in the store of their process group, not in a collective with a timeout."""
 
 from __future__ import annotations
 

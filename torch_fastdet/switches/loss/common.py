@@ -1,4 +1,4 @@
-"""What the losses of both hosts note of their targets on a GPU."""
+"""Keeps what the losses of both frameworks note of their targets on a GPU."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class TargetStatus:
 
     @property
     def ignored(self) -> int:
-        """Bad rows that were counted so far; reading it waits for the device."""
+        """Return how many bad rows were counted so far. Reading it waits for the device."""
         return 0 if self._ignored is None else int(self._ignored[0])
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Ultralytics' ``RTDETRDetectionLoss`` as one operator, with its constructor, call, attributes and results."""
+"""Implements Ultralytics' ``RTDETRDetectionLoss`` as one operator, with its constructor, call, attributes and results."""
 
 from __future__ import annotations
 

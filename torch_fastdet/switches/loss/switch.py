@@ -1,4 +1,4 @@
-"""``loss_optim``: whole losses in a few launches."""
+"""Declares ``loss_optim``: whole losses in a few launches."""
 
 from __future__ import annotations
 

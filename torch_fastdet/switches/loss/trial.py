@@ -1,4 +1,4 @@
-"""Small batches that tell the losses of Ultralytics' criteria from other losses."""
+"""Tries the losses of Ultralytics' criteria on small batches that tell them from other losses."""
 
 from __future__ import annotations
 

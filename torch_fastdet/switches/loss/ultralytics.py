@@ -1,4 +1,4 @@
-"""Ultralytics' criteria in a few launches, with their constructors, calls, attributes and results.
+"""Implements Ultralytics' criteria in a few launches, with their constructors, calls, attributes and results.
 
 The classes of this module derive from the classes of that name in the installed Ultralytics, and are made when they are first asked
 for. So they have everything that the original classes have, and pickles contain an original criterion.

@@ -1,4 +1,4 @@
-"""ComputeLoss, of detection and of segmentation, with YOLOv5's constructors, calls and results, in a few launches."""
+"""Implements ComputeLoss, of detection and of segmentation, with YOLOv5's constructors, calls and results, in a few launches."""
 
 from __future__ import annotations
 

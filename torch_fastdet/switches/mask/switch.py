@@ -1,4 +1,4 @@
-"""``mask_optim``: a mask function of the installed version that gives the bits of one of :mod:`torch_fastdet.masks` is replaced by it."""
+"""Declares ``mask_optim``: :mod:`torch_fastdet.masks` replaces the mask functions whose bits it gives."""
 
 from __future__ import annotations
 

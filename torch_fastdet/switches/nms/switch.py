@@ -1,4 +1,4 @@
-"""``nms_optim``: decoding and suppression without host syncs."""
+"""Declares ``nms_optim``: decoding and suppression without host syncs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small cases in which YOLOv5's decoding and suppression, or those of a fork, show what they compute."""
+"""Tries YOLOv5's decoding and suppression, or those of a fork, on small cases that show what they compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``Detect.forward`` and ``Segment.forward`` of YOLOv5 whose boxes are decoded by one kernel.
+"""Replaces ``Detect.forward`` and ``Segment.forward`` of YOLOv5 by methods that decode boxes with one kernel.
 
 Half heads stay with the original, whose roundings move boxes by up to half a pixel, and so do models in eval mode with gradients.
 """

@@ -1,4 +1,4 @@
-"""``multi_tensor_optimizer``: optimizer, moving average, unscaling and clipping over all tensors at once."""
+"""Declares ``multi_tensor_optimizer``: optimizer, moving average, unscaling and clipping over all tensors at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small cases in which a moving average and an optimizer show what they compute."""
+"""Tries a moving average and an optimizer on small cases that show what they compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``multi_tensor_optimizer``: the optimizer's step of the trainer in few launches.
+"""Runs the optimizer's step of Ultralytics' trainer in few launches.
 
 The trainer's ``optimizer_step`` becomes one :class:`~torch_fastdet.optim.FusedStep`. Where a part of it is not known, the original runs,
 which finds our clipping, unscaling and average behind their own names.

@@ -1,4 +1,4 @@
-"""``smart_optimizer`` of YOLOv5: for programs of their own, and for the switch."""
+"""Implements ``smart_optimizer`` of YOLOv5, for users' own programs and for the switch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``AutoShape.forward`` for images: letterbox, HWC to CHW and division by 255 of the whole list by one operator.
+"""Replaces ``AutoShape.forward`` for images: letterbox, HWC to CHW and division by 255 of the whole list by one operator.
 
 YOLOv5's own function runs, in a copy in which what it does to the images before the network is put off.
 """

@@ -1,4 +1,4 @@
-"""Images in memory to a network's input by one operator, for the switch ``predict_optim`` of both hosts."""
+"""Turns images in memory into a network's input by one operator, for the switch ``predict_optim`` of both frameworks."""
 
 from __future__ import annotations
 

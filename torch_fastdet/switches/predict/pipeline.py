@@ -1,4 +1,4 @@
-"""One run of Ultralytics' predictor: the next batch goes through the network before this one is looked at.
+"""Makes one run of Ultralytics' predictor: the next batch goes through the network before this one is looked at.
 
 ``stream_inference`` of Ultralytics runs as it is. It iterates over a :class:`Feed` instead of its loader, and its calls of
 ``preprocess``, ``inference`` and ``postprocess`` hand out what is computed already, on a stream of the pipeline's own. So reading a

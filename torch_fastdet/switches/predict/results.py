@@ -1,4 +1,4 @@
-"""``Results`` of Ultralytics whose image is on the GPU until somebody reads it.
+"""Keeps the image of Ultralytics' ``Results`` on the GPU until somebody reads it.
 
 While the switch is on, ``Results.orig_img`` is a property. It finds the array in the object's own attributes, where Ultralytics keeps it,
 or a :class:`Pixels`, which becomes the array. So the class stays Ultralytics' own, and pickles and copies hold arrays.

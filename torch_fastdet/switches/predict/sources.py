@@ -1,4 +1,4 @@
-"""What Ultralytics' predictor predicts on, as batches: files are read ahead by threads, and images are on the device already.
+"""Reads what Ultralytics' predictor predicts on, as batches: threads read files ahead, and images are on the device already.
 
 Which files there are, how a file that is not a JPEG file is read and what is said of one that cannot be read is left to Ultralytics'
 loaders.

@@ -1,4 +1,4 @@
-"""``predict_optim``: from files and images to results."""
+"""Declares ``predict_optim``: from files and images to results."""
 
 from __future__ import annotations
 

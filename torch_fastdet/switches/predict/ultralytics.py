@@ -1,4 +1,4 @@
-"""What ``predict_optim`` replaces the methods of Ultralytics' predictors by.
+"""Holds what ``predict_optim`` puts in the place of the methods of Ultralytics' predictors.
 
 Where images go is not computed here: the predictor's own ``pre_transform`` runs with a ``LetterBox`` that says where it would put an
 image, instead of moving its pixels. What is suppressed, and with which thresholds, is asked of its own ``postprocess`` likewise.
@@ -212,7 +212,7 @@ def listed_class() -> type:
     from ultralytics.data.loaders import LoadPilAndNumpy, SourceTypes
 
     class Listed(LoadPilAndNumpy):
-        """A list with names of files, which are opened when their turn comes. Addresses are fetched now, as Ultralytics does."""
+        """Hold a list with names of files, and open each when its turn comes. Addresses are fetched now, as by Ultralytics."""
 
         def __init__(self, source: list[Any], channels: int) -> None:
             source = [each if _is_name(each) else autocast_list([each])[0] for each in source]

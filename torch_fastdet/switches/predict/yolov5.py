@@ -1,4 +1,4 @@
-"""``LoadImages`` of detect.py and its like: threads read and letterbox the next images meanwhile, each by YOLOv5's own code."""
+"""Replaces ``LoadImages`` of detect.py and its like: threads read and letterbox the next images by YOLOv5's own code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: a checkpoint, and the file of torch_fastdet that belongs to it.
+"""Writes files that are there whole or not at all: a checkpoint, and the file of torch_fastdet that belongs to it.
 
 That file's name holds the checkpoint's checksum, and it is written first: it is there for whichever checkpoint a killed process leaves.
 """

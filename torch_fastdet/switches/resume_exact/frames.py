@@ -1,4 +1,4 @@
-"""The local variables of a host's training function, which hold what no object of its holds: where an accumulation is."""
+"""Reads the local variables of a framework's training function: they alone say where an accumulation is."""
 
 from __future__ import annotations
 

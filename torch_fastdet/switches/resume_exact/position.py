@@ -1,4 +1,4 @@
-"""Where a data loader is in its random draws, between two epochs.
+"""Finds where a data loader is in its random draws, between two epochs.
 
 Loader processes and the batch sampler work ahead. So each process notes its random states after every batch in shared memory, and the
 sampler before every pass. A file gets the states after the last batch of the epoch.

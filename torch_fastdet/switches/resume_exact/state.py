@@ -1,4 +1,4 @@
-"""The state of a training between two epochs, as values that a file can hold, and back."""
+"""Turns the state of a training between two epochs into values that a file can hold, and back."""
 
 from __future__ import annotations
 

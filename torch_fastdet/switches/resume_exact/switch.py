@@ -1,4 +1,4 @@
-"""``resume_exact``: a training that was stopped and resumed ends with the bits of one that was not."""
+"""Declares ``resume_exact``: a training that was stopped and resumed ends with the bits of one that was not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``resume_exact`` in Ultralytics' trainer: saved with last.pt, and put back when the first resumed epoch begins."""
+"""Implements ``resume_exact`` in Ultralytics' trainer: saved with last.pt, and put back when the first resumed epoch begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``resume_exact`` in train.py: saved with last.pt, and put back when the first resumed epoch begins.
+"""Implements ``resume_exact`` in train.py: saved with last.pt, and put back when the first resumed epoch begins.
 
 train.py keeps the state of a training in local variables, which are read where it calls its callbacks. Two of them are written.
 """

@@ -1,4 +1,4 @@
-"""What Ultralytics' trackers have beyond ByteTrack: their options, and what their tracks remember, as a row of the core."""
+"""Describes the options of Ultralytics' trackers beyond ByteTrack, and what their tracks remember, as a row of the core."""
 
 from __future__ import annotations
 

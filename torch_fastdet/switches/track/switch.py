@@ -1,4 +1,4 @@
-"""``track_optim``: ``update`` of Ultralytics' trackers by the core of :mod:`torch_fastdet.trackers`.
+"""Declares ``track_optim``: ``update`` of Ultralytics' trackers by the core of :mod:`torch_fastdet.trackers`.
 
 The core holds the tracks. They become the framework's own objects when somebody reads the lists of a tracker.
 """

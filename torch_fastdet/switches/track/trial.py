@@ -1,4 +1,4 @@
-"""A small case in which a tracker shows what it computes."""
+"""Tries a tracker on a small case that shows what it computes."""
 
 from __future__ import annotations
 

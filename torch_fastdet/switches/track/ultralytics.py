@@ -1,4 +1,4 @@
-"""``update`` of the framework's trackers by the core, and the lists of tracks that are made when they are read.
+"""Runs ``update`` of the framework's trackers by the core, and makes their lists of tracks when they are read.
 
 A tracker is in one of three states. The framework's own ``update`` runs if a subclass or an option does something that the core
 does not. Otherwise the core holds the tracks, or, after somebody has read or set a list, the tracker's own lists do until the next

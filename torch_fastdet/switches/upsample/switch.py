@@ -1,4 +1,4 @@
-"""``upsample_optim``: nearest neighbour upsampling by two in a bandwidth-bound kernel, which keeps the dtype under autocast.
+"""Declares ``upsample_optim``: nearest neighbour upsampling by two, which keeps the dtype under autocast.
 
 The method that ``torch.nn.Upsample`` modules share is replaced, not the modules, so checkpoints hold nothing of torch_fastdet. Traced and exported
 models, torch.func and forward-mode AD get the original operator.

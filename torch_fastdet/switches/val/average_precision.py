@@ -1,4 +1,4 @@
-"""Bitwise-identical ``ap_per_class`` that sorts once by (class, confidence) instead of searching per class.
+"""Computes a bitwise-identical ``ap_per_class`` that sorts once by (class, confidence) instead of searching per class.
 
 Between two true positives recall stays and precision falls. So ``compute_ap`` of the framework needs only the true positives, the
 detection before each and the last one.

@@ -1,4 +1,4 @@
-"""``val_optim``: matching of detections and labels, and the confusion matrix, without a loop over images."""
+"""Declares ``val_optim``: matching of detections and labels, and the confusion matrix, without a loop over images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Ultralytics' validators do with the detections of a batch: matched in C++, on the host, after one copy for the batch."""
+"""Matches the detections of Ultralytics' validators in C++, on the host, after one copy for the batch."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ def _rotated(
 def _similarity(
     kpt_iou: Callable[..., Tensor], validator: Validator, labels: list[Batch], preds: list[dict[str, Tensor]]
 ) -> Tensor:
-    """Object keypoint similarity. A box has 0.53 of its area where no mask says more, as in xtcocotools."""
+    """Compute object keypoint similarity. A box has 0.53 of its area where no mask says more, as in xtcocotools."""
     device = preds[0]["keypoints"].device
     boxes = _joined(labels, "bboxes", HOST)
     area = ((boxes[:, 2:] - boxes[:, :2]).prod(1) * 0.53).to(device)

@@ -1,4 +1,4 @@
-"""What val.py does with the detections of an image, without host syncs: matching, confusion matrix, scaled boxes."""
+"""Does what val.py does with the detections of an image, without host syncs: matching, confusion matrix, scaled boxes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_fastdet.switches.val import average_precision
 
 
 def process_batch(detections: Tensor, labels: Tensor, iouv: Tensor, *, iou: Tensor | None = None) -> Tensor:
-    """Correct detections (n, t) of one image at each IoU threshold, as ``process_batch`` of YOLOv5's val.py, on the device of iouv.
+    """Return the correct detections (n, t) of one image at each IoU threshold, on iouv's device, as val.py's ``process_batch``.
 
     YOLOv5 leaves labels of equal IoU to an unstable sort; the later one counts here. ``iou`` are other overlaps (m, n) than those of the boxes.
     """
