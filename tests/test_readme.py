@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -361,6 +362,25 @@ def test_installs_are_pips_words_and_known_packages(command):
             (found,) = re.findall(r"^TORCH_OLDEST, TORCH_NEWEST = (.+)", known, re.MULTILINE)
             (_, oldest), (_, newest) = ast.literal_eval(found)
             assert any(package.specifier.contains(f"2.{minor}.0") for minor in range(oldest, newest + 1)), word
+
+
+INSTALLED = all_commands(r"(\w+=\S+ )?pip install .*")
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=[pytest.mark.slow] * c.endswith("-e .")) for c in INSTALLED])
+def test_pip_would_install_it(command):
+    """The command itself, with options that download and change nothing. `make test` runs the one that builds, to its end."""
+    words = shlex.split(command)
+    names = [word for word in words[words.index("install") + 1 :] if word[0] not in "-." and word != "dist"]
+    for requirement in map(Requirement, names):
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(f"{requirement.name} is not installed, and this test downloads nothing")
+        if version.partition("+")[0] not in requirement.specifier:
+            pytest.skip(f"{requirement.name} {version} is installed, and this test downloads nothing")
+    result = run(f"python -m {' '.join(words[words.index('pip') :])} --dry-run --no-index --no-deps", ROOT)
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 # Links -----------------------------------------------------------------------------------------------------------------

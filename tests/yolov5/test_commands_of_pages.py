@@ -1,0 +1,58 @@
+"""The commands that the pages tell a user of YOLOv5 to type run, with a small model and data set under the pages' names."""
+
+import re
+import shlex
+import shutil
+
+import pytest
+import torch
+
+from tests import starter
+from tests.test_readme import LAUNCHED, all_commands
+from tests.yolov5.conftest import IMAGE
+
+#: What is typed behind a command, for one short epoch on the CPU.
+SHORT = {
+    "train.py": f"--epochs 1 --img {IMAGE} --batch 4 --workers 0 --device cpu --cfg yolov5n.yaml --noautoanchor --noplots",
+    "val.py": f"--img {IMAGE} --batch 4 --workers 0 --device cpu",
+    "segment/val.py": f"--img {IMAGE} --batch 4 --workers 0 --device cpu",
+    "detect.py": f"--img {IMAGE} --device cpu",
+}
+#: Left to tests of their own: "..." and several GPUs, of which the other tests show more, and trainings that were stopped.
+APART = re.compile(r"\.\.\.|torchrun|--resume ")
+COMMANDS = [command for command in all_commands(LAUNCHED) if not APART.search(command)]
+MODELS = """
+import sys, torch
+from models.yolo import DetectionModel, SegmentationModel
+torch.manual_seed(0)
+for file, made in (("yolov5s.pt", DetectionModel("models/yolov5n.yaml", nc=2)), ("yolov5s-seg.pt", SegmentationModel("models/segment/yolov5n-seg.yaml", nc=2))):
+    made.nc, made.names = 2, {0: "blue", 1: "red"}
+    torch.save({"model": made.half(), "ema": None, "optimizer": None, "epoch": -1, "best_fitness": None, "opt": {}, "date": None}, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def clone(real_yolov5, data):
+    """YOLOv5's own folder layout, with the weights, images and data files that the pages name."""
+    checkout = real_yolov5("checkout")
+    checkout.python("-c", MODELS)
+    for name in ("coco.yaml", "mine.yaml"):
+        shutil.copy(data.segments, checkout.folder / name)
+    shutil.copytree(data.images, checkout.folder / "images")
+    return checkout
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.cpu
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_runs(command, clone):
+    given, _, words = command.partition("python ")
+    arguments = shlex.split(words)
+    if "doctor" not in arguments:
+        arguments += SHORT[next(word for word in arguments if word.endswith(".py"))].split()
+    environment = clone.environment | dict(word.split("=") for word in given.split())
+    result = starter.python(arguments, clone.folder, environment | {"CUDA_VISIBLE_DEVICES": ""}, seconds=300)
+    needs_gpu = re.search(r"--(bn_act_optim|channels_last|cuda_graph)", command) and not torch.cuda.is_available()
+    assert result.returncode == (2 if needs_gpu else 0), result.stdout[-3000:]
+    assert ("torch_fastdet" in result.stdout) == ("LOG=quiet" not in command), result.stdout[-3000:]
