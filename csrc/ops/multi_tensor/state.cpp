@@ -146,11 +146,6 @@ class State : public torch::CustomClassHolder {
     listed_ = false;
   }
 
-  // One byte a row: 1 while a momentum buffer holds nothing yet. Nothing where all are known to be filled.
-  std::optional<at::Tensor> unfilled() const {
-    return any_unfilled() ? std::optional<at::Tensor>(unfilled_bytes_) : std::nullopt;
-  }
-
   // Of the gradients: 1 there is one, 2 one is float16, 4 one is sparse.
   int64_t gradients() const {
     int64_t found = 0;
