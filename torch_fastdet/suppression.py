@@ -111,8 +111,9 @@ def _room(max_det: object) -> tuple[Any, Any]:
     return max_det, None
 
 
-def _split(detections: Tensor, counts: list[int], end: object) -> list[Tensor]:
-    return [rows[:count][:end] for rows, count in zip(detections.unbind(0), counts)]
+def _split(detections: Tensor, counts: list[int], end: int | None) -> list[Tensor]:
+    kept = counts if end is None else [len(range(count)[:end]) for count in counts]
+    return [rows[:count] for rows, count in zip(detections.unbind(0), kept)]
 
 
 def yolov5_non_max_suppression(
@@ -181,9 +182,10 @@ class Padded(NamedTuple):
     #: The end of a slice of each image's rows.
     end: int | None
 
-    def rows(self, counts: list[int]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return detections and indices of each image, once its count has come to the host."""
-        return _split(self.detections, counts, self.end), _split(self.indices, counts, self.end)
+    def rows(self, counts: list[int], return_idxs: bool = False) -> Any:
+        """Return the detections of each image, once its count has come to the host, and as a pair with them their anchors if asked."""
+        rows = _split(self.detections, counts, self.end)
+        return (rows, _split(self.indices, counts, self.end)) if return_idxs else rows
 
 
 def _filter_end2end(
@@ -278,7 +280,4 @@ def ultralytics_non_max_suppression(
             prediction, *options[:5], capacity, int(nc or 0), *options[6:], rotated_rule if rotated else "none"
         )
     found = Padded(detections.to(home), counts, indices.to(home), end)
-    if padded:
-        return found
-    rows, anchors = found.rows(counts.tolist())
-    return (rows, anchors) if return_idxs else rows
+    return found if padded else found.rows(counts.tolist(), return_idxs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
@@ -9,10 +10,12 @@ import torch
 from torch import nn
 
 from torch_fastdet._torch.private import forward_hooks
-from torch_fastdet._torch.tensors import Walk
+from torch_fastdet._torch.tensors import Walk, same_objects
 from torch_fastdet.graphs.capture import autocast_dtype
 from torch_fastdet.graphs.loss import Offer
 from torch_fastdet.optim import FusedStep
+
+_training = operator.attrgetter("training")
 
 
 class BakedModule:
@@ -71,14 +74,15 @@ class BakedForward(BakedModule):
     def trains(self, module: nn.Module) -> bool:
         """Return whether the module or a part of it is in training mode; call :meth:`moved` before."""
         assert self._walk is not None
-        return module.training or any(child.training for child in self._walk.submodules)
+        return module.training or any(map(_training, self._walk.submodules))
 
 
 def _same(left: list[object], right: list[object]) -> bool:
     """Return whether both lists hold the same objects, or equal numbers and strings."""
     plain = (bool, int, float, str)
-    return len(left) == len(right) and all(
-        a is b or (type(a) is type(b) and isinstance(a, plain) and a == b) for a, b in zip(left, right)
+    return same_objects(left, right, len(right)) or (
+        len(left) == len(right)
+        and all(a is b or (type(a) is type(b) and isinstance(a, plain) and a == b) for a, b in zip(left, right))
     )
 
 

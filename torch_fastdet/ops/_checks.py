@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain, repeat
 from typing import Any, NamedTuple, TypeVar
 
@@ -39,7 +39,8 @@ _RULES: dict[object, _Rule] = {
 }
 
 
-def _rule(hint: object) -> _Rule:
+@functools.cache
+def _rule(hint: Any) -> _Rule:
     inner = typing.get_args(hint)
     if typing.get_origin(hint) in (list, tuple):
         item = _rule(inner[0])
@@ -92,15 +93,18 @@ def checked(function: F, lone: str = "") -> F:
         rules[lone] = rules[lone]._replace(classes=(*rules[lone].classes, int))
 
     classes = [rule.classes for rule in rules.values()]
-    has_lists = any(rule.item for rule in rules.values())
+    lists = [(i, name) for i, (name, rule) in enumerate(rules.items()) if rule.item]
 
     @functools.wraps(function)
     def call(*args: object, **kwargs: object) -> object:
-        if has_lists or kwargs or not all(map(isinstance, args, classes)):  # else the usual case, fast
-            for name, value in chain(zip(rules, args), kwargs.items()):
-                fault = _fault(name, value, rules[name]) if name in rules else ""
-                if fault:
-                    raise TypeError(f"{spoken}: {fault}")
+        if kwargs or not all(map(isinstance, args, classes)):
+            given: Iterable[tuple[str, object]] = chain(zip(rules, args), kwargs.items())
+        else:  # the usual case, fast: nothing but items of lists is left to look at
+            given = ((name, args[i]) for i, name in lists if i < len(args))
+        for name, value in given:
+            fault = _fault(name, value, rules[name]) if name in rules else ""
+            if fault:
+                raise TypeError(f"{spoken}: {fault}")
         return function(*args, **kwargs)
 
     # As torch.jit.script_if_tracing marks its functions.

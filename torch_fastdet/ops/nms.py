@@ -51,6 +51,7 @@ def checked_options(op: str, options: NmsOptions) -> NmsOptions:
 
     What the operators refuse is an error here. Numbers of other types serve too.
     """
+    converted: dict[str, Any] = {"classes": _class_list(options.classes)}
     for option, kind in NmsOptions.__annotations__.items():
         if kind not in _NUMBERS:
             continue
@@ -59,10 +60,10 @@ def checked_options(op: str, options: NmsOptions) -> NmsOptions:
         try:
             if isinstance(value, str):
                 raise TypeError
-            options = options._replace(**{option: convert(value)})
+            converted[option] = convert(value)
         except (TypeError, ValueError, OverflowError):
             raise TypeError(f"{op}: {option} is {value!r}, but {expected} is expected") from None
-    options = options._replace(classes=_class_list(options.classes))
+    options = options._replace(**converted)
     check_type(op, "classes", options.classes, list[int] | None)
     for option in ("conf_thres", "iou_thres"):
         value = getattr(options, option)
