@@ -592,7 +592,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
                 "BasePredictor.inference",
                 "BasePredictor.setup_source",
                 "BasePredictor.stream_inference",
-                "DetectionPredictor.construct_result",
+                "DetectionPredictor.construct_results",
                 "DetectionPredictor.postprocess",
                 "Results.new",
                 "Results.orig_img",

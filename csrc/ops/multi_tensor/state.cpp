@@ -549,7 +549,6 @@ TORCH_LIBRARY_FRAGMENT(torch_fastdet, m) {
                        OptionalTensors, std::vector<at::Tensor>, std::vector<at::Tensor>>())
       .def("momentum_buffers", &State::momentum_buffers)
       .def("set_momentum_buffers", &State::set_momentum_buffers)
-      .def("unfilled", &State::unfilled)
       .def("gradients", &State::gradients)
       .def("unscale_", &State::unscale)
       .def("clip_grad_norm_", &State::clip_grad_norm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch_fastdet import ops
 from torch_fastdet._say import count
 from torch_fastdet.ops.letterbox import Placing
+from torch_fastdet.ops.letterbox import letterbox as place_of
 
 MOST_STORAGES = 8
 UPLOAD = 64 << 20  # bytes of images that are copied to a GPU at once, or one image
@@ -47,20 +49,29 @@ def letterbox(
     return out
 
 
-def staged_letterbox(
-    images: list[Any],
-    placings: list[Placing],
-    storages: list[Tensor],
-    where: list[tuple[int, int]],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Letterbox as :func:`letterbox`, but images that are on the device: ``where`` says in which storage, and at which offset."""
-    count("predict_optim", "images", len(images))
-    out = torch.empty((len(images), images[0].shape[2], *placings[0].size), dtype=dtype, device=device)
-    plan = _plan(images, placings, where)
-    ops.image_letterbox_(out, storages, plan.to(device, non_blocking=True))
-    return out
+class Layout:
+    """Say where the letterbox puts the images of a batch, in numbers that batches of the same shapes share."""
+
+    def __init__(self, images: list[Any], placings: list[Placing]) -> None:
+        self.shape = len(images), images[0].shape[2], *placings[0].size
+        plan = _plan(images, placings, [(0, 0)] * len(images)).numpy()
+        rows = [place_of(list(placings[0].size), list(image.shape[:2]), None, "ultralytics") for image in images]
+        self._numbers = np.concatenate((plan.reshape(-1), np.array(rows, dtype=np.float32).reshape(-1).view(np.int64)))
+
+    def letterbox(
+        self, storages: list[Tensor], where: list[tuple[int, int]], device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return the network's input, and rows of :func:`torch_fastdet.ops.letterbox`, both on ``device``, where the images are, too.
+
+        ``where`` says of each image in which storage, and at which offset.
+        """
+        count("predict_optim", "images", len(where))
+        numbers, end = self._numbers.copy(), 10 * len(where)
+        numbers[:end].reshape(-1, 10)[:, :2] = where
+        there = torch.from_numpy(numbers).to(device, non_blocking=True)
+        out = torch.empty(self.shape, dtype=dtype, device=device)
+        ops.image_letterbox_(out, storages, there[:end].view(-1, 10))
+        return out, there[end:].view(torch.float32).view(-1, 6)
 
 
 def _plan(images: list[Any], placings: list[Placing], where: list[tuple[int, int]]) -> Tensor:
@@ -95,7 +106,7 @@ def _on_gpu(out: Tensor, images: list[np.ndarray], placings: list[Placing], bgr:
 
 def one_after_another(images: list[np.ndarray], pin_memory: bool, begin: int = 0) -> tuple[Tensor, list[int]]:
     """Return bytes that hold these images behind their first ``begin``, and where each image begins, and the last one ends."""
-    ends: list[int] = np.cumsum([begin] + [im.size for im in images]).tolist()
+    ends = list(itertools.accumulate((im.size for im in images), initial=begin))
     buffer = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
     for im, first, last in zip(images, ends, ends[1:]):
         np.copyto(buffer[first:last].numpy().reshape(im.shape), im)

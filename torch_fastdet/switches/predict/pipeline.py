@@ -21,24 +21,20 @@ from torch import Tensor
 from torch_fastdet._say import count
 from torch_fastdet._torch.private import forward_hooks
 from torch_fastdet.images.ahead import following
-from torch_fastdet.ops.letterbox import Placing, letterbox
+from torch_fastdet.ops.letterbox import Placing
 from torch_fastdet.ops.nms import scale_boxes_batched
 from torch_fastdet.patching.protocols import Function, Names, Predictor, Stock
 from torch_fastdet.patching.replace import is_code_of
 from torch_fastdet.suppression import Padded, ultralytics_non_max_suppression
-from torch_fastdet.switches.predict.common import staged_letterbox
+from torch_fastdet.switches.predict.common import Layout
 from torch_fastdet.switches.predict.results import Images, keep_two_batches
 from torch_fastdet.switches.predict.sources import LIST_BATCH, Batch, Stager, of_files, of_list
 
+MOST_LAYOUTS = 256
 KEY = "torch_fastdet_feed"  # in a predictor's attributes while it predicts
 BETWEEN = "on_predict_batch_start", "on_predict_postprocess_end", "on_predict_batch_end"
 # Of each predictor: for the network, and for its images. The caching allocator keeps memory for each stream.
 _streams: weakref.WeakKeyDictionary[Stock, tuple[torch.cuda.Stream, torch.cuda.Stream]] = weakref.WeakKeyDictionary()
-
-
-@functools.lru_cache(1024)
-def _letterbox_row(size: tuple[int, int], shape: tuple[int, int]) -> list[float]:
-    return letterbox(list(size), list(shape), None, "ultralytics")
 
 
 class Asked(Exception):
@@ -64,10 +60,10 @@ class Flight:
         self.scaled = False  # whether the boxes are in pixels of the images
         self.marks: list[torch.cuda.Event] = []
 
-    def mark(self) -> None:
-        if self._on_gpu:
+    def mark(self, stream: torch.cuda.Stream | None) -> None:
+        if stream is not None:
             event = torch.cuda.Event(enable_timing=True)
-            event.record()
+            event.record(stream)
             self.marks.append(event)
 
     def answer(self, stock: Function, *arguments: Any, **options: Any) -> object:
@@ -77,8 +73,7 @@ class Flight:
         if self.found is None or not same:  # settings have changed since
             self.scaled = False
             return stock(*arguments, **options)
-        rows, indices = self.found.rows(self.counts.tolist())
-        return (rows, indices) if options.get("return_idxs") else rows
+        return self.found.rows(self.counts.tolist(), bool(options.get("return_idxs")))
 
     def seconds(self, stage: int) -> float:
         return self.marks[stage].elapsed_time(self.marks[stage + 1]) / 1e3 if len(self.marks) > stage + 1 else 0.0
@@ -96,6 +91,7 @@ class Feed:
         self._on_gpu = self.device.type == "cuda"
         #: Of the network; None for a single batch, which runs on the caller's stream.
         self._own: torch.cuda.Stream | None = None
+        self._several = False  # batches
 
     def __getattr__(self, name: str) -> object:
         if name == "_now":  # of a copy that is being made
@@ -126,7 +122,7 @@ class Feed:
     def _run(self) -> Generator[tuple[list[str], Images, list[str]]]:
         predictor = self._predictor()
         source = self._source(predictor)
-        early = self._may_run_early(predictor)
+        early = self._several and self._may_run_early(predictor)
         waiting: Flight | None = None
         with contextlib.closing(source):
             while True:
@@ -158,15 +154,15 @@ class Feed:
     def _source(self, predictor: Predictor) -> Generator[Batch]:
         of_names = hasattr(self.loader, "nf")
         size = self.loader.bs if of_names else max(predictor.args.batch, LIST_BATCH)
-        several = self.loader.nf > min(size, self.loader.ni) if of_names else len(self.loader) > size
+        self._several = self.loader.nf > min(size, self.loader.ni) if of_names else len(self.loader) > size
         reading: torch.cuda.Stream | None = None
-        if several and self._on_gpu:
+        if self._several and self._on_gpu:
             if predictor not in _streams:
                 _streams[predictor] = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
             self._own, reading = _streams[predictor]
         stager = Stager(self.device, reading)
         source = of_files(self.loader, stager) if of_names else of_list(self.loader, size, stager)
-        return following(source, 1) if several else source
+        return following(source, 1) if self._several else source
 
     def _may_run_early(self, predictor: Predictor) -> bool:
         """Return whether nothing that a user has put into the predictor runs between the batches, where it may change what comes next."""
@@ -184,40 +180,41 @@ class Feed:
     # Launching -------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _on_own_stream(self) -> Iterator[None]:
+    def _on_own_stream(self) -> Iterator[torch.cuda.Stream | None]:
         """Run on a stream of its own behind what the caller has launched; the caller's stream does not wait."""
-        if self._own is None:
+        current = torch.cuda.current_stream(self.device) if self._on_gpu else None
+        if self._own is None or current is None:
             # Ultralytics sets the device in the thread that loads the model, and in no other.
             with torch.cuda.device(self.device) if self._on_gpu else contextlib.nullcontext():
-                yield
+                yield current
             return
-        self._own.wait_stream(torch.cuda.current_stream(self.device))
+        self._own.wait_stream(current)
         with torch.cuda.stream(self._own):
-            yield
+            yield self._own
 
     def _launch(self, predictor: Predictor, flight: Flight) -> None:
         batch, parts = flight.batch, self._parts
         flight.settings = dict(vars(predictor.args))
         flight.marks, flight.found, flight.scaled = [], None, False
-        with self._on_own_stream():
-            if batch.ready is not None and self._own is not None:
-                self._own.wait_event(batch.ready)
-            flight.mark()
-            placings = None if batch.images.touched or not batch.storages else parts.placings(predictor, batch)
-            if placings is None:
+        with self._on_own_stream() as stream:
+            if batch.ready is not None and stream is not None:
+                stream.wait_event(batch.ready)
+            flight.mark(stream)
+            letterboxes: Tensor | None = None
+            layout = None if batch.images.touched or not batch.storages else parts.layout(predictor, batch)
+            if layout is None:
                 flight.input = parts.preprocess(predictor, list(batch.images))
             else:
                 dtype = torch.float16 if predictor.model.fp16 else torch.float32
-                held = batch.images.held
-                flight.input = staged_letterbox(held, placings, batch.storages, batch.where, self.device, dtype)
-            flight.mark()
+                flight.input, letterboxes = layout.letterbox(batch.storages, batch.where, self.device, dtype)
+            flight.mark(stream)
             flight.output = parts.inference(predictor, flight.input)
-            flight.mark()
-            self._suppress(predictor, flight, placings)
-            flight.mark()
+            flight.mark(stream)
+            self._suppress(predictor, flight, letterboxes)
+            flight.mark(stream)
         keep_two_batches(batch.images.held)
 
-    def _suppress(self, predictor: Predictor, flight: Flight, placings: list[Placing] | None) -> None:
+    def _suppress(self, predictor: Predictor, flight: Flight, letterboxes: Tensor | None) -> None:
         if "postprocess" in vars(predictor):
             return
         flight.asked = self._parts.asks(predictor, flight)
@@ -226,11 +223,8 @@ class Feed:
         arguments, options = flight.asked
         flight.found = cast(Padded, ultralytics_non_max_suppression(*arguments, **options, padded=True))
         count("nms_optim", "batches suppressed")
-        if placings is not None and self._parts.scales(predictor):
-            size = tuple(flight.input.shape[2:])
-            rows = [_letterbox_row(size, tuple(image.shape[:2])) for image in flight.batch.images.held]
-            table = torch.tensor(rows, dtype=torch.float32, device="cpu").to(self.device, non_blocking=True)
-            boxes = scale_boxes_batched(flight.found.detections, table)
+        if letterboxes is not None and self._parts.scales(predictor):
+            boxes = scale_boxes_batched(flight.found.detections, letterboxes)
             flight.found, flight.scaled = flight.found._replace(detections=boxes), True
         counts = flight.found.counts
         flight.counts = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=self._on_gpu)
@@ -262,11 +256,31 @@ class Parts:
     #: Whether ``non_max_suppression`` is known, so that it can run without its copy to the host.
     suppresses: Callable[[], bool]
     #: Whether results hold nothing but boxes, so that these can be scaled for the whole batch.
-    scales: Callable[[Any], bool]
+    scales: Callable[[Any], bool] = staticmethod(lambda predictor: False)
 
-    def placings(self, predictor: Predictor, batch: Batch) -> list[Placing] | None:
+    def __init__(self) -> None:
+        self._layouts: dict[object, Layout | None] = {}
+
+    def layout(self, predictor: Predictor, batch: Batch) -> Layout | None:
         """Return where the letterbox puts the images of a batch; None if the operator cannot put them there."""
-        images = batch.images.held
+        images, model = batch.images.held, predictor.model
+        settings = (
+            type(predictor),
+            *predictor.imgsz,
+            predictor.args.rect,
+            getattr(predictor, "scale_fill", False),
+            batch.mixed,
+        )
+        of_model = model.format, getattr(model, "dynamic", False), model.stride
+        key = settings, of_model, tuple([image.shape for image in images])
+        if key not in self._layouts:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
+            placings = self._placings(predictor, batch, images)
+            self._layouts[key] = None if placings is None else Layout(images, placings)
+        return self._layouts[key]
+
+    def _placings(self, predictor: Predictor, batch: Batch, images: list[Any]) -> list[Placing] | None:
         shapes = list({tuple(image.shape): None for image in images})
         asked = [SimpleNamespace(shape=shape) for shape in shapes]
         if batch.mixed and len(shapes) == 1:  # the others of its list count, too
@@ -287,25 +301,25 @@ class Parts:
         return None
 
 
-def timing(predictor: Predictor, stock: Stock) -> type:
-    """Return Ultralytics' ``Profile`` for one run: of a pipeline's batch it shows the GPU's time, and does not wait for the next batch."""
-    made: list[Any] = []
+@functools.cache
+def timing(stock: Stock) -> type:
+    """Return Ultralytics' ``Profile`` for predictors: of a pipeline's batch it shows the GPU's time, and does not wait for the next batch."""
 
     class Profile(stock):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, predictor: Predictor, made: list[Any], *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            self._predictor, self._stage = predictor, len(made) % 3
             made.append(self)
 
         def time(self) -> float:
-            return time.perf_counter() if KEY in vars(predictor) else super().time()
+            return time.perf_counter() if KEY in vars(self._predictor) else super().time()
 
         def __exit__(self, *error: object) -> None:
-            feed = vars(predictor).get(KEY)
+            feed = vars(self._predictor).get(KEY)
             if feed is None or feed.flight is None or not feed.flight.marks:
                 super().__exit__(*error)
                 return
-            stage = made.index(self) % 3
-            self.dt = feed.flight.seconds(stage) + (self.time() - self.start if stage == 2 else 0.0)
+            self.dt = feed.flight.seconds(self._stage) + (self.time() - self.start if self._stage == 2 else 0.0)
             self.t += self.dt
 
     return Profile

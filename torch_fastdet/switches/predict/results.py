@@ -21,7 +21,6 @@ from torch import Tensor
 from torch_fastdet.patching.protocols import Results
 
 NAME = "orig_img"
-_alive: weakref.WeakSet[Pixels] = weakref.WeakSet()
 _recent: deque[list[weakref.ref[Pixels]]] = deque()  # batches whose pixels are on a GPU
 _one_thread = threading.Lock()
 
@@ -33,12 +32,13 @@ class Pixels:
     which gives the same pixels.
     """
 
+    __slots__ = "__weakref__", "_array", "_file", "pixels", "shape"
+
     def __init__(self, pixels: Tensor, file: Tensor) -> None:
         self.shape: tuple[int, ...] = tuple(pixels.shape)
         self.pixels: Tensor | None = pixels
         self._file: Tensor | None = file
         self._array: np.ndarray | None = None
-        _alive.add(self)
 
     def numpy(self) -> np.ndarray:
         """Return the image as an array, the same one each time."""
@@ -123,7 +123,7 @@ def renewing(_: object, stock: Callable[[Any], Any], __: object) -> Callable[[An
 
 def read_all(results: type) -> None:
     """Give each object of the class ``results`` its array, before the property goes. Copies have their own attributes."""
-    images = list(_alive)
+    images = [each for each in gc.get_objects() if type(each) is Pixels] if _recent else []
     for holder in gc.get_referrers(*images) if images else ():
         attributes = vars(holder) if isinstance(holder, results) else holder
         if type(attributes) is dict and isinstance(image := attributes.get(NAME), Pixels):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import os
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -60,6 +61,9 @@ class Stager:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None) -> None:
         self.device, self.cuda, self._stream = device, device.type == "cuda", stream
 
+    def _on_stream(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
     def decoded(self, files: list[Any], otherwise: Callable[[int], Any]) -> list[Any]:
         """Return ``files`` with :class:`Pixels` in the places of tensors; ``otherwise(i)`` where the decoder refuses the i-th file."""
         places = [i for i, file in enumerate(files) if isinstance(file, Tensor)]
@@ -67,7 +71,7 @@ class Stager:
         if not places:
             return made
         try:
-            with torch.cuda.stream(self._stream):
+            with self._on_stream():
                 storage, found, refusals = ops.jpeg_pack(
                     [files[i] for i in places], pin_memory=self.cuda, segment=1 if self.cuda else 4
                 )
@@ -92,7 +96,7 @@ class Stager:
         known = len(arrays) + len(decoded) == len(images) and (fits(arrays) or not arrays)
         if not known or (arrays and decoded and arrays[0].shape[2] != 3) or sum(a.size for a in arrays) > UPLOAD:
             return made
-        with torch.cuda.stream(self._stream):
+        with self._on_stream():
             buffer, ends = one_after_another(arrays, pin_memory=self.cuda and bool(arrays))
             made.storages = [buffer.to(self.device, non_blocking=True)] if arrays else []
             if decoded:  # views of one allocation
@@ -113,7 +117,9 @@ def sequential_jpeg(path: str) -> tuple[Tensor, Header] | None:
     if not is_jpeg(path):
         return None
     try:
-        data = np.fromfile(path, dtype=np.uint8)
+        with open(path, "rb", buffering=0) as file:
+            room = np.empty(os.fstat(file.fileno()).st_size, dtype=np.uint8)
+            data = room[: file.readinto(room.data)]
     except OSError:
         return None  # Ultralytics says what is wrong
     header = header_of(data.data)

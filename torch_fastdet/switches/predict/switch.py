@@ -105,7 +105,7 @@ ULTRALYTICS = Switch(
             )
         ),
         _detector("postprocess", "postprocessing", "preds", "img", "orig_imgs", "kwargs"),
-        _detector("construct_result", "constructing", "pred", "img", "orig_img", "img_path"),
+        _detector("construct_results", "constructing", "preds", "img", "orig_imgs"),
         Target(ultralytics("engine.results"), "Results.orig_img", make=_lazy_image, adds=True, quiet=True),
         Target(ultralytics("engine.results"), "Results.new", make=_by("results", "renewing"), quiet=True),
     ),

@@ -152,7 +152,7 @@ def streaming(_: Active, stock: Callable, __: object) -> Callable:
 
     @functools.wraps(stock)
     def stream_inference(self: Predictor, *args: object, **kwargs: object) -> object:
-        timed = recording_module(names["ops"], {"Profile": timing(self, names["ops"].Profile)})
+        timed = recording_module(names["ops"], {"Profile": functools.partial(timing(names["ops"].Profile), self, [])})
         return torch.inference_mode()(with_names(inner, ops=timed))(self, *args, **kwargs)
 
     return stream_inference
@@ -166,11 +166,6 @@ def postprocessing(active: Active, stock: Callable, detector: Stock) -> Callable
     suppresses = known is not None and ULTRALYTICS_SUPPRESSION.obstacle(known) is None
     parts = active.shared(parts_of)
     parts.suppresses = lambda: suppresses and nms.non_max_suppression in (known, suppression.ULTRALYTICS_SUPPRESSION)
-    parts.scales = lambda predictor: (
-        type(predictor).construct_result is detector.construct_result
-        and active.has_replaced(detector, "construct_result")
-        and predictor.args.task == "detect"
-    )
 
     def ask(*arguments: object, **options: object) -> None:
         raise Asked(arguments, options)
@@ -191,18 +186,28 @@ def postprocessing(active: Active, stock: Callable, detector: Stock) -> Callable
     return postprocess
 
 
-def constructing(_: Active, stock: Callable, __: object) -> Callable:
-    """Return ``DetectionPredictor.construct_result`` for boxes that are in pixels of the image already."""
+def constructing(active: Active, stock: Callable, detector: Stock) -> Callable:
+    """Return ``DetectionPredictor.construct_results`` for boxes that are in pixels of the images already."""
     names: Names = stock.__globals__
-    as_they_are = recording_module(names["ops"], {"scale_boxes": lambda _, boxes, *__, **___: boxes})
-    scaled = with_names(stock, ops=as_they_are)
+    construct_result = detector.construct_result
 
     @functools.wraps(stock)
-    def construct_result(self: Predictor, *args: object, **kwargs: object) -> object:
+    def construct_results(self: Predictor, preds: Any, img: Tensor, orig_imgs: Any) -> object:
         flight = _flight(self)
-        return (scaled if flight is not None and flight.scaled else stock)(self, *args, **kwargs)
+        if flight is None or not flight.scaled:
+            return stock(self, preds, img, orig_imgs)
+        results, known = names["Results"], self.model.names
+        found = zip(preds, orig_imgs, self.batch[0])
+        return [results(image, path=path, names=known, boxes=rows[:, :6]) for rows, image, path in found]
 
-    return construct_result
+    def scales(predictor: Predictor) -> bool:
+        kind = type(predictor)
+        known = kind.construct_results is construct_results and kind.construct_result is construct_result
+        return known and predictor.args.task == "detect" and not own & vars(predictor).keys()
+
+    own = {"construct_result", "construct_results"}
+    active.shared(parts_of).scales = scales
+    return construct_results
 
 
 @functools.cache
