@@ -68,6 +68,11 @@ def match(stock: Function, matching: Function) -> Function:
     return matched(match_image)
 
 
+def _image_of(sizes: list[int]) -> Tensor:
+    """Return the image of each row, on the host. There ``torch.repeat_interleave`` wakes all threads, which the loader's workers hold up."""
+    return torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+
+
 class _Table(NamedTuple):
     rows: Tensor  # (images, n, 6)
     counts: Tensor  # the rows of each image
@@ -75,8 +80,7 @@ class _Table(NamedTuple):
 
 
 def _table(rows: Tensor, sizes: list[int]) -> _Table:
-    counts = torch.tensor(sizes)
-    image = torch.arange(len(sizes)).repeat_interleave(counts)
+    counts, image = torch.tensor(sizes), _image_of(sizes)
     place = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[image]
     at = image.to(rows.device), place.to(rows.device)
     table = rows.new_zeros(len(sizes), max(1, *sizes), rows.shape[1])
@@ -117,7 +121,7 @@ def match_all(
         sizes = [len(pred["cls"]) for pred in preds]
         rows = _rows({name: torch.cat([pred[name] for pred in preds]) for name in ("bboxes", "conf", "cls")})
         table, device = _table(rows, sizes), rows.device
-        image = torch.arange(len(preds)).repeat_interleave(torch.tensor([len(label["cls"]) for label in prepared]))
+        image = _image_of([len(label["cls"]) for label in prepared])
         truth = torch.cat([_labels(label) for label in prepared])
         truth = torch.cat([image.to(truth)[:, None], truth], 1).to(device)
         given = table.rows, truth, validator.iouv.to(device), table.counts, RULE
@@ -210,7 +214,7 @@ def _count_together(stock: Function, matrix: Any, calls: list[tuple[Any, ...]]) 
     order = confidence.argsort(dim=1, descending=True, stable=True)
     rows = table.rows.gather(1, order[..., None].expand_as(table.rows))
     labels = _labels(truth)
-    image = torch.arange(len(calls)).repeat_interleave(torch.tensor([call[1]["cls"].numel() for call in calls]))
+    image = _image_of([call[1]["cls"].numel() for call in calls])
     labels = torch.cat([image.to(labels)[:, None], labels], 1).to(rows.device)
     conf, iou_thres = calls[0][2:]
     matrix.matrix += confusions(rows, labels, matrix.nc, conf, iou_thres, table.counts).numpy()
@@ -385,12 +389,12 @@ def _of_each_image(
     found = [torch.zeros(0, most, device=device)]
     for images in _groups(overlaps, labels, preds):
         truth, sizes = labels[images], torch.tensor([len(pred["cls"]) for pred in preds[images]])
-        counts = torch.tensor([len(label["cls"]) for label in truth])
-        rows, columns = int(counts.sum()), int(sizes.sum())
+        image = _image_of([len(label["cls"]) for label in truth])
+        rows, columns = len(image), int(sizes.sum())
         if not rows or not columns:
             found.append(found[0].new_zeros(rows, most))
             continue
-        first = (sizes.cumsum(0) - sizes).repeat_interleave(counts).to(device)
+        first = (sizes.cumsum(0) - sizes)[image].to(device)
         own = (first[:, None] + torch.arange(most, device=device)).clamp_(max=columns - 1)
         found.append(overlaps.between(function, validator, truth, preds[images]).gather(1, own).float())
     return torch.cat(found)
