@@ -99,6 +99,24 @@ def test_the_same_pixels(recorder, name):
     np.testing.assert_array_equal(recorder.memory.get(0), picture(40, 60, 0))  # nobody has written to it
 
 
+SEEN = None
+
+
+def remembering(image):
+    global SEEN
+    SEEN = np.float32(len(image))
+
+
+def test_a_function_that_sets_a_global_sets_its_own_modules(recorder):
+    """A copy has names of its own."""
+    assert recorder.copies.of(remembering) is remembering
+    assert recorder.copies.of(brighter_by_numpy) is not brighter_by_numpy
+
+
+def brighter_by_numpy(image):
+    return np.add(image, 1)
+
+
 def test_a_view_that_is_in_use_is_not_written_past(recorder):
     a, _ = pair(recorder)
     part = a[3:20, 4:30]

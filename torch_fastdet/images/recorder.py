@@ -41,6 +41,8 @@ from torch_fastdet.images.plan import (
 from torch_fastdet.patching.fingerprint import names_in
 
 _UINT8, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
+#: At an even place of a code: an instruction takes two bytes, and so does each of its caches, which ``co_code`` shows as zeros.
+STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
 
 class CannotRecord(RuntimeError):
@@ -761,7 +763,7 @@ class Copies:
         if id(function) in self._made:
             return self._made[id(function)][1]
         code, known = function.__code__, function.__globals__
-        if _is_foreign(function) or any(step.opname == "STORE_GLOBAL" for step in dis.get_instructions(code)):
+        if _is_foreign(function) or STORE_GLOBAL in code.co_code[::2]:
             return function
         names = self._names.setdefault(id(known), {**known})
         inner = {i: f for i, cell in enumerate(function.__closure__ or ()) if (f := _function_in(cell)) is not None}
