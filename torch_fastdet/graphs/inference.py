@@ -79,7 +79,7 @@ class InferenceGraphs(CapturedCallable[_Captured]):
         module: nn.Module,
         *,
         max_graphs: int = 16,
-        warmup: int = 3,
+        warmup: int = 2,
         settings: Callable[[nn.Module], Iterable[object]] = lambda module: (),
         capturing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
         say: Callable[[str], None] = print_line,
