@@ -24,7 +24,7 @@ class Batcher:
     """Form batches of single images that any number of threads submit, and give each caller its own result.
 
     One thread calls ``predict``. A batch goes out when it is full, or when its first image has waited for ``max_wait_ms``, or, if it is as
-    large as any of the last 16, when no other image has come for an eighth of that time: callers who wait for their results before they
+    large as any of the last 16, when no other image has come for a sixteenth of that time: callers who wait for their results before they
     submit again need not wait for the clock. While a batch is being predicted the next one fills up.
 
     Args:
@@ -98,7 +98,7 @@ def _run(
         while len(batch) < max_batch:
             left = max(end - time.monotonic(), 0)
             try:
-                last = waiting.get(timeout=min(left, max_wait / 8) if len(batch) >= max(sizes) else left)
+                last = waiting.get(timeout=min(left, max_wait / 16) if len(batch) >= max(sizes) else left)
             except queue.Empty:
                 break
             if last is None:

@@ -268,8 +268,10 @@ def ultralytics_non_max_suppression(
     home = prediction.device
     if filters and isinstance(device, str) and device == "auto":
         device = None
-    scores = prediction[:, 4 : 4 + int(nc)] if nc else prediction[:, 4:]
-    where = _computing_device(op, scores.transpose(1, 2), None, device, options.conf_thres, options.multi_label)
+    where = home
+    if device is not None:
+        scores = prediction[:, 4 : 4 + int(nc)] if nc else prediction[:, 4:]
+        where = _computing_device(op, scores.transpose(1, 2), None, device, options.conf_thres, options.multi_label)
     if filters:
         detections, counts, indices = _filter_end2end(prediction, options.conf_thres, options.classes, options.max_det)
     else:
