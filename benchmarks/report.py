@@ -198,6 +198,7 @@ SECTIONS = {
     "results_prediction.md": ("gpu-pictures", "h100-predict", "h100-serving", "h100-evaluation"),
     "results_operators.md": ("gpu-summary", "gpu-operators", "cpu-summary"),
 }
+EDGE = re.compile(r"(?<!\w)_|_(?!\w)")  # which Markdown takes for emphasis
 APART_FROM_ROWS = ("roofline", "memory_limits")  # JSON that is no benchmark's rows
 MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
 
@@ -360,6 +361,7 @@ OPTIONAL_COLUMNS = (
 def benchmark_table(rows: list[dict]) -> str:
     """All variants of all cases, a line each; views become columns, with the spread of the call alone."""
     views = [view for view in ("call", "graph", "cold") if any(row["view"] == view for row in rows)]
+    spreads = any(row["low_us"] is not None for row in rows)
     tails = any(row.get("p99_us") is not None for row in rows)
     copies = any(row["percent_of_copy"] is not None for row in rows)
     columns = [column for column in OPTIONAL_COLUMNS if any(row.get(column[1]) is not None for row in rows)]
@@ -372,7 +374,8 @@ def benchmark_table(rows: list[dict]) -> str:
         cells = [case, f"**{variant}**" if is_ours(variant) else variant]
         cells += [_time(by_view[view]["median_us"]) if view in by_view else "-" for view in views]
         call = by_view.get("call")
-        cells.insert(3, _span(call) if call and call["low_us"] is not None else "-")
+        if spreads:
+            cells.insert(3, _span(call) if call and call["low_us"] is not None else "-")
         if tails:
             tail = (call or any_row).get("p99_us")
             cells.append("-" if tail is None else _time(tail))
@@ -381,7 +384,8 @@ def benchmark_table(rows: list[dict]) -> str:
             cells.append(f"{max(rates):.0f}%" if rates else "-")
         cells += [_number(template, any_row.get(key)) for _, key, template in columns]
         body.append(cells)
-    views.insert(1, "p10 to p90")
+    if spreads:
+        views.insert(1, "p10 to p90")
     header = ["case", "variant", *views, *(["p99"] if tails else []), *(["of copy rate"] if copies else [])]
     return table(header + [title for title, _, _ in columns], body)
 
@@ -470,7 +474,8 @@ def operators_table(benchmarks: dict[str, list[dict]]) -> str:
         for case, best, (ours, *_) in _beside_the_best(rows):
             name = ours["variant"].removeprefix(OURS).strip(" ,")
             ratio = best["median_us"] / ours["median_us"]
-            cells = f"{case} ({name})" if name else case, f"{_time(best['median_us'])} ({best['variant']})"
+            other = EDGE.sub(r"\_", best["variant"])
+            cells = f"{case} ({name})" if name else case, f"{_time(best['median_us'])} ({other})"
             found.append((ratio, *cells, _time(ours["median_us"]), f"{ratio:.1f}x{_marks([best, ours])}"))
         body += [[family, *max(found)[1:]], ["", *min(found)[1:]]]
     return table(["operators", "case", "fastest alternative", OURS, "faster"], body)
@@ -669,14 +674,19 @@ def pictures() -> dict[Path, Path]:
 
 def truths() -> str:
     """The mAP of each training of TRUTH_ROWS, stock and torch_fastdet, from the tables that training_truth.py wrote."""
-    body = []
+    body, told = [], []
     for name in TRUTH_ROWS:
         lines = (newest("gpu", f"{name}.md") or RESULTS).joinpath(f"{name}.md").read_text().splitlines()
         cells = next(line for line in lines if line.startswith("| mAP50-95 |")).strip("| ").split(" | ")
         seeds = re.findall(r"\((\d+)\)", lines[0] + cells[2])
-        about = next(line for line in lines if line and line[0] != "|").partition("; ")[0]
+        whole = next(line for line in lines if line and line[0] != "|")
+        about = whole.partition("; ")[0]
+        told.append(whole.rpartition(". ")[2].removesuffix(".").split(", "))  # GPU, torch, day
         body.append([about, " and ".join(dict.fromkeys(seeds)), cells[1], *cells[3:6]])
-    return table(["training", "seeds each", "stock, mAP50-95", OURS, "difference", "standard error"], body)
+    gpus, torches, days = (sorted(set(each)) for each in zip(*told))
+    head = ["training", "seeds each", "stock, mAP50-95", OURS, "difference", "standard error"]
+    day = " to ".join(dict.fromkeys([days[0], days[-1]]))
+    return f"{table(head, body)}\nOn {', '.join(gpus)}, {', '.join(torches).partition('+')[0]}, {day}.\n"
 
 
 def section(name: str) -> str:

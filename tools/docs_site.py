@@ -19,7 +19,7 @@ NAME = re.compile(r"(?<=<code>)[^<]*_[^<]*(?=</code>)")
 OPTION = re.compile(r"(?<![\w!/-])--?[a-z][\w-]*")
 CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 HEADING = re.compile(r"<th\b.*?</th>", re.DOTALL)
-BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:ns|us|ms|s|kB|MB|MiB|GB|TB)\b)")
+TOGETHER = re.compile(r"(?<=\d) (?=(?:ns|us|ms|s|kB|MB|MiB|GB|TB)\b)|(?<=\bn) (?== \d)|(?<=\bn =) (?=\d)|(?<=\bbatch) (?=\d)")
 
 
 def switches() -> list[Path]:
@@ -63,5 +63,5 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 def on_page_content(html: str, **_: object) -> str:
     html = CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
     html = HEADING.sub(lambda cell: cell[0].replace("torch_fastdet", "torch_<wbr>fastdet"), html)
-    html = CELL.sub(lambda cell: BEFORE_UNIT.sub("&nbsp;", cell[0]), html)
+    html = CELL.sub(lambda cell: TOGETHER.sub("&nbsp;", cell[0]), html)
     return CELL.sub(lambda cell: NAME.sub(lambda name: name[0].replace("_", "_<wbr>"), cell[0]), html)
