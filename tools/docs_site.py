@@ -18,7 +18,9 @@ CODE = re.compile(r"(?<=<code>).*?(?=</code>)", re.DOTALL)
 NAME = re.compile(r"(?<=<code>)[^<]*_[^<]*(?=</code>)")
 OPTION = re.compile(r"(?<![\w!/-])--?[a-z][\w-]*")
 CELL = re.compile(r"<td.*?</td>", re.DOTALL)
-HEADING = re.compile(r"<th\b.*?</th>", re.DOTALL)
+ROW = re.compile(r"<t[hd]\b.*?</t[hd]>", re.DOTALL)
+TEXT = re.compile(r"(?<=>)[^<]+")
+BREAK = re.compile(r"(?<=torch_)(?=fastdet)|(?<=forward\+)(?=backward)|(?<=fp16)(?=\()")
 TOGETHER = re.compile(r"(?<=\d) (?=(?:ns|us|ms|s|kB|MB|MiB|GB|TB)\b)|(?<=\bn) (?== \d)|(?<=\bn =) (?=\d)|(?<=\bbatch) (?=\d)")
 
 
@@ -62,6 +64,6 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 def on_page_content(html: str, **_: object) -> str:
     html = CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
-    html = HEADING.sub(lambda cell: cell[0].replace("torch_fastdet", "torch_<wbr>fastdet"), html)
+    html = ROW.sub(lambda cell: TEXT.sub(lambda text: BREAK.sub("<wbr>", text[0]), cell[0]), html)
     html = CELL.sub(lambda cell: TOGETHER.sub("&nbsp;", cell[0]), html)
     return CELL.sub(lambda cell: NAME.sub(lambda name: name[0].replace("_", "_<wbr>"), cell[0]), html)

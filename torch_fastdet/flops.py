@@ -163,7 +163,7 @@ def _by_schema(name: str, formula: Callable[[Any], int]) -> Callable[..., int]:
 
 # These move values, and compute nothing.
 _MOVES = ("image_gather_", "space_to_depth", "space_to_depth_backward", "upsample_nearest2x", "upsample_nearest2x_cat")
-# Pictures: whether a pixel is warped, mixed or recoloured is written in the tables, and no shape says it. Parts of a loss that
+# Images: whether a pixel is warped, mixed or recoloured is written in the tables, and no shape says it. Parts of a loss that
 # depend on how many anchors get a target, and on the sizes of boxes: nor does a shape say these. How long the searches of an
 # assignment are depends on the costs.
 _NO_SHAPE_SAYS = (

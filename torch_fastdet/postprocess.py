@@ -450,7 +450,7 @@ class PictureDetector(nn.Module):
     def forward_files(self, files: "Sequence[str | PathLike[str] | bytes]") -> tuple[Tensor, Tensor]:
         """Detect in JPEG files, paths or their bytes, which are decoded on the module's device. TorchScript cannot call it.
 
-        The pixels are those of ``cv2.imdecode``, whatever ``bgr`` says: it is about pictures that are given.
+        The pixels are those of ``cv2.imdecode``, whatever ``bgr`` says: it is about images that are given.
 
         Raises:
             ValueError: a file is none that :func:`torch_fastdet.ops.decode_jpeg` decodes, as "file 3: progressive".

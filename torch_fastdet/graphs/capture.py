@@ -151,7 +151,7 @@ def capture_into(
         stream: to capture on.
         random_numbers: False leaves the device's generator to other threads, except in the moment in which the capture begins; what draws
             from it in the capture fails it.
-        collect: first free what only cycles of references hold; it takes 0.3 s in a process with a host's modules.
+        collect: first free what only cycles of references hold; it takes 0.3 s in a process with a framework's modules.
     """
     with one_capture():
         yield from _capture(graph, pool, stream, random_numbers, collect)

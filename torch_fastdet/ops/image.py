@@ -113,7 +113,7 @@ def image_letterbox(
 ) -> Tensor:
     """Resize images of any sizes and pad them with grey 114 to one size, in one launch: ``cv2.resize`` to the bit.
 
-    The caller decides new sizes and padding, so that each host's own rounding stays. Storages and plan are contiguous.
+    The caller decides new sizes and padding, so that each framework's own rounding stays. Storages and plan are contiguous.
 
     Args:
         storages: 1 to 8 one-dimensional uint8 tensors on one device, with images HWC, BGR or grey.

@@ -18,7 +18,7 @@ from torch_fastdet.patching.switch import Active, Switch
 
 ALL = "fastdet"
 ALL_HELP = "every switch that applies here"
-_one_thread = threading.RLock()  # at a time replaces names, which both hosts do in torch
+_one_thread = threading.RLock()  # at a time replaces names: both frameworks replace some of torch
 
 
 class Host:

@@ -184,10 +184,10 @@ def parser() -> argparse.ArgumentParser:
         prog=PROG, description="Time Ultralytics on this machine, stock and with torch_fastdet."
     )
     found.add_argument("--model", default="yolov8s" if cuda else "yolov8n", help="default: %(default)s")
-    found.add_argument("--batch", type=int, default=16, help="pictures in an iteration (default: %(default)s)")
+    found.add_argument("--batch", type=int, default=16, help="images in an iteration (default: %(default)s)")
     found.add_argument("--imgsz", type=int, default=640 if cuda else 128, help="pixels (default: %(default)s)")
     found.add_argument(
-        "--pictures", type=int, default=640 if cuda else 96, help="that are drawn (default: %(default)s)"
+        "--pictures", type=int, default=640 if cuda else 96, help="images that are drawn (default: %(default)s)"
     )
     found.add_argument("--epochs", type=int, default=4, help="at least 3 (default: %(default)s)")
     found.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1) if cuda else 0)

@@ -56,7 +56,7 @@ class Curves:
 
 
 def _by_class(conf: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """Return indices by class, and within a class by falling confidence; ties in the hosts' order."""
+    """Return indices by class, and within a class by falling confidence; ties in the frameworks' order."""
     order = np.argsort(-conf)
     classes = classes[order]
     with np.errstate(invalid="ignore"):
