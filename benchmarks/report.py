@@ -52,7 +52,7 @@ HEADLINES = [
     Headline("train.py of YOLOv5: an epoch of 118,287 images (COCO's size), yolov5s", "h100:dataset", COCO_CASE, times=EPOCH),
     Headline("Ultralytics' trainer: an iteration of yolov8s, batch 16", "ultralytics", "yolov8s, batch 16"),
     Headline("Ultralytics' trainer: an iteration of yolo26s, batch 16", "ultralytics", "yolo26s, batch 16"),
-    Headline("Ultralytics' trainer: an iteration of rtdetr-l, batch 16", "h100:rtdetr_training", RTDETR_CASE),
+    Headline("Ultralytics' trainer: an iteration of rtdetr-l, batch 16", "rtdetr_training", RTDETR_CASE),
     Headline("val.py of YOLOv5: the whole command on 5,000 JPEGs, yolov5s", "val",
              "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command"),
     Headline("YOLO(\"yolov8n\").predict of one image in memory", "pictures",
@@ -194,8 +194,8 @@ SECTIONS = {
     "machine.md": ("h100-machine", "gpu-memory"),
     "results.md": ("gpu-truths",),
     "results_yolov5.md": ("gpu-dataset", "h100-dataset", "gpu-train", "h100-train", "gpu-val"),
-    "results_ultralytics.md": ("gpu-ultralytics", "h100-rtdetr_training", "h100-ultralytics"),
-    "results_prediction.md": ("gpu-pictures", "h100-predict", "h100-serving", "h100-evaluation"),
+    "results_ultralytics.md": ("gpu-ultralytics", "gpu-rtdetr_training", "h100-ultralytics"),
+    "results_prediction.md": ("gpu-pictures", "gpu-predict", "gpu-serving", "gpu-evaluation"),
     "results_operators.md": ("gpu-summary", "gpu-operators", "cpu-summary"),
 }
 EDGE = re.compile(r"(?<!\w)_|_(?!\w)")  # which Markdown takes for emphasis
@@ -293,6 +293,13 @@ def load_newest(kind: str) -> dict[str, list[dict]]:
     for folder in of_newest_machine(kind):
         found |= load(folder)
     return dict(sorted(found.items()))
+
+
+def rows_of(kind: str, benchmark: str) -> list[dict]:
+    """A benchmark's rows as `load_newest` has them, or, of a GPU that the newest machine lacks, those of another one."""
+    others = [*(folder / f"{benchmark}.json" for folder in folders(kind))][::-1]
+    elsewhere = (json.loads(path.read_text()) for path in others if path.exists())
+    return load_newest(kind).get(benchmark) or next(elsewhere, [])
 
 
 def is_ours(variant: str) -> bool:
@@ -481,12 +488,12 @@ def operators_table(benchmarks: dict[str, list[dict]]) -> str:
     return table(["operators", "case", "fastest alternative", OURS, "faster"], body)
 
 
-def headlines(benchmarks: dict[str, list[dict]]) -> list[dict]:
+def headlines() -> list[dict]:
     """HEADLINES with their figures, call to call, less those that were not measured, or without the variant before."""
     found = []
     for headline in HEADLINES:
         machine, _, benchmark = headline.benchmark.rpartition(":")
-        rows = (load_newest(machine) if machine else benchmarks).get(benchmark, [])
+        rows = rows_of(machine or "gpu", benchmark)
         known = {row["variant"]: row for row in rows if row["case"] == headline.case and row["view"] == "call"}
         before = next((known[name] for name in (headline.before, *STOCK) if name in known), None)
         ours = known.get(headline.ours)
@@ -711,7 +718,7 @@ def section(name: str) -> str:
         of_families = {name: benchmarks[name] for names in OPERATORS.values() for name in names}
         return measured(operators_table(benchmarks), of_families)
     if what == "headlines":
-        return headline_table(headlines(benchmarks))
+        return headline_table(headlines())
     if what == "memory":
         limits = [row for row in memory_limits() if row["size"] == "s"]
         cases = {
@@ -728,6 +735,8 @@ def section(name: str) -> str:
     floor, what = what.endswith("-floor"), what.removesuffix("-floor")
     if floor and shown and what not in benchmarks:  # a page whose cases are a part of another benchmark
         benchmarks = {what: [row for rows in benchmarks.values() for row in rows]}
+    if not floor and not shown:
+        benchmarks[what] = rows_of(kind, what)
     if not benchmarks.get(what):
         command = "python -m benchmarks.training_truth" if what in TRUTHS else "make bench"
         return f"Not measured yet: `{command}` on such a machine writes it.\n"
@@ -770,7 +779,7 @@ def bring(check: bool = False) -> list[str]:
             stale.append(f"{path.parent.name}/{path.name}" if path in texts else path.name)
             if not check:
                 path.write_text(text)
-    rows = headlines(load_newest("gpu"))
+    rows = headlines()
     about = headline_table(rows).splitlines()[-1]
     if not plot_is_current(rows, PLOT, about) and (check or plot_headlines(rows, PLOT, about)):
         stale.append(PLOT.name)

@@ -22,6 +22,6 @@ def test_tables_of_a_folder_are_made_from_its_rows(folder):
 
 
 def test_the_plot_shows_the_headlines():
-    rows = report.headlines(report.load_newest("gpu"))
+    rows = report.headlines()
     about = report.headline_table(rows).splitlines()[-1]
     assert report.plot_is_current(rows, report.PLOT, about), "type: python -m benchmarks.report"
