@@ -76,6 +76,7 @@ SHOWN = {
         *("yolo11s, batch 16", "yolo12s, batch 16", "yolo26s, batch 16"),
         *("yolov8s-seg, batch 16", "yolo26s-seg, batch 16", "yolov8s-pose, batch 16", "yolo26s-pose, batch 16"),
         *("yolov8s-obb, batch 16", "yolo26s-obb, batch 16", "yolov8s-cls, batch 64"),
+        "yolov8s, batch 16 a GPU, 2 GPUs",
     ),
     "h100-ultralytics": tuple(
         f"{model}: validation's pass over 1024 pictures"
