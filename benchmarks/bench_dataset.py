@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_dataset [--batches 64 16] [--pictures 118287] [--quality 90] [--epochs 3] [--budget 24G] [--workers 8] [--out FOLDER]
 
-The pictures are photographs of 640x480 with the noise of a camera, made once; the set is hard links to them, so that it takes no disk.
+The images are photographs of 640x480 with the noise of a camera, made once; the set is hard links to them, so that it takes no disk.
 ``--quality 90`` makes files of about 83 kB, ``--quality 95`` of 126 kB. ``--budget`` is ``TORCH_FASTDET_CACHE``, the
 host memory that torch_fastdet may take; with 0 the GPU keeps nothing either. YOLOv5 keeps nothing from one iteration to the next, so its time does not depend on the number of
 pictures: it runs on ``--stock-pictures`` of them, and as many epochs.
@@ -78,7 +78,7 @@ def make_photograph(root: Path, number: int, quality: int, size: tuple[int, int]
 
 
 def make_data(count: int, quality: int, sizes: tuple[tuple[int, int], ...] = (SIZE,)) -> Path:
-    """A data set's yaml: so many pictures, and the first of them for validation."""
+    """A data set's yaml: so many images, and the first of them for validation."""
     different = min(PHOTOGRAPHS, count)
     kind = "x".join(map(str, SIZE)) if sizes == (SIZE,) else f"{len(sizes)}-sizes"
     seeds = WORK / f"photographs-{kind}-{different}-q{quality}"

@@ -1,8 +1,8 @@
-"""The picture operators against OpenCV's own calls: augmentation of a training batch, letterbox and resize.
+"""The image operators against OpenCV's own calls: augmentation of a training batch, letterbox and resize.
 
-The baseline is what YOLOv5 does to a picture that is in memory, written with cv2 and numpy, in one process: mosaic, warpAffine,
+The baseline is what YOLOv5 does to an image that is in memory, written with cv2 and numpy, in one process: mosaic, warpAffine,
 HSV, flip and HWC to CHW. On the GPU it runs on the host all the same, without the copy to the device. The letterbox is also timed with
-the pictures spread over threads, one for each core.
+the images spread over threads, one for each core.
 """
 
 import os
@@ -20,7 +20,7 @@ SIDE = 640
 
 
 def photographs(count: int, height: int, width: int) -> np.ndarray:
-    """Smooth shapes and some noise, uint8 HWC: neighbouring pixels are alike, as in pictures, and none is grey."""
+    """Smooth shapes and some noise, uint8 HWC: neighbouring pixels are alike, as in images, and none is grey."""
     import cv2
 
     rng = np.random.default_rng(0)

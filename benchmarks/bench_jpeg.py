@@ -1,4 +1,4 @@
-"""JPEG files to pixels: whole pictures, what mosaics show of them, one picture from its bytes, and beside a training step.
+"""JPEG files to pixels: whole images, what mosaics show of them, one image from its bytes, and beside a training step.
 
 The files are parts of photographs with the noise of a camera, 640x480 or 480x640, 4:2:0, quality 90 (about 95 kB), 95 (about 150 kB), and
 90 with optimised tables. torch_fastdet decodes packed JPEGs that are in the GPU's memory, as the loader keeps them. Beside it stand OpenCV, on
@@ -45,7 +45,7 @@ def encode(pictures: list[np.ndarray], quality: int, optimize: bool = False) -> 
 
 
 def visible(sizes: list[tuple[int, int]]) -> list[Rectangle]:
-    """What mosaics of four with hyp.scratch-low (scale .5, translate .1) show of each picture of (height, width)."""
+    """What mosaics of four with hyp.scratch-low (scale .5, translate .1) show of each image of (height, width)."""
     rng = np.random.default_rng(5)
     rectangles = []
     for n, (height, width) in enumerate(sizes):
@@ -129,7 +129,7 @@ def compare(report: harness.Report, case: str, batch: Batch, others: dict[str, C
 
 
 def beside_a_step(report: harness.Report, batch: Batch, nvjpeg: Callable[[], Any] | None) -> None:
-    """A graph of convolutions, BatchNorm and SiLU of about 20 ms alone, and with 256 pictures decoded on another stream meanwhile;
+    """A graph of convolutions, BatchNorm and SiLU of about 20 ms alone, and with 256 images decoded on another stream meanwhile;
     nvJPEG decodes whole ones."""
     layers = [torch.nn.Conv2d(64, 64, 3, padding=1, bias=False), torch.nn.BatchNorm2d(64), torch.nn.SiLU()]
     model = torch.nn.Sequential(*layers).to(report.device, torch.float16)

@@ -1,8 +1,8 @@
-"""Where the time of one answer goes, from a picture in memory to boxes in its pixels on the host, and how long an answer takes.
+"""Where the time of one answer goes, from an image in memory to boxes in its pixels on the host, and how long an answer takes.
 
     python -m benchmarks.bench_latency [--device cpu|cuda] [--calls 10000] [--only NAME ...] [--out FOLDER]
 
-yolov5s with random weights, fused, and one 1080p picture to 640x640; without a GPU yolov5n and a picture of 360x640. The stock variant is what
+yolov5s with random weights, fused, and one 1080p image to 640x640; without a GPU yolov5n and an image of 360x640. The stock variant is what
 detect.py does: OpenCV's letterbox on the host, upload, the model in eager mode, decode, non_max_suppression, scale_boxes, and the
 rows on the host. torch_fastdet's variant is PictureDetector's parts: upload, letterbox on the device, the traced model, one operator for decode and
 suppression. "one graph" replays all between upload and download as a CUDA graph. The confidence threshold is such that 100

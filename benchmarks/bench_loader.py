@@ -1,8 +1,8 @@
-"""YOLOv5's training loader alone, stock and with loader_optim: time of a picture, augmentation of hyp.scratch-low included.
+"""YOLOv5's training loader alone, stock and with loader_optim: time of an image, augmentation of hyp.scratch-low included.
 
     python -m benchmarks.bench_loader [--workers 8 2] [--cores 2] [--pictures 1536] [--epochs 4] [--out FOLDER]
 
---cores: with so many CPU cores, as many workers, without a GPU and with --cache ram; a quarter of the pictures. Pictures are noisy JPEGs of 640x640, 120 KB each. A row is the mean over an epoch, the first one left out; "first epoch" rows are of
+--cores: with so many CPU cores, as many workers, without a GPU and with --cache ram; a quarter of the images. Images are noisy JPEGs of 640x640, 120 KB each. A row is the mean over an epoch, the first one left out; "first epoch" rows are of
 that one, in which torch_fastdet decodes. Each variant runs in a process of its own, and ends where train.py has the batch on its device.
 """
 
@@ -28,7 +28,7 @@ HYP = "data/hyps/hyp.scratch-low.yaml"
 
 
 def make_picture(root: Path, number: int) -> None:
-    """A picture that JPEG does not make small: a coarse pattern, and noise."""
+    """An image that JPEG does not make small: a coarse pattern, and noise."""
     import cv2
 
     generator = np.random.default_rng(number)
@@ -42,7 +42,7 @@ def make_picture(root: Path, number: int) -> None:
 
 
 def make_data(count: int, validated: int = 0) -> Path:
-    """A folder of so many pictures and their labels; validated.txt lists some of them."""
+    """A folder of so many images and their labels; validated.txt lists some of them."""
     root = WORK / f"jpegs-{SIZE}-{count}"
     done = root / "done"
     if not done.exists():
@@ -85,7 +85,7 @@ def measure(images: Path, ours: bool, workers: int, epochs: int, cache: str | No
 def run(
     images: Path, epochs: int, device: str, workers: int, cache: str | None, ours: bool, cores: int = 0
 ) -> list[float]:
-    """Microseconds a picture, epoch by epoch."""
+    """Microseconds an image, epoch by epoch."""
     arguments = [images, int(ours), workers, epochs, cache or "", device]
     program = [sys.executable, "-m", "benchmarks.bench_loader", "--measure", *map(str, arguments)]
     if cores:

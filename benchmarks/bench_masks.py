@@ -1,6 +1,6 @@
 """Instance masks, Ultralytics' process_mask and process_mask_native and YOLOv5's, against the installed functions.
 
-Boxes as a detector finds them (a tenth of the picture on average), and boxes that cover the picture, where nothing can be left
+Boxes as a detector finds them (a tenth of the image on average), and boxes that cover the image, where nothing can be left
 out. Stock is the installed ultralytics, and the same under torch.compile.
 """
 

@@ -1,9 +1,9 @@
-"""From uint8 pictures to boxes in their pixels: PictureDetector beside its network alone, and YOLO(...).predict.
+"""From uint8 images to boxes in their pixels: PictureDetector beside its network alone, and YOLO(...).predict.
 
     python -m benchmarks.bench_pictures [--device cpu|cuda] [--out FOLDER]
 
 PictureDetector is a scripted file of YOLOv5 (yolov5s in half precision on a GPU, yolov5n in float32 on the CPU) with random weights;
-the difference to "network alone" is letterbox, post-processing and scaling. predict of yolov8n is asked for one picture of 1080p in
+the difference to "network alone" is letterbox, post-processing and scaling. predict of yolov8n is asked for one image of 1080p in
 memory, and on a GPU for one JPEG file of 640x480 and one of 4000x3000, in blocks of calls under stock, under two switches, and under all of patch() with its CUDA graphs, in turn: the rows hold
 median, percentiles 10 and 90, and p99.
 """
@@ -33,7 +33,7 @@ def yolov5(size: str, device: torch.device) -> Any:
 
 
 def bench_detector(report: harness.Report, images: int, **options: Any) -> None:
-    """1080p pictures on the device, in one call or one graph."""
+    """1080p images on the device, in one call or one graph."""
     cuda = report.device.type == "cuda"
     size, height, width = ("s", 1080, 1920) if cuda else ("n", 360, 640)
     module = torch.jit.script(PictureDetector.from_model(yolov5(size, report.device), SIDE, half=cuda))

@@ -1,13 +1,13 @@
-"""Post-processing as users choose it: accuracy, speed and memory on the demo's validation pictures, and latency.
+"""Post-processing as users choose it: accuracy, speed and memory on the demo's validation images, and latency.
 
     python -m benchmarks.bench_postprocess [--weights best.pt] [--epochs 10] [--device cpu|cuda] [--out FOLDER]
 
-Without --weights yolov5n is trained on the demo's pictures from seed 0 (the second time the weights are found in
+Without --weights yolov5n is trained on the demo's images from seed 0 (the second time the weights are found in
 runs/benchmarks). Its raw head maps are kept, and from them each choice goes on: the original decode and suppression as installed, time
 limit included; the original decode with torch_fastdet's suppression, as under --nms_optim; and YOLOv5PostProcess. Accuracy is what the real val.py
-computes from their detections. "validation" is val.py's use (conf .001, several labels a box), a batch of 32; "one picture" is
+computes from their detections. "validation" is val.py's use (conf .001, several labels a box), a batch of 32; "one image" is
 detect.py's (conf .25), a call at a time: 10,000 calls in fp16 on a GPU, a tenth in fp32 and on the CPU beside it;
-10,000 on a CPU alone. postprocess_breakdown.png shows where the time of the first batch and the first picture goes: on
+10,000 on a CPU alone. postprocess_breakdown.png shows where the time of the first batch and the first image goes: on
 the GPU by the names of kernels, on the CPU by what a clock and the operators' names can tell, so torch_fastdet's operators are one
 piece there.
 """
@@ -86,7 +86,7 @@ def choices(model: Any, options: dict[str, Any]) -> list[Choice]:
 
 
 class Case:
-    """The validation pictures' raw heads on one device in one type, batch by batch, and a model whose head only decodes."""
+    """The validation images' raw heads on one device in one type, batch by batch, and a model whose head only decodes."""
 
     def __init__(self, weights: Path, loader: Any, device: torch.device, dtype: torch.dtype):
         from yolov5.models.experimental import attempt_load
@@ -109,7 +109,7 @@ class Case:
         detect.m = nn.ModuleList(nn.Identity() for _ in detect.m)
 
     def pictures(self, count: int) -> list[list[Tensor]]:
-        """Heads of single pictures."""
+        """Heads of single images."""
         first = self.batches[0]
         return [[m[i : i + 1].clone() for m in first] for i in range(min(count, len(first[0])))]
 
@@ -244,7 +244,7 @@ def measure_validation(report: Report, case: Case, data: dict[str, Any], seconds
 
 
 def measure_latency(report: Report, case: Case, calls: int) -> None:
-    """Pictures one by one, the choices in turns; the stages are of the first picture."""
+    """Images one by one, the choices in turns; the stages are of the first image."""
     pictures = case.pictures(16)
     size = _size(pictures[0], case.model)
     name = f"one picture of {size}x{size}, {calls:,} calls, {case.name}"
@@ -270,7 +270,7 @@ def _size(heads: list[Tensor], model: Any) -> int:
 
 
 def plot_breakdown(report: Report) -> None:
-    """The first batch above, the first picture below; left milliseconds, right shares of each choice's own total, so that short ones
+    """The first batch above, the first image below; left milliseconds, right shares of each choice's own total, so that short ones
     can be read as well."""
     if not (plt := pyplot()):
         return

@@ -8,7 +8,7 @@ bench_loader). Weights are random, so that nothing is downloaded, and there are 
 --cached: the same command with --cache ram and so many workers. On the CPU at 128x128: a dry run.
 --segments: segment/train.py on the outlines of the demo's digits, from a RAM cache. On the CPU yolov5n-seg at 128x128.
 --classify: classify/train.py with its default options on JPEGs of a digit each, at 224x224. On the CPU at 64x64.
---models: the demo's pictures from a RAM cache. On a GPU at 640x640 (s16 s64 m32 is the whole table); on the CPU yolov5n at 128x128.
+--models: the demo's images from a RAM cache. On a GPU at 640x640 (s16 s64 m32 is the whole table); on the CPU yolov5n at 128x128.
 An iteration is the mean over an epoch without its first batch, as examples/demo counts it; the first epoch is left out.
 """
 

@@ -1,4 +1,4 @@
-"""Ultralytics' real, unmodified trainer on the demo's pictures, stock and with --fastdet: time of an iteration, loader included.
+"""Ultralytics' real, unmodified trainer on the demo's images, stock and with --fastdet: time of an iteration, loader included.
 
     python -m benchmarks.bench_ultralytics [--models yolov8s-16 yolo26s-64-MuSGD] [--epochs 3] [--flags fastdet] [--gpus 2]
         [--jpegs 11829] [--no-stock] [--compiled] [--validate] [--out FOLDER]
@@ -7,10 +7,10 @@ A name is a model, a batch size and, where it is not SGD, an optimizer; ``yolov8
 task. On a GPU at 640x640 (classification: 224x224) with cache=ram and 16 workers
 (``--models all`` is the whole table of issue 16, ``--models tasks`` the other tasks); on the CPU yolov8n at 128x128. Each training is a process of its own, started
 as a user starts it. An iteration is the mean over an epoch without its first batch; the first epoch, in which the warm-up ends,
-is left out. With ``--jpegs`` torch_fastdet alone trains on so many pictures of bench_dataset, as Ultralytics does by default: 8 workers, no
+is left out. With ``--jpegs`` torch_fastdet alone trains on so many images of bench_dataset, as Ultralytics does by default: 8 workers, no
 cache; the first epoch gets a row. With ``--gpus 2`` the trainer starts a process for each GPU, and the batch size is that of each of
-them. With ``--validate`` the weights of torch_fastdet's run are validated on the pictures that they were trained on, stock and with the switches, as
-``yolo val`` does it; the time is that of its pass over the pictures.
+them. With ``--validate`` the weights of torch_fastdet's run are validated on the images that they were trained on, stock and with the switches, as
+``yolo val`` does it; the time is that of its pass over the images.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Case:
 
 
 def make_data(task: str, size: int, pictures: int) -> Path:
-    """Digits on photographs with the labels of a task; for classification one digit a picture, in folders of their classes."""
+    """Digits on photographs with the labels of a task; for classification one digit an image, in folders of their classes."""
     from examples.demo import dataset  # its PIL may be missing
 
     folder = WORK / f"digits-{size}-{pictures}"

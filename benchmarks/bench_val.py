@@ -1,13 +1,13 @@
-"""The real, unmodified val.py, stock and with torch_fastdet: its pass over the pictures, and the whole command.
+"""The real, unmodified val.py, stock and with torch_fastdet: its pass over the images, and the whole command.
 
     python -m benchmarks.bench_val [--model s] [--pictures 1536] [--repetitions 3] [--flags fastdet] [--segment] [--out FOLDER]
     python -m benchmarks.bench_val --jpegs 5000 --weights last.pt [...]
 
 On a GPU: half precision, 640x640, batch 32 and 8 workers, as val.py's defaults are but for --half; on the CPU yolov5n at 128x128. The
-pictures are the demo's, as JPEGs from disk; weights of two epochs on them are trained first, with every switch, so that there is something
+images are the demo's, as JPEGs from disk; weights of two epochs on them are trained first, with every switch, so that there is something
 to detect. Both commands end with YOLOv5's plots. A pass is val.py's own progress bar from its beginning to its end. ``ap_per_class`` is
-measured apart. With ``--jpegs`` the pictures are as many of bench_dataset's, in the sizes that COCO has; ``--weights`` for its 80
-classes come from a training of bench_dataset. With ``--segment`` it is segment/val.py, on the outlines of the demo's pictures.
+measured apart. With ``--jpegs`` the images are as many of bench_dataset's, in the sizes that COCO has; ``--weights`` for its 80
+classes come from a training of bench_dataset. With ``--segment`` it is segment/val.py, on the outlines of the demo's images.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def make_weights(model: str, data: Path, machine: Machine, env: dict[str, str], 
 
 
 def measure_average_precision(report: Report, repetitions: int, count: int = 1_500_000) -> None:
-    """``ap_per_class`` of as many detections as COCO's 5,000 pictures can have, random ones, on the host."""
+    """``ap_per_class`` of as many detections as COCO's 5,000 images can have, random ones, on the host."""
     from yolov5.utils.metrics import ap_per_class
 
     from torch_fastdet.switches.val.average_precision import from_one_sort

@@ -1,7 +1,7 @@
 """Makes every table and plot of results that the README and the docs show from the JSON rows under benchmarks/results/.
 
 ``python -m benchmarks.report`` rewrites what stands between ``<!-- results:NAME -->`` and ``<!-- end results -->`` in
-README.md and docs/*.md, docs/headlines.png and the folders' own tables.md, and moves the pictures of a new run that docs show
+README.md and docs/*.md, docs/headlines.png and the folders' own tables.md, and moves the images of a new run that docs show
 there; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by hand into a page; if files of
 a folder were copied from a script's output, its ``sources.md`` says so. Each table is of the newest folder that has its file, of
 the machine that was measured last with all that README shows. So a run of some benchmarks there replaces those alone, and one of
@@ -671,7 +671,7 @@ def tables(folder: Path) -> str:
 
 
 def pictures() -> dict[Path, Path]:
-    """Pictures in docs/ -> those of a new run, which go there. mkdocs shows nothing from outside of docs/, and git keeps them once."""
+    """Images in docs/ -> those of a new run, which go there. mkdocs shows nothing from outside of docs/, and git keeps them once."""
     found = {}
     for shown, what in PICTURES.items():
         folder = newest("gpu", f"{what}.md")
@@ -772,7 +772,7 @@ def pages() -> list[Path]:
 
 
 def bring(check: bool = False) -> list[str]:
-    """Brings the results into tables, pages and pictures, and names those that were out of date. check: names them only."""
+    """Brings the results into tables, pages and images, and names those that were out of date. check: names them only."""
     stale = []
     texts = {folder / "tables.md": tables(folder) for folder in [*folders("gpu"), *folders("cpu")] if load(folder)}
     for path, text in (texts | {page: rendered(page) for page in pages()}).items():

@@ -6,12 +6,12 @@
     python -m benchmarks.training_truth --out FOLDER --model yolov8n-seg [...]
     python -m benchmarks.training_truth --out FOLDER --report
 
-A run is train.py from scratch on the demo's pictures. Its variant is ``stock``, ``fastdet`` (``torch_fastdet.yolov5 --fastdet``)
+A run is train.py from scratch on the demo's images. Its variant is ``stock``, ``fastdet`` (``torch_fastdet.yolov5 --fastdet``)
 or ``only_<switch>`` (that switch alone). With a model of Ultralytics a run is its trainer's, with default arguments but for size, epochs
 and batch; models that end in -seg, -pose or -obb get the labels of their task. --jobs of them share the machine, and take turns on its
 GPUs. Each finished run leaves one JSON file, <variant>-seed<n>.json, in FOLDER, and a run whose file is there is not done again: the
 work can be split over several commands. With --minutes no run begins that would end later, judged by the longest so far. When all are there, or with
---report, a table of means and of the difference with its standard error stands beside FOLDER as FOLDER.md, and a picture as
+--report, a table of means and of the difference with its standard error stands beside FOLDER as FOLDER.md, and an image as
 FOLDER.png. The default FOLDER is training_truth in the results folder of this machine and day; benchmarks/report.py names the others
 that the docs show.
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.ultralytics_run TIMES.json [switches] train model=yolov8s.yaml data=... epochs=3
 
-TIMES.json gets, for each epoch, when each iteration ended (seconds), how long each validation's pass over the pictures took, and the
+TIMES.json gets, for each epoch, when each iteration ended (seconds), how long each validation's pass over the images took, and the
 most memory that torch held. The clock is some of Ultralytics' default callbacks, which are its own way of looking on; nothing else
 differs from the command. On several GPUs the trainer takes its callbacks along to the processes that it starts, and the first of
 them writes.

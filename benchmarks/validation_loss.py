@@ -2,8 +2,8 @@
 
     python -m benchmarks.validation_loss [--model yolo26n] [--seeds 3] [--epochs 4] [--stock] [--device cpu] [--out FILE.jsonl]
 
-A training from scratch on the demo's pictures, as in benchmarks.training_truth, stops after --epochs of the 20 that its schedule
-has. After each epoch its moving average predicts the validation pictures as the trainer's validator does. The class loss of
+A training from scratch on the demo's images, as in benchmarks.training_truth, stops after --epochs of the 20 that its schedule
+has. After each epoch its moving average predicts the validation images as the trainer's validator does. The class loss of
 each batch is computed by the operator and by Ultralytics' own code, and that of the worst batch in float64. ``batch statistics``
 is Ultralytics' loss of the same weights where batch norms take the batch's own mean and variance: it tells whether a high loss
 comes from running statistics that are behind the weights. ``targets`` is the sum of target scores that the worst batch's loss is

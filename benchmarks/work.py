@@ -232,7 +232,7 @@ def scale_boxes(boxes: int, itemsize: int = 4) -> Work:
 
 
 def augmented_pictures(batch: int, side: int) -> Work:
-    """A batch of uint8 pictures: written once, and about as many source pixels read, four of which make one."""
+    """A batch of uint8 images: written once, and about as many source pixels read, four of which make one."""
     values = 3 * batch * side * side
     return Work(13 * values, 2 * values)
 
@@ -243,13 +243,13 @@ def decoded_jpegs(packed_bytes: int, pixel_bytes: int) -> Work:
 
 
 def letterboxed_pictures(batch: int, side: int, itemsize: int = 2) -> Work:
-    """1080p pictures in 640 x 360 of the output: of each, four pixels for one of the output, of 3 x 3 that lie under it."""
+    """1080p images in 640 x 360 of the output: of each, four pixels for one of the output, of 3 x 3 that lie under it."""
     values = 3 * batch * side * side * 360 // 640
     return Work(11 * values, 4 * values + 3 * batch * side * side * itemsize)
 
 
 def instance_masks(masks: int, height: int, width: int, channels: int = 32, side: int = 160, itemsize: int = 2) -> Work:
-    """Prototypes read, one byte a pixel written; operations of boxes that cover the picture."""
+    """Prototypes read, one byte a pixel written; operations of boxes that cover the image."""
     count = flops.instance_masks(masks, channels, side * side, height * width)
     return Work(count, channels * side * side * itemsize + masks * (height * width + 4 * (channels + BOX)))
 

@@ -53,7 +53,7 @@ def ms_deform_attn_pytorch(
     sampling_locations: Tensor,
     attention_weights: Tensor,
 ) -> Tensor:
-    """The same in PyTorch alone: each level is sampled as a picture of its own, a head at a time."""
+    """The same in PyTorch alone: each level is sampled as an image of its own, a head at a time."""
     total = value.new_zeros(value.shape[0], sampling_locations.shape[1], *value.shape[2:])
     levels = value.split([height * width for height, width in spatial_shapes], dim=1)
     for level, (pixels, shape) in enumerate(zip(levels, spatial_shapes)):

@@ -1,15 +1,15 @@
-"""Draws the detections of a detector on pictures: boxes, rotated boxes and masks.
+"""Draws the detections of a detector on images: boxes, rotated boxes and masks.
 
     python -m examples.export --out build/detector --weights yolov5s.pt
     python -m examples.draw build/detector/detector.ts pictures/ --out build/drawn
     python -m examples.draw yolo11n-seg.pt pictures/ --also yolo11n-obb.pt --out build/drawn
 
-writes a PNG of each picture into --out: a box in its class's color, with name and confidence, and what the detector knows beyond
+writes a PNG of each image into --out: a box in its class's color, with name and confidence, and what the detector knows beyond
 the box: a mask as a tint, a rotated box for the upright one. A detector is a detector.ts or pictures.ts of export.py, a model of
 Ultralytics (.pt), whose package has to be installed then, or a YOLOv5 checkpoint (.pt) that detects, whose code export.py says how to
-find. --also names further ones that look at the same pictures. A picture that
+find. --also names further ones that look at the same images. An image that
 cannot be read, or whose PNG would have the name of one that is drawn (a.jpg beside a.png), is said, and the others are drawn; the
-exit status is 1 then. A PNG of an earlier run is replaced; an --out where one of the pictures themselves would be is refused.
+exit status is 1 then. A PNG of an earlier run is replaced; an --out where one of the images themselves would be is refused.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def color(index: int) -> tuple[int, int, int]:
 
 
 def tint(picture: Image.Image, mask: np.ndarray, ink: tuple[int, int, int]) -> Image.Image:
-    """The picture with a mask's pixels halfway to a color."""
+    """The image with a mask's pixels halfway to a color."""
     pixels = np.array(picture)
     pixels[mask] = (pixels[mask].astype(np.uint16) + np.array(ink, np.uint16)) // 2
     return Image.fromarray(pixels)
 
 
 def draw(picture: Image.Image, detections: list[Detection], names: list[str]) -> Image.Image:
-    """A copy of the picture with the detections on it, the best ones on top; masks lie below all boxes."""
+    """A copy of the image with the detections on it, the best ones on top; masks lie below all boxes."""
     result = picture.convert("RGB")
     for found in reversed(detections):
         if found.mask is not None:

@@ -69,7 +69,7 @@ class Detector(nn.Module):
     def forward(self, image: Tensor, letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(images, 3, height, width) in 0..1 -> detections (images, max_det, 6), counts (images,).
 
-        With letterboxes (images, 6), rows of ops.letterbox, boxes come out in the original pictures' pixels.
+        With letterboxes (images, 6), rows of ops.letterbox, boxes come out in the original images' pixels.
         """
         return self.postprocess(self.network(image), letterboxes)
 
@@ -175,7 +175,7 @@ def load_yolov5(path: str, yolov5: str | None = None) -> tuple[nn.Module, list[s
 
 
 def save(detector: nn.Module, size: int, names: list[str], path: Path) -> None:
-    """Writes the TorchScript file; the side of the pictures it wants and the classes' names are inside."""
+    """Writes the TorchScript file; the side of the images it wants and the classes' names are inside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     about = json.dumps({"size": size, "names": names})
     script = torch.jit.script(detector)

@@ -1,10 +1,10 @@
-"""Fine-tune a detector on your own pictures with torch_fastdet, in YOLOv5 or in Ultralytics.
+"""Fine-tune a detector on your own images with torch_fastdet, in YOLOv5 or in Ultralytics.
 
     python -m examples.fine_tune --data mine.yaml                                     # Ultralytics, from yolo11n.pt
     python -m examples.fine_tune --data mine.yaml --host yolov5 --weights yolov5s.pt
     python -m examples.fine_tune --draw 64 --out build/shapes --weights yolo11n.yaml  # no pictures at hand: drawn shapes
 
---data is the file that both hosts read: where the pictures and labels are, and the names of the classes (docs/index.md).
+--data is the file that both frameworks read: where the images and labels are, and the names of the classes (docs/index.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from examples.yolov5_env import environment
 
 
 def draw_data(folder: Path, count: int) -> Path:
-    """Pictures of shapes with labels, as both hosts want them; one fifth is for validation. Returns the data set's file."""
+    """Images of shapes with labels, as both frameworks want them; one fifth is for validation. Returns the data set's file."""
     rng = np.random.default_rng(0)
     for index in range(count):
         split = "val" if index % 5 == 4 else "train"

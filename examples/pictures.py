@@ -1,4 +1,4 @@
-"""Pictures in, detections out: what serve.py and draw.py share. Needs torch, torch_fastdet and Pillow, but no YOLOv5."""
+"""Images in, detections out: what serve.py and draw.py share. Needs torch, torch_fastdet and Pillow, but no YOLOv5."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Detection(NamedTuple):
 
 
 def about(text: str | bytes, path: str | Path) -> tuple[int, list[str]]:
-    """The side of the pictures and the classes' names, as export.py writes them into ``path``."""
+    """The side of the images and the classes' names, as export.py writes them into ``path``."""
     try:
         found = json.loads(text)
         size, names = found["size"], found["names"]
@@ -72,7 +72,7 @@ class PictureDetector:
         return self.names[label]
 
     def prepare(self, picture: Image.Image) -> tuple[torch.Tensor, list[float]]:
-        """The network's input (3, size, size), uint8, and how the picture was letterboxed into it."""
+        """The network's input (3, size, size), uint8, and how the image was letterboxed into it."""
         shape = [picture.height, picture.width]
         # To whole pixels, as done here.
         letterbox = ops.letterbox([self.size, self.size], shape, rounding="ultralytics")
@@ -84,7 +84,7 @@ class PictureDetector:
 
     @torch.inference_mode()
     def __call__(self, pictures: list[Image.Image]) -> list[list[Detection]]:
-        """Detections of each picture, best first; all pictures are one batch, and one copy brings the result to the host."""
+        """Detections of each image, best first; all images are one batch, and one copy brings the result to the host."""
         if not pictures:
             return []
         if self.letterboxes:
@@ -137,7 +137,7 @@ class UltralyticsDetector:
         self.device: str = device
 
     def __call__(self, pictures: list[Image.Image]) -> list[list[Detection]]:
-        """Detections of each picture, best first."""
+        """Detections of each image, best first."""
         found = []
         for picture in pictures:
             (result,) = self.model.predict(picture, device=self.device, retina_masks=True, verbose=False)
@@ -146,7 +146,7 @@ class UltralyticsDetector:
 
 
 def detections_of(result: Any, names: Sequence[str]) -> Iterator[Detection]:
-    """What a result of Ultralytics says of one picture."""
+    """What a result of Ultralytics says of one image."""
     rotated = result.obb is not None
     boxes = result.obb if rotated else result.boxes
     corners = boxes.xyxyxyxy.tolist() if rotated else [None] * len(boxes)
@@ -174,7 +174,7 @@ def detector_of(
 
 
 def read(path: Path) -> Image.Image | str:
-    """The picture, or why there is none."""
+    """The image, or why there is none."""
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise OSError(f"{path} is not a file")
@@ -185,7 +185,7 @@ def read(path: Path) -> Image.Image | str:
 
 
 def find_pictures(sources: list[str | Path]) -> list[Path]:
-    """The files among ``sources``, and the pictures in the folders among them, in order; at least one."""
+    """The files among ``sources``, and the images in the folders among them, in order; at least one."""
     found: list[Path] = []
     for source in map(Path, sources):
         if source.is_dir():

@@ -1,11 +1,11 @@
-"""Serves a TorchScript detector: names of pictures in, a line of JSON for each out. YOLOv5 need not be installed.
+"""Serves a TorchScript detector: names of images in, a line of JSON for each out. YOLOv5 need not be installed.
 
     python -m examples.export --out build/detector --weights yolov5s.pt
     python -m examples.serve build/detector/detector.ts pictures/ one-more.jpg
     mkfifo requests; python -m examples.serve build/detector/detector.ts - <> requests
 
 A line holds "picture", and "milliseconds" (of its batch, reading included, a picture) with "detections", best first: "name",
-"confidence" and "box", which is left, top, right and bottom in the picture's pixels. A picture that cannot be read has "error"
+"confidence" and "box", which is left, top, right and bottom in the image's pixels. An image that cannot be read has "error"
 instead, and the loop goes on; the exit status is 1 then.
 
 With ``-`` names come from standard input, one a line, and each is answered at once. A name is the line as it stands, without its

@@ -4,8 +4,8 @@
     python -m examples.train_step --out build/shapes --cfg yolov5n.yaml  # PyPI's YOLOv5 model, where it is installed
     python -m examples.serve build/shapes/detector.ts build/shapes/pictures
 
-draws pictures of squares, discs and triangles, trains on them, says how many of the shapes in 32 pictures that it has not seen
-are found, and writes those pictures, their labels and detector.ts (for serve.py, draw.py and C++) into --out.
+draws images of squares, discs and triangles, trains on them, says how many of the shapes in 32 images that it has not seen
+are found, and writes those images, their labels and detector.ts (for serve.py, draw.py and C++) into --out.
 
 TrainStep needs a GPU. On the CPU the same step runs as separate calls (ComputeLoss, backward, FusedStep), and a line says so.
 """
@@ -43,7 +43,7 @@ HELD_OUT = 32
 
 
 def draw_picture(rng: np.random.Generator) -> tuple[Image.Image, list[tuple[float, ...]]]:
-    """A noisy picture with one to four shapes, and a label for each: class, x, y, width, height as shares of the picture."""
+    """A noisy image with one to four shapes, and a label for each: class, x, y, width, height as shares of the image."""
     picture = Image.fromarray(rng.integers(0, 110, (SIZE, SIZE, 3), dtype=np.uint8))
     canvas = ImageDraw.Draw(picture)
     labels: list[tuple[float, ...]] = []
@@ -142,7 +142,7 @@ def train(
     batch: int,
     accumulate: int,
 ) -> ModelEMA:
-    """The loop. Pictures are (n, 3, SIZE, SIZE) uint8; labels[i] is (m, 5) of picture i."""
+    """The loop. Images are (n, 3, SIZE, SIZE) uint8; labels[i] is (m, 5) of image i."""
     loss = ComputeLoss(model)
     optimizer = SGD(model.parameters(), lr=0.02, momentum=0.937, nesterov=True, weight_decay=5e-4)
     ema = ModelEMA(model, decay=0.99, tau=20)

@@ -1,6 +1,6 @@
-"""`make demo`: a real detector trained on real pictures with the real train.py of YOLOv5, stock and through torch_fastdet.
+"""`make demo`: a real detector trained on real images with the real train.py of YOLOv5, stock and through torch_fastdet.
 
-dataset.py   makes the pictures: handwritten digits on photographs, the same bytes from the same seed
+dataset.py   makes the images: handwritten digits on photographs, the same bytes from the same seed
 training.py  runs train.py and detect.py as subprocesses, and times them from outside
-report.py    compares the two runs: table, curves, pictures, results.json
+report.py    compares the two runs: table, curves, images, results.json
 """

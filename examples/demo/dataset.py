@@ -4,7 +4,7 @@ The digits are scikit-learn's 1,797 scans of 8x8 pixels, the photographs the fou
 scikit-learn (china, flower) and ultralytics (bus, zidane). One fifth of the digits is kept for validation; four
 photographs are too few to keep one back, so both splits take their crops from all of them.
 
-The same recipe gives the same bytes: every picture has its own random stream, named by seed, split and index.
+The same recipe gives the same bytes: every image has its own random stream, named by seed, split and index.
 
     python -m examples.demo.dataset runs/digits --image-size 640
 
@@ -152,7 +152,7 @@ def _label(task: str, box: tuple[int, ...], points: np.ndarray | None, size: int
 
 
 def draw(recipe: Recipe, sources: Sources, split: str, index: int) -> tuple[np.ndarray, list[tuple[float, ...]]]:
-    """One picture (size, size, 3) uint8 RGB and its labels, normalised as YOLO wants them: (class, x, y, width, height), or what
+    """One image (size, size, 3) uint8 RGB and its labels, normalised as YOLO wants them: (class, x, y, width, height), or what
     the recipe's task has.
     """
     size = recipe.image_size

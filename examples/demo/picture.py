@@ -1,4 +1,4 @@
-"""Makes the README's picture: boxes, masks and rotated boxes that freshly trained models find, side by side.
+"""Draws the boxes, masks and rotated boxes that freshly trained models find in one image, side by side.
 
     python -m examples.demo.picture --out runs/picture                       # on a GPU about a minute
     python -m examples.demo.picture --out runs/picture --size 160 --train 512 --epochs 12 --batch 16

@@ -1,4 +1,4 @@
-"""Compares the two runs: a table for the terminal, curves and pictures as PNG, results.json, and the verdict."""
+"""Compares the two runs: a table for the terminal, curves and images as PNG, results.json, and the verdict."""
 
 from __future__ import annotations
 
@@ -175,12 +175,12 @@ def plot_curves(path: Path, stock: Run, ours: Run) -> None:
 
 
 def read_labels(path: Path) -> list[list[float]]:
-    """A YOLO label file; one that is not there has no objects (detect.py writes none for an empty picture)."""
+    """A YOLO label file; one that is not there has no objects (detect.py writes none for an empty image)."""
     return [[float(x) for x in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def draw_detections(path: Path, data: Path, found: dict[str, Path], count: int = 8) -> None:
-    """Validation pictures, a row for the labels and one for each run's 20 surest detections with their confidence.
+    """Validation images, a row for the labels and one for each run's 20 surest detections with their confidence.
 
     ``found`` maps a title to a folder of label files of detect.py.
     """

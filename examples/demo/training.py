@@ -52,7 +52,7 @@ class Machine:
 
     @classmethod
     def find(cls) -> Machine:
-        """The first GPU, if torch sees one and torch_fastdet was built for it; else the CPU, with smaller pictures."""
+        """The first GPU, if torch sees one and torch_fastdet was built for it; else the CPU, with smaller images."""
         import torch
 
         import torch_fastdet

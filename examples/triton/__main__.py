@@ -2,8 +2,8 @@
 
     python -m examples.triton [--weights yolov5s.pt] [--picture street.jpg] [--seconds 5] [--device cuda]
 
-Ends with status 1 where an answer is not the one that is expected: detections for a picture, a clear error for a file that is no
-picture, for one of too many pixels or bytes and for a full queue; and answers again after clients that hung up. Then 1, 8 and 32 clients
+Ends with status 1 where an answer is not the one that is expected: detections for an image, a clear error for a file that is no
+image, for one of too many pixels or bytes and for a full queue; and answers again after clients that hung up. Then 1, 8 and 32 clients
 ask for some seconds each, with dynamic batching and without.
 """
 

@@ -1,4 +1,4 @@
-"""Asks the server of examples/triton/server.py, one picture at a time or many at once.
+"""Asks the server of examples/triton/server.py, one image at a time or many at once.
 
 python -m examples.triton.client picture.jpg
 """
@@ -70,7 +70,7 @@ class Client:
 
 
 class Load(NamedTuple):
-    """Milliseconds from a request to its answer, and pictures a second of all clients together."""
+    """Milliseconds from a request to its answer, and images a second of all clients together."""
 
     clients: int
     pictures: int

@@ -4,7 +4,7 @@
     python -m examples.triton.server build/detector/detector.ts
 
 The model "detector" takes "picture", the bytes of a BMP, GIF, JPEG, PNG, TIFF or WebP file, and gives "answer", a line of JSON as
-examples/serve.py writes it: "detections", or "error" for a picture that cannot be used. Pictures of several clients are
+examples/serve.py writes it: "detections", or "error" for an image that cannot be used. Images of several clients are
 one batch, whatever their sizes. A full queue refuses requests, and Triton says so to the client. The program prints "ready" and
 ends when its standard input is closed.
 """
@@ -31,7 +31,7 @@ INPUT, OUTPUT = "picture", "answer"
 
 
 def decode(data: bytes, max_bytes: int, max_pixels: int) -> Image.Image | str:
-    """The picture, or why there is none. A picture that is too large is not decoded."""
+    """The image, or why there is none. An image that is too large is not decoded."""
     if len(data) > max_bytes:
         return f"the picture has {len(data)} bytes, but at most {max_bytes} are accepted"
     try:

@@ -1,4 +1,4 @@
-"""The README's picture: its labels, and the whole command, tiny."""
+"""The picture of examples.demo.picture: its labels, and the whole command, tiny."""
 
 import os
 import subprocess
