@@ -343,7 +343,7 @@ def _number(template: str, value: float | int | None) -> str:
     return "-" if value is None else template.format(value)
 
 
-SPREAD = "Medians, with the 10th to 90th percentile in brackets,"
+SPREAD = "Times are medians, with the 10th to 90th percentile in brackets,"
 NOT_MEASURED = "-"
 # Marks behind a ratio, and the sentences below a table that explain them.
 APART = "\\*"
@@ -648,7 +648,7 @@ def provenance(benchmarks: dict[str, list[dict]], figures: str = "medians") -> s
     return _below(machines(benchmarks).values(), figures)
 
 
-def measured(text: str, benchmarks: dict[str, list[dict]], figures: str = "Medians") -> str:
+def measured(text: str, benchmarks: dict[str, list[dict]], figures: str = "Times are medians") -> str:
     """A page's table, and a line below it: GPUs or processors, PyTorch and days. The folder's tables.md have the rest."""
     rows = [row for of_it in benchmarks.values() for row in of_it]
     days = sorted({row["date"] for row in rows})
@@ -694,7 +694,7 @@ def truths() -> str:
     gpus, torches, days = (sorted(set(each)) for each in zip(*told))
     head = ["training", "seeds each", "stock, mAP50-95", OURS, "difference", "standard error"]
     day = " to ".join(dict.fromkeys([days[0], days[-1]]))
-    return f"{table(head, body)}\nOn {', '.join(gpus)}, {', '.join(torches).partition('+')[0]}, {day}.\n"
+    return f"{table(head, body)}\nThey ran on {', '.join(gpus)}, {', '.join(torches).partition('+')[0]}, {day}.\n"
 
 
 def section(name: str) -> str:
@@ -732,7 +732,7 @@ def section(name: str) -> str:
             name: [row for row in benchmarks[name] if (name, row["case"], row["variant"]) in cases]
             for name in dict.fromkeys(row[1] for row in MEMORY)
         } | {"": limits}
-        return measured(memory_table(benchmarks, limits), measured_in, "Peaks of reserved memory")
+        return measured(memory_table(benchmarks, limits), measured_in, "Memory is the peak that PyTorch reserved")
     floor, what = what.endswith("-floor"), what.removesuffix("-floor")
     if floor and shown and what not in benchmarks:  # a page whose cases are a part of another benchmark
         benchmarks = {what: [row for rows in benchmarks.values() for row in rows]}
