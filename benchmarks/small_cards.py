@@ -32,11 +32,11 @@ MODELS = ("yolov8s", "yolov8n", "yolo26s", "rtdetr-l", "yolov8m", "yolo11s", "yo
 CARDS = (8, 10, 12, 16, 24)
 BATCHES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 #: Batches of an epoch, and epochs.
-SEARCHED, MEASURED = (4, 1), (8, 4)
+SEARCHED, MEASURED = (4, 1), (8, 3)
 WARM = 2  # epochs: images are kept behind the 16th batch
 CLASSES = 80
 MIB = 2**20
-SIDE_BY_SIDE = 7
+SIDE_BY_SIDE = 8
 
 
 class Enough(Exception):
@@ -227,25 +227,31 @@ def work(model: str, variant: str, cards: list[int], folder: Path, context: floa
         each = (high - low) / (last - first)
         return last + ((size << 30) - APART_MIB * MIB - high) / each * 0.97
 
-    for size in cards:
-        card.pretend(size << 30)
-        batch = search(fits, batch, guess)
-        row: dict[str, Any] = {"model": model, "variant": variant, "card": size, "batch": batch}
-        clock = None
-        while batch and clock is None:
+    def measure(row: dict[str, Any]) -> None:
+        while row["batch"]:
             if time.time() > deadline:
                 raise TimeoutError
-            with turn(shared, alone=True):
-                before = card.beside()
-                clock = trains(model, batch, shared / "images", place, *MEASURED)
-                beside = context + card.beside() - before
-            if clock is None:  # not with all that a longer training holds
-                batch = [0, *BATCHES][[0, *BATCHES].index(batch) - 1]
-        if clock:
-            row |= {"images_per_s": batch / clock.seconds(), "peak_mib": torch.cuda.max_memory_reserved() / MIB}
-            row["beside_mib"] = beside
-        row["batch"] = batch
-        print(json.dumps(row), flush=True)
+            before = card.beside()
+            if clock := trains(model, row["batch"], shared / "images", place, *MEASURED):
+                row["images_per_s"] = row["batch"] / clock.seconds()
+                row["peak_mib"] = torch.cuda.max_memory_reserved() / MIB
+                row["beside_mib"] = context + card.beside() - before
+                return
+            row["batch"] = [0, *BATCHES][BATCHES.index(row["batch"])]  # a longer training holds more
+
+    rows: list[dict[str, Any]] = []
+    try:
+        for size in cards:
+            card.pretend(size << 30)
+            batch = search(fits, batch, guess)
+            rows.append({"model": model, "variant": variant, "card": size, "batch": batch})
+        with turn(shared, alone=True):
+            for row in rows:
+                card.pretend(row["card"] << 30)
+                measure(row)
+    finally:
+        for row in rows:
+            print(json.dumps(row), flush=True)
 
 
 def small_table(rows: list[dict[str, Any]]) -> str:

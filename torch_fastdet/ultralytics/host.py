@@ -15,6 +15,7 @@ from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.frameworks import VERSION
 from torch_fastdet.switches.registry import ULTRALYTICS as SWITCHES
+from torch_fastdet.ultralytics import trials
 
 PACKAGE = "ultralytics"
 
@@ -102,9 +103,17 @@ class Ultralytics(Host):
             return
         flags = {name: on for request in self.requests for name, on in (request or {ALL: True}).items()}
         words = [f"--{name}" if on else f"--no-{name}" for name, on in flags.items() if on or name != ALL]
-        self.patches.replace(
-            "programs", trainer, "_YOLO_CLI_COMMAND", [sys.executable, "-m", self.door, *words], quietly=True
-        )
+        tuner = importlib.import_module(f"{PACKAGE}.engine.tuner")
+        programs = trainer.subprocess
+        if not isinstance(programs, trials.Subprocess):
+            plots = trials.Plots(tuner.plot_tune_results)
+            programs = trials.Subprocess(plots)
+            self.patches.replace("programs", trainer, "subprocess", programs, quietly=True)
+            self.patches.replace("programs", tuner, "plot_tune_results", plots, quietly=True)
+            ahead = trials.with_programs_ahead(tuner.Tuner.__call__, programs)
+            self.patches.replace("programs", tuner.Tuner, "__call__", ahead, quietly=True)
+        programs.command = [sys.executable, "-m", self.door, *words]
+        self.patches.replace("programs", trainer, "_YOLO_CLI_COMMAND", programs.command, quietly=True)
 
 
 HOST = Ultralytics(SWITCHES, (PACKAGE,))

@@ -52,6 +52,11 @@ def main(argv: list[str] | None = None) -> None:
     sys.argv[:] = ["yolo", *words]
     if not wants_help:
         LAUNCHER.switch_on(chosen, import_now=True)
+    run()
+
+
+def run() -> None:
+    """Run the ``yolo`` command whose words are in ``sys.argv``."""
     try:
         importlib.import_module("ultralytics.cfg").entrypoint()
     except SwitchError as error:  # of a switch that found out only in the training
