@@ -113,6 +113,9 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "int max_det=300, Tensor? letterboxes=None, str per_class=\"offset\", int max_nms=30000, float max_wh=7680., "
       "str rotated=\"none\", str extra_kind=\"raw\") "
       "-> (Tensor detections, Tensor counts, Tensor indices)");
+  m.def(
+      "filter_detections(Tensor prediction, float conf_thres=0.25, int[]? classes=None, int max_det=300, "
+      "Tensor? sizes=None, bool finite=False) -> (Tensor detections, Tensor counts, Tensor indices)");
   m.def("scale_boxes(Tensor boxes, Tensor letterboxes, bool xywh=False) -> Tensor");
 
   // Masks of detections from coefficients and prototypes. window is (top, left, bottom, right) in prototypes enlarged

@@ -207,6 +207,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
         ),
         "yolov5_postprocess": _anchors,
         "ultralytics_postprocess": lambda a: _total(a.scores),
+        "filter_detections": lambda a: math.prod(a.prediction[:-1]) * (1 if a.sizes is None else 11),
         "scale_boxes": lambda a: math.prod(a.boxes[:-1]) * SCALE_BOX[a.xywh],
         # Of boxes that cover the image; outside a box nothing is computed.
         "instance_masks": lambda a: instance_masks(

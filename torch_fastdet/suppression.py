@@ -188,20 +188,22 @@ class Padded(NamedTuple):
         return (rows, _split(self.indices, counts, self.end)) if return_idxs else rows
 
 
-def _filter_end2end(
-    prediction: Tensor, conf_thres: float, classes: list[int] | None, max_det: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows of an end-to-end model above the threshold, in their order: detections, counts, indices, all padded."""
-    passes = (prediction[..., 4] > conf_thres) & prediction[..., :5].isfinite().all(-1)
-    if classes is not None:
-        allowed = torch.zeros_like(passes)
-        for c in classes:
-            allowed |= prediction[..., 5] == c
-        passes &= allowed
-    order = passes.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, :max_det]
-    counts = passes.sum(1).clamp(max=max_det)
-    rows = prediction.gather(1, order[..., None].expand(-1, -1, prediction.shape[-1])).float()
-    return rows, counts, order
+def rows_of_rtdetr(prediction: object, sizes: list[list[int]], options: Any) -> Padded | None:
+    """Return the detections that RT-DETR's ``postprocess`` keeps, in pixels of images of these sizes (width and height).
+
+    Args:
+        prediction: what the model returns.
+        options: of the predictor or validator: conf, classes and max_det.
+
+    Returns:
+        None of a prediction that is not (images, N, 6) in float32.
+    """
+    rows = prediction[0] if isinstance(prediction, (list, tuple)) else prediction
+    if not isinstance(rows, Tensor) or rows.dtype != torch.float32 or rows.shape[2:] != (6,) or len(rows) != len(sizes):
+        return None
+    listed, (most, end) = _stock_class_list("postprocess", options.classes), _room(options.max_det)
+    table = torch.tensor(sizes, dtype=torch.float32, device="cpu").view(-1, 2).to(rows.device, non_blocking=True)
+    return Padded(*nms.filter_detections(rows, options.conf, listed, min(most, rows.shape[1]), table), end)
 
 
 def ultralytics_non_max_suppression(
@@ -273,7 +275,11 @@ def ultralytics_non_max_suppression(
         scores = prediction[:, 4 : 4 + int(nc)] if nc else prediction[:, 4:]
         where = _computing_device(op, scores.transpose(1, 2), None, device, options.conf_thres, options.multi_label)
     if filters:
-        detections, counts, indices = _filter_end2end(prediction, options.conf_thres, options.classes, options.max_det)
+        capacity = min(options.max_det, prediction.shape[1])
+        detections, counts, indices = nms.filter_detections(
+            prediction, options.conf_thres, options.classes, capacity, finite=True
+        )
+        detections = detections.float()  # as the original, of float64 too
     else:
         prediction = prediction.to(where)
         candidates = prediction.shape[2] * (prediction.shape[1] if multi_label else 1)

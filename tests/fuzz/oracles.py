@@ -31,6 +31,7 @@ from tests.references import (
     v8_obb,
     yolov5_loss,
 )
+from tests.references.filter_detections import filter_detections
 from torch_fastdet import ops
 
 #: Numbers beyond overflow on the way in an operator's own type, where float64 does not.
@@ -460,6 +461,7 @@ ORACLES: dict[str, Callable[[Any], list[Tensor]]] = {
     "crop_mask_": _crop_mask,
     "deformable_attention": _deformable_attention,
     "deformable_attention_backward": _deformable_attention_backward,
+    "filter_detections": lambda a: filter_detections(a.prediction, a.conf_thres, a.classes, a.max_det, a.sizes, a.finite),
     "image_augment": lambda a: _augment(a, a.size, a.channels, a.dtype),
     "image_augment_": lambda a: _augment(a, a.out.shape[2:], a.out.shape[1], a.out.dtype),
     "image_gather_": _gather,
@@ -557,6 +559,7 @@ def name_of(operator: str) -> str:
 #: Arguments whose numbers may be any: they are compared, copied or indices.
 ANY = {
     "crop_mask": {"masks", "boxes"},
+    "filter_detections": {"prediction"},
     "image_augment": {"storages", "placements", "layers", "pictures", "tables", "masks"},
     "image_gather": {"pieces"},
     "image_letterbox": {"plan"},

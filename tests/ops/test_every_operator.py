@@ -150,6 +150,9 @@ CALLS: dict[str, Callable[[], tuple[Any, tuple, dict[str, Any], tuple[int, ...]]
         {"extra_kind": "keypoints_xy", "letterboxes": letterboxes()},
         (),
     ),
+    "filter_detections": lambda: (
+        ops.filter_detections, (torch.rand(2, 50, 8),), {"conf_thres": 0.3, "sizes": torch.rand(2, 2) * 99, "max_det": 20}, (),
+    ),
     "scale_boxes": lambda: (ops.scale_boxes_batched, (clustered(2, 200, 5, 2)[..., :6].contiguous(), letterboxes()), {}, ()),
     "yolov5_loss": lambda: (ops.yolov5_loss, test_yolov5_loss.sample_call("cpu"), {"fl_gamma": 1.5}, (0, 1)),
     "yolov5_loss, channels_last": lambda: (

@@ -36,6 +36,7 @@ from torch_fastdet.ops.multi_tensor import multi_tensor_ema_ as multi_tensor_ema
 from torch_fastdet.ops.multi_tensor import multi_tensor_norm as multi_tensor_norm
 from torch_fastdet.ops.multi_tensor import multi_tensor_sgd_ as multi_tensor_sgd_
 from torch_fastdet.ops.multi_tensor import multi_tensor_unscale_ as multi_tensor_unscale_
+from torch_fastdet.ops.nms import filter_detections as filter_detections
 from torch_fastdet.ops.nms import non_max_suppression_padded as non_max_suppression_padded
 from torch_fastdet.ops.nms import scale_boxes as scale_boxes
 from torch_fastdet.ops.nms import scale_boxes_batched as scale_boxes_batched

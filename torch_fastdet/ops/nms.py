@@ -305,6 +305,39 @@ def ultralytics_postprocess(
     return torch.ops.torch_fastdet.ultralytics_postprocess(boxes, scores, extra, strides, *options, rotated, extra_kind)
 
 
+@checked
+def filter_detections(
+    prediction: Tensor,
+    conf_thres: float = 0.25,
+    classes: list[int] | None = None,
+    max_det: int = 300,
+    sizes: Tensor | None = None,
+    finite: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keep the rows of a model without suppression that are above a threshold, in their order.
+
+    Args:
+        prediction: (images, N, 6 or more): box, confidence, class, further columns, which are copied. float16, bfloat16, float32 or
+            float64, any strides.
+        conf_thres: a row's confidence must be above it.
+        classes: keep rows of these classes alone; each below 16,384.
+        max_det: the most rows of an image.
+        sizes: (images, 2), width and height of each image: boxes are center and size as shares of it, and come out as corners.
+            Without, boxes stay as they are.
+        finite: drop rows whose box or confidence is NaN or infinite, too.
+
+    Returns:
+        - (images, max_det, columns) float32 (float64 for float64); rows past the count are 0;
+        - (images,) int64: rows of each image;
+        - (images, max_det) int64: which of the N each row is, -1 past the count.
+
+    Raises:
+        RuntimeError: shapes that do not fit, a dtype that is not floating, tensors on two devices, a class of 16,384 or more.
+        ValueError: conf_thres is outside 0..1, or max_det negative.
+    """
+    return torch.ops.torch_fastdet.filter_detections(prediction, conf_thres, classes, max_det, sizes, finite)
+
+
 def scale_boxes(
     input_shape: list[int],
     boxes: Tensor,

@@ -74,7 +74,7 @@ at::Tensor yolov5_decode(at::TensorList heads, const at::Tensor& anchors, at::Ar
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("yolov5_decode", yolov5_decode);
   without_gradient(m, {"non_max_suppression_padded", "ultralytics_non_max_suppression_padded", "yolov5_postprocess",
-                       "ultralytics_postprocess", "scale_boxes"});
+                       "ultralytics_postprocess", "filter_detections", "scale_boxes"});
 }
 
 }  // namespace torch_fastdet::nms_autograd

@@ -13,6 +13,7 @@
 #include <string_view>
 #include <tuple>
 
+#include "core/nms/filter.h"
 #include "core/nms/nms.h"
 #include "core/nms/rotated_math.h"
 #include "core/nms/scale_boxes.h"
@@ -65,11 +66,16 @@ inline Detections empty_detections(const at::Tensor& input, const c10::SymInt& i
           at::empty_symint({images}, integer), at::empty_symint({images, max_det}, integer)};
 }
 
-inline core::NmsOutput nms_output(const NmsRequest& request, const Detections& detections) {
+inline core::NmsOutput detections_output(const Detections& detections) {
   core::NmsOutput output;
   output.detections = std::get<0>(detections).mutable_data_ptr();
   output.counts = std::get<1>(detections).mutable_data_ptr<int64_t>();
   output.indices = std::get<2>(detections).mutable_data_ptr<int64_t>();
+  return output;
+}
+
+inline core::NmsOutput nms_output(const NmsRequest& request, const Detections& detections) {
+  core::NmsOutput output = detections_output(detections);
   output.letterboxes = request.letterboxes.defined() ? request.letterboxes.const_data_ptr() : nullptr;
   return output;
 }
@@ -107,14 +113,22 @@ inline void check_letterboxes(const at::Tensor& letterboxes, const at::Tensor& i
   check_same_device(input, input_name, letterboxes, op, "letterboxes");
 }
 
+inline void check_confidence(double threshold, const char* op) {
+  TORCH_CHECK_VALUE(threshold >= 0 && threshold <= 1, op, ": conf_thres is ", threshold,
+                    ", but a confidence threshold between 0 and 1 is expected");
+}
+
+inline void check_most(int64_t max_det, const char* op) {
+  TORCH_CHECK_VALUE(max_det >= 0, op, ": max_det is ", max_det, ", but 0 or more detections an image are expected");
+}
+
 // The arguments that every suppression operator has, beside its input.
 inline void check_arguments(const at::Tensor& input, const char* input_name, const NmsArguments& a,
                             const NmsLastArguments& last, const char* op) {
-  TORCH_CHECK_VALUE(a.conf_thres >= 0 && a.conf_thres <= 1, op, ": conf_thres is ", a.conf_thres,
-                    ", but a confidence threshold between 0 and 1 is expected");
+  check_confidence(a.conf_thres, op);
   TORCH_CHECK_VALUE(a.iou_thres >= 0 && a.iou_thres <= 1, op, ": iou_thres is ", a.iou_thres,
                     ", but an IoU threshold between 0 and 1 is expected");
-  TORCH_CHECK_VALUE(a.max_det >= 0, op, ": max_det is ", a.max_det, ", but 0 or more detections an image are expected");
+  check_most(a.max_det, op);
   TORCH_CHECK_VALUE(last.max_nms >= 0, op, ": max_nms is ", last.max_nms,
                     ", but 0 or more candidates an image are expected");
   TORCH_CHECK_VALUE(std::isfinite(last.max_wh) && last.max_wh >= 0, op, ": max_wh is ", last.max_wh,
@@ -437,6 +451,48 @@ inline void check_scale_boxes(const at::Tensor& boxes, const at::Tensor& letterb
   TORCH_SYM_CHECK(boxes.dim() == 3 ? boxes.sym_size(2).sym_ge(4) : c10::SymBool(false), op, ": boxes has shape ",
                   boxes.sym_sizes(), ", but (images, boxes, 4 or more columns) is expected");
   check_letterboxes(letterboxes, boxes, op, "boxes");
+}
+
+inline void check_filter(const at::Tensor& prediction, double conf_thres, int64_t max_det,
+                         const std::optional<at::Tensor>& sizes) {
+  const char* op = "filter_detections";
+  check_prediction(prediction, op);
+  TORCH_SYM_CHECK(prediction.dim() == 3 ? prediction.sym_size(2).sym_ge(6) : c10::SymBool(false), op,
+                  ": prediction has shape ", prediction.sym_sizes(),
+                  ", but (images, rows, 6 or more columns) is expected");
+  check_confidence(conf_thres, op);
+  check_most(max_det, op);
+  if (!sizes.has_value()) return;
+  check_float(*sizes, op, "sizes");
+  check_same_device(prediction, "prediction", *sizes, op, "sizes");
+  const auto fits = [&] {
+    return sizes->sym_size(0).sym_eq(prediction.sym_size(0)).sym_and(sizes->sym_size(1).sym_eq(2));
+  };
+  TORCH_SYM_CHECK(sizes->dim() == 2 ? fits() : c10::SymBool(false), op, ": sizes has shape ", sizes->sym_sizes(),
+                  ", but (", prediction.sym_size(0), ", 2) is expected: width and height of each image");
+}
+
+// `sizes` already of the arithmetic type, or undefined.
+inline core::FilterParams filter_params(const at::Tensor& prediction, const at::Tensor& sizes, double conf_thres,
+                                        at::OptionalIntArrayRef classes, const char* op) {
+  core::FilterParams params;
+  params.rows = prediction.const_data_ptr();
+  params.sizes = sizes.defined() ? sizes.const_data_ptr() : nullptr;
+  params.images = prediction.size(0);
+  params.count = prediction.size(1);
+  params.columns = prediction.size(2);
+  params.image_stride = prediction.stride(0);
+  params.row_stride = prediction.stride(1);
+  params.column_stride = prediction.stride(2);
+  params.confidence = rounded_to(conf_thres, prediction.scalar_type());
+  params.dtype = core_dtype(prediction.scalar_type());
+  params.filter.active = classes.has_value();
+  for (const int64_t c : classes.value_or(at::IntArrayRef())) {
+    TORCH_CHECK(c < core::kMaxFilteredClasses, op, ": classes names class ", c, ", but classes below ",
+                core::kMaxFilteredClasses, " are expected");
+    if (c >= 0) params.filter.bits[c >> 5] |= 1u << (c & 31);
+  }
+  return params;
 }
 
 // `letterboxes` already of the arithmetic type.

@@ -21,6 +21,13 @@ struct Cpu : OnDevice {
   static void run(const core::DecodeParams& params, const char*) {
     with_dtype(params.source.dtype, [&](auto zero) { core::nms_loops::decode<decltype(zero)>(params, parallel_for); });
   }
+  static void run(const core::FilterParams& params, const char*) {
+    with_dtype(params.dtype, [&](auto zero) {
+      parallel_for(0, params.images, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t image = begin; image < end; ++image) core::filter_image<decltype(zero)>(params, image);
+      });
+    });
+  }
   static void run(const core::ScaleBoxesParams& params, const char*) {
     with_dtype(params.dtype, [&](auto zero) {
       parallel_for(0, params.images * params.count, 2048, [&](int64_t begin, int64_t end) {

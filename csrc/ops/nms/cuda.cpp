@@ -23,6 +23,9 @@ struct Cuda : OnDevice {
   static void run(const core::DecodeParams& params, const char* op) {
     check_launch(core::launch_yolov5_decode(params, current_stream()), op);
   }
+  static void run(const core::FilterParams& params, const char* op) {
+    check_launch(core::launch_filter(params, current_stream()), op);
+  }
   static void run(const core::ScaleBoxesParams& params, const char* op) {
     check_launch(core::launch_scale_boxes(params, current_stream()), op);
   }

@@ -134,6 +134,24 @@ at::Tensor yolov5_decode(at::TensorList heads, const at::Tensor& anchors, at::Ar
 }
 
 template <class Backend>
+Detections filter_detections(const at::Tensor& prediction, double conf_thres, at::OptionalIntArrayRef classes,
+                             int64_t max_det, const std::optional<at::Tensor>& sizes, bool finite) {
+  constexpr const char* kOp = "filter_detections";
+  check_filter(prediction, conf_thres, max_det, sizes);
+  const c10::DeviceGuard guard(prediction.device());
+  Detections detections = empty_detections(prediction, prediction.sym_size(0), max_det, prediction.sym_size(2) - 6);
+  if constexpr (!Backend::kMeta) {
+    const at::Tensor rows = sizes ? as_contiguous(*sizes, detection_type(prediction.scalar_type())) : at::Tensor();
+    core::FilterParams params = filter_params(prediction, rows, conf_thres, classes, kOp);
+    params.output = detections_output(detections);
+    params.capacity = max_det;
+    params.finite = finite;
+    Backend::run(params, kOp);
+  }
+  return detections;
+}
+
+template <class Backend>
 at::Tensor scale_boxes(const at::Tensor& boxes, const at::Tensor& letterboxes, bool xywh) {
   constexpr const char* kOp = "scale_boxes";
   check_scale_boxes(boxes, letterboxes);
@@ -155,6 +173,7 @@ void register_nms(torch::Library& m) {
   m.impl("yolov5_postprocess", unpack<&yolov5_postprocess<Backend>>);
   m.impl("ultralytics_postprocess", unpack<&ultralytics_postprocess<Backend>>);
   m.impl("yolov5_decode", TORCH_FN(yolov5_decode<Backend>));
+  m.impl("filter_detections", TORCH_FN(filter_detections<Backend>));
   m.impl("scale_boxes", TORCH_FN(scale_boxes<Backend>));
 }
 
