@@ -307,6 +307,50 @@ def test_every_source_gives_stocks_results(ahead, detector, folder, device, tmp_
     assert_same(run(detector, source(*folder), device, tmp_path, True, **options), stock)
 
 
+@pytest.fixture(scope="module")
+def transformer():
+    """An RT-DETR whose scores and boxes differ from query to query."""
+    from ultralytics import RTDETR
+
+    with mock.patch.dict(os.environ), torch.no_grad():
+        torch.manual_seed(0)
+        model = RTDETR("yolov8n-rtdetr.yaml")
+        for parameter in model.model.model[-1].parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("folder, batch 4", {}),
+        ("paths", {"classes": [1, 3, 40], "max_det": 5}),
+        ("file", {"conf": 1.0}),
+        ("tensor", {}),
+    ],
+)
+def test_rtdetr(ahead, transformer, folder, device, tmp_path, name, options):
+    source, batch = SOURCES[name]
+    options = {"imgsz": 64, "conf": 0.2, **batch, **options}
+    stock = run(transformer, source(*folder), device, tmp_path, False, **options)
+    ours = run(transformer, source(*folder), device, tmp_path, True, **options)
+    assert_same(ours, stock)
+    assert bool(sum(len(result.boxes) for result in ours)) == (options["conf"] < 1)
+    assert predictors.runs_ahead(transformer.predictor, predictor.BasePredictor)
+    if device.type == "cpu":
+        assert all(torch.equal(one.boxes.data, other.boxes.data) for one, other in zip(ours, stock))
+
+
+def test_rtdetr_with_options_that_a_callback_changes(ahead, transformer, folder, device, tmp_path):
+    options = {"imgsz": 64, "conf": 0.2, "batch": 2}
+    found = []
+    for on in (False, True):
+        model = with_callbacks(transformer, {"on_predict_batch_end": fewer})
+        found.append(run(model, f"{folder[0]}/a*.jpg", device, tmp_path, on, **options))
+    assert_same(found[1], found[0])
+    assert len(found[1][-1].boxes) == 3
+
+
 @pytest.mark.parametrize("model", ["yolov8n-seg.yaml", "yolov8n-pose.yaml", "yolov8n-obb.yaml", "yolo26n.yaml"])
 def test_every_task(ahead, folder, device, tmp_path, model):
     model = with_detections(model)

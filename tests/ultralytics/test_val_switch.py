@@ -39,7 +39,7 @@ def test_is_replaced_and_put_back(ultralytics):
     names = "update_metrics", "_process_batch"
     before = [vars(ultralytics.validator)[name] for name in names] + [vars(ultralytics.matrix)["process_batch"]]
     said = drop_in.patch(val_optim=True)
-    assert sum(line.startswith("val_optim: ultralytics.") for line in said) == 11
+    assert sum(line.startswith("val_optim: ultralytics.") for line in said) == 12
     drop_in.unpatch()
     assert before == [vars(ultralytics.validator)[name] for name in names] + [vars(ultralytics.matrix)["process_batch"]]
 
@@ -57,6 +57,27 @@ def test_matches_as_stock(ultralytics, device, n, m):
     found = ours(validator, preds(detections.to(device)), batch(labels.to(device)))
     assert wanted.keys() == found.keys() and np.array_equal(wanted["tp"], found["tp"])
     assert found["tp"].dtype == wanted["tp"].dtype and found["tp"].shape == wanted["tp"].shape
+
+
+@pytest.mark.parametrize("imgsz", [64, [48, 96]], ids=str)
+@pytest.mark.parametrize("classes, most", [(None, 300), ([0, 2], 7), ([], 300), ([1], -3)])
+def test_rtdetr_keeps_what_stock_keeps(ultralytics, device, imgsz, classes, most):
+    validator = object.__new__(importlib.import_module("ultralytics.models.rtdetr.val").RTDETRValidator)
+    validator.args = SimpleNamespace(imgsz=imgsz, classes=classes, conf=0.3, max_det=most)
+    rows = torch.rand(5, 300, 6, generator=torch.Generator().manual_seed(0))
+    rows[..., 5] = (rows[..., 5] * 4).floor()
+    rows[1, :, 4], rows[2, ::7, 4], rows[2, ::5, 0], rows[3, :9] = 0.1, torch.nan, torch.nan, torch.inf
+    rows = rows.to(device)
+    wanted = validator.postprocess((rows.clone(), None))
+    drop_in.patch(val_optim=True)
+    for given in ((rows.clone(), None), rows.clone()):
+        found = validator.postprocess(given)
+        assert [list(image) for image in found] == [list(image) for image in wanted]
+        for mine, theirs in zip(found, wanted, strict=True):
+            for name, value in theirs.items():
+                torch.testing.assert_close(mine[name], value, rtol=0, atol=0, equal_nan=True)
+    twice = validator.postprocess(rows.double())
+    assert twice[0]["bboxes"].dtype == torch.float64, "another type runs as in the original"
 
 
 @pytest.mark.parametrize(("n", "m"), [(50, 9), (0, 3), (3, 0)])

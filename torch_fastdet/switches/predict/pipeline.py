@@ -217,13 +217,18 @@ class Feed:
     def _suppress(self, predictor: Predictor, flight: Flight, letterboxes: Tensor | None) -> None:
         if "postprocess" in vars(predictor):
             return
-        flight.asked = self._parts.asks(predictor, flight)
-        if flight.asked is None:
+        select = self._parts.selects.get(type(predictor).postprocess)
+        if select is not None:
+            flight.found = select(predictor, flight.output, flight.batch.images.held)
+        else:
+            flight.asked = self._parts.asks(predictor, flight)
+            if flight.asked is not None:
+                arguments, options = flight.asked
+                flight.found = cast(Padded, ultralytics_non_max_suppression(*arguments, **options, padded=True))
+                count("nms_optim", "batches suppressed")
+        if flight.found is None:
             return
-        arguments, options = flight.asked
-        flight.found = cast(Padded, ultralytics_non_max_suppression(*arguments, **options, padded=True))
-        count("nms_optim", "batches suppressed")
-        if letterboxes is not None and self._parts.scales(predictor):
+        if select is None and letterboxes is not None and self._parts.scales(predictor):
             boxes = scale_boxes_batched(flight.found.detections, letterboxes)
             flight.found, flight.scaled = flight.found._replace(detections=boxes), True
         counts = flight.found.counts
@@ -260,6 +265,8 @@ class Parts:
 
     def __init__(self) -> None:
         self._layouts: dict[object, Layout | None] = {}
+        #: By ``postprocess`` of models without suppression: its detections, in pixels of the images.
+        self.selects: dict[Function, Callable[..., Padded | None]] = {}
 
     def layout(self, predictor: Predictor, batch: Batch) -> Layout | None:
         """Return where the letterbox puts the images of a batch; None if the operator cannot put them there."""

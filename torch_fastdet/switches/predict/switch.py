@@ -106,6 +106,18 @@ ULTRALYTICS = Switch(
         ),
         _detector("postprocess", "postprocessing", "preds", "img", "orig_imgs", "kwargs"),
         _detector("construct_results", "constructing", "preds", "img", "orig_imgs"),
+        Target(
+            ultralytics("models.rtdetr.predict"),
+            "RTDETRPredictor.postprocess",
+            make=_by("ultralytics", "selecting"),
+            evidence=(
+                Signature(("self", "preds", "img", "orig_imgs")),
+                Behaves("its postprocess", _by("ultralytics", "selected"), 0, REFERENCE),
+            ),
+            own=True,
+            otherwise="say",
+            note=" (by torch_fastdet.ops.filter_detections)",
+        ),
         Target(ultralytics("engine.results"), "Results.orig_img", make=_lazy_image, adds=True, quiet=True),
         Target(ultralytics("engine.results"), "Results.new", make=_by("results", "renewing"), quiet=True),
     ),

@@ -20,12 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_fastdet._say import count
 from torch_fastdet.images.recorder import recording_module
 from torch_fastdet.ops.letterbox import Placing
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.protocols import Function, Model, Names, Predictor, Stock
 from torch_fastdet.patching.replace import is_code_of, original, with_names
 from torch_fastdet.patching.switch import Active
+from torch_fastdet.suppression import Padded, rows_of_rtdetr
 from torch_fastdet.switches.nms import switch as suppression
 from torch_fastdet.switches.nms.trial import ULTRALYTICS_SUPPRESSION
 from torch_fastdet.switches.predict.common import fits, letterbox
@@ -111,6 +113,7 @@ def runs_ahead(predictor: Predictor, base: Stock) -> bool:
     """Return whether the predictor's model and methods are those that the pipeline knows."""
     if predictor.model is None or torch.device(predictor.device).type not in DEVICES or predictor.model.format != "pt":
         return False
+    from ultralytics.models.rtdetr import RTDETRPredictor
     from ultralytics.models.yolo.detect import DetectionPredictor
     from ultralytics.models.yolo.segment import SegmentationPredictor
 
@@ -118,9 +121,11 @@ def runs_ahead(predictor: Predictor, base: Stock) -> bool:
     own = {"preprocess", "inference", "pre_transform"}
     if any(getattr(kind, name) is not getattr(base, name) for name in own) or own & vars(predictor).keys():
         return False
-    if kind.postprocess not in (DetectionPredictor.postprocess, SegmentationPredictor.postprocess):
+    if kind.postprocess not in [
+        each.postprocess for each in (DetectionPredictor, SegmentationPredictor, RTDETRPredictor)
+    ]:
         return False
-    makers = (kind.construct_result, kind.construct_results)
+    makers = [getattr(kind, name) for name in ("construct_result", "construct_results") if hasattr(kind, name)]
     known = all(is_code_of(getattr(maker, "__wrapped__", maker), "ultralytics") for maker in makers)
     return known and not (options.augment or options.visualize or options.embed)
 
@@ -184,6 +189,52 @@ def postprocessing(active: Active, stock: Callable, detector: Stock) -> Callable
         return answering(self, preds, img, flight.batch.images.held, **kwargs)
 
     return postprocess
+
+
+def selecting(active: Active | None, stock: Function, _: object) -> Function:
+    """Return ``RTDETRPredictor.postprocess`` by one operator, and one copy to the host for all images of a batch."""
+    results = stock.__globals__["Results"]
+
+    def select(predictor: Predictor, preds: object, images: list[Any]) -> Padded | None:
+        return rows_of_rtdetr(preds, [[image.shape[1], image.shape[0]] for image in images], predictor.args)
+
+    @functools.wraps(stock)
+    def postprocess(self: Predictor, preds: object, img: object, orig_imgs: Any) -> object:
+        flight, images = _flight(self), orig_imgs
+        found: Padded | None = None
+        if flight is not None and orig_imgs is flight.batch.images:
+            images = flight.batch.images.held
+            if preds is flight.output and flight.settings == vars(self.args) and flight.found is not None:
+                found = flight.found._replace(counts=flight.counts)
+        if found is None and isinstance(images, list):
+            found = select(self, preds, images)
+        if found is None:
+            return stock(self, preds, img, orig_imgs)
+        count("predict_optim", "batches selected")
+        rows = zip(images, self.batch[0], found.rows(found.counts.tolist()))
+        return [results(image, path=path, names=self.model.names, boxes=boxes) for image, path, boxes in rows]
+
+    if active is not None:
+        active.shared(parts_of).selects[postprocess] = select
+    return postprocess
+
+
+def selected(stock: Function) -> tuple[list[object], list[object]]:
+    """Return what the original ``RTDETRPredictor.postprocess`` and this one make of a few rows."""
+    rows = (torch.arange(2 * 9 * 6) * 0.7).sin().abs().view(2, 9, 6)
+    rows[..., 5] = torch.arange(9) % 3
+    images = [np.zeros((30, 50, 3), np.uint8), np.zeros((61, 20, 3), np.uint8)]
+    found: tuple[list[object], list[object]] = [], []
+    for made, function in zip(found, (stock, selecting(None, stock, None))):
+        for conf, classes, most in ((0.25, None, 4), (0.5, [0, 2], 300)):
+            probe = SimpleNamespace(
+                args=SimpleNamespace(conf=conf, classes=classes, max_det=most),
+                batch=[["a", "b"]],
+                model=SimpleNamespace(names={0: "0", 1: "1", 2: "2"}),
+            )
+            for result in function(probe, (rows.clone(), None), None, images):
+                made += [result.boxes.data, result.path, *result.orig_shape]
+    return found
 
 
 def constructing(active: Active, stock: Callable, detector: Stock) -> Callable:

@@ -172,6 +172,15 @@ def _counted(matrix_class: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]
     return found, [of_ultralytics.confusions(DETECTIONS, labels, 2, 0.25, 0.45) for labels in images]
 
 
+def _selected(stock: Function) -> tuple[list[object], list[object]]:
+    rows = torch.stack([DETECTIONS, DETECTIONS.roll(1, 0)])
+    rows[..., :4] /= 100
+    ways = ({"classes": None, "conf": 0.65, "max_det": 2}, {"classes": [0], "conf": 0.001, "max_det": 300})
+    probes = [SimpleNamespace(args=SimpleNamespace(imgsz=imgsz, **way)) for way in ways for imgsz in (64, [48, 96])]
+    ours = of_ultralytics.select(stock)
+    return [stock(probe, (rows.clone(), None)) for probe in probes], [ours(probe, rows.clone()) for probe in probes]
+
+
 MATCHED = Behaves("its match_predictions", _matched, 0, REFERENCE)
 
 
@@ -268,6 +277,14 @@ ULTRALYTICS = Switch(
             own=True,
             class_evidence=(Behaves("its ConfusionMatrix", _counted, 0, REFERENCE),),
         ),
+        Target(
+            ultralytics("models.rtdetr.val"),
+            "RTDETRValidator.postprocess",
+            make=lambda _, stock, __: of_ultralytics.select(stock),
+            evidence=(Signature(("self", "preds")), Behaves("its postprocess", _selected, 0, REFERENCE)),
+            own=True,
+            otherwise="say",
+        ),
         average_precision.target(
             ultralytics("utils.metrics"),
             SameCode({"ap_per_class": ("e8ab4de3",), "compute_ap": ("b5719675",)}, ALL_READ),
@@ -277,6 +294,7 @@ ULTRALYTICS = Switch(
     modules=(
         "engine.validator",
         *(f"models.yolo.{task}.val" for task in ("detect", "segment", "pose", "obb")),
+        "models.rtdetr.val",
         "utils.metrics",
     ),
 )

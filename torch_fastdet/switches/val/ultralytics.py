@@ -17,6 +17,7 @@ from torch_fastdet._say import count
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet._torch.tensors import as_float
 from torch_fastdet.patching.protocols import Batch, ConfusionMatrix, Function, Validator
+from torch_fastdet.suppression import rows_of_rtdetr
 from torch_fastdet.switches.val import average_precision
 
 #: Where stock makes what it combines with the labels.
@@ -71,6 +72,24 @@ def match(stock: Function, matching: Function) -> Function:
 def _image_of(sizes: list[int]) -> Tensor:
     """Return the image of each row, on the host. There ``torch.repeat_interleave`` wakes all threads, which the loader's workers hold up."""
     return torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+
+
+def select(stock: Function) -> Function:
+    """Return ``RTDETRValidator.postprocess`` by one operator, and one copy to the host for all images of a batch."""
+    check_imgsz = stock.__globals__["check_imgsz"]
+
+    @functools.wraps(stock)
+    def postprocess(self: Validator, preds: Any) -> object:
+        batch = len(preds[0] if isinstance(preds, (list, tuple)) else preds)
+        height, width = check_imgsz(self.args.imgsz, stride=1, min_dim=2)
+        found = rows_of_rtdetr(preds, [[width, height]] * batch, self.args)
+        if found is None:
+            return stock(self, preds)
+        count("val_optim", "batches selected")
+        images = found.rows(found.counts.tolist())
+        return [{"bboxes": rows[:, :4], "conf": rows[:, 4], "cls": rows[:, 5]} for rows in images]
+
+    return postprocess
 
 
 class _Table(NamedTuple):
