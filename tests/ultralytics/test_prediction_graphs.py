@@ -2,8 +2,8 @@
 
 import pytest
 
-FAMILIES = ("yolov8n", "yolo26n", "yolov10n", "segment", "segment26", "pose", "obb", "classify")
-ON_THE_CPU = ("yolov8n", "yolo26n", "segment", "pose", "obb", "classify")  # one of each kind of head
+FAMILIES = ("yolov8n", "yolo26n", "yolov10n", "segment", "segment26", "pose", "obb", "classify", "rtdetr")
+ON_THE_CPU = ("yolov8n", "yolo26n", "segment", "pose", "obb", "classify", "rtdetr")  # one of each kind of head
 CASES = ("grey", "odd", "stream", "augment", "embed", "hooks", "weights", "settings", "pickled", "validate", "threads")
 FIRST = "cuda_graph: ultralytics.nn.backends.pytorch.PyTorchBackend.forward -> torch_fastdet."
 BEGUN = "answers by CUDA graphs from now on, one for each input shape"
@@ -24,7 +24,8 @@ def predicted(program, digits):
 def test_families(predicted, family):
     found = predicted[family]
     check(found)
-    assert [len(shapes) for shapes in found["shapes"]] == [1 if family == "classify" else 2]
+    square = family in ("classify", "rtdetr")
+    assert [len(shapes) for shapes in found["shapes"]] == [1 if square else 2]
     assert found["said"][-1].endswith(BEGUN)
 
 

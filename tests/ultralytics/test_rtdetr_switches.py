@@ -22,6 +22,7 @@ from torch_fastdet.nn import bn_act
 from torch_fastdet.patching import switch
 from torch_fastdet.rewrites.max_pool import MaxPool
 from torch_fastdet.rewrites.rewrite import rewritten
+from torch_fastdet.rewrites.rtdetr import DeformableAttention, WithoutAveragedWeights
 from torch_fastdet.switches.cuda_graph import rtdetr
 from torch_fastdet.ultralytics import patch, unpatch
 
@@ -147,12 +148,65 @@ def test_each_shape_has_its_own_anchors(on):
     check(stock, train(make_model(), batches))
 
 
+def set_boxes(columns, value):
+    def change(batch):
+        batch["bboxes"][:, columns] = value
+
+    return change
+
+
+def set_image(batch):
+    batch["img"][0] = torch.nan
+
+
+ODD = {
+    "of no area": ([[3, 0]], set_boxes(slice(2, 4), 0.0)),
+    "outside of the image": ([[3, 0]], set_boxes(slice(0, 2), 3.0)),
+    "that are no numbers": ([[3, 0]], set_boxes(slice(0, 1), torch.nan)),
+    "beside predictions that are no numbers": ([[3, 0]], set_image),
+    "more than queries": ([[310, 2], [100, 101], [301, 300]], lambda batch: None),
+    "of one class": ([[3, 0], [0, 0], [2, 120]], lambda batch: batch["cls"].zero_()),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_objects_cost_what_they_cost_in_stock(name, on, monkeypatch):
+    groups, change = ODD[name]
+    if name == "of one class":
+        monkeypatch.setitem(SMALL, "nc", 1)
+        monkeypatch.setitem(globals(), "CLASSES", 1)
+    batches = [make_batch(counts, i) for i, counts in enumerate((3 * groups)[:3])]
+    for batch in batches:
+        change(batch)
+    stock = train(make_model(), batches)
+    on("fake", cuda_graph=True, loss_optim=True, bn_act_optim=True)
+    found = train(make_model(), batches)
+    for (mine, items, _), (wanted, theirs, _) in zip(found[0], stock[0], strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4, equal_nan=True)
+        assert list(items) == list(theirs)
+        assert bool(wanted.isfinite()) == ("no numbers" not in name)
+
+
 @pytest.mark.parametrize("given", [{"loss_optim": True}, {"cuda_graph": True}])
 def test_each_switch_alone(given, on):
     batches = [make_batch(groups, i) for i, groups in enumerate(GROUPS[:4])]
     stock = train(make_model(), batches)
     on("fake", **given)
     check(stock, train(make_model(), batches))
+
+
+def test_an_evaluated_model_attends_by_operators(on):
+    model, x = make_model().eval(), torch.rand(2, 3, 64, 96)
+    on("fake", bn_act_optim=True)
+    rewrites = [DeformableAttention(), WithoutAveragedWeights()]
+    with torch.no_grad():
+        wanted = model(x)
+        with rewritten(model, rewrites):
+            assert sum("forward" in vars(module) for module in model.modules()) == 2 * 2 + 1
+            found = model(x)
+    for mine, theirs in zip((found[0], *found[1][:4]), (wanted[0], *wanted[1][:4]), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 def test_labels_of_the_host_are_kept_for_a_step():

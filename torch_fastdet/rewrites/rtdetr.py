@@ -1,4 +1,4 @@
-"""Runs RT-DETR's attention in a captured step: deformable attention as one operator, and no averaged weights."""
+"""Runs RT-DETR's attention in a captured pass: deformable attention as one operator, and no averaged weights."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def _forward_of(stock: Stock) -> Callable[..., Tensor] | None:
 
 
 class DeformableAttention(Forwards):
-    """Let ``MSDeformAttn`` run :func:`torch_fastdet.ops.deformable_attention`, in training."""
+    """Let ``MSDeformAttn`` run :func:`torch_fastdet.ops.deformable_attention`."""
 
     about = "RT-DETR's deformable attention is one operator"
-    without = "it has no deformable attention of Ultralytics', in training."
+    without = "it has no deformable attention of Ultralytics'."
     obstacles = (obstacle_to_other_sums,)
 
     def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Function]]:
-        for module in model.modules() if model.training else ():
+        for module in model.modules():
             kind = type(module)
             if (kind.__module__, kind.__name__) == (_MODULE, "MSDeformAttn") and runs_plainly(module, kind.forward):
                 forward = _forward_of(kind.forward)
@@ -64,15 +64,15 @@ class DeformableAttention(Forwards):
 
 
 class WithoutAveragedWeights(Forwards):
-    """Let self-attention of RT-DETR's layers compute no averaged weights, which nothing reads, and so may be fused, in training."""
+    """Let self-attention of RT-DETR's layers compute no averaged weights, which nothing reads, and so may be fused."""
 
     about = "RT-DETR's self-attention averages no weights"
-    without = "it has no self-attention of RT-DETR's, in training."
+    without = "it has no self-attention of RT-DETR's."
     obstacles = (obstacle_to_other_sums,)
 
     def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Function]]:
         forward: Any = functools.partial(nn.MultiheadAttention.forward, need_weights=False)
-        for layer in model.modules() if model.training else ():
+        for layer in model.modules():
             name = _SELF_ATTENTION.get(type(layer).__name__) if type(layer).__module__ == _MODULE else None
             attention = getattr(layer, name) if name else None
             if type(attention) is nn.MultiheadAttention and runs_plainly(attention, nn.MultiheadAttention.forward):

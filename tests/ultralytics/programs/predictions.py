@@ -12,7 +12,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from ultralytics import YOLO
+from ultralytics import RTDETR, YOLO
 from ultralytics.nn.backends.pytorch import PyTorchBackend
 from ultralytics.nn.tasks import DetectionModel
 from ultralytics.utils.ops import Profile
@@ -37,6 +37,7 @@ FAMILIES = {
     "pose": "yolov8n-pose.yaml",
     "obb": "yolov8n-obb.yaml",
     "classify": "yolov8n-cls.yaml",
+    "rtdetr": "yolov8n-rtdetr.yaml",
 }
 random = np.random.default_rng(0)
 PICTURES = [random.integers(0, 256, (64, width, 3), dtype=np.uint8) for width in (64, 32, 64, 32, 64, 64, 32, 32, 64)]
@@ -54,7 +55,7 @@ InferenceGraphs.__init__ = remember
 
 def model_of(name):
     torch.manual_seed(0)
-    model = YOLO(FAMILIES.get(name, "yolov8n.yaml"))
+    model = (RTDETR if name == "rtdetr" else YOLO)(FAMILIES.get(name, "yolov8n.yaml"))
     if name == "grey":
         model.model = DetectionModel("yolov8n.yaml", ch=1, verbose=False)
     with torch.no_grad():  # confidences that differ from anchor to anchor
