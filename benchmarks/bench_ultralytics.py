@@ -5,7 +5,8 @@
 
 A name is a model, a batch size and, where it is not SGD, an optimizer; ``yolov8s-seg-16`` and its like train on the labels of their
 task. On a GPU at 640x640 (classification: 224x224) with cache=ram and 16 workers
-(``--models all`` is the whole table of issue 16, ``--models tasks`` the other tasks); on the CPU yolov8n at 128x128. Each training is a process of its own, started
+(``--models all`` is the whole table of issue 16, ``--models tasks`` the other tasks, ``--models families`` one model of each family);
+on the CPU yolov8n at 128x128. Each training is a process of its own, started
 as a user starts it. An iteration is the mean over an epoch without its first batch; the first epoch, in which the warm-up ends,
 is left out. With ``--jpegs`` torch_fastdet alone trains on so many images of bench_dataset, as Ultralytics does by default: 8 workers, no
 cache; the first epoch gets a row. With ``--gpus 2`` the trainer starts a process for each GPU, and the batch size is that of each of
@@ -39,7 +40,11 @@ TASKS = (
     *("yolov8s-seg-16", "yolo11s-seg-16", "yolo26s-seg-16", "yolov8s-seg-64", "yolov8s-pose-16", "yolo26s-pose-16"),
     *("yolov8s-obb-16", "yolo26s-obb-16", "yolov8s-cls-64"),
 )
-NAMED = {"all": WHOLE, "tasks": TASKS}
+FAMILIES = (
+    *("yolov3-tiny-16", "yolov5s-16", "yolov6s-16", "yolov8s-ghost-16", "yolov8s-p2-16", "yolov9s-16", "yolov10s-16"),
+    *("yolo11s-16", "yolo12s-16", "yolo26s-16", "yolov8s-rtdetr-16", "rtdetr-l-16", "rtdetr-resnet50-16"),
+)
+NAMED = {"all": WHOLE, "tasks": TASKS, "families": FAMILIES}
 SUFFIXES = {"seg": "segment", "pose": "pose", "obb": "obb", "cls": "classify"}
 ITERATIONS = 60  # measured at least
 
@@ -52,7 +57,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        found = re.fullmatch(rf"(yolo\w+(?:-(?:{'|'.join(SUFFIXES)}))?)-([1-9]\d*)(?:-(\w+))?", text)
+        found = re.fullmatch(r"((?:yolo\w+|rtdetr)(?:-[a-z]\w*)?)-([1-9]\d*)(?:-([A-Za-z]\w*))?", text)
         if found is None:
             raise argparse.ArgumentTypeError(
                 f"{text} came, but a model, a batch size and perhaps an optimizer are expected, as in yolov8s-16 or yolov8s-64-MuSGD"
