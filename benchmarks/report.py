@@ -576,8 +576,9 @@ def floor_table(rows: list[dict]) -> str:
             continue
         row = by_view["graph"]
         floor = row["bytes"] / float(row["copy_gb_per_s"]) / 1e3
+        moved = float(f"{row['bytes'] / 1e6:.3g}")
         body.append(
-            [case, variant.removeprefix(OURS).strip(" ,") or OURS, f"{row['bytes'] / 1e6:.3g} MB", _time(floor),
+            [case, variant.removeprefix(OURS).strip(" ,") or OURS, f"{moved:,g} MB", _time(floor),
              _time(row["median_us"]), f"{100 * floor / row['median_us']:.0f}%", str(row["launches"])]
         )  # fmt: skip
     return table(["case", "variant", "moves", "floor", "graph", "floor / graph", "launches"], body)

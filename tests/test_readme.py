@@ -211,8 +211,6 @@ def commands(page: Path) -> list[str]:
     found = []
     for text in snippets(page, "bash"):
         found += text.replace("\\\n", " ").splitlines()
-    for text in snippets(page, "console"):
-        found += [line[2:] for line in text.splitlines() if line.startswith("$ ")]
     found += [" ".join(line.split()) for line in IN_LINE.findall(FENCE.sub("", page.read_text()))]
     found = [re.sub(r"\s+#.*", "", line).strip() for line in found]
     return list(dict.fromkeys(line for line in found if line and not line.startswith("#")))
