@@ -130,6 +130,18 @@ def recovered(frames, seed=0):
     return found
 
 
+def looks(frames, seed=0):
+    """Features of the detections: objects of a class look alike, some like nothing, and some frames have none."""
+    rng = np.random.default_rng(seed)
+    known = rng.normal(0, 1, (5, 16))
+    found = []
+    for t, rows in enumerate(frames):
+        features = known[rows[:, -1].astype(int)] + rng.normal(0, 0.3 + 0.3 * (seed % 3), (len(rows), 16))
+        features[rng.random(len(rows)) < 0.05] = 0
+        found.append(None if t % 9 == 5 else features.astype(np.float32))
+    return found
+
+
 def motions(seed, frames):
     """Camera motions of small angles; every third one is none."""
     rng = np.random.default_rng(seed)

@@ -25,7 +25,8 @@ constexpr Tracker::List kLists[] = {Tracker::kTrackedList, Tracker::kLostList, T
 
 py::array_t<float> update(Tracker& tracker, const Floats& rows, double high, double low, double new_track,
                           int64_t buffer, double match_limit, bool fuse_score, const std::optional<Doubles>& motion,
-                          bool rotated, const std::optional<Floats>& recovered) {
+                          bool rotated, const std::optional<Floats>& recovered, const std::optional<Floats>& looks,
+                          double near) {
   if (rows.ndim() != 2 || rows.shape(1) < 6 + rotated)
     throw py::value_error("expected detections of shape (N, 6 or more; rotated: 7), rows of box ... score class");
   if (rotated && !tracker.takes_rotated()) throw py::value_error("expected boxes that are not rotated");
@@ -33,6 +34,9 @@ py::array_t<float> update(Tracker& tracker, const Floats& rows, double high, dou
     throw py::value_error("expected a camera motion of shape (2, 4): rotation, translation, (scale, angle)");
   if (recovered && (recovered->ndim() != 2 || recovered->shape(1) != 6 + rotated))
     throw py::value_error("expected recovered detections of shape (N, 6; rotated: 7), rows of x y w h ... score class");
+  const int64_t live = tracker.size(Tracker::kTrackedList) + tracker.size(Tracker::kLostList);
+  if (looks && (looks->ndim() != 2 || looks->shape(0) != live || looks->shape(1) != rows.shape(0)))
+    throw py::value_error("expected looks of shape (tracked and lost tracks, detections)");
   core::CameraMotion camera{};
   if (motion)
     for (int i = 0; i < 2; i++) {
@@ -43,13 +47,15 @@ py::array_t<float> update(Tracker& tracker, const Floats& rows, double high, dou
   const core::FrameDetections detections{rows.data(), rows.shape(0), rows.shape(1), rotated};
   core::FrameDetections again{};
   if (recovered) again = {recovered->data(), recovered->shape(0), recovered->shape(1), rotated, true};
+  core::Appearances seen{};
+  if (looks) seen = {looks->data(), looks->shape(1), static_cast<float>(near)};
   const core::TrackOptions options{
       match_limit, static_cast<float>(high), static_cast<float>(low), static_cast<float>(new_track), buffer,
       fuse_score};
   int64_t count;
   {
     py::gil_scoped_release release;
-    tracker.update(detections, options, motion ? &camera : nullptr, again);
+    tracker.update(detections, options, motion ? &camera : nullptr, again, seen);
     count = tracker.confirmed_count();
   }
   if (!count) return py::array_t<float>(0);
@@ -83,7 +89,7 @@ void bind_trackers(py::module_& m) {
       .def(py::init<bool>(), py::arg("xywh"))
       .def("update", update, py::arg("detections"), py::arg("high"), py::arg("low"), py::arg("new_track"),
            py::arg("buffer"), py::arg("match_limit"), py::arg("fuse_score"), py::arg("motion"), py::arg("rotated"),
-           py::arg("recovered") = py::none())
+           py::arg("recovered") = py::none(), py::arg("looks") = py::none(), py::arg("near") = 0.)
       .def("save", save, py::arg("list"))
       .def("load", load, py::arg("lists"), py::arg("frame"), py::arg("last_id"))
       .def("reset", &Tracker::reset)

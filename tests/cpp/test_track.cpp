@@ -338,6 +338,39 @@ TEST(Track, CameraMotionMovesTracks) {
   EXPECT_EQ(ids(update(moved, {box(200)}, &shift)), (std::vector<int>{1}));
 }
 
+// The looks say that two objects have changed places; they count where boxes are near, also of rotated boxes.
+TEST(Track, LooksDecideWhereBoxesAreNear) {
+  for (bool rotated : {false, true}) {
+    for (float near : {0.5f, 0.9f}) {
+      Tracker tracker(true);
+      const float first[2][7] = {{20, 35, 40, 50, 0, 0.9f, 1}, {50, 35, 40, 50, 0, 0.9f, 1}};
+      const float second[2][7] = {{30, 35, 40, 50, 0, 0.9f, 1}, {40, 35, 40, 50, 0, 0.9f, 1}};
+      const float costs[2][2] = {{1, 0}, {0, 1}};
+      std::vector<float> rows;
+      for (const auto& frame : {first, second}) {
+        rows.clear();
+        for (int k = 0; k < 2; k++) {
+          const float* b = frame[k];
+          if (rotated)
+            rows.insert(rows.end(), b, b + 7);
+          else
+            rows.insert(rows.end(), {b[0] - 20, b[1] - 25, b[0] + 20, b[1] + 25, b[5], b[6]});
+        }
+        const FrameDetections detections{rows.data(), 2, rotated ? 7 : 6, rotated};
+        const bool later = frame == second;
+        tracker.update(detections, kOptions, nullptr, {}, later ? Appearances{costs[0], 2, near} : Appearances{});
+      }
+      ASSERT_EQ(tracker.confirmed_count(), 2);
+      float out[2][9];
+      tracker.write(out[0]);
+      const int columns = rotated ? 9 : 8;  // the last one is the detection's index
+      const float* flat = out[0];
+      EXPECT_EQ(flat[columns - 1], near > 0.8f ? 1 : 0) << rotated << near;
+      EXPECT_EQ(flat[2 * columns - 1], near > 0.8f ? 0 : 1) << rotated << near;
+    }
+  }
+}
+
 const ObservationOptions kObserving = {3, 0.2f, false};
 const OcclusionOptions kOccluding = {5, 3, 1.1, 0.5, 4, 0.7f, 8, 0.7};
 

@@ -12,7 +12,7 @@ import pytest
 
 import torch_fastdet.ultralytics as drop_in
 from tests.test_trackers import Camera
-from tests.track_scenes import motions, namespace, options_of, recovered, rotated, scene
+from tests.track_scenes import looks, motions, namespace, options_of, recovered, rotated, scene
 
 LISTS = ("tracked_stracks", "lost_stracks", "removed_stracks", "removed_stracks_frame")
 NAMES = ("BYTETracker", "BOTSORT", "OCSORT", "DeepOCSORT", "FASTTracker", "TRACKTRACK")
@@ -196,6 +196,52 @@ def test_tracktrack_in_many_sequences(trackers):
     compare_tracktrack(trackers, range(100, 1100))
 
 
+def compare_looks(trackers, seeds):
+    """Sequences with features: rotated, under a moving camera, from a model of its own, with lists that are read."""
+    original = trackers.BOTSORT.update
+    drop_in.patch(track_optim=True)
+    by_core = trackers.BOTSORT.update
+    matched_by_looks = 0
+    for seed in seeds:
+        frames = scene(seed, (4, 8, 16, 30)[seed % 4], 30, (0.5, 1.0, 3.0, 8.0)[seed // 4 % 4])
+        features = looks(frames, seed)
+        frames = rotated(frames, seed) if seed % 3 == 0 else frames
+        near = {"proximity_thresh": (0.5, 0.1)[seed % 2], "appearance_thresh": (0.8, 0.6)[seed // 2 % 2]}
+        options = {**options_of("BoTSORT", seed), **near}
+        stock, core, blind = (trackers.BOTSORT(namespace(**options, with_reid=k < 2)) for k in range(3))
+        if seed % 5 == 0:  # a model's, of the frame; it may find nothing
+            stock.args.model = core.args.model = "model.pt"
+            stock.encoder = core.encoder = lambda image, found: list(image[found[:, -1].astype(int) % len(image)])
+        if seed % 2:
+            stock.gmc, core.gmc = (Camera(motions(seed, 25)) for _ in range(2))
+        for t, (rows, seen) in enumerate(zip(frames, features)):
+            image = np.zeros((2, 2, 3), np.uint8)
+            given = (np.random.default_rng(t).normal(0, 1, (50, 16)), None) if seed % 5 == 0 else (image, seen)
+            wanted = original(stock, boxes(rows), *given)
+            assert np.array_equal(by_core(core, boxes(rows), *given), wanted), (seed, t)
+            matched_by_looks += not np.array_equal(by_core(blind, boxes(rows), image), wanted)
+            if not seed % 2 and t % 8 == 4:
+                assert contents(core) == contents(stock)
+                for mine, theirs in zip(
+                    core.tracked_stracks + core.lost_stracks, stock.tracked_stracks + stock.lost_stracks
+                ):
+                    for name in ("smooth_feat", "curr_feat"):
+                        assert np.array_equal(getattr(mine, name), getattr(theirs, name)), name
+        assert KEY in vars(core) and vars(core)[KEY] is not None
+    return matched_by_looks
+
+
+def test_tracks_are_found_again_by_their_looks(trackers):
+    assert compare_looks(trackers, range(30)) > 100
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.cpu
+def test_looks_in_many_sequences(trackers):
+    compare_looks(trackers, range(100, 1100))
+
+
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("name", ["BOTSORT", "TRACKTRACK"])
 def test_camera_motion_is_the_framework_s(trackers, name, turned):
@@ -237,6 +283,7 @@ def test_what_the_original_update_does(trackers, caplog):
             "strict": trackers.FASTTracker(namespace(init_iou_suppress=0)),
             "far": trackers.TRACKTRACK(namespace(match_thresh=1.1)),
             "moving": moving(),
+            "everywhere": trackers.BOTSORT(namespace(with_reid=True, proximity_thresh=0)),
         }
         for name, tracker in made.items():
             found[name] = [run(tracker, rows) for rows in frames[: 1 if name == "far" else None]]
@@ -260,7 +307,8 @@ def test_what_the_original_update_does(trackers, caplog):
     assert "inertia of OCSORT is -0.2, and no number from 0." in said and "Named" not in said
     assert "init_iou_suppress of FASTTracker is 0." in said and "DeepOCSORT follows a moving camera" in said
     assert "match_thr of TRACKTRACK is 1.1, and above 1." in said
-    assert "for Boxes of float64" in said and "for OBB of float32" in said and said.count("\n") == 6
+    assert "proximity_thresh of BOTSORT is 0, and no number above 0." in said
+    assert "for Boxes of float64" in said and "for OBB of float32" in said and said.count("\n") == 7
 
 
 @pytest.mark.parametrize("place", NAMES)

@@ -1,4 +1,4 @@
-// ByteTrack and BoT-SORT (without re-identification) on one core: predict, associate in two stages, keep the lists.
+// ByteTrack and BoT-SORT on one core: predict, associate in two stages, keep the lists.
 // Other trackers are this one with some of its steps replaced.
 #pragma once
 
@@ -31,6 +31,13 @@ struct FrameDetections {
   int64_t count, columns;
   bool rotated = false;
   bool centred = false;  // x y width height, not x1 y1 x2 y2
+};
+
+// How little each track looks like each detection: rows are the tracked, then the lost tracks.
+struct Appearances {
+  const float* costs = nullptr;
+  int64_t columns = 0;
+  float near = 0;  // the largest cost of the boxes at which the looks count
 };
 
 enum class TrackStatus : uint8_t { kNew = 0, kTracked = 1, kLost = 2, kRemoved = 3 };
@@ -69,8 +76,12 @@ class Tracker {
   // motion: how the camera has moved since the last frame, or nullptr. recovered: detections that were dropped as
   // duplicates, which some trackers use.
   void update(const FrameDetections& detections, const TrackOptions& options, const CameraMotion* motion,
-              const FrameDetections& recovered = {}) {
-    options_ = options;
+              const FrameDetections& recovered = {}, const Appearances& looks = {}) {
+    options_ = options, looks_ = looks;
+    look_row_.resize(tracks_.size());
+    int row = 0;
+    for (const std::vector<int>* list : {&tracked_, &lost_})
+      for (int s : *list) look_row_[s] = row++;
     rotated_ = detections.rotated;
     frame_++;
     split(detections, recovered);
@@ -174,6 +185,8 @@ class Tracker {
 
   KalmanFilter filter_;
   TrackOptions options_{};
+  Appearances looks_{};        // of this frame
+  std::vector<int> look_row_;  // by slot
   int64_t frame_ = 0, last_id_ = 0;
   bool mixed_ = false;         // a camera has moved
   bool rotated_ = false;       // boxes of this frame
@@ -211,7 +224,9 @@ class Tracker {
     associate_unconfirmed();
     associate_low();
   }
-  virtual void first_match() { match(pool_, high_, options_.match_limit, false, Costs{options_.fuse_score}); }
+  virtual void first_match() {
+    match(pool_, high_, options_.match_limit, false, LookingCosts{{options_.fuse_score}, *this, pool_});
+  }
   virtual void recover() {}   // after the first stage
   virtual void suppress() {}  // sets used_ for detections that start no track
   virtual void started(int) {}
@@ -250,9 +265,15 @@ class Tracker {
     if (usable(made)) stage.rows.push_back(made);
   }
 
+  // How far rotated boxes reach that meet in an association up to a cost limit, or where looks count.
+  float reach(double limit) const {
+    if (looks_.costs) limit = std::max<double>(limit, looks_.near);
+    return rotated_ ? static_cast<float>(reach_scale_of(1 - limit)) : 0.f;
+  }
+
   // Prepares detections for associations up to a cost limit.
   void place(Stage& stage, double limit) {
-    const float scale = rotated_ ? static_cast<float>(reach_scale_of(1 - limit)) : 0.f;
+    const float scale = reach(limit);
     stage.shapes.clear();
     for (const Detection& d : stage.rows) {
       if (rotated_)
@@ -265,7 +286,7 @@ class Tracker {
 
   // The same for tracks.
   void place(const std::vector<int>& slots, TrackShapes& shapes, double limit) {
-    const float scale = rotated_ ? static_cast<float>(reach_scale_of(1 - limit)) : 0.f;
+    const float scale = reach(limit);
     shapes.clear();
     for (int s : slots) {
       if (rotated_)
@@ -336,6 +357,18 @@ class Tracker {
     }
   };
 
+  // The same, or what the looks of the tracks in these slots say where boxes are near.
+  struct LookingCosts : Costs {
+    const Tracker& tracker;
+    const std::vector<int>& slots;
+    float operator()(int i, int j, float overlap, const Detection& d) const {
+      const float cost = Costs::operator()(i, j, overlap, d);
+      const Appearances& looks = tracker.looks_;
+      if (!looks.costs || 1.f - overlap > looks.near) return cost;
+      return std::min(cost, looks.costs[tracker.look_row_[slots[i]] * looks.columns + d.index]);
+    }
+  };
+
   // Assigns detections of the stage, which index_ holds, to the tracks. Afterwards assignment_.column_of(row) tells.
   template <class Cost>
   void match(const std::vector<int>& rows, const Stage& stage, double limit, bool skip_used, const Cost& cost) {
@@ -376,7 +409,7 @@ class Tracker {
   }
 
   void associate_unconfirmed() {
-    match(loose_, high_, kUnconfirmedLimit, true, Costs{options_.fuse_score});
+    match(loose_, high_, kUnconfirmedLimit, true, LookingCosts{{options_.fuse_score}, *this, loose_});
     for (size_t r = 0; r < loose_.size(); r++) {
       const int s = loose_[r], j = assignment_.column_of(static_cast<int>(r));
       if (j >= 0) {

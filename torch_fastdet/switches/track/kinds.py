@@ -47,6 +47,7 @@ class Kind(NamedTuple):
         moves: its tracks follow a moving camera.
         rotates: it takes rotated boxes.
         recovers: it takes detections that were dropped as duplicates.
+        looks: it takes the features of detections, for re-identification.
         numbers: arguments of a tracker that must be numbers.
         frame_options: returns what its core reads in each frame.
         probe_motion: moves tracks as the camera has moved, by the framework's code.
@@ -61,6 +62,7 @@ class Kind(NamedTuple):
     moves: bool = False
     rotates: bool = False
     recovers: bool = False
+    looks: bool = False
     numbers: tuple[str, ...] = ("track_high_thresh", "track_low_thresh", "new_track_thresh", "match_thresh")
     frame_options: Callable[[Tracker], FrameOptions] = _frame_options
     probe_motion: Callable[[Tracker, list[Track], object, Results], None] = _probe_motion
@@ -83,6 +85,11 @@ class Kind(NamedTuple):
                 return f"{option} of {name} is {getattr(tracker, option)!r}, and above 1."
         if getattr(tracker, "init_iou_suppress", 1) == 0:
             return f"init_iou_suppress of {name} is 0."
+        if getattr(tracker.args, "with_reid", False):
+            for option in ("proximity_thresh", "appearance_thresh"):
+                value = getattr(tracker, option, None)
+                if not (isinstance(value, Real) and float(value) > 0):
+                    return f"{option} of {name} is {value!r}, and no number above 0."
         if not self.moves and getattr(getattr(tracker, "gmc", None), "method", None) is not None:
             return f"{name} follows a moving camera (gmc_method)."
         return None
@@ -177,7 +184,7 @@ _OBSERVING = Kind(
 )
 KINDS = {
     "BYTETracker": Kind(lambda: _C.Tracker(False), {}, rotates=True),
-    "BOTSORT": Kind(lambda: _C.Tracker(True), {}, moves=True, rotates=True),
+    "BOTSORT": Kind(lambda: _C.Tracker(True), {}, moves=True, rotates=True, looks=True),
     "OCSORT": _OBSERVING,
     "DeepOCSORT": _OBSERVING,
     "FASTTracker": Kind(

@@ -34,6 +34,8 @@ class _Held:
         self.core = kind.make(tracker)
         self.outside = {*LIVE, *REMOVED}
         self.ids: object = None
+        #: The live tracks by id, as the framework's objects, which hold what they look like; None without re-identification.
+        self.looks: dict[int, Track] | None = {} if _looks(tracker) else None
 
 
 def obstacle_to(tracker: Tracker, known: type) -> Obstacle | None:
@@ -48,10 +50,14 @@ def obstacle_to(tracker: Tracker, known: type) -> Obstacle | None:
     }
     if other:
         return Obstacle(f"{name} has its own {', '.join(sorted(other)[:3])}.")
-    if getattr(tracker.args, "with_reid", False):
+    if _looks(tracker) and not KINDS[known.__name__].looks:
         return Obstacle(f"{name} re-identifies by appearance (with_reid).")
     reason = KINDS[known.__name__].obstacle(tracker)
     return None if reason is None else Obstacle(reason)
+
+
+def _looks(tracker: Tracker) -> bool:
+    return bool(getattr(tracker.args, "with_reid", False))
 
 
 def updating(active: Active, stock: Function, known: type) -> Function:
@@ -88,19 +94,61 @@ def updating(active: Active, stock: Function, known: type) -> Function:
             active.tell(f"{active.name}: the original update runs for {describe_rows(results)}.")
             give_back(self)
             return own(self, results, img, *args, **kwargs)
-        moves = kind.moves and img is not None and self.gmc.method is not None
-        motion = camera_motion(self, kind, results, img, rotated) if moves else None
         core = held.core
         if held.outside or held.ids is not self._ids or core.frame != self.frame_id:
             take_over(self, held)
+        looks: dict[str, Any] = {}
+        seen: dict[int, Track] = {}
+        if held.looks is not None:
+            seen, looks = look(self, held, results, img, args[0] if args else kwargs.get("feats"))
+        moves = kind.moves and img is not None and self.gmc.method is not None
+        motion = camera_motion(self, kind, results, img, rotated) if moves else None
         born = core.last_id
-        out = core.update(rows, *kind.frame_options(self), motion, rotated, recovered)
+        out = core.update(rows, *kind.frame_options(self), motion, rotated, recovered, **looks)
+        if held.looks is not None:
+            held.looks = looks_of(core, held.looks, seen)
         for _ in range(core.last_id - born):
             next(self._ids)
         attributes["frame_id"] = core.frame
         return out
 
     return update
+
+
+def look(
+    tracker: Tracker, held: _Held, results: Results, img: object, feats: object
+) -> tuple[dict[int, Track], dict[str, Any]]:
+    """Return detections as the framework's tracks, by index, and what the core takes of how little tracks look like them.
+
+    The framework's functions find features and compare them, as they do in its own ``update``.
+    """
+    from ultralytics.trackers.utils.matching import embedding_distance
+
+    assert held.looks is not None
+    high, low, *masks = tracker._split_detections(results)
+    places = [np.flatnonzero(mask) for mask in masks]
+    made = [tracker.init_track(part, tracker._input_for(img, feats, mask)) for part, mask in zip((high, low), masks)]
+    alive = np.concatenate([held.core.save(place)[:, (72, 80)] for place in range(len(LIVE))])
+    costs = np.ones((len(alive), len(results)), np.float32)
+    for confirmed in (True, False):  # they are matched apart
+        rows = np.flatnonzero(alive[:, 1] == confirmed)
+        far = embedding_distance([held.looks[int(alive[row, 0])] for row in rows], made[0]) / 2
+        costs[np.ix_(rows, places[0])] = np.where(far > 1 - tracker.appearance_thresh, 1, far)
+    found = {int(place): track for part, tracks in zip(places, made) for place, track in zip(part, tracks)}
+    return found, {"looks": costs, "near": 1 - tracker.proximity_thresh}
+
+
+def looks_of(core: Any, known: dict[int, Track], seen: dict[int, Track]) -> dict[int, Track]:
+    """Return the live tracks by id, with the features of the detections that they got in the last frame."""
+    found = {}
+    for number, frame, index in np.concatenate([core.save(place)[:, (72, 73, 76)] for place in range(len(LIVE))]):
+        track = known.get(int(number))
+        if track is None:
+            track = seen[int(index)]
+        elif frame == core.frame and seen[int(index)].curr_feat is not None:
+            track.update_features(seen[int(index)].curr_feat)
+        found[int(number)] = track
+    return found
 
 
 def describe_rows(results: object) -> str:
@@ -176,6 +224,7 @@ def give_out(tracker: Tracker, names: tuple[str, ...]) -> None:
     if held is None or held.outside.issuperset(names):
         return
     known = {track.track_id: track for name in (*LIVE, *REMOVED) for track in attributes.get(name, ())}
+    known |= held.looks or {}
     if names != REMOVED and not held.outside.issuperset(LIVE):
         for place, name in enumerate(LIVE):
             attributes[name] = _tracks(tracker, held.core.save(place), known, held.kind, True)
@@ -235,6 +284,8 @@ def take_over(tracker: Tracker, held: _Held) -> None:
     lists.append(_rows(attributes[REMOVED[0]], columns, None) if REMOVED[0] in held.outside else None)
     held.core.load(lists, tracker.frame_id, next(copy.copy(tracker._ids)) - 1)
     held.ids = tracker._ids
+    if held.looks is not None and not held.outside.isdisjoint(LIVE):
+        held.looks = {track.track_id: track for name in LIVE for track in attributes[name]}
     held.outside.clear()
 
 
