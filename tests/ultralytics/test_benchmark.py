@@ -11,18 +11,35 @@ import pytest
 from examples.yolov5_env import environment
 from torch_fastdet.ultralytics import benchmark
 
-RUN = {"iteration": 0.0458, "busy": 0.0152, "validation": 8.0, "prediction": 0.0066, "peak": 2048.0}
+RUN = {
+    "iteration": 0.0458,
+    "busy": 0.0152,
+    "validation": 8.0,
+    "prediction": 0.0066,
+    "video": 0.02,
+    "tracking": 0.03,
+    "peak": 2048.0,
+}
 
 
 def test_table():
     options = benchmark.parser().parse_args(["--model", "yolov8s", "--imgsz", "640", "--pictures", "640"])
-    ours = {"iteration": 0.0118, "busy": 0.011, "validation": 2.0, "prediction": 0.0027, "peak": 1024.0}
+    ours = {
+        "iteration": 0.0118,
+        "busy": 0.011,
+        "validation": 2.0,
+        "prediction": 0.0027,
+        "video": 0.01,
+        "tracking": 0.012,
+        "peak": 1024.0,
+    }
     lines = benchmark.table(options, RUN, ours).splitlines()
     assert "| an iteration of training, yolov8s, batch 16, 640 pixels | 45.8 ms | 11.8 ms | 3.9x |" in lines
     assert "| of it, the GPU works | 15.2 ms (33%) | 11 ms (93%) |  |" in lines
     assert "| memory of the GPU, at most | 2048 MiB | 1024 MiB | 2.0x |" in lines
-    without = benchmark.table(options, RUN | {"busy": None, "peak": None}, ours)
-    assert "the GPU works" not in without and "memory of" not in without
+    without = benchmark.table(options, RUN | {"busy": None, "peak": None, "tracking": None}, ours)
+    assert "| YOLO(...).track of it, a frame | 30 ms | 12 ms | 2.5x |" in lines
+    assert "the GPU works" not in without and ".track" not in without and "memory of" not in without
 
 
 def test_the_first_epoch_does_not_count():
@@ -77,5 +94,5 @@ def test_on_a_cpu(tmp_path):
     rows = re.findall(
         r"^\| (.*?) \| [\d.e+]+ (?:ms|s) \| [\d.e+]+ (?:ms|s) \| [\d.]+x \|$", result.stdout, re.MULTILINE
     )
-    assert len(rows) == 3 and "CPU" in result.stdout and "torch_fastdet" in result.stdout
+    assert len(rows) == 5 and "CPU" in result.stdout and "torch_fastdet" in result.stdout
     assert not list(tmp_path.glob("runs*"))

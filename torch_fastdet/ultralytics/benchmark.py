@@ -1,6 +1,6 @@
 """Implements ``python -m torch_fastdet benchmark``: what torch_fastdet is worth on this machine, in one table to paste.
 
-Ultralytics trains, validates and predicts on images that are drawn here, each in a process of its own, with and without ``patch()``. The
+Ultralytics trains, validates, predicts and tracks on images that are drawn here, each in a process of its own, with and without ``patch()``. The
 first epoch is left out, and the last one is profiled.
 """
 
@@ -25,7 +25,7 @@ from torch_fastdet.patching.evidence import installed_version
 
 PROG = "python -m torch_fastdet benchmark"
 VARIANTS = ("stock", "ours")
-PREDICTIONS = 50
+PREDICTIONS, FRAMES = 50, 60
 
 
 def draw_pictures(folder: Path, count: int) -> Path:
@@ -54,6 +54,24 @@ def draw_pictures(folder: Path, count: int) -> Path:
     data = folder / "data.yaml"
     data.write_text(f"path: {folder}\ntrain: images\nval: images\nnames: [outline, area]\n")
     return data
+
+
+def draw_video(file: Path) -> Path:
+    """Write a video of 1920x1080 in which twenty plain rectangles move."""
+    import cv2
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    place, way = rng.uniform(0, (1700, 900), (20, 2)), rng.normal(0, 6, (20, 2))
+    size, colours = rng.integers(60, 200, (20, 2)), rng.integers(0, 256, (20, 3)).tolist()
+    writer = cv2.VideoWriter(str(file), cv2.VideoWriter.fourcc(*"MJPG"), 30, (1920, 1080))
+    for t in range(FRAMES):
+        picture = np.full((1080, 1920, 3), 114, np.uint8)
+        for (x, y), (width, height), colour in zip((place + t * way).astype(int).tolist(), size.tolist(), colours):
+            cv2.rectangle(picture, (x, y), (x + width, y + height), colour, -1)
+        writer.write(picture)
+    writer.release()
+    return file
 
 
 class Clock:
@@ -89,7 +107,7 @@ class Clock:
 
 
 def measure(variant: str, options: argparse.Namespace, data: str, folder: Path) -> dict[str, float | None]:
-    """Train, validate and predict in this process, in seconds (and MiB)."""
+    """Train, validate, predict and track in this process, in seconds (and MiB)."""
     from ultralytics import YOLO
 
     if variant == "ours":
@@ -121,17 +139,31 @@ def measure(variant: str, options: argparse.Namespace, data: str, folder: Path) 
         began = time.perf_counter()
         model.predict(picture, imgsz=options.imgsz, device=options.device, verbose=False)
         times.append(time.perf_counter() - began)
+
+    def a_frame(run: Any) -> float:
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            for _ in run(str(video), stream=True, imgsz=options.imgsz, device=options.device, verbose=False):
+                pass
+            times.append((time.perf_counter() - began) / FRAMES)
+        return min(times)
+
+    video = draw_video(folder / f"{variant}.avi")
+    on_video = a_frame(model.predict)
     return {
         "iteration": clock.seconds(),
         "busy": clock.busy,
         "validation": validation,
         "prediction": sorted(times[10:])[PREDICTIONS // 2],
+        "video": on_video,
+        "tracking": a_frame(model.track) if importlib.util.find_spec("lap") else None,
         "peak": peak,
     }
 
 
 def in_its_own_process(variant: str, words: Sequence[str], data: Path, folder: Path) -> dict[str, float | None]:
-    print(f"{variant}: training, validation, predictions ...", file=sys.stderr, flush=True)
+    print(f"{variant}: training, validation, predictions, tracking ...", file=sys.stderr, flush=True)
     result, log = folder / f"{variant}.json", folder / f"{variant}.log"
     command = [sys.executable, "-m", __name__, *words, "--measure", variant, str(data), str(result)]
     # It downloads no weights for checks of its own.
@@ -166,6 +198,8 @@ def table(options: argparse.Namespace, stock: dict[str, float | None], ours: dic
         row("of it, the GPU works", "busy", 1e3, "ms", share_of="iteration"),
         row(f"validation of {options.pictures} images", "validation", 1, "s"),
         row("YOLO(...).predict of an image in memory", "prediction", 1e3, "ms"),
+        row("YOLO(...).predict of a video of 1080p, a frame", "video", 1e3, "ms"),
+        row("YOLO(...).track of it, a frame", "tracking", 1e3, "ms"),
         row("memory of the GPU, at most", "peak", 1, "MiB"),
     ]  # fmt: skip
     return "\n".join(["| | stock | torch_fastdet | faster |", "|---|---|---|---|", *filter(None, rows)])
