@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
-from tests.track_scenes import OPTIONS, motions, namespace, options_of, rotated, scene
+from tests.track_scenes import OPTIONS, motions, namespace, options_of, recovered, rotated, scene
 from torch_fastdet import trackers
 
 NAMES = {
@@ -87,6 +87,33 @@ def test_tracks_under_a_moving_camera_are_the_originals(stock, name, turned):
 def test_rotated_tracks_are_the_originals(stock, name):
     for seed in range(3):
         check(stock, name, seed, (5, 20, 60)[seed], 40, turned=True)
+
+
+def test_recovered_detections_continue_tracks(stock):
+    for seed in range(6):
+        options = options_of("TrackTrack", seed) | {"penalty_q": (0.4, 0.1)[seed % 2]}
+        (theirs, results), ours = stock("TrackTrack", **options), trackers.TrackTrack(**options)
+        frames = scene(seed, 20, 40)
+        turned = seed % 3 == 0
+        for rows, again in recovered(rotated(frames, seed) if turned else frames, seed):
+            given = again
+            if again is not None and not turned:  # the original takes centre and size
+                half = again[0][:, 2:] / 2
+                corners = np.c_[again[0][:, :2] - half, again[0][:, :2] + half]
+                again = corners, *again[1:]
+                given = np.c_[(corners[:, :2] + corners[:, 2:]) / 2, corners[:, 2:] - corners[:, :2]], *again[1:]
+            wanted = theirs.update((results.OBB if turned else results.Boxes)(rows, (1080, 1920)), None, dets_del=given)
+            assert np.array_equal(run(ours, rows, recovered=again), wanted), seed
+
+
+def test_recovered_detections_of_another_kind():
+    tracker = trackers.TrackTrack()
+    with pytest.raises(ValueError, match=r"^TrackTrack.update: recovered boxes have 5 columns, but boxes has 4$"):
+        tracker.update(np.zeros((1, 4)), [1], [0], recovered=(np.zeros((1, 5)), [1], [0]))
+    with pytest.raises(
+        ValueError, match=r"^TrackTrack.update: recovered scores has shape \(2,\), but \(1,\) is expected"
+    ):
+        tracker.update(np.zeros((1, 4)), [1], [0], recovered=(np.zeros((1, 4)), [1, 2], [0]))
 
 
 @pytest.mark.parametrize("order, tracks", [([0, 1, 2], 3), ([0, 2, 1], 2)])

@@ -96,26 +96,11 @@ class ByteTrack:
             ValueError: an argument has another shape.
             TypeError: an argument is not an array of numbers.
         """
-        return self._update(boxes, scores, classes, None)
+        return self._update(self._rows(boxes, scores, classes))
 
-    def _update(self, boxes: ArrayLike, scores: ArrayLike, classes: ArrayLike, motion: Any) -> NDArray[np.float32]:
-        name = f"{type(self).__name__}.update"
-        found = _array(name, "boxes", boxes, np.float32)
-        if found.size == 0:
-            found = found.reshape(0, found.shape[-1] if found.ndim == 2 else 4)
-        if found.ndim != 2 or found.shape[1] not in ((4, 5) if self._rotates else (4,)):
-            or_rotated = ", or (N, 5), x y width height angle," if self._rotates else ""
-            raise ValueError(f"{name}: boxes has shape {found.shape}, but (N, 4), x1 y1 x2 y2{or_rotated} is expected")
-        count, columns = found.shape
-        rows = np.empty((count, columns + 2), np.float32)
-        rows[:, :columns] = found
-        for column, (word, value) in enumerate({"scores": scores, "classes": classes}.items(), columns):
-            values = _array(name, word, value, np.float32)
-            if values.shape != (count,):
-                raise ValueError(
-                    f"{name}: {word} has shape {values.shape}, but ({count},) is expected, as boxes has rows"
-                )
-            rows[:, column] = values
+    def _update(
+        self, rows: NDArray[Any], motion: NDArray[Any] | None = None, recovered: NDArray[Any] | None = None
+    ) -> NDArray[np.float32]:
         return self._core.update(
             rows,
             self.track_high_thresh,
@@ -125,8 +110,32 @@ class ByteTrack:
             self.match_thresh,
             self.fuse_score,
             motion,
-            columns == 5,
+            rows.shape[1] == 7,
+            recovered,
         )
+
+    def _rows(self, boxes: ArrayLike, scores: ArrayLike, classes: ArrayLike, of: str = "") -> NDArray[np.float32]:
+        """Return what came as rows of box, score and class; ``of`` begins their names in errors."""
+        name = f"{type(self).__name__}.update"
+        found = _array(name, f"{of}boxes", boxes, np.float32)
+        if found.size == 0:
+            found = found.reshape(0, found.shape[-1] if found.ndim == 2 else 4)
+        if found.ndim != 2 or found.shape[1] not in ((4, 5) if self._rotates else (4,)):
+            or_rotated = ", or (N, 5), x y width height angle," if self._rotates else ""
+            raise ValueError(
+                f"{name}: {of}boxes has shape {found.shape}, but (N, 4), x1 y1 x2 y2{or_rotated} is expected"
+            )
+        count, columns = found.shape
+        rows = np.empty((count, columns + 2), np.float32)
+        rows[:, :columns] = found
+        for column, (word, value) in enumerate({"scores": scores, "classes": classes}.items(), columns):
+            values = _array(name, f"{of}{word}", value, np.float32)
+            if values.shape != (count,):
+                raise ValueError(
+                    f"{name}: {of}{word} has shape {values.shape}, but ({count},) is expected, as {of}boxes has rows"
+                )
+            rows[:, column] = values
+        return rows
 
 
 class BoTSORT(ByteTrack):
@@ -154,15 +163,17 @@ class BoTSORT(ByteTrack):
             ValueError: an argument has another shape, or ``motion`` has NaN or infinity.
             TypeError: an argument is not an array of numbers.
         """
-        if motion is not None:
-            motion = _array(f"{type(self).__name__}.update", "motion", motion, np.float64)
-            if motion.shape != (2, 3) or not np.isfinite(motion).all():
-                raise ValueError(
-                    f"{type(self).__name__}.update: motion is {motion.tolist()}, but a finite (2, 3) matrix is expected"
-                )
-            x, y = motion[:, 0]
-            motion = np.c_[motion, [np.linalg.norm(motion[:, 0]), np.arctan2(y, x)]]
-        return self._update(boxes, scores, classes, motion)
+        return self._update(self._rows(boxes, scores, classes), self._motion(motion))
+
+    def _motion(self, motion: ArrayLike | None) -> NDArray[np.float64] | None:
+        if motion is None:
+            return None
+        name, given = f"{type(self).__name__}.update", motion
+        motion = _array(name, "motion", given, np.float64)
+        if motion.shape != (2, 3) or not np.isfinite(motion).all():
+            raise ValueError(f"{name}: motion is {motion.tolist()}, but a finite (2, 3) matrix is expected")
+        x, y = motion[:, 0]
+        return np.c_[motion, [np.linalg.norm(motion[:, 0]), np.arctan2(y, x)]]
 
 
 class OCSORT(ByteTrack):
@@ -261,6 +272,7 @@ class TrackTrack(BoTSORT):
     Args:
         lost_match_thr: Largest cost at which a lost track and a detection match after all others; 0: they do not.
         penalty_p: Cost of a detection with a low score.
+        penalty_q: Cost of a recovered detection.
         reduce_step: Number by which the largest cost falls from round to round.
         conf_weight: Weight of the difference of scores.
         angle_weight: Weight of the angle between the ways of the corners, in half turns.
@@ -278,6 +290,7 @@ class TrackTrack(BoTSORT):
         self,
         lost_match_thr: float = 0.0,
         penalty_p: float = 0.2,
+        penalty_q: float = 0.4,
         reduce_step: float = 0.05,
         conf_weight: float = 0.1,
         angle_weight: float = 0.05,
@@ -287,7 +300,7 @@ class TrackTrack(BoTSORT):
     ) -> None:
         self._kind: dict[str, Any] = {
             "low_price": penalty_p,
-            "recovered_price": 0.0,
+            "recovered_price": penalty_q,
             "step": reduce_step,
             "score_weight": conf_weight,
             "angle_weight": angle_weight,
@@ -298,6 +311,7 @@ class TrackTrack(BoTSORT):
         _check_from_zero(
             "TrackTrack",
             penalty_p=penalty_p,
+            penalty_q=penalty_q,
             reduce_step=reduce_step,
             conf_weight=conf_weight,
             angle_weight=angle_weight,
@@ -314,6 +328,40 @@ class TrackTrack(BoTSORT):
 
     def _make_core(self) -> _C.Tracker:
         return _C.MutualTracker(**self._kind)
+
+    def update(
+        self,
+        boxes: ArrayLike,
+        scores: ArrayLike,
+        classes: ArrayLike,
+        motion: ArrayLike | None = None,
+        recovered: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
+    ) -> NDArray[np.float32]:
+        """Return the tracks that are seen in this frame, as :meth:`BoTSORT.update` does.
+
+        Args:
+            boxes: as of :meth:`BoTSORT.update`.
+            scores: as of :meth:`BoTSORT.update`.
+            classes: as of :meth:`BoTSORT.update`.
+            motion: as of :meth:`BoTSORT.update`.
+            recovered: Boxes, scores and classes of detections that were suppressed as duplicates. They continue tracks at the cost
+                ``penalty_q``, but start none; their index in the result is -1. Default: none.
+
+        Raises:
+            ValueError: an argument has another shape, or ``motion`` has NaN or infinity.
+            TypeError: an argument is not an array of numbers.
+        """
+        rows = self._rows(boxes, scores, classes)
+        again = rows[:0] if recovered is None else self._rows(*recovered, of="recovered ")
+        if not len(again):
+            return self._update(rows, self._motion(motion))
+        rows = rows if len(rows) else again[:0]
+        if again.shape[1] != rows.shape[1]:
+            columns = f"{again.shape[1] - 2} columns, but boxes has {rows.shape[1] - 2}"
+            raise ValueError(f"{type(self).__name__}.update: recovered boxes have {columns}")
+        if again.shape[1] == 6:  # the core takes centre and size
+            again[:, :4] = np.c_[(again[:, :2] + again[:, 2:4]) / 2, again[:, 2:4] - again[:, :2]]
+        return self._update(rows, self._motion(motion), again)
 
 
 def _array(name: str, word: str, value: ArrayLike, dtype: type[np.floating[Any]]) -> NDArray[Any]:
