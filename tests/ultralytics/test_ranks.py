@@ -12,9 +12,10 @@ import torch
 from tests.conftest import cuda_missing
 from tests.ultralytics.conftest import PROGRAMS
 
-CAPTURED = "captured forward and backward of DetectionModel"
+CAPTURED = "captured forward and backward of"
 
 
+@pytest.mark.parametrize("model", ["yolov8n", "yolov8n-rtdetr"])
 @pytest.mark.parametrize(
     "backend",
     [
@@ -22,14 +23,14 @@ CAPTURED = "captured forward and backward of DetectionModel"
         pytest.param("nccl", marks=[pytest.mark.two_gpus, pytest.mark.gpu]),
     ],
 )
-def test_two_ranks_train_as_stock_does(backend, ultralytics_environment, digits, tmp_path):
+def test_two_ranks_train_as_stock_does(model, backend, ultralytics_environment, digits, tmp_path):
     if backend == "nccl" and (cuda_missing() or torch.cuda.device_count() < 2):
         pytest.skip("needs two GPUs")
 
     def train(kind):
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
         done = subprocess.run(
-            [sys.executable, *torchrun, str(PROGRAMS / "ranks.py"), backend, str(digits), str(tmp_path), kind],
+            [sys.executable, *torchrun, str(PROGRAMS / "ranks.py"), backend, str(digits), str(tmp_path), kind, model],
             cwd=tmp_path,
             env=ultralytics_environment | {"NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0")},
             stdout=subprocess.PIPE,

@@ -1,6 +1,6 @@
 """One of the ranks that train with the real trainer, stock or with ``cuda_graph``. Writes FOLDER/<name>/<rank>.json. Started by torchrun.
 
-    torchrun --nproc_per_node 2 tests/ultralytics/programs/ranks.py gloo|nccl DATA FOLDER stock|graphed
+    torchrun --nproc_per_node 2 tests/ultralytics/programs/ranks.py gloo|nccl DATA FOLDER stock|graphed MODEL
 
 With gloo on the CPU: the trainer itself takes several GPUs only, and tests/graphs/fake_gpu.py stands in for them.
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from ultralytics.models.rtdetr.train import RTDETRTrainer
 from ultralytics.models.yolo.detect import DetectionTrainer
 
 from tests.graphs import fake_gpu
@@ -20,11 +21,13 @@ from torch_fastdet.patching import switch
 from torch_fastdet.switches.cuda_graph import ultralytics as training
 from torch_fastdet.ultralytics import patch
 
-BACKEND, DATA, FOLDER, KIND = sys.argv[1:]
+BACKEND, DATA, FOLDER, KIND, MODEL = sys.argv[1:]
+TRANSFORMER = "rtdetr" in MODEL
+Trainer = RTDETRTrainer if TRANSFORMER else DetectionTrainer
 RANK, SIZE = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
 
 
-class OnTheCpu(DetectionTrainer):
+class OnTheCpu(Trainer):
     """What the trainer does on several GPUs, without them."""
 
     def __init__(self, overrides):
@@ -50,10 +53,10 @@ if BACKEND == "gloo" and KIND == "graphed":
     monkeypatch.setattr(switch, "missing_gpu", lambda: None)
     monkeypatch.setattr(training, "objection", lambda *_: None)
 if KIND == "graphed":
-    patch(cuda_graph=True, channels_last=True)
+    patch(cuda_graph=True, channels_last=True, loss_optim=TRANSFORMER)
 
 settings = {
-    "model": "yolov8n.yaml",
+    "model": f"{MODEL}.yaml",
     "data": DATA,
     "imgsz": 64,
     "epochs": 2,
@@ -71,7 +74,7 @@ settings = {
     "name": f"{KIND}-training",
     "exist_ok": True,
 }
-trainer = (OnTheCpu if BACKEND == "gloo" else DetectionTrainer)(overrides=settings)
+trainer = (OnTheCpu if BACKEND == "gloo" else Trainer)(overrides=settings)
 losses = []
 trainer.add_callback("on_train_batch_end", lambda trainer: losses.append(trainer.loss.item()))
 trainer.train()
