@@ -165,7 +165,7 @@ def test_a_linear_layer_sums_its_bias_gradient_by_an_operator(device, shape, mon
         return type(middle.grad_fn).__name__, [y, *grads]
 
     for used in (True, False):  # without bn_act_optim a graph has eager training's bits
-        monkeypatch.setattr(_casts, "is_used", lambda model: used)
+        monkeypatch.setattr(_casts, "is_used", lambda model, used=used: used)
         (mine_by, mine), (_, theirs) = run(True), run(False)
         assert (mine_by == "_LinearBackward") is used
         exact = theirs[1].double().reshape(-1, 40).sum(0)
