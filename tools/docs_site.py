@@ -21,7 +21,9 @@ CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 ROW = re.compile(r"<t[hd]\b.*?</t[hd]>", re.DOTALL)
 TEXT = re.compile(r"(?<=>)[^<]+")
 BREAK = re.compile(r"(?<=torch_)(?=fastdet)|(?<=forward\+)(?=backward)|(?<=fp16)(?=\()")
-TOGETHER = re.compile(r"(?<=\d) (?=(?:ns|us|ms|s|kB|MB|MiB|GB|TB)\b)|(?<=\bn) (?== \d)|(?<=\bn =) (?=\d)|(?<=\bbatch) (?=\d)")
+TOGETHER = re.compile(
+    r"(?<=\d) (?=(?:ns|us|ms|s|kB|MB|MiB|GB|TB)\b)|(?<=\bn) (?== \d)|(?<=\bn =) (?=\d)|(?<=\bbatch) (?=\d)"
+)
 
 
 def switches() -> list[Path]:
