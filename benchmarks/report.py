@@ -200,7 +200,7 @@ SECTIONS = {
     "results_operators.md": ("gpu-summary", "gpu-operators", "cpu-summary"),
 }
 EDGE = re.compile(r"(?<!\w)_|_(?!\w)")  # which Markdown takes for emphasis
-APART_FROM_ROWS = ("roofline", "memory_limits")  # JSON that is no benchmark's rows
+APART_FROM_ROWS = ("roofline", "memory_limits", "small_cards")  # JSON that is no benchmark's rows
 MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", re.DOTALL)
 
 
@@ -590,9 +590,9 @@ def largest_batch(peaks: tuple[float, float], card: int) -> int:
     return int((1024 * card - APART_MIB - (peaks[0] - BATCHES[0] * each)) / each)
 
 
-def memory_limits() -> list[dict]:
-    """The newest rows of benchmarks/memory_limits.py, of any GPU: a limit is the same on all."""
-    files = [file for folder in folders("gpu") if (file := folder / "memory_limits.json").exists()]
+def of_any_gpu(name: str) -> list[dict]:
+    """The newest rows of benchmarks/memory_limits.py or small_cards.py, of any GPU: a limit of memory is the same on all."""
+    files = [file for folder in folders("gpu") if (file := folder / f"{name}.json").exists()]
     return json.loads(files[-1].read_text()) if files else []
 
 
@@ -702,6 +702,11 @@ def section(name: str) -> str:
     """What a marker stands for: gpu-headlines, gpu-memory, gpu-truths, <gpu|h100|cpu>-summary, -operators, -<benchmark>, -<benchmark>-floor, or a file of a folder."""
     kind, _, what = name.partition("-")
     shown = SHOWN.get(name)
+    if what == "small_cards":
+        from benchmarks.small_cards import small_table
+
+        rows = of_any_gpu(what)
+        return measured(small_table(rows), {what: rows}, "The largest batch, and its speed,")
     if folder := newest(kind, f"{what}.md"):  # roofline, training_truth, machine
         lines = (folder / f"{what}.md").read_text().splitlines(keepends=True)
         if shown:
@@ -722,7 +727,7 @@ def section(name: str) -> str:
     if what == "headlines":
         return headline_table(headlines())
     if what == "memory":
-        limits = [row for row in memory_limits() if row["size"] == "s"]
+        limits = [row for row in of_any_gpu("memory_limits") if row["size"] == "s"]
         cases = {
             (of, case.format(batch), name)
             for _, of, case, ours in MEMORY
