@@ -109,11 +109,7 @@ def one_after_another(images: list[np.ndarray], pin_memory: bool, begin: int = 0
     ends = list(itertools.accumulate((im.size for im in images), initial=begin))
     buffer = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
     for im, first, last in zip(images, ends, ends[1:]):
-        there = buffer[first:last]
-        if im.flags.c_contiguous and im.flags.writeable:
-            there.copy_(torch.from_numpy(im.reshape(-1)))  # by PyTorch's threads
-        else:
-            np.copyto(there.numpy().reshape(im.shape), im)
+        np.copyto(buffer[first:last].numpy().reshape(im.shape), im)
     return buffer, ends
 
 
