@@ -617,6 +617,92 @@ def test_two_predictors_at_once(ahead, detector, folder, device, tmp_path):
         assert_same(ours, its)
 
 
+def test_settings_and_models_that_change_between_calls(ahead, detector, folder, device, tmp_path):
+    """...of one predictor, for images of the same shapes."""
+    images = pictures(folder[1])
+    other = with_callbacks(detector, {})
+    other.model = copy.deepcopy(detector.model)
+    with torch.no_grad():
+        other.model.model[-1].cv3[0][-1].bias.fill_(-1)
+    settings = [{}, {"imgsz": 64}, {"rect": False}, {"imgsz": (64, 128)}, {"max_det": 3}, {"classes": [1, 2]}, {}]
+    found = []
+    for on in (False, True):
+        detector.predictor = other.predictor = None
+        if on:
+            drop_in.patch(predict_optim=True)
+        try:
+            given = [{**OPTIONS_OF_RUN, "device": str(device), **each} for each in settings]
+            results = [model.predict(images, **each) for each in given for model in (detector, other)]
+        finally:
+            drop_in.unpatch()
+        found.append([result for each in results for result in each])
+    assert_same(found[1], found[0])
+
+
+def test_cameras_that_drop(ahead, detector, folder, device, tmp_path, monkeypatch):
+    """...one of them in the middle of a frame. What is buffered does not depend on the clock, and the next frame is not waited for."""
+    whole = (folder[0] / "v.avi").read_bytes()
+    (tmp_path / "cut.avi").write_bytes(whole[: len(whole) * 2 // 3])
+    (tmp_path / "both.streams").write_text(f"{folder[0] / 'v.avi'}\n{tmp_path / 'cut.avi'}\n")
+    before = threading.active_count()
+    stock, found = [
+        run(detector, tmp_path / "both.streams", device, tmp_path, on, stream_buffer=True) for on in (False, True)
+    ]
+    assert_same(found, stock)
+    assert threading.active_count() == before
+    read, live = [], loaders.LoadStreams.__next__
+    monkeypatch.setattr(loaders.LoadStreams, "__next__", lambda its: read.append(its.count) or live(its))
+    drop_in.patch(predict_optim=True)
+    try:
+        detector.predictor = None
+        given = {**OPTIONS_OF_RUN, "device": str(device), "stream": True, "stream_buffer": True}
+        with torch.backends.cudnn.flags(enabled=True):  # the loader of streams sets one of them
+            results = detector.predict(tmp_path / "both.streams", **given)
+            assert next(results).path == stock[0].path and len(read) == 1
+            results.close()
+    finally:
+        drop_in.unpatch()
+    assert threading.active_count() == before
+
+
+def test_a_video_that_ends_early(ahead, detector, folder, device, tmp_path):
+    whole = (folder[0] / "v.avi").read_bytes()
+    videos = tmp_path / "videos"
+    videos.mkdir()
+    for name, end in (("a", len(whole)), ("b", len(whole) * 2 // 3), ("c", len(whole))):
+        (videos / f"{name}.avi").write_bytes(whole[:end])
+    found = [run(detector, videos, device, tmp_path, on, batch=2) for on in (False, True)]
+    assert_same(found[1], found[0])
+    assert 10 < len(found[0]) <= 15
+
+
+def test_memory_does_not_grow_with_a_list_of_names(ahead, detector, device, tmp_path):
+    """A GPU's neither; the results are dropped as they come."""
+    path = tmp_path / "a.jpg"
+    cv2.imwrite(str(path), picture(160, 200))
+    names = [str(tmp_path / f"{number}.jpg") for number in range(480)]
+    for name in names:
+        os.link(path, name)
+    peaks = []
+    options = {**OPTIONS_OF_RUN, "imgsz": 32, "device": str(device), "stream": True}
+    detector.predictor = None
+    drop_in.patch(predict_optim=True)
+    try:
+        for count in (32, 96, 480):  # the first run loads the model
+            tracemalloc.start()  # sees NumPy's arrays
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            for result in detector.predict(names[:count], **options):
+                assert result.orig_shape == (160, 200)
+            on_gpu = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+            peaks.append((tracemalloc.get_traced_memory()[1], on_gpu))
+            tracemalloc.stop()
+    finally:
+        drop_in.unpatch()
+    image, files = 3 * 160 * 200, path.stat().st_size
+    assert peaks[2][0] - peaks[1][0] < 16 * files and peaks[2][1] - peaks[1][1] < 16 * image, (peaks, files)
+
+
 def test_track(ahead, detector, folder, device, tmp_path):
     pytest.importorskip("lap")
     found = []

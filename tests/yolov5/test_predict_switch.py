@@ -204,6 +204,13 @@ def test_a_checkout(real_yolov5):
     assert "as stock" in checkout.program("predict.py", checkout.prefix).stdout
 
 
+def test_detect_of_a_folder(real_yolov5, device, tmp_path):
+    """...ends, with what it prints and writes without a switch."""
+    package = real_yolov5("package")
+    of = "0" if device.type == "cuda" else "cpu"
+    assert "as stock" in package.program("detect.py", package.prefix, of, tmp_path).stdout
+
+
 @pytest.fixture
 def load_images(patched, tmp_path):
     """``LoadImages`` of a folder with ten images and a video."""

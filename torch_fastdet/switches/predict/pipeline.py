@@ -28,7 +28,7 @@ from torch_fastdet.patching.replace import is_code_of
 from torch_fastdet.suppression import Padded, ultralytics_non_max_suppression
 from torch_fastdet.switches.predict.common import Layout
 from torch_fastdet.switches.predict.results import Images, keep_two_batches
-from torch_fastdet.switches.predict.sources import LIST_BATCH, Batch, Stager, of_files, of_list
+from torch_fastdet.switches.predict.sources import LIST_BATCH, Batch, Stager, of_files, of_list, of_streams
 
 MOST_LAYOUTS = 256
 KEY = "torch_fastdet_feed"  # in a predictor's attributes while it predicts
@@ -152,6 +152,8 @@ class Feed:
                     return
 
     def _source(self, predictor: Predictor) -> Generator[Batch]:
+        if hasattr(self.loader, "threads"):
+            return of_streams(self.loader, Stager(self.device, None))
         of_names = hasattr(self.loader, "nf")
         size = self.loader.bs if of_names else max(predictor.args.batch, LIST_BATCH)
         self._several = self.loader.nf > min(size, self.loader.ni) if of_names else len(self.loader) > size

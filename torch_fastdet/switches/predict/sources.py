@@ -185,6 +185,12 @@ def of_files(dataset: Loader, stager: Stager) -> Generator[Batch]:
         yield stager.batch(paths, images, info, copy.copy(dataset))
 
 
+def of_streams(dataset: Loader, stager: Stager) -> Generator[Batch]:
+    """Yield the batches of a ``LoadStreams``, none before its turn: a camera's next frame would wait for another one."""
+    while (found := next(dataset, None)) is not None:
+        yield stager.batch(*found, dataset)
+
+
 def of_list(dataset: Loader, batch: int, stager: Stager) -> Generator[Batch]:
     count, elements = len(dataset), dataset.im0
     mixed = count > batch and _is_mixed(dataset)

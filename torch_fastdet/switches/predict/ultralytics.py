@@ -88,7 +88,7 @@ def preprocessing(active: Active | None, stock: Function, owner: Stock) -> Funct
 
 def sourcing(active: Active, stock: Callable, owner: Stock) -> Callable:
     """Return ``BasePredictor.setup_source`` whose loader is a :class:`Feed` where the pipeline can run."""
-    from ultralytics.data.loaders import LoadImagesAndVideos, LoadPilAndNumpy
+    from ultralytics.data.loaders import LoadImagesAndVideos, LoadPilAndNumpy, LoadStreams
 
     parts = active.shared(parts_of)
 
@@ -99,7 +99,7 @@ def sourcing(active: Active, stock: Callable, owner: Stock) -> Callable:
         stock(
             self, with_names_of_files(source, getattr(self.model, "channels", 3)) if takes else source, *args, **kwargs
         )
-        if takes and type(self.dataset) in (LoadImagesAndVideos, LoadPilAndNumpy, listed_class()):
+        if takes and type(self.dataset) in (LoadImagesAndVideos, LoadPilAndNumpy, LoadStreams, listed_class()):
             self.__dict__[KEY] = self.dataset = Feed(self, parts)
 
     return setup_source
