@@ -129,8 +129,10 @@ def test_the_same_switches_apply_whatever_the_callers_settings_are(monkeypatch, 
     monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
     expected = usual_lines(drop_in)
     assert any(line.startswith("bn_act_optim") for line in expected)
+    first = functools.cache(loss.drop_in.__wrapped__)  # classes are made anew, as at the first patch() of a process
+    for name in ("ultralytics", "switch"):
+        monkeypatch.setattr(f"torch_fastdet.switches.loss.{name}.drop_in", first)
     try:
-        loss.drop_in.cache_clear()  # as at the first patch() of a process
         with SETTINGS[setting]():
             assert sorted(drop_in.patch()) == expected
     finally:
