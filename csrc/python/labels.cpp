@@ -1,4 +1,4 @@
-// torch_fastdet._C.scan_labels: image and label files read by threads, with the GIL released.
+// torch_fastdet._C.read_labels: image and label files read by threads, with the GIL released.
 #include "python/labels.h"
 
 #include <pybind11/numpy.h>
@@ -20,7 +20,7 @@ namespace {
 struct Found {
   core::ImageSize size;
   int64_t count = core::kNotPlain;
-  std::vector<core::LabelRow> rows;
+  core::Labels labels;
 };
 
 std::vector<Found> scan(const std::vector<std::string>& images, const std::vector<std::string>& labels, float classes,
@@ -30,7 +30,8 @@ std::vector<Found> scan(const std::vector<std::string>& images, const std::vecto
   const auto work = [&] {
     for (size_t i; (i = next++) < images.size();) {
       try {
-        found[i].count = core::scan_plain(images[i].c_str(), labels[i].c_str(), classes, found[i].size, found[i].rows);
+        found[i].count =
+            core::scan_plain(images[i].c_str(), labels[i].c_str(), classes, found[i].size, found[i].labels);
       } catch (const std::bad_alloc&) {  // left to the framework, which says so
         found[i] = Found{};
       }
@@ -46,7 +47,7 @@ std::vector<Found> scan(const std::vector<std::string>& images, const std::vecto
   return found;
 }
 
-py::tuple scan_labels(const std::vector<std::string>& images, const std::vector<std::string>& labels, float classes,
+py::tuple read_labels(const std::vector<std::string>& images, const std::vector<std::string>& labels, float classes,
                       int threads) {
   if (images.size() != labels.size()) throw py::value_error("expected as many label files as images");
   std::vector<Found> found;
@@ -55,24 +56,31 @@ py::tuple scan_labels(const std::vector<std::string>& images, const std::vector<
     found = scan(images, labels, classes, threads);
   }
   const auto files = static_cast<py::ssize_t>(found.size());
-  py::ssize_t rows = 0;
-  for (const Found& each : found) rows += static_cast<py::ssize_t>(each.rows.size());
+  py::ssize_t rows = 0, points = 0;
+  for (const Found& each : found) {
+    rows += static_cast<py::ssize_t>(each.labels.rows.size());
+    points += static_cast<py::ssize_t>(each.labels.points.size() / 2);
+  }
   py::array_t<int64_t> table({files, py::ssize_t{3}});
   py::array_t<float> values({rows, py::ssize_t{5}});
-  int64_t* to = table.mutable_data();
-  float* out = values.mutable_data();
+  py::array_t<int64_t> lengths(rows);
+  py::array_t<float> polygons({points, py::ssize_t{2}});
+  int64_t *to = table.mutable_data(), *length = lengths.mutable_data();
+  float *out = values.mutable_data(), *point = polygons.mutable_data();
   for (const Found& each : found) {
     *to++ = each.size.height, *to++ = each.size.width, *to++ = each.count;
-    for (const core::LabelRow& row : each.rows) out = std::copy(row.begin(), row.end(), out);
+    for (const core::LabelRow& row : each.labels.rows) out = std::copy(row.begin(), row.end(), out);
+    length = std::copy(each.labels.lengths.begin(), each.labels.lengths.end(), length);
+    point = std::copy(each.labels.points.begin(), each.labels.points.end(), point);
   }
-  return py::make_tuple(table, values);
+  return py::make_tuple(table, values, lengths, polygons);
 }
 
 }  // namespace
 
 void bind_labels(py::module_& m) {
   m.def(
-      "scan_labels", scan_labels, py::arg("images"), py::arg("labels"), py::arg("classes"), py::arg("threads"),
+      "read_labels", read_labels, py::arg("images"), py::arg("labels"), py::arg("classes"), py::arg("threads"),
       "(height, width, rows) of each image, where rows is -1 without a label file and -2 for files that are not proven "
-      "plain; and the rows of all label files.");
+      "plain; the rows of all label files; how many points the polygon of each row has, 0 for a box; and all points.");
 }

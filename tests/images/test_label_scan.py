@@ -25,6 +25,8 @@ PLAIN = {
     "two": f"{BOX}\n0 0.1 0.2 0.3 0.4",
     "digits": "2 0.123456789012345678901 1 1.0 1e-3\n\n\n2 0.3333333333 0.16777217 5.e-1 0\n",
     "spaces": f"\t {BOX}  \r\n\r\n0\t0.1   0.2 0.3 0.4\r\n",
+    "polygon": "1 0.1 0.1 0.9 0.1 0.9 0.9 0.1 0.9",
+    "polygons": "1 0.1 0.2 0.9 0.1 0.9 0.9\n0 0.123456789 0.3 0.9 0.1 0.7 1 0 0.35\n1 0.1 0.2 0.3 0.4 0.5 0.600001\n",
     "empty": "",
     "newlines": "\n\n",
     "missing": None,
@@ -41,8 +43,11 @@ ODD = {
     "four": "1 0.5 0.5 0.5",
     "six": f"{BOX} 0.5",
     "ragged": f"{BOX}\n1 0.5 0.5",
-    "polygon": "1 0.1 0.1 0.9 0.1 0.9 0.9 0.1 0.9",
     "mixed": f"1 0.1 0.1 0.9 0.1 0.9 0.9\n{BOX}",
+    "mixed later": f"{BOX}\n1 0.1 0.1 0.9 0.1 0.9 0.9",
+    "polygons of one box": "1 0.1 0.1 0.9 0.1 0.9 0.9\n1 0.1 0.1 0.9 0.1 0.9 0.9 0.1 0.9",
+    "half a point": "1 0.1 0.1 0.9 0.1 0.9 0.9 0.1",
+    "polygon outside": "1 0.1 0.1 1.1 0.1 0.9 0.9",
     "word": "a 0.5 0.5 0.5 0.5",
     "nan": "1 nan 0.5 0.5 0.5",
     "underscore": "1_0 0.5 0.5 0.5 0.5",
@@ -130,6 +135,8 @@ def pristine(tmp_path_factory) -> tuple[Path, list[tuple[str, str]], list[bool]]
         for name, text in texts.items():
             add(f"label {name}", jpeg, text, texts is PLAIN)
     random = np.random.default_rng(0)
+    for index in range(20):
+        add(f"polygon {index}", jpeg, f"{index % 5} " + " ".join(map(repr, random.random(6).tolist())), True)
     for index in range(200):
         rows = [f"{random.integers(5)} " + " ".join(map(repr, random.random(4).tolist())) for _ in range(index)]
         add(str(index), lambda path, index=index: jpeg(path, size=(20 + index, 300 - index)), "\n".join(rows), True)
@@ -142,9 +149,10 @@ def pristine(tmp_path_factory) -> tuple[Path, list[tuple[str, str]], list[bool]]
 def test_what_is_plain(pristine):
     _, pairs, plain = pristine
     images, texts = ([os.fsencode(pair[column]) for pair in pairs] for column in (0, 1))
-    table, rows = _C.scan_labels(images, texts, 5, 3)
+    table, rows, lengths, points = _C.read_labels(images, texts, 5, 3)
     wrong = [pairs[index][0] for index, count in enumerate(table[:, 2]) if (count != labels.NOT_PLAIN) != plain[index]]
-    assert wrong == [] and len(rows) == table[:, 2].clip(min=0).sum() > 200 * 199 / 2
+    assert wrong == [] and len(rows) == len(lengths) == table[:, 2].clip(min=0).sum() > 200 * 199 / 2
+    assert lengths[lengths > 0].tolist() == [4, 3, 4, 3, *[3] * 20] and len(points) == lengths.sum()
 
 
 def same(mine, theirs) -> bool:
@@ -182,15 +190,17 @@ def yolov5():
 
 
 @pytest.mark.parametrize("chunk", [4096, 7])
-@pytest.mark.parametrize("single, keypoints", [(False, 0), (True, 0), (False, 3)])
-def test_ultralytics_results(pristine, ultralytics, tmp_path, monkeypatch, single, keypoints, chunk):
+@pytest.mark.parametrize(
+    "single, keypoints, used", [(False, 0, False), (True, 0, False), (False, 3, True), (False, 1, False)]
+)
+def test_ultralytics_results(pristine, ultralytics, tmp_path, monkeypatch, single, keypoints, used, chunk):
     module, folder = ultralytics[0], tmp_path / "set"
 
     def results(pool):
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(pristine[0], folder)  # some files are mended
         pairs = [[path.replace(str(pristine[0]), str(folder)) for path in pair] for pair in pristine[1]]
-        arguments = [(*pair, "a set: ", bool(keypoints), 5, keypoints, 2 * bool(keypoints), single) for pair in pairs]
+        arguments = [(*pair, "a set: ", used, 5, keypoints, 2 * bool(keypoints), single) for pair in pairs]
         with pool(2) as made:
             return list(made.imap(func=module.verify_image_label, iterable=arguments))
 

@@ -170,37 +170,56 @@ class JpegHeader {
 
 using LabelRow = std::array<float, 5>;  // class, and x, y, width and height as shares of the image
 
-// Appends the rows of a label file, if each has five numbers in range, a class below `classes`, and no row is there
-// twice.
-inline bool append_plain_rows(std::string_view text, float classes, std::vector<LabelRow>& rows) {
-  const size_t before = rows.size();
+struct Labels {
+  std::vector<LabelRow> rows;
+  std::vector<int64_t> lengths;  // points of each row's polygon, 0 where the file has a box
+  std::vector<float> points;     // x and y of all polygons
+};
+
+// The box around a polygon, behind its class.
+inline LabelRow around(float kind, const float* points, size_t count) {
+  float left = points[0], top = points[1], right = left, bottom = top;
+  for (size_t i = 1; i < count; i++) {
+    left = std::min(left, points[2 * i]), right = std::max(right, points[2 * i]);
+    top = std::min(top, points[2 * i + 1]), bottom = std::max(bottom, points[2 * i + 1]);
+  }
+  return {kind, (left + right) / 2, (top + bottom) / 2, right - left, bottom - top};
+}
+
+// Reads a label file, if each row is a box of five numbers, or each is a polygon of three points or more, all in range,
+// with a class below `classes`, and no box is there twice.
+inline bool read_plain_labels(std::string_view text, float classes, Labels& labels) {
   const auto ends_line = [](char c) { return c == '\n' || c == '\r'; };
   const auto is_space = [&](char c) { return c == ' ' || c == '\t'; };
+  std::vector<float> line;
   for (size_t at = 0; at < text.size();) {
     if (ends_line(text[at])) {
       at++;
       continue;
     }
-    LabelRow row;
-    size_t column = 0;
+    line.clear();
     while (at < text.size() && !ends_line(text[at])) {
       if (is_space(text[at])) {
         at++;
         continue;
       }
-      if (column == row.size() || text[at] < '0' || text[at] > '9') return false;
+      if (text[at] < '0' || text[at] > '9') return false;
       double value;  // as Python reads it, and NumPy rounds that
       const auto [end, error] = std::from_chars(text.data() + at, text.data() + text.size(), value);
       at = end - text.data();
       if (error != std::errc() || (at < text.size() && !is_space(text[at]) && !ends_line(text[at]))) return false;
-      row[column++] = static_cast<float>(value);
+      line.push_back(static_cast<float>(value));
     }
-    if (column != row.size() || row[0] >= classes || row[0] != static_cast<float>(static_cast<int64_t>(row[0])))
-      return false;
-    if (*std::max_element(row.begin() + 1, row.end()) > 1) return false;
-    rows.push_back(row);
+    const float kind = line[0];
+    if (kind >= classes || kind != static_cast<float>(static_cast<int64_t>(kind))) return false;
+    if (line.size() < 5 || *std::max_element(line.begin() + 1, line.end()) > 1) return false;
+    const size_t count = line.size() == 5 ? 0 : line.size() / 2;
+    if (line.size() % 2 == 0 || (!labels.lengths.empty() && !labels.lengths[0] != !count)) return false;
+    labels.rows.push_back(count ? around(kind, &line[1], count) : LabelRow{kind, line[1], line[2], line[3], line[4]});
+    labels.lengths.push_back(static_cast<int64_t>(count));
+    if (count) labels.points.insert(labels.points.end(), line.begin() + 1, line.end());
   }
-  std::vector<LabelRow> sorted(rows.begin() + before, rows.end());
+  std::vector<LabelRow> sorted = labels.rows;
   std::sort(sorted.begin(), sorted.end());
   return std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
 }
@@ -208,22 +227,20 @@ inline bool append_plain_rows(std::string_view text, float classes, std::vector<
 // Of an image and its label file: rows, kMissing where there is no label file, or kNotPlain.
 constexpr int64_t kMissing = -1, kNotPlain = -2;
 
-inline int64_t scan_plain(const char* image, const char* labels, float classes, ImageSize& size,
-                          std::vector<LabelRow>& rows) {
+inline int64_t scan_plain(const char* image, const char* label_file, float classes, ImageSize& size, Labels& labels) {
   constexpr int64_t kMostBytes = 1 << 24;
   const OpenFile picture(image);
   if (!JpegHeader(picture).is_plain(size)) return kNotPlain;
   struct stat status;
-  if (::stat(labels, &status) != 0) return errno == ENOENT ? kMissing : kNotPlain;
-  const OpenFile file(labels);
+  if (::stat(label_file, &status) != 0) return errno == ENOENT ? kMissing : kNotPlain;
+  const OpenFile file(label_file);
   if (file.size() < 0 || file.size() > kMostBytes) return kNotPlain;
   std::string text(file.size(), '\0');
-  const size_t before = rows.size();
-  if (!file.read(text.data(), 0, file.size()) || !append_plain_rows(text, classes, rows)) {
-    rows.resize(before);
+  if (!file.read(text.data(), 0, file.size()) || !read_plain_labels(text, classes, labels)) {
+    labels = {};
     return kNotPlain;
   }
-  return static_cast<int64_t>(rows.size() - before);
+  return static_cast<int64_t>(labels.rows.size());
 }
 
 }  // namespace torch_fastdet::core

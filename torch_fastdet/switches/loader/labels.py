@@ -1,7 +1,7 @@
 """Scans a data set's images and labels if the label cache is missing or old: threads of ``_C`` read the files.
 
 A file about which the framework's own function has nothing to say is proven plain in C++ (``csrc/core/labels``): a whole JPEG that is
-not turned, and labels of five numbers in range, no row twice. All others are left to that function, so that what it mends, warns of
+not turned, and labels in range, all boxes or all polygons, no box twice. All others are left to that function, so that what it mends, warns of
 and refuses, and the order of all that, are the framework's.
 """
 
@@ -22,8 +22,8 @@ CHUNK = 4096
 MISSING, NOT_PLAIN = -1, -2
 #: Above it float32 does not have each integer.
 MOST_CLASSES = 1 << 24
-#: From the arguments of ``verify_image_label``, the rows, (height, width), and whether there is a label file, what it returns.
-Result = Callable[[Any, np.ndarray, tuple[int, int], bool], Any]
+#: From the arguments of ``verify_image_label``, the rows, their polygons, (height, width), and whether there is a label file, what it returns.
+Result = Callable[[Any, np.ndarray, list[np.ndarray], tuple[int, int], bool], Any]
 
 
 def scan_by_threads(
@@ -38,13 +38,13 @@ def scan_by_threads(
         if fingerprint(verify.__globals__[function]) not in fingerprints:
             return active.tell(f"{active.name}: the original code scans labels, because {function} is not known")
     try:
-        from torch_fastdet._C import scan_labels
+        from torch_fastdet._C import read_labels
     except ImportError:
         return active.tell(f"{active.name}: the original code scans labels, because torch_fastdet._C is not built")
-    active.replace(module, name, _pool_class(getattr(module, name), verify, result, scan_labels), quietly=True)
+    active.replace(module, name, _pool_class(getattr(module, name), verify, result, read_labels), quietly=True)
 
 
-def _pool_class(stock: Any, verify: Callable[[Any], Any], result: Result, scan_labels: Any) -> Any:
+def _pool_class(stock: Any, verify: Callable[[Any], Any], result: Result, read_labels: Any) -> Any:
     """Return a pool whose ``imap`` of ``verify``, the framework's function, asks that one for files alone that are not plain."""
 
     class Pool(stock):
@@ -60,37 +60,52 @@ def _pool_class(stock: Any, verify: Callable[[Any], Any], result: Result, scan_l
                     yield from super().imap(verify, itertools.chain(chunk, arguments))
                     return
                 images, labels = ([os.fsencode(each[column]) for each in chunk] for column in (0, 1))
-                table, rows = scan_labels(images, labels, classes, len(self._pool))
-                found = table.tolist()
+                table, rows, lengths, points = read_labels(images, labels, classes, len(self._pool))
+                found, ends = table.tolist(), np.cumsum(lengths).tolist()
+                polygons = [points[end - length : end] for length, end in zip(lengths.tolist(), ends) if length]
                 rest = super().imap(verify, [each for each, row in zip(chunk, found) if row[2] == NOT_PLAIN])
-                begin = 0
+                begin = first = 0
                 for each, (height, width, count) in zip(chunk, found):
                     if count == NOT_PLAIN:
                         yield next(rest)
                         continue
                     end = begin + max(count, 0)
-                    yield result(each, rows[begin:end], (height, width), count != MISSING)
-                    begin = end
+                    last = first + (end - begin if begin < end and lengths[begin] else 0)
+                    yield result(each, rows[begin:end], polygons[first:last], (height, width), count != MISSING)
+                    begin, first = end, last
 
     return Pool
 
 
 def _classes(arguments: tuple[Any, ...]) -> float | None:
-    """Return how many classes a plain label file may have; None for keypoints."""
+    """Return how many classes a plain label file may have; None where rows may have keypoints."""
     if len(arguments) == 3:  # YOLOv5 checks them later
         return MOST_CLASSES
-    _, _, _, keypoints, classes, *_, single = arguments
+    *_, classes, keypoints, _, single = arguments
     return None if keypoints or classes < 1 else MOST_CLASSES if single else min(classes, MOST_CLASSES)
 
 
-def yolov5_result(arguments: Any, rows: np.ndarray, shape: tuple[int, int], found: bool) -> Any:
-    return arguments[0], rows, shape[::-1], [], int(not found), int(found), int(found and not len(rows)), 0, ""
+def yolov5_result(
+    arguments: Any, rows: np.ndarray, polygons: list[np.ndarray], shape: tuple[int, int], found: bool
+) -> Any:
+    return arguments[0], rows, shape[::-1], polygons, int(not found), int(found), int(found and not len(rows)), 0, ""
 
 
-def ultralytics_result(arguments: Any, rows: np.ndarray, shape: tuple[int, int], found: bool) -> Any:
-    return arguments[0], rows, shape, [], None, int(not found), int(found), int(found and not len(rows)), 0, ""
+def ultralytics_result(
+    arguments: Any, rows: np.ndarray, polygons: list[np.ndarray], shape: tuple[int, int], found: bool
+) -> Any:
+    return arguments[0], rows, shape, polygons, None, int(not found), int(found), int(found and not len(rows)), 0, ""
 
 
 #: Of YOLOv5 7.0 and of GitHub's head, and of Ultralytics 8.4.184 to 8.4.190.
-YOLOV5 = {"verify_image_label": ("9953d107", "bb5db9ee"), "exif_size": ("d33d2f69",)}
-ULTRALYTICS = {"verify_image_label": ("f38a2497",), "check_image": ("241deb30",), "exif_size": ("3cccd665",)}
+YOLOV5 = {
+    "verify_image_label": ("9953d107", "bb5db9ee"),
+    "exif_size": ("d33d2f69",),
+    "segments2boxes": ("585235b8", "9b31582b"),  # the head has Ultralytics'
+}
+ULTRALYTICS = {
+    "verify_image_label": ("f38a2497",),
+    "check_image": ("241deb30",),
+    "exif_size": ("3cccd665",),
+    "segments2boxes": ("9b31582b",),
+}
