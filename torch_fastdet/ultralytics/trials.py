@@ -1,4 +1,4 @@
-"""The programs of ``YOLO.tune``: while a trial trains, the program of the next one imports what it needs, and waits for its words.
+"""Starts the programs of ``YOLO.tune`` ahead: while a trial trains, the next one imports what it needs, and waits for its words.
 
 ``YOLO.tune`` starts a ``yolo`` program for each trial. Most of the time between two trials is the next program's imports, and the plots of
 all trials so far. Here both run beside a trial. A program that waits has no CUDA context yet, and becomes the trial as if it started then.
@@ -24,7 +24,7 @@ MODULES = "ultralytics.models", "torch._inductor.config", "torchvision", "reques
 
 
 class Waiting:
-    """A program that imports what a training needs, and waits for its words."""
+    """Start a program that imports what a training needs, and waits for its words."""
 
     def __init__(self, flags: Sequence[str]) -> None:
         reader, self._writer = os.pipe()
