@@ -71,6 +71,22 @@ def test_takes_no_more_than_it_is_allowed_to():
         next(batches)
 
 
+def test_a_thread_that_may_not_go_on_ends_at_once(monkeypatch):
+    """It does not look now and then whether it is to end: a validation would wait for that."""
+
+    class Patient(threading.Semaphore().__class__):
+        def acquire(self, blocking=True, timeout=None):
+            return super().acquire(blocking)
+
+    monkeypatch.setattr(loop.threading, "Semaphore", Patient)
+    source = Source()
+    batches = made(source, limited=True)
+    batches.allow(1)
+    assert numbers(batches, 1) == [1] and source.settles_at(1)
+    batches.close()
+    assert not batches._thread.is_alive() and source.taken == 1
+
+
 @pytest.mark.parametrize("limited", [False, True])
 def test_ends_as_its_source_does(limited):
     batches = made(Source(end=2), limited)

@@ -168,6 +168,8 @@ class Ahead:
         if self._process != os.getpid():
             return  # a loader process, which has no such thread
         self._stop.set()
+        if self._permits is not None:
+            self._permits.release()  # a thread that waits for one ends
         if self._thread is threading.current_thread():
             return  # the garbage collector runs in it, perhaps inside of the queue, whose lock it then holds
         self._drop_ready()  # a thread that waits for room goes on
@@ -196,10 +198,9 @@ def _work(
     permits: threading.Semaphore | None,
 ) -> None:
     def may_go_on() -> bool:
-        while not stop.is_set():
-            if permits is None or permits.acquire(timeout=0.1):
-                return True
-        return False
+        if permits is not None:
+            permits.acquire()
+        return not stop.is_set()
 
     def put(item: tuple) -> None:
         while not stop.is_set():
