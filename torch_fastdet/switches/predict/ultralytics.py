@@ -32,7 +32,7 @@ from torch_fastdet.switches.nms import switch as suppression
 from torch_fastdet.switches.nms.trial import ULTRALYTICS_SUPPRESSION
 from torch_fastdet.switches.predict.common import fits, letterbox
 from torch_fastdet.switches.predict.pipeline import KEY, Asked, Asking, Feed, Flight, Parts, timing
-from torch_fastdet.switches.predict.sources import header_of, one_opens, sequential_jpeg
+from torch_fastdet.switches.predict.sources import beginning_of, header_of, one_opens, sequential_jpeg
 
 #: Where prediction runs ahead. On a CPU the network itself takes all cores.
 DEVICES: tuple[str, ...] = ("cuda",)
@@ -291,7 +291,7 @@ def listed_class() -> type:
             if _is_name(element) and self.channels == 3 and (found := sequential_jpeg(os.fspath(element))) is not None:
                 data, header = found
                 small = header.shape[0] * header.shape[1] <= (Image.MAX_IMAGE_PIXELS or 1 << 62)
-                ends = b"\xff\xd9" in data[-64:].numpy().tobytes()  # Pillow raises an error without
+                ends = b"\xff\xd9" in data.numpy()[-64:].tobytes()  # Pillow raises an error without
                 if small and ends and not header.xmp_turns:
                     return data
             return self.by_pillow(element)
@@ -299,8 +299,8 @@ def listed_class() -> type:
         def shape_of(self, element: Any) -> tuple[int, ...]:
             if not _is_name(element):
                 return self.by_pillow(element).shape
-            with contextlib.suppress(OSError), open(element, "rb") as file:
-                header = header_of(memoryview(file.read(4096)))
+            with contextlib.suppress(OSError):
+                header = header_of(beginning_of(element, 4096).data)
                 if header is not None and not header.exif and not header.xmp_turns:
                     return (*header.shape[:2], self.channels)
             with one_opens, Image.open(element) as image:
