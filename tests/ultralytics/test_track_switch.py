@@ -6,6 +6,7 @@ import copy
 import functools
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -344,6 +345,43 @@ def test_a_tracker_may_be_known_after_the_next_patch(trackers):
     drop_in.patch(track_optim=True)
     run(tracker, frames[1])
     assert vars(tracker)[KEY] is not None
+
+
+@pytest.mark.parametrize(
+    "lines", ["", "colour: blue", "track_buffer: -3", "match_thresh: 5", "fuse_score: 2", "tracker_type: ours"]
+)
+@pytest.mark.parametrize("persist", [False, True])
+def test_videos_by_a_yaml_file(trackers, tmp_path, persist, lines):
+    """Through the framework's callbacks: two videos, with ids that go on or begin again, and a file with odd values."""
+    import torch
+    from ultralytics.engine.results import Results
+    from ultralytics.trackers import track
+
+    file = tmp_path / "mine.yaml"
+    options = {"tracker_type": "bytetrack", **vars(namespace())}
+    options |= {name: value for name, _, value in [line.partition(": ") for line in lines.splitlines()]}
+    file.write_text("".join(f"{name}: {value}\n" for name, value in options.items()))
+
+    def followed():
+        asked = SimpleNamespace(mode="track", task="detect", tracker=str(file))
+        predictor = SimpleNamespace(args=asked, dataset=SimpleNamespace(bs=1, mode="image"), device="cpu")
+        found = []
+        for video in ("a.avi", "b.avi"):
+            try:
+                track.on_predict_start(predictor, persist)
+                for rows in scene(4, 8, 12):
+                    image = np.zeros((1080, 1920, 3), np.uint8)
+                    result = Results(image, video, {k: str(k) for k in range(5)}, torch.from_numpy(rows))
+                    predictor.results = [result]
+                    track.on_predict_postprocess_end(predictor, persist)
+                    found.append(predictor.results[0].boxes.data.tolist())
+            except Exception as error:
+                found.append((type(error), str(error)))
+        return found
+
+    wanted = followed()
+    drop_in.patch(track_optim=True)
+    assert followed() == wanted and len(wanted) == (2 if "ours" in lines else 24)
 
 
 def test_options_that_are_no_numbers(trackers):

@@ -80,9 +80,13 @@ class Kind(NamedTuple):
             number = isinstance(value, int if kind is int else Real)
             if kind is not bool and not (number and value >= 0):
                 return f"{option} of {name} is {value!r}, and no {'integer' if kind is int else 'number'} from 0."
-        for option in ("match_thr", "lost_match_thr"):
-            if getattr(tracker, option, 0) > 1:
-                return f"{option} of {name} is {getattr(tracker, option)!r}, and above 1."
+        for option in ("match_thr", "lost_match_thr", "match_thresh"):
+            value = getattr(tracker, option, getattr(tracker.args, option, 0))
+            if value > 1:
+                return f"{option} of {name} is {value!r}, and above 1."
+        for option in ("max_frames_lost", "max_time_lost"):
+            if getattr(tracker, option, 0) < 0:
+                return f"track_buffer of {name} is below 0."
         if getattr(tracker, "init_iou_suppress", 1) == 0:
             return f"init_iou_suppress of {name} is 0."
         if getattr(tracker.args, "with_reid", False):
