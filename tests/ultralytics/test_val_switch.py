@@ -165,8 +165,8 @@ def task_validator(task):
     return val, getattr(val, f"{TASKS[task][0]}Validator")
 
 
-def tasks_metrics(task, device, pretend=False, overlap=True, plots=True, size=32, kind=lambda stock: stock):
-    """The statistics and the confusion matrix that a task's validator gathers of four pictures; labels' masks have this size."""
+def tasks_metrics(task, device, pretend=False, overlap=True, plots=True, size=32, kind=lambda stock: stock, counts=((40, 7), (0, 4), (9, 0), (25, 3))):  # fmt: skip
+    """What a task's validator gathers of pictures with so many detections and labels: statistics and confusion matrix."""
     name = TASKS[task][0]
     metrics = importlib.import_module("ultralytics.utils.metrics")
     validator = object.__new__(kind(task_validator(task)[1]))
@@ -187,7 +187,7 @@ def tasks_metrics(task, device, pretend=False, overlap=True, plots=True, size=32
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3)
     preds, labels = [], []
-    for number, (n, m) in enumerate(((40, 7), (0, 4), (9, 0), (25, 3))):
+    for number, (n, m) in enumerate(counts):
         rows, truth = image(n, m, number)
         rows[:, :4], truth[:, 1:] = rows[:, :4] / 150, truth[:, 1:] / 150
         pred = {"bboxes": rows[:, :4] * 128, "conf": rows[:, 4], "cls": rows[:, 5]}
@@ -211,11 +211,12 @@ def tasks_metrics(task, device, pretend=False, overlap=True, plots=True, size=32
         preds.append({key: value.to(device) for key, value in pred.items()})
         labels.append(label)
     batch = {key: torch.cat([label[key] for label in labels]).to(device) for key in labels[0]}
-    batch |= {"img": torch.zeros(4, 3, 128, 128), "ori_shape": [(128, 128)] * 4, "ratio_pad": [None] * 4}
+    images = len(counts)
+    batch |= {"img": torch.zeros(images, 3, 128, 128), "ori_shape": [(128, 128)] * images, "ratio_pad": [None] * images}
     before = vars(validator).copy()
     if not overlap:  # a user's own
         before["_prepare_batch"] = validator._prepare_batch = type(validator)._prepare_batch.__get__(validator)
-    validator.update_metrics(preds, batch | {"im_file": [f"{i}.jpg" for i in range(4)]})
+    validator.update_metrics(preds, batch | {"im_file": [f"{i}.jpg" for i in range(images)]})
     assert vars(validator).get("_prepare_batch") == before.get("_prepare_batch")
     assert str(validator.device) == str("cuda" if pretend else device)
     return validator.metrics.stats, validator.confusion_matrix.matrix
@@ -241,6 +242,20 @@ def test_tasks_have_stocks_metrics(ultralytics, device, task, most, monkeypatch)
         kind = MATCHES[task]
         assert 3 < sum(values.sum() for values in found[kind]) < sum(values.size for values in found[kind])
     assert len(calls) == len(ways) * (1 if task == "obb" else 2), "a launch for all images"
+
+
+@pytest.mark.parametrize("counts", [[(9, 0)] * 3, [(0, 4)] * 3, [(0, 0)] * 2, [(9, 4)]], ids=str)
+@pytest.mark.parametrize("task", TASKS)
+def test_tasks_without_labels_or_detections_or_of_one_image(ultralytics, device, task, counts):
+    ways = [{"overlap": o, "counts": counts} for o in (True, False)] if task == "segment" else [{"counts": counts}]
+    stock = [tasks_metrics(task, device, **way) for way in ways]
+    drop_in.patch(val_optim=True)
+    for (stats, matrix), way in zip(stock, ways):
+        found, counted = tasks_metrics(task, device, pretend=device.type == "cpu", **way)
+        for key, values in stats.items():
+            for mine, theirs in zip(found[key], values, strict=True):
+                assert np.array_equal(mine, theirs) and np.shape(mine) == np.shape(theirs), key
+        assert np.array_equal(matrix, counted)
 
 
 @pytest.mark.parametrize("task", ["detect", *TASKS])
