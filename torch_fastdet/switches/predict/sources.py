@@ -129,7 +129,7 @@ def beginning_of(path: str | os.PathLike, most: int | None = None) -> np.ndarray
     file = os.open(path, os.O_RDONLY)
     try:
         room = np.empty(os.fstat(file).st_size if most is None else most, dtype=np.uint8)
-        return room[: os.readv(file, [room])]
+        return room[: os.readv(file, [room.data])]
     finally:
         os.close(file)
 
@@ -199,7 +199,8 @@ def of_files(dataset: Loader, stager: Stager) -> Generator[Batch]:
 def of_streams(dataset: Loader, stager: Stager) -> Generator[Batch]:
     """Yield the batches of a ``LoadStreams``, none before its turn: a camera's next frame would wait for another one."""
     while (found := next(dataset, None)) is not None:
-        yield stager.batch(*found, dataset)
+        paths, images, info = found
+        yield stager.batch(paths, images, info, dataset)
 
 
 def of_list(dataset: Loader, batch: int, stager: Stager) -> Generator[Batch]:
