@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torch_fastdet._say import saying_once, warn
@@ -14,6 +15,7 @@ from torch_fastdet._torch.private import inside_compiled, is_compiled_in_place
 from torch_fastdet.graphs import InferenceGraphs
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.rewrites.registry import fewer_copies
+from torch_fastdet.switches.channels_last.layout import FASTER_IN_NHWC, to_channels_last
 
 # What heads of Ultralytics keep for the shape of their last input, and compute again for another.
 _CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
@@ -44,9 +46,22 @@ class PredictionGraphs:
         return graphs(x, forward)
 
     def _new(self, model: nn.Module) -> InferenceGraphs:
+        if _is_faster_in_nhwc(model):
+            to_channels_last(model)
         # The values of a WeakKeyDictionary must not hold its keys, nor its owner: memory goes back without the cycle collector.
         alive: Any = weakref.ref(model)
         return InferenceGraphs(model, settings=_settings_of, capturing=lambda: fewer_copies(alive()), say=self._say)
+
+
+def _is_faster_in_nhwc(model: nn.Module) -> bool:
+    """Return whether the model is RT-DETR's, and of a precision for which NHWC is faster here. Its graphs round in other places anyway."""
+    layers = getattr(model, "model", None)
+    kind = type(layers[-1]) if isinstance(layers, nn.Sequential) and len(layers) else None
+    if kind is None or (kind.__module__, kind.__name__) != ("ultralytics.nn.modules.head", "RTDETRDecoder"):
+        return False
+    weight = next(model.parameters())
+    least = FASTER_IN_NHWC.get(str(weight.dtype).removeprefix("torch."))
+    return least is not None and torch.cuda.get_device_capability(weight.device) >= least
 
 
 def _settings_of(model: nn.Module) -> list[object]:
