@@ -546,7 +546,9 @@ ELSEWHERE: dict[str, dict[str, str]] = {
     "ultralytics": {
         "fuses": "tests/test_bn_act.py",
         "Conv.forward_fuse": "tests/test_bn_act.py",
-        "RepConv.forward": "tests/ultralytics/test_rtdetr_switches.py",
+        **dict.fromkeys(
+            ("HGBlock.forward", "RepConv.forward", "RepConv.forward_fuse"), "tests/ultralytics/test_rtdetr_switches.py"
+        ),
         "_YOLO_CLI_COMMAND": "tests/patching/test_switches.py",
         **dict.fromkeys(
             (

@@ -12,9 +12,10 @@ pytest.importorskip("ultralytics")
 import ultralytics.models.utils.loss as stock_loss
 import ultralytics.models.utils.ops as stock_ops
 from ultralytics.models.yolo.detect.train import DetectionTrainer
-from ultralytics.nn.modules.block import HGStem
-from ultralytics.nn.modules.conv import RepConv
+from ultralytics.nn.modules.block import HGBlock, HGStem
+from ultralytics.nn.modules.conv import Conv, RepConv
 from ultralytics.nn.tasks import RTDETRDetectionModel
+from ultralytics.utils.torch_utils import fuse_conv_and_bn
 
 from tests.conftest import cuda_missing
 from tests.graphs import fake_gpu
@@ -24,6 +25,7 @@ from torch_fastdet.rewrites.max_pool import MaxPool
 from torch_fastdet.rewrites.rewrite import rewritten
 from torch_fastdet.rewrites.rtdetr import DeformableAttention, WithoutAveragedWeights
 from torch_fastdet.switches.cuda_graph import rtdetr
+from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
 from torch_fastdet.ultralytics import patch, unpatch
 
 CLASSES = 5
@@ -209,6 +211,20 @@ def test_an_evaluated_model_attends_by_operators(on):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize("dtype, capability", [("float16", (9, 0)), ("float16", (6, 1)), ("float32", (9, 0))])
+def test_predictions_in_half_precision_are_in_nhwc_memory(on, monkeypatch, dtype, capability):
+    on("fake", cuda_graph=True, bn_act_optim=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    dtype = getattr(torch, dtype)
+    model, x = make_model().eval().to(dtype), torch.rand(2, 3, 64, 64, dtype=dtype)
+    graphs = PredictionGraphs("cuda_graph")
+    with torch.no_grad():
+        first, *_, last = (graphs(model, x, model)[0] for _ in range(4))
+    assert torch.equal(first, last)
+    nhwc = model.model[0].stem1.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert nhwc == (dtype == torch.float16 and capability >= (7, 0))
+
+
 def test_labels_of_the_host_are_kept_for_a_step():
     host = make_batch([2, 1])
     batch = {name: value.clone() for name, value in host.items()}
@@ -334,6 +350,54 @@ def test_the_sum_of_a_rep_conv_joins_its_norm(identity, on, monkeypatch):
         torch.testing.assert_close(mine.grad, parameter.grad, rtol=1e-4, atol=1e-6)
     for mine, buffer in zip(ours.buffers(), stock.buffers(), strict=True):
         torch.testing.assert_close(mine, buffer)
+
+
+def fuse(model):
+    """As a predictor does it, where the switch is on."""
+    for module in model.modules():
+        if isinstance(module, Conv):
+            module.conv = fuse_conv_and_bn(module.conv, module.bn)
+            del module.bn
+        elif isinstance(module, RepConv):
+            module.fuse_convs()
+        else:
+            continue
+        module.forward = module.forward_fuse
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("light, shortcut", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_an_hg_block_writes_into_its_concatenation(light, shortcut, fused, layout, on, monkeypatch):
+    torch.manual_seed(0)
+    block, x = HGBlock(16, 8, 16, 3, 4, light, shortcut).eval(), torch.randn(2, 16, 6, 5)
+    for module in block.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.normal_(module.running_mean)
+            torch.nn.init.uniform_(module.running_var, 0.5, 2)
+    block, x = block.to(memory_format=layout), x.contiguous(memory_format=layout)
+    with torch.no_grad():
+        wanted = block(x)
+        on("fake", bn_act_optim=True)
+        if fused:
+            fuse(block)
+        monkeypatch.setattr(torch, "cat", None)
+        torch.testing.assert_close(block(x), wanted, rtol=1e-4, atol=1e-5)
+        monkeypatch.undo()
+        torch.testing.assert_close(block(x), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_fused_rep_conv_is_one_convolution_and_one_operator(on, monkeypatch):
+    torch.manual_seed(0)
+    block, x, calls = RepConv(8, 8).eval(), torch.randn(2, 8, 5, 6), []
+    with torch.no_grad():
+        wanted = block(x)
+        on("fake", bn_act_optim=True)
+        fuse(block)
+        plain = bn_act._write
+        monkeypatch.setattr(bn_act, "_write", lambda *given, **options: calls.append(1) or plain(*given, **options))
+        torch.testing.assert_close(block(x), wanted, rtol=1e-4, atol=1e-5)
+    assert calls == [1]
 
 
 def test_the_pooling_of_the_stem_keeps_bytes(on):

@@ -553,6 +553,44 @@ def _c2f_parts(c2f: Block, x: Tensor, conv: Forward, bottleneck: Forward, c3: Fo
     return room
 
 
+def hg_block_forward(stock: Forward, light: Forward | None, conv: Forward) -> Forward:
+    """Stand in for the forward of a block that computes ``ec(sc(cat((x, m[0](x), m[1](m[0](x)), ...), 1)))``, plus ``x`` if ``add``.
+
+    In evaluation each of ``m`` writes into the concatenation where its forward is ``conv``, or where it is ``light``, which computes
+    ``conv2(conv1(x))``, and that of ``conv2`` is ``conv``. The sum joins the activation of ``ec``.
+    """
+
+    def forward(self: Block, x: Tensor) -> Tensor:
+        if self.training or type(self.m) is not nn.ModuleList or not _ends_in(self.ec, conv):
+            return stock(self, x)
+        y = _begun(self.ec, self.sc(_hg_parts(list(self.m), x, light, conv)))
+        return _finished(self.ec, y, x if self.add else None)
+
+    return _made(hg_block_forward, forward, stock)
+
+
+def _hg_parts(blocks: list[Block], x: Tensor, light: Forward | None, conv: Forward) -> Tensor:
+    """Return the concatenation that :func:`hg_block_forward`'s ``sc`` reads."""
+    ends: list[Block] = []
+    for block in blocks:
+        two = light is not None and runs_plainly(block, light)
+        ends.append(block.conv2 if two else block)
+        if not _ends_in(ends[-1], conv):
+            return _chain([x], blocks)
+    y, first, room = x, x.shape[1], x
+    for i, (block, end) in enumerate(zip(blocks, ends)):
+        y = _begun(end, y if end is block else block.conv1(y))
+        if i == 0:
+            room = room_like(y, first + sum(each.conv.out_channels for each in ends))
+        if not (_goes_into(room, end, y, None) and _is_like(x, room)):
+            return _chain([room[:, :first] if i else x, _finished(end, y)], blocks[i + 1 :])
+        if i == 0:
+            torch.ops.torch_fastdet.sum_slices([x], room.narrow(1, 0, first))
+        _write(end, y, room, None, None if i == len(blocks) - 1 else y, first)
+        first += y.shape[1]
+    return room
+
+
 def _split(cv1: Block, x: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return a tensor of ``channels`` that begins with the result of ``cv1`` for x of its convolution, and twice a copy of that's second half."""
     if cv1.training:

@@ -17,13 +17,13 @@ def _pooled(kernel_size: int, x: Tensor) -> Tensor:
 
 
 class MaxPool(Forwards):
-    """Let ``nn.MaxPool2d`` of stride 1 and without padding run an operator that keeps a byte for each window, in training."""
+    """Let ``nn.MaxPool2d`` of stride 1 and without padding run an operator that keeps a byte for each window."""
 
     about = "max pooling of stride 1 and without padding keeps bytes as indices"
-    without = "it has no max pooling of stride 1 and without padding, in training."
+    without = "it has no max pooling of stride 1 and without padding."
     obstacles = (obstacle_to_other_sums,)
 
     def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., object]]]:
-        for module in model.modules() if model.training else ():
+        for module in model.modules():
             if (size := window_of(module)) and module.padding == 0:
                 yield module, functools.partial(_pooled, size)

@@ -1,4 +1,4 @@
-"""Declares ``bn_act_optim`` of both frameworks: the forward methods of ``Conv``, ``Bottleneck``, ``C3``, ``C2f`` and ``SPPF``."""
+"""Declares ``bn_act_optim`` of both frameworks: the forward methods of ``Conv``, ``Bottleneck``, ``C3``, ``C2f``, ``HGBlock`` and ``SPPF``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch_fastdet.nn.bn_act import (
     c3_forward,
     conv_forward,
     conv_forward_fuse,
+    hg_block_forward,
     rep_conv_forward,
     sppf_forward,
 )
@@ -29,6 +30,12 @@ def _c2f(self: Model, x: Tensor) -> Tensor:
     first, second = self.cv1(x).chunk(2, 1)
     row = itertools.accumulate(self.m, lambda y, block: block(y), initial=second)
     return self.cv2(torch.cat([first, *row], 1))
+
+
+def _hg_block(self: Model, x: Tensor) -> Tensor:
+    row = itertools.accumulate(self.m, lambda y, block: block(y), initial=x)
+    y = self.ec(self.sc(torch.cat(list(row), 1)))
+    return y + x if self.add else y
 
 
 def _sppf(self: Model, x: Tensor) -> Tensor:
@@ -70,17 +77,35 @@ C2F = Formula(
     ("cat", "chunk", "extend", "list", "torch"),
     ({**_TWO, "m": [lambda t: t * t + 3]}, {**_TWO, "m": [lambda t: t * t + 3, lambda t: t * t + 5]}),
 )
+LIGHT_CONV = Formula("conv2(conv1(x))", lambda self, x: self.conv2(self.conv1(x)), ("conv1", "conv2"))
+HG_BLOCK = Formula(
+    "ec(sc(cat(x, m[0](x), m[1](m[0](x)), ...))), or that plus x",
+    _hg_block,
+    ("ec", "m", "sc"),
+    ("add", "cat", "extend", "torch"),
+    (
+        {"add": True, "m": [lambda t: t * t + 3], "ec": lambda t: t.unflatten(1, (2, -1)).sum(1)},
+        {"add": False, "m": [lambda t: t * t + 3, lambda t: t * t + 5]},
+    ),
+)
 # YOLOv5's, and Ultralytics', which has a number of poolings and a shortcut of its own, by getattr.
 _SPPF = "cv2 of cv1(x) and of what m makes of it, again and again"
 SPPF = Formula(_SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "catch_warnings", "simplefilter", "torch", "warnings"))
 SPPF_N = Formula(
     _SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "extend", "getattr", "range", "torch"), ({}, {"n": 2, "add": True})
 )
+
+
+def _of_light_convs(stock: Function, light: Function, conv: Function) -> Function:
+    return hg_block_forward(stock, light if LIGHT_CONV.is_that_of(light) else None, conv)
+
+
 # Class, what makes its forward, the classes whose forwards that takes, and evidence. The last class was replaced before.
 _BLOCKS: tuple[tuple[str, Function, tuple[str, ...], Formula], ...] = (
     ("Bottleneck", bottleneck_forward, ("Conv",), BOTTLENECK),
     ("C3", c3_forward, ("Conv", "Bottleneck"), C3),
     ("C2f", c2f_forward, ("Conv", "Bottleneck", "C3"), C2F),
+    ("HGBlock", _of_light_convs, ("LightConv", "Conv"), HG_BLOCK),
 )
 
 
@@ -107,7 +132,7 @@ def _switch(
     """
     return Switch(
         "bn_act_optim",
-        "BatchNorm, or bias, and activation as one operator, with the shortcut's sum and the concatenations of C3 and C2f; the stem; SPPF; needs a GPU",
+        "BatchNorm, or bias, and activation as one operator, with the shortcut's sum and the concatenations of C3, C2f and HGBlock; the stem; SPPF; needs a GPU",
         (
             Target(conv, "Conv.forward", make=_method("Conv", conv_forward), evidence=(CONV,)),
             # Without these only fused models, the sum, or the concatenation, stay the original.
@@ -115,6 +140,14 @@ def _switch(
                 conv,
                 "Conv.forward_fuse",
                 make=_method("Conv", conv_forward_fuse),
+                evidence=(CONV_FUSE,),
+                after="Conv.forward",
+                otherwise="nothing",
+            ),
+            Target(
+                conv,
+                "RepConv.forward_fuse",
+                make=_method("RepConv", conv_forward_fuse),
                 evidence=(CONV_FUSE,),
                 after="Conv.forward",
                 otherwise="nothing",
