@@ -40,7 +40,7 @@ def _again(version: str) -> str:
     wheel = ""
     if WHEELS.get(series) == torch.version.cuda:
         tag = f"cu{torch.version.cuda.replace('.', '')}torch{series}"
-        wheel = f"or pip install torch_fastdet=={version}+{tag} --find-links, with the folder or page of the wheels, "
+        wheel = f"or pip install torch_fastdet=={version}+{tag} --find-links FOLDER where FOLDER has the wheels, "
     return f"{wheel}or pip install --no-build-isolation . in torch_fastdet's source folder"
 
 
