@@ -99,9 +99,9 @@ class _Table(NamedTuple):
 
 
 def _table(rows: Tensor, sizes: list[int]) -> _Table:
-    counts, image = torch.tensor(sizes), _image_of(sizes)
-    place = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[image]
-    at = image.to(rows.device), place.to(rows.device)
+    counts = torch.tensor(sizes)
+    place = torch.from_numpy(np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes))
+    at = _image_of(sizes).to(rows.device), place.to(rows.device)
     table = rows.new_zeros(len(sizes), max(1, *sizes), rows.shape[1])
     table[at] = rows
     return _Table(table, counts.to(rows.device), at)
@@ -141,7 +141,7 @@ def match_all(
         rows = _rows({name: torch.cat([pred[name] for pred in preds]) for name in ("bboxes", "conf", "cls")})
         table, device = _table(rows, sizes), rows.device
         image = _image_of([len(label["cls"]) for label in prepared])
-        truth = torch.cat([_labels(label) for label in prepared])
+        truth = _labels({name: torch.cat([label[name] for label in prepared]) for name in ("cls", "bboxes")})
         truth = torch.cat([image.to(truth)[:, None], truth], 1).to(device)
         given = table.rows, truth, validator.iouv.to(device), table.counts, RULE
         found = {}
