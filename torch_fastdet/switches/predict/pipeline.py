@@ -266,7 +266,7 @@ class Parts:
     scales: Callable[[Any], bool] = staticmethod(lambda predictor: False)
 
     def __init__(self) -> None:
-        self._layouts: dict[object, Layout | None] = {}
+        self._layouts: dict[object, Layout] = {}
         #: By ``postprocess`` of models without suppression: its detections, in pixels of the images.
         self.selects: dict[Function, Callable[..., Padded | None]] = {}
 
@@ -282,12 +282,12 @@ class Parts:
         )
         of_model = model.format, getattr(model, "dynamic", False), model.stride
         key = settings, of_model, tuple([image.shape for image in images])
-        if key not in self._layouts:
+        known: Layout | None = self._layouts.get(key)
+        if known is None and (placings := self._placings(predictor, batch, images)) is not None:
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
-            placings = self._placings(predictor, batch, images)
-            self._layouts[key] = None if placings is None else Layout(images, placings)
-        return self._layouts[key]
+            known = self._layouts[key] = Layout(images, placings)
+        return known
 
     def _placings(self, predictor: Predictor, batch: Batch, images: list[Any]) -> list[Placing] | None:
         shapes = list({tuple(image.shape): None for image in images})
