@@ -284,6 +284,7 @@ def test_what_the_original_update_does(trackers, caplog):
             "strict": trackers.FASTTracker(namespace(init_iou_suppress=0)),
             "far": trackers.TRACKTRACK(namespace(match_thresh=1.1)),
             "moving": moving(),
+            "other looks": trackers.DeepOCSORT(namespace(with_reid=True)),
             "everywhere": trackers.BOTSORT(namespace(with_reid=True, proximity_thresh=0)),
         }
         for name, tracker in made.items():
@@ -308,8 +309,9 @@ def test_what_the_original_update_does(trackers, caplog):
     assert "inertia of OCSORT is -0.2, and no number from 0." in said and "Named" not in said
     assert "init_iou_suppress of FASTTracker is 0." in said and "DeepOCSORT follows a moving camera" in said
     assert "match_thr of TRACKTRACK is 1.1, and above 1." in said
+    assert "DeepOCSORT re-identifies (with_reid)" in said
     assert "proximity_thresh of BOTSORT is 0, and no number above 0." in said
-    assert "for Boxes of float64" in said and "for OBB of float32" in said and said.count("\n") == 7
+    assert "for Boxes of float64" in said and "for OBB of float32" in said and said.count("\n") == 8
 
 
 @pytest.mark.parametrize("place", NAMES)

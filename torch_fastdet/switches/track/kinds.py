@@ -47,7 +47,7 @@ class Kind(NamedTuple):
         moves: its tracks follow a moving camera.
         rotates: it takes rotated boxes.
         recovers: it takes detections that were dropped as duplicates.
-        looks: it takes the features of detections, for re-identification.
+        looks: fingerprint of the ``get_dists`` whose use of features the core knows, for re-identification.
         numbers: arguments of a tracker that must be numbers.
         frame_options: returns what its core reads in each frame.
         probe_motion: moves tracks as the camera has moved, by the framework's code.
@@ -62,7 +62,7 @@ class Kind(NamedTuple):
     moves: bool = False
     rotates: bool = False
     recovers: bool = False
-    looks: bool = False
+    looks: str = ""
     numbers: tuple[str, ...] = ("track_high_thresh", "track_low_thresh", "new_track_thresh", "match_thresh")
     frame_options: Callable[[Tracker], FrameOptions] = _frame_options
     probe_motion: Callable[[Tracker, list[Track], object, Results], None] = _probe_motion
@@ -188,7 +188,7 @@ _OBSERVING = Kind(
 )
 KINDS = {
     "BYTETracker": Kind(lambda: _C.Tracker(False), {}, rotates=True),
-    "BOTSORT": Kind(lambda: _C.Tracker(True), {}, moves=True, rotates=True, looks=True),
+    "BOTSORT": Kind(lambda: _C.Tracker(True), {}, moves=True, rotates=True, looks="11413a18"),
     "OCSORT": _OBSERVING,
     "DeepOCSORT": _OBSERVING,
     "FASTTracker": Kind(

@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_fastdet.patching.evidence import Obstacle
-from torch_fastdet.patching.protocols import Function, Names, Results, Track, Tracker
+from torch_fastdet.patching.fingerprint import fingerprint
+from torch_fastdet.patching.protocols import Function, Names, Results, Stock, Track, Tracker
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
+from torch_fastdet.switches.frameworks import REFERENCE
 from torch_fastdet.switches.track.kinds import KINDS, Kind
 
 LIVE, REMOVED = ("tracked_stracks", "lost_stracks"), ("removed_stracks", "removed_stracks_frame")
@@ -38,7 +40,7 @@ class _Held:
         self.looks: dict[int, Track] | None = {} if _looks(tracker) else None
 
 
-def obstacle_to(tracker: Tracker, known: type) -> Obstacle | None:
+def obstacle_to(tracker: Tracker, known: Stock) -> Obstacle | None:
     """Return why the original update runs for a tracker; None if the core can do the same."""
     name = type(tracker).__name__
     below = type(tracker).__mro__[: type(tracker).__mro__.index(known)]
@@ -50,9 +52,12 @@ def obstacle_to(tracker: Tracker, known: type) -> Obstacle | None:
     }
     if other:
         return Obstacle(f"{name} has its own {', '.join(sorted(other)[:3])}.")
-    if _looks(tracker) and not KINDS[known.__name__].looks:
-        return Obstacle(f"{name} re-identifies by appearance (with_reid).")
-    reason = KINDS[known.__name__].obstacle(tracker)
+    kind = KINDS[known.__name__]
+    if _looks(tracker) and not (kind.looks and fingerprint(known.get_dists) == kind.looks):
+        return Obstacle(
+            f"{name} re-identifies (with_reid), which the core does as BoT-SORT of ultralytics {REFERENCE} alone."
+        )
+    reason = kind.obstacle(tracker)
     return None if reason is None else Obstacle(reason)
 
 
