@@ -2,7 +2,7 @@
 
 Attention: 3 levels of a 640-pixel image, 4 points, 8 heads of 32 channels, against the form with grid_sample. Assignment: 112 problems
 (7 sets of 16 images), against SciPy on the host. The loss: 7 sets of 300 queries and 6 denoising sets of 200, against
-RTDETRDetectionLoss of the installed ultralytics.
+RTDETRDetectionLoss of the installed ultralytics. The network: rtdetr-l as a predictor runs it, stock and with patch().
 """
 
 import torch
@@ -146,10 +146,42 @@ def loss(report: harness.Report) -> None:
     )
 
 
+def network(report: harness.Report) -> None:
+    from ultralytics.nn.autobackend import AutoBackend
+    from ultralytics.nn.tasks import RTDETRDetectionModel
+
+    from torch_fastdet import ultralytics as drop_in
+
+    for variant in ("stock", harness.OURS):
+        try:
+            if variant != "stock":
+                drop_in.patch()
+            torch.manual_seed(0)
+            model = RTDETRDetectionModel("rtdetr-l.yaml", verbose=False).eval()
+            backend = AutoBackend(model, device=report.device, fp16=True, verbose=False)
+            for batch in (1, 16):
+                images = torch.rand(batch, 3, 640, 640, device=report.device).half()
+
+                def run(images=images, backend=backend):
+                    backend(images)
+                    torch.cuda.synchronize()
+
+                with torch.inference_mode():
+                    for _ in range(5):
+                        run()
+                    times = harness.time_cpu({variant: run}, 30)[variant]
+                report.add(f"network in evaluation, batch {batch}, fp16", variant, "call", times)
+        finally:
+            drop_in.unpatch()
+    report.write()
+
+
 def measure(report: harness.Report) -> None:
     attention(report)
     assignment(report)
     loss(report)
+    if report.device.type == "cuda" and not report.prepare:
+        network(report)
 
 
 if __name__ == "__main__":

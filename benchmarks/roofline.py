@@ -252,6 +252,7 @@ WITHOUT = {
         r".*",
     ): "chains of codes decide, each of which says where the next begins; its rows have the bytes of files and pixels",
     ("latency", r".*"): "most of it is the network, which is not ours",
+    ("rtdetr", r"network in evaluation, .*"): "most of it is the network, which is not ours",
     ("rtdetr", r"assignment, .*"): "how long its searches are depends on the costs",
     (
         "rtdetr",
