@@ -218,9 +218,10 @@ def test_predictions_in_half_precision_are_in_nhwc_memory(on, monkeypatch, dtype
     dtype = getattr(torch, dtype)
     model, x = make_model().eval().to(dtype), torch.rand(2, 3, 64, 64, dtype=dtype)
     graphs = PredictionGraphs("cuda_graph")
-    with torch.no_grad():
+    with torch.inference_mode():
         first, *_, last = (graphs(model, x, model)[0] for _ in range(4))
     assert torch.equal(first, last)
+    assert not any(parameter.is_inference() for parameter in model.parameters())
     nhwc = model.model[0].stem1.conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert nhwc == (dtype == torch.float16 and capability >= (7, 0))
 

@@ -47,7 +47,8 @@ class PredictionGraphs:
 
     def _new(self, model: nn.Module) -> InferenceGraphs:
         if _is_faster_in_nhwc(model):
-            to_channels_last(model)
+            with torch.inference_mode(False):  # so that the weights can be trained
+                to_channels_last(model)
         # The values of a WeakKeyDictionary must not hold its keys, nor its owner: memory goes back without the cycle collector.
         alive: Any = weakref.ref(model)
         return InferenceGraphs(model, settings=_settings_of, capturing=lambda: fewer_copies(alive()), say=self._say)
