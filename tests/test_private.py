@@ -28,6 +28,7 @@ KNOWN = {
     "_saved_mean",
     "_saved_covariance",
     "_ids",
+    "_input_for",
     "_history",
     "_apply_gmc",
     "_pre_first_associate",
