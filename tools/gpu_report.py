@@ -282,7 +282,8 @@ def _run(steps: Steps, built: bool, without: Sequence[str]) -> None:
     workers = min(PROCESSES, cores) if importlib.util.find_spec("xdist") else 1
     with ThreadPoolExecutor(len(STEPS)) as pool:
         beside = {"googletest": googletest} | {tool: partial(sanitize, tool) for tool in SANITIZERS}
-        steps_of = {"pytest": partial(pytest, "pytest", f"({CHOSEN}) and not alone", workers)} | beside
+        chosen = f"({CHOSEN}) and not alone" + " and not nightly" * ("nightly" in without)
+        steps_of = {"pytest": partial(pytest, "pytest", chosen, workers)} | beside
         for step in [pool.submit(step) for name, step in steps_of.items() if name not in done]:
             step.result()
     if "alone" not in done:
@@ -333,8 +334,8 @@ def main() -> int:
         "--without",
         nargs="+",
         default=(),
-        choices=("googletest", *SANITIZERS),
-        help="steps to leave out; the report says so",
+        choices=("googletest", "nightly", *SANITIZERS),
+        help="steps, or tests marked nightly, to leave out; the report says so",
     )
     arguments = parser.parse_args()
     return (
