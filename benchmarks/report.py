@@ -323,8 +323,8 @@ def _span(row: dict) -> str:
 
 
 def _spread(row: dict) -> list[str]:
-    """A row's spread where there is one, and of how many it is, where that is known."""
-    spread = [_span(row)] if row["low_us"] not in (None, row["high_us"]) else []
+    """A row's spread where there is one, and of how many it is, where that is known. Two values have no percentiles."""
+    spread = [_span(row)] if row.get("n") != 2 and row["low_us"] not in (None, row["high_us"]) else []
     return spread + ([f"n = {row['n']}"] if row.get("n") else [])
 
 
