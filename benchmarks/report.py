@@ -193,7 +193,7 @@ SECTIONS = {
     **{f"{name}.md": (f"gpu-{name}-floor",) for name in ("bn_act", "stem_conv", "pool", "v8_loss")},
     **{f"{name}.md": (f"gpu-{name}-floor",) for name in ("nms", "masks", "image", "jpeg")},
     "machine.md": ("h100-machine", "gpu-memory"),
-    "results.md": ("gpu-truths",),
+    "results.md": ("gpu-truths", "all-rows"),
     "results_yolov5.md": ("gpu-dataset", "h100-dataset", "gpu-train", "h100-train", "gpu-val"),
     "results_ultralytics.md": ("gpu-ultralytics", "gpu-rtdetr_training", "h100-ultralytics"),
     "results_prediction.md": ("gpu-pictures", "gpu-predict", "gpu-serving", "gpu-evaluation"),
@@ -351,7 +351,7 @@ BY_HAND = "†"
 COMPUTED = "‡"
 MARKS = {
     APART: "the two times are of different days",
-    BY_HAND: "a script of that day printed the two times; sources.md in their results folder describes it",
+    BY_HAND: "copied by hand from what a script of that day printed",  # with a link to its folder's sources.md
     COMPUTED: f"{EPOCH:,} times the median of an iteration",
 }
 # Columns that a table has where one of its rows has a value: title, key of the row, how it is written.
@@ -366,8 +366,8 @@ OPTIONAL_COLUMNS = (
 )
 
 
-def benchmark_table(rows: list[dict]) -> str:
-    """All variants of all cases, a line each; views become columns, with the spread of the call alone."""
+def benchmark_table(rows: list[dict], marked: bool = False) -> str:
+    """All variants of all cases, a line each; views become columns, with the spread of the call alone. marked: with BY_HAND."""
     views = [view for view in ("call", "graph", "cold") if any(row["view"] == view for row in rows)]
     spreads = any(row["low_us"] is not None for row in rows)
     tails = any(row.get("p99_us") is not None for row in rows)
@@ -380,7 +380,8 @@ def benchmark_table(rows: list[dict]) -> str:
     for (case, variant), by_view in lines.items():
         any_row = next(iter(by_view.values()))
         cells = [case, f"**{variant}**" if is_ours(variant) else variant]
-        cells += [_time(by_view[view]["median_us"]) if view in by_view else "-" for view in views]
+        mark = BY_HAND * (marked and "source" in any_row)
+        cells += [_time(by_view[view]["median_us"]) + mark if view in by_view else "-" for view in views]
         call = by_view.get("call")
         if spreads:
             cells.insert(3, _span(call) if call and call["low_us"] is not None else "-")
@@ -507,11 +508,12 @@ def headlines() -> list[dict]:
 
 def headline_table(rows: list[dict]) -> str:
     """README's table, and the line below it."""
-    body = [
-        [row["title"], _gpu(row["from"][0]), _time(row["before"]), f"**{_time(row['ours'])}**",
-         f"{row['before'] / row['ours']:.1f}x{row['marks']}"]
-        for row in rows
-    ]  # fmt: skip
+    body = []
+    for row in rows:
+        single = [" (n = 1)" * (of_it.get("n") == 1) for of_it in row["from"]]
+        before, ours = _time(row["before"]) + single[0], f"**{_time(row['ours'])}**{single[1]}"
+        ratio = f"{row['before'] / row['ours']:.1f}x{row['marks']}"
+        body.append([row["title"], _gpu(row["from"][0]), before, ours, ratio])
     text = table(["", "GPU", "before", f"with {OURS}", "faster"], body)
     return measured(text, {"": [of_it for row in rows for of_it in row["from"]]})
 
@@ -649,14 +651,36 @@ def provenance(benchmarks: dict[str, list[dict]], figures: str = "medians") -> s
     return _below(machines(benchmarks).values(), figures)
 
 
+def _figures(figures: str, rows: list[dict]) -> str:
+    """What a caption says of a table's figures, less percentiles that no row has, and with single values where there are some."""
+    single = [row.get("n") == 1 for row in rows]
+    if figures.startswith("Times are medians") and all(single):
+        return "Each time is a single value"
+    if figures == SPREAD and not any("n =" not in spread for row in rows for spread in _spread(row)):
+        figures = "Times are medians"
+    return (
+        figures.replace("Times are medians", "Times are medians (single values where n = 1)")
+        if any(single)
+        else figures
+    )
+
+
+def _sources(rows: list[dict]) -> str:
+    """Links to the sources.md of rows that were copied by hand, from the repository's root."""
+    there = sorted({results_folder(row) for row in rows if "source" in row})
+    links = [f"[{folder.name}]({(folder / 'sources.md').relative_to(ROOT)})" for folder in there]
+    return f" ({', '.join(links)})" if links else ""
+
+
 def measured(text: str, benchmarks: dict[str, list[dict]], figures: str = "Times are medians") -> str:
     """A page's table, and a line below it: GPUs or processors, PyTorch and days. The folder's tables.md have the rest."""
     rows = [row for of_it in benchmarks.values() for row in of_it]
     days = sorted({row["date"] for row in rows})
     torches = ", ".join(sorted({row["torch"].partition("+")[0] for row in rows}))
     where = ", ".join(sorted({machine_of(row) for row in rows}))
-    marks = "".join(f" {mark}: {meaning}." for mark, meaning in MARKS.items() if mark in text)
-    return f"{text}\n{figures} on {where}, torch {torches}, {' to '.join(dict.fromkeys([days[0], days[-1]]))}.{marks}\n"
+    sources = {BY_HAND: _sources(rows)}
+    marks = "".join(f" {mark}: {meaning}{sources.get(mark, '')}." for mark, meaning in MARKS.items() if mark in text)
+    return f"{text}\n{_figures(figures, rows)} on {where}, torch {torches}, {' to '.join(dict.fromkeys([days[0], days[-1]]))}.{marks}\n"
 
 
 def tables(folder: Path) -> str:
@@ -698,8 +722,23 @@ def truths() -> str:
     return f"{table(head, body)}\nThey ran on {', '.join(gpus)}, {', '.join(torches).partition('+')[0]}, {day}.\n"
 
 
+def folder_list() -> str:
+    """Every results folder, newest first, with links to its pages from the repository's root."""
+    lines = []
+    for folder in sorted(
+        [*folders("gpu"), *folders("cpu")], key=lambda path: (path.name[-10:], path.name), reverse=True
+    ):
+        machine, day = folder.name[:-11].split("-")[0].upper(), folder.name[-10:]
+        names = sorted((path.stem for path in folder.glob("*.md")), key=lambda name: (name != "tables", name))
+        links = [f"[{name}]({(folder / name).relative_to(ROOT)}.md)" for name in names]
+        lines.append(f"- {machine}, {day}: {', '.join(links)}")
+    return "\n".join(lines) + "\n"
+
+
 def section(name: str) -> str:
-    """What a marker stands for: gpu-headlines, gpu-memory, gpu-truths, <gpu|h100|cpu>-summary, -operators, -<benchmark>, -<benchmark>-floor, or a file of a folder."""
+    """What a marker stands for: all-rows, gpu-headlines, gpu-memory, gpu-truths, <gpu|h100|cpu>-summary, -operators, -<benchmark>, -<benchmark>-floor, or a file of a folder."""
+    if name == "all-rows":
+        return folder_list()
     kind, _, what = name.partition("-")
     shown = SHOWN.get(name)
     if what == "small_cards":
@@ -753,7 +792,7 @@ def section(name: str) -> str:
     figures = next((row["figures"] for row in benchmarks[what] if "figures" in row), SPREAD)  # rows of other programs
     variants = {row["variant"] for row in benchmarks[what]}
     compared = variants <= {"stock", OURS, COMPILED} or shown
-    text = comparison_table(benchmarks[what]) if compared else benchmark_table(benchmarks[what])
+    text = comparison_table(benchmarks[what]) if compared else benchmark_table(benchmarks[what], marked=True)
     return measured(text, of_it, figures)
 
 
@@ -768,6 +807,7 @@ def rendered(page: Path) -> str:
 
     def shown(found: re.Match[str]) -> str:
         said = section(found[2]).replace("picture", "image")  # cases keep the names that older results have
+        said = said.replace("](benchmarks/", f"]({'../' * (len(page.relative_to(ROOT).parts) - 1)}benchmarks/")
         return f"{found[1]}\n{said}\n{found[3]}"
 
     return MARKER.sub(shown, text)
