@@ -652,7 +652,7 @@ def provenance(benchmarks: dict[str, list[dict]], figures: str = "medians") -> s
 
 
 def _figures(figures: str, rows: list[dict]) -> str:
-    """What a caption says of a table's figures, less percentiles that no row has, and with single values where there are some."""
+    """Return what a caption says of a table's figures, less percentiles that no row has, and with single values where there are some."""
     single = [row.get("n") == 1 for row in rows]
     if figures.startswith("Times are medians") and all(single):
         return "Each time is a single value"
@@ -666,7 +666,7 @@ def _figures(figures: str, rows: list[dict]) -> str:
 
 
 def _sources(rows: list[dict]) -> str:
-    """Links to the sources.md of rows that were copied by hand, from the repository's root."""
+    """Return links to the sources.md of rows that were copied by hand, from the repository's root."""
     there = sorted({results_folder(row) for row in rows if "source" in row})
     links = [f"[{folder.name}]({(folder / 'sources.md').relative_to(ROOT)})" for folder in there]
     return f" ({', '.join(links)})" if links else ""
@@ -723,7 +723,7 @@ def truths() -> str:
 
 
 def folder_list() -> str:
-    """Every results folder, newest first, with links to its pages from the repository's root."""
+    """List every results folder, newest first, with links to its pages from the repository's root."""
     lines = []
     for folder in sorted(
         [*folders("gpu"), *folders("cpu")], key=lambda path: (path.name[-10:], path.name), reverse=True

@@ -1,4 +1,4 @@
-"""Eight cameras, one GPU: a model that all share through a Batcher, beside a model for each camera.
+"""Play eight cameras on one GPU, with a model that all share through a Batcher and with a model for each camera.
 
     python -m examples.cameras --model yolov8s.pt --cameras 8 --frames 300 --device 0 clips/*.mp4
 

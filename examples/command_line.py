@@ -1,4 +1,4 @@
-"""What the examples' command lines share: arguments that are judged before anything runs, and one sentence for what fails."""
+"""Share what the examples' command lines need: arguments that are judged before anything runs, and one sentence for what fails."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch_fastdet
 
 
 class Unusable(ValueError):
-    """Something that the user gave cannot be used; the text is one sentence that says why."""
+    """Say in one sentence why something that the user gave cannot be used."""
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Runs an example and ends with its exit status; 2, and one sentence, where the user can mend what is wrong.
+    """Run an example and end with its exit status; 2, and one sentence, where the user can mend what is wrong.
 
     Other exceptions are the program's faults, and keep their traceback.
     """
@@ -30,24 +30,24 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 
 def say(line: str) -> None:
-    """Prints a line that may hold names of files that are not UTF-8."""
+    """Print a line that may hold names of files that are not UTF-8."""
     print(line.encode(errors="backslashreplace").decode(), flush=True)
 
 
 def brief(error: Exception) -> str:
-    """The first sentence of an error of PyTorch's, which goes on with advice that does not fit here."""
+    """Return the first sentence of an error of PyTorch's, which goes on with advice that does not fit here."""
     return " ".join(str(error).split()).split(". ")[0]
 
 
 def existing(name: str) -> str:
-    """A command line's argument that names a file or folder which is there."""
+    """Return a command line's argument that names a file or folder which is there."""
     if not Path(name).exists():
         raise argparse.ArgumentTypeError(f"there is no {name}")
     return name
 
 
 def folder(name: str) -> Path:
-    """A command line's folder to write into, which is there or can be made."""
+    """Return a command line's folder to write into, which is there or can be made."""
     path = Path(name)
     there = next(part for part in (path, *path.absolute().parents) if part.exists())
     if not there.is_dir():
@@ -56,21 +56,21 @@ def folder(name: str) -> Path:
 
 
 def positive(text: str) -> int:
-    """A command line's number of things, of which there is at least one."""
+    """Return a command line's number of things, of which there is at least one."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is given, but a whole number, 1 or more, is expected")
     return int(text)
 
 
 def devices() -> list[str]:
-    """What --device can name: the CPU, and the GPUs that both PyTorch and torch_fastdet can use."""
+    """Return what --device can name: the CPU, and the GPUs that both PyTorch and torch_fastdet can use."""
     if not torch.cuda.is_available() or torch_fastdet.build_info()["cuda"] is None:
         return ["cpu"]
     return ["cpu", "cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
 
 
 def usable_device(name: str) -> str:
-    """A command line's device, which can be used here."""
+    """Return a command line's device, which can be used here."""
     if name not in devices():
         raise argparse.ArgumentTypeError(f"{name} cannot be used here, only {', '.join(devices())}")
     return name

@@ -1,4 +1,4 @@
-"""Deformable attention of DETR-like models by torch_fastdet: a module with the usual arguments, and its gradients.
+"""Run the deformable attention of DETR-like models by torch_fastdet: a module with the usual arguments, and its gradients.
 
     python -m examples.deformable_attention
     python -m examples.deformable_attention --device cuda --batch 16 --queries 500
@@ -40,7 +40,7 @@ def ms_deform_attn(
     sampling_locations: Tensor,
     attention_weights: Tensor,
 ) -> Tensor:
-    """(batch, pixels, heads, channels) to (batch, queries, heads * channels). The levels lie one after the other, so that
+    """Turn (batch, pixels, heads, channels) into (batch, queries, heads * channels). The levels lie one after the other, so that
     ``level_start_index`` says nothing more. A model that has its shapes in a tensor keeps them as numbers too: ``shapes.tolist()``
     waits for a GPU."""
     return ops.deformable_attention(value, spatial_shapes, sampling_locations, attention_weights)
@@ -53,7 +53,7 @@ def ms_deform_attn_pytorch(
     sampling_locations: Tensor,
     attention_weights: Tensor,
 ) -> Tensor:
-    """The same in PyTorch alone: each level is sampled as an image of its own, a head at a time."""
+    """Do the same in PyTorch alone: each level is sampled as an image of its own, a head at a time."""
     total = value.new_zeros(value.shape[0], sampling_locations.shape[1], *value.shape[2:])
     levels = value.split([height * width for height, width in spatial_shapes], dim=1)
     for level, (pixels, shape) in enumerate(zip(levels, spatial_shapes)):
@@ -66,7 +66,7 @@ def ms_deform_attn_pytorch(
 
 
 class DeformableAttention(nn.Module):
-    """Queries look at a few points near their reference points, in each level and head."""
+    """Let queries look at a few points near their reference points, in each level and head."""
 
     def __init__(
         self, attention: Attention, width: int = 256, levels: int = 3, heads: int = 8, points: int = 4
@@ -80,7 +80,7 @@ class DeformableAttention(nn.Module):
     def forward(
         self, query: Tensor, reference: Tensor, pixels: Tensor, shapes: Shapes, level_start_index: Tensor
     ) -> Tensor:
-        """query (batch, queries, width), reference (batch, queries, levels, 2) as shares of the image, pixels (batch, all levels',
+        """Take query (batch, queries, width), reference (batch, queries, levels, 2) as shares of the image, pixels (batch, all levels',
         width)."""
         heads, levels, points = self.shape
         value = self.values(pixels).unflatten(2, (heads, -1))
@@ -92,7 +92,7 @@ class DeformableAttention(nn.Module):
 
 
 def forward_and_backward(layer: nn.Module, inputs: list[Tensor], shapes: Shapes) -> list[Tensor]:
-    """The result and the gradients of the inputs and the layer's parameters."""
+    """Return the result and the gradients of the inputs and the layer's parameters."""
     query, reference, pixels = (tensor.detach().requires_grad_() for tensor in inputs)
     starts = torch.tensor([0, *(height * width for height, width in shapes[:-1])]).cumsum(0)
     out = layer(query, reference, pixels, shapes, starts)

@@ -1,4 +1,4 @@
-"""Draws the detections of a detector on images: boxes, rotated boxes and masks.
+"""Draw the detections of a detector on images: boxes, rotated boxes and masks.
 
     python -m examples.export --out build/detector --weights yolov5s.pt
     python -m examples.draw build/detector/detector.ts pictures/ --out build/drawn
@@ -30,20 +30,20 @@ from examples.pictures import Detection, detector_of, find_pictures, read
 
 
 def color(index: int) -> tuple[int, int, int]:
-    """Bright colors, far apart for neighbouring classes."""
+    """Return bright colors, far apart for neighbouring classes."""
     red, green, blue = colorsys.hsv_to_rgb(index * 0.618 % 1, 1.0, 1.0)
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
 def tint(picture: Image.Image, mask: np.ndarray, ink: tuple[int, int, int]) -> Image.Image:
-    """The image with a mask's pixels halfway to a color."""
+    """Return the image with a mask's pixels halfway to a color."""
     pixels = np.array(picture)
     pixels[mask] = (pixels[mask].astype(np.uint16) + np.array(ink, np.uint16)) // 2
     return Image.fromarray(pixels)
 
 
 def draw(picture: Image.Image, detections: list[Detection], names: list[str]) -> Image.Image:
-    """A copy of the image with the detections on it, the best ones on top; masks lie below all boxes."""
+    """Return a copy of the image with the detections on it, the best ones on top; masks lie below all boxes."""
     result = picture.convert("RGB")
     for found in reversed(detections):
         if found.mask is not None:

@@ -1,4 +1,4 @@
-"""Makes a TorchScript detector with torch_fastdet's operators inside: what serve.py, draw.py and cpp/detect.cpp run.
+"""Make a TorchScript detector with torch_fastdet's operators inside: what serve.py, draw.py and cpp/detect.cpp run.
 
     python -m examples.export --out build/detector                        # a small network with random weights
     python -m examples.export --out build/detector --weights yolov5s.pt   # a YOLOv5 checkpoint
@@ -42,7 +42,7 @@ CLASSES = 10
 
 
 class SmallNetwork(nn.Module):
-    """Two levels of raw YOLOv5 head maps from an image: enough to see every part run."""
+    """Compute two levels of raw YOLOv5 head maps from an image: enough to see every part run."""
 
     def __init__(self, classes: int = CLASSES):
         super().__init__()
@@ -59,7 +59,7 @@ class SmallNetwork(nn.Module):
 
 
 class Detector(nn.Module):
-    """A network that gives raw heads, and the post-processing of its heads. Scriptable."""
+    """Join a network that gives raw heads and the post-processing of its heads. Scriptable."""
 
     def __init__(self, network: nn.Module, postprocess: YOLOv5PostProcess):
         super().__init__()
@@ -67,7 +67,7 @@ class Detector(nn.Module):
         self.postprocess = postprocess
 
     def forward(self, image: Tensor, letterboxes: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(images, 3, height, width) in 0..1 -> detections (images, max_det, 6), counts (images,).
+        """Turn (images, 3, height, width) in 0..1 into detections (images, max_det, 6), counts (images,).
 
         With letterboxes (images, 6), rows of ops.letterbox, boxes come out in the original images' pixels.
         """
@@ -92,14 +92,14 @@ class Detector(nn.Module):
 
 
 def flatten(rows: Tensor, counts: Tensor) -> Tensor:
-    """Padded rows (images, capacity, 6) to (n, 7) with the image in the first column."""
+    """Turn padded rows (images, capacity, 6) into (n, 7) with the image in the first column."""
     image = torch.arange(rows.size(0), device=rows.device)[:, None].expand(rows.size(0), rows.size(1))
     table = torch.cat((image[..., None].to(rows.dtype), rows), 2)
     return table[torch.arange(rows.size(1), device=rows.device)[None] < counts[:, None]]
 
 
 class YOLOv5Heads(nn.Module):
-    """A YOLOv5 model whose Detect module gives its raw heads, as it does in training."""
+    """Wrap a YOLOv5 model so that its Detect module gives its raw heads, as it does in training."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -116,12 +116,12 @@ def small_detector(**options) -> Detector:
 
 
 def eager_yolov5_detector(model: nn.Module, **options) -> Detector:
-    """Of a loaded YOLOv5 model, for torch.export. TorchScript cannot compile that model."""
+    """Return the detector of a loaded YOLOv5 model, for torch.export. TorchScript cannot compile that model."""
     return Detector(YOLOv5Heads(model), YOLOv5PostProcess.from_model(model, **options))
 
 
 def yolov5_detector(model: nn.Module, image: Tensor, **options) -> Detector:
-    """Of a loaded YOLOv5 model, traced with ``image``."""
+    """Return the detector of a loaded YOLOv5 model, traced with ``image``."""
     eager = eager_yolov5_detector(model, **options)
     with torch.no_grad():
         traced = torch.jit.trace(eager.network, image, check_trace=False, strict=False)
@@ -129,7 +129,7 @@ def yolov5_detector(model: nn.Module, image: Tensor, **options) -> Detector:
 
 
 def yolov5_folder(weights: str, given: str | None = None) -> Path | None:
-    """The folder with YOLOv5's ``models``: the one given, the clone in which the checkpoint lies, or PyPI's package."""
+    """Return the folder with YOLOv5's ``models``: the one given, the clone in which the checkpoint lies, or PyPI's package."""
     for clone in [Path(given)] if given else Path(weights).resolve().parents:
         if (clone / "models/yolo.py").is_file():
             return clone.resolve()
@@ -140,7 +140,7 @@ def yolov5_folder(weights: str, given: str | None = None) -> Path | None:
 
 
 def load_checkpoint(path: str, yolov5: str | None = None) -> tuple[Any, dict[str, Any]]:
-    """The model of a YOLOv5 checkpoint, and the options it was trained with."""
+    """Return the model of a YOLOv5 checkpoint, and the options it was trained with."""
     folder = yolov5_folder(path, yolov5)
     if folder:  # pickled classes are those of the top modules `models` and `utils`
         sys.path.insert(0, str(folder))
@@ -153,7 +153,7 @@ def load_checkpoint(path: str, yolov5: str | None = None) -> tuple[Any, dict[str
 
 
 def load_yolov5(path: str, yolov5: str | None = None) -> tuple[nn.Module, list[str], int]:
-    """A YOLOv5 checkpoint's model, its classes' names and the size of the images it was trained on.
+    """Return a YOLOv5 checkpoint's model, its classes' names and the size of the images it was trained on.
 
     YOLOv5 pickles whole modules, and unpickling runs what the file says: load checkpoints that you trust.
     """
@@ -175,7 +175,7 @@ def load_yolov5(path: str, yolov5: str | None = None) -> tuple[nn.Module, list[s
 
 
 def save(detector: nn.Module, size: int, names: list[str], path: Path) -> None:
-    """Writes the TorchScript file; the side of the images it wants and the classes' names are inside."""
+    """Write the TorchScript file; the side of the images it wants and the classes' names are inside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     about = json.dumps({"size": size, "names": names})
     script = torch.jit.script(detector)
@@ -184,14 +184,14 @@ def save(detector: nn.Module, size: int, names: list[str], path: Path) -> None:
 
 
 def package(detector: Detector, image: Tensor, path: Path, **options) -> None:
-    """Writes an AOTInductor package, for images of that shape on that device; ``options`` are Inductor's."""
+    """Write an AOTInductor package, for images of that shape on that device; ``options`` are Inductor's."""
     with torch.no_grad():
         program = torch.export.export(detector, (image,))
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)
 
 
 def export(detector: Detector, image: Tensor, folder: Path, names: list[str] | None = None) -> None:
-    """Writes detector.ts, pictures.ts, image.npy and golden/ into ``folder``."""
+    """Write detector.ts, pictures.ts, image.npy and golden/ into ``folder``."""
     names = names or [str(c) for c in range(detector.postprocess.nc)]
     save(detector, image.size(-1), names, folder / "detector.ts")
     pictures = PictureDetector(detector.network, detector.postprocess, image.size(-1)).eval()

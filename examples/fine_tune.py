@@ -26,7 +26,7 @@ from examples.yolov5_env import environment
 
 
 def draw_data(folder: Path, count: int) -> Path:
-    """Images of shapes with labels, as both frameworks want them; one fifth is for validation. Returns the data set's file."""
+    """Draw images of shapes with labels, as both frameworks want them; one fifth is for validation. Return the data set's file."""
     rng = np.random.default_rng(0)
     for index in range(count):
         split = "val" if index % 5 == 4 else "train"
@@ -42,7 +42,7 @@ def draw_data(folder: Path, count: int) -> Path:
 
 
 def with_ultralytics(data: Path, weights: str, epochs: int, size: int, out: Path, device: str | None = None) -> Path:
-    """Trains, validates and returns the best checkpoint. Two lines are torch_fastdet's; the rest is Ultralytics' own."""
+    """Train, validate and return the best checkpoint. Two lines are torch_fastdet's; the rest is Ultralytics' own."""
     from torch_fastdet.ultralytics import patch
 
     patch()
@@ -66,7 +66,7 @@ def with_ultralytics(data: Path, weights: str, epochs: int, size: int, out: Path
 
 
 def yolov5_command(data: Path, weights: str, epochs: int, size: int, out: Path, script: str = "") -> list[str]:
-    """What you would type: train.py behind ``python -m torch_fastdet.yolov5``. ``script`` is a checkout's train.py."""
+    """Return what you would type: train.py behind ``python -m torch_fastdet.yolov5``. ``script`` is a checkout's train.py."""
     start = [script] if script else ["-m", "yolov5.train"]
     model = ["--weights", weights] if weights.endswith(".pt") else ["--weights", "", "--cfg", weights]
     words = [
@@ -88,7 +88,7 @@ def yolov5_command(data: Path, weights: str, epochs: int, size: int, out: Path, 
 def with_yolov5(
     data: Path, weights: str, epochs: int, size: int, out: Path, device: str | None = None, script: str = ""
 ) -> Path:
-    """Trains by train.py, which also validates, and returns the best checkpoint."""
+    """Train by train.py, which also validates, and return the best checkpoint."""
     command = yolov5_command(data, weights, epochs, size, out, script)
     if device is not None:
         command += ["--device", device]
@@ -99,7 +99,7 @@ def with_yolov5(
 
 
 def next_command(host: str, best: Path, out: Path, size: int, script: str = "") -> str:
-    """What to type next: makes a detector of the checkpoint, or draws what it finds."""
+    """Return what to type next: it makes a detector of the checkpoint, or draws what it finds."""
     if host == "ultralytics":
         return shlex.join(["python", "-m", "examples.draw", str(best), "pictures/", "--out", f"{out}/drawn"])
     clone = ["--yolov5", str(Path(script).resolve().parent)] if script else []

@@ -1,4 +1,4 @@
-"""Images in, detections out: what serve.py and draw.py share. Needs torch, torch_fastdet and Pillow, but no YOLOv5."""
+"""Turn images into detections: what serve.py and draw.py share. It needs torch, torch_fastdet and Pillow, but no YOLOv5."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Detection(NamedTuple):
 
 
 def about(text: str | bytes, path: str | Path) -> tuple[int, list[str]]:
-    """The side of the images and the classes' names, as export.py writes them into ``path``."""
+    """Return the side of the images and the classes' names, as export.py writes them into ``path``."""
     try:
         found = json.loads(text)
         size, names = found["size"], found["names"]
@@ -47,7 +47,7 @@ def about(text: str | bytes, path: str | Path) -> tuple[int, list[str]]:
 
 
 class PictureDetector:
-    """A detector.ts or pictures.ts of export.py, for pictures of any size: boxes are in their own pixels.
+    """Run a detector.ts or pictures.ts of export.py on images of any size: boxes are in their own pixels.
 
     Pillow letterboxes pictures for a detector.ts, on the host; a pictures.ts does so itself, as OpenCV does.
     """
@@ -72,7 +72,7 @@ class PictureDetector:
         return self.names[label]
 
     def prepare(self, picture: Image.Image) -> tuple[torch.Tensor, list[float]]:
-        """The network's input (3, size, size), uint8, and how the image was letterboxed into it."""
+        """Return the network's input (3, size, size), uint8, and how the image was letterboxed into it."""
         shape = [picture.height, picture.width]
         # To whole pixels, as done here.
         letterbox = ops.letterbox([self.size, self.size], shape, rounding="ultralytics")
@@ -84,7 +84,7 @@ class PictureDetector:
 
     @torch.inference_mode()
     def __call__(self, pictures: list[Image.Image]) -> list[list[Detection]]:
-        """Detections of each image, best first; all images are one batch, and one copy brings the result to the host."""
+        """Return detections of each image, best first; all images are one batch, and one copy brings the result to the host."""
         if not pictures:
             return []
         if self.letterboxes:
@@ -100,7 +100,7 @@ class PictureDetector:
 
 
 class YOLOv5Detector(PictureDetector):
-    """The model of a YOLOv5 checkpoint that detects, at the size it was trained at."""
+    """Run the model of a YOLOv5 checkpoint that detects, at the size it was trained at."""
 
     def __init__(self, path: str | Path, device: str = "cpu", yolov5: str | None = None) -> None:
         model, self.names, self.size = load_yolov5(str(path), yolov5)
@@ -112,7 +112,7 @@ TASKS = ("detect", "segment", "pose", "obb")
 
 
 class UltralyticsDetector:
-    """A model of Ultralytics that finds boxes, rotated boxes or masks, which predicts with our operators."""
+    """Run a model of Ultralytics that finds boxes, rotated boxes or masks, with torch_fastdet's operators."""
 
     def __init__(self, path: str | Path, device: str = "cpu") -> None:
         try:
@@ -137,7 +137,7 @@ class UltralyticsDetector:
         self.device: str = device
 
     def __call__(self, pictures: list[Image.Image]) -> list[list[Detection]]:
-        """Detections of each image, best first."""
+        """Return detections of each image, best first."""
         found = []
         for picture in pictures:
             (result,) = self.model.predict(picture, device=self.device, retina_masks=True, verbose=False)
@@ -146,7 +146,7 @@ class UltralyticsDetector:
 
 
 def detections_of(result: Any, names: Sequence[str]) -> Iterator[Detection]:
-    """What a result of Ultralytics says of one image."""
+    """Return what a result of Ultralytics says of one image."""
     rotated = result.obb is not None
     boxes = result.obb if rotated else result.boxes
     corners = boxes.xyxyxyxy.tolist() if rotated else [None] * len(boxes)
@@ -156,7 +156,7 @@ def detections_of(result: Any, names: Sequence[str]) -> Iterator[Detection]:
 
 
 def is_yolov5(path: str | Path) -> bool:
-    """Whether a checkpoint holds classes of YOLOv5. It runs no code of the file."""
+    """Return whether a checkpoint holds classes of YOLOv5. It runs no code of the file."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # no checkpoint at all, which whoever loads it says
@@ -167,14 +167,14 @@ def is_yolov5(path: str | Path) -> bool:
 def detector_of(
     path: str | Path, device: str = "cpu", yolov5: str | None = None
 ) -> PictureDetector | UltralyticsDetector:
-    """The detector in a file: of YOLOv5 or Ultralytics where its name ends with .pt, else one of export.py."""
+    """Return the detector in a file: of YOLOv5 or Ultralytics where its name ends with .pt, else one of export.py."""
     if not str(path).endswith(".pt"):
         return PictureDetector(path, device)
     return YOLOv5Detector(path, device, yolov5) if is_yolov5(path) else UltralyticsDetector(path, device)
 
 
 def read(path: Path) -> Image.Image | str:
-    """The image, or why there is none."""
+    """Return the image, or why there is none."""
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise OSError(f"{path} is not a file")
@@ -185,7 +185,7 @@ def read(path: Path) -> Image.Image | str:
 
 
 def find_pictures(sources: list[str | Path]) -> list[Path]:
-    """The files among ``sources``, and the images in the folders among them, in order; at least one."""
+    """Return the files among ``sources``, and the images in the folders among them, in order; at least one."""
     found: list[Path] = []
     for source in map(Path, sources):
         if source.is_dir():

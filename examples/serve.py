@@ -1,4 +1,4 @@
-"""Serves a TorchScript detector: names of images in, a line of JSON for each out. YOLOv5 need not be installed.
+"""Serve a TorchScript detector: names of images in, a line of JSON for each out. YOLOv5 need not be installed.
 
     python -m examples.export --out build/detector --weights yolov5s.pt
     python -m examples.serve build/detector/detector.ts pictures/ one-more.jpg
@@ -38,7 +38,7 @@ def batches(paths: Iterable[Path], size: int) -> Iterator[list[Path]]:
 
 
 def answers(detector: PictureDetector, paths: list[Path]) -> Iterator[dict]:
-    """An answer for each path, in order."""
+    """Yield an answer for each path, in order."""
     start = time.perf_counter()
     pictures = [read(path) for path in paths]
     found = iter(detector([picture for picture in pictures if not isinstance(picture, str)]))

@@ -1,4 +1,4 @@
-"""A training loop of one's own: torch_fastdet.graphs.TrainStep runs the whole step as one CUDA graph.
+"""Run a training loop of one's own: torch_fastdet.graphs.TrainStep runs the whole step as one CUDA graph.
 
     python -m examples.train_step --out build/shapes                     # a small network, seconds on a CPU
     python -m examples.train_step --out build/shapes --cfg yolov5n.yaml  # PyPI's YOLOv5 model, where it is installed
@@ -43,7 +43,7 @@ HELD_OUT = 32
 
 
 def draw_picture(rng: np.random.Generator) -> tuple[Image.Image, list[tuple[float, ...]]]:
-    """A noisy image with one to four shapes, and a label for each: class, x, y, width, height as shares of the image."""
+    """Draw a noisy image with one to four shapes, and a label for each: class, x, y, width, height as shares of the image."""
     picture = Image.fromarray(rng.integers(0, 110, (SIZE, SIZE, 3), dtype=np.uint8))
     canvas = ImageDraw.Draw(picture)
     labels: list[tuple[float, ...]] = []
@@ -68,7 +68,7 @@ def draw_picture(rng: np.random.Generator) -> tuple[Image.Image, list[tuple[floa
 
 
 class Head(nn.Module):
-    """YOLOv5's raw head maps, and the attributes by which ComputeLoss and YOLOv5PostProcess know a head."""
+    """Compute YOLOv5's raw head maps, and have the attributes by which ComputeLoss and YOLOv5PostProcess know a head."""
 
     def __init__(self, channels: list[int]) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def block(inputs: int, outputs: int, stride: int) -> nn.Sequential:
 
 
 class SmallDetector(nn.Module):
-    """Two levels, and a neck that upsamples straight into its concatenation. ComputeLoss reads ``hyp`` and ``model[-1]``."""
+    """Detect on two levels, with a neck that upsamples straight into its concatenation. ComputeLoss reads ``hyp`` and ``model[-1]``."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def make_model(cfg: str | None) -> nn.Module:
 
 
 def separate_calls(model: nn.Module, loss: ComputeLoss, optimizer: torch.optim.SGD, ema: ModelEMA, max_norm: float):
-    """What TrainStep runs, call by call: for the CPU."""
+    """Run what TrainStep runs, call by call: for the CPU."""
     fused = FusedStep(optimizer, ema=ema, max_norm=max_norm)
 
     def step(images: Tensor, targets: Tensor, update: bool = True) -> Tensor:
@@ -142,7 +142,7 @@ def train(
     batch: int,
     accumulate: int,
 ) -> ModelEMA:
-    """The loop. Images are (n, 3, SIZE, SIZE) uint8; labels[i] is (m, 5) of image i."""
+    """Run the loop. Images are (n, 3, SIZE, SIZE) uint8; labels[i] is (m, 5) of image i."""
     loss = ComputeLoss(model)
     optimizer = SGD(model.parameters(), lr=0.02, momentum=0.937, nesterov=True, weight_decay=5e-4)
     ema = ModelEMA(model, decay=0.99, tau=20)
@@ -169,7 +169,7 @@ def train(
 
 @torch.inference_mode()
 def count_found(detector: nn.Module, pictures: Tensor, labels: list[Tensor]) -> tuple[int, int, int]:
-    """Of the labelled shapes, how many are found (the right class, IoU above .5); how many there are; false detections."""
+    """Count the labelled shapes that are found (the right class, IoU above .5), all of them, and false detections."""
     detections, counts = detector(pictures.float() / 255)
     found = total = false = 0
     for rows, count, truth in zip(detections, counts.tolist(), labels):

@@ -130,7 +130,7 @@ def environment(folder: str | os.PathLike) -> dict[str, str]:
 
 
 def main() -> None:
-    """Writes stand-ins beside the installed yolov5."""
+    """Write stand-ins beside the installed yolov5."""
     package = importlib.util.find_spec("yolov5")
     if package is not None and package.origin is not None:
         for name, files in (("roboflow", ROBOFLOW), ("huggingface_hub", HUB)):

@@ -1,4 +1,4 @@
-"""The whole CPU extension for aarch64, and operator tests under QEMU: ``make test-aarch64-extension``.
+"""Build the whole CPU extension for aarch64, and run operator tests under QEMU: ``make test-aarch64-extension``.
 
 Nothing here runs on hardware. A folder gets PyPI's aarch64 torch with what it needs (4 GB: that torch brings CUDA) and Debian's aarch64
 Python. setup.py builds with g++-aarch64-linux-gnu against that torch's headers and libraries, and pytest runs under qemu-aarch64.
@@ -38,7 +38,7 @@ def stop_without_tools() -> None:
 
 
 def fetch_packages(folder: Path) -> None:
-    """PyPI's aarch64 torch of this environment's version, and what it and the tests import."""
+    """Download PyPI's aarch64 torch of this environment's version, and what it and the tests import."""
     from importlib.metadata import version
 
     names = [f"{name}=={version(name)}" for name in ("torch", *BESIDE_TORCH)]
@@ -48,7 +48,7 @@ def fetch_packages(folder: Path) -> None:
 
 
 def fetch_python(folder: Path) -> None:
-    """Debian's aarch64 Python and C libraries, unpacked and not installed."""
+    """Download Debian's aarch64 Python and C libraries, and unpack them without installing them."""
     wanted = (f"python{VERSION}", "libstdc++6", "libgomp1")
     install = ("install", "--yes", "--download-only", "--no-install-recommends")
     for package in debian.download(folder.parent / "apt", *install, *wanted, options=ARM):
@@ -56,7 +56,7 @@ def fetch_python(folder: Path) -> None:
 
 
 def once(folder: Path, fill: object) -> Path:
-    """The folder, filled once: a stopped download is made again."""
+    """Return the folder, filled once: a stopped download is made again."""
     done = folder.with_suffix(".done")
     if not done.exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -67,7 +67,7 @@ def once(folder: Path, fill: object) -> Path:
 
 
 def build(packages: Path, lib: Path) -> None:
-    """setup.py as it is, with another compiler, and with that torch in the place of this one's headers and libraries."""
+    """Run setup.py as it is, with another compiler, and with that torch in the place of this one's headers and libraries."""
     os.environ |= {
         **dict.fromkeys(("CXX", "CC"), COMPILER),
         **dict.fromkeys(("LDSHARED", "LDCXXSHARED"), f"{COMPILER} -shared"),
@@ -85,7 +85,7 @@ def build(packages: Path, lib: Path) -> None:
 
 
 def test(packages: Path, system: Path, lib: Path, files: list[str]) -> int:
-    """The status of pytest under QEMU. It starts in lib and appends this folder to the path, whose library is of another processor."""
+    """Run pytest under QEMU and return its status. It starts in lib and appends this folder to the path, whose library is of another processor."""
     env = os.environ | {
         "QEMU_LD_PREFIX": str(system),
         "PYTHONHOME": str(system / "usr"),

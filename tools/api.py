@@ -1,4 +1,4 @@
-"""Writes tests/api.txt (the public names with their parameters, the switches, and the operators' schemas) and the table of docs/operators.md.
+"""Write tests/api.txt (the public names with their parameters, the switches, and the operators' schemas) and the table of docs/operators.md.
 
 ``python -m tools.api`` writes both, and a test compares them with the package. A change shows in the diff, and needs a line in
 CHANGELOG.md (``make release-check``).
@@ -26,7 +26,7 @@ HOSTS = ("yolov5", "ultralytics")
 
 
 def modules() -> list[str]:
-    """The package and those of its modules that say what is public in them, by ``__all__``."""
+    """Return the package and those of its modules that say what is public in them, by ``__all__``."""
     paths = [*PACKAGE.glob("[!_]*.py"), *PACKAGE.glob("[!_]*/__init__.py")]
     public = [path for path in paths if re.search(r"^__all__ = ", path.read_text(), re.MULTILINE)]
     names = sorted(path.stem if path.parent == PACKAGE else path.parent.name for path in public)
@@ -34,7 +34,7 @@ def modules() -> list[str]:
 
 
 def parameters(function: Callable[..., Any]) -> str:
-    """Names and defaults. Types stand in the schemas and the docstrings: how Python writes them depends on its version."""
+    """Return names and defaults. Types stand in the schemas and the docstrings: how Python writes them depends on its version."""
     found = inspect.signature(function).parameters.values()
     plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in found]
     return re.sub(r"<.*? at 0x\w+>", "...", str(inspect.Signature(plain)))
@@ -67,7 +67,7 @@ def schemas() -> list[str]:
 
 
 def text() -> str:
-    """What tests/api.txt has to hold."""
+    """Return what tests/api.txt has to hold."""
     lines = [
         "# What torch_fastdet promises: `python -m tools.api` writes this file, and tools/api.py says what stands in it."
     ]
@@ -83,7 +83,7 @@ def text() -> str:
 
 
 def page() -> str:
-    """What docs/operators.md has to hold: its text, with each operator's first sentence and parameters in its table."""
+    """Return what docs/operators.md has to hold: its text, with each operator's first sentence and parameters in its table."""
     rows = ["| operator | what it computes | parameters |", "|---|---|---|"]
     for name in sorted(ops.__all__):
         function = getattr(ops, name)

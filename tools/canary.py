@@ -1,4 +1,4 @@
-"""Tries the newest YOLOv5, Ultralytics, OpenCV and NumPy with this tree: ``make canary``.
+"""Try the newest YOLOv5, Ultralytics, OpenCV and NumPy with this tree: ``make canary``.
 
 They are installed into build/canary, before the packages of the environment on the path, which stay as they are. ``doctor`` then says
 which switches apply, also of the head of YOLOv5's repository where git reaches it, and the switches' tests run, with PyPI's YOLOv5.
@@ -47,7 +47,7 @@ DROPPED = "process_mask_upsample"
 
 
 def environment(*folders: Path) -> dict[str, str]:
-    """With these folders before all other packages, and what YOLOv5 of 2023 needs beside a new PyTorch."""
+    """Return variables with these folders before all other packages, and what YOLOv5 of 2023 needs beside a new PyTorch."""
     env = yolov5_env.environment(SITE.parent / "environment")
     return {**env, "PYTHONPATH": os.pathsep.join([str(ROOT), *map(str, folders), env["PYTHONPATH"]])}
 
@@ -62,7 +62,7 @@ def doctor(host: str, *folders: Path, script: Path | None = None) -> dict[str, A
 
 
 def verdicts(report: dict[str, Any]) -> dict[str, str]:
-    """Of each switch: "yes", "in part: not NAMES", "built in", or "no: why". A missing GPU does not count."""
+    """Return of each switch "yes", "in part: not NAMES", "built in", or "no: why". A missing GPU does not count."""
     found = {}
     for switch in report["switches"]:
         no_gpu = bool(NO_GPU.search(switch["why_not"] or ""))
@@ -86,7 +86,7 @@ def version(package: str, folder: Path) -> str:
 
 
 def head() -> Path | None:
-    """A checkout of the newest commit of YOLOv5, or None where git does not reach it."""
+    """Return a checkout of the newest commit of YOLOv5, or None where git does not reach it."""
     folder = SITE.parent / "yolov5"
     shutil.rmtree(folder, ignore_errors=True)
     clone = ["git", "clone", "--quiet", "--depth", "1", YOLOV5, str(folder)]
@@ -100,7 +100,7 @@ def commit(checkout: Path) -> str:
 
 
 def newer_torch() -> str | None:
-    """A line about the torch of the row, unless it is PyPI's newest."""
+    """Return a line about the torch of the row, unless it is PyPI's newest."""
     here = version("torch", SITE).partition("+")[0]
     asked = [sys.executable, "-m", "pip", "index", "versions", "torch"]
     said = subprocess.run(asked, stdout=subprocess.PIPE, text=True).stdout

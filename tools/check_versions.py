@@ -1,4 +1,4 @@
-"""Runs the drop-in tests of Ultralytics against several of its versions: `make test-versions`.
+"""Run the drop-in tests of Ultralytics against several of its versions: `make test-versions`.
 
 The wheels are downloaded once, without dependencies, into build/versions; the test environment stays as it is.
 """
@@ -28,7 +28,7 @@ VERSIONS: dict[str, tuple[str, ...]] = {
 
 
 def install(version: str) -> Path:
-    """The folder that holds this version of ultralytics."""
+    """Return the folder that holds this version of ultralytics."""
     folder = FOLDER / version
     if not (folder / "ultralytics/__init__.py").is_file():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]

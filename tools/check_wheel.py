@@ -1,4 +1,4 @@
-"""Says whether a wheel of this source tree holds what it should, and needs nothing but torch, the CUDA runtime and the system's
+"""Say whether a wheel of this source tree holds what it should, and needs nothing but torch, the CUDA runtime and the system's
 C and C++ libraries: ``make wheel``, or ``python -m tools.check_wheel dist/torch_fastdet-*.whl``.
 """
 
@@ -26,7 +26,7 @@ CMAKE = "torch_fastdet/share/cmake/TorchFastdet/TorchFastdetConfig.cmake"
 
 
 def wanted_files() -> set[str]:
-    """Every file of a wheel but the dist-info and torch_fastdet._C, which needs Python's headers."""
+    """Return every file of a wheel but the dist-info and torch_fastdet._C, which needs Python's headers."""
     package, headers = ROOT / "torch_fastdet", ROOT / "csrc/include"
     modules = {str(path.relative_to(ROOT)) for pattern in ("*.py", "*.pyi") for path in package.rglob(pattern)}
     public = {f"torch_fastdet/include/{path.relative_to(headers)}" for path in headers.rglob("*.h")}
@@ -60,7 +60,7 @@ def library_problems(name: str, library: Path) -> list[str]:
 
 
 def newest_versions(library: Path) -> dict[str, str]:
-    """The newest version of each system interface that a library asks for, such as {"GLIBC": "2.34"}."""
+    """Return the newest version of each system interface that a library asks for, such as {"GLIBC": "2.34"}."""
     newest: dict[str, str] = {}
     for interface, version in re.findall(r"Name: (GLIBC|GLIBCXX|CXXABI|GOMP)_([\d.]+)\b", readelf(library, "-V")):
         newest[interface] = max(newest.get(interface, "0"), version, key=_numbers)
@@ -72,7 +72,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def check(wheel: Path) -> tuple[list[str], dict[str, str]]:
-    """What is wrong with a wheel, and the newest versions of the system's interfaces that it needs."""
+    """Return what is wrong with a wheel, and the newest versions of the system's interfaces that it needs."""
     newest: dict[str, str] = {}
     with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
         names = {name for name in archive.namelist() if not name.endswith("/")}

@@ -1,4 +1,4 @@
-"""The rows of a results folder as one CSV file: ``python3 -m tools.csv_rows FOLDER FILE``. JSON that is no rows stays out."""
+"""Write the rows of a results folder as one CSV file: ``python3 -m tools.csv_rows FOLDER FILE``. JSON that is no rows stays out."""
 
 import csv
 import sys

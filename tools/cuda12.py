@@ -1,4 +1,4 @@
-"""A CUDA 12 toolkit without installing one: ``make build TORCH=2.10.0 CUDA_HOME=$(python -m tools.cuda12)``.
+"""Provide a CUDA 12 toolkit without installing one: ``make build TORCH=2.10.0 CUDA_HOME=$(python -m tools.cuda12)``.
 
 Debian 13's packages of CUDA 12.4 (non-free, 1 GB) are downloaded and unpacked into a folder that has the layout of NVIDIA's own
 toolkit, with CCCL's headers from PyPI. The command prints the folder.
@@ -70,7 +70,7 @@ def lay_out(debian_folder: Path, cccl: Path, home: Path) -> None:
 
 
 def toolkit() -> Path:
-    """The folder of the toolkit, made once."""
+    """Return the folder of the toolkit, made once."""
     home = FOLDER / "toolkit"
     if not (home / "bin/nvcc.profile").exists():
         shutil.rmtree(FOLDER, ignore_errors=True)
@@ -88,7 +88,7 @@ def toolkit() -> Path:
 
 
 def build(home: Path) -> Path:
-    """setup.py as it is, with this toolkit and its runtime."""
+    """Run setup.py as it is, with this toolkit and its runtime."""
     os.environ["CUDA_HOME"] = str(home)
     import torch
     from torch.utils import cpp_extension

@@ -1,4 +1,4 @@
-"""Downloads Debian packages apart from the system's own apt, for tools that unpack them instead of installing them."""
+"""Download Debian packages apart from the system's own apt, for tools that unpack them instead of installing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For `make docs`: docstrings name things as Sphinx does (:func:`x`); the site shows them as code."""
+"""Show as code on the site what docstrings name as Sphinx does (:func:`x`), for `make docs`."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""mkdocs' hook: the site shows files that live elsewhere in the repository, under the links that the pages have there.
+"""Show on mkdocs' site, as its hook, files that live elsewhere in the repository, under the links that the pages have there.
 
 The tables of ``benchmarks/results/`` become ``results/``, ``benchmarks/NOTES.md`` becomes ``notes.md``, and the README of each switch
 becomes a page under ``switches/``. Links of ``reference.md`` to sources are left out: their docstrings stand there.

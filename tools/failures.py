@@ -1,4 +1,4 @@
-"""A plugin of pytest that shows each failure at once: a run that is stopped, or that breaks, still says what had failed."""
+"""Show each failure at once, as a plugin of pytest: a run that is stopped, or that breaks, still says what had failed."""
 
 import pytest
 

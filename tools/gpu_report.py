@@ -1,4 +1,4 @@
-"""Runs every test on a GPU machine and records of which tree: ``make test-gpu`` and ``make gpu-report-check``.
+"""Run every test on a GPU machine and records of which tree: ``make test-gpu`` and ``make gpu-report-check``.
 
 ``run``    builds in place with the python and torch found. Then it runs side by side: pytest in several processes, the
            GoogleTests, and the tests marked `sanitizer` under compute-sanitizer's four tools (our kernels only). The tests marked
@@ -42,7 +42,7 @@ CHOSEN = "gpu or not (cpu or slow)"
 
 
 def report_path(gpu: str) -> Path:
-    """One report for each kind of GPU: "NVIDIA H100 80GB HBM3" is tests/gpu_report-h100-80gb-hbm3.json."""
+    """Return the path of the report, one for each kind of GPU: "NVIDIA H100 80GB HBM3" is tests/gpu_report-h100-80gb-hbm3.json."""
     kind = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-")
     return ROOT / f"tests/gpu_report-{kind}.json"
 
@@ -52,7 +52,7 @@ def reports() -> list[Path]:
 
 
 def tree_hashes() -> dict[str, str]:
-    """One sha256 a folder, over the names and contents of its sources (build outputs do not count)."""
+    """Return one sha256 a folder, over the names and contents of its sources (build outputs do not count)."""
     hashes = {}
     for folder in FOLDERS:
         digest = hashlib.sha256()
@@ -65,7 +65,7 @@ def tree_hashes() -> dict[str, str]:
 
 
 def stop(process: subprocess.Popen[str]) -> str:
-    """Ends a process with all that it started, as Ctrl-C would (pytest then says what had failed), and returns its output."""
+    """End a process with all that it started, as Ctrl-C would (pytest then says what had failed), and return its output."""
     os.killpg(process.pid, signal.SIGINT)
     try:
         return process.communicate(timeout=10)[0]
@@ -75,7 +75,7 @@ def stop(process: subprocess.Popen[str]) -> str:
 
 
 class Steps:
-    """Runs commands one after another or side by side, within the time that all of them have."""
+    """Run commands one after another or side by side, within the time that all of them have."""
 
     def __init__(self, seconds: float):
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -86,7 +86,7 @@ class Steps:
         self.results: dict[str, dict[str, Any]] = {}
 
     def run(self, name: str, command: list[str], **environment: str) -> str:
-        """Runs a command, shows its output when it has ended, records exit status and seconds, and returns the output.
+        """Run a command, show its output when it has ended, record exit status and seconds, and return the output.
 
         The exit status of a command that is stopped when the time is over is 124.
         """
@@ -123,7 +123,7 @@ class Steps:
 
 
 def pytest_counts(output: str) -> dict[str, Any]:
-    """{'passed': 10, 'skipped': 2, ...} from pytest's closing line, and 'failed_tests' where its summary names some."""
+    """Return {'passed': 10, 'skipped': 2, ...} from pytest's closing line, and 'failed_tests' where its summary names some."""
     # Not compute-sanitizer's "0 errors", which has no seconds.
     closing = [line for line in output.splitlines() if re.search(r"\d+ (passed|failed|skipped|error).* in \d", line)]
     counts: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def googletest_counts(output: str) -> dict[str, Any]:
 
 
 def sanitizer_findings(output: str) -> dict[str, Any]:
-    """What compute-sanitizer itself says, between the lines of the program that it watches."""
+    """Return what compute-sanitizer itself says, between the lines of the program that it watches."""
     lines = [line for line in output.splitlines() if line.startswith("=========")]
     summary = [line for line in lines if "SUMMARY:" in line]
     findings = [line for line in lines if line not in summary and line.strip("= ") and "COMPUTE-SANITIZER" not in line]
@@ -185,7 +185,7 @@ def machine() -> dict[str, Any]:
 
 
 def passed_before(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The steps that passed in a report of the same tree and machine, with its date."""
+    """Return the steps that passed in a report of the same tree and machine, with its date."""
     path = report_path(report["gpu"])
     before = json.loads(path.read_text()) if path.exists() else {}
     same = ("hashes", "gpus", "cores", "driver", "torch", "cuda", "python")
@@ -223,7 +223,7 @@ def run(seconds: float, built: bool = False, without: Sequence[str] = (), rest: 
 
 
 def failed_steps(report: dict[str, Any]) -> list[str]:
-    """Steps that failed, passed nothing, or were not reached."""
+    """Return the steps that failed, passed nothing, or were not reached."""
     passed = {name for name, result in report["results"].items() if result["exit"] == 0 and result.get("passed")}
     return [name for name in STEPS if name not in passed and name not in report.get("without", ())]
 
@@ -307,7 +307,7 @@ def check() -> int:
 
 
 def _check(path: Path) -> bool:
-    """Prints what is wrong with a report, or that it is as it should be, and returns whether something is wrong."""
+    """Print what is wrong with a report, or that it is as it should be, and return whether something is wrong."""
     report = json.loads(path.read_text())
     of_tree = f"{report['date']}, {len(report.get('gpus', [0]))} x {report['gpu']}, torch {report['torch']}"
     changed = [folder for folder, value in tree_hashes().items() if report["hashes"].get(folder) != value]

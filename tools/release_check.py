@@ -1,4 +1,4 @@
-"""Says what stands against a release of this tree: ``make release-check``."""
+"""Say what stands against a release of this tree: ``make release-check``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def git(*arguments: str) -> str:
 
 
 def newest_section() -> tuple[str, str, str]:
-    """Version, date and text of the changelog's first section."""
+    """Return version, date and text of the changelog's first section."""
     _, version, date, text, *_ = re.split(
         r"^## \[(.*?)\] - (.*)\n", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE
     )
@@ -26,7 +26,7 @@ def newest_section() -> tuple[str, str, str]:
 
 
 def unmentioned(before: str, now: str, changelog: str) -> list[str]:
-    """Public names whose lines differ from the last release's, and that no word of the changelog's section names."""
+    """Return the public names whose lines differ from the last release's, and that no word of the changelog's section names."""
     changed = set(before.splitlines()) ^ set(now.splitlines())
     full = {found[1].removesuffix(".__init__") for line in changed if (found := NAME.match(line))}
     names = {name.rpartition(".")[2] for name in full}

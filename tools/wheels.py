@@ -1,4 +1,4 @@
-"""Builds, tries and lists wheels: ``make wheels``.
+"""Build, try and list wheels: ``make wheels``.
 
 ``build``  one wheel for each Python and torch of ``--pythons`` and ``--torches``, each in an environment of its own under build/wheels,
            with every GPU architecture that torch_fastdet supports, or those of TORCH_CUDA_ARCH_LIST. The operators are compiled once
@@ -52,7 +52,7 @@ def run(*command: object, **options: object) -> None:
 
 
 def environment(python: str, torch: str) -> Path:
-    """The Python of an environment with that torch and what a build needs; made once."""
+    """Return the Python of an environment with that torch and what a build needs; made once."""
     folder = ROOT / f"build/wheels/{Path(python).name}-torch{torch}"
     if not (folder / ".installed").exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -63,7 +63,7 @@ def environment(python: str, torch: str) -> Path:
 
 
 def build(python: Path, dist: Path, cuda: dict[str, str], like: Path | None) -> Path:
-    """Builds the wheel of this tree for that Python and the torch beside it, and returns its file.
+    """Build the wheel of this tree for that Python and the torch beside it, and return its file.
 
     Args:
         cuda: variables that say where the toolkit is.
@@ -85,13 +85,13 @@ def build(python: Path, dist: Path, cuda: dict[str, str], like: Path | None) -> 
 
 
 def toolkit(torch: str) -> dict[str, str]:
-    """CUDA_HOME for PyPI's build of that torch, unless the user has set it: torch 2.10 is for CUDA 12, newer ones for CUDA 13."""
+    """Return CUDA_HOME for PyPI's build of that torch, unless the user has set it: torch 2.10 is for CUDA 12, newer ones for CUDA 13."""
     asked = {"CUDA_HOME", "TORCH_FASTDET_CUDA"} & set(os.environ)
     return {} if asked or not torch.startswith("2.10.") else {"CUDA_HOME": str(cuda12.toolkit())}
 
 
 def try_wheel(wheel: Path, python: Path) -> None:
-    """Installs a wheel in an empty environment that sees the packages of ``python`` behind it, and no compiler, and runs it."""
+    """Install a wheel in an empty environment that sees the packages of ``python`` behind it, and no compiler, and run it."""
     paths = subprocess.run(
         [python, "-c", "import site; print('\\n'.join(site.getsitepackages()))"],
         capture_output=True,
@@ -109,7 +109,7 @@ def try_wheel(wheel: Path, python: Path) -> None:
 
 
 def tag(wheel: Path) -> str:
-    """The torch and CUDA of a wheel, such as "cu130torch2.11"."""
+    """Return the torch and CUDA of a wheel, such as "cu130torch2.11"."""
     local = wheel.name.split("-")[1].partition("+")[2]
     if not re.fullmatch(r"(cu\d+|cpu)torch\d+\.\d+", local):
         raise SystemExit(f"wheels: {wheel.name} has no local version such as +cu130torch2.11; build it by: make wheels")
@@ -122,7 +122,7 @@ def page(title: str, links: list[tuple[str, str]]) -> str:
 
 
 def write_index(dist: Path, out: Path, base: str) -> list[Path]:
-    """One page for each torch and CUDA with its wheels, and index.html with the pages and all wheels: pip follows no link to a page.
+    """Write one page for each torch and CUDA with its wheels, and index.html with the pages and all wheels: pip follows no link to a page.
 
     ``base`` is where the wheels lie.
     """

@@ -46,7 +46,7 @@ def say(text: str) -> None:
 
 
 def what_it_shows(machine: Machine, epochs: int) -> str:
-    """What to expect, said before anything runs."""
+    """Return what to expect, said before anything runs."""
     shows = "the same train.py, trained stock and with torch_fastdet, has the same losses"
     if epochs >= report.FEW_EPOCHS:
         shows += " and learns the same"

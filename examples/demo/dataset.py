@@ -1,4 +1,4 @@
-"""A small real detection problem that needs no download: handwritten digits on photographs, as a YOLO data set.
+"""Make a small real detection problem that needs no download: handwritten digits on photographs, as a YOLO data set.
 
 The digits are scikit-learn's 1,797 scans of 8x8 pixels, the photographs the four that come inside the wheels of
 scikit-learn (china, flower) and ultralytics (bus, zidane). One fifth of the digits is kept for validation; four
@@ -52,7 +52,7 @@ class Sources:
 
 
 def load_sources() -> dict[str, Sources]:
-    """The digits and photographs of each split, which share no digit."""
+    """Return the digits and photographs of each split, which share no digit."""
     from sklearn.datasets import load_digits, load_sample_images
 
     spec = importlib.util.find_spec("ultralytics")
@@ -86,20 +86,20 @@ def _background(rng: np.random.Generator, sources: Sources, size: int) -> np.nda
 
 
 def _ink(rng: np.random.Generator, digit: np.ndarray, scale: float) -> np.ndarray:
-    """The digit at a random size."""
+    """Return the digit at a random size."""
     side = int(rng.integers(round(DIGIT_SIZES[0] * scale), round(DIGIT_SIZES[1] * scale) + 1))
     return np.array(Image.fromarray(digit).resize((side, side), Image.Resampling.BICUBIC))
 
 
 def _cut(ink: np.ndarray) -> np.ndarray:
-    """What is visible of a digit."""
+    """Return what is visible of a digit."""
     visible = ink > VISIBLE
     rows, columns = np.flatnonzero(visible.any(1)), np.flatnonzero(visible.any(0))
     return ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
 
 
 def _turned(rng: np.random.Generator, ink: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The ink turned by any angle, and where its four corners are, (4, 2) in pixels."""
+    """Return the ink turned by any angle, and where its four corners are, (4, 2) in pixels."""
     degrees = float(rng.uniform(0, 360))
     turned = np.array(Image.fromarray(ink).rotate(degrees, Image.Resampling.BICUBIC, expand=True))
     cos, sin = np.cos(np.deg2rad(degrees)), np.sin(np.deg2rad(degrees))
@@ -108,7 +108,7 @@ def _turned(rng: np.random.Generator, ink: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _points(task: str, ink: np.ndarray) -> np.ndarray:
-    """What a task labels of the ink, (n, 2) in pixels."""
+    """Return what a task labels of the ink, (n, 2) in pixels."""
     visible = ink > VISIBLE
     if task == "segment":
         import cv2  # which Ultralytics needs
@@ -121,7 +121,7 @@ def _points(task: str, ink: np.ndarray) -> np.ndarray:
 
 
 def _free_place(rng: np.random.Generator, taken: list[tuple[int, ...]], width: int, height: int, size: int):
-    """Where a box fits beside those that are there: (left, top, right, bottom), or None after many tries."""
+    """Return where a box fits beside those that are there: (left, top, right, bottom), or None after many tries."""
     for _ in range(50):
         x, y = int(rng.integers(size - width + 1)), int(rng.integers(size - height + 1))
         box = (x, y, x + width, y + height)
@@ -131,7 +131,7 @@ def _free_place(rng: np.random.Generator, taken: list[tuple[int, ...]], width: i
 
 
 def _blend(rng: np.random.Generator, picture: np.ndarray, ink: np.ndarray, box: tuple[int, ...]) -> None:
-    """Draws the ink in a random colour, dark on a bright background and bright on a dark one. Integers: exact anywhere."""
+    """Draw the ink in a random colour, dark on a bright background and bright on a dark one. Integers: exact anywhere."""
     patch = picture[box[1] : box[3], box[0] : box[2]]
     low, high = (0, 70) if patch.mean(dtype=np.float64) > 127.5 else (186, 256)
     colour = rng.integers(low, high, size=3)
@@ -140,7 +140,7 @@ def _blend(rng: np.random.Generator, picture: np.ndarray, ink: np.ndarray, box: 
 
 
 def _label(task: str, box: tuple[int, ...], points: np.ndarray | None, size: int) -> tuple[float, ...]:
-    """What follows the class in a label's line."""
+    """Return what follows the class in a label's line."""
     left, top, right, bottom = (edge / size for edge in box)
     rectangle = ((left + right) / 2, (top + bottom) / 2, right - left, bottom - top)
     if points is None:
@@ -152,7 +152,7 @@ def _label(task: str, box: tuple[int, ...], points: np.ndarray | None, size: int
 
 
 def draw(recipe: Recipe, sources: Sources, split: str, index: int) -> tuple[np.ndarray, list[tuple[float, ...]]]:
-    """One image (size, size, 3) uint8 RGB and its labels, normalised as YOLO wants them: (class, x, y, width, height), or what
+    """Draw one image (size, size, 3) uint8 RGB and its labels, normalised as YOLO wants them: (class, x, y, width, height), or what
     the recipe's task has.
     """
     size = recipe.image_size
@@ -179,7 +179,7 @@ def draw(recipe: Recipe, sources: Sources, split: str, index: int) -> tuple[np.n
 
 
 def make(folder: str | Path, recipe: Recipe | None = None) -> Path:
-    """Writes the data set (images/, labels/, data.yaml) unless it is there already, and returns the path of data.yaml.
+    """Write the data set (images/, labels/, data.yaml) unless it is there already, and return the path of data.yaml.
 
     data.yaml names the folder by its absolute path, as train.py needs it; all else depends on the recipe alone.
     """

@@ -1,4 +1,4 @@
-"""Draws the boxes, masks and rotated boxes that freshly trained models find in one image, side by side.
+"""Draw the boxes, masks and rotated boxes that freshly trained models find in one image, side by side.
 
     python -m examples.demo.picture --out runs/picture                       # on a GPU about a minute
     python -m examples.demo.picture --out runs/picture --size 160 --train 512 --epochs 12 --batch 16
@@ -37,7 +37,7 @@ Points = np.ndarray  # (n, 2), x and y
 
 
 def turned(ink: np.ndarray, degrees: float) -> tuple[np.ndarray, Points]:
-    """The ink turned counterclockwise, cut to what is visible of it, and the corners that its upright box then has."""
+    """Return the ink turned counterclockwise, cut to what is visible of it, and the corners that its upright box then has."""
     height, width = ink.shape
     picture = Image.fromarray(ink).rotate(degrees, Image.Resampling.BICUBIC, expand=True)
     cosine, sine = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
@@ -50,7 +50,7 @@ def turned(ink: np.ndarray, degrees: float) -> tuple[np.ndarray, Points]:
 
 
 def outline(ink: np.ndarray) -> Points:
-    """The outer edge of the largest piece of the ink."""
+    """Return the outer edge of the largest piece of the ink."""
     import cv2
 
     pieces, _ = cv2.findContours((ink > 64).astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
@@ -60,7 +60,7 @@ def outline(ink: np.ndarray) -> Points:
 def draw(
     size: int, split: str, index: int, sources: dataset.Sources
 ) -> tuple[np.ndarray, dict[str, list[tuple[int, Points]]]]:
-    """One picture (size, size, 3) and its labels a task: class and points in pixels."""
+    """Draw one image (size, size, 3) and its labels a task: class and points in pixels."""
     rng = np.random.default_rng([0, ("train", "val").index(split), index])
     picture = dataset._background(rng, sources, size)
     boxes: list[tuple[int, ...]] = []
@@ -80,7 +80,7 @@ def draw(
 
 
 def make(root: Path, size: int, counts: dict[str, int]) -> dict[str, Path]:
-    """Writes a data set a task, of the same pictures, and returns the data.yaml of each."""
+    """Write a data set a task, of the same images, and return the data.yaml of each."""
     found = {}
     for task in TASKS:
         shutil.rmtree(root / task, ignore_errors=True)
@@ -106,7 +106,7 @@ def make(root: Path, size: int, counts: dict[str, int]) -> dict[str, Path]:
 
 
 def train(options: argparse.Namespace, data: dict[str, Path], env: dict[str, str]) -> dict[str, Path]:
-    """Trains a model a task, side by side, and returns their weights."""
+    """Train a model a task, side by side, and return their weights."""
     running = {}
     gpu = options.device != "cpu"
     for task, command in TASKS.items():
@@ -133,7 +133,7 @@ def train(options: argparse.Namespace, data: dict[str, Path], env: dict[str, str
 
 
 def panels(picture: Image.Image, weights: dict[str, Path], device: str) -> Image.Image:
-    """The picture three times, with what the models find."""
+    """Return the image three times, with what the models find."""
     from examples.draw import draw as drawn
     from examples.pictures import UltralyticsDetector
 

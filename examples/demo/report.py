@@ -1,4 +1,4 @@
-"""Compares the two runs: a table for the terminal, curves and images as PNG, results.json, and the verdict."""
+"""Compare the two runs: a table for the terminal, curves and images as PNG, results.json, and the verdict."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ MAP_TOLERANCE = {MAP50: 0.05, MAP: 0.05}
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must hold at the end."""
+    """Record one thing that must hold at the end."""
 
     passed: bool
     sentence: str
 
 
 def checks(stock: Run, ours: Run, full_epochs: int = FULL_EPOCHS) -> list[Check]:
-    """What the demo asserts: both compute the same, both learn the task, and something was replaced."""
+    """Return what the demo asserts: both compute the same, both learn the task, and something was replaced."""
     found = []
     last = {run.variant.title: run.epochs[-1] for run in (stock, ours)}
     if len(stock.epochs) >= full_epochs:
@@ -86,7 +86,7 @@ def checks(stock: Run, ours: Run, full_epochs: int = FULL_EPOCHS) -> list[Check]
 
 
 def replaced_by_switch(said: list[str]) -> dict[str, list[str]]:
-    """What the launcher replaced ("switch: old -> new" lines), by switch; without those that then said that they do not apply."""
+    """Return what the launcher replaced ("switch: old -> new" lines), by switch; without those that then said that they do not apply."""
     switches: dict[str, list[str]] = {}
     idle = {line.split(" ", 1)[0] for line in said if " does not apply: " in line}
     for line in said:
@@ -142,7 +142,7 @@ def write_json(path: Path, stock: Run, ours: Run, verdict: list[Check], about: d
 
 
 def plot_curves(path: Path, stock: Run, ours: Run) -> None:
-    """Training losses over the iterations, and from FEW_EPOCHS on validation losses and mAP over the epochs; both runs in each panel."""
+    """Plot training losses over the iterations, and from FEW_EPOCHS on validation losses and mAP over the epochs; both runs in each panel."""
     enough = len(stock.epochs) >= FEW_EPOCHS
     panels = [*LOSSES[:3], MAP50, *LOSSES[3:], MAP] if enough else LOSSES[:3]
     figure, axes = plt.subplots(
@@ -175,12 +175,12 @@ def plot_curves(path: Path, stock: Run, ours: Run) -> None:
 
 
 def read_labels(path: Path) -> list[list[float]]:
-    """A YOLO label file; one that is not there has no objects (detect.py writes none for an empty image)."""
+    """Return the rows of a YOLO label file; one that is not there has no objects (detect.py writes none for an empty image)."""
     return [[float(x) for x in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def draw_detections(path: Path, data: Path, found: dict[str, Path], count: int = 8) -> None:
-    """Validation images, a row for the labels and one for each run's 20 surest detections with their confidence.
+    """Draw validation images, a row for the labels and one for each run's 20 surest detections with their confidence.
 
     ``found`` maps a title to a folder of label files of detect.py.
     """

@@ -1,4 +1,4 @@
-"""Runs the real train.py and detect.py of PyPI's yolov5 as subprocesses, and times their iterations from outside.
+"""Run the real train.py and detect.py of PyPI's yolov5 as subprocesses, and time their iterations from outside.
 
 Both runs are the same command, but for what starts the script: ``python -m yolov5.train ...`` for stock, and
 ``python -m torch_fastdet.yolov5 --fastdet -m yolov5.train ...`` for ours.
@@ -28,7 +28,7 @@ HYPERPARAMETERS = {"lr0": 0.02, "warmup_epochs": 1.0, "cls": 4.0, "fliplr": 0.0}
 
 @dataclass(frozen=True)
 class Variant:
-    """One of the two ways to start a script of yolov5."""
+    """Describe one of the two ways to start a script of yolov5."""
 
     name: str
     title: str
@@ -52,7 +52,7 @@ class Machine:
 
     @classmethod
     def find(cls) -> Machine:
-        """The first GPU, if torch sees one and torch_fastdet was built for it; else the CPU, with smaller images."""
+        """Return the first GPU, if torch sees one and torch_fastdet was built for it; else the CPU, with smaller images."""
         import torch
 
         import torch_fastdet
@@ -67,7 +67,7 @@ class Machine:
 
 @dataclass
 class Progress:
-    """What the progress bar of train.py told: when each iteration of each epoch was done, and the losses so far."""
+    """Keep what the progress bar of train.py told: when each iteration of each epoch was done, and the losses so far."""
 
     done: dict[int, dict[int, float]] = field(default_factory=dict)
     batches: int = 0
@@ -79,7 +79,7 @@ class Progress:
     LINE = re.compile(r"^\s*(\d+)/\d+\s+[\d.]+G((?:\s+[\dainfe.+-]+)+)\s*:.*\|\s*(\d+)/(\d+)\s\[")
 
     def feed(self, line: str, now: float) -> None:
-        """The bar is printed once in an iteration, by its description, before its own counter goes up.
+        """Count a state of the bar, which is printed once in an iteration, by its description, before its own counter goes up.
 
         classify/train.py's is printed when the counter has gone up.
         """
@@ -94,11 +94,11 @@ class Progress:
 
     @property
     def first_losses(self) -> list[tuple[float, ...]]:
-        """Of the first epoch."""
+        """Return the losses of the first epoch."""
         return self.losses.get(0, [])
 
     def epoch_seconds(self) -> list[float]:
-        """Of each epoch, the mean time from the end of the first iteration to the end of the last.
+        """Return of each epoch the mean time from the end of the first iteration to the end of the last.
 
         So neither the start of the process, nor the first batch of an epoch, nor validation and saving are in it.
         """
@@ -109,17 +109,17 @@ class Progress:
         return [(done[last] - done[first]) / (last - first) for done in whole]
 
     def iteration_seconds(self) -> list[float]:
-        """The same without the first epoch where there are others: caches fill and algorithms are chosen in it."""
+        """Return the same without the first epoch where there are others: caches fill and algorithms are chosen in it."""
         epochs = self.epoch_seconds()
         return epochs[1:] or epochs
 
     def seconds_an_iteration(self) -> float | None:
-        """Median over the epochs."""
+        """Return the median over the epochs."""
         epochs = self.iteration_seconds()
         return statistics.median(epochs) if epochs else None
 
     def seconds_an_epoch(self) -> float | None:
-        """Median time from one epoch to the next: training, validation and saving."""
+        """Return the median time from one epoch to the next: training, validation and saving."""
         starts = [self.done[epoch][0] for epoch in sorted(self.done) if 0 in self.done[epoch]]
         steps = [later - earlier for earlier, later in itertools.pairwise(starts)]
         return statistics.median(steps[1:] or steps) if steps else None
@@ -140,7 +140,7 @@ class Run:
 
 
 class Echo:
-    """Passes a process's output on: as it is to a terminal, and to a file or pipe only one state of a bar in two seconds."""
+    """Pass a process's output on: as it is to a terminal, and to a file or pipe only one state of a bar in two seconds."""
 
     def __init__(self, interval: float = 2.0):
         self.interval = 0.0 if sys.stdout.isatty() else interval
@@ -157,7 +157,7 @@ class Echo:
 
 
 def stream(command: list[str], env: dict[str, str], log: Path, show: bool = True) -> tuple[list[str], Progress]:
-    """Runs a command, shows its output while it comes, keeps it in ``log``, and returns its whole lines and its progress."""
+    """Run a command, show its output while it comes, keep it in ``log``, and return its whole lines and its progress."""
     lines: list[str] = []
     progress, echo, pending = Progress(), Echo(), ""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def stream(command: list[str], env: dict[str, str], log: Path, show: bool = True
 
 
 def read_results(path: Path) -> list[dict[str, float]]:
-    """The rows of a results.csv of train.py, whose names and values are padded with blanks."""
+    """Return the rows of a results.csv of train.py, whose names and values are padded with blanks."""
     with open(path, newline="") as file:
         return [
             {name.strip(): float(value) for name, value in row.items() if name and name.strip()}
@@ -217,7 +217,7 @@ def train(
     batch_size: int = BATCH_SIZE,
     show: bool = True,
 ) -> Run:
-    """Trains ``model`` from scratch into ``project/<variant>``."""
+    """Train ``model`` from scratch into ``project/<variant>``."""
     yolov5 = yolov5_folder()
     hyperparameters = yaml.safe_load((yolov5 / "data/hyps/hyp.no-augmentation.yaml").read_text()) | HYPERPARAMETERS
     project.mkdir(parents=True, exist_ok=True)
@@ -246,7 +246,7 @@ def train(
 def run_train(
     variant: Variant, options: list[str], folder: Path, env: dict[str, str], show: bool = True, script: str = "train"
 ) -> Run:
-    """Runs train.py, or another ``script``, with ``options``, which say that its results go into ``folder``."""
+    """Run train.py, or another ``script``, with ``options``, which say that its results go into ``folder``."""
     command = variant.command(f"yolov5.{script}", options)
     # By default the bar's counter moves ten times a second at most, and iterations faster than that share one.
     env = env | {"TQDM_MININTERVAL": "0"}
@@ -265,7 +265,7 @@ def run_train(
 
 
 def detect(run: Run, images: str, env: dict[str, str], machine: Machine) -> Path:
-    """Runs detect.py with the weights of a run on a glob pattern of images.
+    """Run detect.py with the weights of a run on a glob pattern of images.
 
     Returns the folder of the label files that it writes: class, x, y, width, height and confidence in a line.
     """

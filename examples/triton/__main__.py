@@ -1,4 +1,4 @@
-"""Exports a detector, starts Triton Inference Server on the loopback, asks it, loads it, and stops it: ``make serve-test``.
+"""Export a detector, start Triton Inference Server on the loopback, ask it, load it, and stop it: ``make serve-test``.
 
     python -m examples.triton [--weights yolov5s.pt] [--picture street.jpg] [--seconds 5] [--device cuda]
 
@@ -38,7 +38,7 @@ MAX_BYTES = 8_000_000
 
 
 def free_port() -> int:
-    """Of two that follow each other."""
+    """Return a free port, the first of two that follow each other."""
     for _ in range(100):
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -51,7 +51,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def server(detector: Path, device: str, batch: int, log: Path) -> Iterator[int]:
-    """A running server's gRPC port."""
+    """Yield a running server's gRPC port."""
     port = free_port()
     command = [sys.executable, "-m", "examples.triton.server", detector, "--device", device, "--port", port]
     command += ["--batch", batch, "--queue", QUEUE, "--max-pixels", MAX_PIXELS, "--max-bytes", MAX_BYTES]
@@ -80,7 +80,7 @@ def encoded(picture: Image.Image) -> bytes:
 
 
 def hang_up(port: int, picture: bytes) -> None:
-    """One client that leaves in the middle of a request, and one that leaves before its answer."""
+    """Run one client that leaves in the middle of a request, and one that leaves before its answer."""
     with socket.create_connection(("127.0.0.1", port - 1)) as connection:
         head = f"POST /v2/models/detector/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(picture)}\r\n\r\n"
         connection.sendall(head.encode() + picture[: len(picture) // 2])
@@ -91,7 +91,7 @@ def hang_up(port: int, picture: bytes) -> None:
 
 
 def check(port: int, picture: bytes) -> None:
-    """Every kind of request, one line each.
+    """Send every kind of request, and print one line each.
 
     Raises:
         AssertionError: another answer than the one that is expected.
@@ -125,7 +125,7 @@ def check(port: int, picture: bytes) -> None:
 
 
 def machine(device: str) -> str:
-    """What the figures depend on."""
+    """Return what the figures depend on."""
     names = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     cpu = next((line.partition(": ")[2] for line in names if line.startswith("model name")), platform.machine())
     gpu = f", {torch.cuda.get_device_name(device)}" if torch.device(device).type == "cuda" else ""

@@ -1,4 +1,4 @@
-"""Asks the server of examples/triton/server.py, one image at a time or many at once.
+"""Ask the server of examples/triton/server.py, one image at a time or many at once.
 
 python -m examples.triton.client picture.jpg
 """
@@ -21,11 +21,11 @@ from examples.triton.server import INPUT, NAME, OUTPUT
 
 
 class Refused(Exception):
-    """What Triton says instead of an answer."""
+    """Hold what Triton says instead of an answer."""
 
 
 class Client:
-    """One connection. ``port`` is that of gRPC."""
+    """Hold one connection. ``port`` is that of gRPC."""
 
     def __init__(self, port: int = 8001) -> None:
         from tritonclient import grpc
@@ -39,7 +39,7 @@ class Client:
         return [value]
 
     def ask(self, picture: bytes, seconds: float = 60.0) -> dict[str, Any]:
-        """The server's answer to the bytes of a file.
+        """Return the server's answer to the bytes of a file.
 
         Raises:
             Refused: the queue is full, or the time is over.
@@ -51,7 +51,7 @@ class Client:
         return json.loads(result.as_numpy(OUTPUT)[0, 0])
 
     def ask_at_once(self, picture: bytes, count: int) -> list[str]:
-        """``count`` requests without waiting: what Triton said to those that it refused, "" for those that were answered."""
+        """Send ``count`` requests without waiting, and return what Triton said to those that it refused, "" for those that were answered."""
         said: list[str] = []
         done = threading.Semaphore(0)
 
@@ -70,7 +70,7 @@ class Client:
 
 
 class Load(NamedTuple):
-    """Milliseconds from a request to its answer, and images a second of all clients together."""
+    """Hold milliseconds from a request to its answer, and images a second of all clients together."""
 
     clients: int
     pictures: int
@@ -80,7 +80,7 @@ class Load(NamedTuple):
 
 
 def load(port: int, picture: bytes, clients: int, seconds: float) -> Load:
-    """So many clients, each of which asks again as soon as it has its answer.
+    """Run so many clients, each of which asks again as soon as it has its answer.
 
     Raises:
         Refused: a request was refused.

@@ -1,4 +1,4 @@
-"""Serves a TorchScript detector with Triton Inference Server (PyPI's nvidia-pytriton), on the loopback alone.
+"""Serve a TorchScript detector with Triton Inference Server (PyPI's nvidia-pytriton), on the loopback alone.
 
     python -m examples.export --out build/detector --weights yolov5s.pt
     python -m examples.triton.server build/detector/detector.ts
@@ -31,7 +31,7 @@ INPUT, OUTPUT = "picture", "answer"
 
 
 def decode(data: bytes, max_bytes: int, max_pixels: int) -> Image.Image | str:
-    """The image, or why there is none. An image that is too large is not decoded."""
+    """Return the image, or why there is none. An image that is too large is not decoded."""
     if len(data) > max_bytes:
         return f"the picture has {len(data)} bytes, but at most {max_bytes} are accepted"
     try:
@@ -46,7 +46,7 @@ def decode(data: bytes, max_bytes: int, max_pixels: int) -> Image.Image | str:
 
 
 def answers(detector: PictureDetector, files: list[bytes], max_bytes: int, max_pixels: int) -> list[bytes]:
-    """A line of JSON for each file; one that cannot be used does not disturb the others."""
+    """Return a line of JSON for each file; one that cannot be used does not disturb the others."""
     pictures = [decode(data, max_bytes, max_pixels) for data in files]
     found = iter(detector([picture for picture in pictures if not isinstance(picture, str)]))
     lines: list[dict[str, object]] = []
@@ -63,7 +63,7 @@ def answers(detector: PictureDetector, files: list[bytes], max_bytes: int, max_p
 
 
 def serve(detector: PictureDetector, options: argparse.Namespace) -> None:
-    """Until standard input is closed."""
+    """Serve until standard input is closed."""
     try:
         from pytriton.decorators import batch
         from pytriton.model_config import DynamicBatcher, ModelConfig, QueuePolicy, Tensor
