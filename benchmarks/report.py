@@ -723,7 +723,7 @@ def truths() -> str:
 
 
 def folder_list() -> str:
-    """List every results folder, newest first, with links to its pages from the repository's root."""
+    """List every results folder that has pages, newest first, with links to them from the repository's root."""
     lines = []
     for folder in sorted(
         [*folders("gpu"), *folders("cpu")], key=lambda path: (path.name[-10:], path.name), reverse=True
@@ -731,7 +731,8 @@ def folder_list() -> str:
         machine, day = folder.name[:-11].split("-")[0].upper(), folder.name[-10:]
         names = sorted((path.stem for path in folder.glob("*.md")), key=lambda name: (name != "tables", name))
         links = [f"[{name}]({(folder / name).relative_to(ROOT)}.md)" for name in names]
-        lines.append(f"- {machine}, {day}: {', '.join(links)}")
+        if links:  # plots alone, which git ignores, are those of this machine
+            lines.append(f"- {machine}, {day}: {', '.join(links)}")
     return "\n".join(lines) + "\n"
 
 

@@ -25,3 +25,14 @@ def test_the_plot_shows_the_headlines():
     rows = report.headlines()
     about = report.headline_table(rows).splitlines()[-1]
     assert report.plot_is_current(rows, report.PLOT, about), "type: python -m benchmarks.report"
+
+
+def test_a_folder_of_plots_alone_is_not_listed(tmp_path, monkeypatch):
+    """git ignores plots: a list that named their folder would differ from machine to machine."""
+    for day in (1, 2):
+        (tmp_path / f"cpu-2026-01-0{day}").mkdir()
+    (tmp_path / "cpu-2026-01-01/tables.md").touch()
+    (tmp_path / "cpu-2026-01-02/track.png").touch()
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    assert report.folder_list() == "- CPU, 2026-01-01: [tables](cpu-2026-01-01/tables.md)\n"
