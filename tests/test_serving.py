@@ -49,6 +49,21 @@ def test_a_lone_image_waits_for_max_wait_ms_and_no_longer():
         assert 0.09 < time.monotonic() - began < 5
 
 
+def test_callers_who_wait_for_their_results_share_one_batch():
+    model = Model(0.04)
+    with Batcher(model, max_wait_ms=25) as batcher:
+
+        def camera(number):
+            time.sleep(0.03 if number else 0)  # the others come while the first is predicted
+            for _ in range(5):
+                batcher.submit(number).result(timeout=10)
+                time.sleep(0.003)
+
+        with ThreadPoolExecutor(4) as callers:
+            list(callers.map(camera, range(4)))
+    assert [len(batch) for batch in model.batches[:4]] == [1, 4, 4, 4]
+
+
 def test_an_error_goes_to_its_caller_alone():
     model = Model()
     with Batcher(model, max_batch=4, max_wait_ms=500) as batcher:

@@ -1,4 +1,4 @@
-"""Shares one model between many threads: images that several callers submit go through ``predict`` in batches.
+"""Shares one model between many threads, whose images go through ``predict`` in batches.
 
 with Batcher(lambda images: model.predict(images, verbose=False), max_batch=16, max_wait_ms=2.0) as batcher:
     result = batcher.submit(frame).result()                                    # from any thread
@@ -6,6 +6,7 @@ with Batcher(lambda images: model.predict(images, verbose=False), max_batch=16, 
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 import time
@@ -23,15 +24,15 @@ __all__ = ["Batcher"]
 class Batcher:
     """Form batches of single images that any number of threads submit, and give each caller its own result.
 
-    One thread calls ``predict``. A batch goes out when it is full, or when its first image has waited for ``max_wait_ms``, or, if it is as
-    large as any of the last 16, when no other image has come for a sixteenth of that time: callers who wait for their results before they
-    submit again need not wait for the clock. While a batch is being predicted the next one fills up.
+    One thread calls ``predict``. A batch goes out when it is full, when it holds as many images as were inside at once during the last 16
+    batches, or when its first image has waited for ``max_wait_ms`` since the thread was free. So callers who wait for their results before
+    they submit again share one batch, and need not wait for the clock. While a batch is being predicted the next one fills up.
 
     Args:
         predict: Takes a list of images and returns a list of as many results, such as a ``YOLO`` or any other callable; for a model of
             YOLOv5's hub ``lambda images: model(images).tolist()``.
         max_batch: Images that go through ``predict`` at once, at most.
-        max_wait_ms: How long the first image of a batch waits for others, in milliseconds.
+        max_wait_ms: How long the first image of a batch waits for others, in milliseconds, beside the time for which a batch is predicted.
 
     Raises:
         TypeError: ``predict`` is not callable, ``max_batch`` not an integer, or ``max_wait_ms`` not a number.
@@ -91,37 +92,38 @@ def _run(
     max_wait: float,
     waiting: queue.SimpleQueue[tuple[Any, Future[Any], float] | None],
 ) -> None:
-    sizes: deque[int] = deque([max_batch], maxlen=16)  # of the last batches
+    peaks: deque[int] = deque([max_batch], maxlen=16)  # images inside when each of the last batches was predicted
+    answered = 0.0
     while (first := waiting.get()) is not None:
-        batch, end = [first], first[2] + max_wait
+        batch, end = [first], max(first[2], answered) + max_wait
         last: Any = ()
         while len(batch) < max_batch:
-            left = max(end - time.monotonic(), 0)
             try:
-                last = waiting.get(timeout=min(left, max_wait / 16) if len(batch) >= max(sizes) else left)
+                last = waiting.get(timeout=0 if len(batch) >= max(peaks) else max(end - time.monotonic(), 0))
             except queue.Empty:
                 break
             if last is None:
                 break
             batch.append(last)
-        sizes.append(len(batch))
-        _answer(predict, [(image, future) for image, future, _ in batch if future.set_running_or_notify_cancel()])
+        answers = _answers(
+            predict, [(image, future) for image, future, _ in batch if future.set_running_or_notify_cancel()]
+        )
+        peaks.append(len(batch) + waiting.qsize())  # before anybody who gets an answer submits again
+        for answer in answers:
+            answer()
+        answered = time.monotonic()
         if last is None:
             return
 
 
-def _answer(predict: Callable[[list[Any]], Any], batch: list[tuple[Any, Future[Any]]]) -> None:
-    """Set the results of a batch. If it fails, try its images one by one, so that only the cause of an error gets it."""
+def _answers(predict: Callable[[list[Any]], Any], batch: list[tuple[Any, Future[Any]]]) -> list[Callable[[], None]]:
+    """Return what sets each future. If the batch fails, its images are tried one by one, so that only the cause of an error gets it."""
     try:
         results = list(predict([image for image, _ in batch])) if batch else []
         if len(results) != len(batch):
             raise ValueError(f"Batcher: predict returned {len(results)} results for {len(batch)} images")
     except BaseException as error:
         if len(batch) == 1:
-            batch[0][1].set_exception(error)
-        else:
-            for one in batch:
-                _answer(predict, [one])
-        return
-    for (_, future), result in zip(batch, results):
-        future.set_result(result)
+            return [functools.partial(batch[0][1].set_exception, error)]
+        return [answer for one in batch for answer in _answers(predict, [one])]
+    return [functools.partial(future.set_result, result) for (_, future), result in zip(batch, results)]

@@ -78,7 +78,7 @@ class InferenceGraphs(CapturedCallable[_Captured]):
         self,
         module: nn.Module,
         *,
-        max_graphs: int = 16,
+        max_graphs: int = 48,
         warmup: int = 2,
         settings: Callable[[nn.Module], Iterable[object]] = lambda module: (),
         capturing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
