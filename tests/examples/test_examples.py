@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from examples import command_line, draw, export, serve, train_step
-from examples.pictures import PictureDetector, detections_of, detector_of, find_pictures, read
+from examples.pictures import PictureDetector, detector_of, find_pictures, read
 from tests import starter, stock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,24 +158,6 @@ def test_pictures_ts_is_drawn_and_served_too(tmp_path):
     assert f"{len(wanted)} detections -> " in ran.stdout
 
 
-def test_results_of_ultralytics_become_detections():
-    results = pytest.importorskip("ultralytics.engine.results")
-    image, names = np.zeros((20, 30, 3), np.uint8), ["ant", "bee"]
-    masks = torch.zeros(1, 20, 30)
-    masks[:, 3:5] = 1
-    kind = {"path": "", "names": dict(enumerate(names))}
-    upright = results.Results(image, boxes=torch.tensor([[1.0, 2, 9, 8, 0.75, 1]]), masks=masks, **kind)
-    (found,) = detections_of(upright, names)
-    assert found[:4] == ("bee", 0.75, [1, 2, 9, 8], None)
-    assert found.mask.dtype == bool and found.mask.sum() == 60 and found.mask[3:5].all()
-    rotated = results.Results(image, obb=torch.tensor([[10.0, 8, 8, 4, torch.pi / 2, 0.5, 0]]), **kind)
-    (found,) = detections_of(rotated, names)
-    assert found.name == "ant" and found.mask is None
-    np.testing.assert_allclose(found.box, [8, 4, 12, 12], atol=1e-4)
-    np.testing.assert_allclose(sorted(found.corners), [[8, 4], [8, 12], [12, 4], [12, 12]], atol=1e-4)
-    assert list(detections_of(results.Results(image, boxes=torch.zeros(0, 6), **kind), names)) == []
-
-
 def test_a_yolov5_checkpoint_is_served_with_stocks_boxes(tmp_path, no_yolov5, monkeypatch):
     """Exported from the real model class, served where YOLOv5 does not exist: stock's decode and suppression, to rounding."""
     yolo = pytest.importorskip("yolov5.models.yolo")
@@ -210,14 +192,6 @@ def test_a_yolov5_checkpoint_is_served_with_stocks_boxes(tmp_path, no_yolov5, mo
         rtol=1e-4,
         atol=0.02,
     )
-
-
-def test_export_writes_what_the_cpp_program_wants(tmp_path):
-    printed = run("examples.export", "--out", tmp_path, "--img", "64").stdout
-    assert "wrote detector.ts, pictures.ts, image.npy and golden/" in printed
-    detector = PictureDetector(tmp_path / "detector.ts")
-    assert (detector.size, detector.names) == (64, [str(c) for c in range(export.CLASSES)])
-    assert {"image.npy", "detector.ts", "golden"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def refused(capsys, monkeypatch, name, *arguments) -> str:
@@ -330,25 +304,6 @@ def test_serving_goes_on_after_whatever_pillow_raises(files, detector):
     ran = subprocess.run(command, input=names, env=env, capture_output=True, text=True, timeout=300)
     answers = [json.loads(line) for line in ran.stdout.splitlines()]
     assert ran.returncode == 1 and ["error" in answer for answer in answers] == [True, True, False], ran.stderr
-
-
-@pytest.mark.timeout(300)  # where a pipe is waited for
-def test_serving_takes_names_of_any_bytes(files, detector):
-    """Not UTF-8, with a blank at the end, and of a FIFO; as from a shell in en_US.UTF-8, whose stdin is strict."""
-    odd = b"bad\xff.png", b"blank.png "
-    for name in odd:
-        shutil.copy("picture.png", name)
-    os.mkfifo("fifo.png")
-    names = b"\n".join((b"picture.png", *odd, b"fifo.png", b"picture.png", b""))
-    command = [sys.executable, "-m", "examples.serve", str(detector), "-"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8:strict"}
-    ran = subprocess.run(command, input=names, env=env, capture_output=True, timeout=300)
-    answers = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert ran.returncode == 1 and not ran.stderr, ran.stderr
-    assert ["error" in answer for answer in answers] == [False, False, False, True, False]
-    assert [os.fsencode(answer["picture"]) for answer in answers[1:3]] == list(odd) and "is not a file" in str(
-        answers[3]
-    )
 
 
 CLONE = """

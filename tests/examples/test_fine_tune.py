@@ -19,22 +19,6 @@ from torch_fastdet.ultralytics import host
 EXAMPLES = Path(fine_tune.__file__).parent
 
 
-def test_drawn_data(tmp_path):
-    data = fine_tune.draw_data(tmp_path / "data", 10)
-    assert [len(list((tmp_path / f"data/images/{split}").glob("*.jpg"))) for split in ("train", "val")] == [8, 2]
-    rows = (tmp_path / "data/labels/val/0004.txt").read_text().splitlines()
-    assert rows and all(len(row.split()) == 5 for row in rows) and "names: ['square'" in data.read_text()
-
-
-@pytest.mark.parametrize(
-    "weights, words", [("a.pt", ["--weights", "a.pt"]), ("a.yaml", ["--weights", "", "--cfg", "a.yaml"])]
-)
-def test_command_of_yolov5(tmp_path, weights, words):
-    command = fine_tune.yolov5_command(tmp_path / "d.yaml", weights, 3, 640, tmp_path, "there/train.py")
-    assert command[1:5] == ["-m", "torch_fastdet.yolov5", "--fastdet", "there/train.py"]
-    assert command[7 : 7 + len(words)] == words
-
-
 @pytest.mark.parametrize("host", ["yolov5", "ultralytics"])
 def test_the_next_command_is_understood(tmp_path, monkeypatch, host):
     """Whatever the folder's name, and where the checkpoint lies outside of the clone that trained it."""

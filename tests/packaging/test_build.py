@@ -133,18 +133,6 @@ def test_what_the_build_says_of_a_machine(tmp_path, case):
     assert "Traceback" not in result.stderr and all(sentence in result.stderr for sentence in sentences), result.stderr
 
 
-def test_a_toolkit_may_be_named_relative_to_this_folder(tmp_path):
-    """torch runs nvcc where the objects are."""
-    result = subprocess.run(
-        [sys.executable, "-c", "import setup; print(setup.nvcc_path())", "--version"],
-        cwd=ROOT,
-        env={**os.environ, **fake_nvcc(tmp_path, str(CUDA)), "CUDA_HOME": os.path.relpath(tmp_path, ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.stdout.splitlines()[-1:] == [f"{tmp_path}/bin/nvcc"], result.stderr
-
-
 def test_a_library_of_another_python_is_taken(tmp_path, compiler):
     """Nothing is compiled: without Python's headers the module is left out, too. The configuration is that of the build in place."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -192,18 +180,6 @@ def test_compiler_without_the_shared_runtime(tmp_path, static_compiler):
     result = build_ext(tmp_path, static_compiler)
     assert result.returncode != 0 and "Traceback" not in result.stderr
     assert "does not link the shared C++ runtime libstdc++.so.6" in result.stderr and "type: CXX=g++" in result.stderr
-
-
-def test_compiler_whose_link_to_the_shared_runtime_dangles(dangling_compiler):
-    """An exception of torch's that meets another C++ runtime crashes the process."""
-    result = subprocess.run(
-        [sys.executable, "-c", "import setup; print(setup.shared_libstdcxx())", "--version"],
-        cwd=ROOT,
-        env={**os.environ, "CXX": dangling_compiler, "TORCH_FASTDET_CUDA": "0"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0 and result.stdout.endswith("['-l:libstdc++.so.6']\n"), result.stderr
 
 
 @pytest.mark.parametrize("version", ["2.5.1", "2.9.1+cu128", "2.16.0", "3.0.0"])

@@ -73,39 +73,6 @@ def test_another_library_and_python(wheel, capsys):
     assert f"{check_wheel.LIBRARY} needs Python" in said and f"{check_wheel.LIBRARY} needs lib" in said
 
 
-def test_a_path_of_the_build_machine(monkeypatch):
-    dynamic = " 0x1d (RUNPATH) Library runpath: [$ORIGIN/../torch/lib:/home/me/cuda/lib]\n"
-    monkeypatch.setattr(check_wheel, "readelf", lambda library, *options: dynamic if options == ("-d",) else "")
-    assert check_wheel.library_problems("x.so", Path("x.so")) == ["x.so looks for libraries in /home/me/cuda/lib"]
-
-
-def test_operators_are_compiled_once_for_a_torch(tmp_path, monkeypatch):
-    asked = []
-
-    def build(python, dist, cuda, like):
-        asked.append((python, cuda, like and like.name))
-        (dist / f"{python}.whl").touch()
-        return dist / f"{python}.whl"
-
-    monkeypatch.delenv("CUDA_HOME", raising=False)
-    monkeypatch.delenv("TORCH_FASTDET_CUDA", raising=False)
-    monkeypatch.setattr(wheels.shutil, "which", lambda name: name)
-    monkeypatch.setattr(wheels, "environment", lambda python, torch: f"{python}-{torch}")
-    monkeypatch.setattr(wheels, "build", build)
-    monkeypatch.setattr(wheels.cuda12, "toolkit", lambda: "cuda12")
-    monkeypatch.setattr(wheels.check_wheel, "main", lambda paths: 0)
-    for name in ("try_wheel", "write_index"):
-        monkeypatch.setattr(wheels, name, lambda *_: [])
-    wheels.build_all(["a", "b"], ["2.10.0", "2.11.0"], tmp_path)
-    of_cuda12 = {"CUDA_HOME": "cuda12"}
-    assert asked == [
-        ("a-2.10.0", of_cuda12, None),
-        ("b-2.10.0", of_cuda12, "a-2.10.0.whl"),
-        ("a-2.11.0", {}, None),
-        ("b-2.11.0", {}, "a-2.11.0.whl"),
-    ]
-
-
 def test_pip_finds_the_wheel_by_the_index_alone(tmp_path):
     name = "torch_fastdet-9.9.9+cu130torch2.11"
     with zipfile.ZipFile(tmp_path / f"{name}-py3-none-any.whl", "w") as archive:
