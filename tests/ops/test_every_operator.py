@@ -15,7 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from tests.launches import no_sync
-from tests.ops import test_deformable_attention, test_linear_assignment, test_slices, test_v8_loss, test_yolov5_loss
+from tests.ops import (
+    test_deformable_attention,
+    test_image,
+    test_linear_assignment,
+    test_rtdetr_loss,
+    test_slices,
+    test_v8_loss,
+    test_yolov5_loss,
+)
 from tests.ops.capture import capture
 from tests.ops.nms_samples import clustered, rotated
 from tests.ops.test_masks import problem as masks_problem
@@ -77,6 +85,22 @@ def segmented() -> tuple:
     return heads, torch.randn(2, 8, 32, 24), torch.randint(0, 4, (2, 32, 24)), targets, *rest
 
 
+def norm(*channels: int) -> list[list[Tensor]]:
+    """Weights, biases, running means and variances, and counts of norms."""
+    vectors = [[torch.rand(c) + 0.5 for c in channels] for _ in range(4)]
+    return [*vectors, [torch.tensor(3) for _ in channels]]
+
+
+def rtdetr() -> tuple:
+    problem = test_rtdetr_loss.Problem(test_rtdetr_loss.CASES[0], seed=int(torch.randint(99, ())))
+    return problem.arguments(problem.predictions)
+
+
+def plans() -> tuple[list[Tensor], Tensor]:
+    drawn = test_image.Plans(0, 3)
+    return [torch.from_numpy(drawn.storage)], torch.from_numpy(drawn.letterbox)
+
+
 def lists(count: int) -> list[list[Tensor]]:
     return [[torch.randn(5), torch.randn(0), torch.randn(3, 4)] for _ in range(count)]
 
@@ -95,6 +119,35 @@ CALLS: dict[str, Callable[[], tuple[Any, tuple, dict[str, Any], tuple[int, ...]]
     ),
     "max_pool": lambda: (OPS.max_pool, (torch.randn(2, 8, 4, 6).to(memory_format=LAST), 2), {}, (0,)),
     "max_pools_cat": lambda: (ops.max_pools_cat, (torch.randn(2, 8, 4, 6).to(memory_format=LAST), 5, 3), {}, (0,)),
+    "bn_act": lambda: (
+        ops.bn_act, (torch.randn(2, 8, 3, 4).half(), *(each[0] for each in norm(8)), 0.1, 1e-3), {}, (0, 1, 2),
+    ),
+    "bn_act, channels_last": lambda: (
+        ops.bn_act, (torch.randn(2, 8, 3, 4).to(memory_format=LAST), None, None), {"residual": torch.randn(2, 8, 3, 4)}, (0, 1),
+    ),
+    "bn_act_cat": lambda: (
+        ops.bn_act_cat, ([torch.randn(2, c, 3, 4) for c in (3, 8)], *norm(3, 8)), {"activation": "relu"}, (0, 1, 2, 3, 4, 5),
+    ),
+    "bias_act": lambda: (
+        ops.bias_act,
+        (torch.randn(2, 8, 3, 4), torch.randn(8)),
+        {"residual": torch.randn(2, 8, 3, 4), "mean": torch.randn(8), "variance": torch.rand(8) + 0.5},
+        (),
+    ),
+    "image_augment": lambda: (
+        ops.image_augment,
+        (*test_image.Problem(1, (12, 9)).arguments("cpu"), [12, 9]),
+        {"channels_last": True},
+        (),
+    ),
+    "image_augment_": lambda: (
+        ops.image_augment_,
+        (torch.zeros(6, 3, 12, 9, dtype=torch.uint8), *test_image.Problem(1, (12, 9)).arguments("cpu")),
+        {},
+        (),
+    ),
+    "image_letterbox": lambda: (ops.image_letterbox, (*plans(), [20, 30]), {"dtype": torch.float32}, ()),
+    "image_letterbox_": lambda: (ops.image_letterbox_, (torch.zeros(7, 3, 20, 30, dtype=torch.uint8), *plans()), {}, ()),
     "space_to_depth": lambda: (ops.space_to_depth, (torch.randn(2, 3, 8, 6).half(), 16, True), {}, (0,)),
     "stem_conv2d": lambda: (ops.stem_conv2d, (torch.randn(2, 16, 6, 5).half(), torch.randn(16, 16, 2, 2).half()), {}, (1,)),
     "deformable_attention": lambda: (
@@ -159,6 +212,7 @@ CALLS: dict[str, Callable[[], tuple[Any, tuple, dict[str, Any], tuple[int, ...]]
         ops.yolov5_loss, test_yolov5_loss.sample_call("cpu", layout="4d_channels_last"), {}, (0, 1),
     ),
     "yolov5_segmentation_loss": lambda: (ops.yolov5_segmentation_loss, segmented(), {"overlap": True}, (0, 1, 2)),
+    "rtdetr_loss": lambda: (ops.rtdetr_loss, rtdetr(), {}, (0, 1, 4, 5)),
     "v8_loss": lambda: (ops.v8_loss, test_v8_loss.sample_call("cpu"), {"topk": 7, "topk2": 1}, (0, 1)),
     "v8_loss, channels_last": lambda: (ops.v8_loss, test_v8_loss.sample_call("cpu", layout="channels_last"), {}, (0, 1)),
     "v8_obb_loss": lambda: (ops.v8_obb_loss, obb(), {}, (0, 1, 2)),
@@ -209,7 +263,7 @@ class Sample:
         self.tensors = [self.leaves[i].detach().to(device) for i in self.at]
         for number in self.with_gradients:
             self.tensors[number].requires_grad_()
-        self.writes = name.partition(",")[0].endswith("_") or name == "sum_slices"
+        self.writes = name.partition(",")[0].endswith("_") or name in ("sum_slices", "bn_act", "bn_act_cat")
         self.grads: list[Tensor] = []
 
     def arguments(self, tensors: tuple[Tensor, ...]) -> tuple[tuple, dict[str, Any]]:

@@ -507,60 +507,6 @@ def test_wrong_device(cuda):
         ops.image_augment(*good[:4], good[4].cpu(), *good[5:], [16, 16])
 
 
-def test_opcheck(device):
-    problem = Problem(1, (12, 9))
-    arguments = problem.arguments(device)
-    namespace = torch.ops.torch_fastdet
-    torch.library.opcheck(
-        namespace.image_augment, (*arguments, [12, 9]), {"dtype": torch.float16, "channels_last": True}
-    )
-    out = torch.zeros(6, 3, 12, 9, dtype=torch.uint8, device=device)
-    torch.library.opcheck(namespace.image_augment_, (out, *arguments), {"warp": "fixed"})
-    plans = Plans(0, 3)
-    storage, letterbox, resize = tensors((plans.storage, plans.letterbox, plans.resize), device)
-    torch.library.opcheck(namespace.image_letterbox, ([storage], letterbox, [20, 30]), {"dtype": torch.float32})
-    torch.library.opcheck(namespace.image_letterbox_, (out[:1].expand(1, 3, 12, 9), [storage], letterbox[:1]))
-    torch.library.opcheck(
-        namespace.image_resize_, (torch.zeros(plans.resized, dtype=torch.uint8, device=device), [storage], resize)
-    )
-
-
-def test_meta():
-    arguments = Problem(1, (12, 9)).arguments("meta")
-    out = ops.image_augment(*arguments, [12, 9], dtype=torch.float16, channels_last=True)
-    assert (
-        out.shape == (6, 3, 12, 9)
-        and out.dtype == torch.float16
-        and out.is_contiguous(memory_format=torch.channels_last)
-    )
-
-
-def test_script_and_compile(device):
-    problem = Problem(4, (20, 33))
-    arguments = problem.arguments(device)
-
-    def batch(storages: list[torch.Tensor], p, la, m, pi, b, t, k):
-        return ops.image_augment(storages, p, la, m, pi, b, t, k, [20, 33])
-
-    expected = batch(*arguments)
-    compiled = torch.compile(batch, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(*arguments), expected)
-    fewer = [*arguments[:4], arguments[4][:5], arguments[5][:5], *arguments[6:]]
-    dynamic = torch.compile(batch, fullgraph=True, backend="aot_eager", dynamic=True)
-    assert torch.equal(dynamic(*fewer), expected[:5]) and torch.equal(dynamic(*arguments), expected)
-
-    class Letterbox(torch.nn.Module):
-        def forward(self, storage: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
-            out = ops.image_letterbox([storage], plan, [24, 40], dtype=torch.float16)
-            ops.image_letterbox_(out, [storage], plan)
-            return out
-
-    plans = Plans(2, 3)
-    storage, plan = tensors((plans.storage, plans.letterbox), device)
-    scripted = torch.jit.script(Letterbox())
-    assert torch.equal(scripted(storage, plan), Letterbox()(storage, plan))
-
-
 def test_opencv_rules():
     warp, lanes = ops.opencv_rules()
     assert warp in ("fixed", "float") and lanes in (0, 4, 8, 16, 32, 64, 128)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.launches import no_sync
 from tests.ops.capture import capture
 from tests.ops.nms_samples import clustered
 from tests.ops.test_nms import ANCHORS, FORMS, STRIDES, as_ultralytics, split_heads, ultralytics_heads, yolov5_heads
@@ -258,19 +257,6 @@ def test_modules_refuse_at_construction(options):
             make()
 
 
-def test_scale_boxes_in_a_graph(cuda):
-    """Nothing comes from the host, also the first time."""
-    boxes = torch.rand(5, 6, device=cuda) * 600
-    want = ops.scale_boxes([640, 640], boxes.cpu(), [480, 333])
-    with no_sync():
-        same(ops.scale_boxes([640, 640], boxes, [480, 333]).shape, want.shape)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = ops.scale_boxes([640, 640], boxes, [480, 333])
-    graph.replay()
-    same(got.cpu(), want)
-
-
 GRAPHED = {
     "best class": {},
     "multi label": {"multi_label": True, "conf_thres": 0.001},
@@ -290,17 +276,6 @@ def test_graph_replay_with_changed_inputs(cuda, options):
         static.copy_(data)
         graph.replay()
         same([t.cpu() for t in got], ops.non_max_suppression_padded(data, **options))
-
-
-def test_graph_of_raw_heads(cuda):
-    heads = [h.to(cuda) for h in yolov5_heads(2, 4)]
-    module = YOLOv5PostProcess(ANCHORS, STRIDES, nc=4).to(cuda)
-    graph, got = capture(lambda: module(heads))
-    for seed in (1, 2):
-        for head, fresh in zip(heads, yolov5_heads(2, 4, seed=seed)):
-            head.copy_(fresh)
-        graph.replay()
-        same(got, module(heads))
 
 
 @pytest.mark.slow

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.launches import launched, no_sync
-from tests.ops.capture import capture
+from tests.launches import launched
 from tests.references import rtdetr_loss as reference
 from torch_fastdet import ops
 
@@ -245,55 +244,6 @@ def test_repeatable(device):
         assert torch.equal(first[0], again[0]) and all(map(torch.equal, first[3], again[3]))
 
 
-def test_opcheck(device):
-    for case in (CASES[0], CASES[1]):
-        problem = Problem(case, device)
-        torch.library.opcheck(operator.default, problem.arguments(problem.predictions))
-    problem = Problem(CASES[0], device)
-    leaves = [tensor.requires_grad_() for tensor in problem.predictions]
-    torch.library.opcheck(operator.default, problem.arguments(leaves))
-    leaves = [tensor.detach() for tensor in leaves]
-    arguments = problem.arguments(leaves)
-    loss, _, _, *state = operator(*arguments)
-    torch.library.opcheck(backward_operator.default, (loss, *arguments[:4], *state, *leaves[2:]))
-
-
-def test_programs(device):
-    """TorchScript, torch.compile and export."""
-    problem = Problem(CASES[0], device)
-    wanted = problem.run()
-
-    class Loss(torch.nn.Module):
-        def forward(
-            self,
-            boxes: torch.Tensor,
-            scores: torch.Tensor,
-            targets: torch.Tensor,
-            counts: torch.Tensor,
-            dn_boxes: torch.Tensor,
-            dn_scores: torch.Tensor,
-            dn_matches: torch.Tensor,
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            return ops.rtdetr_loss(boxes, scores, targets, counts, dn_boxes, dn_scores, dn_matches)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(Loss(), fullgraph=True, backend="aot_eager")
-    for function in (torch.jit.script(Loss()), compiled):
-        found = problem.run(function)
-        assert torch.equal(found[0], wanted[0]) and all(map(torch.equal, found[3], wanted[3]))
-    program = torch.export.export(Loss(), problem.arguments(problem.predictions))
-    assert torch.equal(program.module()(*problem.arguments(problem.predictions))[0], wanted[0])
-
-
-def test_no_second_derivative(device):
-    problem = Problem(CASES[0], device)
-    leaves = [tensor.requires_grad_() for tensor in problem.predictions]
-    loss = ops.rtdetr_loss(*problem.arguments(leaves))[0]
-    (grad,) = torch.autograd.grad(loss, leaves[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="rtdetr_loss: a second derivative was asked for"):
-        grad.sum().backward()
-
-
 BAD = [
     (lambda a: [a[0][0], *a[1:]], r"boxes has shape \[3, 20, 4\], but \(sets, images, queries, 4\)"),
     (lambda a: [a[0], a[1][0], *a[2:]], r"scores has shape \[3, 20, 6\], but \(sets, images, queries, classes\)"),
@@ -360,42 +310,6 @@ def test_launches(cuda):
     grad = torch.ones_like(loss)
     assert len(launched(lambda: operator(*problem.arguments(leaves)))) == 4
     assert len(launched(lambda: torch.autograd.grad(loss, leaves, grad, retain_graph=True))) == 1
-
-
-def test_graph(cuda):
-    """Replays follow predictions, targets and counts."""
-    problem = Problem(CASES[0], cuda)
-    leaves = [tensor.requires_grad_() for tensor in problem.predictions]
-
-    def step():
-        loss, terms, status = ops.rtdetr_loss(*problem.arguments(leaves))
-        return [loss, terms, status, *torch.autograd.grad(loss, leaves)]
-
-    graph, captured = capture(step)
-    for seed, counts in ((1, [0, 0, 0]), (2, [5, 5, 5]), (3, [1, 4, 0])):
-        other = Problem(([5, 5, 5], *CASES[0][1:]), cuda, seed=seed)
-        with torch.no_grad():
-            for leaf, new in zip(leaves, other.predictions):
-                leaf.copy_(new)
-            problem.targets.copy_(other.targets.nan_to_num(0.4))
-            problem.counts.copy_(torch.tensor(counts))
-        graph.replay()
-        assert all(map(torch.equal, captured, step()))
-
-
-def test_no_host_sync(cuda):
-    problem = Problem(CASES[0], cuda)
-    with no_sync():
-        problem.run()
-
-
-def test_other_device(cuda):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
-    problem = Problem(CASES[0], "cuda:1")
-    loss, terms, _, _ = problem.run()
-    assert loss.device.index == 1
-    torch.testing.assert_close(terms.double().cpu(), problem.exact()[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.sanitizer
