@@ -1,24 +1,25 @@
 """Upsampling joined with the concatenation behind it: only where nothing else sees its result. Images that the stem divides."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from torch_fastdet.nn import bn_act, stem
+from torch_fastdet.rewrites.layers import stem_of_bytes, takes_bytes, upsample_concat
 from torch_fastdet.rewrites.rewrite import Framework, rewritten
-from torch_fastdet.rewrites.stem_of_bytes import StemOfBytes, takes_bytes
-from torch_fastdet.rewrites.upsample_concat import UpsampleConcat
 from torch_fastdet.switches.upsample.switch import upsample_forward
 
 HERE = (__name__,)
 
 
 def joined_upsampling(model, loop, modules):
-    return rewritten(model, [UpsampleConcat(Framework(modules, ("forward", loop)))])
+    return rewritten(model, [partial(upsample_concat, framework=Framework(modules, ("forward", loop)))])
 
 
 def images_of_bytes(model, methods, modules):
-    return rewritten(model, [StemOfBytes(Framework(modules, methods))])
+    return rewritten(model, [partial(stem_of_bytes, framework=Framework(modules, methods))])
 
 
 class Concat(nn.Module):

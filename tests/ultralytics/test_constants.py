@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_fastdet.rewrites.constants import ConstantsOnDevice
 from torch_fastdet.rewrites.rewrite import rewritten
+from torch_fastdet.rewrites.rtdetr import constants_on_device
 
 transformer = pytest.importorskip("ultralytics.nn.modules.transformer", exc_type=ImportError)
 head = pytest.importorskip("ultralytics.nn.modules.head", exc_type=ImportError)
@@ -40,16 +40,12 @@ def test_are_made_on_the_models_device(kind):
     model, x = torch.nn.Sequential(make()).eval(), images()
     with torch.no_grad():
         expected = model(x)
-        with rewritten(model, [ConstantsOnDevice()]):
+        with rewritten(model, [constants_on_device]):
             found = model(x)
     for mine, theirs in zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected)):
         assert not isinstance(mine, torch.Tensor) or torch.equal(mine, theirs)
     if kind == "AIFI":  # the decoder reads numbers, which have no values there
-        with rewritten(model.to("meta"), [ConstantsOnDevice()]), Ranges() as ranges:
+        with rewritten(model.to("meta"), [constants_on_device]), Ranges() as ranges:
             model(x.to("meta"))
         assert ranges.devices == {"meta"}
     assert "forward" not in vars(model[0])
-
-
-def test_other_models_stay():
-    assert ConstantsOnDevice().matches(torch.nn.Sequential(torch.nn.Linear(2, 2)).eval()) is not None

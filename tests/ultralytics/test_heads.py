@@ -11,8 +11,7 @@ from tests.bn_act_models import Operators, tensors
 from torch_fastdet.nn import bn_act
 from torch_fastdet.nn.joint import JOINT, OF_ONE_INPUT
 from torch_fastdet.rewrites.casts import weights_cast_once
-from torch_fastdet.rewrites.first_blocks import FirstBlocks
-from torch_fastdet.rewrites.heads import HeadRows
+from torch_fastdet.rewrites.heads import first_blocks, head_rows
 from torch_fastdet.rewrites.rewrite import rewritten
 
 ultralytics = pytest.importorskip("ultralytics", exc_type=ImportError)
@@ -46,7 +45,7 @@ def test_values_and_gradients(device, same_convolutions, fused_blocks, name, kin
         own = copy.deepcopy(model)
         loss = getattr(losses, kind)(own)
         if inside:
-            with rewritten(own, [HeadRows()]):
+            with rewritten(own, [head_rows]):
                 preds = own(images)
         else:
             preds = own(images)
@@ -72,7 +71,7 @@ def test_evaluation(device, same_convolutions, fused_blocks, name):
         model = model.fuse() if fused else model
         with torch.no_grad():
             want = tensors(model(images))
-            with rewritten(model, [HeadRows()]), Operators() as operators:
+            with rewritten(model, [head_rows]), Operators() as operators:
                 found = tensors(model(images))
             in_heads = 6 * (2 if name == "yolo26n.yaml" and not fused else 1)
             # On a CPU blocks of the network stay as they are.
@@ -85,14 +84,14 @@ def test_evaluation(device, same_convolutions, fused_blocks, name):
 
 def test_what_is_left_to_stock(monkeypatch, fused_blocks):
     def takes(model):
-        with rewritten(model, [HeadRows()]):
+        with rewritten(model, [head_rows]):
             return "forward_head" in vars(model.model[-1])
 
     model = make("yolov8n.yaml")
     assert takes(model)
     with monkeypatch.context() as without:
         without.setattr(type(model.model[0]), "forward", lambda self, x: x)
-        assert HeadRows().matches(model) == "bn_act_optim has replaced none of its blocks."
+        assert not takes(model)
     assert takes(copy.deepcopy(model).eval())
     assert not takes(copy.deepcopy(model).to(memory_format=torch.contiguous_format))
     assert not takes(
@@ -143,7 +142,7 @@ def compare_first_blocks(detect, device, monkeypatch, joined):
     runs = []
     for inside in (False, True):
         own, operators = copy.deepcopy(model), Operators()
-        at_once = rewritten(own, [FirstBlocks()]) if inside else contextlib.nullcontext()
+        at_once = rewritten(own, [first_blocks]) if inside else contextlib.nullcontext()
         cast_once = weights_cast_once(own, torch.bfloat16 if inside else None)
         with operators, torch.autocast(device.type, torch.bfloat16), at_once, cast_once:
             preds = own.model[-1](list(x))

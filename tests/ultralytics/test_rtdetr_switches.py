@@ -21,9 +21,8 @@ from tests.conftest import cuda_missing
 from tests.graphs import fake_gpu
 from torch_fastdet.nn import bn_act
 from torch_fastdet.patching import switch
-from torch_fastdet.rewrites.max_pool import MaxPool
 from torch_fastdet.rewrites.rewrite import rewritten
-from torch_fastdet.rewrites.rtdetr import DeformableAttention, WithoutAveragedWeights
+from torch_fastdet.rewrites.rtdetr import deformable_attention, max_pools, without_averaged_weights
 from torch_fastdet.switches.cuda_graph import rtdetr
 from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
 from torch_fastdet.ultralytics import patch, unpatch
@@ -200,7 +199,7 @@ def test_each_switch_alone(given, on):
 def test_an_evaluated_model_attends_by_operators(on):
     model, x = make_model().eval(), torch.rand(2, 3, 64, 96)
     on("fake", bn_act_optim=True)
-    rewrites = [DeformableAttention(), WithoutAveragedWeights()]
+    rewrites = [deformable_attention, without_averaged_weights]
     with torch.no_grad():
         wanted = model(x)
         with rewritten(model, rewrites):
@@ -406,7 +405,7 @@ def test_the_pooling_of_the_stem_keeps_bytes(on):
     torch.manual_seed(0)
     stem, x = HGStem(3, 8, 8).train(), torch.randn(2, 3, 32, 40)
     found = []
-    for rewrites in ([], [MaxPool()]):
+    for rewrites in ([], [max_pools]):
         with rewritten(stem, rewrites):
             assert ("forward" in vars(stem.pool)) == bool(rewrites)
             y = stem(x)

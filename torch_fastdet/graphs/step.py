@@ -25,7 +25,7 @@ from torch_fastdet.nn import bn_act
 from torch_fastdet.nn.stem import divided
 from torch_fastdet.optim import FusedStep
 from torch_fastdet.rewrites.casts import weights_cast_once
-from torch_fastdet.rewrites.stem_of_bytes import takes_bytes
+from torch_fastdet.rewrites.layers import takes_bytes
 
 _KINDS = {
     (True, True): "one step",

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet._torch.private import Context, runs_plainly
+from torch_fastdet._torch.private import Context
 from torch_fastdet.patching.evidence import agree, pictures
-from torch_fastdet.patching.protocols import Function, Names
-from torch_fastdet.rewrites.rewrite import Forwards, obstacle_to_other_sums, obstacle_to_rows
+from torch_fastdet.patching.protocols import Names
+from torch_fastdet.rewrites.rewrite import Changes, adds_freely, is_in_nhwc, plain_modules
 
 MODULE = "ultralytics.nn.modules.block"
 MOST_POSITIONS = 1024  # of the operator, core::kMostSoftmaxColumns
@@ -88,23 +88,10 @@ def _is_stocks(name: str, forward: Any) -> bool:
     return all(agree(forward, ours, case, pictures(4)) for case in cases)
 
 
-def _blocks(model: nn.Module) -> list[Any]:
-    return [
-        module
-        for module in model.modules()
-        if type(module).__module__ == MODULE
-        and type(module).__name__ in _KNOWN
-        and runs_plainly(module, type(module).forward)
-        and _is_stocks(type(module).__name__, type(module).forward)
-    ]
-
-
-class AttentionInRows(Forwards):
+def attention_in_rows(model: nn.Module) -> Changes:
     """Let Ultralytics' ``Attention`` and ``AAttn`` run as :func:`_attend`."""
-
-    about = "attention blocks read channels_last images without copying them"
-    without = "it has no attention block of Ultralytics'."
-    obstacles = obstacle_to_other_sums, obstacle_to_rows
-
-    def forwards(self, model: nn.Module) -> list[tuple[nn.Module, Function]]:
-        return [(block, functools.partial(_KNOWN[type(block).__name__][0], block)) for block in _blocks(model)]
+    if adds_freely(model) and is_in_nhwc(model):
+        for block in plain_modules(model, *((MODULE, name) for name in _KNOWN)):
+            name = type(block).__name__
+            if _is_stocks(name, type(block).forward):
+                yield block, "forward", functools.partial(_KNOWN[name][0], block)

@@ -8,19 +8,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_fastdet._torch.modules import put_attributes
 from torch_fastdet._torch.private import Context, foreach_copy_, foreach_zero_, runs_plainly
 from torch_fastdet.nn.bn_act import convolutions_of_one_input, is_used
 from torch_fastdet.nn.joint import JOINT
 from torch_fastdet.nn.stem import has_stem_shape
-from torch_fastdet.patching.evidence import Obstacle
-from torch_fastdet.rewrites.rewrite import rewritten
+from torch_fastdet.rewrites.rewrite import Changes, rewritten
 
 _FORWARD = nn.Conv2d.forward
 _LINEAR = nn.Linear.forward
@@ -257,7 +256,31 @@ def _takes_cast(layer: nn.Module) -> TypeGuard[Layer]:
     return all(p is None or (p.dtype == torch.float32 and p.device == weight.device) for p in parameters)
 
 
-class WeightsCastOnce:
+def _changes(model: nn.Module, dtype: torch.dtype) -> Changes:
+    layers = [module for module in model.modules() if _takes_cast(module)]
+    if not layers:
+        return
+    convs = [layer for layer in layers if isinstance(layer, nn.Conv2d)]
+    joined = _joined(model, convs)
+    rooms = _rooms(layers, joined)
+    trained, frozen = ([r for r in rooms if r.members[0].requires_grad is wanted] for wanted in (True, False))
+    made = [
+        *_CastAll.apply(dtype, trained, *[p for room in trained for p in room.members]),
+        *_cast_into_rooms(frozen, dtype),
+    ]
+    cast = {p: (room, tensor) for room, tensor in zip(trained + frozen, made) for p in room.members}
+    products = is_used(model)
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            yield layer, "forward", _linear(layer, cast, dtype, products)
+        else:
+            yield layer, "forward", _forward_of(layer, cast, dtype, products and _is_pointwise(layer))
+    for group in joined:
+        joint = _joint_of(group[0], cast[group[0].weight][1], dtype)
+        yield from ((conv, JOINT, joint) for conv in group)
+
+
+def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[None]:
     """Let convolutions and linear layers take copies of their parameters in autocast's dtype, which one function made at the start.
 
     Autocast casts each weight and each gradient by itself, in two launches a layer, of a microsecond of work each. The
@@ -270,51 +293,10 @@ class WeightsCastOnce:
     them as one (:data:`torch_fastdet.nn.joint.JOINT`).
 
     Args:
+        model: the model.
         dtype: that of autocast; None where it is off.
     """
-
-    about = "autocast's casts of all weights are one launch, and convolutions of one input are one"
-
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self._dtype = dtype
-
-    def matches(self, model: nn.Module) -> Obstacle | None:
-        if self._dtype is None:
-            return Obstacle("autocast is off.")
-        return (
-            None
-            if any(map(_takes_cast, model.modules()))
-            else Obstacle("it has no layer whose weights autocast casts.")
-        )
-
-    def apply(self, model: nn.Module) -> Callable[[], None]:
-        dtype = self._dtype
-        assert dtype is not None
-        layers = [module for module in model.modules() if _takes_cast(module)]
-        convs = [layer for layer in layers if isinstance(layer, nn.Conv2d)]
-        joined = _joined(model, convs)
-        rooms = _rooms(layers, joined)
-        trained, frozen = ([r for r in rooms if r.members[0].requires_grad is wanted] for wanted in (True, False))
-        made = [
-            *_CastAll.apply(dtype, trained, *[p for room in trained for p in room.members]),
-            *_cast_into_rooms(frozen, dtype),
-        ]
-        cast = {p: (room, tensor) for room, tensor in zip(trained + frozen, made) for p in room.members}
-        products = is_used(model)
-        joints = [(group, _joint_of(group[0], cast[group[0].weight][1], dtype)) for group in joined]
-        return put_attributes(
-            [
-                (layer, "forward", _linear(layer, cast, dtype, products))
-                for layer in layers
-                if isinstance(layer, nn.Linear)
-            ]
-            + [(conv, "forward", _forward_of(conv, cast, dtype, products and _is_pointwise(conv))) for conv in convs]
-            + [(conv, JOINT, joint) for group, joint in joints for conv in group]
-        )
-
-
-def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-    return rewritten(model, [WeightsCastOnce(dtype)])
+    return rewritten(model, [] if dtype is None else [partial(_changes, dtype=dtype)])
 
 
 def _is_cast(x: Tensor, dtype: torch.dtype) -> bool:

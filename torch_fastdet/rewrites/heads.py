@@ -1,26 +1,30 @@
-"""Returns the outputs of a ``Detect`` as its convolutions write them, where the framework copies or transposes them."""
+"""Returns the outputs of a head as its convolutions write them, and runs the first convolutions of its branches as one."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from torch_fastdet._torch.modules import put_attributes
 from torch_fastdet._torch.private import runs_plainly
-from torch_fastdet.nn.bn_act import convolved
-from torch_fastdet.patching.evidence import Obstacle, agree, pictures, stand_ins
-from torch_fastdet.patching.protocols import Head, Names
+from torch_fastdet.nn.bn_act import blocks_of_one_input, convolved
+from torch_fastdet.nn.joint import OF_ONE_INPUT
+from torch_fastdet.patching.evidence import agree, pictures, stand_ins
+from torch_fastdet.patching.protocols import Head, Model, Names
 from torch_fastdet.rewrites.rewrite import (
     ULTRALYTICS_HEADS,
     YOLOV5,
+    Changes,
+    adds_freely,
     detect_of,
-    obstacle_to_other_sums,
-    obstacle_to_rows,
+    head_of,
+    is_in_nhwc,
 )
+
+_SEQUENTIAL = nn.Sequential.forward
 
 
 def raw_heads(detect: Head, x: list[Tensor]) -> list[Tensor]:
@@ -31,30 +35,20 @@ def raw_heads(detect: Head, x: list[Tensor]) -> list[Tensor]:
 
 
 @functools.cache
-def _obstacle_to_views(forward: Any) -> Obstacle | None:
-    """Return why this is not what YOLOv5's ``Detect.forward`` computes in training: forks change it under the same name."""
+def _makes_views(forward: Any) -> bool:
+    """Return whether this is what YOLOv5's ``Detect.forward`` computes in training: forks change it under the same name."""
     attributes = {"nl": 2, "na": 2, "no": 3, "m": list(stand_ins("0", "1").values()), "training": True, "export": False}
-    known = agree(forward, raw_heads, attributes, [pictures(6), -pictures(6)])
-    return None if known else Obstacle("Detect.forward is not YOLOv5's.")
+    return agree(forward, raw_heads, attributes, [pictures(6), -pictures(6)])
 
 
-class HeadViews:
+def head_views(model: Model) -> Changes:
     """Let YOLOv5's Detect return (bs, na, ny, nx, no) views of its convolutions' outputs, where the original copies them.
 
     ComputeLoss writes its gradients in the same layout, so that these are not copied either.
     """
-
-    about = "YOLOv5's Detect returns views of its convolutions' outputs"
-
-    def matches(self, model: nn.Module) -> Obstacle | None:
-        detect = detect_of(model, "forward", YOLOV5)
-        if detect is None:
-            return Obstacle("it does not end in YOLOv5's Detect, in training.")
-        return _obstacle_to_views(type(detect).forward)
-
-    def apply(self, model: nn.Module) -> Callable[[], None]:
-        detect = detect_of(model, "forward", YOLOV5)
-        return put_attributes([(detect, "forward", functools.partial(raw_heads, detect))])
+    detect = detect_of(model, "forward", YOLOV5)
+    if detect is not None and _makes_views(type(detect).forward):
+        yield detect, "forward", functools.partial(raw_heads, detect)
 
 
 def _joined(head: Head, x: list[Tensor]) -> Tensor:
@@ -100,8 +94,8 @@ def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head:
 
 
 @functools.cache
-def _obstacle_to_outputs(forward_head: object) -> Obstacle | None:
-    """Return why this is not what Ultralytics' ``Detect.forward_head`` computes: forks change it under the same name."""
+def _makes_outputs(forward_head: object) -> bool:
+    """Return whether this is what Ultralytics' ``Detect.forward_head`` computes: forks change it under the same name."""
     boxes = [lambda t: t + 1, lambda t: t * t]
     classes = [lambda t: t[:, :3] + 2, lambda t: t[:, 1:] * t[:, :3]]
 
@@ -109,30 +103,58 @@ def _obstacle_to_outputs(forward_head: object) -> Obstacle | None:
         return lambda self, x: [method(self, x, boxes, classes), method(self, x, boxes), method(self, x)]
 
     attributes: dict[str, object] = {"nl": 2, "reg_max": 1, "nc": 3}
-    known = agree(whole(forward_head), whole(_outputs), attributes, [pictures(4), -pictures(4)])
-    return None if known else Obstacle("Detect.forward_head is not Ultralytics'.")
+    return agree(whole(forward_head), whole(_outputs), attributes, [pictures(4), -pictures(4)])
 
 
-class HeadRows:
+def head_rows(model: Model) -> Changes:
     """Let the boxes and scores of Ultralytics' Detect have the channels of an anchor side by side, as its convolutions write them.
 
     In evaluation the distances of boxes are made from them as they lie.
     """
-
-    about = "Ultralytics' Detect writes the channels of an anchor side by side"
-
-    def matches(self, model: nn.Module) -> Obstacle | None:
-        if (obstacle := obstacle_to_other_sums(model) or obstacle_to_rows(model)) is not None:
-            return obstacle
-        detect = detect_of(model, "forward_head", ULTRALYTICS_HEADS, evaluated=True)
-        if detect is None:
-            return Obstacle("it does not end in Ultralytics' Detect.")
-        return _obstacle_to_outputs(getattr(type(detect), "forward_head", None))
-
-    def apply(self, model: nn.Module) -> Callable[[], None]:
-        detect = detect_of(model, "forward_head", ULTRALYTICS_HEADS, evaluated=True)
-        methods: list[tuple[object, str, object]] = [(detect, "forward_head", functools.partial(_outputs, detect))]
+    detect = detect_of(model, "forward_head", ULTRALYTICS_HEADS, evaluated=True)
+    if detect is None or not (adds_freely(model) and is_in_nhwc(model)):
+        return
+    if _makes_outputs(getattr(type(detect), "forward_head", None)):
+        yield detect, "forward_head", functools.partial(_outputs, detect)
         dfl, forward = detect.dfl, type(detect.dfl).forward
         if not model.training and runs_plainly(dfl, forward) and _is_dfl(forward):
-            methods.append((dfl, "forward", functools.partial(_distances, dfl)))
-        return put_attributes(methods)
+            yield dfl, "forward", functools.partial(_distances, dfl)
+
+
+class _Level:
+    """Join the branches of a head that read the same features. The first that is called runs the first blocks of all as one convolution."""
+
+    def __init__(self, branches: list[nn.Sequential]) -> None:
+        self.branches = branches
+        self.blocks = [branch[0] for branch in branches]
+        self._made: dict[nn.Module, Tensor] = {}
+        self._of: Tensor | None = None
+
+    def forward(self, branch: nn.Sequential, x: Tensor) -> Tensor:
+        if self._of is not x:
+            self._of, self._made = x, blocks_of_one_input(self.blocks, x)
+        y = self._made.pop(branch[0], None)
+        if y is None:
+            return _SEQUENTIAL(branch, x)
+        for layer in list(branch)[1:]:
+            y = layer(y)
+        return y
+
+
+def _levels(head: object) -> Iterator[_Level]:
+    for prefix in ("", "one2one_"):
+        branches = [getattr(head, f"{prefix}{name}", None) for name in ("cv2", "cv3", "cv4")]
+        for level in zip(*(b for b in branches if isinstance(b, nn.ModuleList))):
+            plain = [b for b in level if type(b) is nn.Sequential and len(b) and runs_plainly(b, _SEQUENTIAL)]
+            if len(plain) > 1:
+                yield _Level(plain)
+
+
+def first_blocks(model: Model) -> Changes:
+    """Let boxes and classes of YOLOv8, and boxes and masks, or angles, of all, begin with one convolution (:mod:`torch_fastdet.nn.joint`)."""
+    head = head_of(model, ULTRALYTICS_HEADS) if adds_freely(model) else None
+    if levels := list(_levels(head)):
+        yield head, OF_ONE_INPUT, [level.blocks for level in levels]
+        for level in levels:
+            for branch in level.branches:
+                yield branch, "forward", functools.partial(level.forward, branch)

@@ -1,43 +1,52 @@
-"""Lists every rewrite of the frameworks' models, in the order in which they are applied."""
+"""Lists every rewrite of the frameworks' models, in the order in which they are applied, by what the doctor says of it."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from torch import nn
 
 from torch_fastdet.rewrites import rewrite
-from torch_fastdet.rewrites.attention import AttentionInRows
-from torch_fastdet.rewrites.casts import WeightsCastOnce
-from torch_fastdet.rewrites.constants import ConstantsOnDevice
-from torch_fastdet.rewrites.first_blocks import FirstBlocks
-from torch_fastdet.rewrites.heads import HeadRows, HeadViews
-from torch_fastdet.rewrites.max_pool import MaxPool
+from torch_fastdet.rewrites.attention import attention_in_rows
+from torch_fastdet.rewrites.heads import first_blocks, head_rows, head_views
+from torch_fastdet.rewrites.layers import stem_of_bytes, upsample_concat
 from torch_fastdet.rewrites.rewrite import Rewrite, rewritten
-from torch_fastdet.rewrites.rtdetr import DeformableAttention, WithoutAveragedWeights
-from torch_fastdet.rewrites.stem_of_bytes import StemOfBytes
-from torch_fastdet.rewrites.upsample_concat import UpsampleConcat
-
-#: In and behind those that need ``bn_act_optim``, cuDNN and losses may add in another order; the others keep every bit.
-YOLOV5: tuple[Rewrite, ...] = (HeadViews(), UpsampleConcat(rewrite.YOLOV5), StemOfBytes(rewrite.YOLOV5))
-ULTRALYTICS: tuple[Rewrite, ...] = (
-    UpsampleConcat(rewrite.ULTRALYTICS),
-    StemOfBytes(rewrite.ULTRALYTICS),
-    AttentionInRows(),
-    HeadRows(),
-    FirstBlocks(),
-    MaxPool(),
-    ConstantsOnDevice(),
-    DeformableAttention(),
-    WithoutAveragedWeights(),
+from torch_fastdet.rewrites.rtdetr import (
+    constants_on_device,
+    deformable_attention,
+    max_pools,
+    without_averaged_weights,
 )
 
+_UPSAMPLINGS = "upsamplings write into the concatenations behind them"
+_STEM = "the stem reads uint8 images and divides them by 255"
+_CASTS = "autocast's casts of all weights are one launch, and convolutions of one input are one"
+#: In and behind those that need ``bn_act_optim``, cuDNN and losses may add in another order; the others keep every bit.
+YOLOV5: dict[str, Rewrite] = {
+    "YOLOv5's Detect returns views of its convolutions' outputs": head_views,
+    _UPSAMPLINGS: functools.partial(upsample_concat, framework=rewrite.YOLOV5),
+    _STEM: functools.partial(stem_of_bytes, framework=rewrite.YOLOV5),
+}
+ULTRALYTICS: dict[str, Rewrite] = {
+    _UPSAMPLINGS: functools.partial(upsample_concat, framework=rewrite.ULTRALYTICS),
+    _STEM: functools.partial(stem_of_bytes, framework=rewrite.ULTRALYTICS),
+    "attention blocks read channels_last images without copying them": attention_in_rows,
+    "Ultralytics' Detect writes the channels of an anchor side by side": head_rows,
+    "first convolutions of a level's branches are one": first_blocks,
+    "max pooling of stride 1 and without padding keeps bytes as indices": max_pools,
+    "RT-DETR makes its constants on the GPU": constants_on_device,
+    "RT-DETR's deformable attention is one operator": deformable_attention,
+    "RT-DETR's self-attention averages no weights": without_averaged_weights,
+}
 
-def lines(rewrites: tuple[Rewrite, ...]) -> tuple[str, ...]:
+
+def lines(rewrites: Iterable[str]) -> tuple[str, ...]:
     """Return what these change, and what every captured training step changes, for the doctor."""
-    return (*(rewrite.about for rewrite in rewrites), WeightsCastOnce.about)
+    return (*rewrites, _CASTS)
 
 
 def fewer_copies(model: nn.Module) -> AbstractContextManager[None]:
     """Compute the original values of a model of either framework with fewer copies while inside."""
-    return rewritten(model, YOLOV5 + ULTRALYTICS)
+    return rewritten(model, [*YOLOV5.values(), *ULTRALYTICS.values()])

@@ -1,62 +1,31 @@
-"""Declares a :class:`Rewrite`, which changes a model while it is captured, and leaves it as it was."""
+"""Changes a model while it is captured, and leaves it as it was."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
-from torch_fastdet._torch.modules import is_channels_last, put_attributes
-from torch_fastdet._torch.private import every_module_has_hooks
+from torch_fastdet._torch.modules import is_channels_last, own_attributes
+from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
 from torch_fastdet.nn.bn_act import is_used
-from torch_fastdet.patching.evidence import Obstacle
-from torch_fastdet.patching.protocols import Function, Head, Model
+from torch_fastdet.patching.protocols import Head, Model
 
-
-class Rewrite(Protocol):
-    """Describe one change of a model."""
-
-    #: What it changes, in a line.
-    about: str
-
-    def matches(self, model: Model) -> Obstacle | None:
-        """Return why the model stays as it is, or None if :meth:`apply` can change it."""
-
-    def apply(self, model: Model) -> Callable[[], None]:
-        """Change a model that :meth:`matches`, and return a function that undoes it."""
+#: Attributes to set: owner, name and value.
+Changes: TypeAlias = Iterable[tuple[object, str, object]]
+#: Returns what it changes in a model; nothing if it does not know the model.
+Rewrite: TypeAlias = Callable[[Any], Changes]
 
 
 @contextlib.contextmanager
 def rewritten(model: nn.Module, rewrites: Iterable[Rewrite]) -> Iterator[None]:
-    """Change the model by those of the rewrites that match it while inside."""
+    """Change the model by the rewrites, one after another, while inside."""
     with contextlib.ExitStack() as stack:
         for rewrite in rewrites:
-            if rewrite.matches(model) is None:
-                stack.callback(rewrite.apply(model))
+            stack.enter_context(own_attributes([*rewrite(model)]))
         yield
-
-
-class Forwards:
-    """Give modules of a model another ``forward``."""
-
-    about: str
-    #: What is said of a model that has no such module.
-    without: str
-    #: What else keeps a model as it is.
-    obstacles: tuple[Callable[[nn.Module], Obstacle | None], ...] = ()
-
-    def forwards(self, model: nn.Module) -> Iterable[tuple[nn.Module, Function]]:
-        """Return the modules, each with its other ``forward``."""
-        raise NotImplementedError
-
-    def matches(self, model: nn.Module) -> Obstacle | None:
-        found = next((obstacle for each in self.obstacles if (obstacle := each(model)) is not None), None)
-        return found or (None if any(True for _ in self.forwards(model)) else Obstacle(self.without))
-
-    def apply(self, model: nn.Module) -> Callable[[], None]:
-        return put_attributes([(module, "forward", forward) for module, forward in self.forwards(model)])
 
 
 class Framework(NamedTuple):
@@ -73,6 +42,14 @@ class Framework(NamedTuple):
 YOLOV5 = Framework(("models.yolo", "yolov5.models.yolo"), ("forward", "_forward_once"))
 ULTRALYTICS = Framework(("ultralytics.nn.tasks",), ("forward", "predict", "_predict_once"), "BaseModel")
 ULTRALYTICS_HEADS = Framework(("ultralytics.nn.modules.head",))
+
+
+def plain_modules(model: nn.Module, *classes: tuple[str, str]) -> Iterator[Any]:
+    """Yield modules of these classes (module, name) whose call is their class's ``forward`` and nothing else."""
+    for module in model.modules():
+        kind = type(module)
+        if (kind.__module__, kind.__name__) in classes and runs_plainly(module, kind.forward):
+            yield module
 
 
 def layers_of(model: object, framework: Framework, loop_alone: bool = False) -> list[Any]:
@@ -103,15 +80,11 @@ def detect_of(model: Model, method: str, framework: Framework, evaluated: bool =
     return head if type(head).__name__ == "Detect" and method not in vars(head) else None
 
 
-def obstacle_to_other_sums(model: nn.Module) -> Obstacle | None:
-    """Return why convolutions of the model, and losses behind it, may not add in another order; None if they may."""
-    if every_module_has_hooks():
-        return Obstacle("hooks are registered on all modules.")
-    return None if is_used(model) else Obstacle("bn_act_optim has replaced none of its blocks.")
+def adds_freely(model: nn.Module) -> bool:
+    """Return whether convolutions of the model, and losses behind it, may add in another order: ``bn_act_optim`` has replaced blocks."""
+    return not every_module_has_hooks() and is_used(model)
 
 
-def obstacle_to_rows(model: nn.Module) -> Obstacle | None:
-    """Return the same for what is faster in NHWC memory alone."""
-    if not any(map(is_channels_last, model.parameters())):
-        return Obstacle("its weights are not channels_last.")
-    return None
+def is_in_nhwc(model: nn.Module) -> bool:
+    """Return whether the model's weights are channels_last: some rewrites are faster in that memory format alone."""
+    return any(map(is_channels_last, model.parameters()))

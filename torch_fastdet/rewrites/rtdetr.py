@@ -1,9 +1,9 @@
-"""Runs RT-DETR's attention in a captured pass: deformable attention as one operator, and no averaged weights."""
+"""Runs RT-DETR's attention and pooling by operators in a captured pass, and makes its constants on the GPU."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import runs_plainly
+from torch_fastdet.nn.bn_act import window_of
 from torch_fastdet.patching.evidence import alike
-from torch_fastdet.patching.protocols import Function, Stock
+from torch_fastdet.patching.protocols import Stock
 from torch_fastdet.patching.replace import with_names
-from torch_fastdet.rewrites.rewrite import Forwards, obstacle_to_other_sums
+from torch_fastdet.rewrites.rewrite import Changes, adds_freely, plain_modules
 
-_MODULE = "ultralytics.nn.modules.transformer"
+_MODULE, _HEADS = "ultralytics.nn.modules.transformer", "ultralytics.nn.modules.head"
 _SAMPLED = "multi_scale_deformable_attn_pytorch"
 # Layer -> its attention, of whose results it reads the first alone.
 _SELF_ATTENTION = {"TransformerEncoderLayer": "ma", "AIFI": "ma", "DeformableTransformerDecoderLayer": "self_attn"}
@@ -47,33 +48,45 @@ def _forward_of(stock: Stock) -> Callable[..., Tensor] | None:
     return with_names(stock, **{_SAMPLED: attend})
 
 
-class DeformableAttention(Forwards):
+def deformable_attention(model: nn.Module) -> Changes:
     """Let ``MSDeformAttn`` run :func:`torch_fastdet.ops.deformable_attention`."""
-
-    about = "RT-DETR's deformable attention is one operator"
-    without = "it has no deformable attention of Ultralytics'."
-    obstacles = (obstacle_to_other_sums,)
-
-    def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Function]]:
-        for module in model.modules():
-            kind = type(module)
-            if (kind.__module__, kind.__name__) == (_MODULE, "MSDeformAttn") and runs_plainly(module, kind.forward):
-                forward = _forward_of(kind.forward)
-                if forward is not None:
-                    yield module, functools.partial(forward, module)
+    if adds_freely(model):
+        for module in plain_modules(model, (_MODULE, "MSDeformAttn")):
+            forward = _forward_of(type(module).forward)
+            if forward is not None:
+                yield module, "forward", functools.partial(forward, module)
 
 
-class WithoutAveragedWeights(Forwards):
+def without_averaged_weights(model: nn.Module) -> Changes:
     """Let self-attention of RT-DETR's layers compute no averaged weights, which nothing reads, and so may be fused."""
+    forward: Any = functools.partial(nn.MultiheadAttention.forward, need_weights=False)
+    for layer in model.modules() if adds_freely(model) else ():
+        name = _SELF_ATTENTION.get(type(layer).__name__) if type(layer).__module__ == _MODULE else None
+        attention = getattr(layer, name) if name else None
+        if type(attention) is nn.MultiheadAttention and runs_plainly(attention, nn.MultiheadAttention.forward):
+            yield attention, "forward", functools.partial(forward, attention)
 
-    about = "RT-DETR's self-attention averages no weights"
-    without = "it has no self-attention of RT-DETR's."
-    obstacles = (obstacle_to_other_sums,)
 
-    def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, Function]]:
-        forward: Any = functools.partial(nn.MultiheadAttention.forward, need_weights=False)
-        for layer in model.modules():
-            name = _SELF_ATTENTION.get(type(layer).__name__) if type(layer).__module__ == _MODULE else None
-            attention = getattr(layer, name) if name else None
-            if type(attention) is nn.MultiheadAttention and runs_plainly(attention, nn.MultiheadAttention.forward):
-                yield attention, functools.partial(forward, attention)
+def _on_its_device(module: nn.Module, *args: object, **kwargs: object) -> object:
+    with torch.device(next(module.parameters()).device):
+        return type(module).forward(module, *args, **kwargs)
+
+
+def constants_on_device(model: nn.Module) -> Changes:
+    """Make tensors for which no device is named on the model's: a capture cannot copy from the CPU.
+
+    These are the grid of AIFI's position embedding and the number of each query's image. Denoising queries are drawn before the pass.
+    """
+    for module in plain_modules(model, (_MODULE, "AIFI"), (_HEADS, "RTDETRDecoder")):
+        yield module, "forward", functools.partial(_on_its_device, module)
+
+
+def _pooled(kernel_size: int, x: Tensor) -> Tensor:
+    return torch.ops.torch_fastdet.max_pool(x, kernel_size)[0]
+
+
+def max_pools(model: nn.Module) -> Changes:
+    """Let ``nn.MaxPool2d`` of stride 1 and without padding, as in the backbone's stem, run an operator that keeps a byte for each window."""
+    for module in model.modules() if adds_freely(model) else ():
+        if (size := window_of(module)) and module.padding == 0:
+            yield module, "forward", functools.partial(_pooled, size)

@@ -1,10 +1,10 @@
-"""Upsamples straight into the concatenation behind it."""
+"""Upsamples straight into the concatenation behind it, and lets the stem divide uint8 images by 255."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -12,10 +12,13 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import runs_plainly
+from torch_fastdet.nn.bn_act import begins_with_stem, forward_of_bytes
 from torch_fastdet.patching.evidence import agree, pictures
-from torch_fastdet.patching.protocols import Function, Model
-from torch_fastdet.rewrites.rewrite import Forwards, Framework, layers_of
+from torch_fastdet.patching.protocols import Model
+from torch_fastdet.rewrites.rewrite import Changes, Framework, layers_of
 from torch_fastdet.switches.upsample.switch import doubles, upsample_forward
+
+_MARK = "torch_fastdet_takes_bytes"
 
 
 def _cat(concat: Model, parts: list[Tensor]) -> Tensor:
@@ -54,21 +57,26 @@ def _joined(upsample: Model, concat: object) -> Callable[[list[Tensor]], Tensor]
     return forward
 
 
-class UpsampleConcat(Forwards):
+def upsample_concat(model: Model, framework: Framework) -> Changes:
     """Join each upsampling of ``upsample_optim`` with the concatenation that alone reads its result.
 
     A layer reads the results that its attribute ``f`` names; ``model.save`` has the numbers of those that later layers read.
     """
+    layers, save = layers_of(model, framework, loop_alone=True), getattr(model, "save", None)
+    for upsample, concat in itertools.pairwise(layers):
+        if isinstance(save, (list, tuple, set)) and _is_pair(upsample, concat, save):
+            yield upsample, "forward", lambda x: x
+            yield concat, "forward", _joined(upsample, concat)
 
-    about = "upsamplings write into the concatenations behind them"
-    without = "no concatenation alone reads an upsampling of upsample_optim."
 
-    def __init__(self, framework: Framework) -> None:
-        self._framework = framework
+def takes_bytes(model: nn.Module) -> bool:
+    """Return whether the model takes uint8 images now, for which its result is that of ``images / 255``."""
+    return _MARK in vars(model)
 
-    def forwards(self, model: Model) -> Iterator[tuple[nn.Module, Function]]:
-        layers, save = layers_of(model, self._framework, loop_alone=True), getattr(model, "save", None)
-        for upsample, concat in itertools.pairwise(layers):
-            if isinstance(save, (list, tuple, set)) and _is_pair(upsample, concat, save):
-                yield upsample, lambda x: x
-                yield concat, _joined(upsample, concat)
+
+def stem_of_bytes(model: Model, framework: Framework) -> Changes:
+    """Let the model take uint8 images too (:func:`takes_bytes`). Its first layer, a stem of ``bn_act_optim``, alone reads the images."""
+    first = next(iter(layers_of(model, framework)), None)
+    if first is not None and getattr(first, "f", None) == -1 and begins_with_stem(first):
+        yield first, "forward", functools.partial(forward_of_bytes, first)
+        yield model, _MARK, True
