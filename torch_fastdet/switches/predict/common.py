@@ -57,21 +57,31 @@ class Layout:
         plan = _plan(images, placings, [(0, 0)] * len(images)).numpy()
         rows = [place_of(list(placings[0].size), list(image.shape[:2]), None, "ultralytics") for image in images]
         self._numbers = np.concatenate((plan.reshape(-1), np.array(rows, dtype=np.float32).reshape(-1).view(np.int64)))
+        self._last: tuple[Any, Any, Any] = (None, None, None)
 
     def letterbox(
-        self, storages: list[Tensor], where: list[tuple[int, int]], device: torch.device, dtype: torch.dtype
+        self,
+        storages: list[Tensor],
+        where: list[tuple[int, int]],
+        device: torch.device,
+        dtype: torch.dtype,
+        stream: torch.cuda.Stream | None,
     ) -> tuple[Tensor, Tensor]:
         """Return the network's input, and rows of :func:`torch_fastdet.ops.letterbox`, both on ``device``, where the images are, too.
 
-        ``where`` says of each image in which storage, and at which offset.
+        ``where`` says of each image in which storage, and at which offset. ``stream`` is the current one of a GPU.
         """
         count("predict_optim", "images", len(where))
-        numbers, end = self._numbers.copy(), 10 * len(where)
-        numbers[:end].reshape(-1, 10)[:, :2] = where
-        there = torch.from_numpy(numbers).to(device, non_blocking=True)
+        of_plan, plan, rows = self._last
+        if of_plan != (where, device, stream):  # numbers that are there already are uploaded in the order of the stream
+            numbers, end = self._numbers.copy(), 10 * len(where)
+            numbers[:end].reshape(-1, 10)[:, :2] = where
+            there = torch.from_numpy(numbers).to(device, non_blocking=True)
+            plan, rows = there[:end].view(-1, 10), there[end:].view(torch.float32).view(-1, 6)
+            self._last = (where, device, stream), plan, rows
         out = torch.empty(self.shape, dtype=dtype, device=device)
-        ops.image_letterbox_(out, storages, there[:end].view(-1, 10))
-        return out, there[end:].view(torch.float32).view(-1, 6)
+        ops.image_letterbox_(out, storages, plan)
+        return out, rows
 
 
 def _plan(images: list[Any], placings: list[Placing], where: list[tuple[int, int]]) -> Tensor:

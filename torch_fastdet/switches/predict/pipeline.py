@@ -59,6 +59,14 @@ class Flight:
         self.counts: Tensor
         self.scaled = False  # whether the boxes are in pixels of the images
         self.marks: list[torch.cuda.Event] = []
+        self.waited = 0.0  # seconds
+
+    def wait(self) -> None:
+        """Wait for this batch alone, so that reading a result waits for nothing that is launched later."""
+        if self.marks:
+            began = time.perf_counter()
+            self.marks[-1].synchronize()
+            self.waited += time.perf_counter() - began
 
     def mark(self, stream: torch.cuda.Stream | None) -> None:
         if stream is not None:
@@ -68,6 +76,7 @@ class Flight:
 
     def answer(self, stock: Function, *arguments: Any, **options: Any) -> object:
         """Return what ``non_max_suppression``, which is ``stock``, returns for this batch."""
+        self.wait()
         asked, known = self.asked or ((None,), {})
         same = arguments[0] is asked[0] and (arguments[1:], options) == (asked[1:], known)
         if self.found is None or not same:  # settings have changed since
@@ -197,7 +206,7 @@ class Feed:
     def _launch(self, predictor: Predictor, flight: Flight) -> None:
         batch, parts = flight.batch, self._parts
         flight.settings = dict(vars(predictor.args))
-        flight.marks, flight.found, flight.scaled = [], None, False
+        flight.marks, flight.waited, flight.found, flight.scaled = [], 0.0, None, False
         with self._on_own_stream() as stream:
             if batch.ready is not None and stream is not None:
                 stream.wait_event(batch.ready)
@@ -208,7 +217,7 @@ class Feed:
                 flight.input = parts.preprocess(predictor, list(batch.images))
             else:
                 dtype = torch.float16 if predictor.model.fp16 else torch.float32
-                flight.input, letterboxes = layout.letterbox(batch.storages, batch.where, self.device, dtype)
+                flight.input, letterboxes = layout.letterbox(batch.storages, batch.where, self.device, dtype, stream)
             flight.mark(stream)
             flight.output = parts.inference(predictor, flight.input)
             flight.mark(stream)
@@ -246,8 +255,6 @@ class Feed:
         if flight.settings != vars(predictor.args) or flight.batch.images.touched:
             self._launch(predictor, flight)
             flight.batch.images.touched = False
-        if flight.marks:
-            flight.marks[-1].synchronize()  # so that reading a result waits for nothing that is launched later
         return flight.input
 
 
@@ -317,18 +324,21 @@ def timing(stock: Stock) -> type:
     class Profile(stock):
         def __init__(self, predictor: Predictor, made: list[Any], *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._predictor, self._stage = predictor, len(made) % 3
+            self._predictor, self._before = predictor, tuple(made)
             made.append(self)
 
         def time(self) -> float:
             return time.perf_counter() if KEY in vars(self._predictor) else super().time()
 
-        def __exit__(self, *error: object) -> None:
+        def __exit__(self, *error: Any) -> None:
             feed = vars(self._predictor).get(KEY)
             if feed is None or feed.flight is None or not feed.flight.marks:
                 super().__exit__(*error)
-                return
-            self.dt = feed.flight.seconds(self._stage) + (self.time() - self.start if self._stage == 2 else 0.0)
-            self.t += self.dt
+            elif len(self._before) == 2 and error[0] is None:  # the GPU has done all three stages
+                for stage, each in enumerate((*self._before, self)):
+                    each.dt = feed.flight.seconds(stage)
+                self.dt += self.time() - self.start - feed.flight.waited
+                for each in (*self._before, self):
+                    each.t += each.dt
 
     return Profile

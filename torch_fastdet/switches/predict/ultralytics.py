@@ -138,6 +138,8 @@ def inferring(active: Active, stock: Callable, _: object) -> Callable:
     def inference(self: Predictor, im: Any, *args: object, **kwargs: object) -> object:
         flight = _flight(self)
         if flight is not None and im is flight.input and not args and not kwargs:
+            if flight.found is None:
+                flight.wait()
             return flight.output
         return stock(self, im, *args, **kwargs)
 
@@ -205,6 +207,7 @@ def selecting(active: Active | None, stock: Function, _: object) -> Function:
         if flight is not None and orig_imgs is flight.batch.images:
             images = flight.batch.images.held
             if preds is flight.output and flight.settings == vars(self.args) and flight.found is not None:
+                flight.wait()
                 found = flight.found._replace(counts=flight.counts)
         if found is None and isinstance(images, list):
             found = select(self, preds, images)
