@@ -30,15 +30,18 @@ class _Captured:
 
     def __init__(self, stream: torch.cuda.Stream, held: list[Tensor]) -> None:
         self.graph = Graph(stream)
-        self.held = held  # tensors that only an attribute of a module holds, and that the graph reads
+        self.held = held  # what the graph reads and a module may let go of
         self.input: Tensor
         self.outputs: list[Tensor]
         self.leaves: list[object]  # the numbers of outputs, and values that are not tensors
         self.structure: Any
 
-    def replay(self, x: Tensor) -> object:
+    def launch(self, x: Tensor) -> None:
         self.input.copy_(x)
         self.graph.replay()
+
+    def result(self) -> object:
+        """Return a copy of what the last launch gives."""
         fresh = [torch.empty_like(output) for output in self.outputs]
         foreach_copy_(fresh, self.outputs)
         leaves = [fresh[leaf.number] if type(leaf) is _Output else leaf for leaf in self.leaves]
@@ -113,18 +116,23 @@ class InferenceGraphs(CapturedCallable[_Captured]):
             return run(x)
         with self._lock:
             self._stream = _capture.behind(self._stream, x.device)
+            key = (tuple(x.shape), x.dtype, x.stride(), x.device, *_flags())
+            captured = self._pool.get(key, x.device)
+            if module.training or self._baked.has_hooks() or every_module_has_hooks():
+                captured = None
+            if captured is not None:
+                captured.launch(x)  # The GPU runs it while the host finds out whether it is still valid.
             if self._baked.moved(module):
                 self._pool.reset()
+                captured = None
             if self._baked.has_hooks() or every_module_has_hooks():
                 self._tell_of_fallback(f"{self.what} has hooks, which a replay would not call; it runs eagerly")
                 return run(x)
             if self._baked.trains(module):
                 return run(x)
             self._saved = min(self._saved + 1 / _CALLS_FOR_A_CAPTURE, _MOST_SAVED)
-            key = (tuple(x.shape), x.dtype, x.stride(), x.device, *_flags())
-            captured = self._pool.get(key, x.device)
             if captured is not None:
-                return captured.replay(x)
+                return captured.result()
             with self.capturing(), bn_act.captured():
                 result = self._pool.warm_up(key, lambda: run(x))
             if self._pool.is_warm(key) and self._saved >= 1:
@@ -153,7 +161,9 @@ class InferenceGraphs(CapturedCallable[_Captured]):
 
     def _captured(self, x: Tensor, module: nn.Module, run: Callable[[Tensor], object]) -> _Captured:
         stream = self._pool.stream()
-        captured = _Captured(stream, _capture.attribute_tensors(module))
+        # Aliases keep memory that a parameter has left, until no replay reads it.
+        aliases = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+        captured = _Captured(stream, [*_capture.attribute_tensors(module), *aliases])
         # Replays may write to the input outside of inference mode, which only an ordinary tensor allows.
         with (
             torch.inference_mode(False),
