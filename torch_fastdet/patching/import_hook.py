@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
+import itertools
+import operator
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -22,6 +25,7 @@ def namespace(module: ModuleType) -> Names:
     return _dictionary(module)
 
 
+@functools.cache
 def top_level(name: str) -> str:
     return name.partition(".")[0]
 
@@ -45,8 +49,19 @@ def root(name: str) -> Path | None:
 def loaded_modules(leaving_out: Collection[str]) -> list[ModuleType]:
     """Return modules in ``sys.modules``, except those of the packages ``leaving_out``."""
     # isinstance would believe a proxy that claims to be a module.
-    modules = [(name, module) for name, module in list(sys.modules.items()) if issubclass(type(module), ModuleType)]
-    return [module for name, module in modules if top_level(name) not in leaving_out]
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if top_level(name) not in leaving_out and issubclass(type(module), ModuleType)
+    ]
+
+
+def names_of(value: object, module: ModuleType) -> list[str]:
+    """Return the names under which a module holds the very object ``value``. Most hold none, which no bytecode looks at name by name."""
+    names = namespace(module)
+    if not any(map(operator.is_, list(names.values()), itertools.repeat(value))):
+        return []
+    return [name for name, held in list(names.items()) if held is value]
 
 
 class ImportHook(importlib.abc.MetaPathFinder):

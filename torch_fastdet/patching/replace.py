@@ -11,13 +11,13 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 from torch_fastdet._say import say, warn
-from torch_fastdet.patching.import_hook import ImportHook, loaded_modules, namespace, top_level
+from torch_fastdet.patching.import_hook import ImportHook, loaded_modules, names_of, namespace, top_level
 from torch_fastdet.patching.protocols import Function, Names, Stock
 
 # Never visited: our own modules, and libraries from which YOLO packages import functions.
@@ -144,15 +144,17 @@ class Patches:
     def modules(self) -> list[ModuleType]:
         return loaded_modules(self._left_alone)
 
+    def of_host(self, modules: Iterable[ModuleType]) -> list[ModuleType]:
+        return [module for module in modules if top_level(str(namespace(module).get("__name__"))) in self._packages]
+
     def somebody_elses(self, module: ModuleType, attribute: str) -> object:
-        """Return the function or class that a user has put into a module of the host; None if there is none."""
-        names = namespace(module)
-        value = names.get(attribute)
+        """Return the function or class that a user has put into ``module``, which is the host's; None if there is none."""
+        value = namespace(module).get(attribute)
         if type(value) is FunctionType:
             author = value.__globals__.get("__name__")
         else:
             author = value.__module__ if issubclass(type(value), type) else None
-        if author is None or top_level(str(names.get("__name__"))) not in self._packages:
+        if author is None:
             return None
         # contextlib and functools wrap functions of the host.
         known = self._packages | self._left_alone | {"contextlib", "functools"}
@@ -187,9 +189,8 @@ class Patches:
     def replace_everywhere(self, switch: str, stock: object, new: object, modules: Collection[ModuleType]) -> None:
         """Replace ``stock`` by ``new`` under every name that holds it in ``modules``."""
         for module in modules:
-            for attribute, value in list(namespace(module).items()):
-                if value is stock:
-                    self.replace(switch, module, attribute, new)
+            for attribute in names_of(stock, module):
+                self.replace(switch, module, attribute, new)
 
     def lines(self) -> tuple[str, ...]:
         """Return one line for each replaced name, except those that are replaced quietly."""
@@ -221,9 +222,7 @@ class Patches:
         if any(known.new is new and isinstance(known.owner, ModuleType) for known in self.replacements):
             return
         for module in self.modules():
-            for attribute, value in list(namespace(module).items()):
-                if value is new:
-                    self._ours_before.add((id(module), attribute))
+            self._ours_before.update((id(module), attribute) for attribute in names_of(new, module))
 
     def _imported(self, module: ModuleType) -> None:
         self._adopt(module)

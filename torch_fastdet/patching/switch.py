@@ -271,6 +271,7 @@ class Active:
 
     def look_through(self, modules: list[ModuleType], just_run: str = "") -> None:
         """Replace what ``modules`` hold of the targets. Called again for each import, with the name of the module that has ``just_run``."""
+        of_host = self.patches.of_host(modules)
         for target in self.switch.targets:
             if isinstance(target, Outside):
                 continue
@@ -279,7 +280,7 @@ class Active:
                     self.look_for(target, definer, modules)
                 missing = target.missing_from(just_run)
                 definers = [sys.modules[name] for name in target.places if name in sys.modules]
-                for module in (*modules, *definers):
+                for module in (*of_host, *self.patches.of_host(definers)):
                     if (other := self.patches.somebody_elses(module, target.name)) is not None:
                         stays = Obstacle(f"{target.name} stays: it is {describe(other)}.")
                         if missing is not None:
