@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections import defaultdict
 
 import pytest
 import torch
@@ -291,22 +290,6 @@ def test_a_loss_that_lives_on_keeps_no_graph(gpu):
     assert graph() is None and loss.grad_fn is not None
     with pytest.raises(RuntimeError, match="this backward pass ran already"):
         loss_of(outputs).backward()
-
-
-def test_outputs_may_have_constants_of_the_cpu():
-    _capture.read_on([torch.zeros(3)], fake_gpu.STREAM)
-
-
-def test_memory_of_graphs_in_flight_is_not_unmapped(cuda):
-    graphed = GraphedModule(nn.Conv2d(3, 8, 3).cuda())
-    x = torch.rand(2, 3, 64, 64, device="cuda")
-    three_passes(graphed, x)
-    torch.cuda._sleep(100_000_000)
-    out = graphed(x)
-    loss_of([out]).backward()
-    graphed.graphs.reset()
-    torch.cuda.empty_cache()
-    torch.cuda.synchronize()  # an illegal address would be reported here
 
 
 @pytest.mark.parametrize("how", ["reset", "pending", "output"])
@@ -780,41 +763,6 @@ def test_wrong_arguments():
         GraphedModule(3)
     with pytest.raises(TypeError, match="graphed already"):
         GraphedModule(GraphedModule(Net()))
-
-
-def test_side_stream(cuda):
-    plain, graphed = twins()
-    x = images(2, 3, 32, 32)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        train(graphed, [x] * 5)
-    stream.synchronize()
-    train(plain, [x] * 5)
-    same_state(graphed, plain)
-
-
-def test_streams_of_captures_are_nobody_elses(monkeypatch):
-    """Torch hands out 32 streams in turn: of forty graphed models, some would capture on those of other threads."""
-    made = []
-    monkeypatch.setattr(_capture, "_idle", defaultdict(list))
-    monkeypatch.setattr(_capture, "_make_stream", lambda device: made.append(device) or len(made))
-    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda address, device: address)
-    monkeypatch.setattr(torch.cuda, "Stream", None)
-    device = torch.device("cuda", 0)
-
-    class Owner:
-        pass
-
-    for _ in range(40):  # as with --evolve: one after another
-        assert _capture.new_stream(device, Owner()) == 1
-    assert made == [device]
-    owners = [Owner() for _ in range(4)]
-    assert sorted(_capture.new_stream(device, owner) for owner in owners[:3]) == [1, 2, 3]
-    _capture.new_stream(torch.device("cuda", 1), owners[3])
-    assert made[3:] == [torch.device("cuda", 1)]
-    owners.clear()
-    assert sorted(_capture._idle[device]) == [1, 2, 3]
 
 
 def test_forty_models_are_captured_while_other_threads_launch(cuda):

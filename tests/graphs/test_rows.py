@@ -140,15 +140,6 @@ def test_two_passes_before_their_backward_passes(gpu):
     assert graphs.running() is None
 
 
-def test_a_second_backward_pass(gpu):
-    flow, graphs = Flow().to(gpu), graphs_of()
-    for _ in range(2):
-        loss = graphs(flow.loss, flow, rows_of(40))
-        loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="this backward pass ran already"):
-        loss.backward()
-
-
 def test_memory_is_given_back(gpu):
     flow, graphs = Flow().to(gpu), graphs_of()
     device = rows_of(1)[0].device

@@ -68,28 +68,6 @@ def test_errors_are_no_larger_than_torchs(device, ours, dtype, changes):
     assert {float(slot["step"]) for slot in optimizers[0].state.values()} == {20.0, 30.0}
 
 
-def test_strides_alignment_and_many_groups(device):
-    """More groups than one launch takes, storage that is not aligned, gradients that lie otherwise."""
-    torch.manual_seed(0)
-    storage = torch.randn(30, 70, device=device)
-    params = [nn.Parameter(row[1 + i % 3 : 40 + i % 3]) for i, row in enumerate(storage)]
-    params.append(nn.Parameter(torch.randn(8, 5, 3, 3, device=device).to(memory_format=torch.channels_last)))
-    twins = [nn.Parameter(p.detach().clone()) for p in params]
-    optimizers = [
-        kind([{"params": [p], "lr": 0.001 * (i + 1)} for i, p in enumerate(of)])
-        for kind, of in ((AdamW, params), (torch.optim.AdamW, twins))
-    ]
-    for step in range(4):
-        for p, twin in zip(params, twins):
-            p.grad = torch.randn(p.shape, device=device)
-            twin.grad = p.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-        assert {float(slot["step"]) for slot in optimizers[0].state.values()} == {step + 1.0}
-    for p, twin in zip(params, twins):
-        torch.testing.assert_close(p, twin, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("scale, max_norm", [(True, 1.0), (False, 1.0), (None, None)], ids=["all", "clip", "step"])
 def test_a_fused_step_is_the_separate_calls(device, name, scale, max_norm):
@@ -229,18 +207,6 @@ def test_parameters_on_two_kinds_of_memory_come_and_go(device):
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for p, q in zip(params, twins):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-def test_the_average_of_frozen_parameters(device):
-    loop = Loop(device, True, True, 1.0, *FUSED["AdamW"])
-    loop.step(0)
-    set_grads(loop.params, 1, skip={0}, scale=loop.scaler.get_scale())
-    value, steps = loop.params[0].detach().clone(), float(loop.optimizer.state[loop.params[0]]["step"])
-    average = dict(loop.ema.ema.named_parameters())["0.weight"]
-    average.zero_()
-    loop.fused.step()
-    assert torch.equal(loop.params[0], value) and float(average.abs().sum()) > 0
-    assert float(loop.optimizer.state[loop.params[0]]["step"]) == steps
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import math
 import pickle
-import weakref
 
 import pytest
 import torch
@@ -27,31 +25,6 @@ from tests.optim.samples import (
 from torch_fastdet import optim
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.optim import SGD, FusedStep
-from torch_fastdet.optim.fused_step import StepNumbers
-
-
-class TestStepNumbers:
-    """Where a captured step reads learning rates."""
-
-    def test_captured_memory_stays(self, device):
-        numbers = StepNumbers(device)
-        numbers.upload([0.5, 0.25])
-        first = numbers.capture([0.5, 0.25], [])
-        numbers.upload([0.125, 0.25])
-        assert [float(t) for t in first] == [0.125, 0.25], "a captured step follows"
-        old = weakref.ref(numbers.memory)
-        numbers.upload([1.0, 2.0, 3.0])
-        del first
-        gc.collect()
-        assert old() is not None and old().tolist() == [0.125, 0.25], "a graph goes on reading it"
-        given = torch.tensor(7.0, device=device)
-        assert numbers.capture([1.0, 2.0, 3.0], [None, given, None])[1] is given
-
-    def test_wants_the_numbers_of_the_capture(self, device):
-        numbers = StepNumbers(device)
-        numbers.upload([0.5])
-        with pytest.raises(RuntimeError, match="call refresh"):
-            numbers.capture([0.25], [])
 
 
 class TestFusedStep:
@@ -258,52 +231,6 @@ class TestFusedStep:
         loop.fused.step()  # the gradients' work list is on the device now
         kernels = launched(loop.fused.step)
         assert len(kernels) == 2, kernels
-
-
-@pytest.mark.slow
-def test_10000_captured_steps_with_overflows_are_the_uncaptured_bits(cuda):
-    """Each step's gradient is made inside of the graph from a counter, so that captured and eager see the same."""
-
-    def make():
-        loop = Loop(cuda, True)
-        for i, p in enumerate(loop.params):
-            p.grad = torch.zeros_like(p)
-            p.base = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(cuda)
-        loop.count = torch.zeros((), device=cuda)
-        return loop
-
-    def body(loop):
-        loop.count += 1
-        wave = torch.sin(loop.count) * loop.scaler._scale
-        # A huge value now and then overflows only while the scale is high, as real losses do.
-        overflow = torch.where(loop.count % 97 == 13, float("inf"), 0.0)
-        for p in loop.params:
-            torch.mul(p.base, wave, out=p.grad)
-        loop.params[0].grad.view(-1)[0] += overflow
-        loop.fused.step()
-
-    eager, captured = make(), make()
-    for loop in (eager, captured):
-        for _ in range(3):
-            body(loop)
-    captured.fused.refresh()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        body(captured)
-    for step in range(10000):
-        lr = 0.01 * (1 + math.sin(step / 500))
-        for loop in (eager, captured):
-            for group in loop.optimizer.param_groups:
-                group["lr"] = lr
-        body(eager)
-        captured.fused.refresh()
-        graph.replay()
-        captured.fused.after_replay()
-        if step % 2500 == 2499:
-            assert equal(eager.tensors(), captured.tensors()), step
-    assert eager.scaler.state_dict() == captured.scaler.state_dict()
-    assert eager.ema.updates == captured.ema.updates == 10003
 
 
 def test_capture_wants_one_step_before(cuda):

@@ -192,19 +192,6 @@ def test_a_momentum_that_begins_at_0_is_stocks(stock, device):
         assert_same(mine, theirs, step + 1)
 
 
-def test_a_step_moves_weights_along_orthogonal_directions(device):
-    """By the definition: the change of a weight, less that of its SGD, has singular values around lr * muon."""
-    weight = nn.Parameter(torch.randn(16, 40, device=device))
-    before = weight.detach().clone()
-    weight.grad = torch.randn(16, 40, device=device)
-    optim.MuSGD([{"params": [weight], "lr": 0.5, "use_muon": True}], muon=1.0, sgd=0.0).step()
-    values = torch.linalg.svdvals((before - weight.detach()).double().cpu()) / 0.5
-    assert values.min() > 0.4 and values.max() < 1.6
-    u, _, v = torch.linalg.svd(weight.grad.double().cpu(), full_matrices=False)
-    cosine = ((before - weight.detach()).double().cpu() / 0.5 * (u @ v)).sum() / 16
-    assert cosine > 0.8, "along the nearest orthogonal matrix"
-
-
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_steps_are_those_of_the_definition(device, channels_last, nesterov):
@@ -265,23 +252,6 @@ def test_half_precision_state_is_widened(device):
         assert p.isfinite().all()
 
 
-def test_a_copy_goes_on_alone(device):
-    model = network(device)
-    optimizer = made(optim.MuSGD, model)
-    set_gradients(model, 0)
-    optimizer.step()
-    twin, twins = copy.deepcopy((model, optimizer))
-    assert (twins.muon, twins.sgd) == (MUON, SGD)
-    before = [p.clone() for p in model.parameters()]
-    for p, q in zip(model.parameters(), twin.parameters()):
-        q.grad = p.grad.clone()
-    twins.step()
-    for p, q in zip(model.parameters(), before):
-        assert torch.equal(p, q)
-    optimizer.step()
-    assert_same(model, twin)
-
-
 def test_what_is_no_matrix_is_an_error():
     bias = nn.Parameter(torch.zeros(3))
     bias.grad = torch.ones(3)
@@ -305,30 +275,6 @@ def test_scaler_skips_what_overflowed(stock, device):
         results.append(scaler.get_scale())
     assert results[0] == results[1] == 2.0
     assert_same(mine, theirs, 3)
-
-
-def test_replays_are_steps(cuda):
-    """A graph of the whole step gives the bits of eager steps."""
-    models = [network(cuda) for _ in range(2)]
-    eager, captured = (made(optim.MuSGD, model) for model in models)
-    graph = torch.cuda.CUDAGraph()
-    for step in range(5):
-        for model in models:
-            set_gradients(model, step)
-        eager.step()
-        if step < 3:
-            captured.step()
-            static = [p.grad for p in models[1].parameters()]
-            continue
-        for p, grad in zip(models[1].parameters(), static, strict=True):
-            grad.copy_(p.grad)
-            p.grad = grad
-        if step == 3:
-            with torch.cuda.graph(graph):
-                captured.step()
-        graph.replay()
-    for p, q in zip(*(model.parameters() for model in models), strict=True):
-        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["MuSGD", "FusedStep"])

@@ -229,19 +229,6 @@ def test_closure_scheduler_hooks_add_param_group_and_copies(device):
     assert equal(results[0][2], results[1][2])
 
 
-def test_lr_and_momentum_as_tensors(device):
-    mine, stock = parameters(device), parameters(device)
-    lr, momentum = (torch.tensor(x, device=device, dtype=torch.float64) for x in (0.05, 0.9))
-    a, b = SGD(mine, lr=lr, momentum=0.9, nesterov=True), torch.optim.SGD(stock, lr=0.05, momentum=0.9, nesterov=True)
-    a.param_groups[0]["momentum"] = momentum
-    for step in range(5):
-        lr.fill_(0.05 / (step + 1)), momentum.fill_(0.9 - 0.01 * step)
-        b.param_groups[0]["lr"], b.param_groups[0]["momentum"] = 0.05 / (step + 1), 0.9 - 0.01 * step
-        set_grads(mine, step), set_grads(stock, step)
-        a.step(), b.step()
-    assert equal(mine, stock)
-
-
 def test_a_parameter_moves_to_the_next_group(device):
     """The flat list of parameters is the same then."""
     mine, stock = ([nn.Parameter(torch.ones(3, device=device)) for _ in range(3)] for _ in range(2))
@@ -254,22 +241,6 @@ def test_a_parameter_moves_to_the_next_group(device):
             first, second = optimizer.param_groups
             second["params"].insert(0, first["params"].pop())
     assert all(map(torch.equal, mine, stock))
-
-
-def test_many_groups(device):
-    """More groups than one launch takes."""
-    mine = [nn.Parameter(torch.randn(33, device=device)) for _ in range(60)]
-    stock = [nn.Parameter(p.detach().clone()) for p in mine]
-    a, b = (
-        kind([{"params": [p], "lr": 0.01 * (i + 1)} for i, p in enumerate(params)], momentum=0.9)
-        for kind, params in ((SGD, mine), (torch.optim.SGD, stock))
-    )
-    for step in range(3):
-        for params, optimizer in ((mine, a), (stock, b)):
-            for i, p in enumerate(params):
-                p.grad = torch.full_like(p, float(i + step))
-            optimizer.step()
-    assert equal(mine, stock)
 
 
 def test_non_finite_gradients_without_a_scaler_behave_as_torch(device):

@@ -7,9 +7,7 @@ import logging
 import os
 import pickle
 import random
-import signal
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -18,7 +16,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tests.images.leftovers import closes, open_memories, orphans, started
 from torch_fastdet.ops import opencv_rules
 from torch_fastdet.yolov5 import patch, unpatch
 
@@ -268,21 +265,6 @@ def broken_file():
     del os.environ["TORCH_FASTDET_CACHE"]
 
 
-def drawn_on():
-    """What a user draws on an image of the data set is in no later image."""
-
-    def draw(root, **options):
-        loader, dataset = dataloaders.create_dataloader(str(root / "images"), SIZE, 6, 32, workers=0, **options)
-        wanted = [images.clone() for images, *_ in loader]
-        for index in range(len(dataset)):
-            image, *_ = dataset.load_image(index)
-            image[:] = 0
-        return wanted, [images for images, *_ in loader]
-
-    for options in ({}, {"cache": "ram"}):
-        compare(*ours(draw, make("boxes"), **options))
-
-
 def pickled():
     """A file holds the framework's data set. Copies are planned as before, and so is what is loaded while the switch is on."""
     stock, found = dataloaders.LoadImagesAndLabels, {}
@@ -307,22 +289,6 @@ def pickled():
         found["without"] = [loaded[index][0] for index in range(len(loaded))]
         for others in found.values():
             compare(others, images)
-
-
-def refused_memory():
-    """Where the system has no memory to share (ulimit, seccomp), YOLOv5's own loader runs, and one line says so."""
-    create, os.memfd_create = os.memfd_create, refuse
-    try:
-        for options in ({}, {"cache": "ram"}):
-            with Lines() as lines:
-                same(**TRAIN, workers=0, **options)
-            assert len(lines.about("the original loader runs")) == 1, lines.lines
-    finally:
-        os.memfd_create = create
-
-
-def refuse(*_):
-    raise PermissionError(1, "Operation not permitted")
 
 
 def changed_labels():
@@ -357,48 +323,6 @@ def changed_size():
         compare(ours(growing, root, **options, workers=0), growing(root, **options, workers=0))
 
 
-def control_c():
-    """The loop ends at once, and so do the processes."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
-    root, workers = make("boxes"), []
-
-    def interrupt():
-        loader, _ = dataloaders.create_dataloader(str(root / "images"), SIZE, 6, 32, augment=True, hyp=HYP, workers=2)
-        workers.extend(loader.iterator._workers)
-        for number, _ in enumerate(loader):
-            if number == 1:
-                for process in [*(worker.pid for worker in workers), os.getpid()]:  # as a terminal sends it
-                    os.kill(process, signal.SIGINT)
-                time.sleep(10)
-        raise AssertionError("the loop was not interrupted")
-
-    before = open_memories()
-    try:
-        ours(interrupt)
-    except (KeyboardInterrupt, RuntimeError) as error:  # a worker that ends first is PyTorch's error
-        assert isinstance(error, KeyboardInterrupt) or "DataLoader worker" in str(error), error
-    for worker in workers:
-        worker.join(timeout=30)
-    assert len(workers) == 2 and not any(worker.is_alive() for worker in workers)
-    assert closes(before), (open_memories(), before)
-
-
-def killed_worker():
-    """An error, not a hang."""
-    root = make("boxes")
-
-    def kill():
-        loader, _ = dataloaders.create_dataloader(str(root / "images"), SIZE, 6, 32, augment=True, hyp=HYP, workers=2)
-        for number, _ in enumerate(loader):
-            if number == 1:
-                os.kill(loader.iterator._workers[0].pid, 9)
-        list(loader)
-        list(loader)
-
-    error = error_of(ours, kill)
-    assert error is not None and error[0] == "RuntimeError" and "DataLoader worker" in error[1], error
-
-
 def spawn():
     """A process that is started so imports YOLOv5 for seconds: one, and ours alone."""
     root = make("boxes")
@@ -409,14 +333,6 @@ def spawn():
     finally:
         torch.multiprocessing.set_start_method("fork", force=True)
     assert torch.utils.data.get_worker_info() is None
-
-
-def no_leak():
-    before, root = open_memories(), make("boxes")
-    with started() as processes:
-        for workers, stop in ((0, None), (2, None), (2, 1)):
-            ours(batches, root, augment=True, hyp=HYP, workers=workers, stop=stop)
-    assert closes(before) and len(processes) == 4 and not orphans(processes), (before, open_memories(), processes)
 
 
 class Albumentations:
@@ -588,14 +504,6 @@ def mosaic9():
             planned(lines)
 
 
-def fork_colours():
-    """A function that calls stock's, given as a closure, is planned."""
-    stock = dataloaders.augment_hsv
-    with fork(augment_hsv=lambda *arguments, **options: stock(*arguments, **options)), Lines() as lines:
-        same(**TRAIN, workers=0)
-        planned(lines)
-
-
 def blurred(image, *arguments, **options):
     """Half of the pictures are blurred and darkened, in place: no plan can say that."""
     if random.random() < 0.5:
@@ -617,38 +525,6 @@ def fork_unknown():
             same(**TRAIN, workers=2)
             assert len(lines.about(f"a plan cannot say {said}: code of YOLOv5 makes the pixels")) == 1, lines.lines
             assert not lines.about("leaves the rest"), lines.lines
-
-
-class Elsewhere:
-    """Code that no copy of a function reaches."""
-
-    def __call__(self, image):
-        cv2.rectangle(image, (5, 5), (40, 40), (1, 2, 3), -1)
-
-
-def fork_elsewhere():
-    """Where a fork's code cannot run on stand-ins, it makes all pictures, from the same random states."""
-    elsewhere = Elsewhere()
-    with fork(augment_hsv=lambda image, **options: elsewhere(image)), Lines() as lines:
-        same(**TRAIN, workers=0)
-        assert len(lines.about("leaves the rest to YOLOv5")) == 1, lines.lines
-        same(**TRAIN, workers=2)
-
-
-def fork_floats():
-    """Pictures that no plan can say at all."""
-    stock = dataloaders.LoadImagesAndLabels.__getitem__
-
-    def halves(self, index):
-        image, *rest = stock(self, index)
-        return image.half() / 2, *rest
-
-    dataloaders.LoadImagesAndLabels.__getitem__ = halves
-    try:
-        for workers in (0, 2):
-            same(**TRAIN, workers=workers)
-    finally:
-        dataloaders.LoadImagesAndLabels.__getitem__ = stock
 
 
 TRAIN = {"augment": True, "hyp": HYP}
@@ -679,25 +555,17 @@ CASES = {
     "files": files,
     "missing_file": missing_file,
     "broken_file": broken_file,
-    "drawn_on": drawn_on,
     "pickled": pickled,
-    "refused_memory": refused_memory,
     "changed_labels": changed_labels,
     "changed_size": changed_size,
-    "control_c": control_c,
-    "killed_worker": killed_worker,
     "spawn": spawn,
-    "no_leak": no_leak,
     "albumentations": albumentations,
     "segmentation": segmentation,
     "bad_segments": bad_segments,
     "changed_code": changed_code,
     "fork_mosaic": fork_mosaic,
     "mosaic9": mosaic9,
-    "fork_colours": fork_colours,
     "fork_unknown": fork_unknown,
-    "fork_elsewhere": fork_elsewhere,
-    "fork_floats": fork_floats,
 }
 
 if __name__ == "__main__":
