@@ -73,6 +73,7 @@ demo: build ## train yolov5n on real digits with the stock train.py, stock and w
 test: build test-cpp test-python ## the tests for every change, without a GPU; TORCH=2.15.0: on that torch, in .venv-torch2.15.0
 
 test-all: SLOW = not nightly
+test-all: PART = 1
 test-all: test ## `make test` and the tests marked slow, as continuous integration runs them
 
 test-nightly: SLOW = nightly
@@ -96,6 +97,8 @@ test-alone: build ## each file of the Python tests of `make test` in a process o
 	  '$(BIN)/python -m pytest -q -m "$(SLOW)" -p no:cacheprovider {} > build/alone-$$$$.log 2>&1; status=$$?; \
 	  [ $$status = 0 ] || [ $$status = 5 ] || { cat build/alone-$$$$.log; exit 1; }; rm build/alone-$$$$.log'  # 5: no test of it is chosen
 
+# Of the random problems of a kernel `make test` tries a quarter, and `make test-all` all.
+PART = 4
 test-cpp: $(STAMP) ## the GoogleTests of `make test`
 	@$(call googletest,build/cpp,OFF,$(BIN)/cmake)
 
@@ -173,7 +176,7 @@ define googletest
 mkdir -p $(1) && { $(3) -S tests/cpp -B $(1) -DSANITIZE=$(2) && $(3) --build $(1) -j $(JOBS); } > $(1)/build.log 2>&1 \
   || { tail -n 40 $(1)/build.log; exit 1; }; $(1)/core_tests --gtest_brief=1 \
   && { [ ! -x $(1)/kernel_tests ] || seq 0 $$(($(JOBS) - 1)) \
-    | xargs -P $(JOBS) -I{} env GTEST_TOTAL_SHARDS=$(JOBS) GTEST_SHARD_INDEX={} $(1)/kernel_tests --gtest_brief=1; }
+    | xargs -P $(JOBS) -I{} env GTEST_TOTAL_SHARDS=$(JOBS) GTEST_SHARD_INDEX={} EMULATOR_PART=$(PART) $(1)/kernel_tests --gtest_brief=1; }
 endef
 
 # On a GPU machine without network: the torch that is there, no virtual environment.

@@ -111,11 +111,44 @@ def mark(items: list[pytest.Item]) -> set[pytest.Item]:
     return on_gpu
 
 
+MOST_CASES = 6
+
+
+def leave_to_the_nightly_job(items: list[pytest.Item]) -> None:
+    """Mark most of the cases of a test with more than MOST_CASES: of several parameters, every value of each stays once.
+
+    Those on the diagonal stay, where the parameters change together, and others until no value is missing.
+    """
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        if len(cases) <= MOST_CASES:
+            continue
+        ids = [list(dict.fromkeys(column)) for column in zip(*sorted(item.callspec._idlist for item in cases))]
+        longest = max(range(len(ids)), key=lambda number, ids=ids: len(ids[number]))
+        places = {
+            item: tuple(values.index(value) for values, value in zip(ids, item.callspec._idlist)) for item in cases
+        }
+        on_diagonal = {
+            item: all(place == at[longest] % len(values) for place, values in zip(at, ids))
+            for item, at in places.items()
+        }
+        seen: set[tuple[int, int]] = set()
+        for item in sorted(cases, key=lambda item: (not on_diagonal[item], places[item])):
+            if seen.issuperset(enumerate(places[item])):
+                item.add_marker("slow")
+                item.add_marker("nightly")
+            seen.update(enumerate(places[item]))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
     if config.getoption("loadgroup", False):  # in a process of pytest-xdist: long tests begin first
         items.sort(key=lambda item: (shared(item.nodeid) is None, item.get_closest_marker("slow") is None))
     on_gpu = mark(items)
+    leave_to_the_nightly_job([item for item in items if item not in on_gpu])
     if len(on_gpu) < len(items) and cuda_missing():  # some thousands: one line of pytest's in place of one each
         config.hook.pytest_deselected(items=list(on_gpu))
         items[:] = [item for item in items if item not in on_gpu]

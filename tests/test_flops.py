@@ -43,7 +43,9 @@ def test_a_formula_takes_its_operators_arguments_by_the_schema():
     assert flops.FORMULAS["bbox_iou"](boxes, GIoU=True, xywh=False, box2=boxes, out_shape=(7, 1)) == wanted
 
 
-@pytest.mark.parametrize("first", ["torch_fastdet.flops", "torch.utils.flop_counter"])
+@pytest.mark.parametrize(
+    "first", [pytest.param("torch_fastdet.flops", marks=pytest.mark.slow), "torch.utils.flop_counter"]
+)
 def test_counts_whichever_is_imported_first(first):
     """The table is loaded when it is asked for: it takes as long as the rest of the package does."""
     program = f"""

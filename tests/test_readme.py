@@ -134,6 +134,7 @@ def test_python_runs(page, tmp_path, monkeypatch):
     run_snippets(page, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", sorted(set(APART.values())))
 def test_python_that_patches_runs(package, tmp_path):
     """In a process of its own, where the package can be imported and nothing that is patched is left behind."""

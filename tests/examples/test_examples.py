@@ -71,6 +71,7 @@ def truth(folder: Path, picture: Path) -> list[tuple[str, list[float]]]:
     ]
 
 
+@pytest.mark.slow
 def test_training_learns_and_says_how_it_ran(shapes):
     _, printed = shapes
     assert printed.count("TrainStep is a CUDA graph and needs a GPU") == 1
@@ -90,6 +91,7 @@ def test_trainstep_trains_alike(tmp_path, cuda):
     assert int(summary[0]) >= 0.7 * int(summary[2]), summary
 
 
+@pytest.mark.slow
 def test_serving_finds_what_is_labelled(shapes, no_yolov5):
     """In a fresh process, from the file alone, without YOLOv5."""
     folder, printed = shapes
@@ -105,6 +107,7 @@ def test_serving_finds_what_is_labelled(shapes, no_yolov5):
     assert f"{found} of {total} shapes found" in printed
 
 
+@pytest.mark.slow
 def test_serving_from_standard_input(shapes, no_yolov5, tmp_path):
     """Other sizes are letterboxed; a picture that cannot be read is answered, and the loop goes on."""
     folder, _ = shapes
@@ -127,6 +130,7 @@ def test_serving_from_standard_input(shapes, no_yolov5, tmp_path):
             assert any(d["name"] == name and iou(d["box"], placed) > 0.5 for d in answer["detections"]), (answer, name)
 
 
+@pytest.mark.slow
 def test_drawing_marks_the_detections(shapes, tmp_path):
     folder, _ = shapes
     picture = find_pictures([folder / "pictures"])[1]
@@ -385,7 +389,9 @@ def test_serving_from_a_pipe_outlives_its_writers(files, detector):
             served.terminate()
 
 
-@pytest.mark.parametrize("name", ["export", "serve", "draw", "train_step"])
+@pytest.mark.parametrize(
+    "name", ["serve", *(pytest.param(name, marks=pytest.mark.slow) for name in ("export", "draw", "train_step"))]
+)
 def test_a_sentence_and_no_traceback(name, files):
     """Each as a file from anywhere: that it finds its modules, and runs its main through ``command_line.run``."""
     given = {

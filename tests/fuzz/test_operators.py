@@ -10,6 +10,7 @@ from torch_fastdet._torch.private import operator_names
 OURS = [name for name in operator_names() if name.startswith("torch_fastdet::")]
 
 
+@pytest.mark.slow
 def test_operators_survive_a_fuzzer(tmp_path):
     count, operators, results, errors, compared = passes("operators", 1000, tmp_path)
     assert count == 1000 and min(results, errors, compared) > count // 5, "cases of one kind alone"

@@ -247,8 +247,6 @@ CALLS: dict[str, Callable[[], tuple[Any, tuple, dict[str, Any], tuple[int, ...]]
     "multi_tensor_norm": lambda: (ops.multi_tensor_norm, (*lists(1),), {}, ()),
     "multi_tensor_clip_grad_norm_": lambda: (ops.multi_tensor_clip_grad_norm_, (*lists(1), 1.0), {}, ()),
 }  # fmt: skip
-#: `make test` leaves out the variants where something is compiled.
-FEWER = [pytest.param(name, marks=[pytest.mark.slow] * ("," in name)) for name in CALLS]
 DIFFERENTIABLE = [name for name, make in CALLS.items() if make()[3]]
 
 
@@ -330,6 +328,20 @@ def test_opcheck(device, name):
         torch.library.opcheck(operator, args, kwargs, test_utils=[test for test in tests if test not in but])
 
 
+#: One of each kind of schema: lists, optional tensors and numbers, several results, results that are written.
+SCHEMAS = (
+    "bbox_iou",
+    "upsample_nearest2x_cat",
+    "yolov5_postprocess",
+    "v8_loss",
+    "multi_tensor_norm",
+    "multi_tensor_sgd_",
+    "bn_act_cat",
+)
+#: `make test` compiles these alone; test_opcheck traces all.
+FEWER = [pytest.param(name, marks=[pytest.mark.slow] * (name not in SCHEMAS)) for name in CALLS]
+
+
 @pytest.mark.parametrize("name", FEWER)
 def test_script_and_export(device, name):
     sample = Sample(name, device)
@@ -356,17 +368,6 @@ def test_compile(device, name, dynamic):
     found, wanted = sample.run(compiled), sample.run()
     results = len(sample(*sample.tensors))  # gradients may lie as their tensors or as what came in
     assert same(found, wanted) and [x.stride() for x in found[:results]] == [x.stride() for x in wanted[:results]]
-
-
-#: One of each kind of schema: lists, optional tensors and numbers, several results, results that are written.
-SCHEMAS = (
-    "bbox_iou",
-    "upsample_nearest2x_cat",
-    "yolov5_postprocess",
-    "v8_loss",
-    "multi_tensor_norm",
-    "multi_tensor_sgd_",
-)
 
 
 @pytest.mark.slow

@@ -114,9 +114,9 @@ def usual_lines(drop_in):
     "host, module, setting",
     [
         ("ultralytics", "ultralytics.models", "half"),
-        ("ultralytics", "ultralytics.models", "meta"),
+        pytest.param("ultralytics", "ultralytics.models", "meta", marks=pytest.mark.slow),
         ("yolov5", "yolov5.segment.val", "meta"),
-        ("yolov5", "yolov5.segment.val", "fake tensors"),
+        pytest.param("yolov5", "yolov5.segment.val", "fake tensors", marks=pytest.mark.slow),
     ],
 )
 def test_the_same_switches_apply_whatever_the_callers_settings_are(monkeypatch, host, module, setting):

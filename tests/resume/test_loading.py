@@ -89,7 +89,8 @@ def epochs(loader, position, count):
 
 
 @pytest.mark.parametrize(
-    "workers, batch", [(0, 2), (0, 11), (1, 3), (2, 2), pytest.param(2, 11, marks=pytest.mark.slow)]
+    "workers, batch",
+    [(0, 11), (2, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, 2), (1, 3), (2, 11)))],
 )
 def test_resumed_loader_gives_the_batches_of_one_run(workers, batch):
     random.seed(3), np.random.seed(3)

@@ -2,9 +2,10 @@
 
 import pytest
 
-NIGHTLY = [pytest.mark.slow, pytest.mark.nightly]
+NIGHTLY = pytest.mark.nightly
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", ["yolov8n", pytest.param("yolo11n", marks=NIGHTLY), pytest.param("yolo26n", marks=NIGHTLY)]
 )

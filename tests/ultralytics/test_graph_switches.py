@@ -44,7 +44,7 @@ CAPTURED = r"cuda_graph: captured forward and backward of DetectionModel for inp
 
 @pytest.fixture(scope="module")
 def trainings(program, digits, tmp_path_factory):
-    return program("graphs.py", digits, tmp_path_factory.mktemp("graphs"), "plain", "refused", "resume_yolo26n")
+    return program("graphs.py", digits, tmp_path_factory.mktemp("graphs"), "plain", "refused")
 
 
 @pytest.fixture(scope="module")
@@ -87,9 +87,10 @@ def test_two_epochs_are_stocks(trainings):
     )
 
 
-def test_resumed_loss_of_two_branches_goes_on_with_its_weights(trainings):
+@pytest.mark.slow
+def test_resumed_loss_of_two_branches_goes_on_with_its_weights(trained):
     """A resumed trainer makes the criterion, and calls update() once for each epoch that was trained before."""
-    stock, ours = trainings["resume_yolo26n"]["stock"], trainings["resume_yolo26n"]["graphed"]
+    stock, ours = (trained(("resume_yolo26n",))["resume_yolo26n"][which] for which in ("stock", "graphed"))
     assert ours["branches"] == stock["branches"] and None not in stock["branches"]
     assert len(ours["losses"]) == len(stock["losses"]) == 9
     for first, rel in ((2, 1e-4), (6, 2e-3), (None, 2e-2)):  # rounding grows

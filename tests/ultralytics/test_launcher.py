@@ -55,6 +55,7 @@ def test_doctor(launch):
     assert asked["name"] == "cuda_graph" and not asked["applies"]
 
 
+@pytest.mark.slow
 def test_help_is_ours_then_yolos(launch):
     out = launch("train", "--fastdet", "--help")
     assert 0 < out.index("--nms_optim") < out.index("yolo TASK MODE ARGS") and " -> " not in out
@@ -68,6 +69,7 @@ def test_switches_are_on_before_the_command(launch):
     assert out.index(lines[-1]) < out.rindex("8.4.")
 
 
+@pytest.mark.slow
 def test_what_is_not_ours_is_yolos_to_refuse(launch):
     out = launch("train", "--nms_optin", "model=yolov8n.yaml", code=1)
     assert re.search(r"nms_optin\S*' is not a valid YOLO argument", out)  # some versions print it in red

@@ -101,6 +101,17 @@ CASES = {
 }
 
 
+#: One of each kind of data, way to keep it and way to make batches of it: for each change.
+QUICK = (
+    *("train", "workers", "mosaic9", "close_mosaic", "rect", "ram", "val", "segment", "pose", "obb", "bad_segment"),
+    *("files", "files_val", "rtdetr", "little_memory"),
+)
+
+
+def some_slow(cases):
+    return [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in cases]
+
+
 @pytest.fixture(scope="module")
 def ultralytics():
     with warnings.catch_warnings():
@@ -285,7 +296,7 @@ def error_of(function, *arguments, **options):
     return type(error.value), str(error.value).strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some_slow(CASES))
 def test_batches_are_stocks(ultralytics, root, device, case, monkeypatch, capsys):
     options = {"root": "boxes", **CASES[case]}
     if "environment" in options:
@@ -305,7 +316,7 @@ PLANNED += [case for case in CASES if case.startswith("files")]
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("case", PLANNED)
+@pytest.mark.parametrize("case", some_slow(PLANNED))
 def test_the_training_process_makes_batches_of_plans(ultralytics, root, case, monkeypatch, request, capsys):
     options = {"root": "boxes", **CASES[case]}
     kept = "23 of 24" if options["root"] == "files" else "of 24"

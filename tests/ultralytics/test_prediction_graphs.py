@@ -1,8 +1,11 @@
 """cuda_graph under real predictors and validators: stock's bits, whichever the task."""
 
+import functools
+
 import pytest
 
 FAMILIES = ("yolov8n", "yolo26n", "yolov10n", "segment", "segment26", "pose", "obb", "classify", "rtdetr")
+QUICK = ("yolov8n", "segment", "odd", "augment", "hooks")  # for each change
 ON_THE_CPU = ("yolov8n", "yolo26n", "segment", "pose", "obb", "classify", "rtdetr")  # one of each kind of head
 CASES = ("grey", "odd", "stream", "augment", "embed", "hooks", "weights", "settings", "pickled", "validate", "threads")
 FIRST = "cuda_graph: ultralytics.nn.backends.pytorch.PyTorchBackend.forward -> torch_fastdet."
@@ -17,21 +20,28 @@ def check(found):
 
 @pytest.fixture(scope="module")
 def predicted(program, digits):
-    return program("predictions.py", digits, *ON_THE_CPU, *CASES)
+    """Run the cases for each change, or all others, once."""
+    run = functools.cache(lambda *cases: program("predictions.py", digits, *cases))
+    others = [case for case in (*ON_THE_CPU, *CASES) if case not in QUICK]
+    return lambda case: run(*(QUICK if case in QUICK else others))[case]
 
 
-@pytest.mark.parametrize("family", ON_THE_CPU)
+def some_slow(cases):
+    return [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in cases]
+
+
+@pytest.mark.parametrize("family", some_slow(ON_THE_CPU))
 def test_families(predicted, family):
-    found = predicted[family]
+    found = predicted(family)
     check(found)
     square = family in ("classify", "rtdetr")
     assert [len(shapes) for shapes in found["shapes"]] == [1 if square else 2]
     assert found["said"][-1].endswith(BEGUN)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some_slow(CASES))
 def test_cases(predicted, case):
-    found = predicted[case]
+    found = predicted(case)
     check(found)
     captured = sum(map(len, found["shapes"]))
     assert captured == 0 if case in ("augment", "embed") else captured > 0

@@ -17,6 +17,7 @@ from tests.track_scenes import looks, motions, namespace, options_of, recovered,
 
 LISTS = ("tracked_stracks", "lost_stracks", "removed_stracks", "removed_stracks_frame")
 NAMES = ("BYTETracker", "BOTSORT", "OCSORT", "DeepOCSORT", "FASTTracker", "TRACKTRACK")
+SOME = [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("BYTETracker", "TRACKTRACK"))) for name in NAMES]
 ROTATING = ("BYTETracker", "BOTSORT", "TRACKTRACK")
 KEY = "torch_fastdet_core"
 
@@ -86,7 +87,7 @@ def original(trackers, name, frames, **options):
 @pytest.mark.parametrize("name, turned", [*((name, False) for name in NAMES), *((name, True) for name in ROTATING)])
 def test_tracks_and_lists_are_the_originals(trackers, name, turned):
     stock = trackers.BYTETracker.update
-    for seed in range(2):
+    for seed in range(1):
         frames = scene(seed, 20, 40)
         frames = rotated(frames) if turned else frames
         wanted = original(trackers, name, frames, track_buffer=5)
@@ -106,7 +107,7 @@ def test_tracks_and_lists_are_the_originals(trackers, name, turned):
         assert trackers.BYTETracker.update is stock and not set(LISTS) & set(vars(trackers.BYTETracker))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME)
 def test_patch_and_unpatch_between_frames(trackers, name):
     frames = scene(3, 20, 40)
     wanted = original(trackers, name, frames)
@@ -187,7 +188,7 @@ def compare_tracktrack(trackers, seeds):
 
 
 def test_tracktrack_with_recovered_detections(trackers):
-    compare_tracktrack(trackers, range(30))
+    compare_tracktrack(trackers, range(12))
 
 
 @pytest.mark.nightly
@@ -233,7 +234,7 @@ def compare_looks(trackers, seeds):
 
 
 def test_tracks_are_found_again_by_their_looks(trackers):
-    assert compare_looks(trackers, range(30)) > 100
+    assert compare_looks(trackers, range(12)) > 30
 
 
 @pytest.mark.nightly
@@ -314,7 +315,7 @@ def test_what_the_original_update_does(trackers, caplog):
     assert "for Boxes of float64" in said and "for OBB of float32" in said and said.count("\n") == 8
 
 
-@pytest.mark.parametrize("place", NAMES)
+@pytest.mark.parametrize("place", SOME)
 def test_an_update_of_the_users_own_stays_and_is_named(trackers, monkeypatch, place):
     kind = getattr(trackers, place)
     calls = []

@@ -102,17 +102,22 @@ def run(name, kind, device, graphed):
     return torch.stack(items), model.state_dict(), ema.ema.state_dict(), graphs
 
 
+FURTHER = (
+    ("yolo26n.yaml", "E2ELoss"),
+    ("yolov8n-seg.yaml", "v8SegmentationLoss"),
+    ("yolov8n-pose.yaml", "v8PoseLoss"),
+    ("yolo26n-pose.yaml", "E2ELoss of PoseLoss26"),
+    ("yolo26n-obb.yaml", "E2ELoss of v8OBBLoss"),
+)
+
+
 @pytest.mark.parametrize(
     "name, kind",
     [
         ("yolov8n.yaml", "own"),
         ("yolov8n.yaml", "v8DetectionLoss"),
-        ("yolo26n.yaml", "E2ELoss"),
-        ("yolov8n-seg.yaml", "v8SegmentationLoss"),
         ("yolo26n-seg.yaml", f"E2ELoss of {SEGMENT26}"),
-        ("yolov8n-pose.yaml", "v8PoseLoss"),
-        ("yolo26n-pose.yaml", "E2ELoss of PoseLoss26"),
-        ("yolo26n-obb.yaml", "E2ELoss of v8OBBLoss"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in FURTHER),
     ],
 )
 def test_equals_the_separate_calls(gpu, same_convolutions, name, kind):

@@ -1,6 +1,9 @@
 """bn_act_optim on the real YOLOv5."""
 
+import pytest
 
+
+@pytest.mark.slow
 def test_a_model_trains_as_stocks(real_yolov5):
     yolov5 = real_yolov5("package")
     assert "as stock" in yolov5.program("bn_act.py", yolov5.prefix).stdout

@@ -117,7 +117,8 @@ def test_classify_training_gives_the_losses_of_stock(real_yolov5, tmp_path):
         assert found[1][column] == pytest.approx(found[0][column], rel=2e-3, abs=2e-5), column
 
 
-@pytest.mark.parametrize("layout", ["package", pytest.param("checkout", marks=[pytest.mark.slow, pytest.mark.nightly])])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["package", pytest.param("checkout", marks=pytest.mark.nightly)])
 def test_val_and_detect_run_on_a_patched_checkpoint(layout, real_yolov5, train, data, tmp_path):
     yolov5 = real_yolov5(layout)
     common = ("--weights", train(yolov5, *FLAGS).checkpoint, "--project", tmp_path, "--img", IMAGE, "--device", "cpu")
@@ -133,6 +134,7 @@ def test_val_and_detect_run_on_a_patched_checkpoint(layout, real_yolov5, train, 
     assert len(list((tmp_path / "detect").glob("*.png"))) == 4, found
 
 
+@pytest.mark.slow
 def test_resume_goes_on_where_the_run_stopped(real_yolov5, train, data, tmp_path):
     checkout = real_yolov5("checkout")
     arguments = [*SMALL, "--weights", "", "--cfg", "yolov5n.yaml", "--data", data.boxes, "--epochs", 3, "--noplots"]
@@ -146,6 +148,7 @@ def test_resume_goes_on_where_the_run_stopped(real_yolov5, train, data, tmp_path
     assert real.results(tmp_path / "run")["epoch"] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_switch_that_detect_does_not_use_is_no_error(real_yolov5):
     """At the head of YOLOv5, detect.py imports nothing of what bbox_iou_optim replaces."""
     head = real_yolov5("head")

@@ -1,6 +1,7 @@
 // What the tests draw their problems with.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <initializer_list>
@@ -8,11 +9,16 @@
 
 namespace torch_fastdet::core {
 
-// Seeds that a test tries: so many (a quarter where a sanitizer is slow), or EMULATOR_ROUNDS times as many.
+// Seeds that a test tries: so many (a quarter where a sanitizer is slow), EMULATOR_ROUNDS times as many, or one of
+// EMULATOR_PART seeds.
 inline uint64_t rounds(uint64_t count) {
 #if defined(EMULATOR_ASAN) || defined(EMULATOR_TSAN)
   count = (count + 3) / 4;
 #endif
+  if (const char* part = std::getenv("EMULATOR_PART")) {
+    const uint64_t parts = std::max<uint64_t>(1, std::strtoull(part, nullptr, 10));
+    count = (count + parts - 1) / parts;
+  }
   const char* factor = std::getenv("EMULATOR_ROUNDS");
   return count * (factor ? std::strtoull(factor, nullptr, 10) : 1);
 }
