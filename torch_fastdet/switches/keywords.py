@@ -30,7 +30,7 @@ class Switches(TypedDict, total=False):
     channels_last: bool | None  #: NHWC memory where it is faster
     cuda_graph: bool | None  #: the model's passes as CUDA graphs
     resume_exact: bool | None  #: a resumed training has the bits of one that was not stopped
-    letterbox_optim: bool | None  #: the former name of predict_optim
+    letterbox_optim: bool | None  #: the same as predict_optim
 
 
 class UltralyticsSwitches(Switches, total=False):
