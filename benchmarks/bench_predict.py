@@ -61,7 +61,7 @@ def options(device: torch.device, images: list[np.ndarray]) -> dict[str, Any]:
     """Options of ``predict`` by which the model finds some boxes."""
     chosen: dict[str, Any] = {
         "imgsz": 640,
-        "half": device.type == "cuda",
+        "quantize": 16 if device.type == "cuda" else None,
         "device": str(device),
         "verbose": False,
         "iou": 0.5,

@@ -82,7 +82,12 @@ def main(argv: list[str] | None = None) -> None:
 
     patch()
     model: Any = YOLO(opt.model)
-    options = {"imgsz": opt.imgsz, "device": opt.device, "half": opt.device != "cpu", "verbose": False}
+    options = {
+        "imgsz": opt.imgsz,
+        "device": opt.device,
+        "quantize": None if opt.device == "cpu" else 16,
+        "verbose": False,
+    }
 
     def own_model() -> Answer:
         own: Any = copy.deepcopy(model)

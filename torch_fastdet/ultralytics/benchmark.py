@@ -1,4 +1,4 @@
-"""Implements ``python -m torch_fastdet benchmark``: what torch_fastdet is worth on this machine, in one table to paste.
+"""Implements ``python -m torch_fastdet benchmark``, which prints what torch_fastdet is worth on this machine in one table to paste.
 
 Ultralytics trains, validates, predicts and tracks on images that are drawn here, each in a process of its own, with and without ``patch()``. The
 first epoch is left out, and the last one is profiled.
@@ -25,32 +25,37 @@ from torch_fastdet.patching.evidence import installed_version
 
 PROG = "python -m torch_fastdet benchmark"
 VARIANTS = ("stock", "ours")
-PREDICTIONS, FRAMES = 50, 60
+FRAMES = 60
 
 
-def draw_pictures(folder: Path, count: int) -> Path:
-    """Write JPEG files of 640x480 with one to six plain rectangles each, and labels for them. Returns the data set's file."""
+def drawn(number: int) -> tuple[Any, str]:
+    """Return an image of 640x480 with one to six plain rectangles, and the lines of its labels."""
     import cv2
     import numpy as np
 
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(number)
+    coarse = rng.integers(0, 256, (12, 16, 3), dtype=np.uint8)
+    image = cv2.resize(coarse, (640, 480), interpolation=cv2.INTER_CUBIC)
+    rows = []
+    for _ in range(rng.integers(1, 7)):
+        width, height = rng.integers(30, 200, 2).tolist()
+        left, top = int(rng.integers(0, 640 - width)), int(rng.integers(0, 480 - height))
+        kind, colour = int(rng.integers(2)), rng.integers(0, 256, 3).tolist()
+        cv2.rectangle(image, (left, top), (left + width, top + height), colour, -1 if kind else 6)
+        rows.append(f"{kind} {(left + width / 2) / 640} {(top + height / 2) / 480} {width / 640} {height / 480}\n")
+    return image, "".join(rows)
+
+
+def draw_pictures(folder: Path, count: int) -> Path:
+    """Write JPEG files of images, and labels for them. Returns the data set's file."""
+    import cv2
+
     for split in ("images", "labels"):
         (folder / split).mkdir(parents=True)
-    for index in range(count):
-        coarse = rng.integers(0, 256, (12, 16, 3), dtype=np.uint8)
-        picture = cv2.resize(coarse, (640, 480), interpolation=cv2.INTER_CUBIC)
-        rows = []
-        for _ in range(rng.integers(1, 7)):
-            width, height = rng.integers(30, 200, 2)
-            left, top = rng.integers(0, 640 - width), rng.integers(0, 480 - height)
-            kind = int(rng.integers(2))
-            colour = tuple(int(each) for each in rng.integers(0, 256, 3))
-            cv2.rectangle(
-                picture, (int(left), int(top)), (int(left + width), int(top + height)), colour, -1 if kind else 6
-            )
-            rows.append(f"{kind} {(left + width / 2) / 640} {(top + height / 2) / 480} {width / 640} {height / 480}\n")
-        cv2.imwrite(str(folder / f"images/{index:05d}.jpg"), picture)
-        (folder / f"labels/{index:05d}.txt").write_text("".join(rows))
+    for number in range(count):
+        image, labels = drawn(number)
+        cv2.imwrite(str(folder / f"images/{number:05d}.jpg"), image)
+        (folder / f"labels/{number:05d}.txt").write_text(labels)
     data = folder / "data.yaml"
     data.write_text(f"path: {folder}\ntrain: images\nval: images\nnames: [outline, area]\n")
     return data
@@ -66,16 +71,16 @@ def draw_video(file: Path) -> Path:
     size, colours = rng.integers(60, 200, (20, 2)), rng.integers(0, 256, (20, 3)).tolist()
     writer = cv2.VideoWriter(str(file), cv2.VideoWriter.fourcc(*"MJPG"), 30, (1920, 1080))
     for t in range(FRAMES):
-        picture = np.full((1080, 1920, 3), 114, np.uint8)
+        image = np.full((1080, 1920, 3), 114, np.uint8)
         for (x, y), (width, height), colour in zip((place + t * way).astype(int).tolist(), size.tolist(), colours):
-            cv2.rectangle(picture, (x, y), (x + width, y + height), colour, -1)
-        writer.write(picture)
+            cv2.rectangle(image, (x, y), (x + width, y + height), colour, -1)
+        writer.write(image)
     writer.release()
     return file
 
 
 class Clock:
-    """Look on by Ultralytics' callbacks: when iterations end, and how long the GPU works in the last epoch."""
+    """Note by Ultralytics' callbacks when iterations end, and how long the GPU works in the last epoch."""
 
     def __init__(self, epochs: int) -> None:
         self.last = epochs - 1
@@ -128,36 +133,34 @@ def measure(variant: str, options: argparse.Namespace, data: str, folder: Path) 
     )  # fmt: skip
     peak = torch.cuda.max_memory_reserved() / 2**20 if cuda else None
     began = time.perf_counter()
-    model.val(data=data, batch=options.batch, verbose=False, half=cuda, **shared, **places)
+    precision = {"quantize": 16} if cuda else {}
+    model.val(data=data, batch=options.batch, verbose=False, **precision, **shared, **places)
     validation = time.perf_counter() - began
+    folder_of_images, video = Path(data).parent / "images", draw_video(folder / f"{variant}.avi")
+    paths = sorted(map(str, folder_of_images.iterdir()))
+    given = {"imgsz": options.imgsz, "device": options.device, "batch": options.batch, "verbose": False, **precision}
 
-    import numpy as np
-
-    picture = np.random.default_rng(0).integers(0, 256, (480, 640, 3), dtype=np.uint8)
-    times = []
-    for _ in range(10 + PREDICTIONS):
-        began = time.perf_counter()
-        model.predict(picture, imgsz=options.imgsz, device=options.device, verbose=False)
-        times.append(time.perf_counter() - began)
-
-    def a_frame(run: Any) -> float:
+    def an_image(run: Any, source: object, count: int, repeat: int = 3) -> float:
+        """Return the seconds of an image of a source that has ``count``, in the best of some runs."""
         times = []
-        for _ in range(3):
+        for _ in range(repeat):
             began = time.perf_counter()
-            for _ in run(str(video), stream=True, imgsz=options.imgsz, device=options.device, verbose=False):
-                pass
-            times.append((time.perf_counter() - began) / FRAMES)
+            for result in run(source, stream=True, **given):
+                result.boxes.data.cpu()
+            times.append((time.perf_counter() - began) / count)
         return min(times)
 
-    video = draw_video(folder / f"{variant}.avi")
-    on_video = a_frame(model.predict)
+    arrays = [drawn(number)[0] for number in range(4 * options.batch)]
     return {
         "iteration": clock.seconds(),
         "busy": clock.busy,
         "validation": validation,
-        "prediction": sorted(times[10:])[PREDICTIONS // 2],
-        "video": on_video,
-        "tracking": a_frame(model.track) if importlib.util.find_spec("lap") else None,
+        "frame": an_image(model.predict, arrays[0], 1, repeat=60),
+        "arrays": an_image(model.predict, arrays, len(arrays)),
+        "folder": an_image(model.predict, str(folder_of_images), len(paths)),
+        "paths": an_image(model.predict, paths, len(paths)),
+        "video": an_image(model.predict, str(video), FRAMES),
+        "tracking": an_image(model.track, str(video), FRAMES) if importlib.util.find_spec("lap") else None,
         "peak": peak,
     }
 
@@ -197,7 +200,10 @@ def table(options: argparse.Namespace, stock: dict[str, float | None], ours: dic
         row(f"an iteration of training, {options.model}, batch {options.batch}, {options.imgsz} pixels", "iteration", 1e3, "ms"),
         row("of it, the GPU works", "busy", 1e3, "ms", share_of="iteration"),
         row(f"validation of {options.pictures} images", "validation", 1, "s"),
-        row("YOLO(...).predict of an image in memory", "prediction", 1e3, "ms"),
+        row("YOLO(...).predict of an array", "frame", 1e3, "ms"),
+        row("YOLO(...).predict of a list of arrays, an image", "arrays", 1e3, "ms"),
+        row("YOLO(...).predict of a folder of JPEG files, an image", "folder", 1e3, "ms"),
+        row("YOLO(...).predict of a list of their names, an image", "paths", 1e3, "ms"),
         row("YOLO(...).predict of a video of 1080p, a frame", "video", 1e3, "ms"),
         row("YOLO(...).track of it, a frame", "tracking", 1e3, "ms"),
         row("memory of the GPU, at most", "peak", 1, "MiB"),
