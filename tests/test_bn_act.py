@@ -15,7 +15,6 @@ from torch_fastdet.nn.bn_act import (
     bottleneck_forward,
     c2f_forward,
     c3_forward,
-    can_fuse,
     conv_forward,
     conv_forward_fuse,
     sppf_forward,
@@ -420,15 +419,6 @@ def test_a_first_call_has_the_bits_of_a_replay(cuda, same_convolutions):
         assert all(map(torch.equal, found[0], later))
 
 
-def test_captured_nests():
-    """A step of the caller's own around a GraphedModule."""
-    with bn_act.captured():
-        with bn_act.captured():
-            assert bn_act.is_captured()
-        assert bn_act.is_captured()
-    assert not bn_act.is_captured()
-
-
 def test_convolutions_of_two_memory_formats_in_a_captured_step(device):
     """The last one's result cannot go where the joined ones' is."""
     module, x = C3(16, more=0).to(device), torch.randn(2, 16, 6, 5).to(device)
@@ -583,10 +573,6 @@ def test_what_cannot_be_fused_is_stocks(name):
     module = changed(name)
     assert run(module, images())[0][0] == 0
     assert_same(changed(name), images(), run(stock_of(changed(name)), images())[0])
-
-
-def test_norms_over_processes_are_stocks():
-    assert can_fuse(nn.BatchNorm2d(8), nn.SiLU()) and not can_fuse(nn.SyncBatchNorm(8), nn.SiLU())
 
 
 def test_frozen_parameters_get_no_gradient():

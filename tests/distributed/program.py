@@ -528,19 +528,6 @@ def a_rank_with_fewer_batches():
     dist.barrier()  # as the end of an epoch
 
 
-def a_slow_rank():
-    plain, batches = make(), images_of_this_rank((32,), 4)
-    model = copy.deepcopy(plain)
-    want = train(ddp(plain), batches)
-
-    class Late(GraphedModule):
-        def forward(self, x):
-            time.sleep(0.5 * RANK)
-            return super().forward(x)
-
-    same_as_ddp(plain, model, want, train(Late(model, required=True), batches))
-
-
 def a_rank_that_starts_late(seconds=3.0):
     """The others wait where the model is graphed, and not in the first pass alone."""
     plain, batches = make(), images_of_this_rank((32,), 3)
@@ -548,10 +535,6 @@ def a_rank_that_starts_late(seconds=3.0):
     want = train(ddp(plain), batches)
     time.sleep(seconds * (RANK == SIZE - 1))
     same_as_ddp(plain, model, want, train(GraphedModule(model, required=True), batches))
-
-
-def a_rank_a_minute_late():
-    a_rank_that_starts_late(60.0)
 
 
 ENDLESS = {
@@ -577,9 +560,7 @@ CASES = {
         train_step,
         train_step_accumulates,
         an_overflow_on_one_rank,
-        a_slow_rank,
         a_rank_that_starts_late,
-        a_rank_a_minute_late,
         switch_of_yolov5,
         switch_of_ultralytics,
         what_the_switch_leaves_to_stock,

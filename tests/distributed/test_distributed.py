@@ -44,7 +44,6 @@ FURTHER = (
     "a_pass_of_stock_in_between",
     "a_group_of_some_ranks",
     "train_step_accumulates",
-    "a_slow_rank",
     "a_rank_that_starts_late",
 )
 HOSTS = ("switch_of_yolov5", "switch_of_ultralytics", "what_the_switch_leaves_to_stock")
@@ -154,17 +153,6 @@ def test_two_ranks_share_a_gpu(cuda, variables, tmp_path):
     cases = ("graphed_module", "accumulation_with_no_sync", "train_step")
     found, output = ranks(variables, "shared", tmp_path, cases)
     assert all(said == dict.fromkeys(cases, "ok") for said in found), output[-4000:]
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@on_both
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_that_is_a_minute_late(variables, tmp_path, size, backend):
-    if backend == "nccl" and (reason := gpus_missing(size)):
-        pytest.skip(reason)
-    found, output = ranks(variables, backend, tmp_path, ("a_rank_a_minute_late",), size)
-    assert all(said == {"a_rank_a_minute_late": "ok"} for said in found), output[-4000:]
 
 
 def torchrun(*arguments):

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import resource
 import signal
-import socket
 import types
 from pathlib import Path
 from unittest import mock
@@ -328,24 +327,6 @@ def test_a_rank_without_files_does_not_take_the_memory_of_one_that_keeps_them(tw
 
     assert exit_status(fork(other)) == 0
     assert first.get(0) is None and np.array_equal(first.get(1), picture(5, 7, 1))
-
-
-def test_a_number_that_the_other_process_gives_to_a_socket_is_no_memory(two_ranks, caplog):
-    """It has closed the memory. A socket cannot be opened."""
-    (made_here, made), (go_on, end) = os.pipe(), os.pipe()
-
-    def first():
-        number = shared_by_ranks(["a"], [(5, 7)], budget).fileno()
-        with socket.socket() as other:
-            os.dup2(other.fileno(), number)
-            os.write(made, b"x")
-            os.read(go_on, 1)
-
-    process = fork(first)
-    os.read(made_here, 1)
-    assert shared_by_ranks(["a"], [(5, 7)] * 4, budget).places == 4 and not caplog.records
-    os.write(end, b"x")
-    assert exit_status(process) == 0
 
 
 def test_ranks_without_a_process_group_share_the_budget(monkeypatch):

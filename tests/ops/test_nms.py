@@ -267,18 +267,6 @@ def test_letterboxes_equal_scale_boxes(device, rounding):
         assert not folded[image, n:].any()
 
 
-def test_devices_agree(cuda):
-    """Ties and degenerate boxes too: the CPU and the GPU give the same bits."""
-    for seed in range(5):
-        prediction = clustered(3, 2000, 20, 4, seed=seed)
-        for dtype in DTYPES:
-            for options in ("default", "validation", "exact", "agnostic"):
-                host = ops.non_max_suppression_padded(prediction.to(dtype), nm=4, **OPTIONS[options])
-                device = ops.non_max_suppression_padded(prediction.to(dtype).to(cuda), nm=4, **OPTIONS[options])
-                for a, b in zip(host, device):
-                    torch.testing.assert_close(a, b.cpu(), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("options", ["default", "validation", "everything"])
 def test_repeats_bitwise(device, options):
     prediction = clustered(3, 1500, 30).to(device)

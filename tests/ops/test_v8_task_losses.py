@@ -5,8 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.launches import launched
-from tests.ops.capture import check_replay
 from tests.ops.test_v8_loss import STRIDES, flat, make_joined, make_targets, settings_on
 from tests.references import v8_loss as reference
 from torch_fastdet import ops
@@ -285,51 +283,6 @@ def test_invisible_keypoints_and_no_targets(device):
         )
         compare(got, tensors, torch.cat((detection[:1], items, detection[1:])), exact, torch.float32)
         assert float(got[1][1]) == 0
-
-
-def test_same_bits_again_and_in_a_graph_of_few_launches(cuda):
-    """Nothing waits for the host: the calls can be captured, and a replay gives the same bits."""
-    targets = sorted_targets(20, 2)
-    settings, gains = settings_on(cuda), torch.tensor([12.0, 1.0], dtype=torch.float64, device=cuda)
-    heads = [h.requires_grad_() for h in make_joined(2, 4, SIZES, 16, torch.float16, cuda)]
-    coefficients = torch.randn(2, 32, 126, device=cuda).half().requires_grad_()
-    protos = torch.randn(2, 32, 16, 24, device=cuda).half().requires_grad_()
-    kpts = torch.randn(2, 15, 126, device=cuda).half().requires_grad_()
-    labels, sigmas = torch.rand(20, 5, 3, device=cuda), torch.full((5,), 0.2, device=cuda)
-    masks, rows = torch.randint(0, 9, (2, 16, 24), device=cuda).byte(), targets.to(cuda)
-
-    def segment():
-        loss, items, _ = ops.v8_segmentation_loss(
-            heads, coefficients, protos, masks, rows, settings, STRIDES[:3], flat(SIZES)
-        )
-        return [items, *torch.autograd.grad(loss.sum(), [*heads, coefficients, protos])]
-
-    def pose():
-        loss, items, _ = ops.v8_pose_loss(heads, kpts, labels, sigmas, rows, settings, gains, STRIDES[:3], flat(SIZES))
-        return [items, *torch.autograd.grad(loss.sum(), [*heads, kpts])]
-
-    for call in (segment, pose):
-        check_replay(call, [])
-        names = launched(call)
-        assert len(names) <= 20, names
-
-
-def test_large_gpu_problem_matches_the_cpu(cuda):
-    """Boxes that several blocks share, more positives than one round of a tile."""
-    sizes, strides = [(160, 160), (80, 80)], [4.0, 8.0]
-    targets = sorted_targets(120, 2)
-    heads = make_joined(2, 4, sizes)
-    coefficients, protos = torch.randn(2, 32, 32000) * 0.3, torch.randn(2, 32, 160, 160)
-    masks = torch.randint(0, 60, (2, 160, 160))
-    results = []
-    for device in ("cpu", cuda):
-        tensors = [t.detach().to(device).requires_grad_() for t in (*heads, coefficients, protos)]
-        loss, _, _ = ops.v8_segmentation_loss(
-            tensors[:2], *tensors[2:], masks.to(device), targets.to(device), settings_on(device), strides, flat(sizes)
-        )
-        results.append([loss.detach().cpu(), *(g.cpu() for g in torch.autograd.grad(loss[1], tensors[2:]))])
-    for theirs, ours in zip(*results):
-        assert (theirs - ours).abs().max() <= 5e-5 * theirs.abs().max()
 
 
 @pytest.mark.parametrize(

@@ -304,18 +304,6 @@ def test_weights_of_the_branches_after_epochs(models, name):
     assert_same(*(run(criterion, preds, batch) for criterion in criteria))
 
 
-@pytest.mark.parametrize("name", OF_V8)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_gives_float32s_loss(models, name, dtype):
-    """On the same half-precision numbers: stock decodes boxes in half precision, ours does not."""
-    model, batch = models(name), make_batch()
-    preds = outputs(model, batch)
-    half = {key: value.to(dtype) if torch.is_tensor(value) else value for key, value in preds.items()}
-    exact = {key: value.float() if torch.is_tensor(value) else value for key, value in half.items()}
-    theirs, ours = pair(model)
-    torch.testing.assert_close(ours(half, batch)[0], theirs(exact, batch)[0], rtol=1e-4, atol=1e-4)
-
-
 def assert_bad_class_is_refused(model, batch):
     """On a GPU at the end of the call or later."""
     bad, criterion = {**batch, "cls": batch["cls"].clone()}, pair(model)[1]

@@ -372,61 +372,6 @@ def test_a_fork_without_the_function_is_stocks(ultralytics, monkeypatch, capsys)
     assert "val_optim: ultralytics.models.yolo.pose.val.PoseValidator._process_batch stays" in capsys.readouterr().err
 
 
-def test_groups_of_masks_count_labels_in_their_own_size(monkeypatch):
-    """With mask_ratio=1 labels are drawn in sixteen times the pixels of the detections' masks."""
-    monkeypatch.setattr(validation, "_MOST_ELEMENTS", 4096)
-    preds = [{"cls": torch.zeros(4), "masks": torch.zeros(4, 8, 8)}] * 4
-    groups = []
-    for size in (8, 32):
-        labels = [{"cls": torch.zeros(2), "masks": torch.zeros(2, size, size)}] * 4
-        groups.append([range(4)[images] for images in validation._groups(validation.MASKS, labels, preds)])
-    assert groups == [[range(4)], [range(k, k + 1) for k in range(4)]]
-
-
-class Validator:
-    """What update_metrics reads of a validator, with tensors that are on the host already."""
-
-    def __init__(self):
-        self.device, self.args, self.seen = torch.device("cuda"), SimpleNamespace(single_cls=True), []
-
-    def _process_batch(self, preds, batch):
-        raise AssertionError
-
-    def update(self, preds, batch):
-        self.seen.append((self.device.type, preds, batch))
-        if batch.get("fail"):
-            raise RuntimeError("stock failed")
-
-
-def test_metrics_are_updated_on_the_host():
-    update = validation.update_on_host(Validator.update, Validator._process_batch)
-    validator = Validator()
-    given = [preds(image(n, 3, n)[0]) for n in (4, 0, 7)]
-    labels = {"cls": torch.ones(5, 1), "bboxes": torch.rand(5, 4), "batch_idx": torch.zeros(5), "img": object()}
-    update(validator, given, labels)
-    (device, seen, host) = validator.seen.pop()
-    assert device == "cpu" and validator.device.type == "cuda"
-    assert host.keys() == labels.keys() and host["img"] is labels["img"]
-    for a, b in zip(given, seen):
-        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-        assert not a["cls"].any(), "single_cls changes what is plotted later, too"
-    with pytest.raises(RuntimeError, match="stock failed"):
-        update(validator, given, labels | {"fail": True})
-    assert validator.device.type == "cuda"
-
-
-def test_other_validators_get_stocks():
-    class Masks(Validator):
-        def _process_batch(self, preds, batch):
-            raise AssertionError
-
-    update = validation.update_on_host(Validator.update, Validator._process_batch)
-    validator, labels = Masks(), {}
-    update(validator, [], labels)
-    device, _, seen = validator.seen.pop()
-    assert device == "cuda" and seen is labels
-
-
 def detections_metrics(case, device, pretend=False, prepare=None):
     """The statistics, the confusion matrix and the number of images that a validator of boxes gathers of six images."""
     metrics = importlib.import_module("ultralytics.utils.metrics")
