@@ -16,7 +16,7 @@ TESTS = "tests/ultralytics/test_versions.py"
 # Trainings that another test covers quicker are left out.
 FURTHER = tuple(
     f"tests/ultralytics/test_{name}.py"
-    for name in ("patch", "launcher", "loader_switch", "graph_switches", "val_switch")
+    for name in ("patch", "launcher", "loader_switch", "graph_switches", "val_switch", "non_max_suppression")
 )
 LOSS = tuple(f"tests/ultralytics/test_{name}.py" for name in ("loss_switch", "train_step"))
 TASKS = ("tests/ultralytics/test_task_loss_switch.py",)

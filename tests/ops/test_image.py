@@ -546,20 +546,6 @@ def test_graph_stream_and_sync(cuda):
     assert len(launched(lambda: ops.image_augment(*arguments, [96, 96], **RULES))) == 1
 
 
-def test_offsets_beyond_int32(cuda):
-    """A cache of more than 2^31 bytes."""
-    side = 32
-    storage = torch.zeros((1 << 31) + 5 * side * side * 3, dtype=torch.uint8, device=cuda)
-    problem = mosaic(3, 2, side, sources=2)
-    small = torch.from_numpy(problem.storages[0]).to(cuda)
-    storage[1 << 31 : (1 << 31) + small.numel()] = small
-    arguments = problem.arguments(cuda)
-    expected = ops.image_augment(*arguments, [side, side], **RULES)
-    arguments[0] = [storage]
-    arguments[1][:, 1] += 1 << 31
-    assert torch.equal(ops.image_augment(*arguments, [side, side], **RULES), expected)
-
-
 @pytest.mark.sanitizer
 def test_sanitizer_small(cuda):
     for channels in (1, 3):

@@ -93,22 +93,6 @@ def test_finds_what_the_predictor_finds(device, version, end2end, task):
     torch.testing.assert_close(one[0][0, : counts[3]], detections[3, : counts[3]], rtol=1e-3, atol=0.3)
 
 
-def test_jpeg_files_give_what_the_predictor_finds(device, tmp_path):
-    cv2 = pytest.importorskip("cv2")
-    yolo = model_of("v8", "detect")
-    yolo.model.to(device)
-    module = PictureDetector.from_model(yolo, SIDE, bgr=True, conf_thres=0.2, iou_thres=0.5, max_det=20)
-    files = [cv2.imencode(".jpg", im)[1].tobytes() for im in pictures(SHAPES)]
-    path = tmp_path / "0.jpg"
-    path.write_bytes(files[0])
-    with torch.inference_mode():
-        detections, counts = module.forward_files([path, *files[1:]])
-    assert counts.min() > 0
-    ims = [cv2.imdecode(np.frombuffer(file, np.uint8), cv2.IMREAD_COLOR) for file in files]
-    for i, (rows, _) in enumerate(predicted(yolo, ims, device, False)):
-        torch.testing.assert_close(detections[i, : counts[i]], rows, rtol=1e-3, atol=0.3)
-
-
 def test_no_prototypes_is_a_sentence():
     module = PictureDetector.from_model(model_of("v8", "detect").model, SIDE)
     with pytest.raises(ValueError, match="the network gives no prototypes"):
@@ -140,24 +124,3 @@ def test_a_model_that_it_cannot_take_is_a_sentence(kind, options, said):
     tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
     with pytest.raises(ValueError, match=f"^PictureDetector.from_model: model {said}"):
         PictureDetector.from_model(getattr(tasks, kind)(**options, verbose=False), SIDE)
-
-
-@pytest.mark.parametrize("task", ["segment", "obb"])
-def test_half_in_one_graph(cuda, task):
-    """forward_batch in a CUDA graph, replayed with other pictures."""
-    yolo = model_of("v8", task)
-    yolo.model.to(cuda)
-    module = saved_and_loaded(PictureDetector.from_model(yolo, SIDE, half=True, conf_thres=0.05))
-    batches = [torch.stack([torch.from_numpy(im) for im in pictures([(90, 120)] * 2, s)]).to(cuda) for s in (0, 1)]
-    static = batches[0].clone()
-    with torch.inference_mode():
-        want = [module.forward_batch(batch) for batch in batches for _ in range(3)][2::3]
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = module.forward_batch(static)
-        for batch, expected in zip(batches, want):
-            static.copy_(batch)
-            graph.replay()
-            assert torch.equal(got[1], expected[1]) and expected[1].min() > 0
-            torch.testing.assert_close(got[0], expected[0], rtol=1e-2, atol=0.5)

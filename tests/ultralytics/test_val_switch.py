@@ -91,47 +91,6 @@ def test_confusion_matrix_is_stocks(ultralytics, device, n, m):
     assert np.array_equal(stock.matrix, ours.matrix)
 
 
-ODD = {
-    "no threshold": lambda rows, labels: (preds(rows), batch(labels), {"conf": None}),
-    "no threshold, no detections": lambda rows, labels: (preds(rows[:0]), batch(labels), {"conf": None}),
-    "a threshold of text": lambda rows, labels: (preds(rows), batch(labels), {"conf": "a"}),
-    "no IoU": lambda rows, labels: (preds(rows), batch(labels), {"iou_thres": None}),
-    "a negative IoU": lambda rows, labels: (
-        preds(rows + 1e3) | {"cls": rows[:, 5]},
-        batch(labels),
-        {"iou_thres": -1.0},
-    ),
-    "classes beyond the matrix": lambda rows, labels: (preds(rows + 5), batch(labels), {}),
-    "labels beyond the matrix": lambda rows, labels: (preds(rows[:0]), batch(labels + 5), {}),
-    "negative classes": lambda rows, labels: (preds(rows) | {"cls": rows[:, 5] - 2}, batch(labels), {}),
-    "a class that is no number": lambda rows, labels: (
-        preds(rows) | {"cls": rows[:, 5] * torch.nan},
-        batch(labels),
-        {},
-    ),
-    "classes in a column": lambda rows, labels: (preds(rows) | {"cls": rows[:, 5:6]}, batch(labels), {}),
-    "fewer classes": lambda rows, labels: (preds(rows) | {"cls": rows[:4, 5]}, batch(labels), {}),
-    "lists": lambda rows, labels: (preds(rows) | {"extra": [1] * len(rows)}, batch(labels), {}),
-}
-
-
-@pytest.mark.parametrize("case", ODD)
-def test_confusion_matrix_takes_and_refuses_what_stock_does(ultralytics, case):
-    detections, labels, options = ODD[case](*image(9, 5, 2))
-
-    def count():
-        matrix = ultralytics.matrix(names={i: str(i) for i in range(3)})
-        try:
-            matrix.process_batch(detections, labels, **options)
-        except Exception as error:
-            return type(error)
-        return matrix.matrix.tolist()
-
-    stock = count()
-    drop_in.patch(val_optim=True)
-    assert count() == stock
-
-
 @pytest.mark.parametrize("labels", [[], [[1.0, 60, 60, 70, 70]]], ids=["none", "far away"])
 def test_detections_of_an_image_without_matches_are_false_positives(device, labels):
     rows = torch.tensor([[0.0, 0, 9, 9, 0.9, 1], [20, 20, 29, 29, 0.8, 0], [20, 20, 29, 29, 0.2, 0]], device=device)

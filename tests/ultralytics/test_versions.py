@@ -34,13 +34,6 @@ def unpatched():
     drop_in.unpatch()
 
 
-def end2end(dtype, columns=6):
-    generator = torch.Generator().manual_seed(0)
-    prediction = torch.rand(3, 40, columns, generator=generator)
-    prediction[..., 5] = torch.randint(4, (3, 40), generator=generator)
-    return prediction.to(dtype)
-
-
 @pytest.mark.parametrize("version, numbers", [("8.4.184", (8, 4, 184)), ("8.4.9.dev3", (8, 4, 9)), ("main", ())])
 def test_release(version, numbers):
     assert release(version) == numbers
@@ -153,30 +146,3 @@ class TestSupported:
             ),
         }[change]()
         assert found.startswith(start) and "\n" not in found
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-    @pytest.mark.parametrize("columns", [6, 10])
-    @pytest.mark.parametrize("options", [{}, {"classes": [1], "max_det": 5}, {"return_idxs": True}, {"max_det": 3}])
-    def test_end2end_rows_are_stocks(self, dtype, columns, options):
-        from ultralytics.utils import nms
-
-        stock = nms.non_max_suppression
-        drop_in.patch(nms_optim=True)
-        options = options | {"end2end": columns != 6}
-        got = nms.non_max_suppression(end2end(dtype, columns), 0.3, 0.5, **options)
-        want = stock(end2end(dtype, columns), 0.3, 0.5, **options)
-        assert type(got) is type(want)
-        pairs = zip((*got[0], *got[1]), (*want[0], *want[1])) if "return_idxs" in options else zip(got, want)
-        for a, b in pairs:
-            assert a.dtype == b.dtype and torch.equal(a, b)
-
-    def test_rotated_boxes_are_stocks(self):
-        from ultralytics.utils import nms
-
-        stock = nms.non_max_suppression
-        drop_in.patch(nms_optim=True)
-        prediction = torch.rand(2, 4 + 3 + 1, 30)
-        prediction[:, :4] *= 100
-        got = nms.non_max_suppression(prediction.clone(), rotated=True, nc=3)
-        for a, b in zip(got, stock(prediction.clone(), rotated=True, nc=3), strict=True):
-            assert torch.equal(a, b)

@@ -58,14 +58,6 @@ def test_are_replaced_and_put_back(yolo, switched):
     assert yolo.DetectionModel.forward is stock and "__deepcopy__" not in vars(yolo.DetectionModel)
 
 
-def test_twice_replaces_once(yolo, switched):
-    said = switched(cuda_graph=True, channels_last=True)
-    forward = yolo.DetectionModel.forward
-    assert switched(cuda_graph=True, channels_last=True) == said
-    assert switched(fastdet=True)[: len(said)] == said
-    assert yolo.DetectionModel.forward is forward
-
-
 def test_what_is_captured_has_stocks_values_in_fewer_copies(yolo, switched, device):
     model = make_model(yolo, device).double()
     x = torch.rand(2, 3, 64, 64, device=device, dtype=torch.float64)
