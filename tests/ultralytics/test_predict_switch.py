@@ -3,6 +3,7 @@
 import copy
 import os
 import pickle
+import shutil
 import threading
 import tracemalloc
 from pathlib import Path
@@ -157,9 +158,21 @@ def ahead(monkeypatch):
         yield
 
 
+CONVOLUTIONS = "\n".join(f"  - [-1, 1, Conv, [{width}, 3, 2]]" for width in (16, 32, 32, 64, 64))
+SMALL = f"nc: 80\nbackbone:\n{CONVOLUTIONS}\nhead:\n  - [[2, 3, 4], 1, Detect, [nc]]\n"
+
+
 @pytest.fixture(scope="module")
-def detector():
-    return with_detections("yolov8n.yaml")
+def small(tmp_path_factory):
+    """The file of a detector that is quick to copy and fuse."""
+    path = tmp_path_factory.mktemp("models") / "small.yaml"
+    path.write_text(SMALL)
+    return path
+
+
+@pytest.fixture(scope="module")
+def detector(small):
+    return with_detections(small)
 
 
 def with_detections(name):
@@ -283,9 +296,9 @@ SOURCES = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path):
-    made = tmp_path / "images"
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    made = tmp_path_factory.mktemp("drawn") / "images"
     made.mkdir()
     good = files(made)
     (made / "list.txt").write_text("a0.jpg\na3.jpg\nd.png\n")
@@ -297,7 +310,13 @@ def folder(tmp_path):
     for name in ("a0.jpg", "d.png", "a1x.jpg"):
         (made / "mixed" / name).write_bytes((made / name).read_bytes())
     video(made / "mixed" / "v.avi", 5)
-    return made, good
+    return made, [Path(path).name for path in good]
+
+
+@pytest.fixture
+def folder(drawn, tmp_path):
+    made = shutil.copytree(drawn[0], tmp_path / "images", symlinks=True)
+    return made, [str(made / name) for name in drawn[1]]
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -541,10 +560,10 @@ def surer(its):
 
 @pytest.mark.parametrize("event", ["on_predict_postprocess_end", "on_predict_batch_end"])
 @pytest.mark.parametrize("change, left", [(fewer, 3), (surer, 0)])
-def test_a_callback_may_change_options_and_the_model(ahead, folder, device, tmp_path, event, change, left):
+def test_a_callback_may_change_options_and_the_model(ahead, small, folder, device, tmp_path, event, change, left):
     found = []
     for on in (False, True):
-        model = with_callbacks(with_detections("yolov8n.yaml"), {event: change})
+        model = with_callbacks(with_detections(small), {event: change})
         found.append(run(model, f"{folder[0]}/a*.jpg", device, tmp_path, on, batch=2))
     assert_same(found[1], found[0])
     assert len(found[1][0].boxes) == 12 and len(found[1][2].boxes) == left
