@@ -1,6 +1,7 @@
 """predict_optim against Ultralytics' own prediction: the same input of the network, and the same results, calls and files."""
 
 import copy
+import itertools
 import os
 import pickle
 import shutil
@@ -699,20 +700,21 @@ def test_memory_does_not_grow_with_a_list_of_names(ahead, detector, device, tmp_
     """A GPU's neither; the results are dropped as they come."""
     path = tmp_path / "a.jpg"
     cv2.imwrite(str(path), picture(160, 200))
-    names = [str(tmp_path / f"{number}.jpg") for number in range(480)]
-    for name in names:
-        os.link(path, name)
+    cv2.imwrite(str(tmp_path / "b.jpg"), picture(200, 160))
+    names = [str(path), str(tmp_path / "b.jpg")] * 50_000
     peaks = []
     options = {**OPTIONS_OF_RUN, "imgsz": 32, "device": str(device), "stream": True}
     detector.predictor = None
     drop_in.patch(predict_optim=True)
     try:
-        for count in (32, 96, 480):  # the first run loads the model
+        for count, of in ((32, 32), (96, 96), (480, 480), (96, len(names))):  # the first run loads the model
             tracemalloc.start()  # sees NumPy's arrays
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            for result in detector.predict(names[:count], **options):
-                assert result.orig_shape == (160, 200)
+            found = detector.predict(names[:of], **options)
+            for result in itertools.islice(found, count):
+                assert result.path in names[:2]
+            found.close()
             on_gpu = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
             peaks.append((tracemalloc.get_traced_memory()[1], on_gpu))
             tracemalloc.stop()
@@ -720,6 +722,8 @@ def test_memory_does_not_grow_with_a_list_of_names(ahead, detector, device, tmp_
         drop_in.unpatch()
     image, files = 3 * 160 * 200, path.stat().st_size
     assert peaks[2][0] - peaks[1][0] < 16 * files and peaks[2][1] - peaks[1][1] < 16 * image, (peaks, files)
+    # Lists of the names: the argument's slice, its copies and the batches' paths.
+    assert peaks[3][0] - peaks[1][0] < 16 * files + 40 * len(names) and peaks[3][1] - peaks[1][1] < 16 * image, peaks
 
 
 def test_track(ahead, detector, folder, device, tmp_path):
