@@ -7,7 +7,7 @@ with Batcher(lambda images: model.predict(images, verbose=False), max_batch=16, 
 from __future__ import annotations
 
 import functools
-import queue
+import math
 import threading
 import time
 import weakref
@@ -48,13 +48,12 @@ class Batcher:
             raise ValueError(f"Batcher: max_batch is {max_batch}, but at least 1 is expected")
         if not 0 <= max_wait_ms / 1e3 <= threading.TIMEOUT_MAX:
             raise ValueError(f"Batcher: max_wait_ms is {max_wait_ms}, but a finite number of at least 0 is expected")
-        self._waiting: queue.SimpleQueue[tuple[Any, Future[Any], float] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        work = predict, max_batch, max_wait_ms / 1e3, self._waiting
+        self._line = _Line()
+        work = predict, max_batch, max_wait_ms / 1e3, self._line
         self._thread = threading.Thread(target=_run, args=work, name="torch_fastdet.Batcher", daemon=True)
         self._thread.start()
         #: Tells the thread to end, once: in close(), or when nobody has the Batcher any more.
-        self._end = weakref.finalize(self, self._waiting.put, None)
+        self._end = weakref.finalize(self, self._line.close)
 
     def submit(self, image: Any) -> Future[Any]:
         """Return a future of the image's result. An error of ``predict`` for this image is raised by ``future.result()``.
@@ -66,16 +65,12 @@ class Batcher:
             RuntimeError: the Batcher is closed.
         """
         future: Future[Any] = Future()
-        with self._lock:  # nothing is submitted behind the end
-            if not self._end.alive:
-                raise RuntimeError("Batcher: submit() was called after close()")
-            self._waiting.put((image, future, time.monotonic()))
+        self._line.join(image, future)
         return future
 
     def close(self) -> None:
         """Predict what has been submitted, and end the thread. Later calls do nothing."""
-        with self._lock:
-            self._end()
+        self._end()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -86,34 +81,56 @@ class Batcher:
         self.close()
 
 
-def _run(
-    predict: Callable[[list[Any]], Any],
-    max_batch: int,
-    max_wait: float,
-    waiting: queue.SimpleQueue[tuple[Any, Future[Any], float] | None],
-) -> None:
+class _Line:
+    """Hold what callers have submitted. The thread that predicts sleeps until enough have come, and not for each of them."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[tuple[Any, Future[Any], float]] = deque()
+        self.changed = threading.Condition()
+        self.enough = 1
+        self.closed = False
+
+    def join(self, image: Any, future: Future[Any]) -> None:
+        with self.changed:
+            if self.closed:
+                raise RuntimeError("Batcher: submit() was called after close()")
+            self.waiting.append((image, future, time.monotonic()))
+            if len(self.waiting) >= self.enough:
+                self.changed.notify()
+
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify()
+
+    def _wait(self, enough: int, end: float | None = None) -> bool:
+        self.enough = enough
+        left = None if end is None else max(end - time.monotonic(), 0)
+        return self.changed.wait_for(lambda: len(self.waiting) >= enough or self.closed, left)
+
+    def take(self, most: int, enough: int, free: float, max_wait: float) -> list[tuple[Any, Future[Any]]]:
+        """Return at most ``most`` images, in order; an empty list at the end.
+
+        Wait for ``enough`` of them until the first has waited for ``max_wait`` seconds since it came, and since ``free``.
+        """
+        with self.changed:
+            if not self._wait(enough, free + max_wait):
+                self._wait(1)
+                if self.waiting:
+                    self._wait(enough, self.waiting[0][2] + max_wait)
+            batch = [self.waiting.popleft() for _ in range(min(len(self.waiting), most))]
+        return [(image, future) for image, future, _ in batch]
+
+
+def _run(predict: Callable[[list[Any]], Any], max_batch: int, max_wait: float, line: _Line) -> None:
     peaks: deque[int] = deque([max_batch], maxlen=16)  # images inside when each of the last batches was predicted
-    answered = 0.0
-    while (first := waiting.get()) is not None:
-        batch, end = [first], max(first[2], answered) + max_wait
-        last: Any = ()
-        while len(batch) < max_batch:
-            try:
-                last = waiting.get(timeout=0 if len(batch) >= max(peaks) else max(end - time.monotonic(), 0))
-            except queue.Empty:
-                break
-            if last is None:
-                break
-            batch.append(last)
-        answers = _answers(
-            predict, [(image, future) for image, future, _ in batch if future.set_running_or_notify_cancel()]
-        )
-        peaks.append(len(batch) + waiting.qsize())  # before anybody who gets an answer submits again
+    free = -math.inf
+    while batch := line.take(max_batch, min(max(peaks), max_batch), free, max_wait):
+        answers = _answers(predict, [one for one in batch if one[1].set_running_or_notify_cancel()])
+        peaks.append(len(batch) + len(line.waiting))  # before anybody who gets an answer submits again
         for answer in answers:
             answer()
-        answered = time.monotonic()
-        if last is None:
-            return
+        free = time.monotonic()
 
 
 def _answers(predict: Callable[[list[Any]], Any], batch: list[tuple[Any, Future[Any]]]) -> list[Callable[[], None]]:
