@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch_fastdet.ops.letterbox import letterbox as place_of
 
 MOST_STORAGES = 8
 UPLOAD = 64 << 20  # bytes of images that are copied to a GPU at once, or one image
+COPIERS = 4  # threads; PyTorch's own would spin after a copy, beside threads that have work
 LARGEST_SIDE = 1 << 24
 
 
@@ -38,15 +40,32 @@ def letterbox(
     them in groups of ``UPLOAD`` bytes.
     """
     count("predict_optim", "images", len(images))
-    shape = (len(images), images[0].shape[2], *placings[0].size)
-    out = torch.empty(shape, dtype=dtype, device=device)
-    if device.type == "cuda":
-        _on_gpu(out, images, placings, bgr)
-    else:
-        for begin in range(0, len(images), MOST_STORAGES):
-            group = slice(begin, begin + MOST_STORAGES)
-            _on_cpu(out[group], images[group], placings[group], bgr)
+    out = torch.empty((len(images), images[0].shape[2], *placings[0].size), dtype=dtype, device=device)
+    cuda, end = device.type == "cuda", 0
+    while end < len(images):
+        begin, size = end, 0
+        while end < len(images) and (size + images[end].size <= UPLOAD if cuda else end < begin + MOST_STORAGES):
+            size += images[end].size
+            end += 1
+        end = max(end, begin + 1)
+        group = images[begin:end]
+        if cuda:
+            if begin:
+                torch.cuda.current_stream(device).synchronize()  # so that one buffer is pinned
+            buffer, ends = one_after_another(group, pin_memory=True)
+            storages, where = [buffer.to(device, non_blocking=True)], [(0, first) for first in ends[:-1]]
+        else:
+            storages = [_bytes_of(image) for image in group]
+            where = [(i, 0) for i in range(len(group))]
+        plan = _plan(group, placings[begin:end], where).to(device, non_blocking=True)
+        ops.image_letterbox_(out[begin:end], storages, plan, bgr)
+        storages.clear()  # before the next ones are made
     return out
+
+
+def _bytes_of(image: np.ndarray) -> Tensor:
+    in_place = image.flags.c_contiguous and image.flags.writeable
+    return torch.from_numpy((image if in_place else image.copy()).reshape(-1))
 
 
 class Layout:
@@ -92,42 +111,22 @@ def _plan(images: list[Any], placings: list[Placing], where: list[tuple[int, int
     return torch.tensor(rows, device="cpu")
 
 
-def _on_cpu(out: Tensor, images: list[np.ndarray], placings: list[Placing], bgr: bool) -> None:
-    in_place = [im if im.flags.c_contiguous and im.flags.writeable else im.copy() for im in images]
-    storages = [torch.from_numpy(im.reshape(-1)) for im in in_place]
-    plan = _plan(images, placings, [(i, 0) for i in range(len(images))])
-    ops.image_letterbox_(out, storages, plan, bgr)
-
-
-def _on_gpu(out: Tensor, images: list[np.ndarray], placings: list[Placing], bgr: bool) -> None:
-    uploads: list[torch.cuda.Event] = []
-    end = 0
-    while end < len(images):
-        begin, size = end, 0
-        while end < len(images) and (end == begin or size + images[end].size <= UPLOAD):
-            size += images[end].size
-            end += 1
-        if len(uploads) == 2:
-            uploads.pop(0).synchronize()  # so that at most two buffers are pinned
-        group = slice(begin, end)
-        _upload(out[group], images[group], placings[group], bgr)
-        uploads.append(torch.cuda.current_stream(out.device).record_event())
-
-
-def one_after_another(images: list[np.ndarray], pin_memory: bool, begin: int = 0) -> tuple[Tensor, list[int]]:
-    """Return bytes that hold these images behind their first ``begin``, and where each image begins, and the last one ends."""
-    ends = list(itertools.accumulate((im.size for im in images), initial=begin))
+def one_after_another(images: list[np.ndarray], pin_memory: bool) -> tuple[Tensor, list[int]]:
+    """Return bytes that hold these images, and where each image begins, and the last one ends."""
+    ends = list(itertools.accumulate((im.size for im in images), initial=0))
     buffer = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
-    for im, first, last in zip(images, ends, ends[1:]):
-        np.copyto(buffer[first:last].numpy().reshape(im.shape), im)
+    whole = buffer.numpy()
+    places = [whole[first:last].reshape(im.shape) for im, first, last in zip(images, ends, ends[1:])]
+    threads = max(min(COPIERS, len(images), ends[-1] >> 20), 1)
+
+    def copy(number: int) -> None:
+        for to, image in zip(places[number::threads], images[number::threads]):
+            np.copyto(to, image)
+
+    others = [threading.Thread(target=copy, args=(number,)) for number in range(1, threads)]
+    for other in others:
+        other.start()
+    copy(0)
+    for other in others:
+        other.join()
     return buffer, ends
-
-
-def _upload(out: Tensor, images: list[np.ndarray], placings: list[Placing], bgr: bool) -> None:
-    """Copy the plan, and the images behind it, to the GPU at once."""
-    head = 80 * len(images)
-    buffer, ends = one_after_another(images, pin_memory=True, begin=head)
-    plan = _plan(images, placings, [(0, begin) for begin in ends[:-1]])
-    buffer[:head].view(torch.int64).copy_(plan.view(-1))
-    storage = buffer.to(out.device, non_blocking=True)
-    ops.image_letterbox_(out, [storage], storage[:head].view(torch.int64).view(plan.shape), bgr)
