@@ -46,8 +46,9 @@ class Graph:
         self.replayed_on: torch.cuda.Stream | None = None
         self._streams = streams
 
-    def replay(self) -> None:
-        self.replayed_on = current_stream(self._streams[0].device)
+    def replay(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Replay on the current stream, which is ``stream``; it is looked up if that is None."""
+        self.replayed_on = stream or current_stream(self._streams[0].device)
         self.held.replay()
 
     def __del__(self) -> None:

@@ -36,9 +36,9 @@ class _Captured:
         self.leaves: list[object]  # the numbers of outputs, and values that are not tensors
         self.structure: Any
 
-    def launch(self, x: Tensor) -> None:
+    def launch(self, x: Tensor, stream: torch.cuda.Stream) -> None:
         self.input.copy_(x)
-        self.graph.replay()
+        self.graph.replay(stream)
 
     def result(self) -> object:
         """Return a copy of what the last launch gives."""
@@ -121,7 +121,7 @@ class InferenceGraphs(CapturedCallable[_Captured]):
             if module.training or self._baked.has_hooks() or every_module_has_hooks():
                 captured = None
             if captured is not None:
-                captured.launch(x)  # The GPU runs it while the host finds out whether it is still valid.
+                captured.launch(x, self._stream)  # The GPU runs it while the host finds out whether it is still valid.
             if self._baked.moved(module):
                 self._pool.reset()
                 captured = None

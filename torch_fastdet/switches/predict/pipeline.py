@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
@@ -317,27 +318,39 @@ class Parts:
         return None
 
 
+class _Beginning(threading.local):
+    """Hold the feed of the run that a predictor of this thread begins, and the clocks that it has made for it."""
+
+    feed: Feed | None = None
+    clocks: tuple[Any, ...] = ()
+
+
+beginning = _Beginning()
+
+
 @functools.cache
 def timing(stock: Stock) -> type:
     """Return Ultralytics' ``Profile`` for predictors: of a pipeline's batch it shows the GPU's time, and does not wait for the next batch."""
 
     class Profile(stock):
-        def __init__(self, predictor: Predictor, made: list[Any], *args: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self._predictor, self._before = predictor, tuple(made)
-            made.append(self)
+            self._feed, self._before = beginning.feed, beginning.clocks
+            beginning.clocks = (*self._before, self)
+            if len(self._before) == 2:
+                beginning.feed, beginning.clocks = None, ()
 
         def time(self) -> float:
-            return time.perf_counter() if KEY in vars(self._predictor) else super().time()
+            return super().time() if self._feed is None else time.perf_counter()
 
         def __exit__(self, *error: Any) -> None:
-            feed = vars(self._predictor).get(KEY)
-            if feed is None or feed.flight is None or not feed.flight.marks:
+            flight = None if self._feed is None else self._feed.flight
+            if flight is None or not flight.marks:
                 super().__exit__(*error)
             elif len(self._before) == 2 and error[0] is None:  # the GPU has done all three stages
                 for stage, each in enumerate((*self._before, self)):
-                    each.dt = feed.flight.seconds(stage)
-                self.dt += self.time() - self.start - feed.flight.waited
+                    each.dt = flight.seconds(stage)
+                self.dt += self.time() - self.start - flight.waited
                 for each in (*self._before, self):
                     each.t += each.dt
 

@@ -31,7 +31,7 @@ from torch_fastdet.suppression import Padded, rows_of_rtdetr
 from torch_fastdet.switches.nms import switch as suppression
 from torch_fastdet.switches.nms.trial import ULTRALYTICS_SUPPRESSION
 from torch_fastdet.switches.predict.common import fits, letterbox
-from torch_fastdet.switches.predict.pipeline import KEY, Asked, Asking, Feed, Flight, Parts, timing
+from torch_fastdet.switches.predict.pipeline import KEY, Asked, Asking, Feed, Flight, Parts, beginning, timing
 from torch_fastdet.switches.predict.sources import beginning_of, header_of, one_opens, sequential_jpeg
 
 #: Where prediction runs ahead. On a CPU the network itself takes all cores.
@@ -95,12 +95,13 @@ def sourcing(active: Active, stock: Callable, owner: Stock) -> Callable:
     @functools.wraps(stock)
     def setup_source(self: Predictor, source: object, *args: object, **kwargs: object) -> None:
         self.__dict__.pop(KEY, None)
+        beginning.feed, beginning.clocks = None, ()
         takes = runs_ahead(self, owner)
         stock(
             self, with_names_of_files(source, getattr(self.model, "channels", 3)) if takes else source, *args, **kwargs
         )
         if takes and type(self.dataset) in (LoadImagesAndVideos, LoadPilAndNumpy, LoadStreams, listed_class()):
-            self.__dict__[KEY] = self.dataset = Feed(self, parts)
+            self.__dict__[KEY] = self.dataset = beginning.feed = Feed(self, parts)
 
     return setup_source
 
@@ -155,14 +156,9 @@ def _flight(predictor: Predictor) -> Flight | None:
 def streaming(_: Active, stock: Callable, __: object) -> Callable:
     """Return ``BasePredictor.stream_inference`` that does not wait for the GPU to read a clock."""
     inner: Model = getattr(stock, "__wrapped__", stock)  # under torch.inference_mode
-    names = inner.__globals__
-
-    @functools.wraps(stock)
-    def stream_inference(self: Predictor, *args: object, **kwargs: object) -> object:
-        timed = recording_module(names["ops"], {"Profile": functools.partial(timing(names["ops"].Profile), self, [])})
-        return torch.inference_mode()(with_names(inner, ops=timed))(self, *args, **kwargs)
-
-    return stream_inference
+    ops = inner.__globals__["ops"]
+    timed = recording_module(ops, {"Profile": timing(ops.Profile)})
+    return functools.wraps(stock)(torch.inference_mode()(with_names(inner, ops=timed)))
 
 
 def postprocessing(active: Active, stock: Callable, detector: Stock) -> Callable:
