@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fastdet.nn import stem
+from torch_fastdet.nn import stem, widened
 from torch_fastdet.nn.bn_act import is_used
 from torch_fastdet.rewrites import casts as _casts
 from torch_fastdet.rewrites.casts import weights_cast_once
@@ -102,6 +102,24 @@ def test_rows_of_zeros_change_nothing(device, memory_format, monkeypatch):
             if a is not None:
                 assert a.dtype == torch.float32 and a.shape == b.shape and a.stride() == b.stride()
                 torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-4)
+
+
+def test_a_convolution_of_48_channels_gets_16_more(device, monkeypatch):
+    """In float16 alone, and only where ``bn_act_optim`` allows another order of its sums."""
+    monkeypatch.setattr(widened, "SLOW_ON", {"cpu": 0} | widened.SLOW_ON)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(48, 48, 3, padding=1, bias=False), nn.ReLU(inplace=True)).to(device)
+    net, x = net.to(memory_format=torch.channels_last), torch.rand(2, 48, 7, 6, device=device)
+    x = x.contiguous(memory_format=torch.channels_last)
+    slow = widened.SLOW_ON[device.type] == widened._major(device)
+    for dtype, used in ((torch.float16, True), (torch.float16, False), (torch.bfloat16, True)):
+        monkeypatch.setattr(_casts, "is_used", lambda model, used=used: used)
+        with torch.autocast(device.type, dtype), weights_cast_once(net, dtype):
+            assert (net[0](x).stride(3) == 64) is (slow and used and dtype == torch.float16)
+        (mine, [grad]), (theirs, [their_grad]) = (run(net, x, dtype, once) for once in (True, False))
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(grad, their_grad, rtol=2e-2, atol=1e-4)
+        assert grad.dtype == torch.float32 and grad.stride() == their_grad.stride()
 
 
 def test_a_1x1_convolution_with_a_bias_rounds_once(device, monkeypatch):

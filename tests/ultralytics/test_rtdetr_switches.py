@@ -12,14 +12,14 @@ pytest.importorskip("ultralytics")
 import ultralytics.models.utils.loss as stock_loss
 import ultralytics.models.utils.ops as stock_ops
 from ultralytics.models.yolo.detect.train import DetectionTrainer
-from ultralytics.nn.modules.block import HGBlock, HGStem
+from ultralytics.nn.modules.block import C2f, HGBlock, HGStem
 from ultralytics.nn.modules.conv import Conv, RepConv
 from ultralytics.nn.tasks import RTDETRDetectionModel
 from ultralytics.utils.torch_utils import fuse_conv_and_bn
 
 from tests.conftest import cuda_missing
 from tests.graphs import fake_gpu
-from torch_fastdet.nn import bn_act
+from torch_fastdet.nn import bn_act, widened
 from torch_fastdet.patching import switch
 from torch_fastdet.rewrites.rewrite import rewritten
 from torch_fastdet.rewrites.rtdetr import deformable_attention, max_pools, without_averaged_weights
@@ -385,6 +385,28 @@ def test_an_hg_block_writes_into_its_concatenation(light, shortcut, fused, layou
         torch.testing.assert_close(block(x), wanted, rtol=1e-4, atol=1e-5)
         monkeypatch.undo()
         torch.testing.assert_close(block(x), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("make", [lambda: HGBlock(48, 48, 64, 3, 3, shortcut=True), lambda: C2f(96, 96, 2, True)])
+def test_convolutions_of_48_channels_have_16_more(make, fused, device, on, monkeypatch):
+    """In half precision; what reads their results finds the 48 channels alone."""
+    torch.manual_seed(0)
+    block = make().eval().to(device, torch.float16, memory_format=torch.channels_last)
+    x = torch.randn(2, block.cv1.conv.in_channels if isinstance(block, C2f) else 48, 6, 5).to(device, torch.float16)
+    x, calls, plain = x.contiguous(memory_format=torch.channels_last), [], bn_act.widened
+    monkeypatch.setattr(widened, "SLOW_ON", {"cpu": 0} | widened.SLOW_ON)
+    monkeypatch.setattr(bn_act, "widened", lambda *given: calls.append(1) or plain(*given))
+    with torch.no_grad():
+        wanted = copy.deepcopy(block).float()(x.float()).half()
+        on("fake", bn_act_optim=True)
+        if fused:
+            fuse(block)
+        result = block(x)
+    slow = widened.SLOW_ON[device.type] == widened._major(device)
+    assert len(calls) == (0 if not slow else 3 if isinstance(block, HGBlock) else 4)
+    assert result.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(result, wanted, rtol=1e-2, atol=1e-2)
 
 
 def test_a_fused_rep_conv_is_one_convolution_and_one_operator(on, monkeypatch):

@@ -38,6 +38,7 @@ from torch_fastdet.nn.joint import (
     room_like,
 )
 from torch_fastdet.nn.stem import convolve, convolve_squares, divided, has_stem_shape, is_stem
+from torch_fastdet.nn.widened import SLOW, WIDENED, is_slow, widened
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.SiLU: "silu",
@@ -169,6 +170,8 @@ def convolved(branch: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _convolve(conv: Block, x: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None and x.dtype == conv.weight.dtype and is_slow(conv, x.dtype):
+        return widened(conv, x)
     return F.conv2d(x, conv.weight, bias, conv.stride, conv.padding, conv.dilation, conv.groups)
 
 
@@ -192,7 +195,7 @@ def _write(
     block: Block, x: Tensor, room: Tensor, shortcut: Tensor | None, last: Tensor | None = None, first: int = 0
 ) -> None:
     """Write the block's result in evaluation, for x of its convolution, into ``room`` from channel ``first`` on; its last ones into ``last``."""
-    place = room if room is x else room.narrow(1, first, x.shape[1])
+    place = room if room.shape == x.shape else room.narrow(1, first, x.shape[1])
     options = ACTIVATIONS[type(block.act)], _slope(block.act), shortcut, last
     torch.ops.torch_fastdet.bias_act(x, place, *_vectors(block), *options)
 
@@ -210,7 +213,7 @@ def _fits_evaluated(x: Tensor, block: Block) -> bool:
 
 
 def _finished(block: Block, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-    """Return the block's result, plus ``shortcut``, for x of :func:`_begun`; in evaluation in x's place. Ask :func:`_ends_in` first."""
+    """Return the block's result, plus ``shortcut``, for x of :func:`_begun`; in evaluation in :func:`_place`. Ask :func:`_ends_in` first."""
     if block.training:
         return norm_and_activation(block.bn, block.act, x, shortcut)
     if not _fits_evaluated(x, block):
@@ -221,9 +224,14 @@ def _finished(block: Block, x: Tensor, shortcut: Tensor | None = None) -> Tensor
             x = x + bias[:, None, None]
         y = block.act(x)
         return y if shortcut is None else shortcut + y
-    added = shortcut is not None and _is_added(shortcut, x)
-    _write(block, x, x, shortcut if added else None)
-    return x if added or shortcut is None else shortcut + x
+    added, place = shortcut is not None and _is_added(shortcut, x), _place(x)
+    _write(block, x, place, shortcut if added else None)
+    return place if added or shortcut is None else shortcut + place
+
+
+def _place(x: Tensor) -> Tensor:
+    """Return where an evaluated block's result for x may be written: x, or a tensor without the channels that :func:`widened` adds."""
+    return room_like(x, x.shape[1]) if x.shape[1] == SLOW and x.stride(3) == WIDENED else x
 
 
 def _is_added(shortcut: Tensor | None, x: Tensor) -> bool:
@@ -542,8 +550,9 @@ def _c2f_parts(c2f: Block, x: Tensor, conv: Forward, bottleneck: Forward, c3: Fo
         if goes_into and i == len(blocks) - 1:
             return _into(room, first, end, y, added)
         if goes_into and not end.training:
-            _write(end, y, room, added, last=y, first=first)
-            shortcut = y
+            shortcut = _place(y)
+            _write(end, y, room, added, last=shortcut, first=first)
+            y = shortcut
             continue
         if end is not None:
             y = _finished(end, y, added)
@@ -586,8 +595,10 @@ def _hg_parts(blocks: list[Block], x: Tensor, light: Forward | None, conv: Forwa
             return _chain([room[:, :first] if i else x, _finished(end, y)], blocks[i + 1 :])
         if i == 0:
             torch.ops.torch_fastdet.sum_slices([x], room.narrow(1, 0, first))
-        _write(end, y, room, None, None if i == len(blocks) - 1 else y, first)
+        last = None if i == len(blocks) - 1 else _place(y)
+        _write(end, y, room, None, last, first)
         first += y.shape[1]
+        y = y if last is None else last
     return room
 
 

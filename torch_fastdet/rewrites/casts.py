@@ -19,6 +19,7 @@ from torch_fastdet._torch.private import Context, foreach_copy_, foreach_zero_, 
 from torch_fastdet.nn.bn_act import convolutions_of_one_input, is_used
 from torch_fastdet.nn.joint import JOINT
 from torch_fastdet.nn.stem import has_stem_shape
+from torch_fastdet.nn.widened import WIDENED, is_slow
 from torch_fastdet.rewrites.rewrite import Changes, rewritten
 
 _FORWARD = nn.Conv2d.forward
@@ -197,14 +198,18 @@ def _takes_rows(conv: nn.Conv2d) -> bool:
     )
 
 
-def _rooms(layers: list[Layer], joined: list[list[nn.Conv2d]]) -> list[_Room]:
-    """Return a room for each parameter, and one for the weights of each group of ``joined``."""
+def _rooms(layers: list[Layer], joined: list[list[nn.Conv2d]], dtype: torch.dtype, widens: bool) -> list[_Room]:
+    """Return a room for each parameter, and one for the weights of each group of ``joined``.
+
+    ``widens`` is whether convolutions may add in another order, as those of :func:`is_slow` do.
+    """
     uses = Counter(p for layer in layers for p in layer._parameters.values() if p is not None)
     rows = {parameter: parameter.shape[0] for parameter in uses}
-    for conv in (layer for layer in layers if type(layer) is nn.Conv2d and _takes_rows(layer)):
+    for conv in (layer for layer in layers if type(layer) is nn.Conv2d):
         parameters = [p for p in conv._parameters.values() if p is not None]
-        if all(uses[p] == 1 for p in parameters):
-            rows.update(dict.fromkeys(parameters, -(-conv.out_channels // _GROUP) * _GROUP))
+        slow = widens and is_slow(conv, dtype)
+        if (slow or _takes_rows(conv)) and all(uses[p] == 1 for p in parameters):
+            rows.update(dict.fromkeys(parameters, WIDENED if slow else -(-conv.out_channels // _GROUP) * _GROUP))
     together = [
         _Room(weights, sum(w.shape[0] for w in weights)) for weights in (tuple(c.weight for c in g) for g in joined)
     ]
@@ -262,14 +267,14 @@ def _changes(model: nn.Module, dtype: torch.dtype) -> Changes:
         return
     convs = [layer for layer in layers if isinstance(layer, nn.Conv2d)]
     joined = _joined(model, convs)
-    rooms = _rooms(layers, joined)
+    products = is_used(model)
+    rooms = _rooms(layers, joined, dtype, products)
     trained, frozen = ([r for r in rooms if r.members[0].requires_grad is wanted] for wanted in (True, False))
     made = [
         *_CastAll.apply(dtype, trained, *[p for room in trained for p in room.members]),
         *_cast_into_rooms(frozen, dtype),
     ]
     cast = {p: (room, tensor) for room, tensor in zip(trained + frozen, made) for p in room.members}
-    products = is_used(model)
     for layer in layers:
         if isinstance(layer, nn.Linear):
             yield layer, "forward", _linear(layer, cast, dtype, products)
@@ -288,9 +293,9 @@ def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> AbstractCo
     which has a cast of its own, is left alone. Copies of weights with 255 rows get another one of zeros (:func:`_takes_rows`); the
     result is the first 255 channels.
 
-    With ``bn_act_optim``, 1x1 convolutions with a bias are matrix products (:class:`_Pointwise`), linear layers sum their biases' gradients
-    by an operator (:class:`_Linear`), and convolutions that always read one input have their copies in one tensor, so that blocks can run
-    them as one (:data:`torch_fastdet.nn.joint.JOINT`).
+    With ``bn_act_optim``, copies of 48 rows may get 16 more (:mod:`torch_fastdet.nn.widened`), 1x1 convolutions with a bias are matrix
+    products (:class:`_Pointwise`), linear layers sum their biases' gradients by an operator (:class:`_Linear`), and convolutions that
+    always read one input have their copies in one tensor, so that blocks can run them as one (:data:`torch_fastdet.nn.joint.JOINT`).
 
     Args:
         model: the model.
