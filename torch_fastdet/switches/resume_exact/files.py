@@ -6,7 +6,6 @@ That file's name holds the checkpoint's checksum, and it is written first: it is
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import os
@@ -23,14 +22,12 @@ MAGIC = b"torch_fastdet resume 1\n"
 SUFFIX = ".resume"
 #: What begins the name of a folder beside the checkpoint, for the moment of writing.
 WRITING = ".torch_fastdet_writing_"
-#: Seconds after which such a folder is one that a killed process left, where that cannot be told by its lock, as on NFS.
-LEFT_AFTER = 3600.0
-#: Seconds in which a process surely locks the folder that it has made.
-TO_LOCK = 1.0
+#: Seconds after which such a folder is one that a killed process left.
+LEFT_AFTER = 600.0
 
 
 class NotOurs(Exception):
-    """Raise where there is no file that belongs to a checkpoint, or it is damaged: why, in a sentence."""
+    """Say why no file belongs to a checkpoint, or why it cannot be used."""
 
 
 @contextlib.contextmanager
@@ -39,10 +36,7 @@ def whole(path: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     folder = Path(tempfile.mkdtemp(prefix=WRITING, dir=target.parent))
     made = folder / path.name  # torch.save writes the file's name into the file
-    lock = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield made
         if target.exists():
             shutil.copymode(target, made)
@@ -52,22 +46,14 @@ def whole(path: Path) -> Iterator[Path]:
             _to_disk(target.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
 
 
 def _remove_left(path: Path) -> None:
-    """Remove what processes that are gone have left beside a checkpoint. A link is no such folder."""
+    """Remove what killed processes have left beside a checkpoint."""
     for left in Path(os.path.realpath(path)).parent.glob(f"{WRITING}*"):
         with contextlib.suppress(OSError):
-            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                age = time.time() - os.fstat(lock).st_mtime
-                if age < LEFT_AFTER:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error where its process lives
-                if age >= min(TO_LOCK, LEFT_AFTER):
-                    shutil.rmtree(left, ignore_errors=True)
-            finally:
-                os.close(lock)
+            if time.time() - left.lstat().st_mtime >= LEFT_AFTER:
+                shutil.rmtree(left)  # raises for a link, which may lead to somebody's files
 
 
 def _to_disk(path: Path) -> None:
