@@ -170,8 +170,7 @@ class _DetectionLoss(Criterion):
     # For torch_fastdet.graphs ----------------------------------------------------------------------------------------
 
     def graph_key(self) -> tuple[object, ...]:
-        """Return a key that changes when a captured call has to be captured again. Write the other settings to where captured calls
-        read them."""
+        """Return what asks for another capture when it changes. Write the other settings to where captured calls read them."""
         return self._key(1.0)
 
     def _key(self, weight: float) -> tuple[object, ...]:
@@ -265,12 +264,9 @@ class _SegmentationLoss(_DetectionLoss):
 
 
 class _SegmentLoss26(_SegmentationLoss):
-    """Compute Ultralytics' ``SegmentLoss26``: as :class:`v8SegmentationLoss`, with an assignment that compares masks too
-    (:func:`torch_fastdet.ops.v8_segmentation_loss` with ``compare_masks``).
-    """
+    """Compute Ultralytics' ``SegmentLoss26``: as :class:`v8SegmentationLoss`, with an assignment that compares masks too."""
 
     labels = ("masks", "sem_masks")
-
     compares = True
 
 
@@ -421,12 +417,12 @@ class _OBBLoss(_DetectionLoss):
 class _E2ELoss(Criterion):
     """Compute Ultralytics' ``E2ELoss``: two branches of :class:`v8DetectionLoss`, whose weights live on the device.
 
-    A captured graph follows ``update()``, which changes the weights ``o2m`` and ``o2o`` once an epoch. If ``loss_fn`` is not a class of
-    this module, the original code runs.
+    A captured graph follows ``update()``, which changes the weights ``o2m`` and ``o2o`` once an epoch. With a ``loss_fn`` that is not
+    a class of this module, an original E2ELoss is made.
     """
 
-    one2many: Any
-    one2one: Any
+    one2many: _DetectionLoss
+    one2one: _DetectionLoss
     o2m: float
     o2o: float
 
@@ -434,60 +430,41 @@ class _E2ELoss(Criterion):
     def target_columns(self) -> int:
         return self.one2many.target_columns
 
-    def __init__(self, model: nn.Module, loss_fn: object = None) -> None:
-        if loss_fn is None:
-            loss_fn = drop_in(inspect.signature(self.stock).parameters["loss_fn"].default)
-        super().__init__(model, loss_fn)  # type: ignore[call-arg]
-        if self._branches() is None:
-            name = type(self.one2many).__qualname__
-            warn(f"loss_optim: E2ELoss of {name} runs Ultralytics' own code")
-
-    def _branches(self) -> tuple[_DetectionLoss, _DetectionLoss] | None:
-        branches = self.one2many, self.one2one
-        return branches if all(isinstance(branch, _DetectionLoss) for branch in branches) else None
-
     def __call__(self, preds: object, batch: Any, num_targets: Tensor | None = None, **labels: Tensor) -> object:
         """Return the weighted sum of both branches (3), and the items of the one-to-one branch by their names."""
-        branches = self._branches()
-        if branches is None:
-            return super().__call__(preds, batch)  # type: ignore[misc]
         outputs = self.one2many.parse_output(preds)
         many, one = outputs["one2many"], outputs["one2one"]
-        if not (branches[0].takes(many, batch) and branches[1].takes(one, batch)):
+        if not (self.one2many.takes(many, batch) and self.one2one.takes(one, batch)):
             return super().__call__(preds, batch)  # type: ignore[misc]
         count("loss_optim", "losses")
         packed = isinstance(batch, Tensor)
         if packed:
-            targets, others = branches[0].unpacked(batch, labels)
+            targets, others = self.one2many.unpacked(batch, labels)
         else:
             targets, others = packed_targets(batch, many["scores"].device), batch
-        loss, _ = branches[0].fused(many, targets, num_targets, self.o2m, others)
-        second, items = branches[1].fused(one, targets, num_targets, self.o2o, others)
-        return loss + second, items if packed else branches[1].named(items)
+        loss, _ = self.one2many.fused(many, targets, num_targets, self.o2m, others)
+        second, items = self.one2one.fused(one, targets, num_targets, self.o2o, others)
+        return loss + second, items if packed else self.one2one.named(items)
 
     def graph_key(self) -> tuple[object, ...]:
         """Return the keys of both branches. Write their settings and weights to where captured calls read them."""
-        branches = self._branches()
-        return () if branches is None else (branches[0]._key(self.o2m), branches[1]._key(self.o2o))
+        return self.one2many._key(self.o2m), self.one2one._key(self.o2o)
 
     @contextlib.contextmanager
     def in_step(self, model: nn.Module) -> Iterator[None]:
         """Return a context for the model and this loss in a TrainStep: bad targets are counted."""
-        with contextlib.ExitStack() as stack:
-            for branch in self._branches() or ():
-                stack.enter_context(branch.in_step(model))
+        with self.one2many.in_step(model), self.one2one.in_step(model):
             yield
 
     @property
     def ignored_targets(self) -> int:
         """Return the number of bad rows of targets ignored in CUDA graphs so far. Reading it waits for the device."""
-        branches = self._branches()
-        return 0 if branches is None else branches[0].ignored_targets
+        return self.one2many.ignored_targets
 
     def check(self) -> None:
         """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row."""
-        for branch in self._branches() or ():
-            branch.check()
+        self.one2many.check()
+        self.one2one.check()
 
     def update(self) -> None:
         """Call :meth:`check`, and change the weights. The trainer calls this method at the end of each epoch."""
@@ -518,7 +495,18 @@ def drop_in(stock: type) -> object:
     """Return the class that replaces Ultralytics' class ``stock``."""
     ours = KINDS[stock.__name__]
     made = type(stock.__name__, (ours, stock), {"stock": stock, "__module__": __name__, "__doc__": ours.__doc__})
-    return stand_in("loss_optim", stock, made)
+    return stand_in("loss_optim", stock, made, _of_branches(stock, made) if ours is _E2ELoss else None)
+
+
+def _of_branches(stock: type, ours: type) -> Callable[..., object]:
+    def make(model: nn.Module, loss_fn: Any = None) -> object:
+        branch = loss_fn or drop_in(inspect.signature(stock).parameters["loss_fn"].default)
+        if isinstance(branch, type) and issubclass(branch, _DetectionLoss):
+            return ours(model, branch)
+        warn(f"loss_optim: E2ELoss of {branch.__qualname__} runs Ultralytics' own code")
+        return stock(model, branch)
+
+    return make
 
 
 def __getattr__(name: str) -> object:
