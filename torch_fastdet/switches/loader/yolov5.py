@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import multiprocessing.context
@@ -23,8 +22,8 @@ from torch_fastdet.images.recorder import Recorder
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
-from torch_fastdet.patching.by_name import filed_as
-from torch_fastdet.patching.protocols import YOLOv5Dataset
+from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
+from torch_fastdet.patching.protocols import Names, YOLOv5Dataset
 
 
 class Planner:
@@ -69,7 +68,7 @@ class _Recording:
 def dataset_class(stock: type) -> type:
     """Return ``LoadImagesAndLabels``, or the same with masks, with a memory that all processes share, and with plans for those who ask for them."""
 
-    class LoadImagesAndLabels(stock):
+    class LoadImagesAndLabels(CopiedAsItIs, stock):
         torch_fastdet_stock = stock
         _planner: Planner | None = None
         _memory: ImageMemory | None = None
@@ -131,7 +130,7 @@ def dataset_class(stock: type) -> type:
                 return planner.items(indices, self)
             return [self[index] for index in indices]
 
-        def __getstate__(self) -> dict[str, Any]:
+        def __getstate__(self) -> Names:
             return {**self.__dict__, "_planner": None}
 
         def __reduce_ex__(self, protocol: object) -> Any:
@@ -144,17 +143,6 @@ def dataset_class(stock: type) -> type:
                 name: value for name, value in vars(self).items() if name not in LoadImagesAndLabels.__annotations__
             }
             return filed_as(stock, kept)
-
-        def __copy__(self) -> Any:
-            copied: Any = object.__new__(type(self))
-            vars(copied).update(self.__getstate__())
-            return copied
-
-        def __deepcopy__(self, memo: dict[int, object]) -> Any:
-            copied: Any = object.__new__(type(self))
-            memo[id(self)] = copied
-            vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
-            return copied
 
     for base in stock.__bases__:  # a class that was made while its base was replaced
         if "torch_fastdet_stock" in vars(base):
@@ -235,7 +223,7 @@ def loader_classes(stock: type) -> tuple[type, type]:
     return InfiniteDataLoader, PlanDataLoader
 
 
-def _planned(dataset: YOLOv5Dataset, options: dict[str, Any]) -> PlannedLoading | None:
+def _planned(dataset: YOLOv5Dataset, options: Names) -> PlannedLoading | None:
     """Set up plans for a loader and change its options accordingly; None where YOLOv5 makes the images."""
     collate, reason = options.get("collate_fn"), cannot_plan(dataset)
     if reason is None and collate is type(dataset).collate_fn4:

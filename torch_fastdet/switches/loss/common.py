@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable
 from typing import ClassVar
@@ -12,7 +11,7 @@ import torch
 
 from torch_fastdet._deferred import DeferredStatus
 from torch_fastdet._torch.modules import own_attributes
-from torch_fastdet.patching.by_name import filed_as
+from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
 from torch_fastdet.patching.protocols import Names
 
 TARGET_COLUMNS = ("image", "class", "x", "y", "w", "h")
@@ -20,7 +19,7 @@ WANTED = ("an image index of the batch", "a class index below the number of clas
 FindFault = Callable[[list[int]], tuple[int, int]]
 
 
-class Criterion:
+class Criterion(CopiedAsItIs):
     """Give all of Ultralytics' criteria their copies and files: a copy has the same class, a pickle the original one."""
 
     stock: ClassVar[type]  # set by drop_in()
@@ -30,17 +29,6 @@ class Criterion:
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return filed_as(self.stock, self.__getstate__())
-
-    def __copy__(self) -> object:
-        result = type(self).__new__(type(self))
-        result.__dict__.update(self.__getstate__())
-        return result
-
-    def __deepcopy__(self, memo: dict[int, object]) -> object:
-        result = type(self).__new__(type(self))
-        memo[id(self)] = result
-        result.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        return result
 
 
 def describe_bad_targets(op: str, find_fault: FindFault, status: list[int], rows: int) -> str | None:

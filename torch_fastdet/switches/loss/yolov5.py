@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NoReturn, SupportsIndex
@@ -16,7 +15,7 @@ from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import DeviceNumbers, unwrap
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.ops.yolov5_loss import split_coefficients, yolov5_mask_part
-from torch_fastdet.patching.by_name import filed_as
+from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
 from torch_fastdet.patching.protocols import Head, Model, Names
 from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.rewrites.registry import fewer_copies
@@ -33,7 +32,7 @@ def _not_apart(*_: object) -> NoReturn:
     )
 
 
-class ComputeLoss:
+class ComputeLoss(CopiedAsItIs):
     """Compute the loss as YOLOv5's ``utils.loss.ComputeLoss``: same constructor, same call, same results.
 
     Its attributes are here as far as they are data; ``BCEcls``, ``BCEobj`` and ``build_targets`` are not, because one operator does their work.
@@ -94,7 +93,7 @@ class ComputeLoss:
         return filed_as(self._stock, self._stocks_attributes())
 
     def _stocks_attributes(self) -> dict[str, object]:
-        """Return the attributes of a loss of the framework's class that computes the same; its own constructor makes them."""
+        """Return the attributes of the framework's loss that computes the same, as its constructor makes them."""
         detect = SimpleNamespace(na=self.na, nc=self.nc, nl=self.nl, anchors=self.anchors, stride=[], nm=self.nm)
         hyp = {**self.hyp, **self._entropy}
         made: Any = self._stock
@@ -110,17 +109,6 @@ class ComputeLoss:
             weights = [float(getattr(each, "loss_fcn", each).pos_weight) for each in (of_classes, of_objects)]
             numbers = *weights, float(getattr(of_classes, "gamma", 0.0)), 2.0 * cn
             self._begin(dict(zip(_ENTROPY, numbers)), list(balance))
-
-    def __copy__(self) -> object:
-        return self._copied(vars(self))
-
-    def __deepcopy__(self, memo: dict[int, object]) -> object:
-        return self._copied(copy.deepcopy(vars(self), memo))
-
-    def _copied(self, attributes: dict[str, object]) -> object:
-        made = object.__new__(type(self))
-        vars(made).update(attributes)
-        return made
 
     BCEcls = BCEobj = build_targets = property(_not_apart, _not_apart)
 
@@ -217,9 +205,7 @@ class ComputeLoss:
 
     def _check_heads(self, p: list[torch.Tensor]) -> None:
         wanted = self.nc + 5 + self.nm
-        outputs_of = (
-            "the list of the Detect layer's outputs in training mode is expected (in eval mode it is the second of two)"
-        )
+        outputs_of = "the list of the Detect layer's outputs in training mode is expected"
         if not isinstance(p, (list, tuple)):
             raise TypeError(f"ComputeLoss: p is a {type(p).__name__}, but {outputs_of}")
         for i, head in enumerate(p):
