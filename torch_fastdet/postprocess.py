@@ -37,7 +37,7 @@ def _check_count(op: str, name: str, value: int, least: int, what: str) -> None:
         raise ValueError(f"{op}: {name} is {value}, but {least} or more {what} are expected")
 
 
-# Which words of extra_kind a task knows; the first is its default.
+# The values of extra_kind for each task; the first is its default.
 _EXTRA_KINDS = {
     "detect": ("raw",),
     "segment": ("raw",),
@@ -45,7 +45,7 @@ _EXTRA_KINDS = {
     "obb": ("angle_logit", "raw"),
 }
 
-# What tells the head of an Ultralytics model, and of a YOLOv5 model.
+# Attributes that only the head of an Ultralytics model, or of a YOLOv5 model, has.
 _ULTRALYTICS_HEAD = ("stride", "nc", "reg_max")
 _YOLOV5_HEAD = ("anchors", "stride", "nc", "no")
 
@@ -67,18 +67,8 @@ class _PostProcess(nn.Module):
         self.per_class, self.max_nms, self.max_wh = options[7:]
 
     def _options(self, letterboxes: Tensor | None) -> nms.NmsOptions:
-        return nms.NmsOptions(
-            self.conf_thres,
-            self.iou_thres,
-            self.classes,
-            self.agnostic,
-            self.multi_label,
-            self.max_det,
-            letterboxes,
-            self.per_class,
-            self.max_nms,
-            self.max_wh,
-        )
+        of_classes = self.conf_thres, self.iou_thres, self.classes, self.agnostic, self.multi_label, self.max_det
+        return nms.NmsOptions(*of_classes, letterboxes, self.per_class, self.max_nms, self.max_wh)
 
 
 class YOLOv5PostProcess(_PostProcess):

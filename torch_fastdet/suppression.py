@@ -29,18 +29,17 @@ def _first(op: str, prediction: Any, columns: str) -> Tensor:
 
 
 # Candidates an image (pairs of anchor and class above conf_thres) from which on device="auto" sends a prediction of the host to
-# the GPU. By benchmarks/results: the CPU takes 0.3 ms an image of 25,200 anchors and 80 classes, and some 20 to 50 ns a candidate
-# more (cpu-2026-11-23/nms.json: 1.0, 2.3 and 27 ms for four images of about 100, 6,000 and 370,000 candidates, 2 threads). A GPU
-# takes 0.2 ms at most (h200-2026-11-26/nms.json), and 0.8 ms for the upload, which grows with the images as well. Both are equal
-# between 13,000 and 38,000 candidates; predictions of trained models have fewer, also at validation's threshold.
+# the GPU. By benchmarks/results (nms.json), CPU and GPU with the upload take the same time at 13,000 to 38,000 candidates.
 GPU_CANDIDATES = 30_000
 _SAMPLE = 16  # one of so many anchors is counted
 
 
 def _faster_device(scores: Tensor, objectness: Tensor | None, conf_thres: float, multi_label: bool) -> torch.device:
-    """Return where device="auto" suppresses: where the prediction lies, or for one on the host the faster of CPU and GPU.
+    """Return where device="auto" suppresses.
 
-    scores: (images, anchors, classes) of the prediction; objectness: (images, anchors, 1), or None without.
+    Args:
+        scores: (images, anchors, classes).
+        objectness: (images, anchors, 1), or None.
     """
     # A process that was forked from one with CUDA cannot use the GPU.
     if scores.device.type != "cpu" or not torch.cuda.is_available() or lost_cuda_in_fork():
@@ -105,7 +104,7 @@ def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tens
 
 
 def _room(max_det: object) -> tuple[Any, Any]:
-    """Return max_det as the operators take it, and the end of a slice behind them: a negative one leaves the last out, as in the original."""
+    """Return max_det as the operators take it, and the end of a slice of their rows, which a negative max_det is."""
     if max_det is None or (isinstance(max_det, Integral) and max_det < 0):
         return sys.maxsize, max_det
     return max_det, None
@@ -242,9 +241,8 @@ def ultralytics_non_max_suppression(
         padded: copy nothing to the host.
 
     Returns:
-        For each image (n, 6 + extra): x1, y1, x2, y2 (rotated: x, y, width, height), confidence, class, extra channels (rotated:
-        the angle is the last). With return_idxs a pair of that and, for each image, (n,) int64. With padded, both of the
-        whole batch, and their counts on the device.
+        For each image (n, 6 + extra): x1, y1, x2, y2 (rotated: x, y, width, height), confidence, class, extra channels. With
+        return_idxs a pair of that and, for each image, (n,) int64. With padded, both of the batch, and counts on the device.
 
     Raises:
         ValueError: a threshold outside 0..1 (also an AssertionError, as in the original), a negative max_nms, an unknown
@@ -268,10 +266,8 @@ def ultralytics_non_max_suppression(
     )
     options = nms.checked_options(op, options)
     home = prediction.device
-    if filters and isinstance(device, str) and device == "auto":
-        device = None
     where = home
-    if device is not None:
+    if device is not None and not (filters and device == "auto"):
         scores = prediction[:, 4 : 4 + int(nc)] if nc else prediction[:, 4:]
         where = _computing_device(op, scores.transpose(1, 2), None, device, options.conf_thres, options.multi_label)
     if filters:
