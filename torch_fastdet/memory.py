@@ -211,10 +211,7 @@ def machine_memory(root: Path = Path("/")) -> tuple[int, int]:
         root: the folder that holds ``proc`` and the control groups.
     """
     lines = dict(line.split(":", 1) for line in _lines(root / "proc/meminfo"))
-    if lines:
-        total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
-    else:  # in a bare chroot
-        total, available = (os.sysconf(name) * mmap.PAGESIZE for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
     machine = total
     for folder, limit, usage, reclaimable in _limits(root):
         most, used = _number(folder / limit), _number(folder / usage)
