@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 from torch_fastdet.images.memory import CHANNELS, ImageMemory
 from torch_fastdet.images.recorder import Recorder
 from torch_fastdet.images.unread import Unread, reader
-from torch_fastdet.patching.protocols import UltralyticsDataset
+from torch_fastdet.patching.protocols import Names, UltralyticsDataset
 
 AUGMENT, DATASET = "ultralytics.data.augment", "ultralytics.data.dataset"
 
@@ -37,7 +37,7 @@ class Planner:
         #: The data set whose own ``load_image`` notes what is loaded: mosaics choose among the images that were loaded last.
         self.reader = reader(type(dataset), dataset.__dict__, memory.original)
 
-    def items(self, indices: list[int]) -> list[dict[str, Any]]:
+    def items(self, indices: list[int]) -> list[Names]:
         """Return what the original data set returns for a batch, with a :class:`ImagePlan` under ``img``."""
         if cannot_plan(self.stock) is not None:  # somebody has changed its transforms since
             decode_kept(self.stock, self.recorder.memory)
@@ -49,7 +49,7 @@ class Planner:
     def __reduce__(self) -> Any:
         return Planner, self._made_of
 
-    def _planned(self, indices: list[int]) -> list[dict[str, Any]]:
+    def _planned(self, indices: list[int]) -> list[Names]:
         kept: Any = self.stock.ims
         if isinstance(kept, list):
             return [self._item(i) for i in indices]

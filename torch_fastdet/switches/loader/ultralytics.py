@@ -24,7 +24,7 @@ from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.by_name import FiledAsStock
 from torch_fastdet.patching.fingerprint import fingerprint
-from torch_fastdet.patching.protocols import Loader, UltralyticsDataset
+from torch_fastdet.patching.protocols import Function, Loader, UltralyticsDataset
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.switches.loader.deferred import Planner, cannot_plan, view_class
 
@@ -260,7 +260,7 @@ def _loader_class(stock: type) -> type:
     return type(stock.__name__, (PlannedLoader, stock), {"__module__": __name__})
 
 
-def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callable[..., object]:
+def build_dataloader(stock: Function, stock_loader: object) -> Callable[..., object]:
     """Return Ultralytics' ``build_dataloader``, whose loaders plan where they can."""
     signature = inspect.signature(stock)
     tell = saying_once("loader_optim", warn)

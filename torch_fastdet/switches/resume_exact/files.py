@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -24,6 +24,10 @@ SUFFIX = ".resume"
 WRITING = ".torch_fastdet_writing_"
 #: Seconds after which such a folder is one that a killed process left.
 LEFT_AFTER = 600.0
+
+
+#: What a training is between two epochs, part by part.
+State: TypeAlias = dict[str, Any]
 
 
 class NotOurs(Exception):
@@ -64,7 +68,7 @@ def _to_disk(path: Path) -> None:
         os.close(number)
 
 
-def write_checkpoint(path: Path, write: Callable[[Path], object], state: Callable[[], dict[str, object]]) -> Any:
+def write_checkpoint(path: Path, write: Callable[[Path], object], state: Callable[[], State]) -> Any:
     """Write a checkpoint by ``write(path)``, and first the file with ``state()`` that belongs to it; returns what ``write`` returns."""
     _remove_left(path)
     with whole(path) as made:
@@ -89,7 +93,7 @@ def _beside(path: Path, digest: bytes) -> Path:
     return path.with_name(f"{path.stem}.{digest.hex()[:16]}{SUFFIX}")
 
 
-def _write(path: Path, digest: bytes, state: dict[str, object]) -> None:
+def _write(path: Path, digest: bytes, state: State) -> None:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     payload = buffer.getbuffer()
@@ -107,7 +111,7 @@ def forget(path: Path, but: Path | None = None) -> None:
             other.unlink(missing_ok=True)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> State:
     """Return the file that belongs to the checkpoint ``path``, with tensors on the CPU; raises NotOurs. It runs no code of the file."""
     digest = _digest(path)
     ours = _beside(path, digest)
