@@ -78,7 +78,7 @@ class ModelEMA:
         self._watches: tuple[ModuleWatch, ModuleWatch] | None = None
         self._states: list[Any] = []
 
-    #: What copies and files call, with the arguments of this class: the framework's, where this class stands for it.
+    #: The framework's class, if this class replaces it: copies and files call it, with the arguments of this class.
     _filed_as: ClassVar[Callable[..., object] | None] = None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -161,7 +161,7 @@ class ModelEMA:
                     f"ModelEMA: {name} has shape {list(value.shape)} in the model, but {list(average.shape)} in the EMA; was the "
                     "model changed since?"
                 )
-        # An entry that the state_dict names twice (tied weights) moves twice, as in the original loop: one launch after the other.
+        # Tied weights, which the state_dict names twice, move twice, as in the original loop: one launch after the other.
         rounds: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         seen: dict[int, int] = {}
         for _, average, value in pairs:

@@ -19,8 +19,8 @@ __all__ = ["FORMULAS", "register"]
 
 Shape = Sequence[int]
 
-# An IoU of one pair from its corners, its gradients by both boxes from its terms, the corners of two boxes, and the gradients
-# by corners folded into those by the coordinates that were given.
+# Operations for one pair of boxes: the IoU from corners, its gradients from its terms, corners from the given coordinates, and the
+# gradients of these.
 IOU = {"iou": 15, "giou": 26, "diou": 37, "ciou": 55}
 IOU_GRADIENT = {"iou": 32, "giou": 59, "diou": 71, "ciou": 94}
 CORNERS = {True: 12, False: 6}  # by xywh
@@ -79,7 +79,7 @@ def instance_masks(masks: int, channels: int, low: int, pixels: int) -> int:
     return masks * (low * 2 * channels + pixels * 9)
 
 
-# From here on: from the arguments of an operator by name (`a.box1`), tensors replaced by their shapes.
+# The functions below take the arguments of an operator by name (`a.box1`), tensors replaced by their shapes.
 
 
 def _pairs(a: SimpleNamespace) -> int:
@@ -198,7 +198,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "ultralytics_postprocess": lambda a: _total(a.scores),
         "filter_detections": lambda a: math.prod(a.prediction[:-1]) * (1 if a.sizes is None else 11),
         "scale_boxes": lambda a: math.prod(a.boxes[:-1]) * SCALE_BOX[a.xywh],
-        # Of boxes that cover the image; outside a box nothing is computed.
+        # The boxes are taken to cover the image; nothing is computed outside a box.
         "instance_masks": lambda a: instance_masks(
             math.prod(a.coefficients[:-1]), a.protos[-3], math.prod(a.protos[-2:]), math.prod(a.size)
         ),

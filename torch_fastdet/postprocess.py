@@ -335,7 +335,7 @@ class _UltralyticsHeads(nn.Module):
             fuse(verbose=False)
         self.model = model.eval()
         self.end2end = end2end
-        # The head gives its maps beside what it makes of them, which nobody wants.
+        # The head returns its maps beside its results, which are not needed.
         head._inference = lambda maps: maps["scores"]
         head.postprocess = lambda scores: scores
 
@@ -396,7 +396,7 @@ class PictureDetector(nn.Module):
         self.bgr = bool(bgr)
         self.half_precision = bool(half_precision)
         self.rounding = "ultralytics" if isinstance(postprocess, UltralyticsPostProcess) else "yolov5"
-        # An empty tensor that goes where the module goes, and so knows its device.
+        # This empty tensor moves with the module, and knows its device.
         there = next(chain(postprocess.buffers(), network.parameters(), network.buffers()), torch.empty(0))
         self.register_buffer("on_device", torch.empty(0, device=there.device), persistent=False)
 
@@ -445,7 +445,7 @@ class PictureDetector(nn.Module):
         Raises:
             ValueError: a file is none that :func:`torch_fastdet.ops.decode_jpeg` decodes, as "file 3: progressive".
         """
-        # bytearray: bytes that nobody may write to would be warned about.
+        # torch warns about a buffer that is read-only, as bytes are.
         data = [bytearray(file if isinstance(file, bytes) else Path(file).read_bytes()) for file in files]
         encoded = [
             torch.frombuffer(file, dtype=torch.uint8) if file else torch.empty(0, dtype=torch.uint8) for file in data

@@ -19,9 +19,9 @@ BUFFER = "momentum_buffer"
 #: One of an optimizer's param_groups.
 Group = dict[str, Any]
 Numbers = tuple[list[float], list[Tensor | None], list[int]]
-#: What GradScaler has left on the optimizer: its scale and its finding.
+#: The scale and the finding that GradScaler has left on the optimizer.
 Scaling = tuple[Tensor | None, Tensor | None]
-#: From a device's parameters, their groups and their places to a MultiTensorState.
+#: Makes a MultiTensorState from a device's parameters, their groups and their places.
 MakeState = Callable[[list[Tensor], list[int], list[int]], Any]
 
 
@@ -63,7 +63,7 @@ class Binding:
         groups = [cls.numbers_of(optimizer, group) for group in optimizer.param_groups]
         given = [value for numbers, _ in groups for value in numbers]
         elsewhere = [isinstance(value, Tensor) and value.device.type != "cpu" for value in given]
-        # 1: known to be there, whatever it holds.
+        # 1 stands for a tensor, whatever it holds.
         values = [1.0 if there else float(value) for value, there in zip(given, elsewhere)]
         tensors = [on_device(value, device) if there else None for value, there in zip(given, elsewhere)]
         return values, tensors if any(elsewhere) else [], [flags for _, flags in groups]
@@ -198,7 +198,7 @@ class BoundOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # GradScaler then hands its scale and its finding to the step
     _binding_class: ClassVar[type[Binding]]
     _binding: Binding | None = None
-    #: The class that copies and files have instead of this one: of the optimizer that became this one.
+    #: The class of the optimizer that was converted to this one, which copies and files have.
     _filed_as: type | None = None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:

@@ -20,7 +20,7 @@ from torch_fastdet._say import say, warn
 from torch_fastdet.patching.import_hook import ImportHook, loaded_modules, names_of, namespace, top_level
 from torch_fastdet.patching.protocols import Function, Names, Stock
 
-# Never visited: our own modules, and libraries from which YOLO packages import functions.
+# These are never visited: torch_fastdet, and libraries from which YOLO packages import functions.
 LEFT_ALONE = frozenset({"torch_fastdet", "torch", "torchvision", "numpy"})
 
 _MISSING = object()
@@ -201,7 +201,7 @@ class Patches:
         self._hook.remove()
         while self.at_end:
             self.at_end.pop()()
-        # Modules that were imported meanwhile took our object for the original: give them the original.
+        # Modules that were imported meanwhile hold the replacement: give them the original.
         for module in self.modules():
             self._adopt(module, say_it=False)
         count = sum(not replacement.quiet for replacement in self.replacements)
@@ -234,7 +234,7 @@ class Patches:
         if not known:
             return
         held = {(id(r.owner), r.attribute) for r in known} | self._ours_before
-        # With both layouts of YOLOv5 loaded, one drop-in replaces two originals: prefer the one of the module's own package.
+        # One drop-in replaces two originals if both layouts of YOLOv5 are loaded: prefer that of the module's own package.
         package = top_level(str(namespace(module).get("__name__")))
         known.sort(key=lambda r: top_level(r.module) != package)
         origins: dict[int, Replacement] = {}

@@ -181,7 +181,7 @@ class Outcome:
     name: str
     obstacle: Obstacle | None = None
     found: bool = True
-    #: For the doctor: what speaks for it, in words.
+    #: The evidence in words, for the doctor.
     evidence: list[str] = field(default_factory=list)
 
 
@@ -192,14 +192,14 @@ class Active:
         self.switch = switch
         self.patches = patches
         self.by_name = False  # not by "everything that applies"
-        #: Whether ``patch()`` is at work: it says itself, in one line, which switches cannot apply.
+        #: True while ``patch()`` runs, which itself says in one line which switches cannot apply.
         self.starting = False
-        #: Why it cannot apply, or not to everything.
+        #: The reason why it cannot apply, or not to everything.
         self.why_not: Obstacle | None = None
-        #: What came of each target, by its id.
+        #: The outcome of each target, by its id.
         self.outcomes: dict[int, Outcome] = {}
         self.told: set[str] = set()
-        # By name and definer: the original, what takes its place, or why nothing does.
+        # Maps name and definer to the original, its replacement, or the reason why there is none.
         self._found: dict[tuple[str, str], tuple[Any, Any, Obstacle | None]] = {}
         self._shared: dict[Callable[[Active], Any], Any] = {}
 

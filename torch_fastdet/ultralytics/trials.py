@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-#: What a training imports before its first iteration, beside what the switches import. ``deterministic=True`` asks for the second.
+#: A training imports these before its first iteration. ``deterministic=True`` asks for the second.
 MODULES = "ultralytics.models", "torch._inductor.config", "torchvision", "requests", "matplotlib.font_manager"
 
 
@@ -54,7 +54,7 @@ def _around() -> tuple[str, dict[str, str]]:
 class Subprocess:
     """Act as the module ``subprocess`` for the trainer. Inside of :meth:`ahead`, each ``yolo`` program begins as one that waits."""
 
-    #: What a ``yolo`` program begins with: Python, ``-m``, our door, and the switches' flags.
+    #: The first words of a ``yolo`` program: Python, ``-m``, torch_fastdet.ultralytics, and the switches' flags.
     command: list[str]
 
     def __init__(self, plots: Plots) -> None:

@@ -31,7 +31,7 @@ class Planner:
         self.size = size
         self._classes: dict[type, type | None] = {}
         self.stock = dataset
-        #: Which images were loaded before the batch, for those of :attr:`changed`.
+        #: What the data set held of the images that this batch has loaded.
         self.changed: dict[int, tuple] = {}
         self.dataset = self.view(dataset)
         #: The data set whose own ``load_image`` notes what is loaded: mosaics choose among the images that were loaded last.

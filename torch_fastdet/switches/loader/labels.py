@@ -17,12 +17,12 @@ import numpy as np
 from torch_fastdet.patching.fingerprint import fingerprint
 from torch_fastdet.patching.switch import Active
 
-#: Files that are read at once.
+#: So many files are read at once.
 CHUNK = 4096
 MISSING, NOT_PLAIN = -1, -2
-#: Above it float32 does not have each integer.
+#: Float32 holds every integer up to this one.
 MOST_CLASSES = 1 << 24
-#: From the arguments of ``verify_image_label``, the rows, their polygons, (height, width), and whether there is a label file, what it returns.
+#: Returns what ``verify_image_label`` would, from its arguments, rows, polygons, (height, width), and True if there is a label file.
 Result = Callable[[Any, np.ndarray, list[np.ndarray], tuple[int, int], bool], Any]
 
 
@@ -97,7 +97,7 @@ def ultralytics_result(
     return arguments[0], rows, shape, polygons, None, int(not found), int(found), int(found and not len(rows)), 0, ""
 
 
-#: Of YOLOv5 7.0 and of GitHub's head, and of Ultralytics 8.4.184 to 8.4.190.
+#: Fingerprints of YOLOv5 7.0 and GitHub's head, and of Ultralytics 8.4.184 to 8.4.190.
 YOLOV5 = {
     "verify_image_label": ("9953d107", "bb5db9ee"),
     "exif_size": ("d33d2f69",),

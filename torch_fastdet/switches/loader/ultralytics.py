@@ -61,7 +61,7 @@ _fingerprint = functools.cache(fingerprint)
 
 # Decoded images -----------------------------------------------------------------------------------------------------
 
-# With what they were made for.
+# The memory of each data set, and what it was made for.
 _memories: weakref.WeakKeyDictionary[object, tuple[list[str], ImageMemory | None]] = weakref.WeakKeyDictionary()
 # (height, width) of the files of a data set that is sorted for rectangular batches, which drops them from its labels.
 _file_shapes: weakref.WeakKeyDictionary[object, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
@@ -71,7 +71,7 @@ def memory_of(
     dataset: UltralyticsDataset, budget: Callable[[], int] = host_budget, as_files: bool = False
 ) -> ImageMemory | None:
     """Return the memory for a data set's images, None where the system refuses it; a new one keeps JPEG files where they are asked for."""
-    # What decoded images depend on. Their numbers in the memory are positions in the files.
+    # Decoded images depend on these. An image's number in the memory is its position in the files.
     wanted = [str(dataset.imgsz), *dataset.im_files]
     found, memory = _memories.get(dataset, (None, None))
     if found != wanted:
@@ -99,7 +99,7 @@ class SharedImages:
         self.memory = memory
         self.others = others
         self.stock = stock
-        #: Whether only plans are made of what it returns. Else somebody may draw on that, and gets a copy.
+        #: True while only plans are made of what it returns. Other callers may draw on that, and get copies.
         self.is_planned = False
 
     def __len__(self) -> int:
@@ -199,18 +199,18 @@ def _planned_class(stock: type) -> Any:
 class PlannedLoader(FiledAsStock):
     """Go in front of the original ``InfiniteDataLoader``: its processes plan, and batches are made of that."""
 
-    # Not there where somebody makes another loader of this class.
+    # None in another loader that somebody makes of this class.
     _plans: PlannedLoading | None = None
     _images: tuple[list[str], Any]
     _ahead: Ahead | None = None
-    #: It has no plans, or somebody gave it another collate_fn, which wants images.
+    #: True if it has no plans, or if somebody gave it another collate_fn, which wants images.
     _as_stock: bool = False
 
     def _get_iterator(self: Loader) -> object:
         self._as_stock = self._plans is None or not _keeps_collate_fn(self)
         if self._as_stock:
             return super()._get_iterator()  # type: ignore[misc]
-        # A loader that differs in what its processes work on. The original's attributes stay what people expect of them.
+        # This loader's processes work on plans. The attributes of the original loader stay as people expect them.
         loader = DataLoader(
             planned_dataset(Planner(self.dataset, self._plans.memory, *self._images)),
             batch_sampler=PlanBatches(self.batch_sampler),
@@ -292,7 +292,7 @@ def _changed_code(loader: object) -> str | None:
     return None if changed is None else f"{changed} has been replaced."
 
 
-#: By the switch itself.
+#: The switch itself replaces these.
 REPLACED = ("BaseDataset.cache_images", "BaseDataset.set_rectangle")
 
 

@@ -72,7 +72,7 @@ def dataset_class(stock: type) -> type:
         torch_fastdet_stock = stock
         _planner: Planner | None = None
         _memory: ImageMemory | None = None
-        #: What the memory was made for; None before it was asked for.
+        #: The size and augment that the memory was made for; None before it was asked for.
         _memory_is_of: tuple[int, bool] | None = None
         _all_in_memory: bool = False
         _is_cached: bool = False
@@ -104,7 +104,7 @@ def dataset_class(stock: type) -> type:
         def check_cache_ram(self, *args: object, **kwargs: object) -> bool:
             self._all_in_memory = super().check_cache_ram(*args, **kwargs)
             memory = self.memory  # now: threads load into it
-            # What another rank has decoded takes no more memory here.
+            # Images that another rank has decoded take no more memory here.
             self._is_cached = self._all_in_memory or (memory is not None and bool(memory.decoded().all()))
             return self._is_cached
 
@@ -138,7 +138,7 @@ def dataset_class(stock: type) -> type:
                 return super().__reduce_ex__(protocol)
             if multiprocessing.context.get_spawning_popen() is not None:
                 return _new_dataset, (stock.__module__, stock.__name__), self.__getstate__()
-            # Files hold the framework's, without what is annotated above.
+            # Files hold the framework's class, without the attributes annotated above.
             kept = {
                 name: value for name, value in vars(self).items() if name not in LoadImagesAndLabels.__annotations__
             }

@@ -11,7 +11,7 @@ from torch_fastdet._torch import private
 from torch_fastdet._torch.private import group_size
 from torch_fastdet.patching.replace import in_place_of
 
-#: In seconds; Ultralytics gives its whole process group as much.
+#: Seconds to wait, as many as Ultralytics gives its whole process group.
 LONGEST = 3 * 3600.0
 
 

@@ -17,7 +17,7 @@ from torch_fastdet.switches.loss.common import Criterion
 
 STOCK_MODULE = "ultralytics.models.utils.loss"
 PARTS = ("class", "bbox", "giou")
-#: Constants of the operator.
+#: The operator has these constants.
 _ALPHA, _COST_GAMMA, _ENTROPY_GAMMA = 0.25, 2.0, 1.5
 
 

@@ -21,7 +21,7 @@ from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.switches.loss.common import TARGET_COLUMNS, TargetStatus
 
-#: What a loss takes from ``hyp`` when it is made.
+#: A loss reads these of ``hyp`` when it is made.
 _ENTROPY = ("cls_pw", "obj_pw", "fl_gamma", "label_smoothing")
 
 
@@ -84,7 +84,7 @@ class ComputeLoss(CopiedAsItIs):
         self._status = TargetStatus("ComputeLoss", "yolov5_loss", ops.yolov5_loss_fault)
         self._status.prepare(self.device)
 
-    #: The framework's class, for a loss that takes its place: copies have this class, files the framework's.
+    #: The framework's class, if the loss replaces it: files hold an object of that.
     _stock: type | None = None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
@@ -112,7 +112,7 @@ class ComputeLoss(CopiedAsItIs):
 
     BCEcls = BCEobj = build_targets = property(_not_apart, _not_apart)
 
-    # The targets of a right and a wrong class, of when the loss was made.
+    # The targets of a right and a wrong class.
     cp = property(lambda self: 1.0 - 0.5 * self._entropy["label_smoothing"])
     cn = property(lambda self: 0.5 * self._entropy["label_smoothing"])
 

@@ -16,7 +16,7 @@ from torch_fastdet.patching.by_name import ByName
 from torch_fastdet.patching.protocols import Function, Names
 from torch_fastdet.patching.switch import Active
 
-# By the names that train.py's --optimizer takes: what makes one of parameter groups, a rate and a momentum (Adam's beta 1).
+# Maps the names that train.py's --optimizer takes to functions of parameter groups, a rate and a momentum (Adam's beta 1).
 OPTIMIZERS: dict[str, Callable[[list[dict[str, object]], float, float], torch.optim.Optimizer]] = {
     "SGD": lambda groups, lr, momentum: SGD(groups, lr=lr, momentum=momentum, nesterov=True),
     "Adam": lambda groups, lr, beta: Adam(groups, lr=lr, betas=(beta, 0.999)),

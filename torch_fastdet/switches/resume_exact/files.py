@@ -20,13 +20,13 @@ import torch
 
 MAGIC = b"torch_fastdet resume 1\n"
 SUFFIX = ".resume"
-#: What begins the name of a folder beside the checkpoint, for the moment of writing.
+#: The name of a folder beside the checkpoint that exists during a write begins so.
 WRITING = ".torch_fastdet_writing_"
 #: Seconds after which such a folder is one that a killed process left.
 LEFT_AFTER = 600.0
 
 
-#: What a training is between two epochs, part by part.
+#: The parts of a training between two epochs.
 State: TypeAlias = dict[str, Any]
 
 

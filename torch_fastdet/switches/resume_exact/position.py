@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 SLOT = 1 << 15
 #: Batches that may be on their way beside those that a process works ahead.
 ON_THE_WAY = 8
-#: Seconds in which a loader process begins.
+#: A loader process begins within so many seconds.
 PATIENCE = 60.0
 
 
@@ -45,7 +45,7 @@ class Process:
     def __init__(self, stock: Callable[[int], object] | None, slots: Tensor) -> None:
         self.stock = stock
         self.slots = slots
-        #: For each process, what it begins with.
+        #: What each process begins with in a resumed run.
         self.begin: list[State] | None = None
 
     def __call__(self, number: int) -> None:
