@@ -20,7 +20,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -304,9 +303,9 @@ def yolov5_stages(
     decoded = ops.yolov5_decode(heads, anchors.to(heads[0]), strides)
     candidates = [_candidates(image, conf_thres) for image in decoded]
     ordered = [rows[rows[:, 4].argsort(descending=True, stable=True)[:MAX_NMS]] for rows in candidates]
-    detections, counts = ops.non_max_suppression_padded(decoded, conf_thres, iou_thres, max_det=max_det)
-    kept = [rows[:count] for rows, count in zip(detections, counts.tolist())]
-    tables: dict[str, Any] = {"raw": heads, "decoded": decoded}
+    detections, lengths = ops.non_max_suppression_padded(decoded, conf_thres, iou_thres, max_det=max_det)
+    kept = [rows[:count] for rows, count in zip(detections, lengths.tolist())]
+    tables: dict[str, list[torch.Tensor] | torch.Tensor] = {"raw": heads, "decoded": decoded}
     for name, images in (("candidates", candidates), ("sorted", ordered), ("kept", kept)):
         none = decoded.new_empty(0, 7, dtype=torch.promote_types(decoded.dtype, torch.float32))
         numbered = [torch.cat((rows.new_full((len(rows), 1), i), rows), 1) for i, rows in enumerate(images)]

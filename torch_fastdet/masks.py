@@ -1,13 +1,7 @@
 """Makes and crops masks of detections under the original signatures of YOLOv5 and Ultralytics, without float masks at full size.
 
-The functions ``*_process_mask*`` take, and raise RuntimeError for a wrong shape, dtype or device of:
-
-- protos: (channels, height, width), the prototypes of one image.
-- masks_in: (n, channels), coefficients of its detections.
-- bboxes: (n, 4), x1, y1, x2, y2.
-- shape: height and width of the image in whose pixels boxes are: the network's input, or for ``*_native`` the original image.
-
-They return masks (n, height, width) of 0 and 1: uint8 for Ultralytics, float32 for YOLOv5.
+The functions ``*_process_mask*`` return masks (n, height, width) of 0 and 1: uint8 for Ultralytics, float32 for YOLOv5. They raise
+RuntimeError for a wrong shape, dtype or device.
 """
 
 from __future__ import annotations

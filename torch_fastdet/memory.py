@@ -1,13 +1,8 @@
-"""Budgets memory that this process holds much of: who holds it, how much there may be, and who frees it when it runs out.
+"""Budgets the memory of images and graphs, and frees it when a GPU runs out of memory.
 
-Whatever holds much memory is an :class:`Owner` and registers itself (:func:`register`). :func:`report` lists the owners.
-
-Two budgets limit images, each for all data sets of the process together: ``TORCH_FASTDET_CACHE`` in the host's memory
-(:func:`host_budget`) and ``TORCH_FASTDET_GPU_CACHE`` in a GPU's (:func:`gpu_budget`). They say what is left: an owner that
-names a budget counts against it with all its bytes from the start, even where it takes them later.
-
-Where a GPU runs out of memory inside :func:`with_room`, owners free what they hold, the cheapest first: images, which
-cost an upload, then graphs, which cost a capture.
+Whatever holds much memory is an :class:`Owner` and registers itself. ``TORCH_FASTDET_CACHE`` limits the images of all data sets of the
+process on the host, and ``TORCH_FASTDET_GPU_CACHE`` those on a GPU; an owner counts with all its bytes from the start. Inside
+:func:`with_room`, owners free what they hold, the cheapest first.
 """
 
 from __future__ import annotations

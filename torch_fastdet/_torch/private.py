@@ -172,7 +172,7 @@ def is_transforming() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
-def operator_arguments(operator: torch._ops.OpOverload) -> Any:
+def operator_arguments(operator: torch._ops.OpOverload) -> list[torch.Argument]:
     return operator._schema.arguments
 
 
@@ -181,7 +181,7 @@ def after_each_fetch(callback: Callable[[], None]) -> None:
     fetcher: Any = torch.utils.data._utils.fetch._MapDatasetFetcher
     fetch = fetcher.fetch
 
-    def fetch_then_call(self: Any, indices: object) -> object:
+    def fetch_then_call(self: object, indices: object) -> object:
         data = fetch(self, indices)
         callback()
         return data
@@ -199,7 +199,7 @@ def group_size() -> int:
     return torch.distributed.get_world_size() if in_group() else 1
 
 
-def default_store() -> Any:
+def default_store() -> torch.distributed.Store:
     """Return the key-value store by which the ranks of the default process group found each other."""
     return torch.distributed.distributed_c10d._get_default_store()
 

@@ -24,7 +24,7 @@ from torch_fastdet.patching.protocols import Stock
 from torch_fastdet.patching.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
 
 T = TypeVar("T")
-Make = Callable[["Active", Any, Any], Any]
+Make = Callable[["Active", Stock, Stock], object]
 
 
 def missing_gpu() -> str | None:
@@ -72,7 +72,7 @@ class Target:
 
     where: tuple[str, ...]
     name: str
-    drop_in: Any = None
+    drop_in: Stock = None
     make: Make | None = None
     evidence: tuple[Evidence, ...] = ()
     class_evidence: tuple[Evidence, ...] = ()
@@ -200,7 +200,7 @@ class Active:
         self.outcomes: dict[int, Outcome] = {}
         self.told: set[str] = set()
         # Maps name and definer to the original, its replacement, or the reason why there is none.
-        self._found: dict[tuple[str, str], tuple[Any, Any, Obstacle | None]] = {}
+        self._found: dict[tuple[str, str], tuple[object, object, Obstacle | None]] = {}
         self._shared: dict[Callable[[Active], Any], Any] = {}
 
     @property
@@ -219,7 +219,7 @@ class Active:
         """Set ``owner.attribute``, a name of a module or class, and print a line that ends with ``note``; unpatch() undoes it."""
         self.patches.replace(self.name, owner, attribute, new, note, quietly)
 
-    def replacement(self, owner: object, attribute: str) -> Any:
+    def replacement(self, owner: object, attribute: str) -> Stock:
         """Return what takes the place of ``owner.attribute`` by this switch; None if nothing does."""
         mine = (known for known in self.patches.replacements if known.switch == self.name)
         return next((known.new for known in mine if known.owner is owner and known.attribute == attribute), None)

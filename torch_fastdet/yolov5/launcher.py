@@ -120,10 +120,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _tell_unused(command: Command) -> None:
-    """Say after a script that went well what ran on torch_fastdet, and which switches of those asked for by name replaced nothing.
-
-    Where no YOLOv5 was imported, name all switches, and raise if one was asked for by name.
-    """
+    """Say after a script that went well what ran on torch_fastdet, and which switches asked for by name replaced nothing."""
     if command.help:  # nothing was switched on
         return
     HOST.report()

@@ -46,7 +46,7 @@ class Planner:
         self.changed.clear()
         return self.recorder.items(lambda: self._planned(indices), lambda: self._stocks(indices, loaded))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return Planner, self._made_of
 
     def _planned(self, indices: list[int]) -> list[Names]:
@@ -96,7 +96,7 @@ class Planner:
         return type(stock.__qualname__, (mixin, stock), {**kept, "__slots__": ("planner",)})
 
 
-def view_class(stock: type) -> Any:
+def view_class(stock: type) -> type | None:
     """Return what goes in front of a class to put pixels off; None for all but the known classes of Ultralytics."""
     mixin = MIXINS.get((stock.__module__, stock.__qualname__))
     defined = mixin is not None and getattr(sys.modules[stock.__module__], stock.__qualname__) is stock
@@ -149,7 +149,7 @@ class DatasetView(View):
         return recorder.of_memory(i), original, size
 
     @property
-    def transforms(self: UltralyticsDataset) -> Any:
+    def transforms(self: UltralyticsDataset) -> object:
         return self.planner.view(vars(self)["transforms"])
 
 
@@ -166,7 +166,7 @@ class ComposeView(View):
     __slots__ = ()
 
     @property
-    def transforms(self: Any) -> list:
+    def transforms(self: UltralyticsDataset) -> list:
         return [self.planner.view(transform) for transform in vars(self)["transforms"]]
 
 
@@ -176,11 +176,11 @@ class MixView(View):
     __slots__ = ()
 
     @property
-    def dataset(self: Any) -> Any:
+    def dataset(self: UltralyticsDataset) -> UltralyticsDataset:
         return self.planner.dataset
 
     @property
-    def pre_transform(self: Any) -> Any:
+    def pre_transform(self: UltralyticsDataset) -> object:
         return self.planner.view(vars(self)["pre_transform"])
 
 

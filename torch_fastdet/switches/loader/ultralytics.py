@@ -24,7 +24,7 @@ from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.by_name import FiledAsStock
 from torch_fastdet.patching.fingerprint import fingerprint
-from torch_fastdet.patching.protocols import Function, Loader, UltralyticsDataset
+from torch_fastdet.patching.protocols import Function, Loader, Stock, UltralyticsDataset
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.switches.loader.deferred import Planner, cannot_plan, view_class
 
@@ -48,7 +48,7 @@ def unknown_code(but: tuple[str, ...] = ()) -> str | None:
         if module == RTDETR and module not in sys.modules:
             continue
         for name, known in names.items():
-            found: Any = importlib.import_module(module)
+            found: Stock = importlib.import_module(module)
             for part in name.split("."):
                 found = vars(found).get(part)
             if name not in but and _fingerprint(found) not in known:
@@ -112,7 +112,7 @@ class SharedImages:
             return self.others[i]
         return image if self.is_planned else image.copy()
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         if sys.modules["multiprocessing.context"].get_spawning_popen() is not None:
             return SharedImages, (self.memory, self.others, self.stock)
         return self.stock, ([self[i] for i in range(len(self))],)  # copies and files hold the original
@@ -178,21 +178,21 @@ class _PlannedDataset:
     def __getitems__(self: UltralyticsDataset, indices: list[int]) -> list[dict]:
         return self.torch_fastdet_planner.items(indices)
 
-    def __reduce_ex__(self: UltralyticsDataset, protocol: object) -> Any:
+    def __reduce_ex__(self: UltralyticsDataset, protocol: object) -> tuple[object, ...]:
         return planned_dataset, (self.torch_fastdet_planner,)
 
 
-def planned_dataset(planner: Planner) -> Any:
+def planned_dataset(planner: Planner) -> UltralyticsDataset:
     """Return what loader processes get: the data set, with the same attributes, but its batches are planned."""
     cls: type = type(planner.stock)
-    seen = object.__new__(_planned_class(cls))
+    seen: UltralyticsDataset = object.__new__(_planned_class(cls))
     seen.__dict__ = vars(planner.stock)
     seen.torch_fastdet_planner = planner
     return seen
 
 
 @functools.cache
-def _planned_class(stock: type) -> Any:
+def _planned_class(stock: type) -> type:
     return type(stock.__name__, (_PlannedDataset, stock), {"__slots__": ("torch_fastdet_planner",)})
 
 
@@ -201,7 +201,7 @@ class PlannedLoader(FiledAsStock):
 
     # None in another loader that somebody makes of this class.
     _plans: PlannedLoading | None = None
-    _images: tuple[list[str], Any]
+    _images: tuple[list[str], object]
     _ahead: Ahead | None = None
     #: True if it has no plans, or if somebody gave it another collate_fn, which wants images.
     _as_stock: bool = False
@@ -296,7 +296,7 @@ def _changed_code(loader: object) -> str | None:
 REPLACED = ("BaseDataset.cache_images", "BaseDataset.set_rectangle")
 
 
-def plan_loader(loader: Loader, device: object) -> Any:
+def plan_loader(loader: Loader, device: object) -> Loader:
     """Return a loader that does the work of ``loader``, an original one that has not begun, by plans; None where it gets no memory."""
     kind, _, number = str(device).partition(":")  # stock takes any text
     on_gpu = kind == "cuda" and torch.cuda.is_available()

@@ -23,7 +23,7 @@ from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
-from torch_fastdet.patching.protocols import Names, YOLOv5Dataset
+from torch_fastdet.patching.protocols import Names, Stock, YOLOv5Dataset
 
 
 class Planner:
@@ -68,7 +68,7 @@ class _Recording:
 def dataset_class(stock: type) -> type:
     """Return ``LoadImagesAndLabels``, or the same with masks, with a memory that all processes share, and with plans for those who ask for them."""
 
-    class LoadImagesAndLabels(CopiedAsItIs, stock):
+    class LoadImagesAndLabels(stock):
         torch_fastdet_stock = stock
         _planner: Planner | None = None
         _memory: ImageMemory | None = None
@@ -133,7 +133,7 @@ def dataset_class(stock: type) -> type:
         def __getstate__(self) -> Names:
             return {**self.__dict__, "_planner": None}
 
-        def __reduce_ex__(self, protocol: object) -> Any:
+        def __reduce_ex__(self, protocol: object) -> str | tuple[object, ...]:
             if type(self) is not LoadImagesAndLabels:
                 return super().__reduce_ex__(protocol)
             if multiprocessing.context.get_spawning_popen() is not None:
@@ -144,6 +144,8 @@ def dataset_class(stock: type) -> type:
             }
             return filed_as(stock, kept)
 
+        __copy__, __deepcopy__ = CopiedAsItIs.__copy__, CopiedAsItIs.__deepcopy__
+
     for base in stock.__bases__:  # a class that was made while its base was replaced
         if "torch_fastdet_stock" in vars(base):
             stock.__bases__ = (vars(base)["torch_fastdet_stock"],)
@@ -152,7 +154,7 @@ def dataset_class(stock: type) -> type:
     return LoadImagesAndLabels
 
 
-def _new_dataset(module: str, name: str) -> Any:
+def _new_dataset(module: str, name: str) -> object:
     """Return an empty data set, in a process that may have no patch()."""
     stock: type = getattr(importlib.import_module(module), name)
     cls = dataset_class(vars(stock).get("torch_fastdet_stock", stock))
@@ -187,7 +189,7 @@ def loader_classes(stock: type) -> tuple[type, type]:
     """Stand-ins for ``InfiniteDataLoader`` and for the ``DataLoader`` that ``create_dataloader`` takes."""
 
     class InfiniteDataLoader(stock):
-        def __init__(self, dataset: YOLOv5Dataset, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, dataset: YOLOv5Dataset, *args: Stock, **kwargs: Stock) -> None:
             self._plans = _planned(dataset, kwargs)
             if self._plans is None:
                 super().__init__(dataset, *args, **kwargs)
@@ -208,13 +210,13 @@ def loader_classes(stock: type) -> tuple[type, type]:
                 yield next(self._batches)
 
     class PlanDataLoader(DataLoader):
-        def __init__(self, dataset: YOLOv5Dataset, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, dataset: YOLOv5Dataset, *args: Stock, **kwargs: Stock) -> None:
             self._plans = _planned(dataset, kwargs)
             super().__init__(dataset, *args, **kwargs)
             if self._plans is not None:
                 object.__setattr__(self, "batch_sampler", PlanBatches(self.batch_sampler))
 
-        def __iter__(self) -> Any:
+        def __iter__(self) -> Stock:
             batches = super().__iter__()
             return batches if self._plans is None else self._plans.batches(batches)
 

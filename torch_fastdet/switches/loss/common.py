@@ -32,14 +32,7 @@ class Criterion(CopiedAsItIs):
 
 
 def describe_bad_targets(op: str, find_fault: FindFault, status: list[int], rows: int) -> str | None:
-    """Return one line on what was wrong with a loss' targets, or None.
-
-    Args:
-        op: the operator.
-        find_fault: row and column of the first bad row, from the operator's status; -1 where there is none.
-        status: its status: bad rows, the first of them, and num_targets less the rows where it does not fit them.
-        rows: of targets.
-    """
+    """Return one line on what an operator's ``status`` says of so many rows of targets; None if they are right."""
     if status[2]:
         return f"{op}: num_targets is {rows + status[2]}, but targets has {rows} rows"
     row, column = find_fault(status)
@@ -50,13 +43,7 @@ def describe_bad_targets(op: str, find_fault: FindFault, status: list[int], rows
 
 
 class TargetStatus:
-    """Hold what a loss notes of its targets on a GPU: errors that are raised later, and what captured graphs have ignored.
-
-    Args:
-        loss: how errors call the loss.
-        op: the operator.
-        find_fault: as for :func:`describe_bad_targets`.
-    """
+    """Hold a GPU's errors of a loss's targets, which are raised later, and the number of those that captured graphs have ignored."""
 
     def __init__(self, loss: str, op: str, find_fault: FindFault) -> None:
         self._loss, self._describe = loss, functools.partial(describe_bad_targets, op, find_fault)

@@ -23,7 +23,7 @@ from torch_fastdet._torch.tensors import DeviceNumbers
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.graphs.rows import RowGraphs
 from torch_fastdet.ops.v8_loss import V8Arguments, V8Found, v8_detection, v8_obb, v8_pose, v8_segmentation
-from torch_fastdet.patching.protocols import Batch
+from torch_fastdet.patching.protocols import Batch, Function, Stock
 from torch_fastdet.patching.replace import defined_in
 from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.rewrites.registry import fewer_copies
@@ -43,7 +43,7 @@ class _State:
 
     def __init__(self) -> None:
         self.settings = DeviceNumbers()
-        self.strides: tuple[Any, list[float]] = (None, [])
+        self.strides: tuple[Tensor | None, list[float]] = (None, [])
         self.status = TargetStatus("v8DetectionLoss", "v8_loss", ops.v8_loss_fault)
         self.graphs: RowGraphs | None = None
 
@@ -62,10 +62,9 @@ class _DetectionLoss(Criterion):
     methods: replace your own before ``patch()``, which then keeps the original class, or derive a class. A class that derives from
     this one derives from the original and runs its code.
 
-    A class index that the model does not have raises ValueError with its row: on the CPU at once; on a GPU, where waiting for the
-    result would stall the step, at the end of the call if the GPU has got there, else in a later call or in :meth:`check`, which
-    waits. Calls without gradients (validation) wait as well, and so does :meth:`update`, which the trainer calls at the end of each
-    epoch. In a CUDA graph such rows are ignored and counted in :attr:`ignored_targets`.
+    A class index that the model does not have raises ValueError with its row: on the CPU at once; on a GPU in this or a later call or in
+    :meth:`check`, which waits. Calls without gradients (validation) wait as well, and so does :meth:`update`, which the trainer calls
+    at the end of each epoch. In a CUDA graph such rows are ignored and counted in :attr:`ignored_targets`.
 
     For :class:`torch_fastdet.graphs.TrainStep`, ``batch`` may be a tensor (n, 6) of image, class, x, y, w, h, of which the first
     ``num_targets`` rows are in use; the items come as a tensor then. Labels that are no rows (:attr:`labels`) come by name. A captured
@@ -73,11 +72,11 @@ class _DetectionLoss(Criterion):
     """
 
     # The original's attributes and methods.
-    assigner: Any
+    assigner: Stock
     class_weights: Tensor | None
-    hyp: Any
+    hyp: Stock
     loss_names: tuple[str, ...]
-    parse_output: Callable[[Any], Any]
+    parse_output: Function
     reg_max: int
     stride: Tensor
 
@@ -208,15 +207,11 @@ def _with_last(found: V8Found, part: Tensor | None = None, weight: Tensor | floa
 
 
 class _SegmentationLoss(_DetectionLoss):
-    """Compute Ultralytics' ``v8SegmentationLoss`` in a few launches: as :class:`v8DetectionLoss`, and the masks of the assigned anchors in one
-    pass, without a mask in memory (:func:`torch_fastdet.ops.v8_segmentation_loss`).
+    """Compute Ultralytics' ``v8SegmentationLoss`` by :func:`torch_fastdet.ops.v8_segmentation_loss`: as :class:`v8DetectionLoss`, and masks.
 
-    YOLO26's head also has semantic logits. Their part runs the criterion's own ``bcedice_loss``, without host synchronisation, and
-    needs ``batch["sem_masks"]``.
-
-    For :class:`torch_fastdet.graphs.TrainStep`, ``masks`` stands beside the tensor of targets, with ``overlap_mask`` only: without it
-    there is a mask for each target, and a graph's inputs have a fixed shape. With more than 128 mask coefficients the original code
-    runs.
+    The part of YOLO26's semantic logits runs the criterion's own ``bcedice_loss``, and needs ``batch["sem_masks"]``. For
+    :class:`torch_fastdet.graphs.TrainStep`, ``masks`` stands beside the tensor of targets, with ``overlap_mask`` only. With more than 128
+    mask coefficients the original code runs.
     """
 
     labels: ClassVar[tuple[str, ...]] = ("masks",)
@@ -271,15 +266,14 @@ class _SegmentLoss26(_SegmentationLoss):
 
 
 class _PoseLoss(_DetectionLoss):
-    """Compute Ultralytics' ``v8PoseLoss`` in a few launches: as :class:`v8DetectionLoss`, and the keypoints of the assigned anchors
-    (:func:`torch_fastdet.ops.v8_pose_loss`).
+    """Compute Ultralytics' ``v8PoseLoss`` by :func:`torch_fastdet.ops.v8_pose_loss`: as :class:`v8DetectionLoss`, and keypoints.
 
     ``hyp.pose`` and ``hyp.kobj`` are read at each call. For :class:`torch_fastdet.graphs.TrainStep`, x, y and visibility of each keypoint
     stand in a row behind the box: (n, 6 + 3 * keypoints).
     """
 
     kpt_shape: Sequence[int]
-    keypoint_loss: Any
+    keypoint_loss: Stock
     centered: ClassVar[bool] = False
 
     @property
@@ -304,18 +298,17 @@ class _PoseLoss(_DetectionLoss):
 
 
 class _PoseLoss26(_PoseLoss):
-    """Compute Ultralytics' ``PoseLoss26``: as :class:`v8PoseLoss`, with an assignment that compares keypoints instead of boxes
-    (:func:`torch_fastdet.ops.v8_pose_loss` with ``compare_keypoints``), and the part of residual log-likelihood (RLE).
+    """Compute Ultralytics' ``PoseLoss26``: as :class:`v8PoseLoss` with ``compare_keypoints``, and the part of residual log-likelihood (RLE).
 
-    The RLE part runs the head's own ``flow_model`` and the criterion's own ``rle_loss`` over all slots of the assignment: without host
-    synchronisation, in some 350 launches, or as a CUDA graph with the switch ``cuda_graph``. ``hyp.rle`` is read at each call.
+    The RLE part runs the head's own ``flow_model`` and the criterion's own ``rle_loss`` over all slots of the assignment, in some 350
+    launches, or as a CUDA graph with the switch ``cuda_graph``. ``hyp.rle`` is read at each call.
     """
 
     centered = True
     #: Set by the switch ``cuda_graph``.
     new_graphs: ClassVar[Callable[..., RowGraphs] | None] = None
-    flow_model: Any
-    rle_loss: Any
+    flow_model: Stock
+    rle_loss: Stock
     target_weights: Tensor
 
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
@@ -499,8 +492,8 @@ def drop_in(stock: type) -> object:
 
 
 def _of_branches(stock: type, ours: type) -> Callable[..., object]:
-    def make(model: nn.Module, loss_fn: Any = None) -> object:
-        branch = loss_fn or drop_in(inspect.signature(stock).parameters["loss_fn"].default)
+    def make(model: nn.Module, loss_fn: Stock = None) -> object:
+        branch: Stock = loss_fn or drop_in(inspect.signature(stock).parameters["loss_fn"].default)
         if isinstance(branch, type) and issubclass(branch, _DetectionLoss):
             return ours(model, branch)
         warn(f"loss_optim: E2ELoss of {branch.__qualname__} runs Ultralytics' own code")

@@ -77,8 +77,7 @@ def replacing_optimizer(active: Active, stock: Callable[..., torch.optim.Optimiz
         theirs = stock(model, name, lr, momentum, decay)
         return theirs if reason else optim.converted(theirs)
 
-    smart_optimizer.__module__ = __name__  # in the line that patch() prints
-    smart_optimizer.__qualname__ = "smart_optimizer"
+    smart_optimizer.__qualname__ = "smart_optimizer"  # in the line that patch() prints
     return smart_optimizer
 
 

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -24,8 +24,7 @@ SUFFIX = ".resume"
 WRITING = ".torch_fastdet_writing_"
 #: Seconds after which such a folder is one that a killed process left.
 LEFT_AFTER = 600.0
-
-
+T = TypeVar("T")
 #: The parts of a training between two epochs.
 State: TypeAlias = dict[str, Any]
 
@@ -68,7 +67,7 @@ def _to_disk(path: Path) -> None:
         os.close(number)
 
 
-def write_checkpoint(path: Path, write: Callable[[Path], object], state: Callable[[], State]) -> Any:
+def write_checkpoint(path: Path, write: Callable[[Path], T], state: Callable[[], State]) -> T:
     """Write a checkpoint by ``write(path)``, and first the file with ``state()`` that belongs to it; returns what ``write`` returns."""
     _remove_left(path)
     with whole(path) as made:

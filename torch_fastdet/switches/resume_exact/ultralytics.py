@@ -108,7 +108,7 @@ def _position_of(loader: Loader) -> Position:
         with position.beginning():
             return make()
 
-    vars(loader)["_get_iterator"] = _get_iterator
+    loader._get_iterator = _get_iterator
     return position
 
 

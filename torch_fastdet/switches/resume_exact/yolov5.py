@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -116,7 +115,7 @@ def calling(active: Active, stock: Callable[..., object], _: object) -> Function
     active.replace(torch, "save", saving(training_run, torch.save), " (checkpoints whole or not at all)")
 
     @in_place_of(stock)
-    def run(callbacks: object, hook: str, *args: object, **kwargs: object) -> Any:
+    def run(callbacks: object, hook: str, *args: object, **kwargs: object) -> object:
         result = stock(callbacks, hook, *args, **kwargs)
         if hook == "on_train_epoch_start":
             if (frame := frames.training_frame("train", OF_TRAIN)) is not None:
@@ -158,7 +157,7 @@ def loading(active: Active, stock: Function, _: object) -> Function:
     run = active.shared(Run)
 
     @in_place_of(stock)
-    def create_dataloader(*args: object, **kwargs: object) -> Any:
+    def create_dataloader(*args: object, **kwargs: object) -> object:
         made = stock(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs)
         arguments.apply_defaults()
