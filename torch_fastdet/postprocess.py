@@ -268,13 +268,11 @@ class UltralyticsPostProcess(_PostProcess):
     def forward_split(
         self, boxes: list[Tensor], scores: list[Tensor], extra: list[Tensor], letterboxes: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Take separate maps, as the operator does; also return indices.
+        """Take separate maps, as :func:`torch_fastdet.ops.ultralytics_postprocess` does; also return indices.
 
         Args:
-            boxes: as of :func:`torch_fastdet.ops.ultralytics_postprocess`.
-            scores: as of :func:`torch_fastdet.ops.ultralytics_postprocess`.
-            extra: as of :func:`torch_fastdet.ops.ultralytics_postprocess`.
-            letterboxes: as of :meth:`forward`.
+            boxes, scores, extra: As of the operator.
+            letterboxes: As of :meth:`forward`.
         """
         options = self._options(letterboxes)
         return nms.ultralytics_postprocess(boxes, scores, extra, self.strides, *options, self.rotated, self.extra_kind)
@@ -455,9 +453,7 @@ class PictureDetector(nn.Module):
 
     @torch.jit.export
     def forward_prototypes(self, pictures: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return also the prototypes (images, channels, height, width) of a model that segments, of which
-        :mod:`torch_fastdet.masks` makes masks in an image's own pixels.
-        """
+        """Return also the prototypes (images, channels, height, width) of a model that segments, for :mod:`torch_fastdet.masks`."""
         detections, counts, prototypes = self._detect_pictures(pictures, self.bgr)
         if prototypes is None:
             raise ValueError("PictureDetector.forward_prototypes: the network gives no prototypes, only forward serves")
@@ -549,16 +545,13 @@ def split_ultralytics_heads(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return the maps of each level, (boxes, scores, extra), from the dict that Ultralytics' heads return, as views.
 
-    They are the arguments of :meth:`UltralyticsPostProcess.forward_split` in their order.
+    They are the arguments of :meth:`UltralyticsPostProcess.forward_split` in their order. ``extra`` is mask coefficients of Segment, keypoints
+    of Pose as the head gives them, angles of OBB in radians, or an empty list.
 
     Args:
         predictions: "boxes" (images, 4 * reg_max, N), "scores" (images, nc, N) and "feats", whose maps give the sizes. A
             model with two heads returns "one2many" and "one2one"; the first is taken, which is the one to suppress.
         end2end: take "one2one", which needs no suppression.
-
-    Returns:
-        boxes, scores, and extra: mask coefficients of Segment, keypoints of Pose as the head gives them, angles of OBB in
-        radians, an empty list for Detect.
 
     Raises:
         ValueError: a dict without these entries.

@@ -35,12 +35,7 @@ _SAMPLE = 16  # one of so many anchors is counted
 
 
 def _faster_device(scores: Tensor, objectness: Tensor | None, conf_thres: float, multi_label: bool) -> torch.device:
-    """Return where device="auto" suppresses.
-
-    Args:
-        scores: (images, anchors, classes).
-        objectness: (images, anchors, 1), or None.
-    """
+    """Return where device="auto" suppresses (images, anchors, classes) of scores with (images, anchors, 1) of objectness, or without."""
     # A process that was forked from one with CUDA cannot use the GPU.
     if scores.device.type != "cpu" or not torch.cuda.is_available() or lost_cuda_in_fork():
         return scores.device
@@ -131,13 +126,14 @@ def yolov5_non_max_suppression(
 ) -> list[Tensor]:
     """Suppress as YOLOv5's ``non_max_suppression``: the same rows in the same order, without time limit and host syncs.
 
+    :func:`torch_fastdet.ops.non_max_suppression_padded` explains the other arguments.
+
     Args:
         prediction: (images, N, 5 + classes + nm), or a tuple whose first element that is. Never changed.
         max_det: detections an image; None keeps all, and a negative number all but the last, as a slice does in stock.
-        labels: for each image a tensor (n, 5) of class, x, y, width, height that joins with confidence 1, or an empty
-            one; an array or nested lists serve too. Entries past the last image are skipped, as in stock.
-        per_class: "offset" (as stock) or "exact", see :func:`torch_fastdet.ops.non_max_suppression_padded`, which
-            explains the other arguments too.
+        labels: for each image (n, 5) of class, x, y, width, height that join with confidence 1, or an empty one: tensors, arrays or nested
+            lists. Entries past the last image are skipped, as in stock.
+        per_class: "offset" (as stock) or "exact".
         device: where to compute; None is where the prediction lies. "auto" is the GPU for a prediction on the host that has
             30,000 candidates an image or more (pairs of anchor and class above conf_thres, or anchors without multi_label; one
             of 16 anchors is counted), else the same. The result lies where the prediction does.
@@ -148,8 +144,7 @@ def yolov5_non_max_suppression(
     Raises:
         ValueError: a threshold outside 0..1 (also an AssertionError, as in the original), an unknown per_class, no device.
         RuntimeError: a wrong shape.
-        TypeError: prediction is not a tensor, classes not an int or a list of ints, another option not a number, or an entry of labels
-            cannot become a tensor.
+        TypeError: an argument is of another type.
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction, "N, 5 + classes + nm")
@@ -190,12 +185,8 @@ class Padded(NamedTuple):
 def rows_of_rtdetr(prediction: object, sizes: list[list[int]], options: Any) -> Padded | None:
     """Return the detections that RT-DETR's ``postprocess`` keeps, in pixels of images of these sizes (width and height).
 
-    Args:
-        prediction: what the model returns.
-        options: of the predictor or validator: conf, classes and max_det.
-
-    Returns:
-        None of a prediction that is not (images, N, 6) in float32.
+    ``prediction`` is what the model returns; ``options`` of the predictor or validator have conf, classes and max_det. None of a prediction
+    that is not (images, N, 6) in float32.
     """
     rows = prediction[0] if isinstance(prediction, (list, tuple)) else prediction
     if not isinstance(rows, Tensor) or rows.dtype != torch.float32 or rows.shape[2:] != (6,) or len(rows) != len(sizes):
@@ -228,27 +219,21 @@ def ultralytics_non_max_suppression(
 ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | Padded:
     """Suppress as Ultralytics' ``non_max_suppression``: the same rows in the same order, without time limit and host syncs.
 
+    :func:`yolov5_non_max_suppression` explains the other arguments and the errors.
+
     Args:
         prediction: (images, 4 + nc + extra, N), or a tuple whose first element that is; (images, N, 6) and, with
-            end2end, (images, N, 6 + extra) are filtered alone. Never changed.
+            end2end, (images, N, 6 + extra) are filtered alone, where they are. Never changed.
         nc: classes; 0 or None takes every channel past the box for one.
         max_time_img: taken and ignored: there is no time limit.
         rotated: boxes are rotated, and the last channel is their angle in radians. They stay center and size.
         return_idxs: also give the anchors of the detections.
         rotated_rule: "fast" (as stock) or "greedy", see :func:`torch_fastdet.ops.ultralytics_non_max_suppression_padded`.
-        device: as of :func:`yolov5_non_max_suppression`, which explains the other arguments too. What is filtered alone stays where
-            it is.
         padded: copy nothing to the host.
 
     Returns:
         For each image (n, 6 + extra): x1, y1, x2, y2 (rotated: x, y, width, height), confidence, class, extra channels. With
         return_idxs a pair of that and, for each image, (n,) int64. With padded, both of the batch, and counts on the device.
-
-    Raises:
-        ValueError: a threshold outside 0..1 (also an AssertionError, as in the original), a negative max_nms, an unknown
-            per_class or rotated_rule, no device.
-        RuntimeError: a wrong shape.
-        TypeError: prediction is not a tensor, classes not an int or a list of ints, or another option not a number.
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction, "4 + classes + extra, N")
