@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fastdet._torch.private import as_plain_tensors, in_group, tree_map, writes
+from torch_fastdet._torch.private import as_plain_tensors, tree_map, writes
 from torch_fastdet.graphs import capture as _capture
 
 # Methods that read values on the host, that look at a part, and that make a running mean.
@@ -68,7 +68,7 @@ class LossItems(Tensor):
 def read_early(items: Tensor, beside: bool) -> Tensor:
     """Return the items of one call of a loss, just computed on the current stream: reading them waits for nothing that is launched later.
 
-    They are plain where they are not on a GPU, are part of a graph, or in a process group. With ``beside``, means of them are computed on a
+    They are plain where they are not on a GPU, or are part of a graph. With ``beside``, means of them are computed on a
     stream of their own.
     """
     if not _can_be_early(items):
@@ -90,7 +90,6 @@ def _can_be_early(items: Tensor) -> bool:
         and torch.is_grad_enabled()
         and not _capture.is_capturing()
         and not torch.compiler.is_compiling()
-        and not in_group()
     )
 
 
