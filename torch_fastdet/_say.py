@@ -27,14 +27,16 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is not None and not is_configured():
-            # A closed terminal or file must not end a training.
+            # A terminal that is gone, or a closed file, must not end a training.
             with contextlib.suppress(OSError, ValueError):
                 print(f"torch_fastdet: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
-#: Counts what each switch did since ``patch()``, by its name and what it did.
+#: How often each switch did something since ``patch()``, by its name and by what it did.
 counts: Counter[tuple[str, str]] = Counter()
-#: Holds the lines that said what did not run on torch_fastdet since ``patch()``, and why, in their order.
+
+
+#: What did not run on torch_fastdet since ``patch()``, and why, in the order in which it was said.
 fallbacks: dict[str, None] = {}
 
 

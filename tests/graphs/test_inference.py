@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from tests.forks import exit_status, fork
 from tests.graphs.fake_gpu import GPU
 from tests.graphs.samples import HostSync
 from torch_fastdet._torch import captures
-from torch_fastdet.graphs import InferenceGraphs
+from torch_fastdet.graphs import InferenceGraphs, ModuleGraphs
 from torch_fastdet.graphs import capture as _capture
 
 
@@ -25,7 +26,10 @@ class Head(nn.Module):
         self.body = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.SiLU(True))
         self.top, self.shape = 3, None
 
+    calls = 0
+
     def forward(self, x):
+        Head.calls += 1
         y = self.body(x)
         if self.shape != y.shape:
             self.places, self.shape = torch.arange(y.shape[-1], device=y.device, dtype=y.dtype), y.shape
@@ -53,8 +57,11 @@ def check(graphs, model, x):
     return got
 
 
-def replays(graphs):
-    return sum(captured.graph.replays for _, captured in graphs._pool.items())
+def is_replayed(graphs, model, x):
+    """Check one call; return whether it ran by a graph, and not the model itself."""
+    before = Head.calls
+    check(graphs, model, x)
+    return Head.calls == before + 1
 
 
 @pytest.fixture
@@ -111,6 +118,62 @@ def test_what_the_capture_makes_stays_in_it(gpu, graphs_of):
     for size in (16, 24, 16):
         check(graphs, model, images(size))
     assert len(graphs.shapes) == 2 and len(filler) == 50
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def test_graphs_of_training_and_of_evaluation_share_memory(gpu, graphs_of):
+    net = Plain().to(GPU.device).train()
+    training = ModuleGraphs(net, say=lambda line: None)
+    model = made()
+    graphs = graphs_of(model, beside=lambda: training)
+
+    def step(size=48):
+        return training(images(size, 4)).sum()
+
+    for _ in range(3):
+        step().backward()
+    before = training.memory()
+    for _ in range(4):
+        check(graphs, model, images())
+    assert graphs._pool.memory is training._pool.memory and graphs.memory() == 0
+    assert training.memory() == before, "activations of training have left room"
+    weight = net.body[0].weight
+    weight.grad = None
+    assert is_replayed(graphs, model, images())
+    loss = step()
+    assert not is_replayed(graphs, model, images()), "it would overwrite activations"
+    loss.backward()
+    assert weight.grad is not None
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(is_replayed, graphs, model, images()).result()
+    assert is_replayed(graphs, model, images())
+    training.reset()
+    check(graphs, model, images())
+    assert graphs.memory() > 0, "the others have left"
+
+
+def test_a_failed_capture_leaves_the_memory_of_training_alone(gpu, graphs_of):
+    net = Plain().to(GPU.device).train()
+    training = ModuleGraphs(net, say=lambda line: None)
+    for _ in range(3):
+        training(images(48, 4)).sum().backward()
+    model = HostSync().to(GPU.device).eval()
+    graphs = graphs_of(model, beside=lambda: training)
+    with torch.inference_mode():
+        for _ in range(3):
+            graphs(images())
+    assert graphs.reason is not None
+    for size in (48, 32, 32, 48):
+        training(images(size, 4)).sum().backward()
+    assert training.reason is None and len(training.shapes) == 2
 
 
 def test_weights_and_settings(gpu, graphs_of):
@@ -200,7 +263,7 @@ def test_many_shapes(gpu, graphs_of):
     graphs = graphs_of(model, max_graphs=2)
     captured = []
     capture = graphs._pool.capture
-    graphs._pool.capture = lambda key, make: captured.append(key[0]) or capture(key, make)
+    graphs._pool.capture = lambda key, make, lent: captured.append(key[0]) or capture(key, make, lent)
     for _ in range(30):
         for size in (16, 20, 24, 28):
             check(graphs, model, images(size))
@@ -405,6 +468,19 @@ def test_streams(cuda):
                     got.append(graphs(x)[0])
         torch.cuda.synchronize()
     assert all(torch.equal(answer, wanted[i % 2]) for i, answer in enumerate(got))
+
+
+def test_under_autocast(cuda):
+    """As a trainer validates: float32 weights, which change between two replays, and half precision inside."""
+    model = made().to(cuda)
+    graphs = InferenceGraphs(model, say=lambda line: None)
+    for call in range(5):
+        with torch.no_grad():
+            model.body[0].weight.mul_(0.9)
+        with torch.autocast("cuda"):
+            assert is_replayed(graphs, model, images()) == (call >= 1)
+            assert check(graphs, model, images())[1]["again"].dtype == torch.float16
+    assert not is_replayed(graphs, model, images()), "another precision has graphs of its own"
 
 
 def test_another_gpu_than_the_current_one(cuda):

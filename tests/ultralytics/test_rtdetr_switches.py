@@ -11,7 +11,9 @@ pytest.importorskip("ultralytics")
 
 import ultralytics.models.utils.loss as stock_loss
 import ultralytics.models.utils.ops as stock_ops
+from ultralytics.engine.trainer import BaseTrainer
 from ultralytics.models.yolo.detect.train import DetectionTrainer
+from ultralytics.models.yolo.detect.val import DetectionValidator
 from ultralytics.nn.modules.block import C2f, HGBlock, HGStem
 from ultralytics.nn.modules.conv import Conv, RepConv
 from ultralytics.nn.tasks import RTDETRDetectionModel
@@ -225,6 +227,46 @@ def test_predictions_in_half_precision_are_in_nhwc_memory(on, monkeypatch, dtype
     assert nhwc == (dtype == torch.float16 and capability >= (7, 0))
 
 
+def validate(model, batches):
+    """Predictions, loss and items of each batch of a trainer's validation."""
+
+    def validator(_):
+        with torch.inference_mode():
+            for batch in batches:
+                preds = model(batch["img"], augment=False)
+                found.append((preds[0], *model.loss(batch, preds)))
+        return {"fitness": 0.0}
+
+    found = []
+    ema = SimpleNamespace(ema=model)
+    BaseTrainer.validate(
+        SimpleNamespace(ema=ema, world_size=1, validator=validator, loss=torch.zeros(1), best_fitness=1)
+    )
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fake", "cuda"])
+def test_a_trainers_validation(kind, on, capfd, monkeypatch):
+    """It replays graphs, and its loss reads no number of objects from the GPU."""
+    if kind == "cuda" and (reason := cuda_missing()):
+        pytest.skip(reason)
+    device = "cpu" if kind == "fake" else "cuda"
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    batches = [make_batch(groups, i, device) for i, groups in enumerate(GROUPS)]
+    model = make_model().to(device).eval()
+    wanted = validate(copy.deepcopy(model), batches)
+    on(kind, cuda_graph=True, loss_optim=True, bn_act_optim=True)
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: pytest.fail("a number is read"))
+    found = validate(model, batches)
+    near = 1e-4 if kind == "fake" else 2e-2
+    for (rows, loss, items), (their_rows, their_loss, their_items) in zip(found, wanted, strict=True):
+        torch.testing.assert_close(rows, their_rows, rtol=near, atol=near)
+        torch.testing.assert_close(loss, their_loss, rtol=near, atol=near)
+        torch.testing.assert_close(items, their_items, rtol=near, atol=near)
+        assert list(items) == list(their_items)
+    assert "RTDETRDetectionModel answers by CUDA graphs from now on" in capfd.readouterr().err
+
+
 def test_labels_of_the_host_are_kept_for_a_step():
     host = make_batch([2, 1])
     batch = {name: value.clone() for name, value in host.items()}
@@ -244,12 +286,14 @@ def test_labels_of_the_host_are_kept_for_a_step():
     )
 
 
-def test_the_trainer_keeps_them(cuda, on):
+def test_trainer_and_validator_keep_them(cuda, on):
     on("cuda", cuda_graph=True)
-    trainer = object.__new__(DetectionTrainer)
+    trainer, validator = object.__new__(DetectionTrainer), object.__new__(DetectionValidator)
     trainer.device, trainer.args = cuda, SimpleNamespace(multi_scale=0.0)
-    host = make_batch([2, 1])
-    assert rtdetr.labels_on_host(trainer.preprocess_batch(dict(host)))[1] is host["cls"]
+    validator.device, validator.args = cuda, SimpleNamespace(quantize=None)
+    for preprocess in (trainer.preprocess_batch, validator.preprocess):
+        host = make_batch([2, 1])
+        assert rtdetr.labels_on_host(preprocess(dict(host)))[1] is host["cls"]
 
 
 @pytest.mark.parametrize("groups", [[3, 0, 2], [0, 0], [130, 1]])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch_fastdet._torch.graph import Graph
 from torch_fastdet._torch.private import Context, tree_flatten
 from torch_fastdet.graphs import capture as _capture
-from torch_fastdet.graphs.pool import GraphPool
+from torch_fastdet.graphs.pool import GraphPool, Memory
 from torch_fastdet.graphs.refusal import first_line, location_of, why_not
 
 G = TypeVar("G")
@@ -72,12 +72,14 @@ class CapturedCallable(Generic[G]):
             self._told.add(line)
             self.say(line)
 
-    def _try_capture(self, key: tuple, module: nn.Module, make: Callable[[], G], averaged: bool = True) -> G | None:
+    def _try_capture(
+        self, key: tuple, module: nn.Module, make: Callable[[], G], averaged: bool = True, lent: Memory | None = None
+    ) -> G | None:
         """Return what ``make()`` captures; None where there is no memory for it, or where it fails (:meth:`_refuse`)."""
         cause, reason = None, why_not(module, averaged)
         if reason is None:
             try:
-                return self._pool.capture(key, make)
+                return self._pool.capture(key, make, lent)
             except Exception as error:
                 cause, reason = error, f"{location_of(error, module)} failed during the capture, {first_line(error)}"
         self._refuse(reason, cause)
@@ -152,6 +154,14 @@ class CapturedPasses(CapturedCallable[Passes]):
     def __init__(self, what: str, max_graphs: int, warmup: int, say: Callable[[str], None]) -> None:
         super().__init__(what, max_graphs, warmup, say)
         self.running: Callable[[], _Running | None] = lambda: None
+
+    def lends(self) -> bool:
+        """Return whether graphs that share the memory may be replayed now: in the thread that trains, and between two of its steps."""
+        return self._pool.is_of_this_thread() and self.running() is None
+
+    def lent(self, device: torch.device) -> Memory | None:
+        """Return the memory, which graphs of evaluation may share; None where there is none."""
+        return self._pool.memory if self.lends() and len(self._pool) and self._pool.device == device else None
 
     def _replay_forward(self, captured: Passes, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Write the inputs and replay; the outputs."""

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch_fastdet._torch.graph import Graph
 from torch_fastdet._torch.private import every_module_has_hooks, foreach_copy_, tree_flatten, tree_unflatten
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.baked import BakedForward
-from torch_fastdet.graphs.captured import CapturedCallable
+from torch_fastdet.graphs.captured import CapturedCallable, CapturedPasses
 from torch_fastdet.nn import bn_act
 
 # A capture takes as long as some 30 calls save: so many calls pay for one, and the first few are free.
@@ -62,7 +63,7 @@ class InferenceGraphs(CapturedCallable[_Captured]):
     once in 32 calls at most.
 
     Tensors of the module that change in place are seen; after other tensors, or other settings, take their place, graphs are
-    captured again. With gradients, autocast, hooks or parts in training mode a call runs eagerly. Several threads may call.
+    captured again. With gradients, hooks or parts in training mode a call runs eagerly. Several threads may call.
 
     Args:
         module: what to run.
@@ -70,6 +71,8 @@ class InferenceGraphs(CapturedCallable[_Captured]):
         warmup: eager calls of a shape before it is replayed.
         settings: what else the module's forward depends on, beside its parameters and buffers; compared at each call.
         capturing: a context to be in while forward is captured, and at the first calls.
+        beside: returns the graphs of training whose memory these use, too, if there are any. Calls from another thread, and those between
+            a forward pass of training and its backward pass, run eagerly then.
         say: takes the line of the first capture, and why the module runs eagerly, once each; by default they are printed.
 
     Raises:
@@ -85,13 +88,15 @@ class InferenceGraphs(CapturedCallable[_Captured]):
         warmup: int = 2,
         settings: Callable[[nn.Module], Iterable[object]] = lambda module: (),
         capturing: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        beside: Callable[[], CapturedPasses | None] = lambda: None,
         say: Callable[[str], None] = print_line,
     ) -> None:
         if not isinstance(module, nn.Module):
             raise TypeError(f"InferenceGraphs: module is {type(module).__name__}, but a torch.nn.Module is expected")
         super().__init__(type(module).__name__, max_graphs, warmup, say)
         self._module = weakref.ref(module)
-        self.capturing = capturing
+        self.capturing, self._beside = capturing, beside
+        self._lender: Callable[[], CapturedPasses | None] = lambda: None
         self._baked = BakedForward(settings)
         self._lock = threading.RLock()
         self._stream: torch.cuda.Stream | None = None  # of the last replay
@@ -115,6 +120,8 @@ class InferenceGraphs(CapturedCallable[_Captured]):
         if not self._takes(x):
             return run(x)
         with self._lock:
+            if (lender := self._lender()) is not None and not lender.lends():
+                return run(x)
             self._stream = _capture.behind(self._stream, x.device)
             key = (tuple(x.shape), x.dtype, x.stride(), x.device, *_flags())
             captured = self._pool.get(key, x.device)
@@ -137,7 +144,11 @@ class InferenceGraphs(CapturedCallable[_Captured]):
                 result = self._pool.warm_up(key, lambda: run(x))
             if self._pool.is_warm(key) and self._saved >= 1:
                 self._saved -= 1
-                if self._try_capture(key, module, lambda: self._captured(x, module, run)) is not None:
+                lender = self._lender() if len(self._pool) else self._beside()
+                lent = None if lender is None else lender.lent(x.device)
+                self._lender = (lambda: None) if lent is None else weakref.ref(lender)
+                make = partial(self._captured, x, module, run)
+                if self._try_capture(key, module, make, lent=lent) is not None:
                     self._say_once(f"{self.what} answers by CUDA graphs from now on, one for each input shape")
             return result
 
@@ -147,7 +158,6 @@ class InferenceGraphs(CapturedCallable[_Captured]):
             and type(x) is Tensor
             and _capture.on_gpu(x)
             and not torch.is_grad_enabled()
-            and not torch.is_autocast_enabled("cuda")
             and not _capture.is_capturing()
         )
 
@@ -170,6 +180,7 @@ class InferenceGraphs(CapturedCallable[_Captured]):
             torch.no_grad(),
             _capture.attributes_kept(module),
             _capture.capture_into(captured.graph.held, self._pool.handle, stream, random_numbers=False, collect=False),
+            _capture.uncached_autocast(_capture.autocast_dtype()),
             self.capturing(),
             bn_act.captured(),
         ):
@@ -201,10 +212,11 @@ def _places(leaves: list[object]) -> tuple[list[Tensor], list[object]]:
     return outputs, numbered
 
 
-def _flags() -> tuple[bool | str, ...]:
+def _flags() -> tuple[object, ...]:
     """Return settings of torch that choose kernels."""
     cudnn: Any = torch.backends.cudnn
     return (
+        _capture.autocast_dtype(),
         cudnn.enabled,
         cudnn.benchmark,
         cudnn.deterministic,

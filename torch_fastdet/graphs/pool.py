@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
@@ -16,6 +17,20 @@ from torch_fastdet.memory import CAPTURE, Owner, is_out_of_memory, register, wit
 
 G = TypeVar("G")
 T = TypeVar("T")
+
+
+class Memory:
+    """Hold the memory pool of some graphs, and the stream to capture them on: the allocator gives free blocks to the same stream alone.
+
+    Graphs of several owners may share one. Each of them assumes nothing of what it finds there: it writes its inputs before a replay, and
+    whoever needs an output copies it before the next replay of any of them. So replays must be ordered, on one stream or by waiting, and
+    nothing may be replayed between a forward pass and its backward pass (:meth:`CapturedPasses.lent`).
+    """
+
+    def __init__(self, owner: GraphPool[Any], device: torch.device) -> None:
+        self.owner = weakref.ref(owner)
+        self.stream = _capture.new_stream(device, self)
+        self.handle = _capture.new_pool()
 
 
 class GraphPool(Owner, Generic[G]):
@@ -36,10 +51,9 @@ class GraphPool(Owner, Generic[G]):
         self._graphs: OrderedDict[Hashable, G] = OrderedDict()
         self._calls: Counter[Hashable] = Counter()
         self._too_large: set[Hashable] = set()
-        self._stream: torch.cuda.Stream | None = None
         self._thread = 0
         self.device = None
-        self.handle: Any = None
+        self.memory: Memory | None = None
         register(self)
 
     def __len__(self) -> int:
@@ -60,20 +74,27 @@ class GraphPool(Owner, Generic[G]):
             self._graphs.move_to_end(key)
         return graph
 
+    @property
+    def handle(self) -> Any:
+        return None if self.memory is None else self.memory.handle
+
     def stream(self) -> torch.cuda.Stream:
-        """Return the stream to capture on."""
-        assert self.device is not None
-        if self._stream is None or self._stream.device != self.device:
-            self._stream = _capture.new_stream(self.device, self)
-        return self._stream
+        """Return the stream to capture on, within :meth:`capture`."""
+        assert self.memory is not None
+        return self.memory.stream
+
+    def is_of_this_thread(self) -> bool:
+        return self._thread == threading.get_ident()
 
     def held(self) -> int:
-        """Return the device memory that the allocator holds for the graphs."""
-        return private.pool_bytes(self.handle)
+        """Return the device memory that the allocator holds for the graphs, unless another owner counts it."""
+        owner = None if self.memory is None else self.memory.owner()
+        counted = owner is not None and owner is not self and owner.memory is self.memory
+        return 0 if counted else private.pool_bytes(self.handle)
 
     def offer(self) -> str:
         # Another thread may be replaying.
-        return f"{len(self)} graphs" if len(self) and self._thread == threading.get_ident() else ""
+        return f"{len(self)} graphs" if len(self) and self.is_of_this_thread() else ""
 
     def release(self) -> None:
         """Drop all graphs; each key begins with its warm-up again."""
@@ -83,7 +104,7 @@ class GraphPool(Owner, Generic[G]):
     def drop(self) -> None:
         """Drop all graphs. Keys that were warmed up stay warm."""
         self._graphs.clear()
-        self.handle = None
+        self.memory = None
         self._forget()
 
     def reset(self) -> None:
@@ -105,20 +126,30 @@ class GraphPool(Owner, Generic[G]):
         self._calls[key] += 1
         return result
 
-    def capture(self, key: tuple, make: Callable[[], G]) -> G | None:
-        """Keep what ``make()`` captures, with its memory from ``handle``; None, and no graph is left, where there is no memory for it."""
+    def capture(self, key: tuple, make: Callable[[], G], lent: Memory | None = None) -> G | None:
+        """Keep what ``make()`` captures on ``stream()`` and into ``handle``; None, and no graph is left, where there is no memory for it.
+
+        The first graph may be captured into ``lent``, the memory of another pool.
+        """
         while len(self._graphs) >= self.max_graphs:
             self._graphs.popitem(last=False)
+        if not self._graphs:  # a pool ends with its last graph
+            self.memory = lent
 
         def captured() -> G:
-            if not self._graphs:  # a pool ends with its last graph
-                self.handle = _capture.new_pool()
-            return make()
+            assert self.device is not None
+            memory = self.memory = self.memory or Memory(self, self.device)
+            try:
+                return make()
+            except BaseException:
+                # Torch's allocator of pinned memory refuses to capture there again.
+                memory.handle = _capture.new_pool()
+                raise
 
         try:
             graph = self._graphs[key] = with_room(captured, self.device, self._say, Exception)
         except BaseException as error:
-            self.drop()  # torch's allocator of pinned memory refuses to capture into this pool again
+            self.drop()
             if not is_out_of_memory(error):
                 raise
         else:

@@ -303,7 +303,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup, broadcast_buffers: bool = True) -> None:
         self.average = GradientAverage(group)
         self.broadcast_buffers = broadcast_buffers
-        #: Whether backward passes average, of the next forward pass and of the one before it.
+        #: True if backward passes average: that of the next forward pass, and that of the one before it.
         self.sync = self.synced = True
         self._buffers = BufferBroadcast(group)
         self._walk: Walk | None = None

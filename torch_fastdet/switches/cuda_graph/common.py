@@ -38,6 +38,8 @@ class TrainingGraphs:
         self._switch = switch
         switch.replace(bn_act, "fuses", bn_act.is_captured, quietly=True)
         self._graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
+        #: Returns the graphs of the last training pass, if they are still there.
+        self.last: Callable[[], ModuleGraphs | None] = lambda: None
 
     def __call__(self, model: nn.Module, x: torch.Tensor, stock: Function, *others: torch.Tensor) -> Any:
         """Return ``stock(model, x, *others)``, by a replay where that can be."""
@@ -55,6 +57,7 @@ class TrainingGraphs:
         graphs = self._graphs.get(model)
         if graphs is None or graphs.average is not average:
             graphs = self._graphs[model] = self._new(model, average, stock)
+        self.last = weakref.ref(graphs)
         try:
             output = graphs(x, *others)
         except CaptureError as error:

@@ -14,17 +14,24 @@ from torch_fastdet._say import saying_once, warn
 from torch_fastdet._torch.private import inside_compiled, is_compiled_in_place
 from torch_fastdet.graphs import InferenceGraphs
 from torch_fastdet.graphs import capture as _capture
+from torch_fastdet.graphs.captured import CapturedPasses
 from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.switches.channels_last.layout import FASTER_IN_NHWC, to_channels_last
 
-# What heads of Ultralytics keep for the shape of their last input, and compute again for another.
+# Heads of Ultralytics keep these for the shape of their last input, and compute them again for another.
 _CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
 
 
 class PredictionGraphs:
-    """Run models in eval mode as :class:`InferenceGraphs`, which live beside them and as long as they do."""
+    """Run models in eval mode as :class:`InferenceGraphs`, which live beside them and as long as they do.
 
-    def __init__(self, switch: str) -> None:
+    Args:
+        switch: the switch, for lines.
+        beside: as for :class:`InferenceGraphs`.
+    """
+
+    def __init__(self, switch: str, beside: Callable[[], CapturedPasses | None] = lambda: None) -> None:
+        self._beside = beside
         self.tell, self._say = saying_once(switch, warn), saying_once(switch)
         self._graphs: weakref.WeakKeyDictionary[nn.Module, InferenceGraphs] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -51,7 +58,13 @@ class PredictionGraphs:
                 to_channels_last(model)
         # The values of a WeakKeyDictionary must not hold its keys, nor its owner: memory goes back without the cycle collector.
         alive: Any = weakref.ref(model)
-        return InferenceGraphs(model, settings=_settings_of, capturing=lambda: fewer_copies(alive()), say=self._say)
+        return InferenceGraphs(
+            model,
+            settings=_settings_of,
+            capturing=lambda: fewer_copies(alive()),
+            beside=self._beside,
+            say=self._say,
+        )
 
 
 def _is_faster_in_nhwc(model: nn.Module) -> bool:

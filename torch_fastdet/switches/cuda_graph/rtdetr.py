@@ -112,12 +112,12 @@ def labels_on_host(batch: Batch) -> tuple[Tensor, ...]:
 
 
 def preprocess_batch(_: Active, stock: Function, __: object) -> Function:
-    """Return the trainer's ``preprocess_batch``, which brings a batch to the GPU: the labels on the host are kept for this step."""
+    """Return what brings a trainer's or a validator's batch to the GPU: the labels on the host are kept for this step."""
 
     @functools.wraps(stock)
-    def preprocess_batch(trainer: object, batch: Batch) -> object:
+    def preprocess_batch(engine: object, batch: Batch) -> object:
         on_host = [batch.get(name) for name in _LABELS]
-        result = stock(trainer, batch)
+        result = stock(engine, batch)
         keep_labels([result.get(name) for name in _LABELS], on_host)
         return result
 
@@ -144,6 +144,11 @@ def _beside(device: torch.device) -> Iterator[list[Tensor]]:
         yield made
     current.wait_stream(stream)
     _capture.read_on(made, current)
+
+
+def _groups(owner: Tensor, images: int) -> list[int]:
+    """Return the number of labels of each image."""
+    return owner.bincount(minlength=images)[:images].tolist()
 
 
 class _Drawn(NamedTuple):
@@ -212,30 +217,31 @@ def _head(model: Model) -> Head:
 
 
 def model_loss(active: Active, stock: Function, model_class: Stock) -> Function:
-    """Return ``RTDETRDetectionModel.loss`` in training, where ``loss_optim`` has replaced the criterion."""
+    """Return ``RTDETRDetectionModel.loss``, where ``loss_optim`` has replaced the criterion."""
     graphs, drawer, predict = active.shared(training_graphs), active.shared(_Drawer), model_class.predict
 
-    def takes(model: Model, batch: Batch) -> bool:
-        if torch.compiler.is_compiling() or type(model).predict is not predict or "predict" in vars(model):
-            return False
-        if graphs.failed(model):  # padded queries would only cost time
+    def takes(model: Model) -> bool:
+        head = _head(model)
+        if torch.compiler.is_compiling() or head is None:
             return False
         if getattr(model, "criterion", None) is None:
-            model.criterion = model.init_criterion()
-        head = _head(model)
-        if head is None or not trains(model, batch["img"]) or not isinstance(model.criterion, RTDETRLoss):
+            # It is a module, and a model of which a part trains is not evaluated by graphs.
+            model.criterion = model.init_criterion().train(model.training)
+        return isinstance(model.criterion, RTDETRLoss) and model.criterion.takes(head.nc)
+
+    def captures(model: Model, batch: Batch) -> bool:
+        if type(model).predict is not predict or "predict" in vars(model) or graphs.failed(model):
+            return False  # padded queries would only cost time
+        if not trains(model, batch["img"]):
             return False
         importlib.import_module(DRAWS)
-        return drawer.stock is not None and model.criterion.takes(head.nc)
+        return drawer.stock is not None
 
-    @in_place_of(stock, "cuda_graph.loss")
-    def loss(model: Model, batch: Batch, preds: Any = None) -> object:
-        if preds is not None or not takes(model, batch):
-            return stock(model, batch, preds)
+    def train(model: Model, batch: Batch) -> tuple[Tensor, Tensor]:
         x, criterion = batch["img"], model.criterion
         owner, classes, boxes = labels_on_host(batch)
         owner = owner.long().view(-1)
-        groups = owner.bincount(minlength=len(x))[: len(x)].tolist()
+        groups = _groups(owner, len(x))
         with _beside(x.device) as made:
             classes, boxes = classes.to(x.device, torch.long).view(-1), boxes.to(x.device)
             targets = {"cls": classes, "bboxes": boxes, "batch_idx": owner.to(x.device), "gt_groups": groups}
@@ -246,7 +252,23 @@ def model_loss(active: Active, stock: Function, model_class: Stock) -> Function:
         outputs, scores, dn_boxes, dn_scores = graphs(model, x, network, *queries)
         denoising = (dn_boxes[:, :, :drawn], dn_scores[:, :, :drawn]) if drawn else None
         value, terms = criterion.fused(outputs, scores, labels, denoising)
-        of_classes, of_boxes, of_giou = read_early(terms[len(outputs) - 1], beside=False).unbind()
+        return value, read_early(terms[len(outputs) - 1], beside=False)
+
+    def validate(model: Model, batch: Batch, preds: Any) -> tuple[Tensor, Tensor]:
+        boxes, scores, enc_boxes, enc_scores, _ = preds[1]
+        boxes, scores = torch.cat([enc_boxes[None], boxes]), torch.cat([enc_scores[None], scores])
+        groups = _groups(labels_on_host(batch)[0].long().view(-1), boxes.shape[1])
+        labels = padded_targets(batch["cls"].to(boxes.device), batch["bboxes"].to(boxes.device), groups, None, 0)
+        value, terms = model.criterion.fused(boxes, scores, labels, None)
+        return value, terms[-1]
+
+    @in_place_of(stock, "cuda_graph.loss")
+    def loss(model: Model, batch: Batch, preds: Any = None) -> object:
+        trained = preds is None or model.training
+        if not takes(model) or (trained and (preds is not None or not captures(model, batch))):
+            return stock(model, batch, preds)
+        value, terms = train(model, batch) if trained else validate(model, batch, preds)
+        of_classes, of_boxes, of_giou = terms.unbind()
         return value, {"giou_loss": of_giou, "cls_loss": of_classes, "l1_loss": of_boxes}
 
     return loss

@@ -2,13 +2,15 @@
 
 The trainer computes predictions and loss in one call, ``model(batch)``. Replaced is ``predict`` of detectors and classifiers, which
 that call comes to; the loss stays outside of the graphs, whichever it is. The RLE part of our PoseLoss26 has graphs of its own.
-Predictors and validators run the model by way of ``PyTorchBackend.forward``, which is replaced too. Graphs live beside the model, not
+Predictors and validators run the model by way of ``PyTorchBackend.forward``, which is replaced too, and a trainer's validations by way of
+``BaseModel.forward``. Graphs live beside the model, not
 in it: copies of it, such as the moving average, are plain, and checkpoints hold nothing of torch_fastdet.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -106,9 +108,51 @@ def model_predict(active: Active, stock: Function, model_class: Stock) -> Functi
     return predict
 
 
+def _evaluation_graphs(active: Active) -> PredictionGraphs:
+    training = active.shared(training_graphs)
+    return PredictionGraphs(active.name, lambda: training.last())
+
+
+class _Validated(threading.local):
+    """Hold the model that this thread's trainer validates now."""
+
+    model: object = None
+
+    def __init__(self, _: Active) -> None:
+        """Make what each thread holds."""
+
+
+def validate(active: Active, stock: Callable[[Trainer], object], _: object) -> Callable[[Trainer], object]:
+    """Return ``BaseTrainer.validate``, which validates the moving average of the weights."""
+    here = active.shared(_Validated)
+
+    @functools.wraps(stock)
+    def validate(trainer: Trainer) -> object:
+        here.model = getattr(trainer.ema, "ema", None)
+        try:
+            return stock(trainer)
+        finally:
+            here.model = None
+
+    return validate
+
+
+def model_forward(active: Active, stock: Function, _: object) -> Function:
+    """Return ``BaseModel.forward``: by graphs while a trainer validates this model."""
+    here, graphs = active.shared(_Validated), active.shared(_evaluation_graphs)
+
+    @in_place_of(stock, "cuda_graph.forward")
+    def forward(model: object, x: Any, *args: object, **kwargs: object) -> object:
+        if torch.compiler.is_compiling() or here.model is not model or args or any(kwargs.values()):
+            return stock(model, x, *args, **kwargs)
+        return graphs(model, x, functools.partial(stock, model))
+
+    return forward
+
+
 def backend_forward(active: Active, stock: Function, _: object) -> Function:
     """Return ``PyTorchBackend.forward`` by graphs."""
-    graphs = PredictionGraphs(active.name)
+    graphs = active.shared(_evaluation_graphs)
 
     @in_place_of(stock, "cuda_graph.forward")
     def forward(backend: Any, im: object, *args: object, **kwargs: object) -> object:

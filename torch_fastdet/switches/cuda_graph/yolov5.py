@@ -20,7 +20,7 @@ def trains(active: Active, model: nn.Module, x: Any) -> bool:
     """Return whether this is a pass of a training script on a GPU. One on the CPU is YOLOv5's dry run, or an error."""
     if not model.training or not torch.is_grad_enabled():
         return False
-    # What YOLOv5 sets before it trains, a classifier in the second case. A dry run comes before that.
+    # YOLOv5 sets one of these before it trains, the second for a classifier. A dry run comes before that.
     begun = hasattr(model, "hyp") or hasattr(model, "transforms")
     if not _capture.on_gpu(x) and begun:
         active.cannot_apply("the model trains on the CPU, not on a GPU.")
@@ -53,7 +53,7 @@ def model_forward(active: Active, stock: Function, model_class: Stock) -> Functi
     """Return the ``forward`` of a model's class by graphs, in training and where a backend predicts."""
     here = active.shared(_Graphs)
     graphs = active.shared(TrainingGraphs)
-    answers = PredictionGraphs(active.name)
+    answers = PredictionGraphs(active.name, lambda: graphs.last())
 
     def forward(model: nn.Module, x: torch.Tensor, *args: object, **kwargs: object) -> object:
         if here.predicting is model and not model.training:

@@ -7,8 +7,7 @@ import inspect
 import sys
 from collections.abc import Iterable, Mapping
 from types import FrameType
-
-from torch_fastdet.patching.protocols import Names
+from typing import Any
 
 
 def training_frame(function: str, variables: Iterable[str]) -> FrameType | None:
@@ -21,7 +20,7 @@ def training_frame(function: str, variables: Iterable[str]) -> FrameType | None:
     return None
 
 
-def read(frame: FrameType, names: Iterable[str]) -> Names:
+def read(frame: FrameType, names: Iterable[str]) -> dict[str, Any]:
     """Return those of the local variables that are set."""
     variables = frame.f_locals
     found = {name: variables[name] for name in names if name in variables}
