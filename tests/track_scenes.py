@@ -1,4 +1,4 @@
-"""Random sequences of detections, as a detector gives them for objects that come, move, overlap, hide and go."""
+"""Makes random sequences of detections, as a detector gives them for objects that come, move, overlap, hide and go."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OPTIONS = {
     "match_thresh": 0.8,
     "fuse_score": True,
 }
-#: What the framework's BoT-SORT and Deep OC-SORT read besides.
+#: The framework's BoT-SORT and Deep OC-SORT read these, too.
 OTHERS = {
     "gmc_method": "none",
     "proximity_thresh": 0.5,
@@ -68,7 +68,7 @@ def options_of(name, seed):
 
 
 def scene(seed, objects, frames, crowd=3.0):
-    """A list of (N, 6) float32 arrays: x1 y1 x2 y2 score class, with flat boxes, false ones, and frames without any."""
+    """Return a list of (N, 6) float32 arrays: x1 y1 x2 y2 score class, with flat boxes, false ones, and frames without any."""
     rng = np.random.default_rng(seed)
     width, height = 1920.0, 1080.0
     size = np.sqrt(width * height / objects * 0.35 * crowd) if objects > 40 else 100.0
@@ -107,7 +107,7 @@ def scene(seed, objects, frames, crowd=3.0):
 
 
 def rotated(frames, seed=0):
-    """The same frames with rotated boxes: x y width height angle score class, with angles that drift."""
+    """Return the same frames with rotated boxes: x y width height angle score class, with angles that drift."""
     rng = np.random.default_rng(seed)
     found = []
     for t, rows in enumerate(frames):
@@ -118,7 +118,7 @@ def rotated(frames, seed=0):
 
 
 def recovered(frames, seed=0):
-    """The same frames without some detections, and these as recovered ones: arrays of x y width height (angle), scores and classes."""
+    """Return the same frames without some detections, and these as recovered ones: arrays of x y width height (angle), scores and classes."""
     rng = np.random.default_rng(seed)
     found = []
     for rows in frames:
@@ -131,7 +131,7 @@ def recovered(frames, seed=0):
 
 
 def looks(frames, seed=0):
-    """Features of the detections: objects of a class look alike, some like nothing, and some frames have none."""
+    """Return features of the detections: objects of a class look alike, some like nothing, and some frames have none."""
     rng = np.random.default_rng(seed)
     known = rng.normal(0, 1, (5, 16))
     found = []
@@ -143,7 +143,7 @@ def looks(frames, seed=0):
 
 
 def motions(seed, frames):
-    """Camera motions of small angles; every third one is none."""
+    """Return camera motions of small angles; every third one is none."""
     rng = np.random.default_rng(seed)
     found = []
     for t in range(frames):

@@ -45,8 +45,6 @@ class ByteTrack:
         fuse_score: If True, the overlap is multiplied by the score in the first stage.
     """
 
-    _rotates = True
-
     @checked
     def __init__(
         self,
@@ -120,11 +118,9 @@ class ByteTrack:
         found = _array(name, f"{of}boxes", boxes, np.float32)
         if found.size == 0:
             found = found.reshape(0, found.shape[-1] if found.ndim == 2 else 4)
-        if found.ndim != 2 or found.shape[1] not in ((4, 5) if self._rotates else (4,)):
-            or_rotated = ", or (N, 5), x y width height angle," if self._rotates else ""
-            raise ValueError(
-                f"{name}: {of}boxes has shape {found.shape}, but (N, 4), x1 y1 x2 y2{or_rotated} is expected"
-            )
+        if found.ndim != 2 or found.shape[1] not in (4, 5):
+            expected = "(N, 4), x1 y1 x2 y2, or (N, 5), x y width height angle,"
+            raise ValueError(f"{name}: {of}boxes has shape {found.shape}, but {expected} is expected")
         count, columns = found.shape
         rows = np.empty((count, columns + 2), np.float32)
         rows[:, :columns] = found
@@ -177,10 +173,11 @@ class BoTSORT(ByteTrack):
 
 
 class OCSORT(ByteTrack):
-    """Track as :class:`ByteTrack`, but trust observations more than the filter (OC-SORT, 2023). Boxes are not rotated.
+    """Track as :class:`ByteTrack`, but trust observations more than the filter (OC-SORT, 2023).
 
     The cost of the first stage takes in how far a track would turn, what it leaves is looked for at the last observations, and a
-    lost track that is found there has its filter run again through the gap. Low scores continue tracks only with ``use_byte``.
+    lost track that is found there has its filter run again through the gap. Rotated boxes are looked for where the filter is. Low
+    scores continue tracks only with ``use_byte``.
 
     Args:
         delta_t: Number of frames between the two observations that give a track's direction.
@@ -191,8 +188,6 @@ class OCSORT(ByteTrack):
     Raises:
         ValueError: ``delta_t`` or ``inertia`` is negative.
     """
-
-    _rotates = False
 
     @checked
     def __init__(self, delta_t: int = 3, inertia: float = 0.2, use_byte: bool = False, **options: Any) -> None:
@@ -205,7 +200,7 @@ class OCSORT(ByteTrack):
 
 
 class FastTracker(ByteTrack):
-    """Track as :class:`ByteTrack`, but let covered tracks wait (FastTracker, 2025). Boxes are not rotated.
+    """Track as :class:`ByteTrack`, but let covered tracks wait (FastTracker, 2025).
 
     Only tracks that are seen in this frame are returned.
 
@@ -223,8 +218,6 @@ class FastTracker(ByteTrack):
     Raises:
         ValueError: a number is negative, or ``init_iou_suppress`` is 0.
     """
-
-    _rotates = False
 
     @checked
     def __init__(

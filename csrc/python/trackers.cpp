@@ -29,7 +29,6 @@ py::array_t<float> update(Tracker& tracker, const Floats& rows, double high, dou
                           double near) {
   if (rows.ndim() != 2 || rows.shape(1) < 6 + rotated)
     throw py::value_error("expected detections of shape (N, 6 or more; rotated: 7), rows of box ... score class");
-  if (rotated && !tracker.takes_rotated()) throw py::value_error("expected boxes that are not rotated");
   if (motion && (motion->ndim() != 2 || motion->shape(0) != 2 || motion->shape(1) != 4))
     throw py::value_error("expected a camera motion of shape (2, 4): rotation, translation, (scale, angle)");
   if (recovered && (recovered->ndim() != 2 || recovered->shape(1) != 6 + rotated))
@@ -112,10 +111,11 @@ void bind_trackers(py::module_& m) {
            py::arg("cover"), py::arg("window"), py::arg("suppress"));
   py::class_<core::MutualTracker, Tracker>(m, "MutualTracker")
       .def(py::init([](float low_price, float recovered_price, double step, float score_weight, double angle_weight,
-                       double lost_limit, float apart, int64_t confirmed_from) {
-             return new core::MutualTracker(
-                 {low_price, recovered_price, step, score_weight, angle_weight, lost_limit, apart, confirmed_from});
+                       double lost_limit, float apart, int64_t confirmed_from, float overlap_weight) {
+             return new core::MutualTracker({low_price, recovered_price, step, score_weight, angle_weight, lost_limit,
+                                             apart, confirmed_from, overlap_weight});
            }),
            py::arg("low_price"), py::arg("recovered_price"), py::arg("step"), py::arg("score_weight"),
-           py::arg("angle_weight"), py::arg("lost_limit"), py::arg("apart"), py::arg("confirmed_from"));
+           py::arg("angle_weight"), py::arg("lost_limit"), py::arg("apart"), py::arg("confirmed_from"),
+           py::arg("overlap_weight") = 1.f);
 }

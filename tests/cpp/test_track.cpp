@@ -260,7 +260,7 @@ std::array<float, 6> box(float x, float score = 0.9f) {
 const ObservationOptions kObserving = {3, 0.2f, false};
 const OcclusionOptions kOccluding = {5, 3, 1.1, 0.5, 4, 0.7f, 8, 0.7};
 
-const MutualOptions kMutual = {0.2f, 0.4f, 0.05, 0.1f, 0.05, 0, 0.55f, 3};
+const MutualOptions kMutual = {0.2f, 0.4f, 0.05, 0.1f, 0.05, 0, 0.55f, 3, 0.5f};
 
 void expect_continues(Tracker& a, Tracker& b, bool moving) {
   std::mt19937 random(11);
@@ -298,7 +298,7 @@ TEST(Track, ContinuesFromSavedLists) {
   Tracker moving[2] = {Tracker(true), Tracker(true)};
   expect_continues(moving[0], moving[1], true);
   ObservationTracker observing[2] = {ObservationTracker(kObserving), ObservationTracker(kObserving)};
-  expect_continues(observing[0], observing[1], false);
+  expect_continues(observing[0], observing[1], true);
   OcclusionTracker occluding[2] = {OcclusionTracker(kOccluding), OcclusionTracker(kOccluding)};
   expect_continues(occluding[0], occluding[1], false);
   MutualTracker mutual[2] = {MutualTracker(kMutual), MutualTracker(kMutual)};

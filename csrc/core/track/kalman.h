@@ -96,10 +96,10 @@ class KalmanFilter {
   }
 
   // Positions and velocities turn with the image; positions are shifted, too. Sizes become those of the box around the
-  // turned box, or, of a rotated box, are scaled.
-  static void move(KalmanState& state, const CameraMotion& motion, bool rotated) {
+  // turned box, or are scaled alone, as those of a rotated box are, or an aspect and a height.
+  static void move(KalmanState& state, const CameraMotion& motion, bool scaled) {
     const auto& r = motion.rotation;
-    auto size = [&](double value, double scale) { return rotated ? scale : std::abs(value); };
+    auto size = [&](double value, double scale) { return scaled ? scale : std::abs(value); };
     const Lanes d = {{r[0][0], r[1][1], size(r[0][0], motion.scale), size(r[1][1], motion.scale)}};
     const Lanes o = {{r[0][1], r[1][0], size(r[0][1], 0), size(r[1][0], 0)}};
     state.position = d * state.position + o * swap(state.position);

@@ -20,6 +20,7 @@ struct MutualOptions {
   double lost_limit;                 // cost limit of another association of lost tracks; 0: none
   float apart;                       // largest overlap of a new track with another one
   int64_t confirmed_from;            // detections in a row
+  float overlap_weight;              // of the boxes beside looks, whose costs come with their weight
 };
 
 // Limits and prices are from 0, and limits at most 1: then a pair of boxes that hardly meet never matches.
@@ -69,7 +70,7 @@ class MutualTracker : public Tracker {
     for (int64_t i = 0; i < recovered.count; i++)
       if (recovered.rows[(i + 1) * recovered.columns - 2] > options_.high) add(high_, recovered, i, -1);
     high_.shapes.clear();  // upright also of rotated boxes
-    for (const Detection& d : high_.rows) high_.shapes.add({d.left, d.top, d.w + d.left, d.h + d.top});
+    for (const Detection& d : high_.rows) high_.shapes.add(d.upright());
   }
 
   void advance(const CameraMotion* motion) override {
@@ -151,8 +152,8 @@ class MutualTracker : public Tracker {
           (std::min(a.y2, b.y2) - std::max(a.y1, b.y1)) / ((std::max(a.y2, b.y2) - std::min(a.y1, b.y1)) + 1e-9f);
       const float score = tracks_[slots[i]].score;
       const float expected = score + (score - pasts_[slots[i]].score);
-      const float cost =
-          (1 - clip(height, 0) * overlap) + kind_.score_weight * std::abs(expected - high_.rows[j].score);
+      const float cost = placed_at(1 - clip(height, 0) * overlap, slots[i], high_.rows[j]) +
+                         kind_.score_weight * std::abs(expected - high_.rows[j].score);
       if (priced_at(cost, j, priced) < limit) pairs_.push_back({i, j, cost});  // the angle only adds to it
     }
     size_t kept = 0;
@@ -175,6 +176,13 @@ class MutualTracker : public Tracker {
     cost = clip(cost, 0);
     if (!priced || column < high_count_) return cost;
     return clip(cost + (column < high_count_ + low_count_ ? kind_.low_price : kind_.recovered_price), 0);
+  }
+
+  // Returns the cost of the boxes, or of boxes and looks where both have some.
+  float placed_at(float cost, int slot, const Detection& d) const {
+    if (!looks_.costs || d.index < 0) return cost;
+    const float far = look(slot, d);
+    return std::isnan(far) ? cost : kind_.overlap_weight * cost + far;
   }
 
   static const Seen* at(const std::vector<Seen>& seen, int64_t frame) {

@@ -23,8 +23,6 @@ class ObservationTracker : public Tracker {
  public:
   explicit ObservationTracker(const ObservationOptions& options) : Tracker(false), kind_(options) {}
 
-  bool takes_rotated() const override { return false; }
-
  protected:
   struct Observation {
     int64_t frame;
@@ -36,7 +34,8 @@ class ObservationTracker : public Tracker {
   struct Past {
     std::vector<Observation> seen;  // the newest span + 2, oldest first
     Point direction{};              // a unit vector; NaN: not known yet
-    StillState corrected;           // the filter after the last observation
+    KalmanState corrected;          // the filter after the last observation
+    TrackBox last;                  // where the last observation is now: a camera moves it
   };
   ObservationOptions kind_;
   std::vector<Past> pasts_;  // by slot
@@ -54,15 +53,34 @@ class ObservationTracker : public Tracker {
   }
 
   void started(int slot) override {
-    Past& past = new_past(slot);
-    past.seen.push_back({frame_, tracks_[slot].box});
-    past.corrected = tracks_[slot].state;
+    see(new_past(slot), tracks_[slot].box);
+    pasts_[slot].corrected = tracks_[slot].state;
+  }
+
+  void see(Past& past, const TrackBox& box) {
+    past.seen.push_back({frame_, past.last = box});
+    if (static_cast<int64_t>(past.seen.size()) > kind_.span + 2) past.seen.erase(past.seen.begin());
+  }
+
+  void advance(const CameraMotion* motion) override {
+    Tracker::advance(motion);
+    if (!motion) return;
+    const auto& r = motion->rotation;
+    for (const std::vector<int>* list : {&pool_, &loose_})
+      for (int s : *list) {
+        TrackBox& box = pasts_[s].last;
+        if (box.x1 < 0) continue;
+        const Point at = centre(box);
+        const double x = r[0][0] * at.x + r[0][1] * at.y + motion->translation[0];
+        const double y = r[1][0] * at.x + r[1][1] * at.y + motion->translation[1];
+        const float w = (box.x2 - box.x1) / 2, h = (box.y2 - box.y1) / 2;
+        box = narrow({x - w, y - h, x + w, y + h});
+      }
   }
 
   void take(int slot, const Stage& stage, int detection) override {
     Past& past = pasts_[slot];
-    past.seen.push_back({frame_, stage.shapes.boxes[detection]});
-    if (static_cast<int64_t>(past.seen.size()) > kind_.span + 2) past.seen.erase(past.seen.begin());
+    see(past, stage.rows[detection].upright());
     Tracker::take(slot, stage, detection);
     past.corrected = tracks_[slot].state;
     auto before = past.seen.rbegin();
@@ -74,8 +92,8 @@ class ObservationTracker : public Tracker {
 
   // The angle between a track's direction and the way from its last observation to a detection, in half turns.
   float turn(const Past& past, const TrackBox& detection) const {
-    if (std::isnan(past.direction.x) || past.seen.back().box.x1 < 0) return 0;
-    const Point from = centre(past.seen.back().box), to = centre(detection), way{to.x - from.x, to.y - from.y};
+    if (std::isnan(past.direction.x) || past.last.x1 < 0) return 0;
+    const Point from = centre(past.last), to = centre(detection), way{to.x - from.x, to.y - from.y};
     const float norm = length(way);
     if (!(norm > 1e-6f)) return 0;
     const float cosine = way.x / norm * past.direction.x + way.y / norm * past.direction.y;
@@ -85,8 +103,9 @@ class ObservationTracker : public Tracker {
   void first_match() override {
     const Costs costs{options_.fuse_score};
     match(pool_, high_, options_.match_limit, false, [&](int i, int j, float overlap, const Detection& d) {
-      const float cost = costs(i, j, overlap, d);  // a turn adds to it
-      return cost > options_.match_limit ? cost : cost + kind_.inertia * turn(pasts_[pool_[i]], high_.shapes.boxes[j]);
+      float cost = costs(i, j, overlap, d);
+      if (cost <= options_.match_limit) cost += kind_.inertia * turn(pasts_[pool_[i]], d.upright());
+      return with_looks(cost, pool_[i], overlap, d);
     });
   }
 
@@ -100,12 +119,16 @@ class ObservationTracker : public Tracker {
   }
 
   void recover(std::vector<int>& rows) {
-    tracked_shapes_.clear();
-    for (int s : rows) {
-      const TrackBox& last = pasts_[s].seen.back().box;
-      tracked_shapes_.add(last.x1 < 0 ? tracks_[s].box : last);  // from beyond the left edge: where the filter is
+    if (rotated_) {
+      place(rows, tracked_shapes_, options_.match_limit);
+    } else {
+      tracked_shapes_.clear();
+      for (int s : rows) {
+        const TrackBox& last = pasts_[s].last;
+        tracked_shapes_.add(last.x1 < 0 ? tracks_[s].box : last);  // from beyond the left edge: where the filter is
+      }
     }
-    match_placed(high_, options_.match_limit, true, Costs{options_.fuse_score});
+    match_placed(high_, options_.match_limit, true, looking_costs(rows));
     size_t kept = 0;
     for (size_t r = 0; r < rows.size(); r++) {
       const int s = rows[r], j = assignment_.column_of(static_cast<int>(r));
@@ -114,7 +137,7 @@ class ObservationTracker : public Tracker {
         continue;
       }
       if (tracks_[s].status != TrackStatus::kTracked) {
-        fill_gap(tracks_[s], pasts_[s], high_.shapes.boxes[j]);
+        fill_gap(tracks_[s], pasts_[s], high_.rows[j].upright());
         found_.push_back(s);
       }
       take(s, high_, j);
@@ -126,16 +149,16 @@ class ObservationTracker : public Tracker {
   // Runs the filter again from a lost track's last observation, as if it had been seen on the line to this frame's box.
   void fill_gap(Track& track, const Past& past, const TrackBox& now) const {
     const Observation& last = past.seen.back();
-    track.state = {past.corrected, {}};
+    track.state = past.corrected;
     for (int64_t frame = last.frame + 1; frame <= frame_; frame++) {
-      filter_.predict(track.state, false, true);
+      filter_.predict(track.state, mixed_, true);
       if (frame == frame_) break;
       const TrackBox seen = on_line(last, now, frame);
-      filter_.correct(track.state, measure(seen.x1, seen.y1, seen.x2 - seen.x1, seen.y2 - seen.y1), false);
+      filter_.correct(track.state, measure(seen.x1, seen.y1, seen.x2 - seen.x1, seen.y2 - seen.y1), mixed_);
     }
   }
 
-  // Where a box was in a frame between its last observation and this frame.
+  // Returns the place of a box in a frame between its last observation and this frame.
   TrackBox on_line(const Observation& from, const TrackBox& to, int64_t frame) const {
     const double part = static_cast<double>(frame - from.frame) / static_cast<double>(frame_ - from.frame);
     const float a = static_cast<float>(1 - part), b = static_cast<float>(part);
@@ -148,13 +171,14 @@ class ObservationTracker : public Tracker {
     for (int s : rest_) lose(s);
   }
 
-  // The direction, the corrected state, and rows of frame x1 y1 x2 y2, NaN where there are fewer.
-  int64_t past_columns() const override { return 2 + kFilterColumns + 5 * (kind_.span + 2); }
+  // The direction, the corrected state, the last observation, and rows of frame x1 y1 x2 y2, NaN where there are fewer.
+  int64_t past_columns() const override { return 2 + kFilterColumns + 4 + 5 * (kind_.span + 2); }
 
   void save_past(int slot, double* out) const override {
     const Past& past = pasts_[slot];
     *out++ = past.direction.x, *out++ = past.direction.y;
-    out = save(KalmanState{past.corrected, {}}, out);
+    out = save(past.corrected, out);
+    for (float value : {past.last.x1, past.last.y1, past.last.x2, past.last.y2}) *out++ = value;
     std::fill(out, out + 5 * (kind_.span + 2), std::numeric_limits<double>::quiet_NaN());
     for (const Observation& o : past.seen)
       for (double value :
@@ -165,14 +189,15 @@ class ObservationTracker : public Tracker {
   void load_past(int slot, const double* in) override {
     Past& past = new_past(slot);
     past.direction = {static_cast<float>(in[0]), static_cast<float>(in[1])};
-    bool mixed = false;
-    past.corrected = load_state(in + 2, mixed);
+    past.corrected = load_state(in + 2, mixed_);
     in += 2 + kFilterColumns;
+    past.last = narrow({in[0], in[1], in[2], in[3]});
+    in += 4;
     for (int64_t k = 0; k < kind_.span + 2 && !std::isnan(*in); k++, in += 5)
       past.seen.push_back({static_cast<int64_t>(in[0]),
                            {static_cast<float>(in[1]), static_cast<float>(in[2]), static_cast<float>(in[3]),
                             static_cast<float>(in[4])}});
-    if (past.seen.empty()) past.seen.push_back({tracks_[slot].frame, tracks_[slot].box});
+    if (past.seen.empty()) past.seen.push_back({tracks_[slot].frame, past.last = tracks_[slot].box});
   }
 };
 

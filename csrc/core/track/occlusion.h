@@ -26,8 +26,6 @@ class OcclusionTracker : public Tracker {
         kind_(options),
         kept_(static_cast<size_t>(std::max(options.velocity_back, options.position_back)) + 4) {}
 
-  bool takes_rotated() const override { return false; }
-
  protected:
   struct Past {
     std::vector<StillState> states;  // after the newest matches: a ring
@@ -48,7 +46,7 @@ class OcclusionTracker : public Tracker {
     return Tracker::stale(slot) && !(covered_at >= 0 && frame_ - covered_at <= kind_.window);
   }
 
-  // Whether it has been covered since it was last seen.
+  // Tells if it has been covered since it was last seen.
   bool waits(int slot) const { return pasts_[slot].covered_at > tracks_[slot].frame; }
 
   Past& new_past(int slot) {
@@ -126,7 +124,8 @@ class OcclusionTracker : public Tracker {
   void suppress() override {
     fresh_.clear(), near_.clear();
     for (int j = 0; j < high_.size(); j++)
-      if (!used_[j] && high_.rows[j].score >= options_.new_track) fresh_.push_back(j), near_.add(high_.shapes.boxes[j]);
+      if (!used_[j] && high_.rows[j].score >= options_.new_track)
+        fresh_.push_back(j), near_.add(high_.rows[j].upright());
     const int count = near_.size();
     if (kind_.suppress >= 1 || !count) return;
     for (const std::vector<int>* list : {&tracked_, &found_})

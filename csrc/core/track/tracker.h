@@ -33,7 +33,7 @@ struct FrameDetections {
   bool centred = false;  // x y width height, not x1 y1 x2 y2
 };
 
-// How little each track looks like each detection: rows are the tracked, then the lost tracks.
+// Holds how little each track looks like each detection, NaN where unknown. Rows are the tracked, then the lost tracks.
 struct Appearances {
   const float* costs = nullptr;
   int64_t columns = 0;
@@ -122,7 +122,6 @@ class Tracker {
     return list == kRemovedList ? removed_.size() : list == kLostList ? lost_.size() : tracked_.size();
   }
 
-  virtual bool takes_rotated() const { return true; }
   int64_t columns() const { return kStateColumns + past_columns(); }
 
   // size(list) rows of columns(). What a removed track has been through is not kept.
@@ -168,6 +167,7 @@ class Tracker {
     float left, top, w, h, score, cls;
     double angle;
     int64_t index;
+    TrackBox upright() const { return {left, top, w + left, h + top}; }  // without its angle
   };
   struct Stage {  // the detections of one association
     std::vector<Detection> rows;
@@ -203,6 +203,30 @@ class Tracker {
   BoxIndex index_;
   SparseAssignment assignment_;
 
+  // Computes the cost of a row and a column in float32, given their overlap.
+  struct Costs {
+    bool fuse;
+    float operator()(int, int, float overlap, const Detection& d) const {
+      const float cost = 1.f - overlap;
+      return fuse ? 1.f - (1.f - cost) * d.score : cost;
+    }
+  };
+
+  // Returns how little a track looks like a detection.
+  float look(int slot, const Detection& d) const { return looks_.costs[look_row_[slot] * looks_.columns + d.index]; }
+
+  // Returns a pair's cost, or that of the looks where boxes are near and it is smaller.
+  float with_looks(float cost, int slot, float overlap, const Detection& d) const {
+    return !looks_.costs || 1.f - overlap > looks_.near ? cost : std::min(cost, look(slot, d));
+  }
+
+  // Returns a function for match() that does so for the tracks in these slots.
+  auto looking_costs(const std::vector<int>& slots) const {
+    return [this, &slots, costs = Costs{options_.fuse_score}](int i, int j, float overlap, const Detection& d) {
+      return with_looks(costs(i, j, overlap, d), slots[i], overlap, d);
+    };
+  }
+
   // The steps that other trackers replace.
   virtual bool usable(const Detection& d) const {
     return d.w > 0 && d.h > 0 && std::isfinite(d.w) && std::isfinite(d.h) && std::isfinite(d.left) &&
@@ -224,9 +248,7 @@ class Tracker {
     associate_unconfirmed();
     associate_low();
   }
-  virtual void first_match() {
-    match(pool_, high_, options_.match_limit, false, LookingCosts{{options_.fuse_score}, *this, pool_});
-  }
+  virtual void first_match() { match(pool_, high_, options_.match_limit, false, looking_costs(pool_)); }
   virtual void recover() {}   // after the first stage
   virtual void suppress() {}  // sets used_ for detections that start no track
   virtual void started(int) {}
@@ -265,7 +287,7 @@ class Tracker {
     if (usable(made)) stage.rows.push_back(made);
   }
 
-  // How far rotated boxes reach that meet in an association up to a cost limit, or where looks count.
+  // Returns how far rotated boxes reach that meet in an association up to a cost limit, or where looks count.
   float reach(double limit) const {
     if (looks_.costs) limit = std::max<double>(limit, looks_.near);
     return rotated_ ? static_cast<float>(reach_scale_of(1 - limit)) : 0.f;
@@ -279,7 +301,7 @@ class Tracker {
       if (rotated_)
         stage.shapes.add({{d.left + d.w / 2, d.top + d.h / 2, d.w, d.h}, static_cast<float>(d.angle)}, scale);
       else
-        stage.shapes.add({d.left, d.top, d.w + d.left, d.h + d.top});
+        stage.shapes.add(d.upright());
     }
     index_.build(stage.shapes.boxes.data(), stage.size());
   }
@@ -330,7 +352,7 @@ class Tracker {
     mixed_ = true;
     for (const std::vector<int>* list : {&pool_, &loose_})
       for (int s : *list) {
-        filter_.move(tracks_[s].state, motion, rotated_);
+        filter_.move(tracks_[s].state, motion, rotated_ || !filter_.xywh());
         tracks_[s].angle += motion.angle;  // NaN stays NaN
         set_box(tracks_[s]);
       }
@@ -347,27 +369,6 @@ class Tracker {
     t.frame = frame_, t.index = d.index, t.score = d.score, t.cls = d.cls;
     t.status = TrackStatus::kTracked, t.confirmed = true;
   }
-
-  // What the pair of a row and a column costs in float32, given its overlap.
-  struct Costs {
-    bool fuse;
-    float operator()(int, int, float overlap, const Detection& d) const {
-      const float cost = 1.f - overlap;
-      return fuse ? 1.f - (1.f - cost) * d.score : cost;
-    }
-  };
-
-  // The same, or what the looks of the tracks in these slots say where boxes are near.
-  struct LookingCosts : Costs {
-    const Tracker& tracker;
-    const std::vector<int>& slots;
-    float operator()(int i, int j, float overlap, const Detection& d) const {
-      const float cost = Costs::operator()(i, j, overlap, d);
-      const Appearances& looks = tracker.looks_;
-      if (!looks.costs || 1.f - overlap > looks.near) return cost;
-      return std::min(cost, looks.costs[tracker.look_row_[slots[i]] * looks.columns + d.index]);
-    }
-  };
 
   // Assigns detections of the stage, which index_ holds, to the tracks. Afterwards assignment_.column_of(row) tells.
   template <class Cost>
@@ -409,7 +410,7 @@ class Tracker {
   }
 
   void associate_unconfirmed() {
-    match(loose_, high_, kUnconfirmedLimit, true, LookingCosts{{options_.fuse_score}, *this, loose_});
+    match(loose_, high_, kUnconfirmedLimit, true, looking_costs(loose_));
     for (size_t r = 0; r < loose_.size(); r++) {
       const int s = loose_[r], j = assignment_.column_of(static_cast<int>(r));
       if (j >= 0) {

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from numbers import Real
 from types import SimpleNamespace
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,18 @@ def _new_tracks(tracker: Tracker, count: int) -> list[Track]:
     return tracker.init_track(boxes(np.tile(np.array([0, 0, 1, 1, 1, 0], np.float32), (count, 1)), (1, 1)))
 
 
+def _detections(tracker: Tracker, results: Results, img: object, feats: Any) -> list[dict[int, Track]]:
+    *parts, high, low = tracker._split_detections(results)
+    made = [tracker.init_track(part, tracker._input_for(img, feats, at)) for part, at in zip(parts, (high, low))]
+    return [dict(zip(np.flatnonzero(at).tolist(), tracks)) for at, tracks in zip((high, low), made)]
+
+
+def _distance(tracker: Tracker, tracks: list[Track], found: list[Track]) -> Row:
+    embedding_distance = importlib.import_module("ultralytics.trackers.utils.matching").embedding_distance
+    far = embedding_distance(tracks, found) / 2
+    return np.where(far > 1 - tracker.appearance_thresh, 1, far)
+
+
 class Kind(NamedTuple):
     """Describe a tracker of the framework.
 
@@ -45,9 +57,11 @@ class Kind(NamedTuple):
         recall: sets the attributes of a tracker's track from the columns of its past.
         record: sets these columns, which are NaN before, from a track's attributes.
         moves: its tracks follow a moving camera.
-        rotates: it takes rotated boxes.
         recovers: it takes detections that were dropped as duplicates.
-        looks: fingerprint of the ``get_dists`` whose use of features the core knows, for re-identification.
+        looks: fingerprints of its methods whose use of features the core knows, for re-identification.
+        detections: returns the detections that may start a track, as the framework's tracks with features, by index, and others.
+        distance: returns how little tracks look like detections, (tracks, detections).
+        learn: takes the features of a track's detection.
         numbers: arguments of a tracker that must be numbers.
         frame_options: returns what its core reads in each frame.
         probe_motion: moves tracks as the camera has moved, by the framework's code.
@@ -60,9 +74,11 @@ class Kind(NamedTuple):
     recall: Callable[[Tracker, Track, Row], None] = lambda tracker, track, past: None
     record: Callable[[Track, Row], None] = lambda track, past: None
     moves: bool = False
-    rotates: bool = False
     recovers: bool = False
-    looks: str = ""
+    looks: tuple[tuple[str, str], ...] = ()
+    detections: Callable[[Tracker, Results, object, Any], list[dict[int, Track]]] = _detections
+    distance: Callable[[Tracker, list[Track], list[Track]], Row] = _distance
+    learn: Callable[[Track, Track], None] = lambda track, seen: track.update_features(seen.curr_feat)
     numbers: tuple[str, ...] = ("track_high_thresh", "track_low_thresh", "new_track_thresh", "match_thresh")
     frame_options: Callable[[Tracker], FrameOptions] = _frame_options
     probe_motion: Callable[[Tracker, list[Track], object, Results], None] = _probe_motion
@@ -91,7 +107,7 @@ class Kind(NamedTuple):
             return f"init_iou_suppress of {name} is 0."
         if getattr(tracker.args, "with_reid", False):
             for option in ("proximity_thresh", "appearance_thresh"):
-                value = getattr(tracker, option, None)
+                value = getattr(tracker, option, 1)  # TrackTrack has none of them
                 if not (isinstance(value, Real) and float(value) > 0):
                     return f"{option} of {name} is {value!r}, and no number above 0."
         if not self.moves and getattr(getattr(tracker, "gmc", None), "method", None) is not None:
@@ -109,16 +125,17 @@ def _filter(row: Row) -> tuple[Row, Row]:
 def _recall_observations(_: Tracker, track: Track, past: Row) -> None:
     track.velocity = None if np.isnan(past[0]) else past[:2].astype(np.float32)
     track._saved_mean, track._saved_covariance = _filter(past[2:])
-    seen = past[2 + STATE :].reshape(-1, 5)
+    track.last_observation = past[2 + STATE :][:4].astype(np.float32)
+    seen = past[6 + STATE :].reshape(-1, 5)
     track.observations = {int(row[0]): row[1:].astype(np.float32) for row in seen if row[0] == row[0]}
-    track.last_observation = list(track.observations.values())[-1]
 
 
 def _record_observations(track: Track, past: Row) -> None:
     if track.velocity is not None:
         past[:2] = track.velocity
     past[2:10], past[10 : 2 + STATE] = track._saved_mean, track._saved_covariance.reshape(-1)
-    for row, (frame, box) in zip(past[2 + STATE :].reshape(-1, 5), sorted(track.observations.items())):
+    past[2 + STATE :][:4] = track.last_observation
+    for row, (frame, box) in zip(past[6 + STATE :].reshape(-1, 5), sorted(track.observations.items())):
         row[0], row[1:] = frame, box
 
 
@@ -175,6 +192,22 @@ def _new_mutual_tracks(tracker: Tracker, count: int) -> list[Track]:
     return [track(np.array([0, 0, 1, 1, 0], np.float32), 1, 0) for _ in range(count)]
 
 
+def _mutual_detections(tracker: Tracker, results: Results, img: object, feats: Any) -> list[dict[int, Track]]:
+    module = importlib.import_module("ultralytics.trackers.track_tracker")
+    high = results.conf >= np.float32(tracker.args.track_high_thresh)
+    boxes, scores, classes = module.parse_bboxes(results)[high], results.conf[high], results.cls[high]
+    if getattr(tracker.args, "model", "auto") == "auto":
+        img = feats[high] if feats is not None and len(feats) else None
+    features = tracker.encoder(img, boxes) if len(boxes) and img is not None else [None] * len(boxes)
+    tracks = [module.TTSTrack(*detection) for detection in zip(boxes, scores, classes, features)]
+    return [dict(zip(np.flatnonzero(high).tolist(), tracks)), {}]
+
+
+def _mutual_distance(tracker: Tracker, tracks: list[Track], found: list[Track]) -> Row:
+    cosine_distance = importlib.import_module("ultralytics.trackers.track_tracker")._cosine_distance
+    return tracker.reid_weight * cosine_distance(tracks, found)
+
+
 def _mutual_frame_options(tracker: Tracker) -> FrameOptions:
     scores = tracker.args.track_high_thresh, tracker.args.track_low_thresh, tracker.new_track_thresh
     return *scores, tracker.max_time_lost, tracker.match_thr, False
@@ -187,10 +220,14 @@ _OBSERVING = Kind(
     record=_record_observations,
 )
 KINDS = {
-    "BYTETracker": Kind(lambda: _C.Tracker(False), {}, rotates=True),
-    "BOTSORT": Kind(lambda: _C.Tracker(True), {}, moves=True, rotates=True, looks="11413a18"),
+    "BYTETracker": Kind(lambda: _C.Tracker(False), {}),
+    "BOTSORT": Kind(lambda: _C.Tracker(True), {}, moves=True, looks=(("get_dists", "11413a18"),)),
     "OCSORT": _OBSERVING,
-    "DeepOCSORT": _OBSERVING,
+    "DeepOCSORT": _OBSERVING._replace(
+        moves=True,
+        looks=(("get_dists", "e6abed2f"), ("_fuse_appearance", "de875371")),
+        learn=lambda track, seen: track.update_features(seen.curr_feat, seen.score),
+    ),
     "FASTTracker": Kind(
         _C.OcclusionTracker,
         {
@@ -217,13 +254,16 @@ KINDS = {
             "lost_match_thr": ("lost_limit", float),
             "tai_thr": ("apart", float),
             "min_track_len": ("confirmed_from", int),
+            "iou_weight": ("overlap_weight", float),
         },
-        checked=("match_thr", "new_track_thresh"),
+        checked=("match_thr", "new_track_thresh", "reid_weight"),
         recall=_recall_ways,
         record=_record_ways,
         moves=True,
-        rotates=True,
         recovers=True,
+        looks=(("_cost_matrix", "0b314b92"),),
+        detections=_mutual_detections,
+        distance=_mutual_distance,
         numbers=("track_high_thresh", "track_low_thresh"),
         frame_options=_mutual_frame_options,
         probe_motion=_probe_mutual_motion,

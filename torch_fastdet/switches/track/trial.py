@@ -21,7 +21,7 @@ OPTIONS: Names = {
     "match_thresh": 0.8,
     "fuse_score": True,
 }
-#: What Ultralytics' other trackers read besides.
+#: Ultralytics' other trackers read these, too.
 OTHERS = {"gmc_method": "none", "proximity_thresh": 0.5, "appearance_thresh": 0.8, "with_reid": False, "model": "auto"}
 
 

@@ -53,10 +53,9 @@ def obstacle_to(tracker: Tracker, known: Stock) -> Obstacle | None:
     if other:
         return Obstacle(f"{name} has its own {', '.join(sorted(other)[:3])}.")
     kind = KINDS[known.__name__]
-    if _looks(tracker) and not (kind.looks and fingerprint(known.get_dists) == kind.looks):
-        return Obstacle(
-            f"{name} re-identifies (with_reid), which the core does as BoT-SORT of ultralytics {REFERENCE} alone."
-        )
+    known_looks = [fingerprint(getattr(known, method)) == code for method, code in kind.looks]
+    if _looks(tracker) and not (known_looks and all(known_looks)):
+        return Obstacle(f"{name} re-identifies (with_reid), which the core does as ultralytics {REFERENCE} alone.")
     reason = kind.obstacle(tracker)
     return None if reason is None else Obstacle(reason)
 
@@ -90,7 +89,7 @@ def updating(active: Active, stock: Function, known: type) -> Function:
         if held is None:
             return own(self, results, img, *args, **kwargs)
         rotated = type(results) is OBB
-        rows = results.data if (rotated and kind.rotates) or type(results) is Boxes else None
+        rows = results.data if type(results) in (Boxes, OBB) else None
         recovered = kwargs.get("dets_del", args[0] if args else None) if kind.recovers else None
         if recovered is not None:
             recovered = np.column_stack(recovered)
@@ -105,13 +104,14 @@ def updating(active: Active, stock: Function, known: type) -> Function:
         looks: dict[str, Any] = {}
         seen: dict[int, Track] = {}
         if held.looks is not None:
-            seen, looks = look(self, held, results, img, args[0] if args else kwargs.get("feats"))
+            feats = args[0] if args and not kind.recovers else kwargs.get("feats")
+            seen, looks = look(self, held, results, img, feats)
         moves = kind.moves and img is not None and self.gmc.method is not None
         motion = camera_motion(self, kind, results, img, rotated) if moves else None
         born = core.last_id
         out = core.update(rows, *kind.frame_options(self), motion, rotated, recovered, **looks)
         if held.looks is not None:
-            held.looks = looks_of(core, held.looks, seen)
+            held.looks = looks_of(core, kind, held.looks, seen)
         for _ in range(core.last_id - born):
             next(self._ids)
         attributes["frame_id"] = core.frame
@@ -127,31 +127,27 @@ def look(
 
     The framework's functions find features and compare them, as they do in its own ``update``.
     """
-    from ultralytics.trackers.utils.matching import embedding_distance
-
     assert held.looks is not None
-    high, low, *masks = tracker._split_detections(results)
-    places = [np.flatnonzero(mask) for mask in masks]
-    made = [tracker.init_track(part, tracker._input_for(img, feats, mask)) for part, mask in zip((high, low), masks)]
+    high, low = held.kind.detections(tracker, results, img, feats)
     alive = np.concatenate([held.core.save(place)[:, (72, 80)] for place in range(len(LIVE))])
-    costs = np.ones((len(alive), len(results)), np.float32)
+    costs = np.full((len(alive), len(results)), np.nan, np.float32)
     for confirmed in (True, False):  # they are matched apart
         rows = np.flatnonzero(alive[:, 1] == confirmed)
-        far = embedding_distance([held.looks[int(alive[row, 0])] for row in rows], made[0]) / 2
-        costs[np.ix_(rows, places[0])] = np.where(far > 1 - tracker.appearance_thresh, 1, far)
-    found = {int(place): track for part, tracks in zip(places, made) for place, track in zip(part, tracks)}
-    return found, {"looks": costs, "near": 1 - tracker.proximity_thresh}
+        if len(rows) and high:
+            tracks = [held.looks[int(alive[row, 0])] for row in rows]
+            costs[np.ix_(rows, np.array(list(high)))] = held.kind.distance(tracker, tracks, list(high.values()))
+    return high | low, {"looks": costs, "near": 1 - getattr(tracker, "proximity_thresh", 0)}
 
 
-def looks_of(core: Any, known: dict[int, Track], seen: dict[int, Track]) -> dict[int, Track]:
+def looks_of(core: Any, kind: Kind, known: dict[int, Track], seen: dict[int, Track]) -> dict[int, Track]:
     """Return the live tracks by id, with the features of the detections that they got in the last frame."""
     found = {}
     for number, frame, index in np.concatenate([core.save(place)[:, (72, 73, 76)] for place in range(len(LIVE))]):
-        track = known.get(int(number))
-        if track is None:
-            track = seen[int(index)]
-        elif frame == core.frame and seen[int(index)].curr_feat is not None:
-            track.update_features(seen[int(index)].curr_feat)
+        detection = seen.get(int(index)) if frame == core.frame else None
+        track: Any = known.get(int(number), detection)
+        if detection is not None and detection is not track and detection.curr_feat is not None:
+            track.score = detection.score  # TrackTrack weighs by it
+            kind.learn(track, detection)
         found[int(number)] = track
     return found
 
@@ -183,6 +179,7 @@ class _Probe:
         self.mean, self.covariance = np.zeros(8), np.eye(8)
         self.mean[[2, 4 + column]] = 1
         self.angle = 0.0 if rotated else None
+        self.last_observation = (-1.0,)  # OC-SORT's: none
 
 
 # The lists of tracks ---------------------------------------------------------------------------------------------------
@@ -234,7 +231,7 @@ def give_out(tracker: Tracker, names: tuple[str, ...]) -> None:
         for place, name in enumerate(LIVE):
             attributes[name] = _tracks(tracker, held.core.save(place), known, held.kind, True)
     if names != LIVE and not held.outside.issuperset(REMOVED):
-        # What is alive again is the same object in both lists, which the core's older copy must not change.
+        # A track that is alive again is the same object in both lists, which the core's older copy must not change.
         give_out(tracker, LIVE)
         alive = {track.track_id: track for name in LIVE for track in attributes[name]}
         rows = held.core.save(len(LIVE))
