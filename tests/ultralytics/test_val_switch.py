@@ -1,9 +1,11 @@
-"""val_optim in Ultralytics' validators: which of them get it, and what their metrics are made of."""
+"""Compares val_optim with Ultralytics' validators: which of them get it, and their metrics."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 
 import torch_fastdet.ultralytics as drop_in
 from tests.ops.test_metrics import IOUV, image, rectangles
+from torch_fastdet._torch import meanwhile
 from torch_fastdet.patching.replace import SwitchError
 from torch_fastdet.switches.val import ultralytics as validation
 from torch_fastdet.switches.val.ultralytics import confusions
@@ -116,38 +119,41 @@ def test_matches_by_any_overlaps_as_stock(ultralytics, device):
 
 TASKS = {"segment": ("Segmentation", "mask_iou"), "pose": ("Pose", "kpt_iou"), "obb": ("OBB", "batch_probiou")}
 MATCHES = {"segment": "tp_m", "pose": "tp_p", "obb": "tp"}
+IMAGES = (40, 7), (0, 4), (9, 0), (25, 3), (0, 0), (1, 1)  # detections and labels
 
 
 def task_validator(task):
-    """The module of a task's validator, and the class."""
+    """Return the module of a task's validator, and the class."""
     val = importlib.import_module(f"ultralytics.models.yolo.{task}.val")
-    return val, getattr(val, f"{TASKS[task][0]}Validator")
+    return val, getattr(val, f"{TASKS.get(task, ('Detection',))[0]}Validator")
 
 
-def tasks_metrics(task, device, pretend=False, overlap=True, plots=True, size=32, kind=lambda stock: stock, counts=((40, 7), (0, 4), (9, 0), (25, 3))):  # fmt: skip
-    """What a task's validator gathers of pictures with so many detections and labels: statistics and confusion matrix."""
-    name = TASKS[task][0]
+def metrics_of(task, device, case="", counts=IMAGES, pretend=False, overlap=True, size=32, kind=lambda stock: stock, prepare=None, files=None):  # fmt: skip
+    """Return the statistics and the confusion matrix that a task's validator gathers of these images, or the error, and write its files."""
     metrics = importlib.import_module("ultralytics.utils.metrics")
     validator = object.__new__(kind(task_validator(task)[1]))
     names = {i: str(i) for i in range(3)}
-    options = {
-        "save_json": False,
-        "save_txt": False,
+    options = dict.fromkeys(("save_json", "save_txt", "save_conf"), files is not None) | {
         "visualize": False,
-        "single_cls": False,
-        "conf": 0.1,
-        "task": task,
+        "plots": True,
     }
     vars(validator).update(
-        args=SimpleNamespace(**options, plots=plots, overlap_mask=overlap), seen=0, iouv=IOUV.to(device), niou=10,
-        device="cuda" if pretend else device, is_custom_json=False, build_gdict=False, nc=3, names=names,
-        metrics=getattr(metrics, f"{'Segment' if task == 'segment' else name}Metrics")(names), process=None,
-        confusion_matrix=metrics.ConfusionMatrix(names=names, task=task), sigma=np.ones(4) / 4, kpt_shape=[4, 3],
+        args=SimpleNamespace(**options, single_cls=case == "single_cls", conf=0.1, task=task, overlap_mask=overlap),
+        seen=0, iouv=IOUV.to(device), niou=10, device="cuda" if pretend else device, is_custom_json=False, build_gdict=False,
+        nc=3, names=names, confusion_matrix=metrics.ConfusionMatrix(names=names, task=task), process=None,
+        metrics=getattr(metrics, {"segment": "Segment", "pose": "Pose", "obb": "OBB"}.get(task, "Det") + "Metrics")(names),
+        sigma=np.ones(4) / 4, kpt_shape=[4, 3], jdict=[], class_map=[1, 2, 3], is_coco=False, save_dir=files, label_root=Path(),
     )  # fmt: skip
+    own = {"_prepare_pred": prepare} if prepare else {}
+    if not overlap:  # a user's own
+        own["_prepare_batch"] = validator._prepare_batch
+    vars(validator).update(own)
     generator = torch.Generator().manual_seed(3)
     preds, labels = [], []
     for number, (n, m) in enumerate(counts):
         rows, truth = image(n, m, number)
+        if case == "not sorted":
+            rows = rows[torch.randperm(n, generator=generator)]
         rows[:, :4], truth[:, 1:] = rows[:, :4] / 150, truth[:, 1:] / 150
         pred = {"bboxes": rows[:, :4] * 128, "conf": rows[:, 4], "cls": rows[:, 5]}
         centre = torch.cat(((truth[:, 1:3] + truth[:, 3:]) / 2, truth[:, 3:] - truth[:, 1:3]), 1)
@@ -157,12 +163,12 @@ def tasks_metrics(task, device, pretend=False, overlap=True, plots=True, size=32
             pred["bboxes"] = torch.cat((centred, torch.rand(n, 1, generator=generator) * 0.2), 1)
             label["bboxes"] = torch.cat((centre, torch.rand(m, 1, generator=generator) * 0.2), 1)
         elif task == "pose":
-            corner, size = (rows[:, None, :2], (rows[:, 2:4] - rows[:, :2])[:, None])
+            corner, extent = (rows[:, None, :2], (rows[:, 2:4] - rows[:, :2])[:, None])
             where = torch.tensor([[0.2, 0.2], [0.8, 0.2], [0.8, 0.8], [0.2, 0.8]])
-            pred["keypoints"] = torch.cat(((corner + size * where) * 128, torch.ones(n, 4, 1)), 2)
+            pred["keypoints"] = torch.cat(((corner + extent * where) * 128, torch.ones(n, 4, 1)), 2)
             points = truth[:, None, 1:3] + (truth[:, 3:] - truth[:, 1:3])[:, None] * where
             label["keypoints"] = torch.cat((points, torch.randint(3, (m, 4, 1), generator=generator)), 2)
-        else:
+        elif task == "segment":
             pred["masks"] = rectangles(rows[:, :4] * 32, 32).to(torch.uint8)
             masks = rectangles(truth[:, 1:] * size, size).float()
             index = torch.stack([torch.zeros(size, size), *(mask * (i + 1) for i, mask in enumerate(masks))]).amax(0)
@@ -170,51 +176,54 @@ def tasks_metrics(task, device, pretend=False, overlap=True, plots=True, size=32
         preds.append({key: value.to(device) for key, value in pred.items()})
         labels.append(label)
     batch = {key: torch.cat([label[key] for label in labels]).to(device) for key in labels[0]}
+    if case == "mixed labels":
+        order = torch.randperm(len(batch["cls"]), generator=generator)
+        batch = {key: values[order] for key, values in batch.items()}
+    if case == "class out of range":
+        batch["cls"][2] = 5
     images = len(counts)
     batch |= {"img": torch.zeros(images, 3, 128, 128), "ori_shape": [(128, 128)] * images, "ratio_pad": [None] * images}
-    before = vars(validator).copy()
-    if not overlap:  # a user's own
-        before["_prepare_batch"] = validator._prepare_batch = type(validator)._prepare_batch.__get__(validator)
-    validator.update_metrics(preds, batch | {"im_file": [f"{i}.jpg" for i in range(images)]})
-    assert vars(validator).get("_prepare_batch") == before.get("_prepare_batch")
-    assert str(validator.device) == str("cuda" if pretend else device)
-    return validator.metrics.stats, validator.confusion_matrix.matrix
+    if files is not None:
+        (files / "labels").mkdir(parents=True)
+    try:
+        validator.update_metrics(preds, batch | {"im_file": [f"{i}.jpg" for i in range(images)]})
+    except IndexError as error:
+        return str(error)
+    assert vars(validator).items() >= own.items() and str(validator.device) == str("cuda" if pretend else device)
+    assert set(vars(validator.confusion_matrix)) == set(vars(metrics.ConfusionMatrix(names=names, task=task)))
+    if files is not None:
+        (files / "predictions.json").write_text(json.dumps(validator.jdict))
+    return validator.metrics.stats, validator.confusion_matrix.matrix, validator.seen
 
 
-@pytest.mark.parametrize("most", [1, 10_000, 1 << 25])
-@pytest.mark.parametrize("task", ["segment", "pose", "obb"])
-def test_tasks_have_stocks_metrics(ultralytics, device, task, most, monkeypatch):
+def assert_same(found, stock):
+    assert found[0].keys() == stock[0].keys() and found[2] == stock[2]
+    for key, values in stock[0].items():
+        for mine, theirs in zip(found[0][key], values, strict=True):
+            assert np.array_equal(mine, theirs) and mine.dtype == theirs.dtype and mine.shape == theirs.shape, key
+    assert np.array_equal(found[1], stock[1])
+
+
+@pytest.mark.parametrize("counts", [IMAGES, [(9, 0)] * 3, [(0, 4)] * 3, [(0, 0)] * 2, [(9, 4)]], ids=str)
+@pytest.mark.parametrize("task", ["detect", *TASKS])
+def test_metrics_are_stocks(ultralytics, device, task, counts, monkeypatch):
     """On the CPU the validator takes itself to be on a GPU, and so moves what it has to the host."""
-    monkeypatch.setattr(validation, "_MOST_ELEMENTS", most)
-    ways = [{"overlap": o, "size": size} for o in (True, False) for size in (32, 48)] if task == "segment" else [{}]
-    stock = [tasks_metrics(task, device, **way) for way in ways]
+    ways = [{"case": case} for case in ("", "not sorted", "mixed labels", "single_cls")] if task == "detect" else [{}]
+    if task == "segment":
+        ways = [{"overlap": overlap, "size": size} for overlap in (True, False) for size in (32, 48)]
+    stock = [metrics_of(task, device, counts=counts, **way) for way in ways]
     drop_in.patch(val_optim=True)
     calls = []
     monkeypatch.setattr(validation.ops, "match_detections", calling(calls, validation.ops.match_detections))
-    for (stats, matrix), way in zip(stock, ways):
-        found, counted = tasks_metrics(task, device, pretend=device.type == "cpu", **way)
-        assert stats.keys() == found.keys() and len(stats["conf"]) == 4
-        for key, values in stats.items():
-            for mine, theirs in zip(found[key], values, strict=True):
-                assert np.array_equal(mine, theirs), key
-        assert np.array_equal(matrix, counted) and matrix.sum() > 10
-        kind = MATCHES[task]
-        assert 3 < sum(values.sum() for values in found[kind]) < sum(values.size for values in found[kind])
-    assert len(calls) == len(ways) * (1 if task == "obb" else 2), "a launch for all images"
-
-
-@pytest.mark.parametrize("counts", [[(9, 0)] * 3, [(0, 4)] * 3, [(0, 0)] * 2, [(9, 4)]], ids=str)
-@pytest.mark.parametrize("task", TASKS)
-def test_tasks_without_labels_or_detections_or_of_one_image(ultralytics, device, task, counts):
-    ways = [{"overlap": o, "counts": counts} for o in (True, False)] if task == "segment" else [{"counts": counts}]
-    stock = [tasks_metrics(task, device, **way) for way in ways]
-    drop_in.patch(val_optim=True)
-    for (stats, matrix), way in zip(stock, ways):
-        found, counted = tasks_metrics(task, device, pretend=device.type == "cpu", **way)
-        for key, values in stats.items():
-            for mine, theirs in zip(found[key], values, strict=True):
-                assert np.array_equal(mine, theirs) and np.shape(mine) == np.shape(theirs), key
-        assert np.array_equal(matrix, counted)
+    for most in (1, 10_000, 1 << 25):
+        monkeypatch.setattr(validation, "_MOST_ELEMENTS", most)
+        calls.clear()
+        for wanted, way in zip(stock, ways):
+            found = metrics_of(task, device, counts=counts, pretend=device.type == "cpu", **way)
+            assert_same(found, wanted)
+            correct = np.concatenate(found[0][MATCHES.get(task, "tp")])
+            assert counts is not IMAGES or (found[1].sum() > 10 and 3 < correct.sum() < correct.size)
+        assert len(calls) == len(ways) * (2 if task in ("segment", "pose") else 1), "a launch for all images"
 
 
 @pytest.mark.parametrize("task", ["detect", *TASKS])
@@ -224,7 +233,7 @@ def test_a_matching_of_ones_own_is_called(ultralytics, as_on_gpu, device, task, 
     monkeypatch.setattr(validator, "match_predictions", calling(seen, validator.match_predictions), raising=False)
     drop_in.patch(val_optim=True)
     seen.clear()
-    detections_metrics("all", device) if task == "detect" else tasks_metrics(task, device)
+    metrics_of(task, device)
     assert seen
 
 
@@ -252,7 +261,7 @@ def as_on_gpu(monkeypatch):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_tasks_own_matching_stays(ultralytics, as_on_gpu, device, task, monkeypatch, capsys):
-    """What a user has put on the validator's class before patch()."""
+    """A user has put it on the validator's class before patch()."""
     _, validator = task_validator(task)
     seen = []
     monkeypatch.setattr(validator, "_process_batch", calling(seen, validator._process_batch))
@@ -260,8 +269,8 @@ def test_a_tasks_own_matching_stays(ultralytics, as_on_gpu, device, task, monkey
     assert (
         f"{validator.__name__}._process_batch has been replaced by somebody else, and stays." in capsys.readouterr().err
     )
-    found, _ = tasks_metrics(task, device)
-    assert len(seen) == len(found["conf"]) == 4
+    found = metrics_of(task, device)[0]
+    assert len(seen) == len(found["conf"]) == len(IMAGES)
 
 
 @pytest.mark.parametrize("name", ["validator.match_predictions", "validator._process_batch", "matrix.process_batch"])
@@ -289,7 +298,7 @@ def test_a_tasks_own_overlaps_are_called(ultralytics, as_on_gpu, device, task, m
     theirs = getattr(module, name)
     drop_in.patch(val_optim=True)
     monkeypatch.setattr(module, name, calling(seen, lambda *args, **kwargs: theirs(*args, **kwargs) * 0))
-    found, _ = tasks_metrics(task, device)
+    found = metrics_of(task, device)[0]
     assert seen and not sum(values.sum() for values in found[MATCHES[task]])
 
 
@@ -309,17 +318,16 @@ def test_own_rows_are_compared_one_by_one(ultralytics, as_on_gpu, device, task, 
     with monkeypatch.context() as patch:
         if when != "a subclass":
             patch.setattr(detect, "_prepare_pred", every_other(detect._prepare_pred))
-        stats, matrix = tasks_metrics(task, device, kind=kind)
+        stock = metrics_of(task, device, kind=kind)
     if when == "before":
         monkeypatch.setattr(detect, "_prepare_pred", every_other(detect._prepare_pred))
     drop_in.patch(val_optim=True)
     if when == "after":
         monkeypatch.setattr(detect, "_prepare_pred", every_other(detect._prepare_pred))
     assert ("_prepare_pred has been replaced" in capsys.readouterr().err) == (when == "before")
-    found, counted = tasks_metrics(task, device, kind=kind)
-    for key, values in stats.items():
-        assert all(np.array_equal(mine, theirs) for mine, theirs in zip(found[key], values, strict=True)), key
-    assert np.array_equal(matrix, counted) and len(found["conf"][0]) == 20
+    found = metrics_of(task, device, kind=kind)
+    assert_same(found, stock)
+    assert len(found[0]["conf"][0]) == 20
 
 
 def test_a_fork_without_the_function_is_stocks(ultralytics, monkeypatch, capsys):
@@ -331,66 +339,65 @@ def test_a_fork_without_the_function_is_stocks(ultralytics, monkeypatch, capsys)
     assert "val_optim: ultralytics.models.yolo.pose.val.PoseValidator._process_batch stays" in capsys.readouterr().err
 
 
-def detections_metrics(case, device, pretend=False, prepare=None):
-    """The statistics, the confusion matrix and the number of images that a validator of boxes gathers of six images."""
-    metrics = importlib.import_module("ultralytics.utils.metrics")
-    validator = object.__new__(importlib.import_module("ultralytics.models.yolo.detect.val").DetectionValidator)
-    names = {i: str(i) for i in range(3)}
-    options = {"save_json": False, "save_txt": False, "visualize": False, "plots": True, "conf": 0.1, "task": "detect"}
-    vars(validator).update(
-        args=SimpleNamespace(**options, single_cls=case == "single_cls"), seen=0, iouv=IOUV.to(device), niou=10,
-        device="cuda" if pretend else device, is_custom_json=False, build_gdict=False, nc=3, names=names,
-        metrics=metrics.DetMetrics(names), confusion_matrix=metrics.ConfusionMatrix(names=names, task="detect"),
-    )  # fmt: skip
-    if prepare is not None:
-        validator._prepare_pred = prepare
-    generator = torch.Generator().manual_seed(5)
-    sizes = {"no labels": [(9, 0)] * 6, "no detections": [(0, 4)] * 6}
-    found, labels = [], []
-    for number, (n, m) in enumerate(sizes.get(case, [(40, 7), (0, 4), (9, 0), (25, 3), (0, 0), (1, 1)])):
-        rows, truth = image(n, m, number)
-        if case == "not sorted":
-            rows = rows[torch.randperm(n, generator=generator)]
-        found.append({"bboxes": rows[:, :4], "conf": rows[:, 4], "cls": rows[:, 5]})
-        boxes = torch.cat(((truth[:, 1:3] + truth[:, 3:]) / 2, truth[:, 3:] - truth[:, 1:3]), 1) / 128
-        labels.append({"cls": truth[:, :1], "bboxes": boxes, "batch_idx": torch.full((m,), float(number))})
-    batch = {key: torch.cat([label[key] for label in labels]) for key in labels[0]}
-    if case == "mixed labels":
-        order = torch.randperm(len(batch["cls"]), generator=generator)
-        batch = {key: values[order] for key, values in batch.items()}
-    if case == "class out of range":
-        batch["cls"][2] = 5
-    batch = {key: values.to(device) for key, values in batch.items()}
-    batch |= {"img": torch.zeros(6, 3, 128, 128), "ori_shape": [(128, 128)] * 6, "ratio_pad": [None] * 6}
-    preds = [{key: value.to(device) for key, value in pred.items()} for pred in found]
-    try:
-        validator.update_metrics(preds, batch | {"im_file": [f"{i}.jpg" for i in range(6)]})
-    except IndexError as error:
-        return str(error)
-    assert set(vars(validator.confusion_matrix)) == set(vars(metrics.ConfusionMatrix(names=names, task="detect")))
-    return validator.metrics.stats, validator.confusion_matrix.matrix, validator.seen
-
-
-CASES = ("all", "no labels", "no detections", "not sorted", "mixed labels", "single_cls", "class out of range")
-
-
-@pytest.mark.parametrize("case, own", [*((case, False) for case in CASES), *((case, True) for case in CASES[:5])])
-def test_detections_of_a_batch_are_matched_at_once(ultralytics, device, case, own, monkeypatch):
-    def fewer(pred):  # a user's own
+@pytest.mark.parametrize("counts", [IMAGES, [(9, 0)] * 3, [(0, 4)] * 3], ids=str)
+def test_rows_of_ones_own_are_matched(ultralytics, device, counts):
+    def fewer(pred):
         return {name: values[:5] for name, values in pred.items()}
 
-    prepare = fewer if own else None
-    stock = detections_metrics(case, device, prepare=prepare)
+    stock = metrics_of("detect", device, counts=counts, prepare=fewer)
     drop_in.patch(val_optim=True)
-    calls = []
-    monkeypatch.setattr(validation.ops, "match_detections", calling(calls, validation.ops.match_detections))
-    found = detections_metrics(case, device, device.type == "cpu", prepare)
-    if case == "class out of range":
-        assert isinstance(stock, str) and found == stock
-        return
-    assert stock[0].keys() == found[0].keys() and found[2] == 6
-    for key, values in stock[0].items():
-        for mine, theirs in zip(found[0][key], values, strict=True):
-            assert np.array_equal(mine, theirs) and mine.dtype == theirs.dtype, key
-    assert np.array_equal(found[1], stock[1]) and stock[1].sum() > 5
-    assert own or len(calls) == 1
+    assert_same(metrics_of("detect", device, counts=counts, pretend=device.type == "cpu", prepare=fewer), stock)
+
+
+def test_a_class_out_of_range_is_stocks_error(ultralytics, device):
+    stock = metrics_of("detect", device, "class out of range")
+    drop_in.patch(val_optim=True)
+    assert isinstance(stock, str)
+    assert metrics_of("detect", device, "class out of range", pretend=device.type == "cpu") == stock
+
+
+def test_files_are_the_originals(ultralytics, device, tmp_path):
+    found = []
+    for folder in (tmp_path / "stock", tmp_path / "ours"):
+        metrics_of("detect", device, pretend=folder.name == "ours" and device.type == "cpu", files=folder)
+        found.append({file.name: file.read_text() for file in folder.rglob("*.*")})
+        drop_in.patch(val_optim=True)
+    assert found[0] == found[1] and len(found[0]) == 5 and len(json.loads(found[0]["predictions.json"])) == 75
+
+
+def test_a_batch_waits_until_the_gpu_has_the_next_one(ultralytics, device, monkeypatch):
+    stock = metrics_of("detect", device)
+    drop_in.patch(val_optim=True)
+    monkeypatch.setattr(validation, "_may_wait", lambda validator: True)
+    assert_same(
+        metrics_of("detect", device, pretend=device.type == "cpu"), stock
+    )  # the model may not tell of the next one
+    meanwhile.launched()
+    stats, matrix, seen = metrics_of("detect", device, pretend=device.type == "cpu")
+    assert seen == 0 and not stats["conf"] and not matrix.any()
+    meanwhile.launched()
+    assert_same((stats, matrix, stock[2]), stock)
+
+
+def test_a_batch_waits_only_where_nobody_looks(ultralytics):
+    from ultralytics.utils.callbacks import get_default_callbacks
+
+    def may_wait(kind=ultralytics.validator, plots=False, batch=0, **callbacks):
+        validator, args = object.__new__(kind), SimpleNamespace(plots=plots)
+        vars(validator).update(args=args, batch_i=batch, callbacks=get_default_callbacks() | callbacks)
+        return validation._may_wait(validator)
+
+    pose = task_validator("pose")[1]
+    assert not may_wait(), "nothing would finish the last batch"
+    drop_in.patch(val_optim=True)
+    assert may_wait() and may_wait(pose) and may_wait(plots=True, batch=3) and may_wait(on_val_end=[print])
+    assert not may_wait(plots=True, batch=2), "the first batches are drawn"
+    assert not may_wait(on_val_batch_end=[print]) and not may_wait(on_val_batch_start=[print])
+    assert not may_wait(type("Mine", (ultralytics.validator,), {"__module__": __name__}))
+    done = []
+    done = []
+    meanwhile.postpone(lambda: done.append(True))
+    validator = object.__new__(ultralytics.validator)
+    validator.args = SimpleNamespace(plots=False)
+    validator.gather_stats()
+    assert done

@@ -1,4 +1,4 @@
-"""val_optim: the functions that val.py calls for each image, held against stock's."""
+"""Compares the functions that val.py calls for each image with the originals."""
 
 import copy
 import hashlib
@@ -62,7 +62,7 @@ def test_matches_as_stock(yolov5, device, seed):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("scale", [1, 2])
 def test_masks_match_as_stock(yolov5, device, overlap, scale):
-    """Masks of labels as large as those of predictions, and half as large."""
+    """Return masks of labels as large as those of predictions, and half as large."""
     from yolov5.segment import val
 
     stock = val.process_batch
@@ -84,7 +84,7 @@ def test_masks_match_as_stock(yolov5, device, overlap, scale):
 
 
 class Finds(torch.nn.Module):
-    """A segmentation model that finds the labels of a loader's batches, some well, some badly, and things that are not there."""
+    """Stands in for a segmentation model that finds the labels of a loader's batches, some well, some badly, and things that are not there."""
 
     def __init__(self, batches, missed: int, channels: int = 32) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ COUNTS = [3, 0, 6, 1, 2, 0]  # labels of each picture
 def test_segmentation_gives_stocks_numbers_and_files(
     yolov5, device, overlap, ratio, counts, plots, half, tmp_path, monkeypatch
 ):
-    """The loop of segment/val.py, on pictures without labels, without detections, and with files of every kind."""
+    """Run the loop of segment/val.py on images without labels, without detections, and with files of every kind."""
     from PIL import Image
     from yolov5 import utils
     from yolov5.segment import val
@@ -239,7 +239,7 @@ def test_confusion_matrix_refuses_thresholds_as_stock(yolov5, options):
 
 
 def test_confusion_matrix_counts_in_training_after_validation(yolov5, device):
-    """Made in inference mode, as val.py makes it, and used outside of it."""
+    """It is made in inference mode, as val.py makes it, and used outside of it."""
     drop_in.patch(val_optim=True)
     matrix = yolov5.metrics.ConfusionMatrix(3)
     detections, labels = (t.to(device) for t in image(40, 7, 0))

@@ -19,6 +19,7 @@ from torch import nn
 
 from torch_fastdet import memory
 from torch_fastdet._say import saying_once
+from torch_fastdet._torch import meanwhile
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.rows import RowGraphs
 from torch_fastdet.patching.evidence import Signature
@@ -162,6 +163,8 @@ def backend_forward(active: Active, stock: Function, _: object) -> Function:
         if any(value is not None and value is not False for value in (*args, *kwargs.values())):
             graphs.tell("augment=, embed= and other arguments of the model: such predictions run without graphs")
             return stock(backend, im, *args, **kwargs)
-        return graphs(backend.model, im, functools.partial(stock, backend))
+        found = graphs(backend.model, im, functools.partial(stock, backend))
+        meanwhile.launched()
+        return found
 
     return forward

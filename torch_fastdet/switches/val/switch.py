@@ -235,10 +235,19 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("models.yolo.detect.val"),
             "DetectionValidator._process_batch",
-            make=lambda _, stock, __: of_ultralytics.match(stock, _matching()),
+            make=lambda _, stock, __: of_ultralytics.matched(stock),
             evidence=(PROCESS,),
             own=True,
             class_evidence=(Signature(("self", "preds", "batch"), "update_metrics"), MATCHED),
+        ),
+        Target(
+            ultralytics("models.yolo.detect.val"),
+            "DetectionValidator.gather_stats",
+            make=lambda _, stock, __: of_ultralytics.finishing(stock),
+            evidence=(Signature(("self",)),),
+            own=True,
+            otherwise="nothing",  # then no batch waits
+            quiet=True,
         ),
         Target(
             ultralytics("models.yolo.detect.val"), DETECTED, make=_update(), after="DetectionValidator._process_batch"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from numbers import Real
@@ -14,20 +15,25 @@ from torch import Tensor
 
 from torch_fastdet import ops
 from torch_fastdet._say import count
+from torch_fastdet._torch import meanwhile
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet._torch.tensors import as_float
+from torch_fastdet.patching.import_hook import top_level
 from torch_fastdet.patching.protocols import Batch, ConfusionMatrix, Function, Validator
+from torch_fastdet.patching.replace import is_code_of
 from torch_fastdet.suppression import rows_of_rtdetr
 from torch_fastdet.switches.val import average_precision
 
-#: Where stock makes what it combines with the labels.
+#: The framework makes there what it combines with the labels.
 HOST = torch.device("cpu")
 #: A detection takes the label that it overlaps most of those that no better detection has taken.
 RULE = "greedy"
-#: What ``_process_batch`` returns for an image, in its labels on the host.
+#: The labels of an image on the host have under this name what ``_process_batch`` returns.
 MATCHED = "torch_fastdet_matched"
-#: In a confusion matrix: what it counts once the batch is over.
+#: A confusion matrix has under this name what it counts once the batch is over.
 WAITING = "torch_fastdet_waiting"
+#: A ``gather_stats`` that finishes the last batch has this attribute.
+FINISHES = "torch_fastdet_finishes"
 
 
 def _rows(detections: dict[str, Tensor]) -> Tensor:
@@ -42,31 +48,13 @@ def _labels(batch: dict[str, Tensor]) -> Tensor:
 
 
 def matched(stock: Function) -> Function:
-    """Return a task's ``_process_batch``: the matches of :func:`match_all` if there are any."""
+    """Return a validator's ``_process_batch``: the matches of :func:`match_all` if there are any."""
 
     @functools.wraps(stock)
     def _process_batch(self: Validator, preds: dict[str, Tensor], batch: Batch) -> dict[str, object]:
-        if MATCHED not in batch:
-            return stock(self, preds, batch)
-        count("val_optim", "images matched")
-        return batch[MATCHED]
+        return batch[MATCHED] if MATCHED in batch else stock(self, preds, batch)
 
     return _process_batch
-
-
-def match(stock: Function, matching: Function) -> Function:
-    """Return ``DetectionValidator._process_batch`` by one operator; a validator with a matching of its own gets the original."""
-
-    @functools.wraps(stock)
-    def match_image(self: Validator, preds: dict[str, Tensor], batch: Batch) -> dict[str, object]:
-        if type(self).match_predictions is not matching or not len(preds["cls"]) or not len(batch["cls"]):
-            return stock(self, preds, batch)
-        count("val_optim", "images matched")
-        rows = _rows(preds)
-        correct = ops.match_detections(rows, _labels(batch).to(rows.device), self.iouv.to(rows.device), rule=RULE)
-        return {"tp": correct.cpu().numpy()}
-
-    return matched(match_image)
 
 
 def _image_of(sizes: list[int]) -> Tensor:
@@ -150,6 +138,7 @@ def match_all(
         if overlaps is not None and function is not None:
             iou = _of_each_image(validator, overlaps, function(), prepared, preds, table.rows.shape[1])
             found[overlaps.matches] = ops.match_detections(*given, iou)
+        count("val_optim", "images matched", len(prepared))
         for label in prepared:
             label[MATCHED] = {}
         for name, correct in found.items():
@@ -268,6 +257,7 @@ def match_overlaps(stock: Function) -> Function:
     ) -> Tensor:
         if use_scipy:
             return stock(self, pred_classes, true_classes, iou, use_scipy)
+        count("val_optim", "images matched")
         rows, labels = torch.zeros(len(pred_classes), 6), torch.zeros(len(true_classes), 5)
         rows[:, 5], labels[:, 0] = pred_classes, true_classes
         return ops.match_detections(rows, labels, as_float(self.iouv).cpu(), rule=RULE, iou=as_float(iou).cpu())
@@ -280,12 +270,11 @@ def update_on_host(
 ) -> Function:
     """Return a validator's ``update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
 
-    A validator whose ``_process_batch`` is not ``processing`` gets the original's. For ``overlaps`` see :func:`preparing_overlaps` and
-    :func:`match_all`.
+    A validator whose ``_process_batch`` is not ``processing`` gets the original's. ``prepare_all`` is that of :func:`match_all`. Where
+    nobody looks between two batches, this is done while the GPU works on the next one.
     """
 
-    @functools.wraps(stock)
-    def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> None:
+    def update_now(self: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> None:
         on_gpu = type(self)._process_batch is processing and torch.device(self.device).type != "cpu"
         if not on_gpu or not preds:
             stock(self, preds, batch)
@@ -311,7 +300,60 @@ def update_on_host(
         if waiting:
             _count_together(waiting[0][0], matrix, [call for _, call in waiting])
 
+    @functools.wraps(stock)
+    def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> None:
+        meanwhile.run()
+        if not (meanwhile.may_postpone() and preds and _may_wait(self)):
+            update_now(self, preds, batch)
+            return
+        beside = _beside(preds[0]["conf"])
+
+        def update_later() -> None:
+            with beside:
+                update_now(self, preds, batch)
+
+        meanwhile.postpone(update_later)
+
     return update_metrics
+
+
+def finishing(stock: Function) -> Function:
+    """Return ``gather_stats``, before which the last batch is updated."""
+
+    @functools.wraps(stock)
+    def gather_stats(self: Validator) -> object:
+        meanwhile.run()
+        return stock(self)
+
+    setattr(gather_stats, FINISHES, True)
+    return gather_stats
+
+
+def _may_wait(validator: Validator) -> bool:
+    """Return whether only the framework's own code sees what a validator has gathered before all batches are done."""
+    events = "on_val_batch_start", "on_val_batch_end"
+    called = [call for event in events for call in vars(validator).get("callbacks", {}).get(event, [None])]
+    gathers = [vars(kind)["gather_stats"] for kind in type(validator).__mro__ if "gather_stats" in vars(kind)]
+    return (
+        top_level(type(validator).__module__) == "ultralytics"
+        and any(hasattr(each, FINISHES) for each in gathers)
+        and all(is_code_of(each, "ultralytics") for each in called)
+        and not (validator.args.plots and validator.batch_i < 3)  # these batches are drawn
+    )
+
+
+def _beside(tensor: Tensor) -> Any:
+    """Return a context of another stream, which goes on from here."""
+    if not tensor.is_cuda:
+        return contextlib.nullcontext()
+    stream = _stream(tensor.device)
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    return torch.cuda.stream(stream)
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)  # little work, for which the host waits
 
 
 def _to_host(preds: list[dict[str, Tensor]]) -> list[dict[str, object]]:
