@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,16 @@ from torch_fastdet.switches.frameworks import REFERENCE
 from torch_fastdet.switches.track.kinds import KINDS, Kind
 
 LIVE, REMOVED = ("tracked_stracks", "lost_stracks"), ("removed_stracks", "removed_stracks_frame")
+#: Columns 72 to 81 of a row of the core, as attributes of a track.
+ATTRIBUTES: dict[str, Callable[[Any], object]] = {
+    **dict.fromkeys(("track_id", "frame_id", "start_frame", "tracklet_len"), int),
+    "idx": np.int64,
+    "score": np.float32,
+    "cls": np.float32,
+    "state": int,
+    "is_activated": bool,
+    "angle": lambda value: None if np.isnan(value) else value,
+}
 KEY = "torch_fastdet_core"  # in a tracker's attributes: its _Held, or None where its own update runs
 _held: weakref.WeakSet[Any] = weakref.WeakSet()  # the trackers that have a KEY
 
@@ -252,21 +263,10 @@ def _tracks(
     made: list[Any] = kind.new_tracks(tracker, len(rows))
     for k, row in enumerate(rows):
         track = made[k] = known.get(int(row[72]), made[k])
-        number, frame, start, length, index = (int(value) for value in row[72:77])
-        score, label = row[77:79].astype(np.float32)
         vars(track).update(
+            {name: kind_of(value) for (name, kind_of), value in zip(ATTRIBUTES.items(), row[72:82])},
             mean=row[:8].copy(),
             covariance=row[8:72].reshape(8, 8).copy(),
-            track_id=number,
-            frame_id=frame,
-            start_frame=start,
-            tracklet_len=length,
-            idx=np.int64(index),
-            score=score,
-            cls=label,
-            state=int(row[79]),
-            is_activated=bool(row[80]),
-            angle=None if np.isnan(row[81]) else row[81],
             kalman_filter=tracker.kalman_filter,
             next_id=tracker._ids.__next__,
         )
@@ -297,16 +297,6 @@ def _rows(tracks: list[Any], columns: int, kind: Kind | None) -> NDArray[np.floa
         row[:8], row[8:72] = track.mean, track.covariance.reshape(-1)
         if kind is not None:
             kind.record(track, row[82:])
-        row[72:82] = (
-            track.track_id,
-            track.frame_id,
-            track.start_frame,
-            track.tracklet_len,
-            track.idx,
-            track.score,
-            track.cls,
-            track.state,
-            track.is_activated,
-            np.nan if track.angle is None else track.angle,
-        )
+        values = [getattr(track, name) for name in ATTRIBUTES]
+        row[72:82] = [np.nan if value is None else value for value in values]
     return rows
