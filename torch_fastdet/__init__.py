@@ -34,7 +34,7 @@ _library.load()
 from torch_fastdet import ops  # noqa: E402  (needs the library)
 from torch_fastdet._build_info import build_info  # noqa: E402
 
-#: For CMAKE_PREFIX_PATH: where find_package(TorchFastdet) looks.
+#: The CMAKE_PREFIX_PATH with which find_package(TorchFastdet) finds the library.
 cmake_prefix_path = str(_library.PACKAGE / "share/cmake")
 
 __all__ = ["__version__", "build_info", "cmake_prefix_path", "logger", "ops"]

@@ -26,9 +26,9 @@ def _series(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-#: As in setup.py.
+#: The oldest torch that is supported; setup.py has it, too.
 TORCH_OLDEST = (2, 10)
-#: PyTorch series -> the CUDA of PyPI's build, for which there are wheels.
+#: Maps each PyTorch series for which there are wheels to the CUDA of PyPI's build.
 WHEELS = {"2.10": "12.8", "2.11": "13.0", "2.12": "13.0", "2.13": "13.0", "2.14": "13.0", "2.15": "13.2"}
 
 

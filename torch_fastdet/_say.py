@@ -27,16 +27,14 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if sys.stderr is not None and not is_configured():
-            # A terminal that is gone, or a closed file, must not end a training.
+            # A closed terminal or file must not end a training.
             with contextlib.suppress(OSError, ValueError):
                 print(f"torch_fastdet: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
-#: How often each switch did something since ``patch()``, by its name and by what it did.
+#: Counts what each switch did since ``patch()``, by its name and what it did.
 counts: Counter[tuple[str, str]] = Counter()
-
-
-#: What did not run on torch_fastdet since ``patch()``, and why, in the order in which it was said.
+#: Holds the lines that said what did not run on torch_fastdet since ``patch()``, and why, in their order.
 fallbacks: dict[str, None] = {}
 
 

@@ -25,7 +25,7 @@ def _check(name: str, value: float, most: float = math.inf) -> None:
 
 
 class DecayRamp:
-    """Compute ``decay * (1 - exp(-updates / tau))``, a decay that lets early epochs move. It can be pickled, as a lambda cannot."""
+    """Compute ``decay * (1 - exp(-updates / tau))``; a lambda could not be pickled."""
 
     def __init__(self, decay: float, tau: float):
         _check("decay", decay, 1)
@@ -43,9 +43,9 @@ class DecayRamp:
 class ModelEMA:
     """Keep ``ema``, a copy of a model whose every floating state_dict entry follows the model's: YOLOv5's ModelEMA.
 
-    Each :meth:`update` does ``v *= d; v += (1 - d) * x`` with ``d = decay(updates)`` over parameters and buffers of any floating type at once;
-    integer entries stay. Results are those of the original loop, bit by bit in float32. Replaced tensors (``ema.half().float()``, a resume,
-    another model) are noticed. EMA and model may differ in strides and dtypes. Copies and pickles find their own tensors.
+    Each :meth:`update` does ``v *= d; v += (1 - d) * x`` with ``d = decay(updates)`` over floating parameters and buffers; integer entries
+    stay. Results are those of the original loop, bit by bit in float32. Replaced tensors (``ema.half().float()``, a resume, another model)
+    are noticed. EMA and model may differ in strides and dtypes.
 
     Args:
         model: what to average; DataParallel, DistributedDataParallel and torch.compile are unwrapped.
@@ -78,10 +78,10 @@ class ModelEMA:
         self._watches: tuple[ModuleWatch, ModuleWatch] | None = None
         self._states: list[Any] = []
 
-    #: What copies and files call, with the arguments of this class: the framework's, where this class stands for it.
+    #: The framework's class, if this class replaces it: copies and files call it, with the arguments of this class.
     _filed_as: ClassVar[Callable[..., object] | None] = None
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         ramp, state = self.decay, self.__getstate__()
         if self._filed_as is None or not isinstance(ramp, DecayRamp):
             return super().__reduce_ex__(protocol)
@@ -154,14 +154,14 @@ class ModelEMA:
         for name, average, value in pairs:
             if average.device != value.device:
                 raise RuntimeError(
-                    f"ModelEMA: {name} is on {value.device} in the model, but on {average.device} in the EMA; move both to one device"
+                    f"ModelEMA: {name} is on {value.device} in the model, but on {average.device} in the EMA"
                 )
             if average.shape != value.shape:
                 raise RuntimeError(
                     f"ModelEMA: {name} has shape {list(value.shape)} in the model, but {list(average.shape)} in the EMA; was the "
                     "model changed since?"
                 )
-        # An entry that the state_dict names twice (tied weights) moves twice, as in the original loop: one launch after the other.
+        # Tied weights, which the state_dict names twice, move twice, as in the original loop: one launch after the other.
         rounds: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         seen: dict[int, int] = {}
         for _, average, value in pairs:

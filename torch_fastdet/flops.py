@@ -1,4 +1,4 @@
-"""Counts the operations of torch_fastdet's operators, and tells ``torch.utils.flop_counter`` once it is imported.
+"""Counts the operations of torch_fastdet's operators, and registers the counts with ``torch.utils.flop_counter``.
 
 One addition, multiplication, comparison or transcendental function is one operation, a fused multiply-add two; selections, conversions and
 sign changes are none. A count follows from shapes only: how many candidates pass a threshold, or how many targets match, is left out.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
@@ -20,8 +19,8 @@ __all__ = ["FORMULAS", "register"]
 
 Shape = Sequence[int]
 
-# An IoU of one pair from its corners, its gradients by both boxes from its terms, the corners of two boxes, and the gradients
-# by corners folded into those by the coordinates that were given.
+# Operations for one pair of boxes: the IoU from corners, its gradients from its terms, corners from the given coordinates, and the
+# gradients of these.
 IOU = {"iou": 15, "giou": 26, "diou": 37, "ciou": 55}
 IOU_GRADIENT = {"iou": 32, "giou": 59, "diou": 71, "ciou": 94}
 CORNERS = {True: 12, False: 6}  # by xywh
@@ -80,78 +79,62 @@ def instance_masks(masks: int, channels: int, low: int, pixels: int) -> int:
     return masks * (low * 2 * channels + pixels * 9)
 
 
-# From here on: from the arguments of an operator by name (`a.box1`), tensors replaced by their shapes.
+# The functions below take the arguments of an operator by name (`a.box1`), tensors replaced by their shapes.
 
 
-def _pairs(box1: Shape, box2: Shape) -> int:
-    return math.prod(torch.broadcast_shapes(box1[:-1], box2[:-1]))
+def _pairs(a: SimpleNamespace) -> int:
+    return math.prod(torch.broadcast_shapes(a.box1[:-1], a.box2[:-1]))
 
 
 def _total(shapes: Sequence[Shape]) -> int:
     return sum(math.prod(shape) for shape in shapes)
 
 
-def _anchors(a: Any) -> int:
+def _optional(shape: Shape | None) -> int:
+    return 0 if shape is None else math.prod(shape)
+
+
+def _anchors(a: SimpleNamespace) -> int:
     """Return anchors of YOLOv5 maps, (bs, na * no, ny, nx) or (bs, na, ny, nx, no), whose anchors have shape (nl, na, 2)."""
     return sum(h[0] * (math.prod(h[1:4]) if len(h) == 5 else a.anchors[1] * h[2] * h[3]) for h in a.heads)
 
 
-def _bbox_iou(a: Any) -> int:
-    kind = "ciou" if a.CIoU else "diou" if a.DIoU else "giou" if a.GIoU else "iou"
-    return iou(_pairs(a.box1, a.box2), kind, a.xywh)
-
-
-def _any_iou_backward(a: Any) -> int:
-    return iou_backward(_pairs(a.box1, a.box2), a.kind, a.xywh)
-
-
-def _bias_act(a: Any) -> int:
-    """Return the bias, or the norm (three), the activation, and the shortcut's sum."""
-    normed = 0 if a.variance is None else 2
-    return math.prod(a.x) * (1 + normed + ACTIVATION[a.activation] + (a.residual is not None))
-
-
-def _bn_act(a: Any) -> int:
+def _bn_act(a: SimpleNamespace) -> int:
     """Return mean and variance (four an element), the norm (three), the activation, and the shortcut's sum."""
     elements = _total(a.x) if isinstance(a.x[0], Sequence) else math.prod(a.x)
-    return elements * (4 + 3 + ACTIVATION[a.activation]) + (0 if a.residual is None else math.prod(a.residual))
+    return elements * (4 + 3 + ACTIVATION[a.activation]) + _optional(a.residual)
 
 
-def _bn_act_backward(a: Any) -> int:
-    """Count the activation's input (3) and derivative (2 activations) twice, the sums (3) and the result (5) once."""
-    return math.prod(a.x) * (2 * (3 + 2 * ACTIVATION[a.activation]) + 3 + 5)
-
-
-def _stem_conv2d(a: Any) -> int:
+def _stem_conv2d(a: SimpleNamespace) -> int:
     less = a.weight[2] == 2
     return 2 * a.squares[0] * (a.squares[2] - less) * (a.squares[3] - less) * math.prod(a.weight)
 
 
-def _yolov5_decode(a: Any) -> int:
+def _yolov5_decode(a: SimpleNamespace) -> int:
     count = _anchors(a)
     return decode(count, _total(a.heads) // count - a.nm) if count else 0
 
 
-def _v8_class_logits(a: Any) -> int:
+def _v8_class_logits(a: SimpleNamespace) -> int:
     """Count masks and keypoints for candidates only."""
     if len(a.heads[0]) == 3:  # boxes and scores of all levels
         return math.prod(a.heads[1])
     return sum(math.prod(head) // head[1] * (head[1] - 4 * a.reg_max) for head in a.heads)
 
 
-def _rtdetr_logits(a: Any) -> int:
+def _rtdetr_logits(a: SimpleNamespace) -> int:
     """Count the varifocal entropy of each class as not to be found: no shape says how many queries get a target."""
-    return math.prod(a.scores) + (0 if a.dn_scores is None else math.prod(a.dn_scores))
+    return math.prod(a.scores) + _optional(a.dn_scores)
 
 
-def _sgd(a: Any) -> int:
+def _sgd(a: SimpleNamespace) -> int:
     elements = _total(a.params)
     scaled = elements if a.grad_scale is not None else 0
     return sgd(elements, a.weight_decay != 0, bool(a.momentum_buffers), a.nesterov) + scaled
 
 
-def _by_schema(name: str, formula: Callable[[Any], int]) -> Callable[..., int]:
-    """Return the formula as register_flop_formula wants it: it is called as the operator is, with the shape of the result besides."""
+def _by_schema(name: str, formula: Callable[[SimpleNamespace], int]) -> Callable[..., int]:
+    """Return the formula for register_flop_formula, which is called as the operator is, and with the shape of the result."""
 
     def count(*args: object, out_shape: object = None, **kwargs: object) -> int:
         arguments = operator_arguments(getattr(torch.ops.torch_fastdet, name).default)
@@ -163,9 +146,7 @@ def _by_schema(name: str, formula: Callable[[Any], int]) -> Callable[..., int]:
 
 # These move values, and compute nothing.
 _MOVES = ("image_gather_", "space_to_depth", "space_to_depth_backward", "upsample_nearest2x", "upsample_nearest2x_cat")
-# Images: whether a pixel is warped, mixed or recoloured is written in the tables, and no shape says it. Parts of a loss that
-# depend on how many anchors get a target, and on the sizes of boxes: nor does a shape say these. How long the searches of an
-# assignment are depends on the costs.
+# What these compute depends on their tables, on how many anchors get a target, on the sizes of boxes, or on costs.
 _NO_SHAPE_SAYS = (
     *("image_augment", "image_augment_", "image_letterbox", "image_letterbox_", "image_resize_"),
     *("jpeg_decode_", "jpeg_pack", "jpeg_plan", "linear_assignment"),
@@ -177,13 +158,21 @@ FORMULAS: dict[str, Callable[..., int]] = {
     name: _by_schema(name, formula)
     for name, formula in {
         **dict.fromkeys((*_MOVES, *_NO_SHAPE_SAYS), lambda _: 0),
-        "bbox_iou": _bbox_iou,
-        "bbox_iou_backward": _any_iou_backward,
-        "iou_loss": lambda a: iou_loss(_pairs(a.box1, a.box2), a.kind, a.xywh, a.reduction != "none"),
-        "iou_loss_backward": _any_iou_backward,
-        "bias_act": _bias_act,
+        "bbox_iou": lambda a: iou(
+            _pairs(a), "ciou" if a.CIoU else "diou" if a.DIoU else "giou" if a.GIoU else "iou", a.xywh
+        ),
+        "iou_loss": lambda a: iou_loss(_pairs(a), a.kind, a.xywh, a.reduction != "none"),
+        **dict.fromkeys(("bbox_iou_backward", "iou_loss_backward"), lambda a: iou_backward(_pairs(a), a.kind, a.xywh)),
+        # The bias, or the norm (three), the activation, and the shortcut's sum.
+        "bias_act": lambda a: (
+            math.prod(a.x) * (1 + 2 * (a.variance is not None) + ACTIVATION[a.activation] + (a.residual is not None))
+        ),
         **dict.fromkeys(("bn_act", "bn_act_cat", "bn_act_parts"), _bn_act),
-        **dict.fromkeys(("bn_act_backward", "bn_act_parts_backward"), _bn_act_backward),
+        # The activation's input (3) and derivative (2 activations) twice, the sums (3) and the result (5) once.
+        **dict.fromkeys(
+            ("bn_act_backward", "bn_act_parts_backward"),
+            lambda a: math.prod(a.x) * (2 * (3 + 2 * ACTIVATION[a.activation]) + 3 + 5),
+        ),
         "pad_and_sum": lambda a: math.prod(a.x),
         "softmax_backward": lambda a: 4 * math.prod(a.y),
         "sum_rows": lambda a: math.prod(a.x),
@@ -209,7 +198,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
         "ultralytics_postprocess": lambda a: _total(a.scores),
         "filter_detections": lambda a: math.prod(a.prediction[:-1]) * (1 if a.sizes is None else 11),
         "scale_boxes": lambda a: math.prod(a.boxes[:-1]) * SCALE_BOX[a.xywh],
-        # Of boxes that cover the image; outside a box nothing is computed.
+        # The boxes are taken to cover the image; nothing is computed outside a box.
         "instance_masks": lambda a: instance_masks(
             math.prod(a.coefficients[:-1]), a.protos[-3], math.prod(a.protos[-2:]), math.prod(a.size)
         ),
@@ -237,7 +226,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def register() -> None:
-    """Add the formulas to ``torch.utils.flop_counter``, as the import of this module does. A formula of the user's own stays."""
+    """Register the formulas with ``torch.utils.flop_counter``, as the import of this module does. A user's own formula stays."""
     for name, formula in FORMULAS.items():
         packet = getattr(torch.ops.torch_fastdet, name)
         if packet not in flop_registry:

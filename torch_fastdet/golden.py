@@ -20,18 +20,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+
+from torch_fastdet import ops
 
 __all__ = ["Comparison", "Row", "Writer", "compare", "load", "save", "yolov5_stages"]
 
 INDEX = "stages.txt"
 FILE = re.compile(r"\d{2,}_([A-Za-z0-9][A-Za-z0-9_.-]*)\.npy", re.ASCII)
 DTYPES = ("<f2", "<f4", "<f8", "|i1", "|u1", "<i2", "<i4", "<i8", "|b1")
-# Of YOLOv5's non_max_suppression: the candidates kept for an image, and the pixels between two classes.
-MAX_NMS, MAX_WH = 30000, 7680
+MAX_NMS = 30000  # candidates of an image in YOLOv5's non_max_suppression
 
 Tensors = torch.Tensor | np.ndarray | Sequence[torch.Tensor | np.ndarray]
 
@@ -278,7 +278,7 @@ def yolov5_stages(
     iou_thres: float = 0.45,
     max_det: int = 300,
 ) -> dict[str, list[torch.Tensor] | torch.Tensor]:
-    """Compute YOLOv5's post-processing in plain PyTorch, for :func:`save`: what a port is compared with. It is clear, but not fast.
+    """Compute the stages of YOLOv5's post-processing, for :func:`save`, with which a port is compared.
 
     Args:
         heads: One raw map a level, (bs, na * no, ny, nx) or (bs, na, ny, nx, no), no = 5 + classes.
@@ -296,34 +296,21 @@ def yolov5_stages(
         - kept: The rows that non-maximum suppression keeps, at most max_det an image.
     """
     heads, anchors = list(heads), torch.as_tensor(anchors)
+    strides = [float(stride) for stride in strides]
     if not heads or len(anchors) != len(heads) or len(strides) != len(heads):
         counts = f"{len(heads)}, {len(anchors)} and {len(strides)}"
         raise ValueError(f"heads, anchors and strides must have one entry a level, but there are {counts}")
-    decoded = torch.cat([_decode(h, a, float(s)) for h, a, s in zip(heads, anchors, strides, strict=True)], 1)
+    decoded = ops.yolov5_decode(heads, anchors.to(heads[0]), strides)
     candidates = [_candidates(image, conf_thres) for image in decoded]
     ordered = [rows[rows[:, 4].argsort(descending=True, stable=True)[:MAX_NMS]] for rows in candidates]
-    kept = [rows[_greedy(rows, iou_thres, max_det)] for rows in ordered]
-    tables: dict[str, Any] = {"raw": heads, "decoded": decoded}
+    detections, lengths = ops.non_max_suppression_padded(decoded, conf_thres, iou_thres, max_det=max_det)
+    kept = [rows[:count] for rows, count in zip(detections, lengths.tolist())]
+    tables: dict[str, list[torch.Tensor] | torch.Tensor] = {"raw": heads, "decoded": decoded}
     for name, images in (("candidates", candidates), ("sorted", ordered), ("kept", kept)):
         none = decoded.new_empty(0, 7, dtype=torch.promote_types(decoded.dtype, torch.float32))
         numbered = [torch.cat((rows.new_full((len(rows), 1), i), rows), 1) for i, rows in enumerate(images)]
         tables[name] = torch.cat([none, *numbered])
     return tables
-
-
-def _decode(head: torch.Tensor, anchors: torch.Tensor, stride: float) -> torch.Tensor:
-    na = len(anchors)
-    if head.dim() == 4:
-        head = head.unflatten(1, (na, -1)).permute(0, 1, 3, 4, 2)
-    if head.dim() != 5 or head.shape[1] != na:
-        raise ValueError(f"a head must be (bs, {na} * no, ny, nx) or (bs, {na}, ny, nx, no), not {tuple(head.shape)}")
-    ny, nx = head.shape[2:4]
-    rows, columns = (torch.arange(n, device=head.device, dtype=head.dtype) for n in (ny, nx))
-    corner = torch.stack((columns.expand(ny, nx), rows[:, None].expand(ny, nx)), -1) - 0.5
-    values = head.sigmoid()
-    centre = (values[..., :2] * 2 + corner) * stride
-    size = (values[..., 2:4] * 2) ** 2 * (anchors.to(head) * stride)[:, None, None]
-    return torch.cat((centre, size, values[..., 4:]), -1).flatten(1, 3)
 
 
 def _candidates(prediction: torch.Tensor, conf_thres: float) -> torch.Tensor:
@@ -334,24 +321,6 @@ def _candidates(prediction: torch.Tensor, conf_thres: float) -> torch.Tensor:
     dtype = torch.promote_types(prediction.dtype, torch.float32)
     table = torch.cat((centre - half, centre + half, confidence, best), 1).to(dtype)
     return table[(confidence[:, 0] > conf_thres) & table[:, :5].isfinite().all(1)]
-
-
-def _greedy(rows: torch.Tensor, iou_thres: float, max_det: int) -> torch.Tensor:
-    """Return indices of the rows that stay: each, in order, unless it overlaps one that stayed by more than iou_thres."""
-    boxes = rows[:, :4] + rows[:, 5:6] * MAX_WH
-    area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-    alive = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
-    kept: list[int] = []
-    while len(kept) < max_det and bool(alive.any()):
-        best = int(alive.nonzero()[0])
-        kept.append(best)
-        low = torch.maximum(boxes[best, :2], boxes[:, :2])
-        high = torch.minimum(boxes[best, 2:], boxes[:, 2:])
-        intersection = (high - low).clamp(min=0).prod(1)
-        # Nothing meets where the intersection is empty; a union of such boxes can be zero or negative.
-        alive &= ~((intersection > 0) & (intersection / (area[best] + area - intersection) > iou_thres))
-        alive[best] = False
-    return torch.tensor(kept, dtype=torch.long, device=rows.device)
 
 
 def main(arguments: list[str] | None = None) -> int:

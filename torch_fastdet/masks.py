@@ -1,13 +1,7 @@
 """Makes and crops masks of detections under the original signatures of YOLOv5 and Ultralytics, without float masks at full size.
 
-The functions ``*_process_mask*`` take, and raise RuntimeError for a wrong shape, dtype or device of:
-
-- protos: (channels, height, width), the prototypes of one image.
-- masks_in: (n, channels), coefficients of its detections.
-- bboxes: (n, 4), x1, y1, x2, y2.
-- shape: height and width of the image in whose pixels boxes are: the network's input, or for ``*_native`` the original image.
-
-They return masks (n, height, width) of 0 and 1: uint8 for Ultralytics, float32 for YOLOv5.
+The functions ``*_process_mask*`` return masks (n, height, width) of 0 and 1: uint8 for Ultralytics, float32 for YOLOv5. They raise
+RuntimeError for a wrong shape, dtype or device.
 """
 
 from __future__ import annotations
@@ -32,14 +26,14 @@ __all__ = [
 
 
 def _sides(name: str, shape: Sequence[int] | Tensor, most: int = 2) -> tuple[int, int]:
-    """Return height and width, which may be followed by others up to ``most`` numbers."""
+    """Return height and width of a shape of two to ``most`` numbers."""
     if not isinstance(shape, (Sequence, Tensor)) or not 2 <= len(shape) <= most:
         raise TypeError(f"{name}: shape is {shape!r}, but a height and a width are expected")
     return int(shape[0]), int(shape[1])
 
 
 def _inputs(protos: Tensor, masks_in: Tensor, bboxes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return all three on the prototypes' device and as floats, which is what the original arithmetic makes of them."""
+    """Return all three on the prototypes' device and as floats, as the original arithmetic makes them."""
     protos, coefficients, boxes = (
         tensor.to(protos.device, tensor.dtype if tensor.is_floating_point() else torch.float32)
         for tensor in (protos, masks_in, bboxes)
@@ -64,7 +58,7 @@ def ultralytics_crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
         ``masks``.
 
     Raises:
-        RuntimeError: a wrong shape, dtype or layout, or a leaf that requires grad.
+        RuntimeError: A wrong shape, dtype or layout, or a leaf that requires grad.
     """
     crop_mask_(masks, _one_box_each(masks, boxes.to(masks.device)))
     return masks
@@ -103,34 +97,31 @@ def ultralytics_process_mask(
         shape: Height and width, of the network's input.
         upsample: Whether masks have that size.
     """
-    protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     # The original takes an image's shape, too, where it does not resample.
     size = _sides("ultralytics_process_mask", shape, 2 if upsample else 3)
+    inputs = _inputs(protos, masks_in, bboxes)
     if upsample:
-        return instance_masks(protos, coefficients, boxes, list(size))
+        return instance_masks(*inputs, list(size))
     height, width = protos.shape[1:]
-    scale = [width / size[1], height / size[0]]
-    return instance_masks(protos, coefficients, boxes, [height, width], box_scale=scale)
+    return instance_masks(*inputs, [height, width], box_scale=[width / size[1], height / size[0]])
 
 
 def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
     """Return masks in the pixels of the original image: ``ultralytics.utils.ops.process_mask_native``.
 
     Args:
-        protos: as of :func:`ultralytics_process_mask`.
-        masks_in: as of :func:`ultralytics_process_mask`.
+        protos: As in :func:`ultralytics_process_mask`.
+        masks_in: As in :func:`ultralytics_process_mask`.
         bboxes: (n, 4), x1, y1, x2, y2, in pixels of the original image.
-        shape: height and width of the original image.
+        shape: Height and width of the original image.
     """
-    protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides("ultralytics_process_mask_native", shape)
     factor, window = _letterbox_window((int(protos.shape[1]), int(protos.shape[2])), size)
-    return instance_masks(protos, coefficients, boxes, list(size), window, factor)
+    return instance_masks(*_inputs(protos, masks_in, bboxes), list(size), window, factor)
 
 
 def _letterbox_window(protos: tuple[int, int], size: tuple[int, int]) -> tuple[int, list[int]]:
     """Return how Ultralytics cuts a letterbox's border off: the factor that prototypes are enlarged by, and the window."""
-
     # The network's input is four times as large as the prototypes. These are enlarged until half of the border, which lies on
     # either side, is a whole number of their pixels; four times at most.
     network = [4 * protos[0], 4 * protos[1]]
@@ -150,53 +141,30 @@ def yolov5_process_mask(
     Masks are of ``shape`` with ``upsample``, otherwise of the prototypes' size. Arguments are those of
     :func:`ultralytics_process_mask`.
     """
-    protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
     size = _sides("yolov5_process_mask", shape)
     height, width = protos.shape[1:]
-    return instance_masks(
-        protos,
-        coefficients,
-        boxes,
-        list(size) if upsample else [height, width],
-        box_scale=[width / size[1], height / size[0]],
-        sigmoid=True,
-        crop_first=True,
-        dtype=torch.float32,
-    )
+    scale = [width / size[1], height / size[0]]
+    inputs, made = _inputs(protos, masks_in, bboxes), list(size) if upsample else [height, width]
+    return instance_masks(*inputs, made, box_scale=scale, sigmoid=True, crop_first=True, dtype=torch.float32)
 
 
 def yolov5_process_mask_upsample(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
     """Return masks, resampled to ``shape`` and then cropped: YOLOv5's ``utils.segment.general.process_mask_upsample``.
 
-    Args:
-        protos: as of :func:`ultralytics_process_mask`.
-        masks_in: as of :func:`ultralytics_process_mask`.
-        bboxes: (n, 4), x1, y1, x2, y2, in pixels of ``shape``.
-        shape: height and width of the network's input, and of the masks.
+    Arguments are those of :func:`ultralytics_process_mask`.
     """
-    protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
-    return instance_masks(
-        protos,
-        coefficients,
-        boxes,
-        list(_sides("yolov5_process_mask_upsample", shape)),
-        sigmoid=True,
-        dtype=torch.float32,
-    )
+    size = list(_sides("yolov5_process_mask_upsample", shape))
+    return instance_masks(*_inputs(protos, masks_in, bboxes), size, sigmoid=True, dtype=torch.float32)
 
 
 def yolov5_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
     """Return masks in the pixels of the original image: YOLOv5's ``utils.segment.general.process_mask_native``.
 
-    Args:
-        protos: as of :func:`ultralytics_process_mask`.
-        masks_in: as of :func:`ultralytics_process_mask`.
-        bboxes: (n, 4), x1, y1, x2, y2, in pixels of the original image.
-        shape: height and width of the original image.
+    Arguments are those of :func:`ultralytics_process_mask_native`.
     """
-    protos, coefficients, boxes = _inputs(protos, masks_in, bboxes)
-    size = _sides("yolov5_process_mask_native", shape)
+    size = list(_sides("yolov5_process_mask_native", shape))
     height, width = protos.shape[1:]
-    _, _, left, top, _, _ = letterbox([height, width], list(size))
+    _, _, left, top, _, _ = letterbox([height, width], size)
     window = [int(top), int(left), int(height - top), int(width - left)]
-    return instance_masks(protos, coefficients, boxes, list(size), window, sigmoid=True, dtype=torch.float32)
+    inputs = _inputs(protos, masks_in, bboxes)
+    return instance_masks(*inputs, size, window, sigmoid=True, dtype=torch.float32)

@@ -1,13 +1,8 @@
-"""Budgets memory that this process holds much of: who holds it, how much there may be, and who frees it when it runs out.
+"""Budgets the memory of images and graphs, and frees it when a GPU runs out of memory.
 
-Whatever holds much memory is an :class:`Owner` and registers itself (:func:`register`). :func:`report` lists the owners.
-
-Two budgets limit images, each for all data sets of the process together: ``TORCH_FASTDET_CACHE`` in the host's memory
-(:func:`host_budget`) and ``TORCH_FASTDET_GPU_CACHE`` in a GPU's (:func:`gpu_budget`). They say what is left: an owner that
-names a budget counts against it with all its bytes from the start, even where it takes them later.
-
-Where a GPU runs out of memory inside :func:`with_room`, owners free what they hold, the cheapest first: images, which
-cost an upload, then graphs, which cost a capture.
+Whatever holds much memory is an :class:`Owner` and registers itself. ``TORCH_FASTDET_CACHE`` limits the images of all data sets of the
+process on the host, and ``TORCH_FASTDET_GPU_CACHE`` those on a GPU; an owner counts with all its bytes from the start. Inside
+:func:`with_room`, owners free what they hold, the cheapest first.
 """
 
 from __future__ import annotations
@@ -31,16 +26,16 @@ __all__ = ["report"]
 T = TypeVar("T")
 
 HOST_BUDGET, GPU_BUDGET = "TORCH_FASTDET_CACHE", "TORCH_FASTDET_GPU_CACHE"
-#: Share of the host's available memory that images may take where ``TORCH_FASTDET_CACHE`` is not set.
+#: Images may take this share of the host's available memory if ``TORCH_FASTDET_CACHE`` is not set.
 HOST_SHARE = 0.5
-#: Share of a GPU's memory that images may take where ``TORCH_FASTDET_GPU_CACHE`` is not set, and the share that they leave free.
+#: Images may take the first share of a GPU's memory, and leave the second one free, if ``TORCH_FASTDET_GPU_CACHE`` is not set.
 GPU_SHARE, GPU_RESERVE = 1 / 16, 1 / 8
-#: The host's memory is low where less than this share of it is free. Nothing is added to what images take then.
+#: The host's memory is low if less than this share of it is free. Images take no more then.
 RESERVE = 0.05
-#: The budget where all images are to be kept, as with ``--cache ram``.
+#: This budget keeps all images, as ``--cache ram`` does.
 UNLIMITED = 1 << 62
 
-#: Errors that say that a GPU has no memory left: of CUDA, and of cuBLAS and cuDNN, which got none to work in.
+#: Errors of CUDA, cuBLAS and cuDNN with these words mean that a GPU has no memory left.
 NO_MEMORY = (
     "out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
@@ -49,7 +44,7 @@ NO_MEMORY = (
     "unable to find an engine",
 )
 
-#: What it costs to give memory back: the images are uploaded again, or the graphs are captured again.
+#: The cost of memory that is given back: images are uploaded again, or graphs are captured again.
 UPLOAD, CAPTURE = range(2)
 
 
@@ -59,13 +54,13 @@ UPLOAD, CAPTURE = range(2)
 class Owner:
     """Describe what holds much memory, of the process or of a GPU."""
 
-    #: What the memory holds, in the plural.
+    #: A noun in the plural for what the memory holds.
     what: str
     #: The variable of the budget that it counts against; "" for none.
     budget: str = ""
     #: ``UPLOAD`` or ``CAPTURE``.
     cost: int = UPLOAD
-    #: Where it is; None as long as that is not known, and there is none.
+    #: The device that has the memory; None before there is any.
     device: torch.device | None = torch.device("cpu")
 
     def held(self) -> int:
@@ -84,7 +79,7 @@ class Owner:
         """Free the memory. Later calls run without it or allocate it again."""
 
 
-# Weakly, and without a lock: the garbage collector may end an owner anywhere.
+# The references are weak, and there is no lock: the garbage collector may end an owner anywhere.
 _owners: set[weakref.ref[Owner]] = set()
 
 
@@ -164,8 +159,8 @@ def gpu_budget(device: torch.device) -> int:
 # The host's memory ----------------------------------------------------------------------------------------------------
 
 
-# By the controllers that /proc/self/cgroup names: where groups of version 2 and of version 1 are, and the files of what one may use,
-# of what it uses, and what of that the kernel would take back.
+# Maps a controller in /proc/self/cgroup ("": version 2) to the folder of its groups, and to the files of a group's limit and usage and
+# the statistic of what the kernel would take back.
 _GROUPS = {
     "": (
         "sys/fs/cgroup",
@@ -193,7 +188,7 @@ def _limits(root: Path) -> list[tuple[Path, str, str, str]]:
         _, controllers, name = line.split(":", 2)
         for place, limits in (_GROUPS[controller] for controller in controllers.split(",") if controller in _GROUPS):
             group = PurePosixPath(name.lstrip("/"))
-            # In a container the group may be out of sight: its own is at the top.
+            # In a container the group may be out of sight, and its own at the top.
             folders = [PurePosixPath()] if ".." in group.parts else [group, *group.parents]
             found += [(root / place / folder, *names) for folder in folders for names in limits]
     return found
@@ -211,10 +206,7 @@ def machine_memory(root: Path = Path("/")) -> tuple[int, int]:
         root: the folder that holds ``proc`` and the control groups.
     """
     lines = dict(line.split(":", 1) for line in _lines(root / "proc/meminfo"))
-    if lines:
-        total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
-    else:  # in a bare chroot
-        total, available = (os.sysconf(name) * mmap.PAGESIZE for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
     machine = total
     for folder, limit, usage, reclaimable in _limits(root):
         most, used = _number(folder / limit), _number(folder / usage)

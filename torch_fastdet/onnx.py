@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import Any
 
@@ -17,14 +17,10 @@ OPSET = 18  # the oldest that torch writes without saying otherwise
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return the ``custom_translation_table`` by which ``torch.onnx.export(..., dynamo=True)`` writes our operators.
+    """Return the ``custom_translation_table`` by which ``torch.onnx.export(..., dynamo=True)`` writes torch_fastdet's operators.
 
-    Only operators whose ONNX form gives the same bits are in the table:
-
-    - ``upsample_nearest2x``: Resize; ``upsample_nearest2x_cat``: Resize and Concat;
-    - ``max_pools_cat``: MaxPool and Concat. Its indices, which the backward pass reads, are not written. What a NaN does is left to
-      the runtime.
-    - ``space_to_depth``: SpaceToDepth, Gather and Pad.
+    The table has operators whose ONNX form gives the same bits: ``upsample_nearest2x``, ``upsample_nearest2x_cat``, ``max_pools_cat``
+    (without indices; the runtime decides on NaNs) and ``space_to_depth``.
 
     Raises:
         ImportError: onnxscript is not installed.
@@ -67,31 +63,18 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     }
 
 
-def _refuse_others(program: torch.export.ExportedProgram, known: Mapping[Callable[..., Any], Any]) -> None:
-    modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
-    targets: set[Any] = {node.target for module in modules for node in module.graph.nodes}
-    ours = [target for target in targets if getattr(target, "namespace", "") == "torch_fastdet"]
-    found = {target.name().removeprefix("torch_fastdet::") for target in ours if target not in known}
-    if found:
-        raise ValueError(
-            f"torch_fastdet.onnx.export: the model calls {', '.join(sorted(found))}, for which ONNX has no operators that give "
-            "the same bits; export the network that gives raw heads, and run the post-processing on these"
-        )
-
-
 def export(
     model: nn.Module | torch.export.ExportedProgram,
     args: Sequence[Any] | torch.Tensor = (),
     file: str | PathLike[str] | None = None,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
-    """Export a model as ``torch.onnx.export(..., dynamo=True)`` does, with our operators as standard ONNX operators.
+    """Export a model as ``torch.onnx.export(..., dynamo=True)`` does, with torch_fastdet's operators as standard ONNX operators.
 
-    The file needs no torch_fastdet. See :func:`translations` for the operators; a model that calls another one raises an error, and
-    nothing is written.
+    The file needs no torch_fastdet. See :func:`translations` for the operators.
 
     Args:
-        model: A module, or what ``torch.export.export`` made of one.
+        model: A module or an exported program.
         args: Example inputs in a tuple, or the only one; not used for an exported program.
         file: Where to write the model; None writes no file.
         options: ``dynamic_shapes``, ``kwargs`` and ``strict`` are ``torch.export.export``'s, the others ``torch.onnx.export``'s.
@@ -100,7 +83,7 @@ def export(
         The ONNX program.
 
     Raises:
-        ValueError: The model calls an operator of torch_fastdet that has no exact ONNX form, or ``dynamo=False``.
+        ValueError: The model calls an operator of torch_fastdet that has no exact ONNX form, or ``dynamo=False``. Nothing is written.
         ImportError: onnxscript is not installed.
     """
     if not options.pop("dynamo", True):
@@ -114,7 +97,15 @@ def export(
     else:
         with torch.no_grad():
             program = torch.export.export(model, (args,) if isinstance(args, torch.Tensor) else tuple(args), **own)
-    _refuse_others(program, table)
+    modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    called = {str(node.target) for module in modules for node in module.graph.nodes}
+    unknown = {name for name in called if name.startswith("torch_fastdet.")} - set(map(str, table))
+    if unknown:
+        names = ", ".join(sorted(name.split(".")[1] for name in unknown))
+        raise ValueError(
+            f"torch_fastdet.onnx.export: the model calls {names}, for which ONNX has no operators that give the same bits; export the "
+            "network that gives raw heads, and run the post-processing on these"
+        )
     table |= options.pop("custom_translation_table", None) or {}
     given = {"opset_version": OPSET, "verbose": False, **options}
     written = torch.onnx.export(program, (), file, dynamo=True, custom_translation_table=table, **given)

@@ -37,7 +37,7 @@ def _check_count(op: str, name: str, value: int, least: int, what: str) -> None:
         raise ValueError(f"{op}: {name} is {value}, but {least} or more {what} are expected")
 
 
-# Which words of extra_kind a task knows; the first is its default.
+# The values of extra_kind for each task; the first is its default.
 _EXTRA_KINDS = {
     "detect": ("raw",),
     "segment": ("raw",),
@@ -45,7 +45,7 @@ _EXTRA_KINDS = {
     "obb": ("angle_logit", "raw"),
 }
 
-# What tells the head of an Ultralytics model, and of a YOLOv5 model.
+# Attributes that only the head of an Ultralytics model, or of a YOLOv5 model, has.
 _ULTRALYTICS_HEAD = ("stride", "nc", "reg_max")
 _YOLOV5_HEAD = ("anchors", "stride", "nc", "no")
 
@@ -67,18 +67,8 @@ class _PostProcess(nn.Module):
         self.per_class, self.max_nms, self.max_wh = options[7:]
 
     def _options(self, letterboxes: Tensor | None) -> nms.NmsOptions:
-        return nms.NmsOptions(
-            self.conf_thres,
-            self.iou_thres,
-            self.classes,
-            self.agnostic,
-            self.multi_label,
-            self.max_det,
-            letterboxes,
-            self.per_class,
-            self.max_nms,
-            self.max_wh,
-        )
+        of_classes = self.conf_thres, self.iou_thres, self.classes, self.agnostic, self.multi_label, self.max_det
+        return nms.NmsOptions(*of_classes, letterboxes, self.per_class, self.max_nms, self.max_wh)
 
 
 class YOLOv5PostProcess(_PostProcess):
@@ -278,13 +268,11 @@ class UltralyticsPostProcess(_PostProcess):
     def forward_split(
         self, boxes: list[Tensor], scores: list[Tensor], extra: list[Tensor], letterboxes: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Take separate maps, as the operator does; also return indices.
+        """Take separate maps, as :func:`torch_fastdet.ops.ultralytics_postprocess` does; also return indices.
 
         Args:
-            boxes: as of :func:`torch_fastdet.ops.ultralytics_postprocess`.
-            scores: as of :func:`torch_fastdet.ops.ultralytics_postprocess`.
-            extra: as of :func:`torch_fastdet.ops.ultralytics_postprocess`.
-            letterboxes: as of :meth:`forward`.
+            boxes, scores, extra: As of the operator.
+            letterboxes: As of :meth:`forward`.
         """
         options = self._options(letterboxes)
         return nms.ultralytics_postprocess(boxes, scores, extra, self.strides, *options, self.rotated, self.extra_kind)
@@ -345,7 +333,7 @@ class _UltralyticsHeads(nn.Module):
             fuse(verbose=False)
         self.model = model.eval()
         self.end2end = end2end
-        # The head gives its maps beside what it makes of them, which nobody wants.
+        # The head returns its maps beside its results, which are not needed.
         head._inference = lambda maps: maps["scores"]
         head.postprocess = lambda scores: scores
 
@@ -406,7 +394,7 @@ class PictureDetector(nn.Module):
         self.bgr = bool(bgr)
         self.half_precision = bool(half_precision)
         self.rounding = "ultralytics" if isinstance(postprocess, UltralyticsPostProcess) else "yolov5"
-        # An empty tensor that goes where the module goes, and so knows its device.
+        # This empty tensor moves with the module, and knows its device.
         there = next(chain(postprocess.buffers(), network.parameters(), network.buffers()), torch.empty(0))
         self.register_buffer("on_device", torch.empty(0, device=there.device), persistent=False)
 
@@ -455,7 +443,7 @@ class PictureDetector(nn.Module):
         Raises:
             ValueError: a file is none that :func:`torch_fastdet.ops.decode_jpeg` decodes, as "file 3: progressive".
         """
-        # bytearray: bytes that nobody may write to would be warned about.
+        # torch warns about a buffer that is read-only, as bytes are.
         data = [bytearray(file if isinstance(file, bytes) else Path(file).read_bytes()) for file in files]
         encoded = [
             torch.frombuffer(file, dtype=torch.uint8) if file else torch.empty(0, dtype=torch.uint8) for file in data
@@ -465,9 +453,7 @@ class PictureDetector(nn.Module):
 
     @torch.jit.export
     def forward_prototypes(self, pictures: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return also the prototypes (images, channels, height, width) of a model that segments, of which
-        :mod:`torch_fastdet.masks` makes masks in an image's own pixels.
-        """
+        """Return also the prototypes (images, channels, height, width) of a model that segments, for :mod:`torch_fastdet.masks`."""
         detections, counts, prototypes = self._detect_pictures(pictures, self.bgr)
         if prototypes is None:
             raise ValueError("PictureDetector.forward_prototypes: the network gives no prototypes, only forward serves")
@@ -559,16 +545,13 @@ def split_ultralytics_heads(
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """Return the maps of each level, (boxes, scores, extra), from the dict that Ultralytics' heads return, as views.
 
-    They are the arguments of :meth:`UltralyticsPostProcess.forward_split` in their order.
+    They are the arguments of :meth:`UltralyticsPostProcess.forward_split` in their order. ``extra`` is mask coefficients of Segment, keypoints
+    of Pose as the head gives them, angles of OBB in radians, or an empty list.
 
     Args:
         predictions: "boxes" (images, 4 * reg_max, N), "scores" (images, nc, N) and "feats", whose maps give the sizes. A
             model with two heads returns "one2many" and "one2one"; the first is taken, which is the one to suppress.
         end2end: take "one2one", which needs no suppression.
-
-    Returns:
-        boxes, scores, and extra: mask coefficients of Segment, keypoints of Pose as the head gives them, angles of OBB in
-        radians, an empty list for Detect.
 
     Raises:
         ValueError: a dict without these entries.

@@ -29,19 +29,13 @@ def _first(op: str, prediction: Any, columns: str) -> Tensor:
 
 
 # Candidates an image (pairs of anchor and class above conf_thres) from which on device="auto" sends a prediction of the host to
-# the GPU. By benchmarks/results: the CPU takes 0.3 ms an image of 25,200 anchors and 80 classes, and some 20 to 50 ns a candidate
-# more (cpu-2026-11-23/nms.json: 1.0, 2.3 and 27 ms for four images of about 100, 6,000 and 370,000 candidates, 2 threads). A GPU
-# takes 0.2 ms at most (h200-2026-11-26/nms.json), and 0.8 ms for the upload, which grows with the images as well. Both are equal
-# between 13,000 and 38,000 candidates; predictions of trained models have fewer, also at validation's threshold.
+# the GPU. By benchmarks/results (nms.json), CPU and GPU with the upload take the same time at 13,000 to 38,000 candidates.
 GPU_CANDIDATES = 30_000
 _SAMPLE = 16  # one of so many anchors is counted
 
 
 def _faster_device(scores: Tensor, objectness: Tensor | None, conf_thres: float, multi_label: bool) -> torch.device:
-    """Return where device="auto" suppresses: where the prediction lies, or for one on the host the faster of CPU and GPU.
-
-    scores: (images, anchors, classes) of the prediction; objectness: (images, anchors, 1), or None without.
-    """
+    """Return where device="auto" suppresses (images, anchors, classes) of scores with (images, anchors, 1) of objectness, or without."""
     # A process that was forked from one with CUDA cannot use the GPU.
     if scores.device.type != "cpu" or not torch.cuda.is_available() or lost_cuda_in_fork():
         return scores.device
@@ -105,7 +99,7 @@ def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tens
 
 
 def _room(max_det: object) -> tuple[Any, Any]:
-    """Return max_det as the operators take it, and the end of a slice behind them: a negative one leaves the last out, as in the original."""
+    """Return max_det as the operators take it, and the end of a slice of their rows, which a negative max_det is."""
     if max_det is None or (isinstance(max_det, Integral) and max_det < 0):
         return sys.maxsize, max_det
     return max_det, None
@@ -132,13 +126,14 @@ def yolov5_non_max_suppression(
 ) -> list[Tensor]:
     """Suppress as YOLOv5's ``non_max_suppression``: the same rows in the same order, without time limit and host syncs.
 
+    :func:`torch_fastdet.ops.non_max_suppression_padded` explains the other arguments.
+
     Args:
         prediction: (images, N, 5 + classes + nm), or a tuple whose first element that is. Never changed.
         max_det: detections an image; None keeps all, and a negative number all but the last, as a slice does in stock.
-        labels: for each image a tensor (n, 5) of class, x, y, width, height that joins with confidence 1, or an empty
-            one; an array or nested lists serve too. Entries past the last image are skipped, as in stock.
-        per_class: "offset" (as stock) or "exact", see :func:`torch_fastdet.ops.non_max_suppression_padded`, which
-            explains the other arguments too.
+        labels: for each image (n, 5) of class, x, y, width, height that join with confidence 1, or an empty one: tensors, arrays or nested
+            lists. Entries past the last image are skipped, as in stock.
+        per_class: "offset" (as stock) or "exact".
         device: where to compute; None is where the prediction lies. "auto" is the GPU for a prediction on the host that has
             30,000 candidates an image or more (pairs of anchor and class above conf_thres, or anchors without multi_label; one
             of 16 anchors is counted), else the same. The result lies where the prediction does.
@@ -149,8 +144,7 @@ def yolov5_non_max_suppression(
     Raises:
         ValueError: a threshold outside 0..1 (also an AssertionError, as in the original), an unknown per_class, no device.
         RuntimeError: a wrong shape.
-        TypeError: prediction is not a tensor, classes not an int or a list of ints, another option not a number, or an entry of labels
-            cannot become a tensor.
+        TypeError: an argument is of another type.
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction, "N, 5 + classes + nm")
@@ -191,12 +185,8 @@ class Padded(NamedTuple):
 def rows_of_rtdetr(prediction: object, sizes: list[list[int]], options: Any) -> Padded | None:
     """Return the detections that RT-DETR's ``postprocess`` keeps, in pixels of images of these sizes (width and height).
 
-    Args:
-        prediction: what the model returns.
-        options: of the predictor or validator: conf, classes and max_det.
-
-    Returns:
-        None of a prediction that is not (images, N, 6) in float32.
+    ``prediction`` is what the model returns; ``options`` of the predictor or validator have conf, classes and max_det. None of a prediction
+    that is not (images, N, 6) in float32.
     """
     rows = prediction[0] if isinstance(prediction, (list, tuple)) else prediction
     if not isinstance(rows, Tensor) or rows.dtype != torch.float32 or rows.shape[2:] != (6,) or len(rows) != len(sizes):
@@ -229,28 +219,21 @@ def ultralytics_non_max_suppression(
 ) -> list[Tensor] | tuple[list[Tensor], list[Tensor]] | Padded:
     """Suppress as Ultralytics' ``non_max_suppression``: the same rows in the same order, without time limit and host syncs.
 
+    :func:`yolov5_non_max_suppression` explains the other arguments and the errors.
+
     Args:
         prediction: (images, 4 + nc + extra, N), or a tuple whose first element that is; (images, N, 6) and, with
-            end2end, (images, N, 6 + extra) are filtered alone. Never changed.
+            end2end, (images, N, 6 + extra) are filtered alone, where they are. Never changed.
         nc: classes; 0 or None takes every channel past the box for one.
         max_time_img: taken and ignored: there is no time limit.
         rotated: boxes are rotated, and the last channel is their angle in radians. They stay center and size.
         return_idxs: also give the anchors of the detections.
         rotated_rule: "fast" (as stock) or "greedy", see :func:`torch_fastdet.ops.ultralytics_non_max_suppression_padded`.
-        device: as of :func:`yolov5_non_max_suppression`, which explains the other arguments too. What is filtered alone stays where
-            it is.
         padded: copy nothing to the host.
 
     Returns:
-        For each image (n, 6 + extra): x1, y1, x2, y2 (rotated: x, y, width, height), confidence, class, extra channels (rotated:
-        the angle is the last). With return_idxs a pair of that and, for each image, (n,) int64. With padded, both of the
-        whole batch, and their counts on the device.
-
-    Raises:
-        ValueError: a threshold outside 0..1 (also an AssertionError, as in the original), a negative max_nms, an unknown
-            per_class or rotated_rule, no device.
-        RuntimeError: a wrong shape.
-        TypeError: prediction is not a tensor, classes not an int or a list of ints, or another option not a number.
+        For each image (n, 6 + extra): x1, y1, x2, y2 (rotated: x, y, width, height), confidence, class, extra channels. With
+        return_idxs a pair of that and, for each image, (n,) int64. With padded, both of the batch, and counts on the device.
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction, "4 + classes + extra, N")
@@ -268,10 +251,8 @@ def ultralytics_non_max_suppression(
     )
     options = nms.checked_options(op, options)
     home = prediction.device
-    if filters and isinstance(device, str) and device == "auto":
-        device = None
     where = home
-    if device is not None:
+    if device is not None and not (filters and device == "auto"):
         scores = prediction[:, 4 : 4 + int(nc)] if nc else prediction[:, 4:]
         where = _computing_device(op, scores.transpose(1, 2), None, device, options.conf_thres, options.multi_label)
     if filters:

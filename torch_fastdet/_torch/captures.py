@@ -56,6 +56,6 @@ class Captures:
 _captures = Captures()
 os.register_at_fork(after_in_child=_captures.__init__)  # type: ignore[misc]  # the thread that captures stays in the parent
 one_capture = _captures.one
-#: A context for waits for a whole device, such as torch.cuda.synchronize(), and for random numbers of the device, in threads beside one
-#: that captures. Captures of other threads wait until it ends.
+#: Encloses what would end another thread's capture: waits for the whole device, such as torch.cuda.synchronize(), and random numbers of
+#: the device. Captures of other threads wait until it ends.
 no_capture = _captures.none

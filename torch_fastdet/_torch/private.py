@@ -26,11 +26,11 @@ disable_dynamo = torch._disable_dynamo  # torch.compiler.disable without its imp
 as_plain_tensors = torch._C.DisableTorchFunctionSubclass  # inside, subclasses are plain tensors to functions
 without_dispatch_modes = torch.utils._python_dispatch._disable_current_modes  # FakeTensorMode and the like
 operator_names = torch._C._dispatch_get_all_op_names  # of all registered operators, with their namespace
-# GPUs that this process may use, without starting CUDA; -1 where that is unknown.
+# Returns how many GPUs this process may use, without starting CUDA; -1 if that is unknown.
 gpu_count = torch.cuda._device_count_nvml
-# Whether this process was forked from one that had begun to use CUDA, so that it cannot.
+# Returns True in a process that cannot use CUDA because its parent did before the fork.
 lost_cuda_in_fork = torch.cuda._is_in_bad_fork
-# Layers whose weight is a scale of what they normalise: it does not decay.
+# These layers' weights are scales, and do not decay.
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 # CUDA's allocator ----------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-# Attributes of DistributedDataParallel that are set where it does more than average gradients in float32 or as they are.
+# DistributedDataParallel sets these attributes if it does more than average gradients in float32 or as they are.
 _DDP_MODES = {
     "_comm_hooks": "it has a communication hook",
     "buffer_hook": "it has a hook for its buffers",
@@ -131,7 +131,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 def inside_compiled(module: nn.Module) -> nn.Module | None:
     """Return the module that ``torch.compile(module)`` holds; None for others."""
-    # Without an import of dynamo.
+    # The class is told by its name, because an import of dynamo is slow.
     return module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
 
 
@@ -172,7 +172,7 @@ def is_transforming() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
-def operator_arguments(operator: torch._ops.OpOverload) -> Any:
+def operator_arguments(operator: torch._ops.OpOverload) -> list[torch.Argument]:
     return operator._schema.arguments
 
 
@@ -181,7 +181,7 @@ def after_each_fetch(callback: Callable[[], None]) -> None:
     fetcher: Any = torch.utils.data._utils.fetch._MapDatasetFetcher
     fetch = fetcher.fetch
 
-    def fetch_then_call(self: Any, indices: object) -> object:
+    def fetch_then_call(self: object, indices: object) -> object:
         data = fetch(self, indices)
         callback()
         return data
@@ -199,7 +199,7 @@ def group_size() -> int:
     return torch.distributed.get_world_size() if in_group() else 1
 
 
-def default_store() -> Any:
+def default_store() -> torch.distributed.Store:
     """Return the key-value store by which the ranks of the default process group found each other."""
     return torch.distributed.distributed_c10d._get_default_store()
 
@@ -215,7 +215,7 @@ def scaler_state(scaler: torch.amp.GradScaler) -> tuple[Tensor | None, Tensor | 
 
 def was_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     """Return whether unscale_ or step were called for this optimizer since the last update."""
-    # An entry that is looked up by [] is made, and a scaler that has one cannot be copied or pickled.
+    # get() and not []: that would make an entry, with which a scaler cannot be copied or pickled.
     entry = scaler._per_optimizer_states.get(id(optimizer))
     return entry is not None and entry["stage"] is not OptState.READY
 

@@ -69,7 +69,7 @@ def _fault(name: str, value: Any, rule: _Rule) -> str:
     if not isinstance(value, rule.classes) and not (rule.method and _converts(value, rule.method)):
         return f"{name} is a {type(value).__name__}, but {rule.expected} is expected"
     if rule.item is not None and isinstance(value, (list, tuple)):
-        # Lists of hundreds of tensors are usual: no call for each.
+        # No call for each item: lists of hundreds of tensors are usual.
         if rule.item.item is None and all(map(isinstance, value, repeat(rule.item.classes))):
             return ""
         for i, item in enumerate(value):
@@ -107,7 +107,7 @@ def checked(function: F, lone: str = "") -> F:
                 raise TypeError(f"{spoken}: {fault}")
         return function(*args, **kwargs)
 
-    # As torch.jit.script_if_tracing marks its functions.
+    # torch.jit.script_if_tracing marks its functions so.
     vars(call).update(__original_fn=function, __script_if_tracing_wrapper=True)
     return typing.cast(F, call)
 

@@ -17,28 +17,26 @@ def bbox_iou(
 ) -> torch.Tensor:
     """Compute IoU, GIoU, DIoU or CIoU of pairs of boxes: element i of ``box1`` with element i of ``box2``.
 
+    Value and gradient stay finite for boxes without width or height, and equal boxes never give NaN, unlike with the PyTorch formula. NaN
+    coordinates give NaN.
+
     Args:
-        box1: boxes of shape (..., 4), in any one unit (pixels, grid cells): centre, width and height with ``xywh``, else
-            the corners x1, y1, x2, y2. float16, bfloat16, float32 or float64, on the CPU or a GPU, of any strides.
+        box1: (..., 4), in any one unit: centre, width and height with ``xywh``, else corners. float16, bfloat16, float32 or float64, any
+            strides.
         box2: as ``box1``; leading dimensions broadcast against those of ``box1``, dtypes may differ.
         xywh: the layout of both.
         GIoU: generalised IoU. Without any of the three, the plain IoU.
         DIoU: distance IoU; takes precedence over GIoU.
-        CIoU: complete IoU; takes precedence over both.
+        CIoU: complete IoU; takes precedence over both. Its alpha is a constant in the gradients.
         eps: added to the union, to the enclosing box's area and squared diagonal and to the denominator of CIoU's alpha,
             and in xyxy layout to the heights.
 
     Returns:
-        A new tensor of the broadcast leading shape and a last dimension of 1. Its dtype is the promoted one (float16 with
-        float32 gives float32); the arithmetic is float32, or float64 where an input is float64, whatever the storage type:
-        float16 boxes of thousands of pixels do not overflow. Under autocast, half-precision boxes are first cast to float32
-        and the result is float32, as the original CIoU and DIoU are on a GPU; float64 stays float64.
+        (..., 1), of the broadcast leading shape and the promoted dtype. The arithmetic is float32, or float64 where an input is float64.
+        Under autocast, half-precision boxes are cast to float32 first, and the result is float32.
 
-    Gradients reach both boxes, summed over broadcast dimensions in a fixed order (bitwise repeatable). CIoU's alpha is
-    a constant in them. Where corners coincide, the two boxes share a corner's gradient half and half, as in PyTorch's
-    own minimum and maximum. Unlike with the PyTorch formula, value and gradient stay finite for boxes without width or
-    height, and equal boxes never give NaN. (A float16 gradient beyond 65504 is infinite, as always; GradScaler looks
-    for it.) NaN coordinates give NaN. There is no second derivative: asking for one raises.
+    Gradients reach both boxes, summed over broadcast dimensions in a fixed order: the same bits in every run. Boxes whose corners coincide
+    share the gradient, as in PyTorch's minimum and maximum. There is no second derivative.
 
     Raises:
         RuntimeError: a last dimension other than 4, shapes that do not broadcast or do not merge into at most 8 leading dimensions,
@@ -47,7 +45,6 @@ def bbox_iou(
         ValueError: a negative eps.
 
     Source: Rezatofighi et al., Generalized Intersection over Union (2019); Zheng et al., Distance-IoU Loss (2020).
-    The signature is that of the function of this name in YOLOv5 and Ultralytics.
     """
     return torch.ops.torch_fastdet.bbox_iou(box1, box2, xywh, GIoU, DIoU, CIoU, eps)
 
@@ -68,9 +65,8 @@ def iou_loss(
         reduction: "mean", "sum" or "none".
 
     Returns:
-        A scalar, or with "none" the tensor ``1 - bbox_iou(...)`` of shape (..., 1); dtype as for :func:`bbox_iou`, sums in
-        float32 (float64 for float64) in an order that depends only on the number of pairs: the same bits in every run.
-        The mean over no pairs is NaN and their sum 0, as in PyTorch.
+        A scalar, or with "none" the tensor ``1 - bbox_iou(...)`` of shape (..., 1); dtype as for :func:`bbox_iou`. Sums are in float32
+        (float64 for float64), with the same bits in every run. The mean over no pairs is NaN and their sum 0, as in PyTorch.
 
     Raises:
         RuntimeError, TypeError: as for :func:`bbox_iou`.

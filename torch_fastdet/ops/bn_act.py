@@ -27,12 +27,13 @@ def bn_act(
 ) -> Tensor:
     """Compute ``residual + act(batch_norm(x))`` with the batch's statistics, and update the running ones in place.
 
-    It takes two launches forward and two backward, without a host sync. Kept for the backward pass are x and two values
-    a channel. Nothing is rounded between the norm and the activation. Sums are in float32 (float64 for float64) and in
-    a fixed order: the same bits in every run on one GPU.
+    It takes two launches forward and two backward, without a host sync, and keeps x and two values a channel for the backward pass. Nothing
+    is rounded between the norm and the activation. Sums are in float32 (float64 for float64) and in a fixed order: the same bits in every
+    run on one GPU.
 
     Args:
-        x: (N, C, H, W), float16, bfloat16, float32 or float64, contiguous or channels_last. The convolution's output.
+        x: (N, C, H, W), the convolution's output; float16, bfloat16, float32 or float64. Contiguous and channels_last tensors and slices of
+            them along the channels are read in place; others are made contiguous in the result's memory format first.
         weight: (C,), of any of these dtypes, or None for 1.
         bias: (C,), or None for 0.
         running_mean: (C,), updated in place as BatchNorm2d does, or None.
@@ -45,10 +46,8 @@ def bn_act(
         residual: of x's shape and dtype, added to the result, or None.
 
     Returns:
-        (N, C, H, W) of x's dtype, under autocast too, in the memory format that x suggests, as stock.
-
-    Gradients of x, weight, bias and residual, of the first order. Tensors of other strides are first made contiguous in the result's
-    memory format; slices of a larger tensor along the channels are read in place.
+        (N, C, H, W) of x's dtype, under autocast too, in the memory format that x suggests. Gradients reach x, weight, bias and residual;
+        there is no second derivative.
 
     Raises:
         ValueError: a channel has one value (a batch of one and 1x1 maps), in the original words.
@@ -77,24 +76,16 @@ def bn_act_cat(
 ) -> Tensor:
     """Compute ``torch.cat([bn_act(x[0], ..., residual=residual), bn_act(x[1], ...), ...], 1)`` without copies.
 
-    Each part is :func:`bn_act`, which explains the options, and writes into its channels of the result. On a GPU this is fast where the
-    channels before each part fill whole vectors of 16 bytes.
+    Each part is :func:`bn_act`, which explains the options and errors, and writes into its channels of the result. On a GPU this is fast where
+    the channels before each part fill whole vectors of 16 bytes.
 
     Args:
-        x: tensors (N, C_i, H, W), one or more, of one dtype on one device; C_i may differ.
-        weight: a (C_i,) for each of them.
-        bias: a (C_i,) for each of them.
-        running_mean: a (C_i,) for each of them, updated in place, or an empty list.
-        running_var: the same.
-        num_batches_tracked: one int64 for each of them, to which 1 is added, or an empty list.
+        x: tensors (N, C_i, H, W), one or more, of one dtype on one device; C_i may differ. The next five are lists with an entry for each.
+        running_mean: or an empty list, as the next two.
         residual: of the shape and dtype of ``x[0]``, added to the first part, or None.
 
     Returns:
         (N, sum of C_i, H, W) of x's dtype, channels_last where all of x are, otherwise contiguous, as torch.cat.
-
-    Raises:
-        ValueError: a channel has one value, in the original words.
-        RuntimeError: lists of different lengths, or an argument has another shape, dtype or device than wanted.
 
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; ``C3`` of YOLOv5 and Ultralytics.
     """

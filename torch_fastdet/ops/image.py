@@ -130,7 +130,7 @@ def image_letterbox(
         (B, C, H, W).
 
     Raises:
-        ValueError: an unknown warp, or a number that is not taken.
+        ValueError: a number that is not taken.
         RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan that makes no sense, or that points
             outside of its storage; on CUDA such an image is grey all over.
     """
@@ -166,7 +166,7 @@ def image_resize_(out: Tensor, storages: list[Tensor], plan: Tensor, channels: i
         channels: 3, or 1 for grey images.
 
     Raises:
-        ValueError: an unknown warp, or a number that is not taken.
+        ValueError: a number that is not taken.
         RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan that makes no sense, or that points
             outside of its storage; on CUDA such a row is skipped.
     """

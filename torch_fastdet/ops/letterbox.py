@@ -31,7 +31,7 @@ def place(shape: list[int], size: list[int]) -> Placing:
     # TorchScript's round() gives a float.
     height = max(int(round(shape[0] * gain)), 1)  # noqa: RUF046
     width = max(int(round(shape[1] * gain)), 1)  # noqa: RUF046
-    # Of an odd border the larger half comes last.
+    # The larger half of an odd border comes last.
     top = int(round((size[0] - height) / 2 - 0.1))  # noqa: RUF046
     left = int(round((size[1] - width) / 2 - 0.1))  # noqa: RUF046
     return Placing(height, width, top, left, (size[0], size[1]))

@@ -22,10 +22,7 @@ class _ThresholdError(ValueError, AssertionError):
 
 
 class NmsOptions(NamedTuple):
-    """Hold what all suppressing operators take, in the order of their schemas: the first six are ``[:6]``, the last four ``[6:]``.
-
-    :func:`non_max_suppression_padded` explains them. TorchScript takes the tuple as it is.
-    """
+    """Hold what all suppressing operators take (:func:`non_max_suppression_padded`), in the order of their schemas."""
 
     conf_thres: float = 0.25
     iou_thres: float = 0.45
@@ -47,10 +44,7 @@ _NUMBERS: dict[object, tuple[Callable[[Any], Any], str]] = {
 
 
 def checked_options(op: str, options: NmsOptions) -> NmsOptions:
-    """Return the options in the operators' own types, for callers that come before their first call or do without them.
-
-    What the operators refuse is an error here. Numbers of other types serve too.
-    """
+    """Return the options in the operators' types, which numbers of other types become; raise the errors of the operators."""
     converted: dict[str, Any] = {"classes": _class_list(options.classes)}
     for option, kind in NmsOptions.__annotations__.items():
         if kind not in _NUMBERS:
@@ -156,10 +150,9 @@ def non_max_suppression_padded(
 
     Returns:
         detections (images, max_det, 6 + nm): x1, y1, x2, y2, confidence, class, mask coefficients, best first; float32
-        (float64 for float64); rows past the count are zero. counts (images,): int64.
-        Ties are broken by the lower anchor index, then the lower class. Candidates with a NaN or infinite confidence or
-        box are dropped, alone. Where the best class is asked for, a NaN or +inf class score is the best one of its anchor and
-        drops that; with multi_label the anchor's other classes stay. No result requires grad: suppression has no gradient.
+        (float64 for float64); rows past the count are zero. counts (images,): int64. Ties are broken by the lower anchor index, then
+        the lower class. Candidates with a NaN or infinite confidence or box are dropped: without multi_label the whole anchor.
+        There is no gradient.
 
     Raises:
         ValueError: a threshold outside 0..1, a negative max_det, an unknown per_class.
@@ -199,9 +192,8 @@ def ultralytics_non_max_suppression_padded(
             coefficients, keypoints).
         nc: classes; 0 takes every channel past the box for a class.
         rotated: "none" for upright boxes. "fast" and "greedy" take the last extra channel for an angle in radians (without
-            extra channels the class, as stock) and compare boxes by probiou. "fast" is the original Fast-NMS: a box goes if any better one
-            overlaps it, kept or not. "greedy": only a kept one counts. A probiou within 1e-5 of the threshold may be decided otherwise
-            than by stock, whose own devices differ there.
+            extra channels the class, as stock) and compare boxes by probiou. With "fast", as in stock, a box goes if any better one
+            overlaps it; with "greedy" only a kept one counts. A probiou within 1e-5 of the threshold may be decided otherwise.
 
     Returns:
         detections (images, max_det, 6 + extra), counts (images,), indices (images, max_det), int64: the anchor of each
@@ -349,8 +341,7 @@ def scale_boxes(
 ) -> Tensor:
     """Scale boxes of the network's input to the pixels of the original image, and clip them to it.
 
-    For many images at once call :func:`scale_boxes_batched` or give ``letterboxes`` to the
-    suppression operators.
+    For many images at once call :func:`scale_boxes_batched` or give ``letterboxes`` to the suppression operators.
 
     Args:
         input_shape: height and width of the network's input.
@@ -363,8 +354,7 @@ def scale_boxes(
         rounding: whose padding: "yolov5" or "ultralytics", see :func:`letterbox`.
 
     Returns:
-        A new, contiguous tensor of the boxes' shape and dtype, which does not require grad. Its numbers are filled in on the
-        device, so that nothing waits for the host and a CUDA graph can capture it.
+        A new, contiguous tensor of the boxes' shape and dtype, which does not require grad.
 
     Raises:
         RuntimeError: fewer than four columns, a dtype that is not floating.

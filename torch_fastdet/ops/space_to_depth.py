@@ -25,7 +25,7 @@ def space_to_depth(x: Tensor, channels: int, border: bool = False, dtype: torch.
         (N, channels, H / 2 + border, W / 2 + border), channels_last. Channel 4c + 2i + j of pixel (h, w) is channel c of x's
         pixel (2h + i, 2w + j), counted from behind the border.
 
-    The gradient is one launch too, in x's dtype and in the memory format of the incoming one. Gradients of any order.
+    The gradient is one launch too, in x's dtype and in the memory format of the incoming one. There are gradients of any order.
 
     Raises:
         RuntimeError: x is not four-dimensional, not dense, neither floating nor uint8, its height or width is odd, or ``channels`` is

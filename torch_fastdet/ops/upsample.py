@@ -12,19 +12,15 @@ from torch_fastdet.ops._checks import checked
 def upsample_nearest2x(x: Tensor) -> Tensor:
     """Double height and width, each value repeated in a 2x2 square: ``nn.Upsample(None, 2, "nearest")``.
 
-    It takes one launch forward and one backward. The gradient of an element is the sum of its 2x2 square, left to right and top to
-    bottom, in float32 (float64 for float64): the same bits in every run. There are gradients of any order.
+    It takes one launch forward and one backward. The gradient of an element is the sum of its 2x2 square in a fixed order, in float32
+    (float64 for float64): the same bits in every run. There are gradients of any order.
 
     Args:
-        x: (N, C, H, W), float16, bfloat16, float32 or float64, of any strides and any number of elements, empty too.
-            (A three-dimensional input is one-dimensional data to nn.Upsample, so it is an error here.)
+        x: (N, C, H, W), float16, bfloat16, float32 or float64. Tensors with adjacent channels or adjacent rows are read in place; others are
+            first made contiguous in the output's memory format.
 
     Returns:
-        (N, C, 2H, 2W) of x's dtype, under autocast too, in the memory format that x suggests, as stock: channels_last in,
-        channels_last out.
-
-    Read in place: channels_last tensors and slices of them whose channels are adjacent, and all others whose rows are adjacent. Anything
-    else is first made contiguous in the output's memory format.
+        (N, C, 2H, 2W) of x's dtype, under autocast too, in the memory format that x suggests.
 
     Raises:
         RuntimeError: x is not four-dimensional, not floating or not a dense tensor.
@@ -38,19 +34,16 @@ def upsample_nearest2x(x: Tensor) -> Tensor:
 def upsample_nearest2x_cat(x: Tensor, skip: Tensor) -> Tensor:
     """Compute ``torch.cat([upsample_nearest2x(x), skip], 1)`` in one launch: x is upsampled straight into the result.
 
-    Backward is one launch, which reads x's part of the gradient in place; the gradient of skip is a view of its channels, as
-    in the original cat. There are gradients of any order.
+    Backward is one launch, which reads x's part of the gradient in place; the gradient of skip is a view of its channels. There are gradients
+    of any order.
 
     Args:
-        x: (N, C1, H, W), float16, bfloat16, float32 or float64.
-        skip: (N, C2, 2H, 2W) on the same device. Where the dtypes differ both are promoted, as torch.cat does (float16 with
-            float32 gives float32); the narrower one is converted first, which costs one more pass over it.
+        x: (N, C1, H, W), float16, bfloat16, float32 or float64. It and skip are read in place if their innermost dimension in the result's
+            memory format has stride 1, and else made contiguous first.
+        skip: (N, C2, 2H, 2W) on the same device. Different dtypes are promoted, as torch.cat does; the narrower one is converted first.
 
     Returns:
-        (N, C1 + C2, 2H, 2W), channels_last where both x and skip are, otherwise contiguous, as stock.
-
-    Read in place: tensors, and slices of tensors, whose innermost dimension in the result's memory format has stride 1. Anything else is
-    first made contiguous in that format.
+        (N, C1 + C2, 2H, 2W), channels_last where both x and skip are, otherwise contiguous.
 
     Raises:
         RuntimeError: an argument is not four-dimensional, not floating or not dense, skip does not fit 2x the size of x, or

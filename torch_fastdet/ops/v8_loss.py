@@ -12,7 +12,7 @@ from torch_fastdet.ops.yolov5_loss import yolov5_loss_fault
 
 
 class V8Arguments(NamedTuple):
-    """Hold what all losses of this module take behind their own arguments, in the order of the schemas. :func:`v8_loss` explains them."""
+    """Hold the arguments that all losses of this module take last (:func:`v8_loss`), in the order of the schemas."""
 
     targets: torch.Tensor
     settings: torch.Tensor
@@ -83,8 +83,6 @@ def v8_loss(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute v8DetectionLoss as one operator, without a host sync, with the same bits in each run.
 
-    Memory grows with images x anchors and with targets x ``topk``, never with their product.
-
     Args:
         heads: raw outputs, one (bs, 4 * reg_max + classes, ny, nx) a level, or two joined tensors, boxes
             (bs, 4 * reg_max, anchors) and scores (bs, classes, anchors), with the levels one after the other;
@@ -100,8 +98,7 @@ def v8_loss(
         class_weights: one number a class, factors of the class entropy. None: 1.
         reg_max: bins of a box side; 1: the head gives the distance itself, and the distance part is an L1 loss.
         topk: how many anchors a target may name. An anchor that several name goes to the target, of all that it lies in, with
-            which it overlaps most. Ties go to the lower anchor and the lower row, also among anchors whose alignment is 0, as
-            the original ones do on a GPU.
+            which it overlaps most. Ties go to the lower anchor and the lower row, as on a GPU in the original.
         topk2: number of assigned anchors that each target keeps. Default: ``topk`` (all).
 
     Returns:
@@ -154,7 +151,7 @@ def v8_segmentation_loss(
     The mask part is the mean, over all assigned anchors of the batch, of the entropy of ``coefficients`` x ``protos`` and the target's
     mask inside of the target's box, as a mean over all pixels, divided by the share of the image that the box covers.
 
-    The other arguments and the errors are those of :func:`v8_loss`; heads are joined or one a level. The box gain of ``settings`` weighs the mask part, too.
+    The other arguments and the errors are those of :func:`v8_loss`. The box gain of ``settings`` weighs the mask part, too.
 
     Args:
         coefficients: (bs, channels, anchors), at most 128 channels, any strides; of the heads' dtype.
@@ -259,7 +256,7 @@ def v8_pose_loss(
     ones; ``e`` is the squared distance over ``2 * (2 * sigma)**2 *`` the area of the target's box, all in cells of the anchor's level. The
     kobj part is the mean entropy of the visibility.
 
-    The other arguments and the errors are those of :func:`v8_loss`; heads are joined or one a level.
+    The other arguments and the errors are those of :func:`v8_loss`.
 
     Args:
         predictions: (bs, keypoints * 2 or 3, anchors), keypoint after keypoint: x, y and, with 3, the logit of its visibility; the anchors

@@ -10,7 +10,7 @@ from torch_fastdet.ops._checks import checked
 
 
 class Yolov5LossOptions(NamedTuple):
-    """Hold what both losses of this module take behind ``num_targets``, in the order of the schema. :func:`yolov5_loss` explains them."""
+    """Hold the arguments that both losses of this module take behind ``num_targets``, in the order of the schema."""
 
     box: float = 0.05
     obj: float = 1.0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from torch_fastdet._torch.tensors import by_device, new_state, same_objects
+from torch_fastdet._torch.tensors import new_state, same_objects
 
 NESTEROV, MAXIMIZE, HAS_MOMENTUM, DECOUPLED = 1, 2, 4, 8  # flags of a MultiTensorState
 MOVED_SGD, ADAM, MUON = 2, 3, 4  # csrc/core/multi_tensor/multi_tensor.h has these rules
@@ -19,9 +19,9 @@ BUFFER = "momentum_buffer"
 #: One of an optimizer's param_groups.
 Group = dict[str, Any]
 Numbers = tuple[list[float], list[Tensor | None], list[int]]
-#: What GradScaler has left on the optimizer: its scale and its finding.
+#: The scale and the finding that GradScaler has left on the optimizer.
 Scaling = tuple[Tensor | None, Tensor | None]
-#: From a device's parameters, their groups and their places to a MultiTensorState.
+#: Makes a MultiTensorState from parameters, their groups and their places.
 MakeState = Callable[[list[Tensor], list[int], list[int]], Any]
 
 
@@ -30,8 +30,17 @@ def on_device(tensor: Tensor | float | None, device: torch.device) -> Tensor | N
     return tensor.to(device, non_blocking=True) if isinstance(tensor, Tensor) else None
 
 
+def one_device(name: str, devices: Iterable[torch.device]) -> torch.device:
+    """Return the device, if there is one; raise ValueError, which begins with ``name``, otherwise."""
+    found = set(devices)
+    if len(found) != 1:
+        names = ", ".join(sorted(map(str, found))) or "none"
+        raise ValueError(f"{name}: the parameters are on {names}, but one device is expected")
+    return found.pop()
+
+
 class Binding:
-    """Hold the MultiTensorStates of an optimizer, one a device, whose buffers are those in ``optimizer.state``."""
+    """Hold the MultiTensorState of an optimizer, whose buffers are those in ``optimizer.state``."""
 
     name: ClassVar[str]  # of the optimizer, in errors
     buffer_names: ClassVar[tuple[str, ...]]  # in optimizer.state[parameter]
@@ -40,14 +49,11 @@ class Binding:
         groups = optimizer.param_groups
         self._optimizer = weakref.ref(optimizer)  # which holds this object: together they would outlive their last user
         self.params: list[Tensor] = [p for group in groups for p in group["params"]]
-        owner = [index for index, group in enumerate(groups) for _ in group["params"]]
+        self.owner = [index for index, group in enumerate(groups) for _ in group["params"]]
+        self.device = one_device(self.name, (p.device for p in self.params))
         self.ids = set(map(id, self.params))
         self.group_lengths = [len(group["params"]) for group in groups]
-        self.places = by_device(self.params)
-        self.states = {
-            device: make_state([self.params[i] for i in at], [owner[i] for i in at], at)
-            for device, at in self.places.items()
-        }
+        self.tensors = make_state(self.params, self.owner, list(range(len(self.params))))
         self.take_buffers()
 
     @classmethod
@@ -63,7 +69,7 @@ class Binding:
         groups = [cls.numbers_of(optimizer, group) for group in optimizer.param_groups]
         given = [value for numbers, _ in groups for value in numbers]
         elsewhere = [isinstance(value, Tensor) and value.device.type != "cpu" for value in given]
-        # 1: known to be there, whatever it holds.
+        # 1 stands for a tensor, whatever it holds.
         values = [1.0 if there else float(value) for value, there in zip(given, elsewhere)]
         tensors = [on_device(value, device) if there else None for value, there in zip(given, elsewhere)]
         return values, tensors if any(elsewhere) else [], [flags for _, flags in groups]
@@ -74,7 +80,7 @@ class Binding:
         raise NotImplementedError
 
     @staticmethod
-    def tensors_of(group: Group) -> tuple[Any, ...]:
+    def tensors_of(group: Group) -> tuple[float | Tensor, ...]:
         """Return numbers of a group that may be tensors."""
         raise NotImplementedError
 
@@ -99,8 +105,8 @@ class Binding:
     def _hand_over(self) -> None:
         raise NotImplementedError
 
-    def _found(self, name: str, at: list[int]) -> list[Tensor | None]:
-        return [self.state[p].get(name) if p in self.state else None for p in (self.params[i] for i in at)]
+    def _found(self, name: str, params: list[Tensor]) -> list[Tensor | None]:
+        return [self.state[p].get(name) if p in self.state else None for p in params]
 
     def make_buffers(self) -> None:
         """Make what the optimizer's state lacks."""
@@ -135,30 +141,19 @@ class Binding:
         """Perform one optimizer step, applying `grad_scale` and `found_inf` if GradScaler has set them."""
         optimizer = self.optimizer
         grad_scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        scaling = on_device(grad_scale, self.device), on_device(found_inf, self.device)
         self.make_buffers()
-        made = 0
-        if len(self.states) > 1:  # nothing is written where one of the devices would raise
-            for device, state in self.states.items():
-                state.check_step(self.numbers(optimizer, device), grad_scale is not None)
-        try:
-            for device, state in self.states.items():
-                numbers = self.numbers(optimizer, device)
-                scaling = on_device(grad_scale, device), on_device(found_inf, device)
-                self.before_update(device, numbers, scaling, reduced=False)
-                made += state.step_(numbers, *scaling, False)
-        finally:  # a later device may fail
-            if made:
-                self.give_buffers()
+        numbers = self.numbers(optimizer, self.device)
+        self.before_update(numbers, scaling, reduced=False)
+        if self.tensors.step_(numbers, *scaling, False):
+            self.give_buffers()
 
-    def before_update(self, device: torch.device, numbers: Numbers, scaling: Scaling, reduced: bool) -> None:
+    def before_update(self, numbers: Numbers, scaling: Scaling, reduced: bool) -> None:
         """Run what comes between the reduction of a fused step and its update; ``reduced``: there was one."""
 
     def can_unscale(self) -> bool:
         """Return whether there is a gradient, and none that GradScaler refuses to unscale or that is sparse."""
-        found = 0
-        for state in self.states.values():
-            found |= state.gradients()
-        return found == 1
+        return self.tensors.gradients() == 1
 
     def is_all_of(self, parameters: Sequence[Tensor]) -> bool:
         """Return whether these are all parameters of the optimizer, in any order."""
@@ -198,10 +193,10 @@ class BoundOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # GradScaler then hands its scale and its finding to the step
     _binding_class: ClassVar[type[Binding]]
     _binding: Binding | None = None
-    #: The class that copies and files have instead of this one: of the optimizer that became this one.
+    #: The class of the optimizer that was converted to this one, which copies and files have.
     _filed_as: type | None = None
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         if self._filed_as is None:
             return super().__reduce_ex__(protocol)
         return object.__new__, (self._filed_as,), self.__getstate__()
@@ -232,7 +227,7 @@ class SgdBinding(Binding):
     buffer_names = (BUFFER,)
 
     @staticmethod
-    def tensors_of(group: Group) -> tuple[Any, ...]:
+    def tensors_of(group: Group) -> tuple[float | Tensor, ...]:
         return group["lr"], group["momentum"], group["dampening"], group["weight_decay"]
 
     @classmethod
@@ -249,12 +244,10 @@ class SgdBinding(Binding):
         """Do nothing: the step makes them in C++."""
 
     def _hand_over(self) -> None:
-        for device, at in self.places.items():
-            self.states[device].set_momentum_buffers(self._found(BUFFER, at))
+        self.tensors.set_momentum_buffers(self._found(BUFFER, self.params))
 
     def give_buffers(self) -> None:
-        for device, at in self.places.items():
-            for i, buffer in zip(at, self.states[device].momentum_buffers()):
-                if buffer is not None:
-                    self.state[self.params[i]][BUFFER] = buffer
+        for p, buffer in zip(self.params, self.tensors.momentum_buffers()):
+            if buffer is not None:
+                self.state[p][BUFFER] = buffer
         self.take_buffers()

@@ -19,7 +19,7 @@ class AdamBinding(Binding):
     buffer_names = (FIRST, SECOND, STEP)
 
     @staticmethod
-    def tensors_of(group: Group) -> tuple[Any, ...]:
+    def tensors_of(group: Group) -> tuple[float | Tensor, ...]:
         return group["lr"], *group["betas"], group["weight_decay"], group["eps"]
 
     @classmethod
@@ -48,9 +48,8 @@ class AdamBinding(Binding):
             ):
                 slot[STEP] = torch.as_tensor(step, dtype=torch.float32).to(p.device)
         self.buffers[STEP] = [slot.get(STEP) for slot in self.slots]
-        for device, at in self.places.items():
-            first, second, steps = (self._found(name, at) for name in self.buffer_names)
-            self.states[device].set_buffers(ADAM, first, second, steps)
+        first, second, steps = (self._found(name, self.params) for name in self.buffer_names)
+        self.tensors.set_buffers(ADAM, first, second, steps)
 
 
 class _Adam(BoundOptimizer, torch.optim.Adam):
@@ -76,7 +75,7 @@ class Adam(_Adam):
     """Implement ``torch.optim.Adam`` with a step of one launch over all groups, which GradScaler drives without a host sync.
 
     Arguments, state_dict (both ways), closures, hooks, schedulers and ``add_param_group`` are those of torch.optim.Adam; results differ from
-    its implementations in last bits. Counts of steps live beside the parameters, and a skipped step writes nothing.
+    its implementations in last bits. A skipped step writes nothing.
 
     - lr and betas may be one-element tensors on the parameters' device: a captured step follows what is written into them.
     - float16 and bfloat16 parameters are updated in float32, and their moments are of their own type, as torch's are.

@@ -32,9 +32,9 @@ def converted(optimizer: Any) -> torch.optim.Optimizer:
     further = {}
     if is_stock_musgd(optimizer):
         kind, further = MuSGD, {"muon": optimizer.muon, "sgd": optimizer.sgd}
-    if kind is None or any(
-        group.get(name) for group in optimizer.param_groups for name in ("differentiable", "amsgrad")
-    ):
+    groups = optimizer.param_groups
+    several_devices = len({p.device for group in groups for p in group["params"]}) > 1
+    if kind is None or several_devices or any(g.get(name) for g in groups for name in ("differentiable", "amsgrad")):
         return optimizer
     takes = MuSGD if kind is MuSGD else type(optimizer)  # the classes of this package take what PyTorch's take
     known = set(inspect.signature(takes).parameters) - {"foreach"}  # one of torch's ways to step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch_fastdet._torch import private
 from torch_fastdet._torch.tensors import DeviceNumbers, ModuleWatch, new_state, unwrap
 from torch_fastdet.ema import DecayRamp, ModelEMA
-from torch_fastdet.optim._watch import Binding, SgdBinding
+from torch_fastdet.optim._watch import Binding, SgdBinding, one_device
 from torch_fastdet.optim.adamw import AdamBinding
 from torch_fastdet.optim.musgd import MuSGD, MusgdBinding
 
@@ -94,7 +93,7 @@ class FusedStep:
         self._binding: Binding | None = None
         self._watches: tuple[ModuleWatch, ModuleWatch] | None = None
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        self.device = self._one_device(p.device for p in params)
+        self.device = one_device("FusedStep", (p.device for p in params))
         wide = any(p.dtype == torch.float64 for p in params)
         with torch.inference_mode(False):  # written in every step, in training too
             self.norm = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device=self.device)
@@ -102,14 +101,6 @@ class FusedStep:
             self.counter = torch.zeros((), dtype=torch.int64, device=self.device)
         self._counted = -1
         self._numbers = StepNumbers(self.device)
-
-    @staticmethod
-    def _one_device(devices: Iterable[torch.device]) -> torch.device:
-        found = set(devices)
-        if len(found) != 1:
-            names = ", ".join(sorted(map(str, found))) or "none"
-            raise ValueError(f"FusedStep: the parameters are on {names}, but one device is expected")
-        return found.pop()
 
     @staticmethod
     def _model(ema: ModelEMA, model: nn.Module | None) -> nn.Module:
@@ -134,7 +125,7 @@ class FusedStep:
         if binding is None or not follows or not binding.is_current():
             self._binding = None
             binding = self._kind(self.optimizer, lambda *args: self._make_state(model, *args))
-            self._one_device([self.device, *binding.places])  # parameters that were added since, too
+            one_device("FusedStep", [self.device, binding.device])
             self._binding = binding
         return binding
 
@@ -177,7 +168,7 @@ class FusedStep:
         def take(optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
             self._step(model)
 
-        # Hooks, of this optimizer and of all, as optimizer.step() has them; what they change counts for this step.
+        # Runs the hooks of this optimizer and of all, as optimizer.step() does; what they change counts for this step.
         torch.optim.Optimizer.profile_hook_step(take)(self.optimizer)
 
     def _step(self, model: nn.Module | None) -> None:
@@ -194,11 +185,11 @@ class FusedStep:
         hyper = values, tensors, flags
         reduction = scale, tracker, growth, self.max_norm, self.norm, self.found_inf
         decay, tau, updates = self._decay(capturing)
-        state, between = binding.states[self.device], self._kind is MusgdBinding
+        state, between = binding.tensors, self._kind is MusgdBinding
         if between:
             state.reduce_(hyper, reduction)
             reduced = scale is not None or self.max_norm is not None
-            binding.before_update(self.device, hyper, (None, None), reduced)
+            binding.before_update(hyper, (None, None), reduced)
         made = state.fused_(hyper, reduction, (decay, tau, updates, self.counter), between)
         if made:
             binding.give_buffers()

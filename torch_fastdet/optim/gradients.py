@@ -48,9 +48,10 @@ def clip_grad_norm_(
     parameters = list(parameters)
     optimizer = None if _last_unscaled is None else _last_unscaled()
     binding = None if optimizer is None else optimizer._binding
-    if binding is not None and len(binding.states) == 1 and binding.is_all_of(parameters):
-        (state,) = binding.states.values()
-        return state.clip_grad_norm_(float(max_norm))  # the work list of its unscale_ and step serves here too
+    if binding is not None and binding.is_all_of(parameters):
+        return binding.tensors.clip_grad_norm_(
+            float(max_norm)
+        )  # the work list of its unscale_ and step serves here too
     grads = [p.grad for p in parameters if p.grad is not None]
     kinds = {(g.device, g.dtype, type(g)) for g in grads}
     ours = all(dtype.is_floating_point and kind in (Tensor, nn.Parameter) for _, dtype, kind in kinds)
@@ -76,7 +77,7 @@ def unscale_(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> 
         def unscale(scale: Tensor) -> dict[torch.device, Tensor] | None:
             if not binding.can_unscale():  # torch's function raises its own error
                 return None
-            return {device: state.unscale_(on_device(scale, device)) for device, state in binding.states.items()}
+            return {binding.device: binding.tensors.unscale_(on_device(scale, binding.device))}
 
         if private.take_unscale(scaler, optimizer, unscale):
             _last_unscaled = weakref.ref(optimizer)

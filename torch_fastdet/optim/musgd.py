@@ -38,7 +38,7 @@ def _as_rows(matrix: Tensor, like: Tensor) -> Tensor:
 
 
 class _Matrices:
-    """Lay out the parameters of a device and type, each as a matrix: ``inputs`` are orthogonalised into ``updates``, which have their shapes."""
+    """Lay out the parameters of a type, each as a matrix: ``inputs`` are orthogonalised into ``updates``, which have their shapes."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.key = [self._stamp(p) for p in params]
@@ -121,13 +121,13 @@ def _matrices(params: list[Tensor]) -> _Matrices:
 
 
 class MusgdBinding(Binding):
-    """Hold two MultiTensorStates a device: of all parameters, for SGD, and of those with ``use_muon``, for Muon's momentum."""
+    """Hold two MultiTensorStates: of all parameters, for SGD, and of those with ``use_muon``, for Muon's momentum."""
 
     name = "MuSGD"
     buffer_names = (MUON_BUFFER, SGD_BUFFER)
 
     @staticmethod
-    def tensors_of(group: Group) -> tuple[Any, ...]:
+    def tensors_of(group: Group) -> tuple[float | Tensor, ...]:
         return group["lr"], group["momentum"], group["weight_decay"]
 
     @classmethod
@@ -139,10 +139,10 @@ class MusgdBinding(Binding):
         return [lr, group["momentum"], 0.0, group["weight_decay"], along], flags
 
     def __init__(self, optimizer: torch.optim.Optimizer, make_state: MakeState) -> None:
-        self.matrices: dict[torch.device, list[int]] = {}  # by their place among the parameters
-        self.muons: dict[torch.device, dict[torch.dtype, _Matrices]] = {}
-        self.muon_states: dict[torch.device, Any] = {}
-        self.sharing: set[torch.device] = set()  # devices whose two states share what the reduction found
+        self.matrices: list[int] = []  # by their place among the parameters
+        self.muons: dict[torch.dtype, _Matrices] = {}
+        self.muon_state: Any = None
+        self.sharing = False  # whether the two states share what the reduction found
         place = 0
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -151,7 +151,7 @@ class MusgdBinding(Binding):
                         f"MuSGD: use_muon is True for a parameter of shape {list(p.shape)}, but two or more dimensions are expected"
                     )
                 if group["use_muon"] and p.numel():
-                    self.matrices.setdefault(p.device, []).append(place)
+                    self.matrices.append(place)
                 place += 1
         self.own_groups = [bool(group["use_muon"]) for group in optimizer.param_groups]
         super().__init__(optimizer, make_state)
@@ -160,46 +160,42 @@ class MusgdBinding(Binding):
         if [bool(group["use_muon"]) for group in self.optimizer.param_groups] != self.own_groups:
             return False
         return super().is_current() and all(
-            muon.fits([self.params[i] for i in self._of_type(device, dtype)])
-            for device, muons in self.muons.items()
-            for dtype, muon in muons.items()
+            muon.fits([self.params[i] for i in self._of_type(dtype)]) for dtype, muon in self.muons.items()
         )
 
-    def _of_type(self, device: torch.device, dtype: torch.dtype) -> list[int]:
-        return [i for i in self.matrices[device] if self.params[i].dtype == dtype]
+    def _of_type(self, dtype: torch.dtype) -> list[int]:
+        return [i for i in self.matrices if self.params[i].dtype == dtype]
 
     def _new_buffers(self, p: Tensor, group: dict[str, object]) -> dict[str, Tensor]:
         return {name: torch.zeros_like(p) for name in (MUON_BUFFER, *([SGD_BUFFER] if group["use_muon"] else []))}
 
     def _hand_over(self) -> None:
-        groups = self.optimizer.param_groups
-        muon_group = [group["use_muon"] for group in groups for _ in group["params"]]
+        inputs: dict[int, Tensor] = {}
         along: dict[int, Tensor] = {}
-        for device, at in self.matrices.items():
-            orthogonal = self.muons.setdefault(device, {})
-            inputs: dict[int, Tensor] = {}
-            for dtype in dict.fromkeys(self.params[i].dtype for i in at):
-                mine = self._of_type(device, dtype)
-                if dtype not in orthogonal:
-                    orthogonal[dtype] = _matrices([self.params[i] for i in mine])
-                inputs.update(zip(mine, orthogonal[dtype].inputs))
-                along.update(zip(mine, orthogonal[dtype].updates))
-            if device not in self.muon_states:
-                owner = [index for index, group in enumerate(groups) for _ in group["params"]]
-                self.muon_states[device] = new_state("MuSGD", [self.params[i] for i in at], [owner[i] for i in at], at)
-            self.muon_states[device].set_buffers(MUON, self._found(MUON_BUFFER, at), [inputs[i] for i in at], [])
-        for device, at in self.places.items():
-            buffers = [self._found(SGD_BUFFER if muon_group[i] else MUON_BUFFER, [i])[0] for i in at]
-            self.states[device].set_buffers(MOVED_SGD, buffers, [along.get(i) for i in at], [])
+        params = [self.params[i] for i in self.matrices]
+        for dtype in dict.fromkeys(p.dtype for p in params):
+            mine = self._of_type(dtype)
+            if dtype not in self.muons:
+                self.muons[dtype] = _matrices([self.params[i] for i in mine])
+            inputs.update(zip(mine, self.muons[dtype].inputs))
+            along.update(zip(mine, self.muons[dtype].updates))
+        if params:
+            if self.muon_state is None:
+                self.muon_state = new_state("MuSGD", params, [self.owner[i] for i in self.matrices], self.matrices)
+            found = self._found(MUON_BUFFER, params)
+            self.muon_state.set_buffers(MUON, found, [inputs[i] for i in self.matrices], [])
+        own = [SGD_BUFFER if self.own_groups[group] else MUON_BUFFER for group in self.owner]
+        buffers = [self._found(name, [p])[0] for name, p in zip(own, self.params)]
+        self.tensors.set_buffers(MOVED_SGD, buffers, [along.get(i) for i in range(len(self.params))], [])
 
-    def before_update(self, device: torch.device, numbers: Numbers, scaling: Scaling, reduced: bool) -> None:
-        if device not in self.muon_states:
+    def before_update(self, numbers: Numbers, scaling: Scaling, reduced: bool) -> None:
+        if self.muon_state is None:
             return
-        if reduced and device not in self.sharing:
-            self.sharing.add(device)
-            self.muon_states[device].set_workspace(self.states[device].workspace())
-        self.muon_states[device].step_(numbers, *scaling, reduced)
-        for muon in self.muons[device].values():
+        if reduced and not self.sharing:
+            self.sharing = True
+            self.muon_state.set_workspace(self.tensors.workspace())
+        self.muon_state.step_(numbers, *scaling, reduced)
+        for muon in self.muons.values():
             muon.run()
 
 

@@ -15,7 +15,7 @@ class SGD(BoundOptimizer, torch.optim.SGD):
 
     - lr, momentum, dampening and weight_decay may be one-element tensors on the parameters' device, which a captured step follows.
     - With GradScaler, a skipped step writes nothing. Momentum buffers that a skipped first step made hold zeros.
-    - Parameters may be on several devices, of several dtypes, and lie differently in memory than their gradients.
+    - Parameters are on one device; they may be of several dtypes, and lie differently in memory than their gradients.
     - Take one step before a CUDA graph capture. ``foreach`` and ``fused`` are accepted and change nothing.
 
     Raises:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import importlib
+from typing import Any
 
 from torch_fastdet.patching.protocols import Names
 
@@ -27,6 +29,23 @@ class ByName:
 def filed_as(stock: type, state: Names) -> tuple[object, ...]:
     """Return what ``__reduce_ex__`` has to return for an object that loads as one of the framework's class."""
     return copyreg._reconstructor, (ByName(stock.__module__, stock.__name__), object, None), state  # type: ignore[attr-defined]
+
+
+class CopiedAsItIs:
+    """Give copies and deep copies the class of the object, whatever class its files name."""
+
+    def __getstate__(self) -> Names:
+        return vars(self)
+
+    def __copy__(self) -> Any:
+        copied = object.__new__(type(self))
+        vars(copied).update(self.__getstate__())
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+        copied = memo[id(self)] = object.__new__(type(self))
+        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
+        return copied
 
 
 class FiledAsStock:

@@ -24,8 +24,7 @@ _one_thread = threading.RLock()  # at a time replaces names: both frameworks rep
 class Host:
     """Describe one framework, and what is switched on in it.
 
-    ``packages`` are the first parts of the names of its modules, which are visited when they are imported, and ``left_alone`` those of
-    modules that are never visited.
+    Modules of ``packages``, the first parts of their names, are visited when they are imported, and those of ``left_alone`` never.
     """
 
     #: The package that people import for it.

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -122,7 +122,7 @@ class Behaves:
     """
 
     what: str
-    case: Callable[[Any], tuple[Any, Any]]
+    case: Callable[[Stock], tuple[object, object]]
     tolerance: float
     reference: str
 
@@ -161,7 +161,7 @@ def difference(found: object, wanted: object, tolerance: float) -> tuple[str, st
     return None
 
 
-def alike(stock: Stock, ours: Any, run: Callable[[Any], object], tolerance: float = 0.0) -> bool:
+def alike(stock: Stock, ours: Stock, run: Callable[[Stock], object], tolerance: float = 0.0) -> bool:
     """Return whether ``run`` gives the same with both; False if either raises."""
     try:
         with plainly_on_the_cpu():
@@ -170,10 +170,12 @@ def alike(stock: Stock, ours: Any, run: Callable[[Any], object], tolerance: floa
         return False
 
 
-def agree(method: Function, other: Function, attributes: dict[str, object], x: Any) -> bool:
+def agree(
+    method: Function, other: Function, attributes: dict[str, object], x: torch.Tensor | list[torch.Tensor]
+) -> bool:
     """Return whether two methods of (self, x) give the same bits for a ``self`` with these attributes alone."""
 
-    def run(method: Any) -> object:
+    def run(method: Function) -> object:
         return method(SimpleNamespace(**attributes), [t.clone() for t in x] if isinstance(x, list) else x.clone())
 
     return alike(method, other, run)
@@ -201,12 +203,12 @@ class Formula:
     """
 
     text: str
-    method: Callable[[Any, Any], Any]
+    method: Function
     modules: tuple[str, ...]
     others: tuple[str, ...] = ()
     options: tuple[Names, ...] = ({},)
 
-    def is_that_of(self, forward: Any) -> bool:
+    def is_that_of(self, forward: Stock) -> bool:
         code = getattr(forward, "__code__", None)
         if code is None or code.co_argcount != 2 or code.co_freevars:
             return False

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-#: A function or method of a framework, or what takes its place; and that or a class, of which more is read.
+#: A function or method of a framework or its replacement; the same or a class, whose further attributes are read.
 Function: TypeAlias = Callable[..., Any]
 Stock: TypeAlias = Any
-#: Attributes of such a thing, or what a module holds, by name.
+#: The attributes of an object, or the names that a module holds.
 Names: TypeAlias = dict[str, Any]
 
-#: A model of either framework, its last layer, and the batch or the labels of an image that it gets.
+#: A model of either framework, its last layer, and a batch or an image's labels.
 Model: TypeAlias = Any
 Head: TypeAlias = Any
 Batch: TypeAlias = dict[str, Any]

@@ -14,13 +14,13 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch_fastdet._say import say, warn
 from torch_fastdet.patching.import_hook import ImportHook, loaded_modules, names_of, namespace, top_level
 from torch_fastdet.patching.protocols import Function, Names, Stock
 
-# Never visited: our own modules, and libraries from which YOLO packages import functions.
+# These are never visited: torch_fastdet, and libraries from which YOLO packages import functions.
 LEFT_ALONE = frozenset({"torch_fastdet", "torch", "torchvision", "numpy"})
 
 _MISSING = object()
@@ -56,7 +56,7 @@ def describe(thing: object) -> str:
     return f"{module}.{name}".replace(".<locals>", "") if module and name else getattr(thing, "__name__", repr(thing))
 
 
-def original(owner: object, attribute: str) -> Any:
+def original(owner: object, attribute: str) -> Stock:
     """Return what ``owner`` itself holds under that name, below everything that is replaced now; None if there is nothing."""
     value = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute)
     layers = [r for patches in _all for r in patches.replacements if r.owner is owner and r.attribute == attribute]
@@ -66,7 +66,7 @@ def original(owner: object, attribute: str) -> Any:
     return None if value is _MISSING else value
 
 
-def is_code_of(function: Any, package: str) -> bool:
+def is_code_of(function: Stock, package: str) -> bool:
     """Return whether this is a function whose code is in that package; a static or class method has a function. A wrapper's is its author's."""
     function = function.__func__ if type(function) in (staticmethod, classmethod) else function
     return type(function) is FunctionType and top_level(str(function.__globals__.get("__name__"))) == package
@@ -95,7 +95,7 @@ class _Names(Names):
         return self._module[name]
 
 
-def with_names(function: Any, **names: object) -> FunctionType:
+def with_names(function: Stock, **names: object) -> FunctionType:
     """Return a copy of a function that finds other things under these names of its module."""
     everything = _Names(names, function.__globals__)
     copy = FunctionType(function.__code__, everything, function.__name__, function.__defaults__, function.__closure__)
@@ -103,7 +103,7 @@ def with_names(function: Any, **names: object) -> FunctionType:
     return copy
 
 
-def defined_in(module_name: str, attribute: str) -> Any:
+def defined_in(module_name: str, attribute: str) -> Stock:
     """Return the function or class that a loaded module itself defines under that name, and not what it imported or a user put there."""
     module = sys.modules.get(module_name)
     if module is None:
@@ -201,7 +201,7 @@ class Patches:
         self._hook.remove()
         while self.at_end:
             self.at_end.pop()()
-        # Modules that were imported meanwhile took our object for the original: give them the original.
+        # Modules that were imported meanwhile hold the replacement: give them the original.
         for module in self.modules():
             self._adopt(module, say_it=False)
         count = sum(not replacement.quiet for replacement in self.replacements)
@@ -234,7 +234,7 @@ class Patches:
         if not known:
             return
         held = {(id(r.owner), r.attribute) for r in known} | self._ours_before
-        # With both layouts of YOLOv5 loaded, one drop-in replaces two originals: prefer the one of the module's own package.
+        # One drop-in replaces two originals if both layouts of YOLOv5 are loaded: prefer that of the module's own package.
         package = top_level(str(namespace(module).get("__name__")))
         known.sort(key=lambda r: top_level(r.module) != package)
         origins: dict[int, Replacement] = {}

@@ -11,8 +11,7 @@ from torch_fastdet.patching.protocols import Function, Names
 def stand_in(switch: str, stock: type, ours: type, make: Function | None = None) -> type:
     """Return a class that makes instances by ``make`` or of ``ours``, and whose subclasses derive from the original ``stock``.
 
-    Subclasses build on its inner steps, so they keep its code, and one line says so. ``isinstance`` and ``issubclass``
-    know both.
+    Subclasses build on its inner steps, so they keep its code, and one line says so. ``isinstance`` and ``issubclass`` know both.
     """
     made: list[type] = []
 

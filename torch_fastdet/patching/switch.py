@@ -24,7 +24,7 @@ from torch_fastdet.patching.protocols import Stock
 from torch_fastdet.patching.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
 
 T = TypeVar("T")
-Make = Callable[["Active", Any, Any], Any]
+Make = Callable[["Active", Stock, Stock], object]
 
 
 def missing_gpu() -> str | None:
@@ -72,7 +72,7 @@ class Target:
 
     where: tuple[str, ...]
     name: str
-    drop_in: Any = None
+    drop_in: Stock = None
     make: Make | None = None
     evidence: tuple[Evidence, ...] = ()
     class_evidence: tuple[Evidence, ...] = ()
@@ -181,7 +181,7 @@ class Outcome:
     name: str
     obstacle: Obstacle | None = None
     found: bool = True
-    #: For the doctor: what speaks for it, in words.
+    #: The evidence in words, for the doctor.
     evidence: list[str] = field(default_factory=list)
 
 
@@ -192,15 +192,15 @@ class Active:
         self.switch = switch
         self.patches = patches
         self.by_name = False  # not by "everything that applies"
-        #: Whether ``patch()`` is at work: it says itself, in one line, which switches cannot apply.
+        #: True while ``patch()`` runs, which itself says in one line which switches cannot apply.
         self.starting = False
-        #: Why it cannot apply, or not to everything.
+        #: The reason why it cannot apply, or not to everything.
         self.why_not: Obstacle | None = None
-        #: What came of each target, by its id.
+        #: The outcome of each target, by its id.
         self.outcomes: dict[int, Outcome] = {}
         self.told: set[str] = set()
-        # By name and definer: the original, what takes its place, or why nothing does.
-        self._found: dict[tuple[str, str], tuple[Any, Any, Obstacle | None]] = {}
+        # Maps name and definer to the original, its replacement, or the reason why there is none.
+        self._found: dict[tuple[str, str], tuple[object, object, Obstacle | None]] = {}
         self._shared: dict[Callable[[Active], Any], Any] = {}
 
     @property
@@ -219,7 +219,7 @@ class Active:
         """Set ``owner.attribute``, a name of a module or class, and print a line that ends with ``note``; unpatch() undoes it."""
         self.patches.replace(self.name, owner, attribute, new, note, quietly)
 
-    def replacement(self, owner: object, attribute: str) -> Any:
+    def replacement(self, owner: object, attribute: str) -> Stock:
         """Return what takes the place of ``owner.attribute`` by this switch; None if nothing does."""
         mine = (known for known in self.patches.replacements if known.switch == self.name)
         return next((known.new for known in mine if known.owner is owner and known.attribute == attribute), None)

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
         words = ["help"]
     if importlib.util.find_spec("ultralytics") is None:
         LAUNCHER.fail("found no ultralytics; type: pip install ultralytics")
-    # In place, and before Ultralytics is imported, which keeps this very list. It also looks for its command's name there.
+    # Ultralytics keeps this very list when it is imported, and looks for its command's name there.
     sys.argv[:] = ["yolo", *words]
     if not wants_help:
         LAUNCHER.switch_on(chosen, import_now=True)

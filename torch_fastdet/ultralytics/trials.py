@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-#: A training imports these before its first iteration, beside what the switches import; the second for ``deterministic=True``.
+#: A training imports these before its first iteration. ``deterministic=True`` asks for the second.
 MODULES = "ultralytics.models", "torch._inductor.config", "torchvision", "requests", "matplotlib.font_manager"
 
 
@@ -54,7 +54,7 @@ def _around() -> tuple[str, dict[str, str]]:
 class Subprocess:
     """Act as the module ``subprocess`` for the trainer. Inside of :meth:`ahead`, each ``yolo`` program begins as one that waits."""
 
-    #: The first words of a ``yolo`` program: Python, ``-m``, our door, and the switches' flags.
+    #: The first words of a ``yolo`` program: Python, ``-m``, torch_fastdet.ultralytics, and the switches' flags.
     command: list[str]
 
     def __init__(self, plots: Plots) -> None:
@@ -77,7 +77,7 @@ class Subprocess:
                 self._next = None
             self._plots.finish()
 
-    def run(self, command: Any, **options: Any) -> Any:
+    def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
         length = len(self.command)
         if not self._ahead or options != {"check": True} or command[:length] != self.command:
             return subprocess.run(command, **options)
@@ -104,7 +104,7 @@ class Plots:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: object, **kwargs: object) -> None:
         import matplotlib
 
         self.finish()
@@ -113,7 +113,7 @@ class Plots:
         self._thread = threading.Thread(target=self._try, args=(args, kwargs))
         self._thread.start()
 
-    def _try(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _try(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         try:
             self._draw(*args, **kwargs)
         except Exception as error:
@@ -127,11 +127,11 @@ class Plots:
             raise error
 
 
-def with_programs_ahead(stock: Callable[..., Any], programs: Subprocess) -> Callable[..., Any]:
+def with_programs_ahead(stock: Callable[..., object], programs: Subprocess) -> Callable[..., object]:
     """Return ``Tuner.__call__``, whose programs begin ahead."""
 
     @functools.wraps(stock)
-    def __call__(self: object, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: object, *args: object, **kwargs: object) -> object:
         with programs.ahead():
             return stock(self, *args, **kwargs)
 

@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
         if command.help:
             return
         LAUNCHER.fail("which script? For instance train.py, or -m yolov5.train.")
-    # Before anything is loaded by name: a module is found in the current folder, a script's imports beside the script.
+    # The path comes first: a module is found in the current folder, a script's imports beside the script.
     if command.script is not None:
         _check_script(command.script)
         if not getattr(sys.flags, "safe_path", False):
@@ -120,14 +120,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _tell_unused(command: Command) -> None:
-    """Say after a script that went well what ran on torch_fastdet, and which switches of those asked for by name replaced nothing.
-
-    Where no YOLOv5 was imported, name all switches, and raise if one was asked for by name.
-    """
+    """Say after a script that went well what ran on torch_fastdet, and which switches asked for by name replaced nothing."""
     if command.help:  # nothing was switched on
         return
     HOST.report()
-    # What a switch for YOLOv5 replaced in torch (clip_grad_norm_) does not show that it met YOLOv5.
+    # A name of torch that a switch for YOLOv5 replaced (clip_grad_norm_) does not show that it met YOLOv5.
     used = {
         replacement.switch
         for replacement in HOST.patches.replacements

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from torch_fastdet import ops
 from torch_fastdet._torch.tensors import as_float
 from torch_fastdet.patching.evidence import Behaves
+from torch_fastdet.patching.protocols import Function
 
 
 def bbox_iou(
@@ -24,23 +23,16 @@ def bbox_iou(
 
     Where the original function gives NaN (boxes without height) this gives a finite value and gradient.
 
-    Args:
-        box1: (..., 4). It broadcasts with ``box2`` over the leading dimensions.
-        box2: (..., 4).
-        xywh: boxes are centre x, centre y, width, height in any one unit. False: they are corners.
-        GIoU: compute the generalised IoU, unless another kind is asked for.
-        DIoU: compute the distance IoU, unless ``CIoU`` is asked for.
-        CIoU: compute the complete IoU.
-        eps: as of :func:`torch_fastdet.ops.bbox_iou`.
+    Arguments are those of :func:`torch_fastdet.ops.bbox_iou`; integers count as float32.
     """
     return ops.bbox_iou(as_float(box1), as_float(box2), xywh, GIoU, DIoU, CIoU, eps)
 
 
-def _ious(function: Any) -> list[torch.Tensor]:
+def _ious(function: Function) -> list[torch.Tensor]:
     boxes = torch.tensor([[30.0, 20.0, 12.0, 9.0], [33.0, 22.0, 5.0, 16.0], [70.0, 60.0, 8.0, 8.0]])
     kinds: tuple[dict[str, object], ...] = ({}, {"GIoU": True}, {"DIoU": True}, {"CIoU": True})
     return [function(boxes[:2], boxes[1:], xywh=True, **kind) for kind in kinds]
 
 
-def iou(drop_in: object, reference: str) -> Behaves:
+def iou(drop_in: Function, reference: str) -> Behaves:
     return Behaves("its bbox_iou", lambda stock: (_ious(stock), _ious(drop_in)), 1e-5, reference)

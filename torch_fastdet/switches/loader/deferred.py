@@ -16,7 +16,7 @@ from torch.utils.data import get_worker_info
 from torch_fastdet.images.memory import CHANNELS, ImageMemory
 from torch_fastdet.images.recorder import Recorder
 from torch_fastdet.images.unread import Unread, reader
-from torch_fastdet.patching.protocols import UltralyticsDataset
+from torch_fastdet.patching.protocols import Names, UltralyticsDataset
 
 AUGMENT, DATASET = "ultralytics.data.augment", "ultralytics.data.dataset"
 
@@ -31,13 +31,13 @@ class Planner:
         self.size = size
         self._classes: dict[type, type | None] = {}
         self.stock = dataset
-        #: Which images were loaded before the batch, for those of :attr:`changed`.
+        #: What the data set held of the images that this batch has loaded.
         self.changed: dict[int, tuple] = {}
         self.dataset = self.view(dataset)
         #: The data set whose own ``load_image`` notes what is loaded: mosaics choose among the images that were loaded last.
         self.reader = reader(type(dataset), dataset.__dict__, memory.original)
 
-    def items(self, indices: list[int]) -> list[dict[str, Any]]:
+    def items(self, indices: list[int]) -> list[Names]:
         """Return what the original data set returns for a batch, with a :class:`ImagePlan` under ``img``."""
         if cannot_plan(self.stock) is not None:  # somebody has changed its transforms since
             decode_kept(self.stock, self.recorder.memory)
@@ -46,10 +46,10 @@ class Planner:
         self.changed.clear()
         return self.recorder.items(lambda: self._planned(indices), lambda: self._stocks(indices, loaded))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return Planner, self._made_of
 
-    def _planned(self, indices: list[int]) -> list[dict[str, Any]]:
+    def _planned(self, indices: list[int]) -> list[Names]:
         kept: Any = self.stock.ims
         if isinstance(kept, list):
             return [self._item(i) for i in indices]
@@ -96,7 +96,7 @@ class Planner:
         return type(stock.__qualname__, (mixin, stock), {**kept, "__slots__": ("planner",)})
 
 
-def view_class(stock: type) -> Any:
+def view_class(stock: type) -> type | None:
     """Return what goes in front of a class to put pixels off; None for all but the known classes of Ultralytics."""
     mixin = MIXINS.get((stock.__module__, stock.__qualname__))
     defined = mixin is not None and getattr(sys.modules[stock.__module__], stock.__qualname__) is stock
@@ -149,7 +149,7 @@ class DatasetView(View):
         return recorder.of_memory(i), original, size
 
     @property
-    def transforms(self: UltralyticsDataset) -> Any:
+    def transforms(self: UltralyticsDataset) -> object:
         return self.planner.view(vars(self)["transforms"])
 
 
@@ -166,7 +166,7 @@ class ComposeView(View):
     __slots__ = ()
 
     @property
-    def transforms(self: Any) -> list:
+    def transforms(self: UltralyticsDataset) -> list:
         return [self.planner.view(transform) for transform in vars(self)["transforms"]]
 
 
@@ -176,11 +176,11 @@ class MixView(View):
     __slots__ = ()
 
     @property
-    def dataset(self: Any) -> Any:
+    def dataset(self: UltralyticsDataset) -> UltralyticsDataset:
         return self.planner.dataset
 
     @property
-    def pre_transform(self: Any) -> Any:
+    def pre_transform(self: UltralyticsDataset) -> object:
         return self.planner.view(vars(self)["pre_transform"])
 
 

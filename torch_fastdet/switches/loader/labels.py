@@ -1,8 +1,7 @@
 """Scans a data set's images and labels if the label cache is missing or old: threads of ``_C`` read the files.
 
-A file about which the framework's own function has nothing to say is proven plain in C++ (``csrc/core/labels``): a whole JPEG that is
-not turned, and labels in range, all boxes or all polygons, no box twice. All others are left to that function, so that what it mends, warns of
-and refuses, and the order of all that, are the framework's.
+C++ (``csrc/core/labels``) proves files plain: a whole JPEG that is not turned, and labels in range, all boxes or all polygons, no box twice.
+All others are left to the framework's own function, with its repairs, warnings and errors, in its order.
 """
 
 from __future__ import annotations
@@ -15,19 +14,22 @@ from typing import Any
 import numpy as np
 
 from torch_fastdet.patching.fingerprint import fingerprint
+from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.switch import Active
 
-#: Files that are read at once.
+#: So many files are read at once.
 CHUNK = 4096
 MISSING, NOT_PLAIN = -1, -2
-#: Above it float32 does not have each integer.
+#: Float32 holds every integer up to this one.
 MOST_CLASSES = 1 << 24
-#: From the arguments of ``verify_image_label``, the rows, their polygons, (height, width), and whether there is a label file, what it returns.
-Result = Callable[[Any, np.ndarray, list[np.ndarray], tuple[int, int], bool], Any]
+#: The arguments of ``verify_image_label``.
+Arguments = tuple[Any, ...]
+#: Returns what ``verify_image_label`` would, from its arguments, rows, polygons, (height, width), and True if there is a label file.
+Result = Callable[[Arguments, np.ndarray, list[np.ndarray], tuple[int, int], bool], tuple[object, ...]]
 
 
 def scan_by_threads(
-    active: Active, module: Any, name: str, result: Result, known: Mapping[str, Collection[str]]
+    active: Active, module: Stock, name: str, result: Result, known: Mapping[str, Collection[str]]
 ) -> None:
     """Replace the pool, of this name, by which a framework's module scans labels with its ``verify_image_label``.
 
@@ -44,16 +46,16 @@ def scan_by_threads(
     active.replace(module, name, _pool_class(getattr(module, name), verify, result, read_labels), quietly=True)
 
 
-def _pool_class(stock: Any, verify: Callable[[Any], Any], result: Result, read_labels: Any) -> Any:
+def _pool_class(stock: Stock, verify: Function, result: Result, read_labels: Function) -> type:
     """Return a pool whose ``imap`` of ``verify``, the framework's function, asks that one for files alone that are not plain."""
 
     class Pool(stock):
-        def imap(self, func: Any, iterable: Iterable[Any], chunksize: int = 1) -> Iterator[Any]:
+        def imap(self, func: object, iterable: Iterable[Arguments], chunksize: int = 1) -> Iterator[object]:
             if func is not verify:
                 return super().imap(func, iterable, chunksize)
             return self._scan(iter(iterable))
 
-        def _scan(self, arguments: Iterator[Any]) -> Iterator[Any]:
+        def _scan(self, arguments: Iterator[Arguments]) -> Iterator[object]:
             while chunk := list(itertools.islice(arguments, CHUNK)):
                 classes = _classes(chunk[0])
                 if classes is None:
@@ -77,7 +79,7 @@ def _pool_class(stock: Any, verify: Callable[[Any], Any], result: Result, read_l
     return Pool
 
 
-def _classes(arguments: tuple[Any, ...]) -> float | None:
+def _classes(arguments: Arguments) -> float | None:
     """Return how many classes a plain label file may have; None where rows may have keypoints."""
     if len(arguments) == 3:  # YOLOv5 checks them later
         return MOST_CLASSES
@@ -86,18 +88,18 @@ def _classes(arguments: tuple[Any, ...]) -> float | None:
 
 
 def yolov5_result(
-    arguments: Any, rows: np.ndarray, polygons: list[np.ndarray], shape: tuple[int, int], found: bool
-) -> Any:
+    arguments: Arguments, rows: np.ndarray, polygons: list[np.ndarray], shape: tuple[int, int], found: bool
+) -> tuple[object, ...]:
     return arguments[0], rows, shape[::-1], polygons, int(not found), int(found), int(found and not len(rows)), 0, ""
 
 
 def ultralytics_result(
-    arguments: Any, rows: np.ndarray, polygons: list[np.ndarray], shape: tuple[int, int], found: bool
-) -> Any:
+    arguments: Arguments, rows: np.ndarray, polygons: list[np.ndarray], shape: tuple[int, int], found: bool
+) -> tuple[object, ...]:
     return arguments[0], rows, shape, polygons, None, int(not found), int(found), int(found and not len(rows)), 0, ""
 
 
-#: Of YOLOv5 7.0 and of GitHub's head, and of Ultralytics 8.4.184 to 8.4.190.
+#: Fingerprints of YOLOv5 7.0 and GitHub's head, and of Ultralytics 8.4.184 to 8.4.190.
 YOLOV5 = {
     "verify_image_label": ("9953d107", "bb5db9ee"),
     "exif_size": ("d33d2f69",),

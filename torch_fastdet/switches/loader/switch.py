@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any
 
 from torch_fastdet.patching.evidence import MEMFD, OPENCV, Asks, SameCode, Signature
+from torch_fastdet.patching.protocols import Stock
 from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import ALL_READ, ultralytics, yolov5
 from torch_fastdet.switches.loader import labels
 from torch_fastdet.switches.loader import yolov5_ranks as ranks
 
 
-def _data_set(active: Active, stock: object, module: Any) -> object:
+def _data_set(active: Active, stock: object, module: Stock) -> object:
     from torch_fastdet.switches.loader import yolov5 as loader  # with cv2, which few commands need
 
     if not module.__name__.endswith(".segment.dataloaders"):
@@ -22,7 +22,7 @@ def _data_set(active: Active, stock: object, module: Any) -> object:
     return loader.dataset_class(stock)
 
 
-def _data_set_of_masks(active: Active, stock: object, module: Any) -> object:
+def _data_set_of_masks(active: Active, stock: object, module: Stock) -> object:
     boxes = sys.modules[module.__name__.replace(".segment.", ".")]
     if not active.has_replaced(boxes, "InfiniteDataLoader"):
         return None
@@ -72,7 +72,7 @@ def _known(_: object) -> str | None:
     return None if changed is None else f"{changed} is not that of {ALL_READ}."
 
 
-def _build_dataloader(active: Active, stock: Callable[..., object], build: Any) -> Callable[..., object]:
+def _build_dataloader(active: Active, stock: Callable[..., object], build: Stock) -> Callable[..., object]:
     from torch_fastdet.switches.loader import ultralytics as loader
 
     base = importlib.import_module("ultralytics.data.base").BaseDataset

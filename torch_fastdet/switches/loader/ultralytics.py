@@ -24,7 +24,7 @@ from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.by_name import FiledAsStock
 from torch_fastdet.patching.fingerprint import fingerprint
-from torch_fastdet.patching.protocols import Loader, UltralyticsDataset
+from torch_fastdet.patching.protocols import Function, Loader, Stock, UltralyticsDataset
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.switches.loader.deferred import Planner, cannot_plan, view_class
 
@@ -48,7 +48,7 @@ def unknown_code(but: tuple[str, ...] = ()) -> str | None:
         if module == RTDETR and module not in sys.modules:
             continue
         for name, known in names.items():
-            found: Any = importlib.import_module(module)
+            found: Stock = importlib.import_module(module)
             for part in name.split("."):
                 found = vars(found).get(part)
             if name not in but and _fingerprint(found) not in known:
@@ -61,7 +61,7 @@ _fingerprint = functools.cache(fingerprint)
 
 # Decoded images -----------------------------------------------------------------------------------------------------
 
-# With what they were made for.
+# The memory of each data set, and what it was made for.
 _memories: weakref.WeakKeyDictionary[object, tuple[list[str], ImageMemory | None]] = weakref.WeakKeyDictionary()
 # (height, width) of the files of a data set that is sorted for rectangular batches, which drops them from its labels.
 _file_shapes: weakref.WeakKeyDictionary[object, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
@@ -71,7 +71,7 @@ def memory_of(
     dataset: UltralyticsDataset, budget: Callable[[], int] = host_budget, as_files: bool = False
 ) -> ImageMemory | None:
     """Return the memory for a data set's images, None where the system refuses it; a new one keeps JPEG files where they are asked for."""
-    # What decoded images depend on. Their numbers in the memory are positions in the files.
+    # Decoded images depend on these. An image's number in the memory is its position in the files.
     wanted = [str(dataset.imgsz), *dataset.im_files]
     found, memory = _memories.get(dataset, (None, None))
     if found != wanted:
@@ -99,7 +99,7 @@ class SharedImages:
         self.memory = memory
         self.others = others
         self.stock = stock
-        #: Whether only plans are made of what it returns. Else somebody may draw on that, and gets a copy.
+        #: True while only plans are made of what it returns. Other callers may draw on that, and get copies.
         self.is_planned = False
 
     def __len__(self) -> int:
@@ -112,7 +112,7 @@ class SharedImages:
             return self.others[i]
         return image if self.is_planned else image.copy()
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         if sys.modules["multiprocessing.context"].get_spawning_popen() is not None:
             return SharedImages, (self.memory, self.others, self.stock)
         return self.stock, ([self[i] for i in range(len(self))],)  # copies and files hold the original
@@ -178,39 +178,39 @@ class _PlannedDataset:
     def __getitems__(self: UltralyticsDataset, indices: list[int]) -> list[dict]:
         return self.torch_fastdet_planner.items(indices)
 
-    def __reduce_ex__(self: UltralyticsDataset, protocol: object) -> Any:
+    def __reduce_ex__(self: UltralyticsDataset, protocol: object) -> tuple[object, ...]:
         return planned_dataset, (self.torch_fastdet_planner,)
 
 
-def planned_dataset(planner: Planner) -> Any:
+def planned_dataset(planner: Planner) -> UltralyticsDataset:
     """Return what loader processes get: the data set, with the same attributes, but its batches are planned."""
     cls: type = type(planner.stock)
-    seen = object.__new__(_planned_class(cls))
+    seen: UltralyticsDataset = object.__new__(_planned_class(cls))
     seen.__dict__ = vars(planner.stock)
     seen.torch_fastdet_planner = planner
     return seen
 
 
 @functools.cache
-def _planned_class(stock: type) -> Any:
+def _planned_class(stock: type) -> type:
     return type(stock.__name__, (_PlannedDataset, stock), {"__slots__": ("torch_fastdet_planner",)})
 
 
 class PlannedLoader(FiledAsStock):
     """Go in front of the original ``InfiniteDataLoader``: its processes plan, and batches are made of that."""
 
-    # Not there where somebody makes another loader of this class.
+    # None in another loader that somebody makes of this class.
     _plans: PlannedLoading | None = None
-    _images: tuple[list[str], Any]
+    _images: tuple[list[str], object]
     _ahead: Ahead | None = None
-    #: It has no plans, or somebody gave it another collate_fn, which wants images.
+    #: True if it has no plans, or if somebody gave it another collate_fn, which wants images.
     _as_stock: bool = False
 
     def _get_iterator(self: Loader) -> object:
         self._as_stock = self._plans is None or not _keeps_collate_fn(self)
         if self._as_stock:
             return super()._get_iterator()  # type: ignore[misc]
-        # A loader that differs in what its processes work on. The original's attributes stay what people expect of them.
+        # This loader's processes work on plans. The attributes of the original loader stay as people expect them.
         loader = DataLoader(
             planned_dataset(Planner(self.dataset, self._plans.memory, *self._images)),
             batch_sampler=PlanBatches(self.batch_sampler),
@@ -260,7 +260,7 @@ def _loader_class(stock: type) -> type:
     return type(stock.__name__, (PlannedLoader, stock), {"__module__": __name__})
 
 
-def build_dataloader(stock: Callable[..., Any], stock_loader: object) -> Callable[..., object]:
+def build_dataloader(stock: Function, stock_loader: object) -> Callable[..., object]:
     """Return Ultralytics' ``build_dataloader``, whose loaders plan where they can."""
     signature = inspect.signature(stock)
     tell = saying_once("loader_optim", warn)
@@ -292,11 +292,11 @@ def _changed_code(loader: object) -> str | None:
     return None if changed is None else f"{changed} has been replaced."
 
 
-#: By the switch itself.
+#: The switch itself replaces these.
 REPLACED = ("BaseDataset.cache_images", "BaseDataset.set_rectangle")
 
 
-def plan_loader(loader: Loader, device: object) -> Any:
+def plan_loader(loader: Loader, device: object) -> Loader:
     """Return a loader that does the work of ``loader``, an original one that has not begun, by plans; None where it gets no memory."""
     kind, _, number = str(device).partition(":")  # stock takes any text
     on_gpu = kind == "cuda" and torch.cuda.is_available()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import multiprocessing.context
@@ -23,8 +22,8 @@ from torch_fastdet.images.recorder import Recorder
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
-from torch_fastdet.patching.by_name import filed_as
-from torch_fastdet.patching.protocols import YOLOv5Dataset
+from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
+from torch_fastdet.patching.protocols import Names, Stock, YOLOv5Dataset
 
 
 class Planner:
@@ -73,7 +72,7 @@ def dataset_class(stock: type) -> type:
         torch_fastdet_stock = stock
         _planner: Planner | None = None
         _memory: ImageMemory | None = None
-        #: What the memory was made for; None before it was asked for.
+        #: The size and augment that the memory was made for; None before it was asked for.
         _memory_is_of: tuple[int, bool] | None = None
         _all_in_memory: bool = False
         _is_cached: bool = False
@@ -105,7 +104,7 @@ def dataset_class(stock: type) -> type:
         def check_cache_ram(self, *args: object, **kwargs: object) -> bool:
             self._all_in_memory = super().check_cache_ram(*args, **kwargs)
             memory = self.memory  # now: threads load into it
-            # What another rank has decoded takes no more memory here.
+            # Images that another rank has decoded take no more memory here.
             self._is_cached = self._all_in_memory or (memory is not None and bool(memory.decoded().all()))
             return self._is_cached
 
@@ -131,30 +130,21 @@ def dataset_class(stock: type) -> type:
                 return planner.items(indices, self)
             return [self[index] for index in indices]
 
-        def __getstate__(self) -> dict[str, Any]:
+        def __getstate__(self) -> Names:
             return {**self.__dict__, "_planner": None}
 
-        def __reduce_ex__(self, protocol: object) -> Any:
+        def __reduce_ex__(self, protocol: object) -> str | tuple[object, ...]:
             if type(self) is not LoadImagesAndLabels:
                 return super().__reduce_ex__(protocol)
             if multiprocessing.context.get_spawning_popen() is not None:
                 return _new_dataset, (stock.__module__, stock.__name__), self.__getstate__()
-            # Files hold the framework's, without what is annotated above.
+            # Files hold the framework's class, without the attributes annotated above.
             kept = {
                 name: value for name, value in vars(self).items() if name not in LoadImagesAndLabels.__annotations__
             }
             return filed_as(stock, kept)
 
-        def __copy__(self) -> Any:
-            copied: Any = object.__new__(type(self))
-            vars(copied).update(self.__getstate__())
-            return copied
-
-        def __deepcopy__(self, memo: dict[int, object]) -> Any:
-            copied: Any = object.__new__(type(self))
-            memo[id(self)] = copied
-            vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
-            return copied
+        __copy__, __deepcopy__ = CopiedAsItIs.__copy__, CopiedAsItIs.__deepcopy__
 
     for base in stock.__bases__:  # a class that was made while its base was replaced
         if "torch_fastdet_stock" in vars(base):
@@ -164,7 +154,7 @@ def dataset_class(stock: type) -> type:
     return LoadImagesAndLabels
 
 
-def _new_dataset(module: str, name: str) -> Any:
+def _new_dataset(module: str, name: str) -> object:
     """Return an empty data set, in a process that may have no patch()."""
     stock: type = getattr(importlib.import_module(module), name)
     cls = dataset_class(vars(stock).get("torch_fastdet_stock", stock))
@@ -199,7 +189,7 @@ def loader_classes(stock: type) -> tuple[type, type]:
     """Stand-ins for ``InfiniteDataLoader`` and for the ``DataLoader`` that ``create_dataloader`` takes."""
 
     class InfiniteDataLoader(stock):
-        def __init__(self, dataset: YOLOv5Dataset, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, dataset: YOLOv5Dataset, *args: Stock, **kwargs: Stock) -> None:
             self._plans = _planned(dataset, kwargs)
             if self._plans is None:
                 super().__init__(dataset, *args, **kwargs)
@@ -220,13 +210,13 @@ def loader_classes(stock: type) -> tuple[type, type]:
                 yield next(self._batches)
 
     class PlanDataLoader(DataLoader):
-        def __init__(self, dataset: YOLOv5Dataset, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, dataset: YOLOv5Dataset, *args: Stock, **kwargs: Stock) -> None:
             self._plans = _planned(dataset, kwargs)
             super().__init__(dataset, *args, **kwargs)
             if self._plans is not None:
                 object.__setattr__(self, "batch_sampler", PlanBatches(self.batch_sampler))
 
-        def __iter__(self) -> Any:
+        def __iter__(self) -> Stock:
             batches = super().__iter__()
             return batches if self._plans is None else self._plans.batches(batches)
 
@@ -235,7 +225,7 @@ def loader_classes(stock: type) -> tuple[type, type]:
     return InfiniteDataLoader, PlanDataLoader
 
 
-def _planned(dataset: YOLOv5Dataset, options: dict[str, Any]) -> PlannedLoading | None:
+def _planned(dataset: YOLOv5Dataset, options: Names) -> PlannedLoading | None:
     """Set up plans for a loader and change its options accordingly; None where YOLOv5 makes the images."""
     collate, reason = options.get("collate_fn"), cannot_plan(dataset)
     if reason is None and collate is type(dataset).collate_fn4:

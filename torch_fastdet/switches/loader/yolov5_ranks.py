@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from torch_fastdet._torch import private
 from torch_fastdet._torch.private import group_size
+from torch_fastdet.patching.protocols import Function
 from torch_fastdet.patching.replace import in_place_of
 
-#: In seconds; Ultralytics gives its whole process group as much.
+#: Seconds to wait, as many as Ultralytics gives its whole process group.
 LONGEST = 3 * 3600.0
 
 
@@ -32,7 +32,7 @@ def meet() -> None:
         time.sleep(0.05)
 
 
-def first_rank_first(_: object, stock: Callable[[int], contextlib.AbstractContextManager], __: object) -> Any:
+def first_rank_first(_: object, stock: Callable[[int], contextlib.AbstractContextManager], __: object) -> Function:
     """Return ``torch_distributed_zero_first``: its barrier comes when the first rank of each machine is ready."""
 
     @in_place_of(stock)
@@ -48,11 +48,11 @@ def first_rank_first(_: object, stock: Callable[[int], contextlib.AbstractContex
     return torch_distributed_zero_first
 
 
-def smart_ddp(_: object, stock: Callable[[Any], object], __: object) -> Any:
+def smart_ddp(_: object, stock: Function, __: object) -> Function:
     """Return ``smart_DDP``, which the others reach while rank 0 reads the validation set and checks anchors."""
 
     @in_place_of(stock)
-    def smart_DDP(model: object) -> Any:
+    def smart_DDP(model: object) -> object:
         meet()
         return stock(model)
 

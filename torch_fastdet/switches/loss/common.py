@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable
 from typing import ClassVar
@@ -12,7 +11,7 @@ import torch
 
 from torch_fastdet._deferred import DeferredStatus
 from torch_fastdet._torch.modules import own_attributes
-from torch_fastdet.patching.by_name import filed_as
+from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
 from torch_fastdet.patching.protocols import Names
 
 TARGET_COLUMNS = ("image", "class", "x", "y", "w", "h")
@@ -20,7 +19,7 @@ WANTED = ("an image index of the batch", "a class index below the number of clas
 FindFault = Callable[[list[int]], tuple[int, int]]
 
 
-class Criterion:
+class Criterion(CopiedAsItIs):
     """Give all of Ultralytics' criteria their copies and files: a copy has the same class, a pickle the original one."""
 
     stock: ClassVar[type]  # set by drop_in()
@@ -31,27 +30,9 @@ class Criterion:
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return filed_as(self.stock, self.__getstate__())
 
-    def __copy__(self) -> object:
-        result = type(self).__new__(type(self))
-        result.__dict__.update(self.__getstate__())
-        return result
-
-    def __deepcopy__(self, memo: dict[int, object]) -> object:
-        result = type(self).__new__(type(self))
-        memo[id(self)] = result
-        result.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
-        return result
-
 
 def describe_bad_targets(op: str, find_fault: FindFault, status: list[int], rows: int) -> str | None:
-    """Return one line on what was wrong with a loss' targets, or None.
-
-    Args:
-        op: the operator.
-        find_fault: row and column of the first bad row, from the operator's status; -1 where there is none.
-        status: its status: bad rows, the first of them, and num_targets less the rows where it does not fit them.
-        rows: of targets.
-    """
+    """Return one line on what an operator's ``status`` says of so many rows of targets; None if they are right."""
     if status[2]:
         return f"{op}: num_targets is {rows + status[2]}, but targets has {rows} rows"
     row, column = find_fault(status)
@@ -62,13 +43,7 @@ def describe_bad_targets(op: str, find_fault: FindFault, status: list[int], rows
 
 
 class TargetStatus:
-    """Hold what a loss notes of its targets on a GPU: errors that are raised later, and what captured graphs have ignored.
-
-    Args:
-        loss: how errors call the loss.
-        op: the operator.
-        find_fault: as for :func:`describe_bad_targets`.
-    """
+    """Hold a GPU's errors of a loss's targets, which are raised later, and the number of those that captured graphs have ignored."""
 
     def __init__(self, loss: str, op: str, find_fault: FindFault) -> None:
         self._loss, self._describe = loss, functools.partial(describe_bad_targets, op, find_fault)

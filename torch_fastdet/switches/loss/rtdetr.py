@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from torch_fastdet import ops
 from torch_fastdet._deferred import DeferredStatus
 from torch_fastdet._say import count
 from torch_fastdet._torch.private import Context
-from torch_fastdet.patching.protocols import Batch, Names, Stock
+from torch_fastdet.patching.protocols import Batch, Function, Names, Stock
 from torch_fastdet.switches.loss.common import Criterion
 
 STOCK_MODULE = "ultralytics.models.utils.loss"
 PARTS = ("class", "bbox", "giou")
-#: Constants of the operator.
+#: The operator has these constants.
 _ALPHA, _COST_GAMMA, _ENTROPY_GAMMA = 0.25, 2.0, 1.5
 
 
@@ -46,14 +46,9 @@ def uploaded(numbers: Tensor, device: torch.device) -> Tensor:
 def padded_targets(
     classes: Tensor, boxes: Tensor, groups: Sequence[int], matched: list[tuple[Tensor, Tensor]] | None, queries: int
 ) -> Targets:
-    """Pad the labels of a batch to the most that an image has.
+    """Pad the labels of a batch, of which each image has as many as ``groups`` says, to the most that an image has.
 
-    Args:
-        classes: (n) classes, those of an image after those of the one before it.
-        boxes: (n, 4).
-        groups: the number of labels of each image.
-        matched: for each image the denoising queries that have a target, and the rows of their labels; on the host.
-        queries: the number of denoising queries.
+    ``matched`` has the denoising queries of each image that have a target, and the rows of their labels, on the host.
     """
     counts = torch.tensor(groups)
     images, total, most = len(groups), int(counts.sum()), max(1, *groups)
@@ -89,22 +84,21 @@ class RTDETRLoss(Criterion):
     ``loss_gain`` and ``matcher.cost_gain`` are read at each call. With other options than those of RT-DETR (``aux_loss``,
     ``use_uni_match``, other constants of the focal terms, another number of classes) the original code runs.
 
-    The gradient is that of the sum of all terms, which :meth:`RTDETRDetectionModel.loss` returns. If terms are weighted differently, it
-    is NaN.
+    The gradient is that of the sum of all terms. If terms are weighted differently, it is NaN.
 
     A class that the model does not have raises ValueError: on the CPU at once; on a GPU in a later call or in :meth:`check`, which
-    waits. The trainer calls :meth:`update` at the end of each epoch.
+    waits.
     """
 
     # The original's attributes and methods.
     aux_loss: bool
-    fl: Any
-    get_dn_match_indices: Any
+    fl: Stock
+    get_dn_match_indices: Function
     loss_gain: dict[str, float]
     matcher: Stock
     nc: int
     use_uni_match: bool
-    vfl: Any
+    vfl: Stock
 
     @property
     def _status(self) -> DeferredStatus:
@@ -138,7 +132,7 @@ class RTDETRLoss(Criterion):
         denoising = None if dn_bboxes is None or dn_scores is None or dn_meta is None else (dn_bboxes, dn_scores)
         matched, queries = None, 0
         if denoising is not None:
-            matched, queries = self.matched(dn_meta), denoising[0].shape[2]
+            matched, queries = self.matched(dn_meta or {}), denoising[0].shape[2]
         targets = padded_targets(batch["cls"], batch["bboxes"], batch["gt_groups"], matched, queries)
         loss, terms = self.fused(boxes, scores, targets, denoising)
         main, dn = terms[: len(boxes)], terms[len(boxes) :]
@@ -151,7 +145,7 @@ class RTDETRLoss(Criterion):
         names = ["_".join(("loss", part, *of)) for of in ((), ("aux",), ("dn",), ("aux", "dn")) for part in PARTS]
         return dict(zip(names, named, strict=True))
 
-    def matched(self, meta: Any) -> list[tuple[Tensor, Tensor]]:
+    def matched(self, meta: Names) -> list[tuple[Tensor, Tensor]]:
         """Return each image's denoising queries that have a target, and the labels that they have."""
         return self.get_dn_match_indices(meta["dn_pos_idx"], meta["dn_num_group"], meta["dn_gt_idx"])
 

@@ -23,7 +23,7 @@ from torch_fastdet._torch.tensors import DeviceNumbers
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.graphs.rows import RowGraphs
 from torch_fastdet.ops.v8_loss import V8Arguments, V8Found, v8_detection, v8_obb, v8_pose, v8_segmentation
-from torch_fastdet.patching.protocols import Batch
+from torch_fastdet.patching.protocols import Batch, Function, Stock
 from torch_fastdet.patching.replace import defined_in
 from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.rewrites.registry import fewer_copies
@@ -43,7 +43,7 @@ class _State:
 
     def __init__(self) -> None:
         self.settings = DeviceNumbers()
-        self.strides: tuple[Any, list[float]] = (None, [])
+        self.strides: tuple[Tensor | None, list[float]] = (None, [])
         self.status = TargetStatus("v8DetectionLoss", "v8_loss", ops.v8_loss_fault)
         self.graphs: RowGraphs | None = None
 
@@ -62,10 +62,9 @@ class _DetectionLoss(Criterion):
     methods: replace your own before ``patch()``, which then keeps the original class, or derive a class. A class that derives from
     this one derives from the original and runs its code.
 
-    A class index that the model does not have raises ValueError with its row: on the CPU at once; on a GPU, where waiting for the
-    result would stall the step, at the end of the call if the GPU has got there, else in a later call or in :meth:`check`, which
-    waits. Calls without gradients (validation) wait as well, and so does :meth:`update`, which the trainer calls at the end of each
-    epoch. In a CUDA graph such rows are ignored and counted in :attr:`ignored_targets`.
+    A class index that the model does not have raises ValueError with its row: on the CPU at once; on a GPU in this or a later call or in
+    :meth:`check`, which waits. Calls without gradients (validation) wait as well, and so does :meth:`update`, which the trainer calls
+    at the end of each epoch. In a CUDA graph such rows are ignored and counted in :attr:`ignored_targets`.
 
     For :class:`torch_fastdet.graphs.TrainStep`, ``batch`` may be a tensor (n, 6) of image, class, x, y, w, h, of which the first
     ``num_targets`` rows are in use; the items come as a tensor then. Labels that are no rows (:attr:`labels`) come by name. A captured
@@ -73,11 +72,11 @@ class _DetectionLoss(Criterion):
     """
 
     # The original's attributes and methods.
-    assigner: Any
+    assigner: Stock
     class_weights: Tensor | None
-    hyp: Any
+    hyp: Stock
     loss_names: tuple[str, ...]
-    parse_output: Callable[[Any], Any]
+    parse_output: Function
     reg_max: int
     stride: Tensor
 
@@ -170,8 +169,7 @@ class _DetectionLoss(Criterion):
     # For torch_fastdet.graphs ----------------------------------------------------------------------------------------
 
     def graph_key(self) -> tuple[object, ...]:
-        """Return a key that changes when a captured call has to be captured again. Write the other settings to where captured calls
-        read them."""
+        """Return what asks for another capture when it changes. Write the other settings to where captured calls read them."""
         return self._key(1.0)
 
     def _key(self, weight: float) -> tuple[object, ...]:
@@ -209,15 +207,11 @@ def _with_last(found: V8Found, part: Tensor | None = None, weight: Tensor | floa
 
 
 class _SegmentationLoss(_DetectionLoss):
-    """Compute Ultralytics' ``v8SegmentationLoss`` in a few launches: as :class:`v8DetectionLoss`, and the masks of the assigned anchors in one
-    pass, without a mask in memory (:func:`torch_fastdet.ops.v8_segmentation_loss`).
+    """Compute Ultralytics' ``v8SegmentationLoss`` by :func:`torch_fastdet.ops.v8_segmentation_loss`: as :class:`v8DetectionLoss`, and masks.
 
-    YOLO26's head also has semantic logits. Their part runs the criterion's own ``bcedice_loss``, without host synchronisation, and
-    needs ``batch["sem_masks"]``.
-
-    For :class:`torch_fastdet.graphs.TrainStep`, ``masks`` stands beside the tensor of targets, with ``overlap_mask`` only: without it
-    there is a mask for each target, and a graph's inputs have a fixed shape. With more than 128 mask coefficients the original code
-    runs.
+    The part of YOLO26's semantic logits runs the criterion's own ``bcedice_loss``, and needs ``batch["sem_masks"]``. For
+    :class:`torch_fastdet.graphs.TrainStep`, ``masks`` stands beside the tensor of targets, with ``overlap_mask`` only. With more than 128
+    mask coefficients the original code runs.
     """
 
     labels: ClassVar[tuple[str, ...]] = ("masks",)
@@ -265,25 +259,21 @@ class _SegmentationLoss(_DetectionLoss):
 
 
 class _SegmentLoss26(_SegmentationLoss):
-    """Compute Ultralytics' ``SegmentLoss26``: as :class:`v8SegmentationLoss`, with an assignment that compares masks too
-    (:func:`torch_fastdet.ops.v8_segmentation_loss` with ``compare_masks``).
-    """
+    """Compute Ultralytics' ``SegmentLoss26``: as :class:`v8SegmentationLoss`, with an assignment that compares masks too."""
 
     labels = ("masks", "sem_masks")
-
     compares = True
 
 
 class _PoseLoss(_DetectionLoss):
-    """Compute Ultralytics' ``v8PoseLoss`` in a few launches: as :class:`v8DetectionLoss`, and the keypoints of the assigned anchors
-    (:func:`torch_fastdet.ops.v8_pose_loss`).
+    """Compute Ultralytics' ``v8PoseLoss`` by :func:`torch_fastdet.ops.v8_pose_loss`: as :class:`v8DetectionLoss`, and keypoints.
 
     ``hyp.pose`` and ``hyp.kobj`` are read at each call. For :class:`torch_fastdet.graphs.TrainStep`, x, y and visibility of each keypoint
     stand in a row behind the box: (n, 6 + 3 * keypoints).
     """
 
     kpt_shape: Sequence[int]
-    keypoint_loss: Any
+    keypoint_loss: Stock
     centered: ClassVar[bool] = False
 
     @property
@@ -308,18 +298,17 @@ class _PoseLoss(_DetectionLoss):
 
 
 class _PoseLoss26(_PoseLoss):
-    """Compute Ultralytics' ``PoseLoss26``: as :class:`v8PoseLoss`, with an assignment that compares keypoints instead of boxes
-    (:func:`torch_fastdet.ops.v8_pose_loss` with ``compare_keypoints``), and the part of residual log-likelihood (RLE).
+    """Compute Ultralytics' ``PoseLoss26``: as :class:`v8PoseLoss` with ``compare_keypoints``, and the part of residual log-likelihood (RLE).
 
-    The RLE part runs the head's own ``flow_model`` and the criterion's own ``rle_loss`` over all slots of the assignment: without host
-    synchronisation, in some 350 launches, or as a CUDA graph with the switch ``cuda_graph``. ``hyp.rle`` is read at each call.
+    The RLE part runs the head's own ``flow_model`` and the criterion's own ``rle_loss`` over all slots of the assignment, in some 350
+    launches, or as a CUDA graph with the switch ``cuda_graph``. ``hyp.rle`` is read at each call.
     """
 
     centered = True
     #: Set by the switch ``cuda_graph``.
     new_graphs: ClassVar[Callable[..., RowGraphs] | None] = None
-    flow_model: Any
-    rle_loss: Any
+    flow_model: Stock
+    rle_loss: Stock
     target_weights: Tensor
 
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
@@ -421,12 +410,12 @@ class _OBBLoss(_DetectionLoss):
 class _E2ELoss(Criterion):
     """Compute Ultralytics' ``E2ELoss``: two branches of :class:`v8DetectionLoss`, whose weights live on the device.
 
-    A captured graph follows ``update()``, which changes the weights ``o2m`` and ``o2o`` once an epoch. If ``loss_fn`` is not a class of
-    this module, the original code runs.
+    A captured graph follows ``update()``, which changes the weights ``o2m`` and ``o2o`` once an epoch. With a ``loss_fn`` that is not
+    a class of this module, an original E2ELoss is made.
     """
 
-    one2many: Any
-    one2one: Any
+    one2many: _DetectionLoss
+    one2one: _DetectionLoss
     o2m: float
     o2o: float
 
@@ -434,60 +423,41 @@ class _E2ELoss(Criterion):
     def target_columns(self) -> int:
         return self.one2many.target_columns
 
-    def __init__(self, model: nn.Module, loss_fn: object = None) -> None:
-        if loss_fn is None:
-            loss_fn = drop_in(inspect.signature(self.stock).parameters["loss_fn"].default)
-        super().__init__(model, loss_fn)  # type: ignore[call-arg]
-        if self._branches() is None:
-            name = type(self.one2many).__qualname__
-            warn(f"loss_optim: E2ELoss of {name} runs Ultralytics' own code")
-
-    def _branches(self) -> tuple[_DetectionLoss, _DetectionLoss] | None:
-        branches = self.one2many, self.one2one
-        return branches if all(isinstance(branch, _DetectionLoss) for branch in branches) else None
-
     def __call__(self, preds: object, batch: Any, num_targets: Tensor | None = None, **labels: Tensor) -> object:
         """Return the weighted sum of both branches (3), and the items of the one-to-one branch by their names."""
-        branches = self._branches()
-        if branches is None:
-            return super().__call__(preds, batch)  # type: ignore[misc]
         outputs = self.one2many.parse_output(preds)
         many, one = outputs["one2many"], outputs["one2one"]
-        if not (branches[0].takes(many, batch) and branches[1].takes(one, batch)):
+        if not (self.one2many.takes(many, batch) and self.one2one.takes(one, batch)):
             return super().__call__(preds, batch)  # type: ignore[misc]
         count("loss_optim", "losses")
         packed = isinstance(batch, Tensor)
         if packed:
-            targets, others = branches[0].unpacked(batch, labels)
+            targets, others = self.one2many.unpacked(batch, labels)
         else:
             targets, others = packed_targets(batch, many["scores"].device), batch
-        loss, _ = branches[0].fused(many, targets, num_targets, self.o2m, others)
-        second, items = branches[1].fused(one, targets, num_targets, self.o2o, others)
-        return loss + second, items if packed else branches[1].named(items)
+        loss, _ = self.one2many.fused(many, targets, num_targets, self.o2m, others)
+        second, items = self.one2one.fused(one, targets, num_targets, self.o2o, others)
+        return loss + second, items if packed else self.one2one.named(items)
 
     def graph_key(self) -> tuple[object, ...]:
         """Return the keys of both branches. Write their settings and weights to where captured calls read them."""
-        branches = self._branches()
-        return () if branches is None else (branches[0]._key(self.o2m), branches[1]._key(self.o2o))
+        return self.one2many._key(self.o2m), self.one2one._key(self.o2o)
 
     @contextlib.contextmanager
     def in_step(self, model: nn.Module) -> Iterator[None]:
         """Return a context for the model and this loss in a TrainStep: bad targets are counted."""
-        with contextlib.ExitStack() as stack:
-            for branch in self._branches() or ():
-                stack.enter_context(branch.in_step(model))
+        with self.one2many.in_step(model), self.one2one.in_step(model):
             yield
 
     @property
     def ignored_targets(self) -> int:
         """Return the number of bad rows of targets ignored in CUDA graphs so far. Reading it waits for the device."""
-        branches = self._branches()
-        return 0 if branches is None else branches[0].ignored_targets
+        return self.one2many.ignored_targets
 
     def check(self) -> None:
         """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row."""
-        for branch in self._branches() or ():
-            branch.check()
+        self.one2many.check()
+        self.one2one.check()
 
     def update(self) -> None:
         """Call :meth:`check`, and change the weights. The trainer calls this method at the end of each epoch."""
@@ -518,7 +488,18 @@ def drop_in(stock: type) -> object:
     """Return the class that replaces Ultralytics' class ``stock``."""
     ours = KINDS[stock.__name__]
     made = type(stock.__name__, (ours, stock), {"stock": stock, "__module__": __name__, "__doc__": ours.__doc__})
-    return stand_in("loss_optim", stock, made)
+    return stand_in("loss_optim", stock, made, _of_branches(stock, made) if ours is _E2ELoss else None)
+
+
+def _of_branches(stock: type, ours: type) -> Callable[..., object]:
+    def make(model: nn.Module, loss_fn: Stock = None) -> object:
+        branch: Stock = loss_fn or drop_in(inspect.signature(stock).parameters["loss_fn"].default)
+        if isinstance(branch, type) and issubclass(branch, _DetectionLoss):
+            return ours(model, branch)
+        warn(f"loss_optim: E2ELoss of {branch.__qualname__} runs Ultralytics' own code")
+        return stock(model, branch)
+
+    return make
 
 
 def __getattr__(name: str) -> object:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, NoReturn, SupportsIndex
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import nn
@@ -16,13 +15,13 @@ from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import DeviceNumbers, unwrap
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.ops.yolov5_loss import split_coefficients, yolov5_mask_part
-from torch_fastdet.patching.by_name import filed_as
-from torch_fastdet.patching.protocols import Head, Model, Names
+from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
+from torch_fastdet.patching.protocols import Head, Model, Names, Stock
 from torch_fastdet.patching.stand_in import stand_in
 from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.switches.loss.common import TARGET_COLUMNS, TargetStatus
 
-#: A loss takes these from ``hyp`` when it is made.
+#: A loss reads these of ``hyp`` when it is made.
 _ENTROPY = ("cls_pw", "obj_pw", "fl_gamma", "label_smoothing")
 
 
@@ -33,24 +32,21 @@ def _not_apart(*_: object) -> NoReturn:
     )
 
 
-class ComputeLoss:
-    """Compute the loss as YOLOv5's ``utils.loss.ComputeLoss``: same constructor, same call, same results.
-
-    Its attributes are here as far as they are data; ``BCEcls``, ``BCEobj`` and ``build_targets`` are not, because one operator does their work.
+class ComputeLoss(CopiedAsItIs):
+    """Compute YOLOv5's ``utils.loss.ComputeLoss`` as one operator, with its constructor, call, results, and attributes that are data.
 
     ``ComputeLoss(model)(p, targets)`` returns ``(loss (1), items (3))``: the loss times the batch size, and the detached box, objectness and
     class parts. ``p`` is the list of the Detect layer's raw outputs, (bs, na, ny, nx, no) or (bs, na*no, ny, nx), of any float dtype;
     ``targets`` is (nt, 6): image, class, x, y, w, h as shares of the image. Where several targets share a cell, the objectness follows the last
     one in the original order of matches, or with ``sort_obj_iou`` the one of greatest CIoU.
 
-    A bad row of targets raises ValueError with its row and column: on the CPU at once; on a GPU at the end of the call if the GPU has got
-    there, else in a later call or in :meth:`check`, which waits, as calls without gradients do. In a CUDA graph, and inside of
-    :meth:`counting`, such rows are ignored and counted in :attr:`ignored_targets`. A ``num_targets`` below 0 or beyond the rows of targets is such
-    an error too; in a graph, :meth:`check` raises it.
+    A bad row of targets, or a ``num_targets`` that does not fit them, raises ValueError: on the CPU at once; on a GPU in this or a later call
+    or in :meth:`check`, which waits, as calls without gradients do. In a CUDA graph, and inside of :meth:`counting`, bad rows are ignored
+    and counted in :attr:`ignored_targets`.
 
     Args:
         model: YOLOv5's model on its device, with ``hyp``, wrapped or not.
-        autobalance: whether the levels' weights of the objectness follow its loss, as in the original.
+        autobalance: If True, the levels' weights of the objectness follow its loss, as in the original.
     """
 
     sort_obj_iou = False
@@ -60,7 +56,7 @@ class ComputeLoss:
     def __init__(self, model: nn.Module, autobalance: bool = False) -> None:
         trained: Model = model  # DistributedDataParallel, where train.py has wrapped it and set hyp
         inner: nn.Module = unwrap(model) if isinstance(model, nn.Module) else model
-        layers: Any = getattr(inner, "model", None)
+        layers: Stock = getattr(inner, "model", None)
         detect: Head = layers[-1] if isinstance(layers, (nn.Sequential, nn.ModuleList, list)) and len(layers) else None
         if not hasattr(trained, "hyp") or not all(hasattr(detect, name) for name in ("na", "nc", "nl", "anchors")):
             raise TypeError(
@@ -85,7 +81,7 @@ class ComputeLoss:
         self._status = TargetStatus("ComputeLoss", "yolov5_loss", ops.yolov5_loss_fault)
         self._status.prepare(self.device)
 
-    #: The framework's class, for a loss that takes its place: copies have this class, files the framework's.
+    #: The framework's class, if the loss replaces it: files hold an object of that.
     _stock: type | None = None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
@@ -94,10 +90,10 @@ class ComputeLoss:
         return filed_as(self._stock, self._stocks_attributes())
 
     def _stocks_attributes(self) -> dict[str, object]:
-        """Return the attributes of a loss of the framework's class that computes the same; its own constructor makes them."""
+        """Return the attributes of the framework's loss that computes the same, as its constructor makes them."""
         detect = SimpleNamespace(na=self.na, nc=self.nc, nl=self.nl, anchors=self.anchors, stride=[], nm=self.nm)
         hyp = {**self.hyp, **self._entropy}
-        made: Any = self._stock
+        made: Stock = self._stock
         made = made(SimpleNamespace(model=[detect], hyp=hyp, parameters=lambda: iter([self.anchors])))
         own = {name: value for name, value in vars(self).items() if name in vars(made)}
         return {**vars(made), **own, "balance": self.balance}
@@ -111,20 +107,9 @@ class ComputeLoss:
             numbers = *weights, float(getattr(of_classes, "gamma", 0.0)), 2.0 * cn
             self._begin(dict(zip(_ENTROPY, numbers)), list(balance))
 
-    def __copy__(self) -> object:
-        return self._copied(vars(self))
-
-    def __deepcopy__(self, memo: dict[int, object]) -> object:
-        return self._copied(copy.deepcopy(vars(self), memo))
-
-    def _copied(self, attributes: dict[str, object]) -> object:
-        made = object.__new__(type(self))
-        vars(made).update(attributes)
-        return made
-
     BCEcls = BCEobj = build_targets = property(_not_apart, _not_apart)
 
-    # The targets of a right and a wrong class, of when the loss was made.
+    # The targets of a right and a wrong class.
     cp = property(lambda self: 1.0 - 0.5 * self._entropy["label_smoothing"])
     cn = property(lambda self: 0.5 * self._entropy["label_smoothing"])
 
@@ -236,7 +221,7 @@ class ComputeLoss:
 
 
 class SegmentationLoss(ComputeLoss):
-    """Compute the loss as ``ComputeLoss`` of YOLOv5's ``utils.segment.loss``: same constructor, call and results.
+    """Compute ``ComputeLoss`` of YOLOv5's ``utils.segment.loss``, with its constructor, call and results.
 
     ``SegmentationLoss(model, overlap=True)((p, protos), targets, masks)`` returns ``(loss (1), items (4))``: the loss times the batch size, and
     the detached box, mask, objectness and class parts. ``p`` and ``protos`` are the Segment layer's outputs in training mode; ``masks`` is
@@ -298,7 +283,7 @@ class SegmentationLoss(ComputeLoss):
 def in_place(switch: str, stock: type, ours: type[ComputeLoss]) -> type:
     """Return the class that replaces ``stock`` by ``ours``; what is pickled is an object of ``stock``."""
 
-    def make(*args: Any, **kwargs: Any) -> ComputeLoss:
+    def make(*args: Stock, **kwargs: Stock) -> ComputeLoss:
         made = ours(*args, **kwargs)
         made._stock = stock
         return made

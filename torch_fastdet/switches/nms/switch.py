@@ -10,7 +10,7 @@ from torch_fastdet.switches.nms import trial
 from torch_fastdet.switches.nms import yolov5 as decoding
 
 _counting = counting("nms_optim", "batches suppressed")
-#: What takes the place of the frameworks' functions.
+#: These replace the frameworks' functions.
 YOLOV5_SUPPRESSION = _counting(yolov5_non_max_suppression)
 ULTRALYTICS_SUPPRESSION = _counting(ultralytics_non_max_suppression)
 DECODED = " (float32 heads decoded by torch_fastdet.ops.yolov5_decode)"

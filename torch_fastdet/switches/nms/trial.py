@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet.patching.evidence import Behaves
-from torch_fastdet.patching.protocols import Head, Names
+from torch_fastdet.patching.protocols import Function, Head, Names
 from torch_fastdet.suppression import ultralytics_non_max_suppression
 from torch_fastdet.suppression import yolov5_non_max_suppression as non_max_suppression
 from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE
@@ -24,18 +22,18 @@ def _prediction(scores: int) -> Tensor:
     return torch.cat((torch.stack((x, y, 16 + x.sin(), 20 + y.cos()), 1), values.view(len(count), -1)), 1)
 
 
-def _kept(function: Any, prediction: Tensor) -> list[Tensor]:
+def _kept(function: Function, prediction: Tensor) -> list[Tensor]:
     kinds: tuple[Names, ...] = ({}, {"multi_label": True}, {"agnostic": True}, {"classes": [1]}, {"max_det": 3})
     return [image for kind in kinds for image in function(prediction.clone(), 0.2, 0.35, **kind)]
 
 
-def _rows(function: object) -> list[Tensor]:
+def _rows(function: Function) -> list[Tensor]:
     prediction = _prediction(1 + CLASSES).repeat(2, 1, 1)
     prediction[1, :, 4] *= 0.7
     return _kept(function, prediction)
 
 
-def _ultralytics_rows(function: object) -> list[Tensor]:
+def _ultralytics_rows(function: Function) -> list[Tensor]:
     return _kept(function, _prediction(CLASSES).T[None])
 
 

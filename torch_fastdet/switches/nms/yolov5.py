@@ -34,7 +34,7 @@ def decoding(stock: Function) -> Function:
     def forward(self: AnchorHead, x: list[torch.Tensor]) -> object:
         exporting = self.export or torch.jit.is_tracing() or torch.compiler.is_compiling()
         narrow = x[0].dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(x[0].device.type)
-        # Who asks for gradients in eval mode gets the original, in every bit.
+        # Gradients in eval mode are the original's, in every bit.
         trained = torch.is_grad_enabled() and (
             any(feature.requires_grad for feature in x) or any(p.requires_grad for p in self.parameters())
         )
@@ -54,7 +54,7 @@ class OfInstances:
         self.__module__, self.__qualname__ = stock.__module__, stock.__qualname__  # in the line that patch() prints
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
-        # A partial, for torch.compile cannot make a bound method here.
+        # torch.compile cannot make a bound method here, but a partial.
         return self.stock if instance is None else functools.partial(self.ours, instance)
 
 

@@ -13,9 +13,8 @@ from torch_fastdet.switches.optimizer import ultralytics as of_ultralytics
 from torch_fastdet.switches.optimizer import yolov5 as of_yolov5
 from torch_fastdet.switches.optimizer.trial import moving_average
 
-# train.py calls, as it always does, scaler.unscale_, clip_grad_norm_, scaler.step, scaler.update and ema.update; each finds our
-# kernels behind its own name, and each has the original effects when it returns: gradients are unscaled, then clipped, in p.grad; a step
-# with infinite gradients changes no parameter; the average moves all the same. Groups, log line and state_dict are the original ones.
+# train.py calls scaler.unscale_, clip_grad_norm_, scaler.step, scaler.update and ema.update as always. Each has the original effects when
+# it returns: gradients are unscaled, then clipped, in p.grad; a step with infinite gradients changes no parameter, but moves the average.
 
 GRADIENTS = (
     Outside(torch.nn.utils, "clip_grad_norm_", optim.clip_grad_norm_),

@@ -1,8 +1,4 @@
-"""Runs the optimizer's step of Ultralytics' trainer in few launches.
-
-The trainer's ``optimizer_step`` becomes one :class:`~torch_fastdet.optim.FusedStep`. Where a part of it is not known, the original runs,
-which finds our clipping, unscaling and average behind their own names.
-"""
+"""Runs the ``optimizer_step`` of Ultralytics' trainer as one :class:`~torch_fastdet.optim.FusedStep`, or the original if a part is unknown."""
 
 from __future__ import annotations
 

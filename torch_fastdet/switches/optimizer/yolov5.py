@@ -16,7 +16,7 @@ from torch_fastdet.patching.by_name import ByName
 from torch_fastdet.patching.protocols import Function, Names
 from torch_fastdet.patching.switch import Active
 
-# By the names that train.py's --optimizer takes: what makes one of parameter groups, a rate and a momentum (Adam's beta 1).
+# Maps the names that train.py's --optimizer takes to functions of parameter groups, a rate and a momentum (Adam's beta 1).
 OPTIMIZERS: dict[str, Callable[[list[dict[str, object]], float, float], torch.optim.Optimizer]] = {
     "SGD": lambda groups, lr, momentum: SGD(groups, lr=lr, momentum=momentum, nesterov=True),
     "Adam": lambda groups, lr, beta: Adam(groups, lr=lr, betas=(beta, 0.999)),
@@ -77,8 +77,7 @@ def replacing_optimizer(active: Active, stock: Callable[..., torch.optim.Optimiz
         theirs = stock(model, name, lr, momentum, decay)
         return theirs if reason else optim.converted(theirs)
 
-    smart_optimizer.__module__ = __name__  # in the line that patch() prints
-    smart_optimizer.__qualname__ = "smart_optimizer"
+    smart_optimizer.__qualname__ = "smart_optimizer"  # in the line that patch() prints
     return smart_optimizer
 
 

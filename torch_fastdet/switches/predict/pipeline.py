@@ -34,7 +34,7 @@ from torch_fastdet.switches.predict.sources import LIST_BATCH, Batch, Stager, of
 MOST_LAYOUTS = 256
 KEY = "torch_fastdet_feed"  # in a predictor's attributes while it predicts
 BETWEEN = "on_predict_batch_start", "on_predict_postprocess_end", "on_predict_batch_end"
-# Of each predictor: for the network, and for its images. The caching allocator keeps memory for each stream.
+# By predictor: a stream for the network, and one for its images. They stay, because the caching allocator keeps memory for each.
 _streams: weakref.WeakKeyDictionary[Stock, tuple[torch.cuda.Stream, torch.cuda.Stream]] = weakref.WeakKeyDictionary()
 
 
@@ -54,11 +54,11 @@ class Flight:
         self.settings: Names | None = None  # of the predictor when it was launched; None before
         self.input: Tensor
         self.output: Any
-        #: What ``non_max_suppression`` was asked for, and what it found; None where it runs later.
+        #: The arguments and the result of ``non_max_suppression``; None where it runs later.
         self.asked: tuple[Any, ...] | None = None
         self.found: Padded | None = None
         self.counts: Tensor
-        self.scaled = False  # whether the boxes are in pixels of the images
+        self.scaled = False  # True if the boxes are in pixels of the images
         self.marks: list[torch.cuda.Event] = []
         self.waited = 0.0  # seconds
 
@@ -99,7 +99,7 @@ class Feed:
         self.flight: Flight | None = None
         self.device = torch.device(predictor.device)
         self._on_gpu = self.device.type == "cuda"
-        #: Of the network; None for a single batch, which runs on the caller's stream.
+        #: The network's stream; None for a single batch, which runs on the caller's stream.
         self._own: torch.cuda.Stream | None = None
         self._several = False  # batches
 
@@ -260,17 +260,20 @@ class Feed:
 
 
 class Parts:
-    """Name what a pipeline calls of the predictor's classes; each replacement gives its own."""
+    """Name what a pipeline calls of the predictor's classes; each replacement gives its own.
 
-    #: ``preprocess`` for any images.
+    Attributes:
+        preprocess: makes the network's input of any images.
+        where: returns where the predictor's letterbox puts images of some shapes.
+        inference: Ultralytics' own method.
+        suppresses: returns True if ``non_max_suppression`` is known, so that it can run without its copy to the host.
+        scales: returns True if results hold nothing but boxes, so that these can be scaled for the whole batch.
+    """
+
     preprocess: Callable[..., Tensor]
-    #: Where the predictor's letterbox puts images of some shapes.
     where: Callable[[Any, Any], list[Placing | None]]
-    #: Ultralytics' own method.
     inference: Function
-    #: Whether ``non_max_suppression`` is known, so that it can run without its copy to the host.
     suppresses: Callable[[], bool]
-    #: Whether results hold nothing but boxes, so that these can be scaled for the whole batch.
     scales: Callable[[Any], bool] = staticmethod(lambda predictor: False)
 
     def __init__(self) -> None:
@@ -291,16 +294,17 @@ class Parts:
         of_model = model.format, getattr(model, "dynamic", False), model.stride
         key = settings, of_model, tuple([image.shape for image in images])
         known: Layout | None = self._layouts.get(key)
-        if known is None and (placings := self._placings(predictor, batch, images)) is not None:
+        if known is None and (placings := self.placings(predictor, images, batch.mixed)) is not None:
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
             known = self._layouts[key] = Layout(images, placings)
         return known
 
-    def _placings(self, predictor: Predictor, batch: Batch, images: list[Any]) -> list[Placing] | None:
+    def placings(self, predictor: Predictor, images: list[Any], mixed: bool = False) -> list[Placing] | None:
+        """Return where each image goes in one network input; None if the operator cannot put it there."""
         shapes = list({tuple(image.shape): None for image in images})
         asked = [SimpleNamespace(shape=shape) for shape in shapes]
-        if batch.mixed and len(shapes) == 1:  # the others of its list count, too
+        if mixed and len(shapes) == 1:  # the others of its list count, too
             asked.append(SimpleNamespace(shape=(shapes[0][0] + 1, *shapes[0][1:])))
         found = dict(zip(shapes, self.where(predictor, asked)))
         placings = [placing for image in images if (placing := found[tuple(image.shape)]) is not None]

@@ -46,12 +46,13 @@ class Batch:
     info: list[str]
     #: The loader as it was when it gave the batch.
     dataset: Loader
-    #: What holds the images on the device; empty if they are not there. ``where``: of each image the storage and its offset.
+    #: Memory of the device that holds the images; empty if they are not there.
     storages: list[Tensor]
+    #: The storage of each image, and its offset there.
     where: list[tuple[int, int]]
-    #: Is recorded when they are there.
+    #: Recorded when they are there.
     ready: torch.cuda.Event | None = None
-    #: Whether the list that this is a part of has images of several shapes.
+    #: True for a part of a list that has images of several shapes.
     mixed: bool = False
 
 

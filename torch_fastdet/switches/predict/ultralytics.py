@@ -34,7 +34,7 @@ from torch_fastdet.switches.predict.common import fits, letterbox
 from torch_fastdet.switches.predict.pipeline import KEY, Asked, Asking, Feed, Flight, Parts, beginning, timing
 from torch_fastdet.switches.predict.sources import beginning_of, header_of, one_opens, sequential_jpeg
 
-#: Where prediction runs ahead. On a CPU the network itself takes all cores.
+#: Prediction runs ahead on these. On a CPU the network itself takes all cores.
 DEVICES: tuple[str, ...] = ("cuda",)
 GREY = 114  # of the operator's border
 
@@ -61,16 +61,15 @@ def preprocessing(active: Active | None, stock: Function, owner: Stock) -> Funct
     stock_pre_transform = owner.pre_transform
     names = namespace(sys.modules[owner.__module__])
     stock_letterbox = names.get("LetterBox")
-    where = parts.where = _asking(stock_pre_transform, stock_letterbox)
+    parts.where = _asking(stock_pre_transform, stock_letterbox)
 
     def preprocess(self: Predictor, im: Any) -> Tensor:
         if type(self).pre_transform is not stock_pre_transform or "pre_transform" in vars(self):
             return stock(self, im)  # a predictor with a pre_transform of its own keeps it
         if names.get("LetterBox") is not stock_letterbox or not fits(im):
             return stock(self, im)
-        device = torch.device(self.device)
-        placings = [placing for placing in where(self, im) if placing is not None]
-        if device.type not in ("cpu", "cuda") or len(placings) != len(im) or len({p.size for p in placings}) != 1:
+        device, placings = torch.device(self.device), parts.placings(self, im)
+        if device.type not in ("cpu", "cuda") or placings is None:
             return stock(self, im)
         return letterbox(im, placings, device, torch.float16 if self.model.fp16 else torch.float32)
 

@@ -6,7 +6,6 @@ That file's name holds the checkpoint's checksum, and it is written first: it is
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import os
@@ -15,22 +14,23 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 MAGIC = b"torch_fastdet resume 1\n"
 SUFFIX = ".resume"
-#: What begins the name of a folder beside the checkpoint, for the moment of writing.
+#: The name of a folder beside the checkpoint that exists during a write begins so.
 WRITING = ".torch_fastdet_writing_"
-#: Seconds after which such a folder is one that a killed process left, where that cannot be told by its lock, as on NFS.
-LEFT_AFTER = 3600.0
-#: Seconds in which a process surely locks the folder that it has made.
-TO_LOCK = 1.0
+#: Seconds after which such a folder is one that a killed process left.
+LEFT_AFTER = 600.0
+T = TypeVar("T")
+#: The parts of a training between two epochs.
+State: TypeAlias = dict[str, Any]
 
 
 class NotOurs(Exception):
-    """Raise where there is no file that belongs to a checkpoint, or it is damaged: why, in a sentence."""
+    """Say why no file belongs to a checkpoint, or why it cannot be used."""
 
 
 @contextlib.contextmanager
@@ -39,10 +39,7 @@ def whole(path: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     folder = Path(tempfile.mkdtemp(prefix=WRITING, dir=target.parent))
     made = folder / path.name  # torch.save writes the file's name into the file
-    lock = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield made
         if target.exists():
             shutil.copymode(target, made)
@@ -52,22 +49,14 @@ def whole(path: Path) -> Iterator[Path]:
             _to_disk(target.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(lock)
 
 
 def _remove_left(path: Path) -> None:
-    """Remove what processes that are gone have left beside a checkpoint. A link is no such folder."""
+    """Remove what killed processes have left beside a checkpoint."""
     for left in Path(os.path.realpath(path)).parent.glob(f"{WRITING}*"):
         with contextlib.suppress(OSError):
-            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                age = time.time() - os.fstat(lock).st_mtime
-                if age < LEFT_AFTER:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error where its process lives
-                if age >= min(TO_LOCK, LEFT_AFTER):
-                    shutil.rmtree(left, ignore_errors=True)
-            finally:
-                os.close(lock)
+            if time.time() - left.lstat().st_mtime >= LEFT_AFTER:
+                shutil.rmtree(left)  # raises for a link, which may lead to somebody's files
 
 
 def _to_disk(path: Path) -> None:
@@ -78,7 +67,7 @@ def _to_disk(path: Path) -> None:
         os.close(number)
 
 
-def write_checkpoint(path: Path, write: Callable[[Path], object], state: Callable[[], dict[str, object]]) -> Any:
+def write_checkpoint(path: Path, write: Callable[[Path], T], state: Callable[[], State]) -> T:
     """Write a checkpoint by ``write(path)``, and first the file with ``state()`` that belongs to it; returns what ``write`` returns."""
     _remove_left(path)
     with whole(path) as made:
@@ -103,7 +92,7 @@ def _beside(path: Path, digest: bytes) -> Path:
     return path.with_name(f"{path.stem}.{digest.hex()[:16]}{SUFFIX}")
 
 
-def _write(path: Path, digest: bytes, state: dict[str, object]) -> None:
+def _write(path: Path, digest: bytes, state: State) -> None:
     buffer = io.BytesIO()
     torch.save(state, buffer)
     payload = buffer.getbuffer()
@@ -121,7 +110,7 @@ def forget(path: Path, but: Path | None = None) -> None:
             other.unlink(missing_ok=True)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> State:
     """Return the file that belongs to the checkpoint ``path``, with tensors on the CPU; raises NotOurs. It runs no code of the file."""
     digest = _digest(path)
     ours = _beside(path, digest)

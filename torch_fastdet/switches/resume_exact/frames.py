@@ -7,7 +7,8 @@ import inspect
 import sys
 from collections.abc import Iterable, Mapping
 from types import FrameType
-from typing import Any
+
+from torch_fastdet.patching.protocols import Names
 
 
 def training_frame(function: str, variables: Iterable[str]) -> FrameType | None:
@@ -20,7 +21,7 @@ def training_frame(function: str, variables: Iterable[str]) -> FrameType | None:
     return None
 
 
-def read(frame: FrameType, names: Iterable[str]) -> dict[str, Any]:
+def read(frame: FrameType, names: Iterable[str]) -> Names:
     """Return those of the local variables that are set."""
     variables = frame.f_locals
     found = {name: variables[name] for name in names if name in variables}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from torch_fastdet._torch.private import after_each_fetch
-from torch_fastdet.switches.resume_exact.files import NotOurs
+from torch_fastdet.switches.resume_exact.files import NotOurs, State
 from torch_fastdet.switches.resume_exact.state import random_states, set_random_states
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 SLOT = 1 << 15
 #: Batches that may be on their way beside those that a process works ahead.
 ON_THE_WAY = 8
-#: Seconds in which a loader process begins.
+#: A loader process begins within so many seconds.
 PATIENCE = 60.0
 
 
@@ -45,8 +45,8 @@ class Process:
     def __init__(self, stock: Callable[[int], object] | None, slots: Tensor) -> None:
         self.stock = stock
         self.slots = slots
-        #: For each process, what it begins with.
-        self.begin: list[dict[str, Any]] | None = None
+        #: What each process begins with in a resumed run.
+        self.begin: list[State] | None = None
 
     def __call__(self, number: int) -> None:
         if self.stock is not None:
@@ -132,9 +132,9 @@ class Position:
 
     # Between two epochs ----------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Return what a resumed run needs, after an epoch."""
-        state: dict[str, Any] = {
+        state: State = {
             "workers": self.workers,
             "batches": len(self.loader),
             "repeats": self.repeats,
@@ -151,7 +151,7 @@ class Position:
             ]
         return state
 
-    def _read(self, number: int, made: int) -> dict[str, Any]:
+    def _read(self, number: int, made: int) -> State:
         slots = self._process.slots
         slot = slots[number, made % slots.shape[1]]
         end = time.monotonic() + PATIENCE
@@ -162,14 +162,14 @@ class Position:
             raise ValueError(f"the random states of a loader process take {length} bytes, and {SLOT - 8} are expected")
         return pickle.loads(slot[8 : 8 + length].numpy().tobytes())
 
-    def check(self, state: Mapping[str, Any]) -> None:
+    def check(self, state: State) -> None:
         """Raise NotOurs where the state is of another loader."""
         for name, mine in (("workers", self.workers), ("batches", len(self.loader)), ("repeats", self.repeats)):
             if state[name] != mine:
                 what = "loader processes" if name == "workers" else "batches in an epoch"
                 raise NotOurs(f"it was trained with {state[name]} {what}, not with {mine}.")
 
-    def put(self, state: Mapping[str, Any], begins_again: bool = False) -> None:
+    def put(self, state: State, begins_again: bool = False) -> None:
         """Go on from another run's :meth:`state`, before the loader makes its iterator.
 
         With ``begins_again`` the framework makes another iterator now, in the uninterrupted run too.

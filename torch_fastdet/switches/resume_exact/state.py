@@ -16,7 +16,7 @@ from torch_fastdet._say import warn
 from torch_fastdet._torch.modules import is_channels_last
 from torch_fastdet._torch.tensors import unwrap
 from torch_fastdet.switches.resume_exact import files
-from torch_fastdet.switches.resume_exact.files import NotOurs
+from torch_fastdet.switches.resume_exact.files import NotOurs, State
 
 _PARTS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(
@@ -46,7 +46,7 @@ def plain(value: object, where: str = "state") -> Any:
 # Random states --------------------------------------------------------------------------------------------------------
 
 
-def random_states(device: torch.device) -> dict[str, Any]:
+def random_states(device: torch.device) -> State:
     """Return the states of the generators of Python, numpy, torch, and of a GPU."""
     import numpy as np
 
@@ -61,7 +61,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+def set_random_states(states: State, device: torch.device) -> None:
     import numpy as np
 
     version, words, following = states["python"]
@@ -78,7 +78,7 @@ def set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
 
 def take(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler, ema: Any, stopper: object
-) -> dict[str, Any]:
+) -> State:
     """Return everything that steps change, in full precision."""
     model = unwrap(model)
     device = next(model.parameters()).device
@@ -108,7 +108,7 @@ def or_as_stocks() -> Iterator[None]:
         warn(f"resume_exact: the training resumes as without the switch: {reason}")
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> State:
     """Return the state that belongs to the checkpoint ``path``. Raise NotOurs if there is none, or it lacks a part."""
     state = files.read(path)
     if wrong := [name for name, kind in _PARTS.items() if not isinstance(state.get(name), kind)]:
@@ -116,7 +116,7 @@ def read(path: Path) -> dict[str, Any]:
     return state
 
 
-def check(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check(state: State, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise NotOurs where the state is not of this model and optimizer. Nothing is changed."""
     if _shapes(state["model"]) != _shapes(unwrap(model).state_dict()):
         raise NotOurs("its model has other layers.")
@@ -131,12 +131,12 @@ def _shapes(values: Mapping[str, object]) -> dict[str, object]:
     return {name: getattr(value, "shape", None) for name, value in values.items()}
 
 
-def _group_sizes(state: Mapping[str, Any]) -> list[int]:
+def _group_sizes(state: State) -> list[int]:
     return [len(group["params"]) for group in state["param_groups"]]
 
 
 def put(
-    state: Mapping[str, Any],
+    state: State,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,

@@ -7,18 +7,18 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from torch_fastdet._say import say
 from torch_fastdet._torch.modules import own_attributes
-from torch_fastdet.patching.protocols import Trainer
+from torch_fastdet.patching.protocols import Function, Loader, Trainer
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.resume_exact import files, frames
 from torch_fastdet.switches.resume_exact import state as training
+from torch_fastdet.switches.resume_exact.files import State
 from torch_fastdet.switches.resume_exact.position import Position
 
 LAST_STEP = "last_opt_step"
@@ -27,7 +27,7 @@ LAST_STEP = "last_opt_step"
 class WholeFile(type(Path())):  # type: ignore[misc]
     """Name a path whose bytes are written whole or not at all; ``with_state`` is what the file of torch_fastdet beside it gets."""
 
-    with_state: Callable[[], dict[str, object]] | None = None
+    with_state: Callable[[], State] | None = None
 
     def write_bytes(self, data: bytes) -> int:
         path = Path(self)
@@ -46,7 +46,7 @@ class Run:
 
     def __init__(self) -> None:
         self.position: Position | None = None
-        self.state: dict[str, Any] | None = None
+        self.state: State | None = None
         self.begun = False
 
     def begin_epoch(self, trainer: Trainer, frame: FrameType) -> None:
@@ -76,7 +76,7 @@ class Run:
             training.cut_table(Path(trainer.csv), *state["table"])
             say(f"resume_exact: goes on from {trainer.args.resume} to the last bit")
 
-    def state_of(self, trainer: Trainer, frame: FrameType) -> dict[str, Any]:
+    def state_of(self, trainer: Trainer, frame: FrameType) -> State:
         assert self.position is not None
         return {
             **training.take(trainer.model, trainer.optimizer, trainer.scaler, trainer.ema, trainer.stopper),
@@ -99,7 +99,7 @@ def unknown_draws(loader: object) -> str | None:
     return "the trainer has a data loader of its own, and one of build_dataloader is expected."
 
 
-def _position_of(loader: Any) -> Position:
+def _position_of(loader: Loader) -> Position:
     """Return the position of a training loader, noted from its next iterator on."""
     position = Position(loader)
     make = loader._get_iterator
@@ -108,7 +108,7 @@ def _position_of(loader: Any) -> Position:
         with position.beginning():
             return make()
 
-    vars(loader)["_get_iterator"] = _get_iterator
+    loader._get_iterator = _get_iterator
     return position
 
 
@@ -120,7 +120,7 @@ def _frame() -> FrameType | None:
     return frames.training_frame("_do_train", (LAST_STEP,))
 
 
-def unknown_loop(trainer: Any) -> str | None:
+def unknown_loop(trainer: Trainer) -> str | None:
     """Return why the position in an accumulation cannot be read; None where it can."""
     code = getattr(inspect.unwrap(vars(trainer).get("_do_train", unknown_loop)), "__code__", None)
     if code is not None and LAST_STEP in code.co_varnames:
@@ -150,7 +150,7 @@ def calling(active: Active, stock: Callable[..., None], _: object) -> Callable[.
     return run_callbacks
 
 
-def saving(active: Active, stock: Callable[..., object], _: object) -> Callable[..., Any]:
+def saving(active: Active, stock: Callable[..., object], _: object) -> Function:
     """Return ``BaseTrainer.save_model``, which writes to paths that write whole files, the first with the file of torch_fastdet."""
     runs = active.shared(_runs)
 
@@ -167,7 +167,7 @@ def saving(active: Active, stock: Callable[..., object], _: object) -> Callable[
     return save_model
 
 
-def ending(_: Active, stock: Callable[..., object], __: object) -> Callable[..., Any]:
+def ending(_: Active, stock: Callable[..., object], __: object) -> Function:
     """Return ``BaseTrainer._do_train``, whose loop would train one epoch of a training that is over."""
 
     @in_place_of(stock)

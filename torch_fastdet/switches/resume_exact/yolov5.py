@@ -10,16 +10,17 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from torch_fastdet._say import say
+from torch_fastdet.patching.protocols import Function
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.resume_exact import files, frames
 from torch_fastdet.switches.resume_exact import state as training
+from torch_fastdet.switches.resume_exact.files import State
 from torch_fastdet.switches.resume_exact.position import Position
 
 PARTS = ("model", "optimizer", "scaler", "ema", "stopper")
@@ -34,8 +35,8 @@ class Run:
     def __init__(self, active: Active) -> None:
         self.active = active
         self.position: Position | None = None
-        #: What the resumed training goes on with, until its first epoch begins.
-        self.state: dict[str, Any] | None = None
+        #: The state that a resumed training goes on with, until its first epoch begins.
+        self.state: State | None = None
         self.last: Path | None = None
 
     def made_loader(self, loader: DataLoader) -> None:
@@ -92,7 +93,7 @@ class Run:
             files.forget(self.last)
         self.position = self.last = None
 
-    def state_of(self, frame: FrameType) -> dict[str, Any]:
+    def state_of(self, frame: FrameType) -> State:
         assert self.position is not None and self.last is not None
         found = frames.read(frame, (*OF_TRAIN, *ENDS))
         stop = bool(found.get("stop", False)) or found["epoch"] + 1 >= found["epochs"]
@@ -108,13 +109,13 @@ class Run:
         }
 
 
-def calling(active: Active, stock: Callable[..., object], _: object) -> Callable[..., Any]:
+def calling(active: Active, stock: Callable[..., object], _: object) -> Function:
     """Return ``Callbacks.run``, by which train.py says where it is; ``torch.save`` with it."""
     training_run = active.shared(Run)
     active.replace(torch, "save", saving(training_run, torch.save), " (checkpoints whole or not at all)")
 
     @in_place_of(stock)
-    def run(callbacks: object, hook: str, *args: object, **kwargs: object) -> Any:
+    def run(callbacks: object, hook: str, *args: object, **kwargs: object) -> object:
         result = stock(callbacks, hook, *args, **kwargs)
         if hook == "on_train_epoch_start":
             if (frame := frames.training_frame("train", OF_TRAIN)) is not None:
@@ -150,13 +151,13 @@ def saving(run: Run, stock: Callable[..., None]) -> Callable[..., None]:
     return save
 
 
-def loading(active: Active, stock: Callable[..., Any], _: object) -> Callable[..., Any]:
+def loading(active: Active, stock: Function, _: object) -> Function:
     """Return ``create_dataloader``, whose training loader gets a position."""
     signature = inspect.signature(stock)
     run = active.shared(Run)
 
     @in_place_of(stock)
-    def create_dataloader(*args: object, **kwargs: object) -> Any:
+    def create_dataloader(*args: object, **kwargs: object) -> object:
         made = stock(*args, **kwargs)
         arguments = signature.bind(*args, **kwargs)
         arguments.apply_defaults()
