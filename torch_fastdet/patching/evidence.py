@@ -24,7 +24,7 @@ from torch_fastdet._say import without_counts
 from torch_fastdet._torch.private import tree_flatten, without_dispatch_modes
 from torch_fastdet.patching.fingerprint import fingerprint, names_in
 from torch_fastdet.patching.protocols import Function, Names, Stock
-from torch_fastdet.patching.replace import defined_in, describe
+from torch_fastdet.patching.replace import describe, original
 
 
 class Obstacle(str):
@@ -236,7 +236,7 @@ class SameCode:
 
     def obstacle(self, stock: Stock) -> Obstacle | None:
         for name, fingerprints in self.known.items():
-            function = defined_in(stock.__module__, name) if name else stock
+            function = original(sys.modules[stock.__module__], name) if name else stock
             if fingerprint(function) not in fingerprints:
                 return Obstacle(f"{name or describe(stock)} is not that of {self.reference}.")
         return None

@@ -5,11 +5,9 @@ YOLOv5's own function runs, in a copy in which what it does to the images before
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -104,59 +102,3 @@ def detecting(_: object, stock: Function, stock_class: Stock, devices: tuple[str
             return _recording(inner, stock_letterbox, like)(self, ims, size, augment, profile)
 
     return forward
-
-
-class _Network:
-    """Stand for a model in the probe: keep its input and find the same boxes in each image."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.weight = torch.zeros(1, dtype=dtype)
-        self.input = self.weight
-
-    def parameters(self) -> object:
-        return iter([self.weight])
-
-    def __call__(self, x: Tensor, augment: bool = False) -> object:
-        self.input = x
-        rows = torch.tensor(
-            [[30.0, 30, 20, 14, 0.9, 0.8, 0.1], [34, 20, 9, 30, 0.8, 0.2, 0.9], [9, 9, 4, 4, 0.1, 1, 1]]
-        )
-        return [rows.repeat(len(x), 1, 1)]
-
-
-class _NoTimes(contextlib.nullcontext):
-    """Stand for YOLOv5's ``Profile`` in the probe, because that one starts CUDA."""
-
-    t = 0.0
-
-
-def prepared(stock_class: Stock) -> tuple[list[object], list[object]]:
-    """Return what the network gets of small images by the original ``forward`` and by this one, and what they return."""
-    forward = detecting(None, stock_class.forward, stock_class, devices=("cpu",))
-    return _prepared(stock_class, stock_class.forward), _prepared(stock_class, forward)
-
-
-def _prepared(stock_class: Stock, forward: Function) -> list[object]:
-    names = namespace(sys.modules[stock_class.__module__])
-    image = np.arange(3 * 40 * 31, dtype=np.uint8).reshape(31, 40, 3)
-    profile = names.get("Profile")
-    results: list[object] = []
-    try:
-        names["Profile"] = _NoTimes
-        for images, size, dtype in (
-            ([image, image[:20, :17], image[..., 0]], 64, torch.float32),
-            (image.transpose(2, 0, 1), (96, 64), torch.float16),
-        ):
-            model, network = stock_class.__new__(stock_class), _Network(dtype)
-            torch.nn.Module.__init__(model)
-            stride = torch.tensor([8.0, 16, 32])
-            vars(model).update(dmb=False, pt=True, model=network, stride=stride, names={0: "a", 1: "b"})
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the original torch.cuda.amp.autocast is deprecated
-                found = forward(model, images, size)
-            results.append((network.input, found.pred, found.xywhn, found.ims, found.files, found.s))
-    finally:
-        names["Profile"] = profile
-    return results

@@ -6,7 +6,7 @@ import functools
 import importlib
 from typing import Any
 
-from torch_fastdet.patching.evidence import OPENCV, Behaves, Signature
+from torch_fastdet.patching.evidence import OPENCV, Behaves, SameCode, Signature
 from torch_fastdet.patching.protocols import Function
 from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
 from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
@@ -21,6 +21,11 @@ def _by(module: str, name: str) -> Function:
     return call
 
 
+AUTO_SHAPE = SameCode(
+    {"": ("682ef1b5", "fabc6950", "3d64e9fd"), "letterbox": ("c04b349e", "f051914d")},
+    f"{YOLOV5_REFERENCE} or of GitHub's head",
+)
+
 YOLOV5 = Switch(
     "predict_optim",
     "letterbox and division by 255 for AutoShape models (torch.hub) as one operator on the GPU; files of detect.py, "
@@ -31,8 +36,7 @@ YOLOV5 = Switch(
             yolov5("models.common"),
             "AutoShape.forward",
             make=_by("auto_shape", "detecting"),
-            evidence=(Signature(("self", "ims", "size", "augment", "profile")),),
-            class_evidence=(Behaves("its AutoShape", _by("auto_shape", "prepared"), 0, YOLOV5_REFERENCE),),
+            evidence=(AUTO_SHAPE,),
             own=True,
             note=" (images by torch_fastdet.ops.image_letterbox)",
         ),
