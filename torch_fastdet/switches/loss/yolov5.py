@@ -32,7 +32,7 @@ def _not_apart(*_: object) -> NoReturn:
     )
 
 
-class ComputeLoss(CopiedAsItIs):
+class ComputeLoss:
     """Compute YOLOv5's ``utils.loss.ComputeLoss`` as one operator, with its constructor, call, results, and attributes that are data.
 
     ``ComputeLoss(model)(p, targets)`` returns ``(loss (1), items (3))``: the loss times the batch size, and the detached box, objectness and
@@ -83,6 +83,9 @@ class ComputeLoss(CopiedAsItIs):
 
     #: The framework's class, if the loss replaces it: files hold an object of that.
     _stock: type | None = None
+
+    __getstate__, __copy__ = CopiedAsItIs.__getstate__, CopiedAsItIs.__copy__
+    __deepcopy__ = CopiedAsItIs.__deepcopy__
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         if self._stock is None:
