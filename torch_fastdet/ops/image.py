@@ -113,17 +113,13 @@ def image_letterbox(
 ) -> Tensor:
     """Resize images of any sizes and pad them with grey 114 to one size, in one launch: ``cv2.resize`` to the bit.
 
-    The caller decides new sizes and padding, so that each framework's own rounding stays. Storages and plan are contiguous.
+    The caller decides new sizes and padding, so that each framework's own rounding stays. The arguments that are not here are those of
+    :func:`image_augment`. Storages and plan are contiguous.
 
     Args:
-        storages: 1 to 8 one-dimensional uint8 tensors on one device, with images HWC, BGR or grey.
         plan: (B, 10) int64: storage, byte offset, height and width of an image, bytes from row to row; new height and
             width; top and left of the resized image in the output; interpolation, 0 for ``cv2.INTER_LINEAR`` and 1 for
             ``cv2.INTER_AREA``. What lies outside of the output is cut off.
-        size: height and width of the output, in pixels.
-        channels: 3, or 1 for grey images.
-        dtype: torch.uint8 (the default), torch.float16 or torch.float32: x / 255, as PyTorch divides on that device.
-        channels_last: The output's memory format.
         bgr: Keep the order of channels. By default they are exchanged to RGB.
 
     Returns:
@@ -156,11 +152,9 @@ def image_letterbox_(out: Tensor, storages: list[Tensor], plan: Tensor, bgr: boo
 def image_resize_(out: Tensor, storages: list[Tensor], plan: Tensor, channels: int = 3) -> None:
     """Resize images of any sizes as ``cv2.resize`` does, from packed storages into a packed storage, in one launch.
 
-    All tensors are contiguous.
-
     Args:
-        out: one-dimensional uint8. It must not overlap what is read.
-        storages: 1 to 8 one-dimensional uint8 tensors on the same device.
+        out: one-dimensional uint8. It must not overlap what is read. All tensors are contiguous and on one device.
+        storages: 1 to 8 one-dimensional uint8 tensors.
         plan: (n, 8) int64: storage, byte offset, height and width of an image; byte offset in ``out``, new height and
             width; interpolation, 0 for ``cv2.INTER_LINEAR`` and 1 for ``cv2.INTER_AREA``.
         channels: 3, or 1 for grey images.
@@ -194,7 +188,7 @@ def image_gather_(out: Tensor, storages: list[Tensor], pieces: Tensor) -> None:
 def opencv_rules() -> tuple[str, int]:
     """Return ``warp`` and ``hsv_lanes`` of :func:`image_augment` that give the installed OpenCV's pixels.
 
-    A small image is warped, and one converted, once a process: OpenCV's code depends on the processor too.
+    They depend on the version and on the processor, so a small image is warped and one converted, once a process.
 
     Returns:
         ("fixed" or "float", pixels that OpenCV's vector code converts at once; 0 where it always rounds).

@@ -20,12 +20,10 @@ __all__ = ["decode_jpeg", "jpeg_decode_", "jpeg_pack", "jpeg_plan"]
 def decode_jpeg(files: list[Tensor], device: torch.device | str | int = "cpu") -> list[Tensor]:
     """Decode JPEG files to what ``cv2.imdecode(file, cv2.IMREAD_COLOR)`` gives, to the bit.
 
-    Baseline and extended sequential files of 8 bits: grey, YCbCr with any whole sampling ratios, RGB; restart markers; EXIF's
-    orientation is applied as OpenCV does. Progressive files, arithmetic coding, four components and damaged files are refused,
-    because OpenCV's repairs are not reproduced: give those to OpenCV.
+    Baseline and extended sequential files of 8 bits are decoded: grey, YCbCr with any whole sampling ratios, RGB; restart markers and EXIF's
+    orientation. Progressive files, arithmetic coding, four components and damaged files are refused: give those to OpenCV.
 
-    On a GPU the host reads each file once, for the index, and the pixels are made on the current stream. The call itself does not
-    wait for the GPU.
+    On a GPU the host reads each file once, for the index, and the call does not wait for the GPU.
 
     Args:
         files: one-dimensional uint8 tensors on the CPU, contiguous: the bytes of one file each.
@@ -70,14 +68,14 @@ def jpeg_pack(
 ) -> tuple[Tensor, Tensor, list[str]]:
     """Read JPEG files once and make packed JPEGs of them, on the host.
 
-    The pass is strict: a file that it takes decodes to OpenCV's pixels without any repair, and what it cannot promise that of is
-    refused. Files are read in parallel, by PyTorch's threads; a single one by up to eight threads, if PyTorch may use as many.
+    A file that it takes decodes to OpenCV's pixels without any repair; others are refused. Files are read in parallel, by PyTorch's threads; a
+    single one by up to eight of them.
 
     Args:
         files: one-dimensional uint8 tensors on the CPU, contiguous: the bytes of one file each.
         pin_memory: Give the storage in pinned memory, to copy it to a GPU.
         heads: For each file the head of its packed JPEG, which an earlier call gave: its first bytes, as many as ``pictures`` says.
-            It spares most of the pass. An empty one, and one that does not belong to the file, is not used.
+            It spares most of the work. An empty one, and one that does not belong to the file, is not used.
         segment: The index has an entry for so many MCUs: 1, 2 or 4. With fewer a GPU decodes a few images faster.
 
     Returns:

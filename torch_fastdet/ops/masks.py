@@ -100,11 +100,10 @@ def crop_mask_(masks: Tensor, boxes: Tensor) -> None:
     """Crop masks as :func:`crop_mask` does, in place: what lies inside of the boxes is not touched.
 
     Args:
-        masks: (n, height, width), written; as in :func:`crop_mask`. Those that are not contiguous are copied, cropped and copied back.
+        masks: (n, height, width), written. Those that are not contiguous are copied, cropped and copied back.
 
     Raises:
-        RuntimeError: a wrong shape, dtype, layout or device, or a leaf that requires grad.
-        ValueError: more than 2**22 pixels along a side.
+        RuntimeError: a leaf that requires grad. Other errors are those of :func:`crop_mask`.
 
     Behaviour: ``crop_mask`` of Ultralytics 8.4.190.
     """

@@ -25,17 +25,15 @@ def match_detections(
 
     Args:
         detections: (n, 6 or more) or (images, n, 6 or more), float16, bfloat16, float32 or float64: x1, y1, x2, y2,
-            confidence, class; in the order of their confidence, as suppression returns them. Any strides; rows that are not
-            dense are copied first.
+            confidence, class; in the order of their confidence, as suppression returns them. Rows that are not dense are copied first.
         labels: (m, 5), class, x1, y1, x2, y2; with batched detections (m, 6), the image's index first. Same device, any order.
         iouv: (t,), the thresholds.
         counts: (images,), int64: the valid rows of each image. None: all rows. For batched detections.
-        rule: which detection gets a label. "best" (YOLOv5): a detection claims only the label of its greatest IoU, and the
-            first row that claims a label gets it. "greedy" (Ultralytics 8.4.190): in the order of the rows, a detection takes
-            the label of greatest IoU that is left. Where two labels have the same IoU, "best" claims the later and "greedy"
-            the earlier one.
-        iou: (m, n), float16, bfloat16, float32 or float64: what to compare with the thresholds instead of the IoU of boxes, such
-            as that of masks or turned boxes: of each label with each detection of its image. Same device; converted to float32.
+        rule: "best" (YOLOv5): a detection claims only the label of its greatest IoU, and the first row that claims a label gets it.
+            "greedy" (Ultralytics 8.4.190): in the order of the rows, a detection takes the label of greatest IoU that is left. Of two
+            labels with the same IoU, "best" claims the later and "greedy" the earlier one.
+        iou: (m, n), float16, bfloat16, float32 or float64, of each label with each detection of its image, such as that of masks or rotated
+            boxes; it replaces the IoU of boxes. Same device; converted to float32.
 
     Returns:
         (n, t) or (images, n, t), bool, contiguous. False in rows past the count.
@@ -61,9 +59,8 @@ def confusion_matrix_(
 ) -> None:
     """Add the matches of detections and labels to a confusion matrix, as ``ConfusionMatrix.process_batch`` does.
 
-    Detections above ``conf`` and labels match by IoU only, whatever their classes, where it is above ``iou_thres``. A
-    whole batch takes one launch, without a host sync. The arguments that are not here are those of
-    :func:`match_detections`.
+    Detections above ``conf`` and labels match by IoU only, whatever their classes, where it is above ``iou_thres``. A whole batch takes one
+    launch, without a host sync. The other arguments and the errors are those of :func:`match_detections`.
 
     Args:
         matrix: (nc + 1, nc + 1), int64, contiguous, changed in place: counts by [predicted, true]; the last row and column
@@ -73,10 +70,6 @@ def confusion_matrix_(
         rule: "best" (YOLOv5): a detection claims only the label of its greatest IoU, the detection of greatest IoU gets the
             label, and an image without any match adds no false positives. "greedy" (Ultralytics): in the order of the rows, a
             detection takes the label of greatest IoU that is left.
-
-    Raises:
-        RuntimeError: a wrong shape, dtype, layout or device.
-        ValueError: an unknown rule, or 2**31 or more rows.
 
     Behaviour: ``ConfusionMatrix`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
     """

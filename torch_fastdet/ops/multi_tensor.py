@@ -1,16 +1,13 @@
 """Works on lists of tensors in one launch, in place: moving average, SGD, unscale, norm and clip.
 
-All functions take tensors of float16, bfloat16, float32 and float64, also mixed, of any sizes (also empty) and any strides. Tensors
-with the same index have the same shape, and all tensors are on one device. Nothing is copied or made contiguous: tensors of one
-index with the same memory layout are read 16 bytes at a time, others element by element. Arithmetic is float32, or float64 if one
-of the tensors of that index is float64. No function waits for the GPU, and all can be captured in a CUDA graph: the list is copied
-to the device during the capture, not at replay, and belongs to the graph. Autograd records none of them, even in grad mode: a norm
-does not require grad. They count as in-place operations on the tensors that they write. Those may be leaves (parameters), but not
-results of recorded operations.
+All functions take tensors of float16, bfloat16, float32 and float64, also mixed, of any sizes and strides, on one device. Tensors
+with the same index have the same shape. Nothing is copied or made contiguous: tensors of one index with the same memory layout are read
+16 bytes at a time, others element by element. Arithmetic is float32, or float64 if one of the tensors of that index is float64. No
+function waits for the GPU, and all can be captured in a CUDA graph, to which the list belongs. Autograd records none of them; they count
+as in-place operations on the tensors that they write, which may be leaves (parameters), but not results of recorded operations.
 
 Common errors (RuntimeError, raised before anything is written): lists of different lengths; tensors of different shapes or
-devices; integer, complex or sparse tensors; an expanded tensor that would be written. The message names the list and the index. An
-argument of another type than its annotation raises a TypeError that names it.
+devices; integer, complex or sparse tensors; an expanded tensor that would be written. The message names the list and the index.
 """
 
 # No "from __future__ import annotations": TorchScript reads the types as they stand.
