@@ -4,8 +4,6 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 CORE = sorted(path for path in (ROOT / "csrc/core").rglob("*") if path.suffix in {".h", ".cuh", ".cu", ".cpp"})
 
@@ -14,18 +12,19 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT / "csrc"))
 
 
-@pytest.mark.parametrize("path", CORE, ids=name)
-def test_core_includes_no_torch(path):
-    found = re.findall(r'#\s*include\s*[<"]((?:torch/|ATen/|c10/|pybind11|Python\.h|ops/)[/\w.]*)', path.read_text())
-    assert not found, f"{name(path)} includes {found}; csrc/core must stay free of Torch"
+def test_core_includes_no_torch():
+    for path in CORE:
+        found = re.findall(
+            r'#\s*include\s*[<"]((?:torch/|ATen/|c10/|pybind11|Python\.h|ops/)[/\w.]*)', path.read_text()
+        )
+        assert not found, f"{name(path)} includes {found}; csrc/core must stay free of Torch"
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "csrc").rglob("*.cpp")), ids=name)
-def test_glue_includes_narrow_headers(path):
-    found = re.findall(
-        r"#\s*include\s*[<\"](torch/extension\.h|torch/all\.h|torch/torch\.h|ATen/ATen\.h)", path.read_text()
-    )
-    assert not found, f"{name(path)} includes {found}, which costs a minute of compilation; include narrow headers"
+def test_glue_includes_narrow_headers():
+    wide = re.compile(r"#\s*include\s*[<\"](torch/extension\.h|torch/all\.h|torch/torch\.h|ATen/ATen\.h)")
+    for path in (ROOT / "csrc").rglob("*.cpp"):
+        found = wide.findall(path.read_text())
+        assert not found, f"{name(path)} includes {found}, which costs a minute of compilation; include narrow headers"
 
 
 PACKAGE = ROOT / "torch_fastdet"
@@ -87,31 +86,30 @@ def test_no_import_circle():
         visit(name, ())
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("torch_fastdet.graphs")])
-def test_graphs_know_no_host(name):
+def test_graphs_know_no_host():
     hosts = ("torch_fastdet.yolov5", "torch_fastdet.ultralytics")
-    assert not [other for other in imports_of(name, everywhere=True) if other.startswith(hosts)]
+    for name in (name for name in MODULES if name.startswith("torch_fastdet.graphs")):
+        assert not [other for other in imports_of(name, everywhere=True) if other.startswith(hosts)], name
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if not {"yolov5", "ultralytics"} & set(n.split("."))])
-def test_only_the_hosts_import_third_parties(name):
-    found = {other for other in imports_of(name, everywhere=True) if other.partition(".")[0] in THIRD_PARTIES}
-    assert not found, (
-        f"{name} imports {found}; only yolov5/, ultralytics/ and the files of these names import third parties"
-    )
+def test_only_the_hosts_import_third_parties():
+    for name in (name for name in MODULES if not {"yolov5", "ultralytics"} & set(name.split("."))):
+        found = {other for other in imports_of(name, everywhere=True) if other.partition(".")[0] in THIRD_PARTIES}
+        assert not found, (
+            f"{name} imports {found}; only yolov5/, ultralytics/ and the files of these names import third parties"
+        )
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_no_private_name_is_imported_across_folders(name):
+def test_no_private_name_is_imported_across_folders():
     """A name with an underscore belongs to its folder; those beside the folders belong to the package."""
-    folder = MODULES[name].parent.relative_to(ROOT).parts
-    tree = ast.parse(MODULES[name].read_text())
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    found = [(*node.module.split("."), alias.name) for node in nodes for alias in node.names]
-    private = [
-        ".".join(parts)
-        for parts in found
-        if parts[0] == "torch_fastdet" and parts[: len(folder)] != folder
-        if any(part.startswith("_") and not part.endswith("__") for part in parts[2:])
-    ]
-    assert not private
+    for name, path in MODULES.items():
+        folder = path.parent.relative_to(ROOT).parts
+        nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+        found = [(*(node.module or "").split("."), alias.name) for node in nodes for alias in node.names]
+        private = [
+            ".".join(parts)
+            for parts in found
+            if parts[0] == "torch_fastdet" and parts[: len(folder)] != folder
+            if any(part.startswith("_") and not part.endswith("__") for part in parts[2:])
+        ]
+        assert not private, name

@@ -237,7 +237,7 @@ def limited() -> None:
 def test_cpp_refuses_mutated_files_in_a_line(tmp_path, tool):
     """As tests/fuzz/files.py does with Python's reader: no crash, little memory, and no file that is not a stage's is removed."""
     draw, seen = random.Random(0), Counter[int]()
-    for number in range(24):
+    for number in range(12):
         a = golden.save(
             tmp_path / str(number), {"x": torch.randn(3, 4), "y": torch.arange(5), "none": torch.empty(0, 3)}
         )
@@ -249,7 +249,7 @@ def test_cpp_refuses_mutated_files_in_a_line(tmp_path, tool):
             assert found.returncode in (0, 2) and found.stderr.count("\n") < 2, (number, path.name, found)
             seen[found.returncode] += 1
         assert (a / "notes.npy").exists()
-    assert min(seen.values()) > 5
+    assert min(seen.values()) > 2
 
 
 def test_yolov5_stages():

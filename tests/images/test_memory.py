@@ -66,7 +66,7 @@ def _write(memory, index):
     memory.put(index, picture(5, 7, index), (5, 7))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_processes_share_it(method):
     memory = ImageMemory([(5, 7)] * 2, 1 << 20)
     process = multiprocessing.get_context(method).Process(target=_write, args=(memory, 1))

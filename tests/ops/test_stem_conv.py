@@ -121,7 +121,7 @@ def test_any_strides(device):
 def test_same_bits(device):
     arguments = problem(device, torch.float16, 32, 3, (3, 64, 70))
     expected = run(ops.stem_conv2d, *arguments)
-    for _ in range(10):
+    for _ in range(10 if device.type == "cuda" else 2):
         assert all(map(torch.equal, run(ops.stem_conv2d, *arguments), expected))
 
 

@@ -115,7 +115,7 @@ def usual_lines(drop_in):
     [
         ("ultralytics", "ultralytics.models", "half"),
         pytest.param("ultralytics", "ultralytics.models", "meta", marks=pytest.mark.slow),
-        ("yolov5", "yolov5.segment.val", "meta"),
+        pytest.param("yolov5", "yolov5.segment.val", "meta", marks=pytest.mark.slow),
         pytest.param("yolov5", "yolov5.segment.val", "fake tensors", marks=pytest.mark.slow),
     ],
 )

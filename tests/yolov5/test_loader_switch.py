@@ -56,6 +56,7 @@ def test_batches_are_stocks(case, outcome):
     assert said.splitlines()[0] == "ok", said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", IN_A_CHECKOUT)
 def test_batches_are_stocks_in_a_checkout(case, outcome):
     said = outcome("checkout", "cpu", case, IN_A_CHECKOUT)

@@ -34,6 +34,7 @@ def weights(yolov5: real.YOLOv5, *checkpoints) -> list[dict[str, torch.Tensor]]:
     return [torch.load(file) for file in files.values()]
 
 
+@pytest.mark.slow
 def test_training_gives_the_losses_of_stock(yolov5, real_yolov5, train):
     fast = train(yolov5, *FLAGS)
     stock = train(real_yolov5("checkout" if yolov5.layout == "head" else yolov5.layout), stock=True)
