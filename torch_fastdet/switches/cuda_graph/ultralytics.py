@@ -146,7 +146,10 @@ def model_forward(active: Active, stock: Function, _: object) -> Function:
     def forward(model: object, x: Any, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling() or here.model is not model or args or any(kwargs.values()):
             return stock(model, x, *args, **kwargs)
-        return graphs(model, x, functools.partial(stock, model))
+        found = graphs(model, x, functools.partial(stock, model))
+        with torch.autocast("cuda", enabled=False):  # which is on for the model alone
+            meanwhile.launched()
+        return found
 
     return forward
 
