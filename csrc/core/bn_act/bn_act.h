@@ -3,12 +3,9 @@
 // result. No atomics: the order of every sum is fixed by the plan. In evaluation one launch.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #include "core/bn_act/bn_act_math.h"
 #include "core/bn_act/bn_act_plan.h"
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 
 namespace torch_fastdet::core {
@@ -87,13 +84,11 @@ struct BnActBackwardParams {
   double slope;
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 // Blocks that the current device runs at once: what make_bn_act_plan asks for.
 cudaError_t bn_act_blocks(int64_t& blocks);
 
 cudaError_t launch_bn_act_forward(const BnActForwardParams& params, cudaStream_t stream);
 cudaError_t launch_bn_act_backward(const BnActBackwardParams& params, cudaStream_t stream);
 cudaError_t launch_bn_act_eval(const BnActEvalParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

@@ -5,12 +5,9 @@
 
 #include "core/boxes/box_math.h"
 #include "core/common/broadcast.h"
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 #include "core/common/host_device.h"
-
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
 
 namespace torch_fastdet::core {
 
@@ -96,13 +93,11 @@ struct IouBackwardParams {
   IouGradPass pass[2];
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 cudaError_t launch_bbox_iou(const BboxIouParams& params, cudaStream_t stream);
 // Whether the loss kernel that runs on the current device was compiled with clusters: for compute capability 9.0 or
 // newer.
 cudaError_t iou_loss_clusters(bool& clusters);
 cudaError_t launch_iou_loss(const IouLossParams& params, cudaStream_t stream);
 cudaError_t launch_iou_backward(const IouBackwardParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

@@ -1,12 +1,9 @@
 // Multi-scale deformable attention: each query adds some points of each level of a feature map, bilinear and weighted.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #include <cstdint>
 
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 
 namespace torch_fastdet::core {
@@ -43,9 +40,7 @@ struct DeformableAttentionBackwardParams {
   void* bounds;          // (batch, heads, queries) A, scratch of the GPU
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 cudaError_t launch_deformable_attention(const DeformableAttentionParams& params, cudaStream_t stream);
 cudaError_t launch_deformable_attention_backward(const DeformableAttentionBackwardParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

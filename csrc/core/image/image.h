@@ -4,11 +4,8 @@
 
 #include <cstdint>
 
+#include "core/common/cuda_api.h"
 #include "core/image/warp_math.h"
-
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
 
 namespace torch_fastdet::core {
 
@@ -78,10 +75,8 @@ struct LetterboxParams {
   BatchOut out;
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 cudaError_t launch_image_augment(const AugmentParams& params, cudaStream_t stream);
 cudaError_t launch_image_resize(const ResizeParams& params, cudaStream_t stream);
 cudaError_t launch_image_letterbox(const LetterboxParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

@@ -9,11 +9,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/common/cuda_api.h"
 #include "core/common/host_device.h"
-
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
 
 namespace torch_fastdet::core {
 
@@ -249,8 +246,6 @@ struct JpegParams {
   uint8_t* workspace;  // JpegWorkspace and, behind it, decoded_bytes
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 cudaError_t launch_jpeg_decode(const JpegParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

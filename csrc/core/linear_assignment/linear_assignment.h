@@ -1,12 +1,9 @@
 // Rectangular assignment at the least cost: a batch of problems, with SciPy's choice where several are the best.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #include <cstdint>
 
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 #include "core/common/host_device.h"
 
@@ -57,8 +54,6 @@ TORCH_FASTDET_HOST_DEVICE int64_t assignment_scratch(int64_t rows, int64_t colum
   return ends <= kMostRegisterEnds ? 0 : ceil_div(starts, 32) * 32 * 12 + ceil_div(ends, 32) * 32 * 28;
 }
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 cudaError_t launch_linear_assignment(const LinearAssignmentParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

@@ -3,10 +3,7 @@
 
 #include <cstdint>
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 #include "core/common/storage.h"
 #include "core/masks/masks_math.h"
@@ -67,8 +64,6 @@ void crop_rows(const CropParams& p, int64_t begin, int64_t end) {
   }
 }
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 cudaError_t launch_crop(const CropParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

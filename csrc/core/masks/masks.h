@@ -3,10 +3,7 @@
 
 #include <cstdint>
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 
 namespace torch_fastdet::core {
@@ -44,9 +41,7 @@ struct MasksParams {
   void* out = nullptr;  // (images, count, rows.size, columns.size, or bytes of a row)
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 // One launch (several only above 2^31 tiles).
 cudaError_t launch_masks(const MasksParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

@@ -3,9 +3,7 @@
 
 #include <cstdint>
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
+#include "core/common/cuda_api.h"
 
 namespace torch_fastdet::core {
 
@@ -46,10 +44,8 @@ struct ConfusionParams {
   int32_t* matched = nullptr;  // workspace (images, count): whether a detection got a label
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 // One launch each, queued on `stream`; the workspace need not be filled.
 cudaError_t launch_match(const MatchParams& params, cudaStream_t stream);
 cudaError_t launch_confusion(const ConfusionParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

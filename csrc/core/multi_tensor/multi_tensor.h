@@ -8,11 +8,8 @@
 
 #include <cstdint>
 
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
-
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
 
 namespace torch_fastdet::core {
 
@@ -127,9 +124,7 @@ struct UpdateParams {
   bool write_counter;  // store this update's number there
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 cudaError_t multi_tensor_reduce(const ReduceParams& params, cudaStream_t stream);
 cudaError_t multi_tensor_update(const UpdateParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

@@ -2,11 +2,9 @@
 // X', which drives the singular values of X towards 1. All products are bfloat16 with sums in float32.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #include <cstdint>
+
+#include "core/common/cuda_api.h"
 
 namespace torch_fastdet::core {
 
@@ -50,11 +48,9 @@ struct NsParams {
   float* squared;  // (num_chunks)
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 // Once for each device, before the first launch there.
 cudaError_t prepare_newton_schulz();
 // 17 launches. Needs compute capability 8.0.
 cudaError_t launch_newton_schulz(const NsParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

@@ -8,7 +8,7 @@
 namespace torch_fastdet::core {
 
 TORCH_FASTDET_HOST_DEVICE bool is_allowed(const ClassFilter& filter, int64_t class_index) {
-  return !filter.active || ((filter.bits[class_index >> 5] >> (class_index & 31)) & 1u);
+  return !filter.active || filter.has(class_index);
 }
 
 TORCH_FASTDET_HOST_DEVICE bool label_exists(const CandidateSource& source, int64_t label, int64_t image) {

@@ -1,10 +1,7 @@
 // Raw YOLOv5 head maps to the decoded prediction tensor of the original Detect module.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
+#include "core/common/cuda_api.h"
 #include "core/nms/nms.h"
 
 namespace torch_fastdet::core {
@@ -16,9 +13,6 @@ struct DecodeParams {
   void* output = nullptr;
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-// Queues the kernel on `stream`; returns at once.
 cudaError_t launch_yolov5_decode(const DecodeParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

@@ -1,6 +1,7 @@
 // Rows of a model without suppression: those above a threshold, in their order.
 #pragma once
 
+#include "core/common/cuda_api.h"
 #include "core/common/exact_math.h"
 #include "core/common/storage.h"
 #include "core/nms/nms.h"
@@ -39,7 +40,7 @@ TORCH_FASTDET_HOST_DEVICE bool passes_filter(const FilterParams& p, int64_t imag
   const A name = Storage<T>::load(in[5 * p.column_stride]);
   if (!(name >= 0 && name < static_cast<A>(kMaxFilteredClasses))) return false;
   const auto number = static_cast<int32_t>(name);
-  return static_cast<A>(number) == name && ((p.filter.bits[number >> 5] >> (number & 31)) & 1u);
+  return static_cast<A>(number) == name && p.filter.has(number);
 }
 
 // Row `row` of the input becomes row `place` of the output.
@@ -77,9 +78,6 @@ void filter_image(const FilterParams& p, int64_t image) {
   for (int64_t place = found; place < p.capacity; ++place) clear_filtered<T>(p, image, place);
 }
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-// Queues the kernel on `stream`; returns at once.
 cudaError_t launch_filter(const FilterParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

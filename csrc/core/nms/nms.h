@@ -100,6 +100,9 @@ struct NmsOptions {
 struct ClassFilter {
   bool active = false;
   uint32_t bits[kMaxFilteredClasses / 32] = {};
+
+  void add(int64_t number) { bits[number >> 5] |= 1u << (number & 31); }
+  TORCH_FASTDET_HOST_DEVICE bool has(int64_t number) const { return (bits[number >> 5] >> (number & 31)) & 1u; }
 };
 
 // Sizes: B images, D max_detections, E extra columns. Rows and indices past the count are written too (zero, -1).

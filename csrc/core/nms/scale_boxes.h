@@ -3,10 +3,7 @@
 
 #include <cstdint>
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 
 namespace torch_fastdet::core {
@@ -22,9 +19,6 @@ struct ScaleBoxesParams {
   DType dtype = DType::kFloat32;
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-// Queues the kernel on `stream`; returns at once.
 cudaError_t launch_scale_boxes(const ScaleBoxesParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

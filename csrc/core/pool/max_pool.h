@@ -1,12 +1,9 @@
 // Max pooling of stride 1, also from one part of a concatenation into the next, and its gradient.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #include <cstdint>
 
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 #include "core/common/host_device.h"
 
@@ -64,10 +61,8 @@ struct PoolSpan {
         last(size - 1 - at < after ? static_cast<int>(size - 1 - at) : after) {}
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 // One launch each. At most 2^31 - 1 rows (channels_last: of pixels, else planes), and elements of a row.
 cudaError_t launch_max_pool_forward(const MaxPoolParams& params, cudaStream_t stream);
 cudaError_t launch_max_pool_backward(const MaxPoolParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

@@ -2,12 +2,9 @@
 // queries come with a target. Memory grows with queries, and with queries x targets of an image for the costs.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #include <cstdint>
 
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 #include "core/common/host_device.h"
 
@@ -106,9 +103,7 @@ TORCH_FASTDET_HOST_DEVICE RtdetrPart rtdetr_part(const RtdetrLossParams& p, int6
   return part;
 }
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 cudaError_t launch_rtdetr_loss(const RtdetrLossParams& params, cudaStream_t stream);
 cudaError_t launch_rtdetr_loss_backward(const RtdetrLossParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

@@ -2,12 +2,9 @@
 // linear layer with a bias reads of its result's gradient.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #include <cstdint>
 
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 #include "core/common/storage.h"
 
@@ -72,10 +69,8 @@ struct SumRowsParams {
   }
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 cudaError_t launch_sum_slices(const SumSlicesParams& params, cudaStream_t stream);
 cudaError_t launch_pad_and_sum(const PadAndSumParams& params, cudaStream_t stream);
 cudaError_t launch_sum_rows(const SumRowsParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

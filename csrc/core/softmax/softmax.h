@@ -1,12 +1,9 @@
 // The gradient of a softmax along the last dimension, whose own gradient comes in any layout, such as transposed.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #include <cstdint>
 
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 
 namespace torch_fastdet::core {
@@ -23,9 +20,7 @@ struct SoftmaxBackwardParams {
   DType dtype;  // of grad and out
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 // At most kMostSoftmaxColumns columns.
 cudaError_t launch_softmax_backward(const SoftmaxBackwardParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

@@ -1,12 +1,9 @@
 // Squares of 2x2 pixels as channels, and back: what makes a strided convolution on few channels a dense one on more.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #include <cstdint>
 
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 #include "core/common/storage.h"
 
@@ -64,12 +61,10 @@ TORCH_FASTDET_HOST_DEVICE To image_element(const SpaceToDepthParams& p, int64_t 
   return converted<To>(static_cast<const From*>(p.source)[at]);
 }
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 // From the image to a deep tensor that is dense in (N, H, W, C). At most 2^31 - 1 rows, and elements of a row.
 cudaError_t launch_space_to_depth(const SpaceToDepthParams& params, cudaStream_t stream);
 
 // And back: source is the deep tensor, of any strides.
 cudaError_t launch_depth_to_space(const SpaceToDepthParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

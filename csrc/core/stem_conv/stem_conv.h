@@ -2,12 +2,9 @@
 // channels, a kernel of 3x3 within a border of zeros or of 2x2 without.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #include <cstdint>
 
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 #include "core/common/storage.h"
 
@@ -56,13 +53,11 @@ struct StemConvBackwardParams {
   DType dtype;
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 // How many blocks share the weights' gradient on the current device: its sums' order depends on it.
 cudaError_t stem_conv_blocks(const StemConvSizes& sizes, int64_t& blocks);
 
 // float16 or bfloat16, on compute capability 8.0 or newer. Pointers are aligned to 16 bytes.
 cudaError_t launch_stem_conv_forward(const StemConvForwardParams& params, cudaStream_t stream);
 cudaError_t launch_stem_conv_backward(const StemConvBackwardParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

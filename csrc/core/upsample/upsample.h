@@ -1,10 +1,7 @@
 // 2x nearest upsampling, forward (with a second tensor copied beside it, for concatenation) and backward.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 #include "core/upsample/upsample_plan.h"
 
@@ -28,11 +25,9 @@ struct UpsampleBackwardParams {
   DType dtype;
 };
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 // One launch (several only above 2^29 accesses). Tensors may not overlap.
 cudaError_t launch_upsample_forward(const UpsampleForwardParams& params, cudaStream_t stream);
 
 cudaError_t launch_upsample_backward(const UpsampleBackwardParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

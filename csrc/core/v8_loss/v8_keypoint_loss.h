@@ -2,12 +2,9 @@
 // relative to the target's size, and the entropy of their visibility.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #include <cstdint>
 
+#include "core/common/cuda_api.h"
 #include "core/v8_loss/v8_heads.h"
 #include "core/v8_loss/v8_loss_math.h"
 
@@ -120,9 +117,7 @@ TORCH_FASTDET_HOST_DEVICE T v8_keypoint_distance(const V8KeypointProblem& p, con
   return T(1) - nearness;
 }
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 cudaError_t launch_v8_keypoint_loss(const V8KeypointLossParams& params, cudaStream_t stream);
 cudaError_t launch_v8_keypoint_loss_backward(const V8KeypointLossBackwardParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

@@ -4,12 +4,9 @@
 // so that the sums run in one order whatever happens first.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #include <cstdint>
 
+#include "core/common/cuda_api.h"
 #include "core/v8_loss/v8_heads.h"
 #include "core/v8_loss/v8_loss_math.h"
 
@@ -171,11 +168,9 @@ TORCH_FASTDET_HOST_DEVICE void v8_settle(const Params& params, int64_t slot, boo
   static_cast<T*>(scratch.alignment)[slot] = alignment;
 }
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 int64_t v8_slot_blocks(const V8LossParams& params);
 int64_t v8_class_blocks(const V8LossParams& params);
 cudaError_t launch_v8_loss(const V8LossParams& params, cudaStream_t stream);
 cudaError_t launch_v8_loss_backward(const V8LossBackwardParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

@@ -3,12 +3,9 @@
 // memory.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #include <cstdint>
 
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 #include "core/common/storage.h"
 #include "core/v8_loss/v8_loss_math.h"
@@ -205,9 +202,7 @@ TORCH_FASTDET_HOST_DEVICE int64_t v8_busy_parts(const V8MaskPositive& positive, 
   return wanted < 1 ? 1 : wanted < parts ? wanted : parts;
 }
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 cudaError_t launch_v8_mask_loss(const V8MaskLossParams& params, cudaStream_t stream);
 cudaError_t launch_v8_mask_loss_backward(const V8MaskLossBackwardParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

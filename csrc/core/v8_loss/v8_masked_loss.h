@@ -90,8 +90,6 @@ TORCH_FASTDET_HOST_DEVICE T v8_mask_iou(T both, T predicted, T wanted) {
   return both / (all < T(1) ? T(1) : all);
 }
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 cudaError_t launch_v8_masked_loss(const V8MaskedLossParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

@@ -224,10 +224,8 @@ TORCH_FASTDET_HOST_DEVICE void v8_obb_gradient(const V8ObbLossBackwardParams& pa
       from_arithmetic<scalar_t>(by.angle + turn + score * by_part[3] * by_angle);
 }
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 int64_t v8_obb_slot_blocks(const V8ObbLossParams& params);
 cudaError_t launch_v8_obb_loss(const V8ObbLossParams& params, cudaStream_t stream);
 cudaError_t launch_v8_obb_loss_backward(const V8ObbLossBackwardParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

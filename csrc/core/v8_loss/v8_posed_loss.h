@@ -63,8 +63,6 @@ TORCH_FASTDET_HOST_DEVICE arithmetic_t<scalar_t> v8_overlap_of(const V8PosedLoss
   return visible == 0 ? v8_overlap(target, box) : sum / (T(visible) + T(1e-7));
 }
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 cudaError_t launch_v8_posed_loss(const V8PosedLossParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

@@ -3,12 +3,9 @@
 // in which YOLOv5 lists its matches: offset, anchor, target.
 #pragma once
 
-#ifdef TORCH_FASTDET_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
 #include <cstdint>
 
+#include "core/common/cuda_api.h"
 #include "core/common/dtype.h"
 #include "core/yolov5_loss/yolov5_loss_math.h"
 
@@ -147,13 +144,11 @@ TORCH_FASTDET_HOST_DEVICE int64_t yolov5_gradient_step(const Yolov5Head& head) {
   return head.layout == Yolov5Layout::kPlanes ? head.ny * head.nx : 1;
 }
 
-#ifdef TORCH_FASTDET_WITH_CUDA
 // Rows a level of match_partials and of object_partials.
 int64_t yolov5_match_blocks(const Yolov5LossParams& params);
 int64_t yolov5_object_blocks(const Yolov5LossParams& params);
 // Clears owner and status itself.
 cudaError_t launch_yolov5_loss(const Yolov5LossParams& params, cudaStream_t stream);
 cudaError_t launch_yolov5_loss_backward(const Yolov5LossBackwardParams& params, cudaStream_t stream);
-#endif
 
 }  // namespace torch_fastdet::core

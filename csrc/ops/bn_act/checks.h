@@ -1,14 +1,7 @@
-// What bn_act and bn_act_backward ask of their arguments, and how tensors become the strides that the core walks.
+// Checks of the arguments of bn_act and bn_act_backward; tensors become the strides that the core walks.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/SymBool.h>
-
-#include <initializer_list>
-#include <optional>
 #include <string_view>
-#include <tuple>
 
 #include "core/bn_act/bn_act_math.h"
 #include "core/bn_act/bn_act_plan.h"
@@ -23,7 +16,7 @@ inline bool is_given(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
 }
 
-// What BatchNorm2d keeps beside its parameters, as the schema lists it.
+// The state of BatchNorm2d beside its parameters, as the schema lists it.
 struct BnActNorm {
   const OptionalTensor &running_mean, &running_var, &num_batches_tracked;
   double momentum, eps;
@@ -46,18 +39,16 @@ inline core::Activation parse_activation(std::string_view activation, const char
   return core::Activation::kIdentity;
 }
 
-// One value a channel of x.
+// Check a vector of one value a channel of x.
 inline void check_bn_act_vector(const at::Tensor& x, const OptionalTensor& vector, const char* op, const char* name) {
   if (!is_given(vector)) return;
-  check_strided(*vector, op, name);
-  check_float(*vector, op, name);
-  check_same_device(x, "x", *vector, op, name);
+  check_operand(x, "x", *vector, op, name);
   TORCH_CHECK(vector->dim() == 1, op, ": ", name, " has shape ", vector->sym_sizes(), ", but (C,) is expected");
   TORCH_SYM_CHECK(vector->sym_size(0).sym_eq(x.sym_size(1)), op, ": ", name, " has shape ", vector->sym_sizes(),
                   ", but (", x.sym_size(1), ",) is expected beside x of shape ", x.sym_sizes());
 }
 
-// Written in place, so a copy would not do.
+// Check a statistic. It is written in place, so that a copy would not do.
 inline void check_bn_act_statistic(const at::Tensor& x, const OptionalTensor& statistic, const char* op,
                                    const char* name) {
   check_bn_act_vector(x, statistic, op, name);
@@ -73,12 +64,11 @@ inline void check_same_image(const at::Tensor& x, const at::Tensor& other, const
   check_same_device(x, "x", other, op, name);
   TORCH_CHECK(other.scalar_type() == x.scalar_type(), op, ": ", name, " has dtype ", dtype_name(other.scalar_type()),
               ", but x has ", dtype_name(x.scalar_type()));
-  auto same = x.sym_size(0).sym_eq(other.sym_size(0));
-  for (int64_t d = 1; d < 4; ++d) same = same.sym_and(x.sym_size(d).sym_eq(other.sym_size(d)));
-  TORCH_SYM_CHECK(same, op, ": ", name, " has shape ", other.sym_sizes(), ", but x has ", x.sym_sizes());
+  TORCH_SYM_CHECK(same_sizes(x, other, {0, 1, 2, 3}), op, ": ", name, " has shape ", other.sym_sizes(), ", but x has ",
+                  x.sym_sizes());
 }
 
-// PyTorch's rule and words: one value a channel has no variance.
+// Check, in PyTorch's words, that a channel has more than one value, and so a variance.
 inline void check_values_per_channel(const at::Tensor& x) {
   int64_t values = 1;
   for (const int64_t d : {0, 2, 3}) {
@@ -107,17 +97,12 @@ inline void check_bn_act(const at::Tensor& x, const OptionalTensor& weight, cons
   check_values_per_channel(x);
 }
 
-// float32, or float64 for float64.
-inline at::ScalarType statistic_dtype(const at::Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 inline at::Tensor empty_like_image(const at::Tensor& x) {
   return at::empty_symint(x.sym_sizes(), x.options().memory_format(x.suggest_memory_format()));
 }
 
 inline BnActResult empty_bn_act(const at::Tensor& x) {
-  const auto options = x.options().dtype(statistic_dtype(x));
+  const auto options = x.options().dtype(arithmetic_type(x));
   return {empty_like_image(x), at::empty_symint({x.sym_size(1)}, options), at::empty_symint({x.sym_size(1)}, options)};
 }
 
@@ -128,7 +113,7 @@ struct BnActPart {
   BnActNorm norm() const { return {running_mean, running_var, num_batches_tracked, momentum, eps}; }
 };
 
-// The lists of bn_act_cat, and what its parts share, as the schema has them.
+// The lists of bn_act_cat, and the options that its parts share, in the schema's order.
 struct BnActParts {
   at::TensorList weight, bias, running_mean, running_var, num_batches_tracked;
   double momentum, eps;
@@ -153,19 +138,17 @@ inline void check_bn_act_lists(size_t size, const char* name, const BnActParts& 
   check_length(parts.num_batches_tracked, "num_batches_tracked", true);
 }
 
-// Entry i of a list is like `other` but for the channels.
+// Check that entry i of a list is like `other` but for the channels.
 inline void check_bn_act_neighbours(const at::Tensor& other, const char* other_name, const at::Tensor& entry,
                                     const char* name, size_t i, const char* op) {
   check_same_device(other, other_name, entry, op, name);
   TORCH_CHECK(entry.scalar_type() == other.scalar_type(), op, ": ", name, "[", i, "] has dtype ",
               dtype_name(entry.scalar_type()), ", but ", other_name, " has ", dtype_name(other.scalar_type()));
-  auto same = entry.sym_size(0).sym_eq(other.sym_size(0));
-  for (int64_t d = 2; d < 4; ++d) same = same.sym_and(entry.sym_size(d).sym_eq(other.sym_size(d)));
-  TORCH_SYM_CHECK(same, op, ": ", name, "[", i, "] has shape ", entry.sym_sizes(), ", but ", other_name, " has ",
-                  other.sym_sizes(), "; all sizes but the channels must be equal");
+  TORCH_SYM_CHECK(same_sizes(entry, other, {0, 2, 3}), op, ": ", name, "[", i, "] has shape ", entry.sym_sizes(),
+                  ", but ", other_name, " has ", other.sym_sizes(), "; all sizes but the channels must be equal");
 }
 
-// The parts of x lie side by side along its channels.
+// Check the parts of x, which lie side by side along its channels.
 inline void check_bn_act_part_sizes(const at::Tensor& x, at::TensorList list, const char* name, const char* op) {
   c10::SymInt channels = 0;
   for (size_t i = 0; i < list.size(); ++i) {
@@ -189,7 +172,7 @@ inline void check_bn_act_cat(at::TensorList x, const BnActParts& parts, const Op
   }
 }
 
-// channels_last where all parts are, otherwise contiguous, as torch.cat.
+// Return results that are channels_last where all parts are, otherwise contiguous, as torch.cat.
 inline BnActResult empty_bn_act_cat(at::TensorList x) {
   c10::SymInt channels = 0;
   auto format = x[0].suggest_memory_format();
@@ -198,24 +181,23 @@ inline BnActResult empty_bn_act_cat(at::TensorList x) {
     if (part.suggest_memory_format() != format) format = at::MemoryFormat::Contiguous;
   }
   const at::Tensor& like = x[0];
-  const auto options = like.options().dtype(statistic_dtype(like));
+  const auto options = like.options().dtype(arithmetic_type(like));
   return {at::empty_symint({like.sym_size(0), channels, like.sym_size(2), like.sym_size(3)},
                            like.options().memory_format(format)),
           at::empty_symint({channels}, options), at::empty_symint({channels}, options)};
 }
 
-// A gradient for a parameter that is not there has no elements.
+// Return an empty gradient, of no elements for a parameter that is not there.
 inline at::Tensor empty_parameter_grad(const at::Tensor& x, const OptionalTensor& parameter) {
   return is_given(parameter) ? at::empty_symint(parameter->sym_sizes(), parameter->options())
-                             : at::empty({0}, x.options().dtype(statistic_dtype(x)));
+                             : at::empty({0}, x.options().dtype(arithmetic_type(x)));
 }
 
 inline void check_bn_act_statistics(const at::Tensor& x, const at::Tensor& mean, const at::Tensor& invstd,
                                     const char* op) {
   for (const auto& [tensor, name] : {std::pair{&mean, "mean"}, std::pair{&invstd, "invstd"}}) {
     check_bn_act_vector(x, *tensor, op, name);
-    TORCH_CHECK(tensor->scalar_type() == statistic_dtype(x), op, ": ", name, " has dtype ",
-                dtype_name(tensor->scalar_type()), ", but ", dtype_name(statistic_dtype(x)), " is expected");
+    check_dtype(*tensor, arithmetic_type(x), op, name);
   }
 }
 
@@ -229,7 +211,7 @@ inline void check_bn_act_backward(const at::Tensor& grad_y, const at::Tensor& x,
   check_bn_act_statistics(x, mean, invstd, op);
 }
 
-// Whether the pixels of an image are evenly spaced, and its channels (channels_last) or pixels adjacent.
+// Return whether the pixels of an image are evenly spaced, and its channels (channels_last) or pixels adjacent.
 inline bool is_walkable(const at::Tensor& tensor, bool channels_last) {
   const int64_t width = tensor.size(3);
   const int64_t pixel = width > 1 ? tensor.stride(3) : tensor.stride(2);
@@ -238,13 +220,12 @@ inline bool is_walkable(const at::Tensor& tensor, bool channels_last) {
   return even && (pixel == 1 || tensor.size(2) * width <= 1);
 }
 
-// The tensor itself, or a copy in that layout.
+// Return the tensor itself, or a copy in that layout.
 inline at::Tensor walkable(const at::Tensor& tensor, bool channels_last) {
-  if (is_walkable(tensor, channels_last)) return tensor;
-  return tensor.contiguous(channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
+  return is_walkable(tensor, channels_last) ? tensor : tensor.contiguous(memory_format(channels_last));
 }
 
-// A grid has no plan for it, and statistics no value.
+// Refuse an empty tensor: a grid has no plan for it, and statistics no value.
 inline void check_bn_act_not_empty(const at::Tensor& x, const char* op) {
   TORCH_SYM_CHECK(x.sym_numel().sym_gt(0), op, ": x has shape ", x.sym_sizes(),
                   ", but at least one element is expected");
@@ -266,7 +247,7 @@ inline void check_bn_act_parts(const at::Tensor& x, at::TensorList y, const BnAc
               " entries, but one is expected beside a residual");
 }
 
-// It has no gradient, and may write where x is.
+// Check the arguments of bias_act. It has no gradient, and may write where x is.
 inline void check_bias_act(const at::Tensor& x, const at::Tensor& y, const OptionalTensor& weight,
                            const OptionalTensor& bias, const OptionalTensor& mean, const OptionalTensor& variance,
                            const OptionalTensor& residual, const OptionalTensor& last, const char* op) {
@@ -305,7 +286,7 @@ inline void check_bn_act_parts_backward(at::TensorList grad_y, const at::Tensor&
   check_bn_act_statistics(x, mean, invstd, op);
 }
 
-// Elements between images, pixels and channels.
+// The elements between images, pixels and channels.
 struct ImageStrides {
   int64_t image, pixel, channel;
 };

@@ -27,7 +27,7 @@ core::BnActStrides strides_of(const core::BnActPlan& plan, const at::Tensor& ten
 }
 
 at::Tensor partials_of(const core::BnActPlan& plan, const at::Tensor& x) {
-  return at::empty({plan.partials(), 2}, x.options().dtype(statistic_dtype(x)));
+  return at::empty({plan.partials(), 2}, x.options().dtype(arithmetic_type(x)));
 }
 
 struct Cuda : OnDevice {

@@ -2,16 +2,11 @@
 // Backend::forward, backward and eval, which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
-#include <utility>
 #include <vector>
 
 #include "core/bn_act/bn_act.h"
 #include "ops/bn_act/checks.h"
 #include "ops/common/backend.h"
-#include "ops/common/options.h"
 
 namespace torch_fastdet {
 
@@ -183,7 +178,7 @@ std::tuple<at::Tensor, at::Tensor> bn_act_parts(const at::Tensor& x, at::TensorL
   const core::Activation parsed = parse_activation(activation.name, kOp);
   check_bn_act_parts(x, y, parts, residual, kOp);
   const c10::DeviceGuard guard(x.device());
-  const auto options = x.options().dtype(statistic_dtype(x));
+  const auto options = x.options().dtype(arithmetic_type(x));
   const at::Tensor mean = at::empty_symint({x.sym_size(1)}, options),
                    invstd = at::empty_symint({x.sym_size(1)}, options);
   if constexpr (!Backend::kMeta) {

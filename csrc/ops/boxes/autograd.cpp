@@ -1,63 +1,34 @@
 // Gradients of bbox_iou and iou_loss. The backward recomputes from the boxes: they are alive anyway, and a saved
 // gradient would cost 32 bytes a pair to write in the forward pass and as many to read again.
 #include "ops/common/autograd.h"
-#include "ops/boxes/checks.h"
+#include "ops/boxes/run.h"
 #include "ops/common/autocast.h"
 
 namespace torch_fastdet::boxes_autograd {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::Variable;
-using torch::autograd::variable_list;
-using TwoTensors = std::tuple<at::Tensor, at::Tensor>;
-using Mask = std::array<bool, 2>;
-
-at::Tensor call_bbox_iou(const at::Tensor& box1, const at::Tensor& box2, core::IouKind kind, bool xywh, double eps) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, bool, bool, bool, bool, double);
-  static const auto op = find_operator<Signature>("bbox_iou");
-  return op.call(box1, box2, xywh, kind == core::IouKind::kGiou, kind == core::IouKind::kDiou,
-                 kind == core::IouKind::kCiou, eps);
-}
-
-at::Tensor call_iou_loss(const at::Tensor& box1, const at::Tensor& box2, std::string_view kind, bool xywh,
-                         std::string_view reduction, double eps) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, std::string_view, bool, std::string_view, double);
-  static const auto op = find_operator<Signature>("iou_loss");
-  return op.call(box1, box2, kind, xywh, reduction, eps);
-}
-
-TwoTensors call_bbox_iou_backward(const at::Tensor& grad, const at::Tensor& box1, const at::Tensor& box2,
-                                  std::string_view kind, bool xywh, double eps, Mask mask) {
-  using Signature =
-      TwoTensors(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::string_view, bool, double, Mask);
-  static const auto op = find_operator<Signature>("bbox_iou_backward");
-  return call_gradient(op, grad, box1, box2, kind, xywh, eps, mask);
-}
-
-TwoTensors call_iou_loss_backward(const at::Tensor& grad, const at::Tensor& box1, const at::Tensor& box2,
-                                  std::string_view kind, bool xywh, std::string_view reduction, double eps, Mask mask) {
-  using Signature = TwoTensors(const at::Tensor&, const at::Tensor&, const at::Tensor&, std::string_view, bool,
-                               std::string_view, double, Mask);
-  static const auto op = find_operator<Signature>("iou_loss_backward");
-  return call_gradient(op, grad, box1, box2, kind, xywh, reduction, eps, mask);
-}
-
 // An empty `reduction` stands for bbox_iou itself.
+at::Tensor call(const at::Tensor& box1, const at::Tensor& box2, core::IouKind kind, bool xywh,
+                std::string_view reduction, double eps) {
+  if (!reduction.empty()) {
+    return call_below_autograd<&iou_loss<Meta>>("iou_loss", box1, box2, iou_kind_name(kind), xywh, reduction, eps);
+  }
+  return call_below_autograd<&bbox_iou<Meta>>("bbox_iou", box1, box2, xywh, kind == core::IouKind::kGiou,
+                                              kind == core::IouKind::kDiou, kind == core::IouKind::kCiou, eps);
+}
+
 struct IouFunction : torch::autograd::Function<IouFunction> {
   static constexpr bool is_traceable = true;
 
-  static Variable forward(AutogradContext* ctx, const Variable& box1, const Variable& box2, core::IouKind kind,
-                          bool xywh, const std::string& reduction, double eps) {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& box1, const at::Tensor& box2, core::IouKind kind,
+                            bool xywh, const std::string& reduction, double eps) {
     ctx->set_materialize_grads(false);
     ctx->save_for_backward({box1, box2});
     ctx->saved_data["kind"] = std::string(iou_kind_name(kind));
     ctx->saved_data["xywh"] = xywh;
     ctx->saved_data["reduction"] = reduction;
     ctx->saved_data["eps"] = eps;
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return reduction.empty() ? call_bbox_iou(box1, box2, kind, xywh, eps)
-                             : call_iou_loss(box1, box2, iou_kind_name(kind), xywh, reduction, eps);
+    return call(box1, box2, kind, xywh, reduction, eps);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -68,63 +39,48 @@ struct IouFunction : torch::autograd::Function<IouFunction> {
     const std::string reduction = ctx->saved_data["reduction"].toStringRef();
     const bool xywh = ctx->saved_data["xywh"].toBool();
     const double eps = ctx->saved_data["eps"].toDouble();
-    const Mask mask = {ctx->needs_input_grad(0), ctx->needs_input_grad(1)};
+    const std::array<bool, 2> mask = {ctx->needs_input_grad(0), ctx->needs_input_grad(1)};
     auto [grad1, grad2] = reduction.empty()
-                              ? call_bbox_iou_backward(grads[0], boxes[0], boxes[1], kind, xywh, eps, mask)
-                              : call_iou_loss_backward(grads[0], boxes[0], boxes[1], kind, xywh, reduction, eps, mask);
+                              ? call_gradient<&bbox_iou_backward<Meta>>("bbox_iou_backward", grads[0], boxes[0],
+                                                                        boxes[1], kind, xywh, eps, mask)
+                              : call_gradient<&iou_loss_backward<Meta>>("iou_loss_backward", grads[0], boxes[0],
+                                                                        boxes[1], kind, xywh, reduction, eps, mask);
     if (mask[0]) result[0] = grad1;
     if (mask[1]) result[1] = grad2;
     return result;
   }
 };
 
-// Nothing to record: skip the node, whose making costs more than the launch.
-bool records_nothing(const at::Tensor& box1, const at::Tensor& box2) {
+at::Tensor apply(const at::Tensor& box1, const at::Tensor& box2, core::IouKind kind, bool xywh,
+                 std::string_view reduction, double eps, const char* op) {
   const auto constant = [](const at::Tensor& box) {
     return !(at::GradMode::is_enabled() && box.requires_grad()) && !box._fw_grad(/*level=*/0).defined();
   };
-  return constant(box1) && constant(box2);
-}
-
-// A sparse, nested or quantized tensor passes here on its way to a backend that we have no kernel for: say so in a
-// sentence first.
-void check_both_strided(const at::Tensor& box1, const at::Tensor& box2, const char* op) {
-  check_strided(box1, op, "box1");
-  check_strided(box2, op, "box2");
-}
-
-// Backward reads both boxes, which autograd saves of no tensor made in inference mode.
-void check_can_be_saved(const at::Tensor& box, const char* op, const char* name) {
-  TORCH_CHECK(!box.is_inference(), op, ": ", name,
-              " was made under torch.inference_mode(), but a gradient is being recorded, which needs a tensor made "
-              "outside; pass ",
-              name, ".clone()");
+  // With nothing to record, skip the node, whose making costs more than the launch.
+  if (constant(box1) && constant(box2)) return call(box1, box2, kind, xywh, reduction, eps);
+  // Backward reads both boxes, and autograd saves no tensor made in inference mode.
+  for (const auto& [box, name] : {std::pair{&box1, "box1"}, std::pair{&box2, "box2"}}) {
+    TORCH_CHECK(!box->is_inference(), op, ": ", name,
+                " was made under torch.inference_mode(), but a gradient is being recorded, which needs a tensor made "
+                "outside; pass ",
+                name, ".clone()");
+  }
+  return IouFunction::apply(box1, box2, kind, xywh, std::string(reduction), eps);
 }
 
 at::Tensor bbox_iou_autograd(const at::Tensor& box1, const at::Tensor& box2, bool xywh, bool giou, bool diou, bool ciou,
                              double eps) {
-  check_both_strided(box1, box2, "bbox_iou");
-  const core::IouKind kind = kind_from_flags(giou, diou, ciou);
-  if (records_nothing(box1, box2)) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return call_bbox_iou(box1, box2, kind, xywh, eps);
-  }
-  check_can_be_saved(box1, "bbox_iou", "box1");
-  check_can_be_saved(box2, "bbox_iou", "box2");
-  return IouFunction::apply(box1, box2, kind, xywh, std::string(), eps);
+  check_strided(box1, "bbox_iou", "box1");
+  check_strided(box2, "bbox_iou", "box2");
+  return apply(box1, box2, kind_from_flags(giou, diou, ciou), xywh, "", eps, "bbox_iou");
 }
 
 at::Tensor iou_loss_autograd(const at::Tensor& box1, const at::Tensor& box2, std::string_view kind, bool xywh,
                              std::string_view reduction, double eps) {
-  check_both_strided(box1, box2, "iou_loss");
-  if (records_nothing(box1, box2)) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return call_iou_loss(box1, box2, kind, xywh, reduction, eps);
-  }
-  check_can_be_saved(box1, "iou_loss", "box1");
-  check_can_be_saved(box2, "iou_loss", "box2");
+  check_strided(box1, "iou_loss", "box1");
+  check_strided(box2, "iou_loss", "box2");
   parse_iou_reduction(reduction, "iou_loss");
-  return IouFunction::apply(box1, box2, parse_iou_kind(kind, "iou_loss"), xywh, std::string(reduction), eps);
+  return apply(box1, box2, parse_iou_kind(kind, "iou_loss"), xywh, reduction, eps, "iou_loss");
 }
 
 }  // namespace
@@ -132,9 +88,8 @@ at::Tensor iou_loss_autograd(const at::Tensor& box1, const at::Tensor& box2, std
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   m.impl("bbox_iou", TORCH_FN(bbox_iou_autograd));
   m.impl("iou_loss", TORCH_FN(iou_loss_autograd));
-  for (const char* name : {"bbox_iou", "iou_loss"}) {
-    first_gradient_only(m, (std::string(name) + "_backward").c_str(), name, "PyTorch operations");
-  }
+  first_gradient_only(m, "bbox_iou_backward", "bbox_iou", "PyTorch operations");
+  first_gradient_only(m, "iou_loss_backward", "iou_loss", "PyTorch operations");
 }
 
 // The original CIoU and DIoU square and sum, and pow and sum are on PyTorch's float32 list: boxes of half precision

@@ -3,10 +3,7 @@
 #pragma once
 
 #include <ATen/ExpandUtils.h>
-#include <ATen/core/Tensor.h>
-#include <c10/core/ScalarType.h>
 
-#include <algorithm>
 #include <array>
 #include <string_view>
 
@@ -70,14 +67,14 @@ inline at::ScalarType iou_dtype(const at::Tensor& box1, const at::Tensor& box2) 
   return c10::promoteTypes(box1.scalar_type(), box2.scalar_type());
 }
 
-// The shape of bbox_iou's result: the boxes' broadcast shape with a last dimension of 1.
+// Return the shape of bbox_iou's result: the boxes' broadcast shape with a last dimension of 1.
 inline at::DimVector iou_shape(const at::Tensor& box1, const at::Tensor& box2) {
   at::DimVector shape = at::infer_size_dimvector(box1.sizes(), box2.sizes());
   shape.back() = 1;
   return shape;
 }
 
-// The same of sizes that may be symbolic, even data-dependent: boxes picked by a mask.
+// Return the same of sizes that may be symbolic, even data-dependent: boxes picked by a mask.
 inline at::SymDimVector iou_sym_shape(const at::Tensor& box1, const at::Tensor& box2) {
   const bool first_longer = box1.dim() >= box2.dim();
   const auto longer = first_longer ? box1.sym_sizes() : box2.sym_sizes();
@@ -91,8 +88,7 @@ inline at::SymDimVector iou_sym_shape(const at::Tensor& box1, const at::Tensor& 
       size = other;
       continue;
     }
-    // Neither is known to be 1: as in PyTorch's own broadcasting, they are taken for equal, and a traced graph checks
-    // it.
+    // Neither is known to be 1: as in PyTorch, they are taken for equal, and a traced graph checks it.
     TORCH_SYM_CHECK(size.sym_eq(other), "box1 ", box1.sym_sizes(), " and box2 ", box2.sym_sizes(),
                     " do not broadcast, but leading dimensions that are equal or 1 are expected");
   }
@@ -126,8 +122,8 @@ inline core::BoxesIn boxes_in(const at::Tensor& box) {
   return {box.const_data_ptr(), box.stride(-1), core_dtype(box.scalar_type()), vectorised};
 }
 
-// The row stride of `tensor` (whose last dimension is not iterated) along dimension d of `dims` leading dimensions,
-// aligned at the right as broadcasting does.
+// Return the row stride of `tensor` (whose last dimension is not iterated) along dimension d of `dims` leading
+// dimensions, aligned at the right as broadcasting does.
 inline int64_t broadcast_stride(const at::Tensor& tensor, int64_t d, int64_t dims) {
   const int64_t own = d - (dims - (tensor.dim() - 1));
   return own < 0 || tensor.size(own) == 1 ? 0 : tensor.stride(own);
@@ -163,7 +159,7 @@ inline core::BroadcastPlan<2> pairs_plan(const at::Tensor& box1, const at::Tenso
   return make_plan<2>({&box1, &box2}, shape, row_major_order(shape), op);
 }
 
-// The pass that leaves the gradient of `box` (box1 or box2): its broadcast dimensions run fastest and are summed.
+// Return the pass for the gradient of `box` (box1 or box2): its broadcast dimensions run fastest and are summed.
 inline core::IouGradPass grad_pass(const at::Tensor& box, const at::Tensor& box1, const at::Tensor& box2,
                                    const at::Tensor& grad, at::IntArrayRef shape, const char* op) {
   const int64_t dims = static_cast<int64_t>(shape.size()) - 1;
@@ -182,8 +178,7 @@ inline core::IouGradPass grad_pass(const at::Tensor& box, const at::Tensor& box1
   return pass;
 }
 
-// Everything of a backward launch but the gradients' memory: set by the caller, who allocated `grad1` and `grad2`
-// (undefined where not asked for).
+// Return the parameters of a backward launch. `grad1` and `grad2` are null where not asked for.
 inline core::IouBackwardParams backward_params(const at::Tensor& grad, const at::Tensor& box1, const at::Tensor& box2,
                                                const core::IouConfig& config, double grad_scale, void* grad1,
                                                void* grad2, const char* op) {

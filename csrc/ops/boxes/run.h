@@ -3,22 +3,14 @@
 // Backend::loss_partials(pairs) is the size of the workspace that iou_loss wants.
 #pragma once
 
-#include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
 #include <array>
-#include <limits>
-#include <string_view>
-#include <tuple>
 
 #include "ops/boxes/checks.h"
 #include "ops/common/backend.h"
-#include "ops/common/options.h"
 
 namespace torch_fastdet {
 
-// How the loss of box pairs is taken.
+// The options of the loss of box pairs.
 struct IouLossOptions {
   std::string_view kind;
   bool xywh;
@@ -29,7 +21,7 @@ struct IouLossOptions {
   core::IouConfig config(const char* op) const { return {parse_iou_kind(kind, op), xywh, eps}; }
 };
 
-// Both gradients; one that is not asked for is a tensor of no elements.
+// Return both gradients, uninitialized; one that is not asked for is a tensor of no elements.
 inline std::tuple<at::Tensor, at::Tensor> empty_box_grads(const at::Tensor& box1, const at::Tensor& box2,
                                                           std::array<bool, 2> output_mask) {
   const auto grad_of = [](const at::Tensor& box, bool wanted) {
@@ -38,14 +30,14 @@ inline std::tuple<at::Tensor, at::Tensor> empty_box_grads(const at::Tensor& box1
   return {grad_of(box1, output_mask[0]), grad_of(box2, output_mask[1])};
 }
 
-// The result of bbox_iou and iou_loss, of sizes that may be symbolic.
+// Return the result of bbox_iou and iou_loss, uninitialized, of sizes that may be symbolic.
 inline at::Tensor empty_iou(const at::Tensor& box1, const at::Tensor& box2, core::IouReduction reduction) {
   const at::SymDimVector shape =
       reduction == core::IouReduction::kNone ? iou_sym_shape(box1, box2) : at::SymDimVector();
   return at::empty_symint(shape, box1.options().dtype(iou_dtype(box1, box2)));
 }
 
-// One value a pair: the IoU, or its loss.
+// Return one value a pair: the IoU, or its loss.
 template <class Backend>
 at::Tensor iou_of_pairs(const at::Tensor& box1, const at::Tensor& box2, const core::IouConfig& config, bool loss,
                         const char* op) {
@@ -60,7 +52,7 @@ at::Tensor iou_of_pairs(const at::Tensor& box1, const at::Tensor& box2, const co
   return out;
 }
 
-// One value for all of them.
+// Return one value for all of them.
 template <class Backend>
 at::Tensor iou_loss_of_all(const at::Tensor& box1, const at::Tensor& box2, const core::IouConfig& config,
                            core::IouReduction reduction, const char* op) {
@@ -70,7 +62,7 @@ at::Tensor iou_loss_of_all(const at::Tensor& box1, const at::Tensor& box2, const
                              reduction};
   at::Tensor partial;
   if (const int64_t partials = Backend::loss_partials(params.pairs.numel)) {
-    partial = at::empty({partials}, box1.options().dtype(dtype == at::kDouble ? at::kDouble : at::kFloat));
+    partial = at::empty({partials}, box1.options().dtype(arithmetic_type(dtype)));
     params.partial = partial.mutable_data_ptr();
   }
   at::Tensor out = at::empty({}, box1.options().dtype(dtype));

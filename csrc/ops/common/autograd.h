@@ -1,5 +1,5 @@
-// Pieces of the families' autograd.cpp: how to call an operator below the Autograd key, and what to register for
-// operators that have no gradient, or a first one only.
+// Helpers of the families' autograd.cpp: call an operator below the Autograd key, and register operators that have no
+// gradient, or a first one only.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -10,27 +10,46 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "ops/common/checks.h"
+#include "ops/common/options.h"
 
 namespace torch_fastdet {
 
-// torch_fastdet::name, to call through the dispatcher. Look it up once: `static const auto op = find_operator<...>`.
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
-  return c10::Dispatcher::singleton()
-      .findSchemaOrThrow(("torch_fastdet::" + std::string(name)).c_str(), "")
-      .typed<Signature>();
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Call torch_fastdet::name, which kFunction defines: &f<Meta>.
+template <auto kFunction, typename... Arguments>
+auto call_operator(const char* name, Arguments&&... arguments) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow(("torch_fastdet::" + std::string(name)).c_str(), "")
+                             .typed<unpacked_signature<kFunction>>();
+  return op.call(std::forward<Arguments>(arguments)...);
 }
 
-// The operator's name as the user types it.
+template <auto kFunction, typename... Arguments>
+auto call_below_autograd(const char* name, Arguments&&... arguments) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return call_operator<kFunction>(name, std::forward<Arguments>(arguments)...);
+}
+
+// Call a backward operator: below autograd, unless its own gradient is to be refused.
+template <auto kFunction, typename... Arguments>
+auto call_gradient(const char* name, Arguments&&... arguments) {
+  return at::GradMode::is_enabled() ? call_operator<kFunction>(name, std::forward<Arguments>(arguments)...)
+                                    : call_below_autograd<kFunction>(name, std::forward<Arguments>(arguments)...);
+}
+
+// Return the operator's name as the user types it.
 inline std::string operator_name(const c10::OperatorHandle& op) {
   return op.schema().name().substr(sizeof("torch_fastdet::") - 1);
 }
 
-// Calls f(tensor, argument) for each tensor among the arguments on the stack, lists included.
+// Call f(tensor, argument) for each tensor among the arguments on the stack, lists included.
 template <typename F>
 void for_each_tensor(const c10::OperatorHandle& op, const torch::jit::Stack& stack, const F& f) {
   const auto& arguments = op.schema().arguments();
@@ -44,8 +63,8 @@ void for_each_tensor(const c10::OperatorHandle& op, const torch::jit::Stack& sta
   }
 }
 
-// For an operator without a gradient. Its results are detached, so that backward() through them says that they do not
-// require grad. A sparse tensor passes here on its way to a backend that has no kernel for it: raise our error first.
+// Call an operator without a gradient. Its results are detached, so that backward() through them says that they do not
+// require grad. A sparse tensor is refused here: PyTorch's error would list its backends.
 inline void detached(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   for_each_tensor(op, *stack, [&](const at::Tensor& tensor, const c10::Argument& argument) {
     if (tensor.defined() && tensor.layout() != at::kStrided) {
@@ -56,16 +75,12 @@ inline void detached(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
-// Registers `detached` for these operators.
 inline void without_gradient(torch::Library& m, std::initializer_list<const char*> operators) {
   for (const char* op : operators) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&detached>());
 }
 
-// Makes the gradients that `call` returns tensors whose own gradient raises `refusal`.
+// Make the gradients that `call` returns tensors whose own gradient raises `refusal`.
 struct NoSecondGradient : torch::autograd::Function<NoSecondGradient> {
-  using variable_list = torch::autograd::variable_list;
-  using AutogradContext = torch::autograd::AutogradContext;
-
   static variable_list forward(AutogradContext* context, at::TensorList, const std::function<variable_list()>& call,
                                const std::string& refusal) {
     context->saved_data["refusal"] = refusal;
@@ -77,7 +92,7 @@ struct NoSecondGradient : torch::autograd::Function<NoSecondGradient> {
   }
 };
 
-// For a backward operator, whose results have no gradient under create_graph=True either.
+// Calls a backward operator, whose results have no gradient under create_graph=True either.
 class FirstGradient : public c10::OperatorKernel {
  public:
   explicit FirstGradient(std::string refusal) : refusal_(std::move(refusal)) {}
@@ -100,7 +115,7 @@ class FirstGradient : public c10::OperatorKernel {
   }
 
  private:
-  // Puts f(tensor) in the place of each tensor among the results on the stack. Autograd takes no undefined ones.
+  // Put f(tensor) in the place of each tensor among the results on the stack. Autograd takes no undefined ones.
   template <typename F>
   static void for_each_result(torch::jit::Stack& stack, size_t count, const F& f) {
     for (size_t i = 0; i < count; ++i) {
@@ -117,19 +132,35 @@ class FirstGradient : public c10::OperatorKernel {
   const std::string refusal_;
 };
 
-// Registers that for the backward operator of `name`; `instead` says what to use for a second derivative.
+// Register it for the backward operator of `name`; `instead` names what has a second derivative.
 inline void first_gradient_only(torch::Library& m, const char* backward, const std::string& name, const char* instead) {
   const std::string refusal = name + ": a second derivative was asked for, but it has a first derivative only; use " +
                               instead + " where a gradient of a gradient is needed";
   m.impl(backward, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<FirstGradient>(refusal)));
 }
 
-// Calls a backward operator: below autograd, unless its own gradient is to be refused.
-template <typename Result, typename... Parameters, typename... Arguments>
-Result call_gradient(const c10::TypedOperatorHandle<Result(Parameters...)>& op, Arguments&&... arguments) {
-  if (at::GradMode::is_enabled()) return op.call(std::forward<Arguments>(arguments)...);
-  const at::AutoDispatchBelowADInplaceOrView below;
-  return op.call(std::forward<Arguments>(arguments)...);
+// Return a list of tensors as the tuple that an operator returns.
+template <typename Result, size_t... kIndex>
+Result as_tuple(const variable_list& list, std::index_sequence<kIndex...>) {
+  return {list[kIndex]...};
 }
+template <typename Result>
+Result as_tuple(const variable_list& list) {
+  return as_tuple<Result>(list, std::make_index_sequence<std::tuple_size_v<Result>>());
+}
+
+// The function to register for an operator that is `Function` alone: unpack<&Applied<Function, Result>::call>.
+template <class Function, typename Result, typename Forward = decltype(&Function::forward)>
+struct Applied;
+template <class Function, typename Result, typename Output, typename... Parameters>
+struct Applied<Function, Result, Output (*)(AutogradContext*, Parameters...)> {
+  static Result call(Parameters... parameters) {
+    if constexpr (std::is_same_v<Result, Output>) {
+      return Function::apply(parameters...);
+    } else {
+      return as_tuple<Result>(Function::apply(parameters...));
+    }
+  }
+};
 
 }  // namespace torch_fastdet

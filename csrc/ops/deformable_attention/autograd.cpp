@@ -1,37 +1,24 @@
 // The gradient of deformable attention. The backward pass reads value, locations and weights again.
 #include "ops/common/autograd.h"
-#include "ops/deformable_attention/checks.h"
+#include "ops/deformable_attention/run.h"
 
 namespace torch_fastdet::deformable_attention_autograd {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-using ThreeTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-
-ThreeTensors call_backward(const at::Tensor& grad, const at::Tensor& value, c10::SymIntArrayRef shapes,
-                           const at::Tensor& locations, const at::Tensor& weights) {
-  using Signature =
-      ThreeTensors(const at::Tensor&, const at::Tensor&, c10::SymIntArrayRef, const at::Tensor&, const at::Tensor&);
-  static const auto op = find_operator<Signature>("deformable_attention_backward");
-  return call_gradient(op, grad, value, shapes, locations, weights);
-}
-
 struct DeformableAttention : torch::autograd::Function<DeformableAttention> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& value, c10::SymIntArrayRef shapes,
                             const at::Tensor& locations, const at::Tensor& weights) {
-    using Signature = at::Tensor(const at::Tensor&, c10::SymIntArrayRef, const at::Tensor&, const at::Tensor&);
-    static const auto op = find_operator<Signature>(kDeformableAttention);
     ctx->save_for_backward({value, locations, weights});
     ctx->saved_data["shapes"] = c10::IValue(shapes);
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return op.call(value, shapes, locations, weights);
+    return call_below_autograd<&torch_fastdet::deformable_attention<Meta>>(kDeformableAttention, value, shapes,
+                                                                           locations, weights);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
     const std::vector<c10::SymInt> shapes = ctx->saved_data["shapes"].toSymIntVector();
-    const auto [value, locations, weights] = call_backward(grads[0], saved[0], shapes, saved[1], saved[2]);
+    const auto [value, locations, weights] = call_gradient<&deformable_attention_backward<Meta>>(
+        "deformable_attention_backward", grads[0], saved[0], shapes, saved[1], saved[2]);
     return {value, at::Tensor(), locations, weights};
   }
 };

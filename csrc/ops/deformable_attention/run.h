@@ -2,38 +2,24 @@
 // Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
-#include <algorithm>
-#include <tuple>
-
 #include "ops/common/backend.h"
 #include "ops/deformable_attention/checks.h"
 
 namespace torch_fastdet {
 
-// The type that locations and weights are read in, and their gradients are computed in.
-inline at::ScalarType deformable_arithmetic(const at::Tensor& value) {
-  return value.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-// Dense, of this type and aligned to 16 bytes: the tensor itself if it is so already.
+// Return a dense tensor of this type, aligned to 16 bytes: the tensor itself if it is so already.
 inline at::Tensor deformable_dense(const at::Tensor& tensor, at::ScalarType type) {
-  const at::Tensor dense = tensor.to(type).contiguous();
-  return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : dense.clone();
+  return aligned(tensor.to(type).contiguous());
 }
 
-// The arguments as the loops read them.
+// The arguments as the loops read them, locations and weights in the type that their gradients are computed in.
 struct DeformableInputs {
   at::Tensor value, locations, weights;
 
   DeformableInputs(const at::Tensor& value, const at::Tensor& locations, const at::Tensor& weights)
       : value(deformable_dense(value, value.scalar_type())),
-        locations(deformable_dense(locations, deformable_arithmetic(value))),
-        weights(deformable_dense(weights, deformable_arithmetic(value))) {}
+        locations(deformable_dense(locations, arithmetic_type(value))),
+        weights(deformable_dense(weights, arithmetic_type(value))) {}
 
   core::DeformableAttentionParams params(c10::SymIntArrayRef shapes) const {
     const int64_t image = std::max<int64_t>(value.size(0), 1);

@@ -2,13 +2,7 @@
 // The rows of the tables are looked at on the CPU alone (check_tables.h): on the GPU that would be a host sync.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/MemoryFormat.h>
-
-#include <optional>
 #include <string_view>
-#include <tuple>
 
 #include "core/image/image.h"
 #include "ops/common/checks.h"
@@ -16,8 +10,7 @@
 namespace torch_fastdet {
 
 inline void check_dense_1d(const at::Tensor& tensor, const at::Tensor& like, const char* op, const std::string& name) {
-  TORCH_CHECK(tensor.scalar_type() == at::kByte, op, ": ", name, " has dtype ", dtype_name(tensor.scalar_type()),
-              ", but uint8 is expected");
+  check_dtype(tensor, at::kByte, op, name);
   TORCH_CHECK(tensor.dim() == 1, op, ": ", name, " has shape ", tensor.sym_sizes(),
               ", but one dimension is expected: packed pictures");
   TORCH_CHECK(tensor.is_contiguous(), op, ": ", name, " is not contiguous; call .contiguous() first");
@@ -34,8 +27,7 @@ inline void check_storages(at::TensorList storages, const char* op) {
 
 inline void check_table(const at::Tensor& table, int64_t columns, at::ScalarType dtype, const at::Tensor& like,
                         const char* op, const char* name) {
-  TORCH_CHECK(table.scalar_type() == dtype, op, ": ", name, " has dtype ", dtype_name(table.scalar_type()), ", but ",
-              dtype_name(dtype), " is expected");
+  check_dtype(table, dtype, op, name);
   TORCH_CHECK(table.dim() == 2, op, ": ", name, " has shape ", table.sym_sizes(), ", but (rows, ", columns,
               ") is expected");
   TORCH_SYM_CHECK(table.sym_size(1).sym_eq(columns), op, ": ", name, " has shape ", table.sym_sizes(), ", but (rows, ",
@@ -157,8 +149,7 @@ inline at::Tensor empty_batch(const at::Tensor& like, const c10::SymInt& batch, 
   const at::ScalarType type = options.dtype.value_or(at::kByte);
   check_pixel_dtype(type, op, "dtype");
   return at::empty_symint({batch, c10::SymInt(options.channels), options.size[0], options.size[1]},
-                          like.options().dtype(type),
-                          options.channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
+                          like.options().dtype(type), memory_format(options.channels_last));
 }
 
 inline core::Storages core_storages(at::TensorList storages) {

@@ -2,16 +2,11 @@
 // them to Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
 #include "ops/common/backend.h"
-#include "ops/common/options.h"
 #include "ops/image/checks.h"
 
 namespace torch_fastdet {
 
-// Of checked tensors.
 template <class Backend>
 void augment_into(const at::Tensor& out, const AugmentTensors& t, const AugmentOptions& options, const char* op) {
   if constexpr (!Backend::kMeta) {
@@ -54,7 +49,6 @@ at::Tensor image_augment(const AugmentTensors& tensors, const BatchOptions& batc
   return out;
 }
 
-// Of checked tensors.
 template <class Backend>
 void letterbox_into(const at::Tensor& out, at::TensorList storages, const at::Tensor& plan, bool bgr, const char* op) {
   if constexpr (!Backend::kMeta) {

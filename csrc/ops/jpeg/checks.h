@@ -1,9 +1,5 @@
-// What the operators of JPEG files ask of their arguments.
+// Checks of the arguments of the operators of JPEG files.
 #pragma once
-
-#include <ATen/core/Tensor.h>
-
-#include <string>
 
 #include "core/jpeg/jpeg.h"
 #include "ops/common/checks.h"
@@ -12,15 +8,13 @@ namespace torch_fastdet {
 
 inline void check_jpeg_bytes(const at::Tensor& tensor, const char* op, const std::string& name) {
   check_strided(tensor, op, name.c_str());
-  TORCH_CHECK(tensor.scalar_type() == at::kByte, op, ": ", name, " has dtype ", dtype_name(tensor.scalar_type()),
-              ", but uint8 is expected");
+  check_dtype(tensor, at::kByte, op, name);
   TORCH_CHECK(tensor.dim() == 1, op, ": ", name, " has shape ", tensor.sym_sizes(), ", but one dimension is expected");
   TORCH_CHECK(tensor.is_contiguous(), op, ": ", name, " is not contiguous; call .contiguous() first");
 }
 
 inline void check_jpeg_table(const at::Tensor& table, int64_t columns, const char* op, const char* name) {
-  TORCH_CHECK(table.scalar_type() == at::kLong, op, ": ", name, " has dtype ", dtype_name(table.scalar_type()),
-              ", but int64 is expected");
+  check_dtype(table, at::kLong, op, name);
   TORCH_CHECK(table.dim() == 2 && table.sym_size(1) == columns, op, ": ", name, " has shape ", table.sym_sizes(),
               ", but (pictures, ", columns, ") is expected");
   TORCH_CHECK(table.is_contiguous(), op, ": ", name, " is not contiguous; call .contiguous() first");

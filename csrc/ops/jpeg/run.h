@@ -3,9 +3,6 @@
 // jpeg_plan read bytes on the host: they are in cpu.cpp alone.
 #pragma once
 
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
 #include "ops/common/backend.h"
 #include "ops/jpeg/checks.h"
 

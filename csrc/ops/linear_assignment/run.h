@@ -2,13 +2,6 @@
 // op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
-#include <tuple>
-
 #include "core/linear_assignment/linear_assignment.h"
 #include "ops/common/backend.h"
 #include "ops/common/checks.h"
@@ -31,9 +24,9 @@ inline void check_linear_assignment(const at::Tensor& cost, const at::Tensor& co
                   ", but one number for each of cost's ", cost.sym_size(0), " problems is expected");
 }
 
-// float32, or float64, with neighbours along the longer side beside each other: the tensor itself if it is so already.
+// Return float32 or float64, with neighbours along the longer side beside each other: the tensor itself if it is so.
 inline at::Tensor assignment_cost(const at::Tensor& cost) {
-  const at::ScalarType type = cost.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::ScalarType type = arithmetic_type(cost);
   const bool rows = cost.size(1) > cost.size(2);
   if (cost.scalar_type() == type && cost.stride(rows ? 1 : 2) == 1) return cost;
   const at::Tensor wanted = rows ? cost.transpose(1, 2) : cost;

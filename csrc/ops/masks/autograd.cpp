@@ -1,31 +1,21 @@
 // Instance masks have no gradient. A crop is linear: the gradient is cropped as the masks were.
-#include <ATen/core/Tensor.h>
-
 #include "ops/common/autograd.h"
+#include "ops/masks/run.h"
 
 namespace torch_fastdet::masks_autograd {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-at::Tensor call_crop(const at::Tensor& masks, const at::Tensor& boxes) {
-  static const auto op = find_operator<at::Tensor(const at::Tensor&, const at::Tensor&)>("crop_mask");
-  return op.call(masks, boxes);
-}
-
 struct CropMask : torch::autograd::Function<CropMask> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& masks, const at::Tensor& boxes, bool in_place) {
-    static const auto op = find_operator<void(const at::Tensor&, const at::Tensor&)>("crop_mask_");
     ctx->save_for_backward({boxes.detach()});
-    const at::AutoDispatchBelowADInplaceOrView below;
-    if (!in_place) return call_crop(masks, boxes);
-    op.call(masks, boxes);
+    if (!in_place) return call_below_autograd<&torch_fastdet::crop_mask<Meta>>("crop_mask", masks, boxes);
+    call_below_autograd<&torch_fastdet::crop_mask_<Meta>>("crop_mask_", masks, boxes);
     ctx->mark_dirty({masks});
     return masks;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    return {call_crop(grads[0], ctx->get_saved_variables()[0]), at::Tensor(), at::Tensor()};
+    const at::Tensor boxes = ctx->get_saved_variables()[0];
+    return {call_operator<&torch_fastdet::crop_mask<Meta>>("crop_mask", grads[0], boxes), at::Tensor(), at::Tensor()};
   }
 };
 

@@ -1,10 +1,5 @@
-// What instance_masks and crop_mask ask of their arguments, and how its options become the axes of core::MasksParams.
+// Checks of the arguments of instance_masks and crop_mask; the options become the axes of core::MasksParams.
 #pragma once
-
-#include <ATen/core/Tensor.h>
-
-#include <optional>
-#include <tuple>
 
 #include "core/masks/masks_math.h"
 #include "ops/common/checks.h"
@@ -30,14 +25,9 @@ inline constexpr int64_t kMaxMaskSide = int64_t{1} << 22;
 
 inline void check_mask_tensors(const at::Tensor& protos, const at::Tensor& coefficients, const at::Tensor& boxes) {
   constexpr const char* op = kInstanceMasks;
-  const auto check = [&](const at::Tensor& tensor, const char* name) {
-    check_strided(tensor, op, name);
-    check_float(tensor, op, name);
-    check_same_device(protos, "protos", tensor, op, name);
-  };
-  check(protos, "protos");
-  check(coefficients, "coefficients");
-  check(boxes, "boxes");
+  check_operand(protos, "protos", protos, op, "protos");
+  check_operand(protos, "protos", coefficients, op, "coefficients");
+  check_operand(protos, "protos", boxes, op, "boxes");
   TORCH_CHECK(protos.dim() == 3 || protos.dim() == 4, op, ": protos has shape ", protos.sym_sizes(),
               ", but (channels, height, width) or (images, channels, height, width) is expected");
   const bool batched = protos.dim() == 4;
@@ -52,10 +42,9 @@ inline void check_mask_tensors(const at::Tensor& protos, const at::Tensor& coeff
                   ": boxes has shape ", boxes.sym_sizes(), ", but four corners for each of ", coefficients.sym_size(-2),
                   " rows of coefficients are expected");
   if (batched) {
-    TORCH_SYM_CHECK(
-        coefficients.sym_size(0).sym_eq(protos.sym_size(0)).sym_and(boxes.sym_size(0).sym_eq(protos.sym_size(0))), op,
-        ": coefficients and boxes have shapes ", coefficients.sym_sizes(), " and ", boxes.sym_sizes(),
-        ", but protos has ", protos.sym_size(0), " images");
+    TORCH_SYM_CHECK(same_sizes(coefficients, protos, {0}).sym_and(same_sizes(boxes, protos, {0})), op,
+                    ": coefficients and boxes have shapes ", coefficients.sym_sizes(), " and ", boxes.sym_sizes(),
+                    ", but protos has ", protos.sym_size(0), " images");
   }
   TORCH_SYM_CHECK(protos.sym_size(-1).sym_ge(1).sym_and(protos.sym_size(-2).sym_ge(1)), op, ": protos has shape ",
                   protos.sym_sizes(), ", but a height and a width of 1 or more are expected");

@@ -2,14 +2,8 @@
 // Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
 #include "core/masks/crop.h"
 #include "ops/common/backend.h"
-#include "ops/common/options.h"
 #include "ops/masks/checks.h"
 
 namespace torch_fastdet {
@@ -19,12 +13,6 @@ inline at::Tensor empty_masks(const at::Tensor& coefficients, const MaskOptions&
   shape.push_back(options.size[0]);
   shape.push_back(options.packed ? (options.size[1] + 7) / 8 : options.size[1]);
   return at::empty_symint(shape, coefficients.options().dtype(mask_dtype(options)));
-}
-
-// float32 with rows that are dense; the tensor itself where it is so already.
-inline at::Tensor dense_float_rows(const at::Tensor& tensor) {
-  const at::Tensor rows = tensor.to(at::kFloat);
-  return rows.stride(-1) == 1 || rows.size(-1) <= 1 ? rows : rows.contiguous();
 }
 
 // The tensors must outlive the result.
@@ -72,7 +60,7 @@ at::Tensor instance_masks(const at::Tensor& protos, const at::Tensor& coefficien
   return out;
 }
 
-// Crops `masks` into `out`, both dense; they may be one tensor.
+// Crop `masks` into `out`, both dense; they may be one tensor.
 template <class Backend>
 void crop_into(const at::Tensor& masks, const at::Tensor& boxes, const at::Tensor& out, const char* op) {
   const at::Tensor corners = dense_float_rows(boxes);

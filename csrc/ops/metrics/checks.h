@@ -1,9 +1,6 @@
-// What match_detections and confusion_matrix_ ask of their arguments, and how tensors become core::MatchInput.
+// Checks of the arguments of match_detections and confusion_matrix_; tensors become core::MatchInput.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <optional>
 #include <string_view>
 
 #include "core/metrics/metrics.h"
@@ -36,8 +33,7 @@ inline void check_match_input(const at::Tensor& detections, const at::Tensor& la
   TORCH_CHECK(batched, op, ": counts came with detections of shape ", detections.sym_sizes(),
               ", but they need detections of shape (images, n, 6 or more)");
   check_same_device(detections, "detections", *counts, op, "counts");
-  TORCH_CHECK(counts->scalar_type() == at::kLong, op, ": counts has dtype ", dtype_name(counts->scalar_type()),
-              ", but int64 is expected");
+  check_dtype(*counts, at::kLong, op, "counts");
   TORCH_CHECK(counts->dim() == 1, op, ": counts has shape ", counts->sym_sizes(), ", but one dimension is expected");
   TORCH_SYM_CHECK(counts->sym_size(0).sym_eq(detections.sym_size(0)), op, ": counts has shape ", counts->sym_sizes(),
                   ", but one count for each of ", detections.sym_size(0), " images is expected");
@@ -47,14 +43,10 @@ inline void check_match_detections(const at::Tensor& detections, const at::Tenso
                                    const std::optional<at::Tensor>& counts, const std::optional<at::Tensor>& iou,
                                    const char* op) {
   check_match_input(detections, labels, counts, op);
-  check_strided(iouv, op, "iouv");
-  check_float(iouv, op, "iouv");
-  check_same_device(detections, "detections", iouv, op, "iouv");
+  check_operand(detections, "detections", iouv, op, "iouv");
   TORCH_CHECK(iouv.dim() == 1, op, ": iouv has shape ", iouv.sym_sizes(), ", but one dimension is expected");
   if (!iou) return;
-  check_strided(*iou, op, "iou");
-  check_float(*iou, op, "iou");
-  check_same_device(detections, "detections", *iou, op, "iou");
+  check_operand(detections, "detections", *iou, op, "iou");
   TORCH_CHECK(iou->dim() == 2, op, ": iou has shape ", iou->sym_sizes(), ", but two dimensions are expected");
   TORCH_SYM_CHECK(iou->sym_size(0).sym_eq(labels.sym_size(0)).sym_and(iou->sym_size(1).sym_eq(detections.sym_size(-2))),
                   op, ": iou has shape ", iou->sym_sizes(), ", but a row for each of ", labels.sym_size(0),
@@ -65,18 +57,11 @@ inline void check_confusion_matrix(const at::Tensor& matrix, const at::Tensor& d
                                    const std::optional<at::Tensor>& counts, const char* op) {
   check_match_input(detections, labels, counts, op);
   check_same_device(detections, "detections", matrix, op, "matrix");
-  TORCH_CHECK(matrix.scalar_type() == at::kLong, op, ": matrix has dtype ", dtype_name(matrix.scalar_type()),
-              ", but int64 is expected");
+  check_dtype(matrix, at::kLong, op, "matrix");
   TORCH_CHECK(matrix.dim() == 2 && matrix.is_contiguous(), op, ": matrix has shape ", matrix.sym_sizes(),
               ", but a contiguous (classes + 1, classes + 1) is expected");
   TORCH_SYM_CHECK(matrix.sym_size(0).sym_eq(matrix.sym_size(1)).sym_and(matrix.sym_size(0).sym_ge(1)), op,
                   ": matrix has shape ", matrix.sym_sizes(), ", but (classes + 1, classes + 1) is expected");
-}
-
-// float32 with rows that are dense; the tensor itself where it is so already.
-inline at::Tensor match_rows(const at::Tensor& tensor) {
-  const at::Tensor rows = tensor.to(at::kFloat);
-  return rows.stride(-1) == 1 || rows.size(-1) == 1 ? rows : rows.contiguous();
 }
 
 // The tensors must outlive the result.

@@ -2,15 +2,7 @@
 // hand them to Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 
-#include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
-#include <string_view>
-#include <tuple>
-
 #include "ops/common/backend.h"
-#include "ops/common/options.h"
 #include "ops/metrics/checks.h"
 
 namespace torch_fastdet {
@@ -45,7 +37,7 @@ at::Tensor match_detections(const at::Tensor& detections, const at::Tensor& labe
   const c10::DeviceGuard guard(detections.device());
   at::Tensor correct = match_shape(detections, iouv);
   if constexpr (!Backend::kMeta) {
-    const at::Tensor rows = match_rows(detections), truth = match_rows(labels);
+    const at::Tensor rows = dense_float_rows(detections), truth = dense_float_rows(labels);
     const at::Tensor thresholds = iouv.to(at::kFloat).contiguous();
     const at::Tensor valid = counts ? counts->contiguous() : at::Tensor();
     const auto ints = detections.options().dtype(at::kInt);
@@ -74,7 +66,7 @@ void confusion_matrix_(const at::Tensor& matrix, const at::Tensor& detections, c
   const core::MatchRule rule = parse_match_rule(options.rule, kOp);
   if constexpr (!Backend::kMeta) {
     const c10::DeviceGuard guard(detections.device());
-    const at::Tensor rows = match_rows(detections), truth = match_rows(labels);
+    const at::Tensor rows = dense_float_rows(detections), truth = dense_float_rows(labels);
     const at::Tensor valid = counts ? counts->contiguous() : at::Tensor();
     core::ConfusionParams params;
     params.in = match_input(rows, truth, valid, rule);

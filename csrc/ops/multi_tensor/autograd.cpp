@@ -1,6 +1,5 @@
 // multi_tensor and autograd: nothing is recorded. Norms are detached, so that backward() through them says that they do
 // not require grad, and what a recorded operation made cannot be written behind its back.
-#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>

@@ -1,10 +1,6 @@
 // Checks of the multi_tensor operators. Each failure names the list and the index, what came and what was expected.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
-#include <string>
-
 #include "core/multi_tensor/multi_tensor.h"
 #include "ops/common/checks.h"
 
@@ -19,13 +15,13 @@ inline void check_length(const char* op, const char* name, size_t length, const 
               "; both lists must be of one length");
 }
 
-// A tensor subclass in Python that has no memory of its own. Operators never see one: its own dispatch unwraps it
-// before.
+// Return whether it is a tensor subclass in Python without memory of its own. Operators never see one: its own dispatch
+// unwraps it before.
 inline bool wraps_others(const at::Tensor& tensor) {
   return tensor.key_set().has(c10::DispatchKey::Python);
 }
 
-// Type, layout and memory of one tensor.
+// Check type, layout and memory of one tensor.
 inline void check_tensor(const at::Tensor& tensor, bool written, const char* op, const std::string& name) {
   TORCH_CHECK(!wraps_others(tensor), op, ": ", name,
               " is a tensor subclass that wraps others (DTensor, as FSDP2 makes it, a fake tensor), but a plain tensor "
@@ -42,7 +38,7 @@ inline void check_tensor(const at::Tensor& tensor, bool written, const char* op,
   }
 }
 
-// A tensor beside the first one of its row.
+// Check a tensor beside the first one of its row.
 inline void check_beside(const at::Tensor& tensor, const at::Tensor& first, const char* op, const std::string& name,
                          const std::string& first_name) {
   TORCH_CHECK(tensor.sym_sizes().equals(first.sym_sizes()), op, ": ", name, " has shape ", tensor.sym_sizes(), ", but ",
@@ -69,8 +65,7 @@ inline void check_scalar_tensor(const at::Tensor& tensor, at::Device device, con
 
 inline void check_float32_scalar(const at::Tensor& tensor, at::Device device, const char* op, const char* name) {
   check_scalar_tensor(tensor, device, op, name);
-  TORCH_CHECK(tensor.scalar_type() == at::kFloat, op, ": ", name, " has dtype ", dtype_name(tensor.scalar_type()),
-              ", but float32 is expected");
+  check_dtype(tensor, at::kFloat, op, name);
 }
 
 }  // namespace torch_fastdet::multi_tensor

@@ -20,14 +20,7 @@ void run_cpu(const List& list, const core::ReduceParams* reduce, const core::Upd
 
 namespace {
 
-struct Cpu : OnDevice {
-  static void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
-                  c10::ArrayRef<core::Group> groups) {
-    run_cpu(list, reduce, update, groups);
-  }
-};
-
-// A list without tensors names no device; the dispatcher then comes here. So do devices that are neither CPU nor CUDA.
+// Every device: the list knows its own. One without tensors names none.
 struct AnyDevice : OnDevice {
   static void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
                   c10::ArrayRef<core::Group> groups) {
@@ -37,8 +30,8 @@ struct AnyDevice : OnDevice {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
-  register_multi_tensor<Cpu>(m);
+TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
+  register_multi_tensor<AnyDevice>(m);
 }
 
 TORCH_LIBRARY_IMPL(torch_fastdet, CompositeExplicitAutograd, m) {

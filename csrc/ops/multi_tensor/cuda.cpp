@@ -1,4 +1,4 @@
-// multi_tensor on CUDA: keeps work lists on the device, launches on the current stream, registers the operators.
+// multi_tensor on CUDA: keeps work lists on the device, launches on the current stream.
 //
 // Who owns the device-resident work list: a plan, found by the bytes of the rows it was made from (pointers, types,
 // sizes) and the stream it serves, so that a changed pointer finds another plan or makes one, and none is stale.
@@ -279,22 +279,6 @@ void run_cuda(const List& list, const core::ReduceParams* reduce, const core::Up
     params.write_counter = update->write_counter && first >= count;
     check_launch(core::multi_tensor_update(params, stream), op);
   } while (first < count);
-}
-
-namespace {
-
-struct Cuda : OnDevice {
-  static void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
-                  c10::ArrayRef<core::Group> groups) {
-    // By the list's device: a list without tensors is on none, and reaches CUDA by another argument's device.
-    multi_tensor::run(list, reduce, update, groups);
-  }
-};
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(torch_fastdet, CUDA, m) {
-  register_multi_tensor<Cuda>(m);
 }
 
 }  // namespace torch_fastdet::multi_tensor

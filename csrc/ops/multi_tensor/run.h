@@ -2,19 +2,15 @@
 // Backend::run(list, reduce, update, groups), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 
-#include <torch/library.h>
-
 #include <cmath>
-#include <tuple>
 
 #include "ops/common/backend.h"
-#include "ops/common/options.h"
 #include "ops/multi_tensor/checks.h"
 #include "ops/multi_tensor/list.h"
 
 namespace torch_fastdet::multi_tensor {
 
-// What multi_tensor_sgd_ has besides its lists, learning rate and momentum.
+// The options of multi_tensor_sgd_ besides its lists, learning rate and momentum.
 struct SgdOptions {
   double dampening, weight_decay;
   bool nesterov, maximize, is_first_step;

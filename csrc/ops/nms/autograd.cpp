@@ -1,32 +1,25 @@
 // Post-processing and autograd. Decoding has a gradient. Suppression and what follows it have none: their results are
 // detached, so that backward() through them says that they do not require grad.
 #include <ATen/TensorOperators.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/sigmoid.h>
 
 #include "ops/common/autograd.h"
+#include "ops/nms/run.h"
 
 namespace torch_fastdet::nms_autograd {
 namespace {
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 struct Yolov5Decode : torch::autograd::Function<Yolov5Decode> {
   static at::Tensor forward(AutogradContext* context, at::TensorList heads, const at::Tensor& anchors,
                             at::ArrayRef<double> strides, int64_t nm) {
     for (const at::Tensor& head : heads) check_strided(head, "yolov5_decode", "heads");
-    static const auto op =
-        find_operator<at::Tensor(at::TensorList, const at::Tensor&, at::ArrayRef<double>, int64_t)>("yolov5_decode");
-    const at::AutoDispatchBelowADInplaceOrView below;
-    at::Tensor prediction = op.call(heads, anchors, strides, nm);
     variable_list saved{anchors};
     saved.insert(saved.end(), heads.begin(), heads.end());
     context->save_for_backward(std::move(saved));
     context->saved_data["strides"] = strides.vec();
     context->saved_data["nm"] = nm;
-    return prediction;
+    return call_below_autograd<&yolov5_decode<Meta>>("yolov5_decode", heads, anchors, strides, nm);
   }
 
   // d/d logit of: xy = (2 s + ...) stride, wh = (2 s)^2 anchor stride, s for objectness and classes, the rest as it is.
@@ -43,7 +36,7 @@ struct Yolov5Decode : torch::autograd::Function<Yolov5Decode> {
       const c10::SymInt rows = head.sym_size(2), columns = head.sym_size(3);
       const c10::SymInt no = split ? head.sym_size(4) : head.sym_size(1) / na;
       const c10::SymInt count = na * rows * columns, scored = no - 4 - nm;
-      const auto type = head.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+      const auto type = arithmetic_type(head);
       const at::Tensor logits =
           (split ? head : head.view_symint({images, na, no, rows, columns}).permute({0, 1, 3, 4, 2})).to(type);
       const at::Tensor grad =
@@ -65,14 +58,10 @@ struct Yolov5Decode : torch::autograd::Function<Yolov5Decode> {
   }
 };
 
-at::Tensor yolov5_decode(at::TensorList heads, const at::Tensor& anchors, at::ArrayRef<double> strides, int64_t nm) {
-  return Yolov5Decode::apply(heads, anchors, strides, nm);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
-  m.impl("yolov5_decode", yolov5_decode);
+  m.impl("yolov5_decode", &Applied<Yolov5Decode, at::Tensor>::call);
   without_gradient(m, {"non_max_suppression_padded", "ultralytics_non_max_suppression_padded", "yolov5_postprocess",
                        "ultralytics_postprocess", "filter_detections", "scale_boxes"});
 }

@@ -1,17 +1,10 @@
 // Checks of the post-processing operators, shared by CPU, CUDA and meta, and the plain structs that the core wants.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/util/ArrayRef.h>
-#include <c10/util/Exception.h>
-#include <c10/util/Optional.h>
-
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <string_view>
-#include <tuple>
 
 #include "core/nms/filter.h"
 #include "core/nms/nms.h"
@@ -44,7 +37,7 @@ struct NmsLastArguments {
   using Types = std::tuple<const std::optional<at::Tensor>&, std::string_view, int64_t, double>;
 };
 
-// What a launch needs. Tensors that were converted are held here until it is queued.
+// The input of a launch. Tensors that were converted are held here until it is queued.
 struct NmsRequest {
   CandidateSource source;
   NmsOptions options;
@@ -52,17 +45,13 @@ struct NmsRequest {
   at::Tensor labels, anchors, letterboxes;
 };
 
-inline at::ScalarType detection_type(at::ScalarType input) {
-  return input == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-// What an operator returns: rows, counts and the anchor of each row.
+// The results of an operator: rows, counts and the anchor of each row.
 using Detections = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 inline Detections empty_detections(const at::Tensor& input, const c10::SymInt& images, int64_t max_det,
                                    const c10::SymInt& extra) {
   const auto integer = input.options().dtype(at::kLong);
-  return {at::empty_symint({images, max_det, extra + 6}, input.options().dtype(detection_type(input.scalar_type()))),
+  return {at::empty_symint({images, max_det, extra + 6}, input.options().dtype(arithmetic_type(input))),
           at::empty_symint({images}, integer), at::empty_symint({images, max_det}, integer)};
 }
 
@@ -95,7 +84,7 @@ inline double to_arithmetic_type(double value, at::ScalarType type) {
   return type == at::kDouble ? value : static_cast<float>(value);
 }
 
-// A logit at or below it gives a sigmoid that cannot pass `threshold`, even rounded up to bfloat16.
+// Return a logit whose sigmoid cannot pass `threshold`, even rounded up to bfloat16.
 inline double logit_floor(double threshold) {
   const double lowest = threshold * (1 - 1. / 128);
   return std::log(lowest / (1 - lowest)) - 1e-3;
@@ -103,9 +92,7 @@ inline double logit_floor(double threshold) {
 
 inline void check_letterboxes(const at::Tensor& letterboxes, const at::Tensor& input, const char* op,
                               const char* input_name) {
-  const auto fits = [&] {
-    return letterboxes.sym_size(0).sym_eq(input.sym_size(0)).sym_and(letterboxes.sym_size(1).sym_eq(6));
-  };
+  const auto fits = [&] { return same_sizes(letterboxes, input, {0}).sym_and(letterboxes.sym_size(1).sym_eq(6)); };
   TORCH_SYM_CHECK(letterboxes.dim() == 2 ? fits() : c10::SymBool(false), op, ": letterboxes has shape ",
                   letterboxes.sym_sizes(), ", but (", input.sym_size(0),
                   ", 6) is expected: gain_x, gain_y, pad_x, pad_y, width, height of each image");
@@ -122,7 +109,7 @@ inline void check_most(int64_t max_det, const char* op) {
   TORCH_CHECK_VALUE(max_det >= 0, op, ": max_det is ", max_det, ", but 0 or more detections an image are expected");
 }
 
-// The arguments that every suppression operator has, beside its input.
+// Check the arguments that every suppression operator has, beside its input.
 inline void check_arguments(const at::Tensor& input, const char* input_name, const NmsArguments& a,
                             const NmsLastArguments& last, const char* op) {
   check_confidence(a.conf_thres, op);
@@ -138,7 +125,7 @@ inline void check_arguments(const at::Tensor& input, const char* input_name, con
   if (last.letterboxes.has_value()) check_letterboxes(*last.letterboxes, input, op, input_name);
 }
 
-// rotated: "none", "fast" or "greedy". `has_angle` says whether a head has an extra map for it.
+// Parse `rotated`: "none", "fast" or "greedy". `has_angle` says whether a head has an extra map for it.
 inline core::RotatedRule rotated_rule(std::string_view rotated, bool has_angle, const char* op) {
   TORCH_CHECK_VALUE(rotated == "none" || rotated == "fast" || rotated == "greedy", op, ": rotated is '",
                     std::string(rotated), "', but 'none', 'fast' (as the stock function) or 'greedy' is expected");
@@ -153,7 +140,7 @@ struct ExtraMeaning {
   int32_t keypoint_values = 0;
 };
 
-// How extra maps are decoded. `channels` is -1 where it is not known.
+// Return how to decode extra maps. `channels` is -1 where it is not known.
 inline ExtraMeaning extra_meaning(std::string_view name, int64_t channels, const char* op) {
   using core::ExtraKind;
   constexpr std::pair<std::string_view, ExtraMeaning> kNames[] = {
@@ -196,7 +183,7 @@ inline void fill_options(NmsRequest& request, const NmsArguments& a, const NmsLa
                 " can be filtered; filter the detections instead");
     request.filter.active = true;
     for (const int64_t c : *a.classes) {
-      if (c >= 0 && c < request.source.classes) request.filter.bits[c >> 5] |= 1u << (c & 31);
+      if (c >= 0 && c < request.source.classes) request.filter.add(c);
     }
   }
   const int64_t candidates = (request.source.anchors + request.source.label_count) * request.source.classes;
@@ -205,7 +192,7 @@ inline void fill_options(NmsRequest& request, const NmsArguments& a, const NmsLa
   if (last.letterboxes.has_value()) request.letterboxes = *last.letterboxes;
 }
 
-// Conversions to what the core reads. Neither does anything in the usual case.
+// Convert to what the core reads. Neither conversion does anything in the usual case.
 inline at::Tensor as_contiguous(const at::Tensor& tensor, at::ScalarType type) {
   return tensor.to(type).contiguous();
 }
@@ -230,20 +217,27 @@ inline void check_yolov5_prediction(const at::Tensor& prediction, int64_t nm, co
   check_float(*labels, op, "labels");
 }
 
-inline NmsRequest yolov5_request(const at::Tensor& prediction, int64_t nm, const std::optional<at::Tensor>& labels) {
+// Return a request whose anchors lie along dimension `anchors` of the prediction, the channels along `channels`.
+inline NmsRequest prediction_request(const at::Tensor& prediction, int64_t anchors, int64_t channels) {
   NmsRequest request;
   CandidateSource& source = request.source;
   source.layout = CandidateLayout::kPrediction;
   source.dtype = core_dtype(prediction.scalar_type());
   source.images = prediction.size(0);
-  source.anchors = prediction.size(1);
+  source.anchors = prediction.size(anchors);
+  source.data = prediction.const_data_ptr();
+  source.image_stride = prediction.stride(0);
+  source.anchor_stride = prediction.stride(anchors);
+  source.channel_stride = prediction.stride(channels);
+  return request;
+}
+
+inline NmsRequest yolov5_request(const at::Tensor& prediction, int64_t nm, const std::optional<at::Tensor>& labels) {
+  NmsRequest request = prediction_request(prediction, 1, 2);
+  CandidateSource& source = request.source;
   source.extra = nm;
   source.classes = prediction.size(2) - 5 - nm;
   source.has_objectness = true;
-  source.data = prediction.const_data_ptr();
-  source.image_stride = prediction.stride(0);
-  source.anchor_stride = prediction.stride(1);
-  source.channel_stride = prediction.stride(2);
   if (labels.has_value() && labels->size(0) > 0) {
     request.labels = as_contiguous(*labels, at::kFloat);
     source.label_count = labels->size(0);
@@ -262,18 +256,10 @@ inline void check_ultralytics_prediction(const at::Tensor& prediction, int64_t n
 }
 
 inline NmsRequest ultralytics_request(const at::Tensor& prediction, int64_t nc) {
-  NmsRequest request;
+  NmsRequest request = prediction_request(prediction, 2, 1);
   CandidateSource& source = request.source;
-  source.layout = CandidateLayout::kPrediction;
-  source.dtype = core_dtype(prediction.scalar_type());
-  source.images = prediction.size(0);
-  source.anchors = prediction.size(2);
   source.classes = nc ? nc : prediction.size(1) - 4;
   source.extra = prediction.size(1) - 4 - source.classes;
-  source.data = prediction.const_data_ptr();
-  source.image_stride = prediction.stride(0);
-  source.channel_stride = prediction.stride(1);
-  source.anchor_stride = prediction.stride(2);
   request.options.nan_class_drops_anchor = true;
   return request;
 }
@@ -422,7 +408,7 @@ inline NmsRequest check_ultralytics_heads(at::TensorList boxes, at::TensorList s
   return request;
 }
 
-// Data pointers, which tensors without storage (meta) do not have; so after the checks, on real devices only.
+// Set data pointers, which tensors without storage (meta) do not have; so after the checks, on real devices only.
 inline void fill_heads(NmsRequest& request, at::TensorList boxes, at::TensorList scores = {},
                        at::TensorList extra = {}) {
   for (size_t i = 0; i < boxes.size(); ++i) {
@@ -465,9 +451,7 @@ inline void check_filter(const at::Tensor& prediction, double conf_thres, int64_
   if (!sizes.has_value()) return;
   check_float(*sizes, op, "sizes");
   check_same_device(prediction, "prediction", *sizes, op, "sizes");
-  const auto fits = [&] {
-    return sizes->sym_size(0).sym_eq(prediction.sym_size(0)).sym_and(sizes->sym_size(1).sym_eq(2));
-  };
+  const auto fits = [&] { return same_sizes(*sizes, prediction, {0}).sym_and(sizes->sym_size(1).sym_eq(2)); };
   TORCH_SYM_CHECK(sizes->dim() == 2 ? fits() : c10::SymBool(false), op, ": sizes has shape ", sizes->sym_sizes(),
                   ", but (", prediction.sym_size(0), ", 2) is expected: width and height of each image");
 }
@@ -490,7 +474,7 @@ inline core::FilterParams filter_params(const at::Tensor& prediction, const at::
   for (const int64_t c : classes.value_or(at::IntArrayRef())) {
     TORCH_CHECK(c < core::kMaxFilteredClasses, op, ": classes names class ", c, ", but classes below ",
                 core::kMaxFilteredClasses, " are expected");
-    if (c >= 0) params.filter.bits[c >> 5] |= 1u << (c & 31);
+    if (c >= 0) params.filter.add(c);
   }
   return params;
 }

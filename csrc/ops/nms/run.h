@@ -3,12 +3,8 @@
 // On Meta there is nothing to run.
 #pragma once
 
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
 #include "core/nms/decode.h"
 #include "ops/common/backend.h"
-#include "ops/common/options.h"
 #include "ops/nms/checks.h"
 
 namespace torch_fastdet {
@@ -21,7 +17,7 @@ Detections suppress(NmsRequest& request, const at::Tensor& input, const NmsArgum
   TORCH_CHECK_VALUE(request.source.images <= Backend::kMaxImages, op, ": a batch of ", request.source.images,
                     " images came, but at most ", Backend::kMaxImages, " are taken at once");
   if (request.letterboxes.defined()) {
-    request.letterboxes = as_contiguous(request.letterboxes, detection_type(input.scalar_type()));
+    request.letterboxes = as_contiguous(request.letterboxes, arithmetic_type(input));
   }
   Detections detections = empty_detections(input, request.source.images, arguments.max_det, request.source.extra);
   Backend::run(request, nms_output(request, detections), input, op);
@@ -141,7 +137,7 @@ Detections filter_detections(const at::Tensor& prediction, double conf_thres, at
   const c10::DeviceGuard guard(prediction.device());
   Detections detections = empty_detections(prediction, prediction.sym_size(0), max_det, prediction.sym_size(2) - 6);
   if constexpr (!Backend::kMeta) {
-    const at::Tensor rows = sizes ? as_contiguous(*sizes, detection_type(prediction.scalar_type())) : at::Tensor();
+    const at::Tensor rows = sizes ? as_contiguous(*sizes, arithmetic_type(prediction)) : at::Tensor();
     core::FilterParams params = filter_params(prediction, rows, conf_thres, classes, kOp);
     params.output = detections_output(detections);
     params.capacity = max_det;
@@ -158,7 +154,7 @@ at::Tensor scale_boxes(const at::Tensor& boxes, const at::Tensor& letterboxes, b
   const c10::DeviceGuard guard(boxes.device());
   at::Tensor output = at::empty_symint(boxes.sym_sizes(), boxes.options(), at::MemoryFormat::Contiguous);
   if constexpr (!Backend::kMeta) {
-    const at::Tensor rows = as_contiguous(letterboxes, detection_type(boxes.scalar_type()));
+    const at::Tensor rows = as_contiguous(letterboxes, arithmetic_type(boxes));
     core::ScaleBoxesParams params = scale_boxes_params(boxes, rows, xywh);
     params.output = output.mutable_data_ptr();
     Backend::run(params, kOp);

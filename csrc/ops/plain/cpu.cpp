@@ -118,13 +118,13 @@ struct RtdetrLoss : OnDevice {
 };
 
 struct Slices : OnDevice {
-  static void sum(const core::SumSlicesParams& p, const char*) {
+  static void run(const core::SumSlicesParams& p, const char*) {
     with_dtype(p.dtype, [&](auto zero) { core::slices_loops::sum_slices<decltype(zero)>(p, parallel_for); });
   }
-  static void pad(const core::PadAndSumParams& p, const char*) {
+  static void run(const core::PadAndSumParams& p, const char*) {
     with_dtype(p.dtype, [&](auto zero) { core::slices_loops::pad_and_sum<decltype(zero)>(p, parallel_for); });
   }
-  static void rows(const core::SumRowsParams& p, const char*) {
+  static void run(const core::SumRowsParams& p, const char*) {
     with_dtype(p.dtype, [&](auto zero) { core::slices_loops::sum_rows<decltype(zero)>(p, parallel_for); });
   }
 };

@@ -20,10 +20,18 @@
 namespace torch_fastdet::plain_cuda {
 namespace {
 
-template <typename Params>
-void launch(cudaError_t (*kernels)(const Params&, cudaStream_t), const Params& params, const char* op) {
-  check_launch(kernels(params, current_stream()), op);
-}
+template <auto kLaunch>
+struct Launch;
+template <typename Params, cudaError_t (*kLaunch)(const Params&, cudaStream_t)>
+struct Launch<kLaunch> {
+  static void run(const Params& p, const char* op) { check_launch(kLaunch(p, current_stream()), op); }
+};
+
+// A backend whose run(params, op) launches by the type of the parameters.
+template <auto... kLaunch>
+struct Launches : OnDevice, Launch<kLaunch>... {
+  using Launch<kLaunch>::run...;
+};
 
 void check_counts(int64_t rows, int64_t elements, const char* op) {
   TORCH_CHECK(rows <= INT_MAX && elements <= INT_MAX, op, ": ", rows, " rows of ", elements,
@@ -35,32 +43,19 @@ void check_counts(const core::MaxPoolParams& p, const char* op) {
                op);
 }
 
-struct Boxes : OnDevice {
+struct Boxes : Launches<core::launch_bbox_iou, core::launch_iou_loss, core::launch_iou_backward> {
   static int64_t loss_partials(int64_t pairs) {
     bool clusters = false;
     check_launch(core::iou_loss_clusters(clusters), "iou_loss");
     return core::iou_loss_partials(pairs, clusters);
   }
-  static void run(const core::BboxIouParams& p, const char* op) { launch(core::launch_bbox_iou, p, op); }
-  static void run(const core::IouLossParams& p, const char* op) { launch(core::launch_iou_loss, p, op); }
-  static void run(const core::IouBackwardParams& p, const char* op) { launch(core::launch_iou_backward, p, op); }
 };
 
-struct DeformableAttention : OnDevice {
+struct DeformableAttention : Launches<core::launch_deformable_attention, core::launch_deformable_attention_backward> {
   static constexpr bool kBounds = true;
-  static void run(const core::DeformableAttentionParams& p, const char* op) {
-    launch(core::launch_deformable_attention, p, op);
-  }
-  static void run(const core::DeformableAttentionBackwardParams& p, const char* op) {
-    launch(core::launch_deformable_attention_backward, p, op);
-  }
 };
 
-struct Images : OnDevice {
-  static void run(const core::AugmentParams& p, const char* op) { launch(core::launch_image_augment, p, op); }
-  static void run(const core::LetterboxParams& p, const char* op) { launch(core::launch_image_letterbox, p, op); }
-  static void run(const core::ResizeParams& p, const char* op) { launch(core::launch_image_resize, p, op); }
-};
+using Images = Launches<core::launch_image_augment, core::launch_image_letterbox, core::launch_image_resize>;
 
 struct LinearAssignment : OnDevice {
   static int64_t scratch(int64_t rows, int64_t columns) { return core::assignment_scratch(rows, columns); }
@@ -68,97 +63,68 @@ struct LinearAssignment : OnDevice {
     constexpr int64_t kMost = INT_MAX / 2;
     TORCH_CHECK(p.problems <= kMost && p.rows <= kMost && p.columns <= kMost, op, ": cost has shape [", p.problems,
                 ", ", p.rows, ", ", p.columns, "], but sizes of at most ", kMost, " are expected");
-    launch(core::launch_linear_assignment, p, op);
+    Launch<core::launch_linear_assignment>::run(p, op);
   }
 };
 
-struct Masks : OnDevice {
+struct Masks : Launches<core::launch_masks, core::launch_crop> {
   // The kernel reads any strides.
   static at::Tensor prototypes(const at::Tensor& protos) {
     return protos.scalar_type() == at::kDouble ? protos.to(at::kFloat) : protos;
   }
-  static void run(const core::MasksParams& p, const char* op) { launch(core::launch_masks, p, op); }
-  static void run(const core::CropParams& p, const char* op) { launch(core::launch_crop, p, op); }
 };
 
-struct Metrics : OnDevice {
-  static void run(const core::MatchParams& p, const char* op) { launch(core::launch_match, p, op); }
-  static void run(const core::ConfusionParams& p, const char* op) { launch(core::launch_confusion, p, op); }
-};
+using Metrics = Launches<core::launch_match, core::launch_confusion>;
 
 struct Pool : OnDevice {
   static void forward(const core::MaxPoolParams& p, const char* op) {
     check_counts(p, op);
-    launch(core::launch_max_pool_forward, p, op);
+    Launch<core::launch_max_pool_forward>::run(p, op);
   }
   static void backward(const core::MaxPoolParams& p, const char* op) {
     check_counts(p, op);
-    launch(core::launch_max_pool_backward, p, op);
+    Launch<core::launch_max_pool_backward>::run(p, op);
   }
 };
 
 struct RtdetrLoss : OnDevice {
   static int64_t assignment(int64_t queries, int64_t most) { return core::assignment_scratch(queries, most); }
-  static void run(const core::RtdetrLossParams& p) { launch(core::launch_rtdetr_loss, p, kRtdetrLoss); }
+  static void run(const core::RtdetrLossParams& p) { Launch<core::launch_rtdetr_loss>::run(p, kRtdetrLoss); }
   static void run_backward(const core::RtdetrLossParams& p) {
-    launch(core::launch_rtdetr_loss_backward, p, "rtdetr_loss_backward");
+    Launch<core::launch_rtdetr_loss_backward>::run(p, "rtdetr_loss_backward");
   }
 };
 
-struct Slices : OnDevice {
-  static void sum(const core::SumSlicesParams& p, const char* op) { launch(core::launch_sum_slices, p, op); }
-  static void pad(const core::PadAndSumParams& p, const char* op) { launch(core::launch_pad_and_sum, p, op); }
-  static void rows(const core::SumRowsParams& p, const char* op) { launch(core::launch_sum_rows, p, op); }
-};
+using Slices = Launches<core::launch_sum_slices, core::launch_pad_and_sum, core::launch_sum_rows>;
 
 struct Softmax : OnDevice {
   static void run(const core::SoftmaxBackwardParams& p, const char* op) {
     TORCH_CHECK(p.batch * p.rows <= INT_MAX, op, ": ", p.batch * p.rows,
                 " rows came, but at most 2147483647 are expected");
-    launch(core::launch_softmax_backward, p, op);
+    Launch<core::launch_softmax_backward>::run(p, op);
   }
 };
 
 struct SpaceToDepth : OnDevice {
   static void forward(const core::SpaceToDepthParams& p, const char* op) {
     check_counts(p.batch * p.deep_height(), p.deep_width() * p.deep_channels, op);
-    launch(core::launch_space_to_depth, p, op);
+    Launch<core::launch_space_to_depth>::run(p, op);
   }
   static void backward(const core::SpaceToDepthParams& p, const char* op) {
     check_counts(p.batch * p.height, p.width * p.channels, op);
-    launch(core::launch_depth_to_space, p, op);
+    Launch<core::launch_depth_to_space>::run(p, op);
   }
 };
 
-struct Upsample : OnDevice {
-  static void run(const core::UpsampleForwardParams& p, const char* op) {
-    launch(core::launch_upsample_forward, p, op);
-  }
-  static void run(const core::UpsampleBackwardParams& p, const char* op) {
-    launch(core::launch_upsample_backward, p, op);
-  }
-};
+using Upsample = Launches<core::launch_upsample_forward, core::launch_upsample_backward>;
 
-struct V8Loss : OnDevice {
+struct V8Loss : Launches<core::launch_v8_loss, core::launch_v8_loss_backward, core::launch_v8_posed_loss,
+                         core::launch_v8_masked_loss, core::launch_v8_mask_loss, core::launch_v8_mask_loss_backward,
+                         core::launch_v8_keypoint_loss, core::launch_v8_keypoint_loss_backward,
+                         core::launch_v8_obb_loss, core::launch_v8_obb_loss_backward> {
   static int64_t slot_blocks(const core::V8LossParams& p) { return core::v8_slot_blocks(p); }
   static int64_t slot_blocks(const core::V8ObbLossParams& p) { return core::v8_obb_slot_blocks(p); }
   static int64_t class_blocks(const core::V8LossParams& p) { return core::v8_class_blocks(p); }
-  static void run(const core::V8LossParams& p) { launch(core::launch_v8_loss, p, "v8_loss"); }
-  static void run(const core::V8LossBackwardParams& p) { launch(core::launch_v8_loss_backward, p, "v8_loss_backward"); }
-  static void run(const core::V8PosedLossParams& p) { launch(core::launch_v8_posed_loss, p, "v8_posed_loss"); }
-  static void run(const core::V8MaskedLossParams& p) { launch(core::launch_v8_masked_loss, p, "v8_masked_loss"); }
-  static void run(const core::V8MaskLossParams& p) { launch(core::launch_v8_mask_loss, p, "v8_mask_loss"); }
-  static void run(const core::V8MaskLossBackwardParams& p) {
-    launch(core::launch_v8_mask_loss_backward, p, "v8_mask_loss_backward");
-  }
-  static void run(const core::V8KeypointLossParams& p) { launch(core::launch_v8_keypoint_loss, p, "v8_keypoint_loss"); }
-  static void run(const core::V8KeypointLossBackwardParams& p) {
-    launch(core::launch_v8_keypoint_loss_backward, p, "v8_keypoint_loss_backward");
-  }
-  static void run(const core::V8ObbLossParams& p) { launch(core::launch_v8_obb_loss, p, "v8_obb_loss"); }
-  static void run(const core::V8ObbLossBackwardParams& p) {
-    launch(core::launch_v8_obb_loss_backward, p, "v8_obb_loss_backward");
-  }
 };
 
 struct Yolov5Loss : OnDevice {
@@ -169,10 +135,10 @@ struct Yolov5Loss : OnDevice {
   static void run(core::Yolov5LossParams& p, const at::Tensor& scratch) {
     p.match_partials = scratch.data_ptr();
     p.object_partials = static_cast<char*>(scratch.data_ptr()) + match_sums(p) * scratch.element_size();
-    launch(core::launch_yolov5_loss, p, "yolov5_loss");
+    Launch<core::launch_yolov5_loss>::run(p, "yolov5_loss");
   }
   static void run(const core::Yolov5LossBackwardParams& p) {
-    launch(core::launch_yolov5_loss_backward, p, "yolov5_loss_backward");
+    Launch<core::launch_yolov5_loss_backward>::run(p, "yolov5_loss_backward");
   }
 };
 

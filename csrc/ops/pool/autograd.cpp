@@ -1,25 +1,18 @@
 // Autograd of max poolings: a byte for each pooled value is kept, its place in its window.
-#include <ATen/core/Tensor.h>
-
-#include <tuple>
-
 #include "ops/common/autograd.h"
-#include "ops/pool/checks.h"
+#include "ops/pool/run.h"
 
 namespace torch_fastdet::pool_autograd {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+using Result = std::tuple<at::Tensor, at::Tensor>;
 
-// pools is that of max_pools_cat, or 0 for max_pool.
+// `pools` is that of max_pools_cat, or 0 for max_pool.
 struct MaxPools : torch::autograd::Function<MaxPools> {
   static variable_list forward(AutogradContext* context, const at::Tensor& x, int64_t kernel_size, int64_t pools) {
-    using Result = std::tuple<at::Tensor, at::Tensor>;
-    static const auto one = find_operator<Result(const at::Tensor&, int64_t)>("max_pool");
-    static const auto several = find_operator<Result(const at::Tensor&, int64_t, int64_t)>("max_pools_cat");
-    const at::AutoDispatchBelowADInplaceOrView below;
-    auto [y, indices] = pools == 0 ? one.call(x, kernel_size) : several.call(x, kernel_size, pools);
+    auto [y, indices] =
+        pools == 0 ? call_below_autograd<&torch_fastdet::max_pool<Meta>>("max_pool", x, kernel_size)
+                   : call_below_autograd<&torch_fastdet::max_pools_cat<Meta>>("max_pools_cat", x, kernel_size, pools);
     context->save_for_backward({indices});
     context->mark_non_differentiable({indices});
     context->set_materialize_grads(false);
@@ -29,32 +22,28 @@ struct MaxPools : torch::autograd::Function<MaxPools> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    if (!grads[0].defined()) return {{}, {}, {}};
-    using One = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t);
-    using Several = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t, int64_t);
-    static const auto one = find_operator<One>("max_pool_backward");
-    static const auto several = find_operator<Several>("max_pools_cat_backward");
+    variable_list result(3);
+    if (!grads[0].defined()) return result;
     const at::Tensor indices = context->get_saved_variables()[0];
     const int64_t kernel_size = context->saved_data["kernel_size"].toInt();
     const int64_t pools = context->saved_data["pools"].toInt();
-    return {pools == 0 ? call_gradient(one, grads[0], indices, kernel_size)
-                       : call_gradient(several, grads[0], indices, kernel_size, pools),
-            {},
-            {}};
+    result[0] = pools == 0
+                    ? call_gradient<&max_pool_backward<Meta>>("max_pool_backward", grads[0], indices, kernel_size)
+                    : call_gradient<&max_pools_cat_backward<Meta>>("max_pools_cat_backward", grads[0], indices,
+                                                                   kernel_size, pools);
+    return result;
   }
 };
 
-std::tuple<at::Tensor, at::Tensor> max_pool(const at::Tensor& x, int64_t kernel_size) {
+Result max_pool(const at::Tensor& x, int64_t kernel_size) {
   check_strided(x, "max_pool", "x");
-  const auto result = MaxPools::apply(x, kernel_size, 0);
-  return {result[0], result[1]};
+  return as_tuple<Result>(MaxPools::apply(x, kernel_size, 0));
 }
 
-std::tuple<at::Tensor, at::Tensor> max_pools_cat(const at::Tensor& x, int64_t kernel_size, int64_t pools) {
+Result max_pools_cat(const at::Tensor& x, int64_t kernel_size, int64_t pools) {
   check_strided(x, "max_pools_cat", "x");
   check_pools(kernel_size, pools, "max_pools_cat");
-  const auto result = MaxPools::apply(x, kernel_size, pools);
-  return {result[0], result[1]};
+  return as_tuple<Result>(MaxPools::apply(x, kernel_size, pools));
 }
 
 }  // namespace

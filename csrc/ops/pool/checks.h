@@ -1,12 +1,5 @@
-// What max poolings and their backward ask of their arguments, and what they allocate.
+// Checks of the arguments of max poolings and their backward, and what they allocate.
 #pragma once
-
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <c10/core/SymBool.h>
-
-#include <tuple>
 
 #include "core/pool/max_pool.h"
 #include "ops/common/checks.h"
@@ -18,12 +11,6 @@ inline void check_pools(int64_t kernel_size, int64_t pools, const char* op) {
                     ": kernel_size is ", kernel_size, ", but an odd number of 1 to ", core::kMostPoolSide,
                     " is expected");
   TORCH_CHECK_VALUE(pools > 0, op, ": pools is ", pools, ", but 1 or more is expected");
-}
-
-inline void check_max_pools_cat(const at::Tensor& x, int64_t kernel_size, int64_t pools) {
-  constexpr const char* op = "max_pools_cat";
-  check_images(x, op, "x");
-  check_pools(kernel_size, pools, op);
 }
 
 inline void check_kernel_size(int64_t kernel_size, const char* op) {
@@ -38,23 +25,18 @@ inline void check_max_pool(const at::Tensor& x, int64_t kernel_size, const char*
                   x.sym_sizes(), ", but at least ", kernel_size, " rows and columns are expected");
 }
 
-// Whether indices are those of grad_y's channels, but for the first of `pools` + 1 parts; of all of them where pools is
-// 0.
+// Check that indices are those of grad_y's channels, but for the first of `pools` + 1 parts; of all where pools is 0.
 inline void check_pool_indices(const at::Tensor& grad_y, const at::Tensor& indices, int64_t pools, const char* op) {
   check_images(grad_y, op, "grad_y");
   check_strided(indices, op, "indices");
   check_four_dimensions(indices, op, "indices");
   check_same_device(grad_y, "grad_y", indices, op, "indices");
-  TORCH_CHECK(indices.scalar_type() == at::kByte, op, ": indices has dtype ", dtype_name(indices.scalar_type()),
-              ", but uint8 is expected");
+  check_dtype(indices, at::kByte, op, "indices");
   const int64_t indexed = pools > 0 ? pools : 1, parts = pools + 1;
-  const auto fits = (grad_y.sym_size(1) * indexed)
-                        .sym_eq(indices.sym_size(1) * parts)
-                        .sym_and(grad_y.sym_size(0).sym_eq(indices.sym_size(0)))
-                        .sym_and(grad_y.sym_size(2).sym_eq(indices.sym_size(2)))
-                        .sym_and(grad_y.sym_size(3).sym_eq(indices.sym_size(3)));
-  TORCH_SYM_CHECK(fits, op, ": indices has shape ", indices.sym_sizes(), " beside grad_y of shape ", grad_y.sym_sizes(),
-                  ", but ", indexed, " parts of its ", parts, " are expected");
+  const auto channels = (grad_y.sym_size(1) * indexed).sym_eq(indices.sym_size(1) * parts);
+  TORCH_SYM_CHECK(channels.sym_and(same_sizes(grad_y, indices, {0, 2, 3})), op, ": indices has shape ",
+                  indices.sym_sizes(), " beside grad_y of shape ", grad_y.sym_sizes(), ", but ", indexed,
+                  " parts of its ", parts, " are expected");
 }
 
 inline at::Tensor empty_pool(const at::Tensor& like, c10::SymInt channels, at::ScalarType dtype,

@@ -2,15 +2,12 @@
 // them to Backend::forward(params, op) and Backend::backward(params, op), which cpu.cpp and cuda.cpp each define.
 #pragma once
 
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
 #include "ops/common/backend.h"
 #include "ops/pool/checks.h"
 
 namespace torch_fastdet {
 
-// The channels of the tensor from `first` on.
+// Return the channels of the tensor from `first` on.
 inline core::PoolTensor pool_part(const at::Tensor& tensor, int64_t first) {
   core::PoolTensor part{};
   for (int64_t d = 0; d < 4; ++d) part.stride[d] = tensor.size(d) > 1 ? tensor.stride(d) : 0;
@@ -20,7 +17,7 @@ inline core::PoolTensor pool_part(const at::Tensor& tensor, int64_t first) {
   return part;
 }
 
-// Of a pooling that keeps the size of `target`.
+// Return the parameters of a pooling that keeps the size of `target`.
 inline core::MaxPoolParams max_pool_params(const at::Tensor& target, int64_t kernel_size, bool channels_last) {
   core::MaxPoolParams params{};
   params.batch = target.size(0);
@@ -35,7 +32,8 @@ inline core::MaxPoolParams max_pool_params(const at::Tensor& target, int64_t ker
 
 template <class Backend>
 std::tuple<at::Tensor, at::Tensor> max_pools_cat(const at::Tensor& x, int64_t kernel_size, int64_t pools) {
-  check_max_pools_cat(x, kernel_size, pools);
+  check_images(x, "max_pools_cat", "x");
+  check_pools(kernel_size, pools, "max_pools_cat");
   const c10::DeviceGuard guard(x.device());
   const at::MemoryFormat format = x.suggest_memory_format();
   at::Tensor y = empty_pool(x, x.sym_size(1) * (pools + 1), x.scalar_type(), format);
@@ -55,7 +53,7 @@ std::tuple<at::Tensor, at::Tensor> max_pools_cat(const at::Tensor& x, int64_t ke
   return {y, indices};
 }
 
-// Poolings of the first channels of y, one of another, into the other channels.
+// Pool the first channels of y, one pooling of another, into the other channels.
 template <class Backend>
 void max_pools_(const at::Tensor& y, int64_t kernel_size, int64_t pools) {
   constexpr const char* op = "max_pools_";
@@ -67,8 +65,7 @@ void max_pools_(const at::Tensor& y, int64_t kernel_size, int64_t pools) {
     if (y.numel() == 0) return;
     const c10::DeviceGuard guard(y.device());
     const int64_t channels = y.size(1) / (pools + 1);
-    core::MaxPoolParams params = max_pool_params(y.narrow(1, 0, channels), kernel_size,
-                                                 y.suggest_memory_format() == at::MemoryFormat::ChannelsLast);
+    core::MaxPoolParams params = max_pool_params(y.narrow(1, 0, channels), kernel_size, is_channels_last(y));
     for (int64_t i = 0; i < pools; ++i) {
       params.source = pool_part(y, i * channels);
       params.target = pool_part(y, (i + 1) * channels);
@@ -106,7 +103,7 @@ at::Tensor max_pools_cat_backward(const at::Tensor& grad_y, const at::Tensor& in
   return grad_x;
 }
 
-// One pooling of whole windows: kernel_size - 1 rows and columns fewer.
+// Pool whole windows once: kernel_size - 1 rows and columns fewer.
 template <class Backend>
 std::tuple<at::Tensor, at::Tensor> max_pool(const at::Tensor& x, int64_t kernel_size) {
   constexpr const char* op = "max_pool";

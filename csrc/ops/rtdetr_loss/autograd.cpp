@@ -5,8 +5,6 @@
 namespace torch_fastdet::rtdetr_loss_autograd {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 using Optional = std::optional<at::Tensor>;
 
 struct RtdetrLoss : torch::autograd::Function<RtdetrLoss> {
@@ -14,13 +12,11 @@ struct RtdetrLoss : torch::autograd::Function<RtdetrLoss> {
                                const at::Tensor& targets, const at::Tensor& counts, const Optional& dn_boxes,
                                const Optional& dn_scores, const Optional& dn_matches,
                                const RtdetrLossOptions::Types& options) {
-    static const auto op = find_operator<unpacked_signature<&rtdetr_loss<Meta>>>(kRtdetrLoss);
-    const at::AutoDispatchBelowADInplaceOrView below;
-    const auto [loss, terms, status, owner, quality, scales] = std::apply(
-        [&](const auto&... each) {
-          return op.call(boxes, scores, targets, counts, dn_boxes, dn_scores, dn_matches, each...);
-        },
-        options);
+    const auto call = [&](const auto&... each) {
+      return call_below_autograd<&rtdetr_loss<Meta>>(kRtdetrLoss, boxes, scores, targets, counts, dn_boxes, dn_scores,
+                                                     dn_matches, each...);
+    };
+    const auto [loss, terms, status, owner, quality, scales] = std::apply(call, options);
     ctx->save_for_backward({boxes, scores, targets, counts, owner, quality, scales, dn_boxes.value_or(at::Tensor()),
                             dn_scores.value_or(at::Tensor())});
     ctx->mark_non_differentiable({terms, status, owner, quality, scales});
@@ -31,12 +27,11 @@ struct RtdetrLoss : torch::autograd::Function<RtdetrLoss> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     variable_list result(8);
     if (!grads[0].defined()) return result;
-    static const auto op = find_operator<decltype(rtdetr_loss_backward<Meta>)>("rtdetr_loss_backward");
     const variable_list saved = ctx->get_saved_variables();
     const auto optional = [](const at::Tensor& tensor) { return tensor.defined() ? Optional(tensor) : std::nullopt; };
-    auto [boxes, scores, dn_boxes, dn_scores] =
-        call_gradient(op, grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
-                      optional(saved[7]), optional(saved[8]));
+    auto [boxes, scores, dn_boxes, dn_scores] = call_gradient<&rtdetr_loss_backward<Meta>>(
+        "rtdetr_loss_backward", grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
+        optional(saved[7]), optional(saved[8]));
     result[0] = boxes;
     result[1] = scores;
     if (saved[7].defined()) result[4] = dn_boxes;
@@ -50,8 +45,8 @@ RtdetrLossResult rtdetr_loss_autograd(const at::Tensor& boxes, const at::Tensor&
                                       const Optional& dn_matches, const RtdetrLossOptions::Types& options) {
   check_strided(boxes, kRtdetrLoss, "boxes");
   check_strided(scores, kRtdetrLoss, "scores");
-  const variable_list r = RtdetrLoss::apply(boxes, scores, targets, counts, dn_boxes, dn_scores, dn_matches, options);
-  return {r[0], r[1], r[2], r[3], r[4], r[5]};
+  return as_tuple<RtdetrLossResult>(
+      RtdetrLoss::apply(boxes, scores, targets, counts, dn_boxes, dn_scores, dn_matches, options));
 }
 
 }  // namespace

@@ -1,11 +1,5 @@
-// What rtdetr_loss asks of its arguments, and its options and results.
+// Checks of the arguments of rtdetr_loss, its options and results.
 #pragma once
-
-#include <ATen/core/Tensor.h>
-
-#include <optional>
-#include <string>
-#include <tuple>
 
 #include "core/rtdetr_loss/rtdetr_loss.h"
 #include "ops/common/checks.h"
@@ -19,35 +13,24 @@ struct RtdetrLossOptions {
   using Types = std::tuple<double, double, double, double, double, double>;
 };
 
-// What a forward pass leaves for the backward pass.
+// The tensors that a forward pass leaves for the backward pass.
 struct RtdetrLossState {
   at::Tensor owner, quality, scales;
   using Types = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 };
 
-inline at::ScalarType rtdetr_arithmetic(const at::Tensor& scores) {
-  return scores.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-// Boxes and scores of prediction sets; `prefix` is "" or "dn_".
+// Check boxes and scores of prediction sets; `prefix` is "" or "dn_".
 inline void check_rtdetr_sets(const at::Tensor& boxes, const at::Tensor& scores, const std::string& prefix) {
   const std::string boxes_name = prefix + "boxes", scores_name = prefix + "scores";
-  const auto check = [&](const at::Tensor& tensor, const std::string& name) {
-    check_strided(tensor, kRtdetrLoss, name.c_str());
-    check_float(tensor, kRtdetrLoss, name.c_str());
-    check_same_device(boxes, boxes_name.c_str(), tensor, kRtdetrLoss, name.c_str());
-  };
-  check(boxes, boxes_name);
-  check(scores, scores_name);
+  check_operand(boxes, boxes_name.c_str(), boxes, kRtdetrLoss, boxes_name.c_str());
+  check_operand(boxes, boxes_name.c_str(), scores, kRtdetrLoss, scores_name.c_str());
   TORCH_CHECK(boxes.dim() == 4, kRtdetrLoss, ": ", boxes_name, " has shape ", boxes.sym_sizes(),
               ", but (sets, images, queries, 4) is expected");
   TORCH_CHECK(scores.dim() == 4, kRtdetrLoss, ": ", scores_name, " has shape ", scores.sym_sizes(),
               ", but (sets, images, queries, classes) is expected");
-  auto fits = boxes.sym_size(3).sym_eq(4);
-  for (int64_t d = 0; d < 3; ++d) fits = fits.sym_and(boxes.sym_size(d).sym_eq(scores.sym_size(d)));
-  TORCH_SYM_CHECK(fits, kRtdetrLoss, ": ", boxes_name, " has shape ", boxes.sym_sizes(),
-                  ", but four numbers for each query of ", scores_name, " of shape ", scores.sym_sizes(),
-                  " are expected");
+  TORCH_SYM_CHECK(boxes.sym_size(3).sym_eq(4).sym_and(same_sizes(boxes, scores, {0, 1, 2})), kRtdetrLoss, ": ",
+                  boxes_name, " has shape ", boxes.sym_sizes(), ", but four numbers for each query of ", scores_name,
+                  " of shape ", scores.sym_sizes(), " are expected");
 }
 
 inline void check_rtdetr_targets(const at::Tensor& boxes, const at::Tensor& targets, const at::Tensor& counts) {
@@ -55,10 +38,8 @@ inline void check_rtdetr_targets(const at::Tensor& boxes, const at::Tensor& targ
   check_strided(counts, kRtdetrLoss, "counts");
   check_same_device(boxes, "boxes", targets, kRtdetrLoss, "targets");
   check_same_device(boxes, "boxes", counts, kRtdetrLoss, "counts");
-  TORCH_CHECK(targets.scalar_type() == at::kFloat, kRtdetrLoss, ": targets has dtype ",
-              dtype_name(targets.scalar_type()), ", but float32 is expected");
-  TORCH_CHECK(counts.scalar_type() == at::kLong, kRtdetrLoss, ": counts has dtype ", dtype_name(counts.scalar_type()),
-              ", but int64 is expected");
+  check_dtype(targets, at::kFloat, kRtdetrLoss, "targets");
+  check_dtype(counts, at::kLong, kRtdetrLoss, "counts");
   TORCH_CHECK(targets.dim() == 3, kRtdetrLoss, ": targets has shape ", targets.sym_sizes(),
               ", but (images, most targets, 5) is expected");
   TORCH_CHECK(counts.dim() == 1, kRtdetrLoss, ": counts has shape ", counts.sym_sizes(),
@@ -70,7 +51,7 @@ inline void check_rtdetr_targets(const at::Tensor& boxes, const at::Tensor& targ
                   ", but one number for each of ", boxes.sym_size(1), " images is expected");
 }
 
-// Denoising sets beside the others. dn_matches is for the forward pass.
+// Check denoising sets beside the others. dn_matches is for the forward pass.
 inline void check_rtdetr_denoising(const at::Tensor& boxes, const at::Tensor& scores, const at::Tensor& dn_boxes,
                                    const at::Tensor& dn_scores) {
   check_rtdetr_sets(dn_boxes, dn_scores, "dn_");
@@ -95,8 +76,7 @@ inline void check_rtdetr_loss(const at::Tensor& boxes, const at::Tensor& scores,
   check_rtdetr_denoising(boxes, scores, *dn_boxes, *dn_scores);
   check_strided(*dn_matches, kRtdetrLoss, "dn_matches");
   check_same_device(boxes, "boxes", *dn_matches, kRtdetrLoss, "dn_matches");
-  TORCH_CHECK(dn_matches->scalar_type() == at::kLong, kRtdetrLoss, ": dn_matches has dtype ",
-              dtype_name(dn_matches->scalar_type()), ", but int64 is expected");
+  check_dtype(*dn_matches, at::kLong, kRtdetrLoss, "dn_matches");
   TORCH_CHECK(dn_matches->dim() == 2, kRtdetrLoss, ": dn_matches has shape ", dn_matches->sym_sizes(),
               ", but (images, denoising queries) is expected");
   TORCH_SYM_CHECK(

@@ -2,17 +2,10 @@
 // and Backend::run_backward(params), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 
-#include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
-#include <algorithm>
-#include <array>
 #include <limits>
 
 #include "core/linear_assignment/linear_assignment.h"
 #include "ops/common/backend.h"
-#include "ops/common/options.h"
 #include "ops/rtdetr_loss/checks.h"
 
 namespace torch_fastdet {
@@ -22,7 +15,7 @@ using RtdetrLossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tens
 
 inline RtdetrLossResult empty_rtdetr_loss(const at::Tensor& boxes, const at::Tensor& scores,
                                           const std::optional<at::Tensor>& dn_boxes) {
-  const auto numbers = scores.options().dtype(rtdetr_arithmetic(scores));
+  const auto numbers = scores.options().dtype(arithmetic_type(scores));
   const auto queries = [](const at::Tensor& of) { return of.sym_size(0) * of.sym_size(1) * of.sym_size(2); };
   const c10::SymInt sets = boxes.sym_size(0) + (dn_boxes ? dn_boxes->sym_size(0) : c10::SymInt(0));
   const c10::SymInt all = queries(boxes) + (dn_boxes ? queries(*dn_boxes) : c10::SymInt(0));
@@ -34,7 +27,7 @@ inline RtdetrLossResult empty_rtdetr_loss(const at::Tensor& boxes, const at::Ten
           at::empty_symint({sets, 4}, numbers)};
 }
 
-// Dense tensors of the predictions, which live as long as the parameters.
+// The dense tensors of the predictions, which live as long as the parameters.
 struct RtdetrInputs {
   at::Tensor boxes, scores, targets, counts, dn_boxes, dn_scores, dn_matches;
 
@@ -53,8 +46,7 @@ struct RtdetrInputs {
 
   // Boxes are read by vectors.
   static at::Tensor dense_boxes(const at::Tensor& boxes, const at::Tensor& scores) {
-    const at::Tensor dense = boxes.to(rtdetr_arithmetic(scores)).contiguous();
-    return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : dense.clone();
+    return aligned(boxes.to(arithmetic_type(scores)).contiguous());
   }
 
   static core::RtdetrSets sets(const at::Tensor& boxes, const at::Tensor& scores) {
@@ -110,27 +102,21 @@ RtdetrLossResult rtdetr_loss(const at::Tensor& boxes, const at::Tensor& scores, 
     params.status = status.mutable_data_ptr<int64_t>();
     const int64_t problems = params.assigned.sets * params.images, pairs = problems * params.most;
     const int64_t number = loss.element_size();
-    const std::array<int64_t, 4> bytes = {
-        pairs * params.assigned.queries * number, pairs * static_cast<int64_t>(sizeof(int64_t)),
-        problems * Backend::assignment(params.assigned.queries, params.most), params.blocks() * 4 * number};
-    std::array<int64_t, 4> places{};
-    int64_t size = 0;
-    for (size_t i = 0; i < bytes.size(); ++i) {
-      places[i] = size;
-      size += (bytes[i] + 255) / 256 * 256;
-    }
-    const at::Tensor scratch = at::empty({size}, scores.options().dtype(at::kByte));
+    const Places<4> places({pairs * params.assigned.queries * number, pairs * static_cast<int64_t>(sizeof(int64_t)),
+                            problems * Backend::assignment(params.assigned.queries, params.most),
+                            params.blocks() * 4 * number});
+    const at::Tensor scratch = at::empty({places.size}, scores.options().dtype(at::kByte));
     uint8_t* const memory = scratch.mutable_data_ptr<uint8_t>();
-    params.cost = memory + places[0];
-    params.rows = reinterpret_cast<int64_t*>(memory + places[1]);
-    params.assignment = memory + places[2];
-    params.partials = memory + places[3];
+    params.cost = memory + places.at[0];
+    params.rows = reinterpret_cast<int64_t*>(memory + places.at[1]);
+    params.assignment = memory + places.at[2];
+    params.partials = memory + places.at[3];
     Backend::run(params);
   }
   return result;
 }
 
-// Gradients of boxes, scores, dn_boxes and dn_scores; those of sets that are not there are empty.
+// Return gradients of boxes, scores, dn_boxes and dn_scores; those of sets that are not there are empty.
 template <class Backend>
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> rtdetr_loss_backward(
     const at::Tensor& grad_loss, const at::Tensor& boxes, const at::Tensor& scores, const at::Tensor& targets,
@@ -141,7 +127,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> rtdetr_loss_backward(
   TORCH_CHECK(dn_boxes.has_value() == dn_scores.has_value(),
               "rtdetr_loss_backward: dn_boxes and dn_scores are expected together, but only one of them came");
   if (dn_boxes) check_rtdetr_denoising(boxes, scores, *dn_boxes, *dn_scores);
-  const at::ScalarType type = rtdetr_arithmetic(scores);
+  const at::ScalarType type = arithmetic_type(scores);
   const auto empty = [](const at::Tensor& like, at::ScalarType type) {
     return at::empty_symint(like.sym_sizes(), like.options().dtype(type));
   };

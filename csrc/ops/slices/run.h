@@ -1,13 +1,7 @@
-// sum_slices, pad_and_sum and sum_rows but for the loops: check, find the rows, and hand them to Backend::sum(params,
-// op), Backend::pad(params, op) and Backend::rows(params, op), which cpu.cpp and cuda.cpp each define.
+// sum_slices, pad_and_sum and sum_rows but for the loops: check, find the rows, and hand them to Backend::run(params,
+// op), which cpu.cpp and cuda.cpp each define.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
-#include <tuple>
 #include <vector>
 
 #include "core/slices/slices.h"
@@ -26,14 +20,13 @@ inline void check_sum_slices(at::TensorList x, const at::Tensor& out) {
     check_same_device(out, "out", each, op, "x");
     TORCH_CHECK(each.scalar_type() == out.scalar_type(), op, ": x has dtype ", dtype_name(each.scalar_type()),
                 ", but out has ", dtype_name(out.scalar_type()));
-    auto same = each.sym_size(0).sym_eq(out.sym_size(0));
-    for (int64_t d = 1; d < 4; ++d) same = same.sym_and(each.sym_size(d).sym_eq(out.sym_size(d)));
-    TORCH_SYM_CHECK(same, op, ": x has shape ", each.sym_sizes(), ", but out has ", out.sym_sizes());
+    TORCH_SYM_CHECK(same_sizes(each, out, {0, 1, 2, 3}), op, ": x has shape ", each.sym_sizes(), ", but out has ",
+                    out.sym_sizes());
   }
 }
 
-// Elements from one pixel's channels to the next pixel's (channels_last), or from image to image; -1 where there are no
-// such rows. A dimension of one element may have any stride.
+// Return the elements from one pixel's channels to the next pixel's (channels_last), or from image to image; -1 where
+// there are no such rows. A dimension of one element may have any stride.
 inline int64_t row_pitch(const at::Tensor& tensor, bool channels_last) {
   const auto lies = [&](int64_t dimension, int64_t stride) {
     return tensor.size(dimension) == 1 || tensor.stride(dimension) == stride;
@@ -44,7 +37,7 @@ inline int64_t row_pitch(const at::Tensor& tensor, bool channels_last) {
   return lies(1, 1) && lies(2, pitch * w) && lies(0, pitch * w * h) ? pitch : -1;
 }
 
-// out = x[0] + x[1] + ..., in this order. An operand without the rows of out is copied first.
+// Set out = x[0] + x[1] + ..., in this order. An operand without the rows of out is copied first.
 template <class Backend>
 void sum_slices(at::TensorList x, const at::Tensor& out) {
   check_sum_slices(x, out);
@@ -63,16 +56,15 @@ void sum_slices(at::TensorList x, const at::Tensor& out) {
     std::vector<at::Tensor> operands;  // until the launch
     for (const at::Tensor& each : x) {
       const bool fits = row_pitch(each, channels_last) >= 0;
-      operands.push_back(
-          fits ? each : each.contiguous(channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous));
+      operands.push_back(fits ? each : each.contiguous(memory_format(channels_last)));
       params.x[params.count] = operands.back().const_data_ptr();
       params.x_pitch[params.count++] = row_pitch(operands.back(), channels_last);
     }
-    Backend::sum(params, "sum_slices");
+    Backend::run(params, "sum_slices");
   }
 }
 
-// x, channels_last and with channels of zeros behind its own; and the sum of each channel.
+// Return x, channels_last and with channels of zeros behind its own; and the sum of each channel.
 template <class Backend>
 std::tuple<at::Tensor, at::Tensor> pad_and_sum(const at::Tensor& x, int64_t channels) {
   constexpr const char* op = "pad_and_sum";
@@ -99,15 +91,14 @@ std::tuple<at::Tensor, at::Tensor> pad_and_sum(const at::Tensor& x, int64_t chan
     params.out = out.mutable_data_ptr();
     params.sums = sums.mutable_data_ptr();
     params.dtype = core_dtype(x.scalar_type());
-    const auto arithmetic = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    const at::Tensor partials = at::empty({params.splits(), channels}, x.options().dtype(arithmetic));
+    const at::Tensor partials = at::empty({params.splits(), channels}, x.options().dtype(arithmetic_type(x)));
     params.partials = partials.mutable_data_ptr();
-    Backend::pad(params, op);
+    Backend::run(params, op);
   }
   return {out, sums};
 }
 
-// The sum of x (..., width) over all dimensions but the last.
+// Return the sum of x (..., width) over all dimensions but the last.
 template <class Backend>
 at::Tensor sum_rows(const at::Tensor& x) {
   constexpr const char* op = "sum_rows";
@@ -125,10 +116,9 @@ at::Tensor sum_rows(const at::Tensor& x) {
     params.x = from.const_data_ptr();
     params.sums = sums.mutable_data_ptr();
     params.dtype = core_dtype(x.scalar_type());
-    const auto arithmetic = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    const at::Tensor partials = at::empty({params.splits(), params.width}, x.options().dtype(arithmetic));
+    const at::Tensor partials = at::empty({params.splits(), params.width}, x.options().dtype(arithmetic_type(x)));
     params.partials = partials.mutable_data_ptr();
-    Backend::rows(params, op);
+    Backend::run(params, op);
   }
   return sums;
 }

@@ -2,11 +2,6 @@
 // cpu.cpp and cuda.cpp each define.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
 #include "core/softmax/softmax.h"
 #include "ops/common/backend.h"
 #include "ops/common/checks.h"
@@ -19,19 +14,18 @@ inline void check_softmax_backward(const at::Tensor& grad, const at::Tensor& y) 
   check_strided(y, op, "y");
   check_float(grad, op, "grad_y");
   check_same_device(grad, "grad_y", y, op, "y");
-  const auto type = grad.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto type = arithmetic_type(grad);
   TORCH_CHECK(y.scalar_type() == type, op, ": y has dtype ", dtype_name(y.scalar_type()), ", but ", dtype_name(type),
               " is expected beside grad_y of ", dtype_name(grad.scalar_type()));
   TORCH_CHECK(grad.dim() == 3 && y.dim() == 3, op, ": grad_y has shape ", grad.sym_sizes(), " and y ", y.sym_sizes(),
               ", but three dimensions (N, rows, columns) are expected");
-  auto same = grad.sym_size(0).sym_eq(y.sym_size(0));
-  for (int64_t d = 1; d < 3; ++d) same = same.sym_and(grad.sym_size(d).sym_eq(y.sym_size(d)));
-  TORCH_SYM_CHECK(same, op, ": grad_y has shape ", grad.sym_sizes(), ", but y has ", y.sym_sizes());
+  TORCH_SYM_CHECK(same_sizes(grad, y, {0, 1, 2}), op, ": grad_y has shape ", grad.sym_sizes(), ", but y has ",
+                  y.sym_sizes());
   TORCH_SYM_CHECK(y.sym_size(2).sym_le(core::kMostSoftmaxColumns), op, ": y has ", y.sym_size(2),
                   " columns, but at most ", core::kMostSoftmaxColumns, " are expected");
 }
 
-// The gradient of x in y = softmax(x, -1).
+// Return the gradient of x in y = softmax(x, -1).
 template <class Backend>
 at::Tensor softmax_backward(const at::Tensor& grad_y, const at::Tensor& y) {
   check_softmax_backward(grad_y, y);

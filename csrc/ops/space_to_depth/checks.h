@@ -1,9 +1,5 @@
-// What space_to_depth and its backward ask of their arguments, and what they allocate.
+// Checks of the arguments of space_to_depth and its backward, and what they allocate.
 #pragma once
-
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/SymBool.h>
 
 #include "core/space_to_depth/space_to_depth.h"
 #include "ops/common/checks.h"
@@ -33,10 +29,8 @@ inline void check_space_to_depth_backward(const at::Tensor& grad, int64_t channe
   check_images(grad, op, "grad_output");
   check_space_to_depth_dtype(dtype, op);
   TORCH_CHECK_VALUE(channels >= 0, op, ": channels is ", channels, ", but 0 or more is expected");
-  const auto fits = grad.sym_size(1)
-                        .sym_ge(4 * channels)
-                        .sym_and(grad.sym_size(2).sym_ge(border))
-                        .sym_and(grad.sym_size(3).sym_ge(border));
+  const auto fits = all_true(
+      {grad.sym_size(1).sym_ge(4 * channels), grad.sym_size(2).sym_ge(border), grad.sym_size(3).sym_ge(border)});
   TORCH_SYM_CHECK(fits, op, ": grad_output has shape ", grad.sym_sizes(), ", but at least (N, ", 4 * channels, ", ",
                   border, ", ", border, ") is expected");
 }

@@ -2,11 +2,6 @@
 // Backend::forward(params, op) and Backend::backward(params, op), which cpu.cpp and cuda.cpp each define.
 #pragma once
 
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
-#include <optional>
-
 #include "ops/common/backend.h"
 #include "ops/space_to_depth/checks.h"
 

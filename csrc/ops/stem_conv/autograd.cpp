@@ -1,29 +1,22 @@
 // Autograd of stem_conv2d: a gradient of the weight alone, for which the squares are kept.
-#include <ATen/core/Tensor.h>
-
 #include "ops/common/autograd.h"
+#include "ops/stem_conv/run.h"
 
 namespace torch_fastdet::stem_conv_autograd {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
 struct StemConv2d : torch::autograd::Function<StemConv2d> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& squares, const at::Tensor& weight) {
-    static const auto op = find_operator<at::Tensor(const at::Tensor&, const at::Tensor&)>("stem_conv2d");
-    const at::AutoDispatchBelowADInplaceOrView below;
-    at::Tensor out = op.call(squares, weight);
     context->save_for_backward({squares});
-    context->saved_data["kernel_size"] = weight.sym_size(2).guard_int(__FILE__, __LINE__);
-    return out;
+    context->saved_data["kernel_size"] = stem_size(weight, 2);
+    return call_below_autograd<&torch_fastdet::stem_conv2d<Meta>>("stem_conv2d", squares, weight);
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    using Backward = at::Tensor(const at::Tensor&, const at::Tensor&, int64_t);
-    static const auto op = find_operator<Backward>("stem_conv2d_backward");
-    const at::Tensor squares = context->get_saved_variables()[0];
-    return {{}, call_gradient(op, grads[0], squares, context->saved_data["kernel_size"].toInt())};
+    return {
+        {},
+        call_gradient<&stem_conv2d_backward<Meta>>("stem_conv2d_backward", grads[0], context->get_saved_variables()[0],
+                                                   context->saved_data["kernel_size"].toInt())};
   }
 };
 

@@ -1,16 +1,12 @@
-// What stem_conv2d and its backward ask of their arguments, and what they allocate.
+// Checks of the arguments of stem_conv2d and its backward, and what they allocate.
 #pragma once
-
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/SymBool.h>
 
 #include "core/stem_conv/stem_conv.h"
 #include "ops/common/checks.h"
 
 namespace torch_fastdet {
 
-// `other` in the type and on the device of squares.
+// Check that `other` has the type and the device of squares.
 inline void check_beside_squares(const at::Tensor& squares, const at::Tensor& other, const char* op, const char* name) {
   check_same_device(squares, "squares", other, op, name);
   TORCH_CHECK(other.scalar_type() == squares.scalar_type(), op, ": ", name, " has dtype ",
@@ -21,15 +17,13 @@ inline void check_beside_squares(const at::Tensor& squares, const at::Tensor& ot
 inline void check_stem_squares(const at::Tensor& squares, int64_t kernel_size, const char* op) {
   check_images(squares, op, "squares");
   const int64_t least = kernel_size == 2;
-  const auto fits = squares.sym_size(1)
-                        .sym_eq(core::kStemChannels)
-                        .sym_and(squares.sym_size(2).sym_ge(least))
-                        .sym_and(squares.sym_size(3).sym_ge(least));
+  const auto fits = all_true({squares.sym_size(1).sym_eq(core::kStemChannels), squares.sym_size(2).sym_ge(least),
+                              squares.sym_size(3).sym_ge(least)});
   TORCH_SYM_CHECK(fits, op, ": squares has shape ", squares.sym_sizes(), ", but (N, ", core::kStemChannels,
                   ", H, W) is expected, H and W at least ", least);
 }
 
-// Plain numbers in every program: the kernels are made for them.
+// Return a size that is a plain number in every program: the kernels are made for it.
 inline int64_t stem_size(const at::Tensor& tensor, int64_t dim) {
   return tensor.sym_size(dim).guard_int(__FILE__, __LINE__);
 }
@@ -54,10 +48,9 @@ inline void check_stem_conv2d_backward(const at::Tensor& grad_output, const at::
   check_images(grad_output, op, "grad_output");
   check_beside_squares(squares, grad_output, op, "grad_output");
   const int64_t less = kernel_size == 2;
-  const auto fits = grad_output.sym_size(0)
-                        .sym_eq(squares.sym_size(0))
-                        .sym_and(grad_output.sym_size(2).sym_eq(squares.sym_size(2) - less))
-                        .sym_and(grad_output.sym_size(3).sym_eq(squares.sym_size(3) - less));
+  const auto fits =
+      all_true({same_sizes(grad_output, squares, {0}), grad_output.sym_size(2).sym_eq(squares.sym_size(2) - less),
+                grad_output.sym_size(3).sym_eq(squares.sym_size(3) - less)});
   TORCH_SYM_CHECK(fits, op, ": grad_output has shape ", grad_output.sym_sizes(), ", but (", squares.sym_size(0),
                   ", K, ", squares.sym_size(2) - less, ", ", squares.sym_size(3) - less,
                   ") is expected beside squares of shape ", squares.sym_sizes());

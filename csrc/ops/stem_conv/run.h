@@ -2,18 +2,14 @@
 // Backend::forward(params, op) and Backend::backward(params, options, op), which cpu.cpp and cuda.cpp each define.
 #pragma once
 
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
 #include "ops/common/backend.h"
 #include "ops/stem_conv/checks.h"
 
 namespace torch_fastdet {
 
-// The tensor itself if it is dense with its channels innermost, from a multiple of 16 bytes on; else a copy.
+// Return the tensor itself if it is dense with its channels innermost, from a multiple of 16 bytes on; else a copy.
 inline at::Tensor stem_dense(const at::Tensor& tensor) {
-  const at::Tensor dense = tensor.contiguous(at::MemoryFormat::ChannelsLast);
-  return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 ? dense.clone() : dense;
+  return aligned(tensor.contiguous(at::MemoryFormat::ChannelsLast));
 }
 
 inline core::StemConvSizes stem_conv_sizes(const at::Tensor& out, int64_t kernel_size) {

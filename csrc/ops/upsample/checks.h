@@ -1,29 +1,19 @@
-// What upsample_nearest2x, upsample_nearest2x_cat and upsample_nearest2x_backward ask of their arguments, and how
-// tensors become the plan that the CPU loops and the CUDA kernels walk.
+// Checks of the arguments of the upsample operators; tensors become the plan that the CPU loops and the CUDA kernels
+// walk.
 #pragma once
-
-#include <ATen/ops/empty.h>
-#include <c10/core/ScalarType.h>
-#include <c10/core/SymBool.h>
 
 #include "core/upsample/upsample_plan.h"
 #include "ops/common/checks.h"
 
 namespace torch_fastdet {
 
-inline void check_upsample(const at::Tensor& x) {
-  check_images(x, "upsample_nearest2x", "x");
-}
-
 inline void check_upsample_cat(const at::Tensor& x, const at::Tensor& skip) {
   constexpr const char* op = "upsample_nearest2x_cat";
   check_images(x, op, "x");
   check_images(skip, op, "skip");
   check_same_device(x, "x", skip, op, "skip");
-  const auto fits = skip.sym_size(0)
-                        .sym_eq(x.sym_size(0))
-                        .sym_and(skip.sym_size(2).sym_eq(x.sym_size(2) * 2))
-                        .sym_and(skip.sym_size(3).sym_eq(x.sym_size(3) * 2));
+  const auto fits = all_true({same_sizes(skip, x, {0}), skip.sym_size(2).sym_eq(x.sym_size(2) * 2),
+                              skip.sym_size(3).sym_eq(x.sym_size(3) * 2)});
   TORCH_SYM_CHECK(fits, op, ": skip has shape ", skip.sym_sizes(), ", but (", x.sym_size(0), ", any, ",
                   x.sym_size(2) * 2, ", ", x.sym_size(3) * 2, ") is expected beside x of shape ", x.sym_sizes());
 }
@@ -68,20 +58,18 @@ inline at::Tensor empty_upsample_backward(const at::Tensor& grad_output) {
                      grad_output.suggest_memory_format(), grad_output.scalar_type());
 }
 
-// Whether to walk from `source` to a result of torch_fastdet as NHWC. Where a single channel makes the formats coincide
-// in both, NCHW has longer rows.
+// Return whether to walk from `source` to a result as NHWC. Where a single channel makes the formats coincide in both,
+// NCHW has longer rows.
 inline bool walks_channels_last(const at::Tensor& source, const at::Tensor& result, at::MemoryFormat format) {
   return format == at::MemoryFormat::ChannelsLast && (source.stride(3) != 1 || result.stride(3) != 1);
 }
 
-// The tensor itself if the dimension that is innermost in `channels_last` (else in NCHW) has stride 1, whatever the
-// other strides; otherwise a copy in that format.
+// Return the tensor itself if the dimension that is innermost in `channels_last` (else in NCHW) has stride 1, whatever
+// the other strides; otherwise a copy in that format.
 inline at::Tensor with_dense_rows(const at::Tensor& tensor, bool channels_last) {
   const int64_t inner = channels_last ? 1 : 3;
-  if (tensor.stride(inner) == 1 || tensor.size(inner) <= 1) {
-    return tensor;
-  }
-  return tensor.contiguous(channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous);
+  const bool dense = tensor.stride(inner) == 1 || tensor.size(inner) <= 1;
+  return dense ? tensor : tensor.contiguous(memory_format(channels_last));
 }
 
 inline core::UpsamplePlan upsample_plan(const at::Tensor& small, const at::Tensor& large, bool channels_last) {

@@ -2,16 +2,13 @@
 // Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
 #pragma once
 
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
 #include "core/upsample/upsample.h"
 #include "ops/common/backend.h"
 #include "ops/upsample/checks.h"
 
 namespace torch_fastdet {
 
-// What reads `dense` and writes `out` (or its first channels).
+// Return the parameters to read `dense` and write `out` (or its first channels).
 inline core::UpsampleForwardParams upsample_params(const at::Tensor& dense, const at::Tensor& out, bool channels_last) {
   core::UpsampleForwardParams params{};
   params.plan = upsample_plan(dense, out, channels_last);
@@ -23,7 +20,7 @@ inline core::UpsampleForwardParams upsample_params(const at::Tensor& dense, cons
 
 template <class Backend>
 at::Tensor upsample_nearest2x(const at::Tensor& x) {
-  check_upsample(x);
+  check_images(x, "upsample_nearest2x", "x");
   const c10::DeviceGuard guard(x.device());
   at::Tensor out = empty_upsample(x);
   if constexpr (!Backend::kMeta) {

@@ -6,13 +6,8 @@
 namespace torch_fastdet::v8_loss_autograd {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
 using Levels = V8LevelsOn<Meta>::Types;
-using Options = V8LossOptions::Types;
-using State = V8LossTensors::Types;
-using Outputs = V8ObbOutputs::Types;
+using Arguments = V8LossArguments<c10::SymInt>;
 
 void save_levels(AutogradContext* context, const Levels& levels) {
   const auto& [strides, sizes] = levels;
@@ -24,18 +19,13 @@ std::pair<std::vector<double>, std::vector<c10::SymInt>> saved_levels(AutogradCo
   return {context->saved_data["strides"].toDoubleVector(), context->saved_data["sizes"].toSymIntVector()};
 }
 
-// What tells the losses that HeadLoss computes apart: the operator, how it takes the heads, what it takes between them
-// and the targets (Inputs) and behind the options (Rest), and the heads' gradients.
+// The losses that HeadLoss computes: the operator, how it takes the heads, what it takes between them and the targets
+// (Inputs) and at the end (Rest), and the heads' gradients.
 struct Upright {
   static auto unpacked(at::TensorList heads) { return std::make_tuple(heads); }
-  static std::vector<at::Tensor> gradients(const at::Tensor& grad, at::TensorList heads, const at::Tensor& targets,
-                                           const State& state, const Levels& levels,
-                                           const std::optional<at::Tensor>& class_weights, int64_t reg_max) {
-    static const auto op = find_operator<unpacked_signature<&v8_loss_backward<Meta>>>("v8_loss_backward");
-    const auto call = [&](const auto&... each) {
-      return call_gradient(op, grad, heads, targets, each..., class_weights, reg_max);
-    };
-    return std::apply(call, std::tuple_cat(state, levels));
+  template <typename... Each>
+  static std::vector<at::Tensor> gradients(const at::Tensor& grad, at::TensorList heads, const Each&... each) {
+    return call_gradient<&v8_loss_backward<Meta>>("v8_loss_backward", grad, heads, each...);
   }
 };
 
@@ -67,14 +57,10 @@ struct Rotated {
   using Inputs = std::tuple<>;
   using Rest = std::tuple<>;
   static auto unpacked(at::TensorList heads) { return std::tie(heads[0], heads[1], heads[2]); }
-  static std::vector<at::Tensor> gradients(const at::Tensor& grad, at::TensorList heads, const at::Tensor& targets,
-                                           const State& state, const Levels& levels,
-                                           const std::optional<at::Tensor>& class_weights, int64_t reg_max) {
-    static const auto op = find_operator<unpacked_signature<&v8_obb_loss_backward<Meta>>>("v8_obb_loss_backward");
-    const auto call = [&](const auto&... each) {
-      return call_gradient(op, grad, heads[0], heads[1], heads[2], targets, each..., class_weights, reg_max);
-    };
-    auto [boxes, scores, angles] = std::apply(call, std::tuple_cat(state, levels));
+  template <typename... Each>
+  static std::vector<at::Tensor> gradients(const at::Tensor& grad, at::TensorList heads, const Each&... each) {
+    auto [boxes, scores, angles] =
+        call_gradient<&v8_obb_loss_backward<Meta>>("v8_obb_loss_backward", grad, heads[0], heads[1], heads[2], each...);
     return {boxes, scores, angles};
   }
 };
@@ -82,23 +68,18 @@ struct Rotated {
 template <class Task>
 struct HeadLoss : torch::autograd::Function<HeadLoss<Task>> {
   static variable_list forward(AutogradContext* context, at::TensorList heads, const typename Task::Inputs& inputs,
-                               const at::Tensor& targets, const at::Tensor& settings, const Levels& levels,
-                               const std::optional<at::Tensor>& num_targets,
-                               const std::optional<at::Tensor>& class_weights, const Options& options,
-                               const typename Task::Rest& rest) {
-    static const auto op = find_operator<unpacked_signature<Task::kLoss>>(Task::kName);
-    at::AutoDispatchBelowADInplaceOrView guard;
+                               const Arguments::Types& arguments, const typename Task::Rest& rest) {
+    const auto a = options_from<Arguments>(arguments);
+    const auto call = [](const auto&... each) { return call_below_autograd<Task::kLoss>(Task::kName, each...); };
     auto [loss, items, scales, slot_anchor, slot_row, slot_score, status] =
-        std::apply([&](const auto&... each) { return op.call(each...); },
-                   std::tuple_cat(Task::unpacked(heads), inputs, std::tie(targets, settings), levels,
-                                  std::tie(num_targets, class_weights), options, rest));
-    variable_list saved{targets, scales, slot_anchor, slot_row, slot_score, class_weights.value_or(at::Tensor())};
+        std::apply(call, std::tuple_cat(Task::unpacked(heads), inputs, arguments, rest));
+    variable_list saved{a.targets, scales, slot_anchor, slot_row, slot_score, a.class_weights.value_or(at::Tensor())};
     saved.insert(saved.end(), heads.begin(), heads.end());
     context->save_for_backward(std::move(saved));
     context->mark_non_differentiable({items, scales, slot_anchor, slot_row, slot_score, status});
     context->set_materialize_grads(false);  // else autograd would fill a zero tensor for each of these
-    save_levels(context, levels);
-    context->saved_data["reg_max"] = options_from<V8LossOptions>(options).reg_max;
+    save_levels(context, {a.strides, a.sizes});
+    context->saved_data["reg_max"] = a.reg_max;
     return {loss, items, scales, slot_anchor, slot_row, slot_score, status};
   }
 
@@ -110,26 +91,19 @@ struct HeadLoss : torch::autograd::Function<HeadLoss<Task>> {
       std::optional<at::Tensor> class_weights;
       if (saved[5].defined()) class_weights = saved[5];
       const auto [strides, sizes] = saved_levels(context);
-      result = Task::gradients(gradients[0], heads, saved[0], {saved[1], saved[2], saved[3], saved[4]},
-                               {strides, sizes}, class_weights, context->saved_data["reg_max"].toInt());
+      result = Task::gradients(gradients[0], heads, saved[0], saved[1], saved[2], saved[3], saved[4], strides, sizes,
+                               class_weights, context->saved_data["reg_max"].toInt());
     }
-    result.resize(result.size() + 8);  // nothing for the arguments behind the heads
+    result.resize(result.size() + 3);  // nothing for what comes behind the heads
     return result;
   }
 };
 
 template <class Task>
-V8LossResult head_loss(at::TensorList heads, const typename Task::Inputs& inputs, const at::Tensor& targets,
-                       const at::Tensor& settings, const Levels& levels, const std::optional<at::Tensor>& num_targets,
-                       const std::optional<at::Tensor>& class_weights, const Options& options,
-                       const typename Task::Rest& rest) {
-  auto result =
-      HeadLoss<Task>::apply(heads, inputs, targets, settings, levels, num_targets, class_weights, options, rest);
-  return {result[0], result[1], result[2], result[3], result[4], result[5], result[6]};
-}
+constexpr auto head_loss = unpack<&Applied<HeadLoss<Task>, V8LossResult>::call>;
 
-// What tells the mask parts of both frameworks apart: the operator, whether several positives may be of one anchor, and
-// what comes behind the masks.
+// The mask parts of both frameworks: the operator, whether several positives may be of one anchor, and what comes
+// behind the masks.
 struct OfSlots {
   static constexpr auto kName = "v8_mask_loss";
   static constexpr auto kLoss = &v8_mask_loss<Meta>;
@@ -150,10 +124,10 @@ template <class Task>
 struct MaskLoss : torch::autograd::Function<MaskLoss<Task>> {
   static variable_list forward(AutogradContext* context, const at::Tensor& coefficients, const at::Tensor& protos,
                                const at::Tensor& masks, const typename Task::Rest& rest) {
-    static const auto op = find_operator<std::remove_pointer_t<decltype(Task::kLoss)>>(Task::kName);
-    at::AutoDispatchBelowADInplaceOrView guard;
-    auto [loss, item, scale, positives, first, unit] =
-        std::apply([&](const auto&... each) { return op.call(coefficients, protos, masks, each...); }, rest);
+    const auto call = [&](const auto&... each) {
+      return call_below_autograd<Task::kLoss>(Task::kName, coefficients, protos, masks, each...);
+    };
+    auto [loss, item, scale, positives, first, unit] = std::apply(call, rest);
     context->save_for_backward({coefficients, protos, masks, scale, positives, first, unit});
     context->mark_non_differentiable({item, scale, positives, first, unit});
     context->set_materialize_grads(false);
@@ -162,25 +136,20 @@ struct MaskLoss : torch::autograd::Function<MaskLoss<Task>> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    static const auto op = find_operator<unpacked_signature<&v8_mask_loss_backward<Meta>>>("v8_mask_loss_backward");
     const auto saved = context->get_saved_variables();
     variable_list result(4);
     if (gradients[0].defined()) {
       const std::array<bool, 2> output_mask{context->needs_input_grad(0), context->needs_input_grad(1)};
-      std::tie(result[0], result[1]) =
-          call_gradient(op, gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
-                        context->saved_data["overlap"].toBool(), Task::kShared, output_mask);
+      std::tie(result[0], result[1]) = call_gradient<&v8_mask_loss_backward<Meta>>(
+          "v8_mask_loss_backward", gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
+          context->saved_data["overlap"].toBool(), bool{Task::kShared}, output_mask);
     }
     return result;
   }
 };
 
 template <class Task>
-V8MaskLossResult mask_loss(const at::Tensor& coefficients, const at::Tensor& protos, const at::Tensor& masks,
-                           const typename Task::Rest& rest) {
-  auto result = MaskLoss<Task>::apply(coefficients, protos, masks, rest);
-  return {result[0], result[1], result[2], result[3], result[4], result[5]};
-}
+constexpr auto mask_loss = unpack<&Applied<MaskLoss<Task>, V8MaskLossResult>::call>;
 
 using Labels = V8KeypointLabels::Types;
 
@@ -188,11 +157,10 @@ struct V8KeypointLoss : torch::autograd::Function<V8KeypointLoss> {
   static variable_list forward(AutogradContext* context, const at::Tensor& predictions, const Labels& labels,
                                const at::Tensor& gains, const at::Tensor& settings, const Levels& levels,
                                bool centered) {
-    static const auto op = find_operator<unpacked_signature<&v8_keypoint_loss<Meta>>>("v8_keypoint_loss");
-    at::AutoDispatchBelowADInplaceOrView guard;
-    auto [loss, items, scales] =
-        std::apply([&](const auto&... each) { return op.call(predictions, each..., centered); },
-                   std::tuple_cat(labels, std::tie(gains, settings), levels));
+    const auto call = [&](const auto&... each) {
+      return call_below_autograd<&v8_keypoint_loss<Meta>>("v8_keypoint_loss", predictions, each..., centered);
+    };
+    auto [loss, items, scales] = std::apply(call, std::tuple_cat(labels, std::tie(gains, settings), levels));
     context->saved_data["centered"] = centered;
     const auto& [keypoints, sigmas, targets, slot_anchor, slot_row] = labels;
     context->save_for_backward({predictions, keypoints, sigmas, targets, slot_anchor, slot_row, scales});
@@ -203,47 +171,36 @@ struct V8KeypointLoss : torch::autograd::Function<V8KeypointLoss> {
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    static const auto op =
-        find_operator<unpacked_signature<&v8_keypoint_loss_backward<Meta>>>("v8_keypoint_loss_backward");
     const auto saved = context->get_saved_variables();
     variable_list result(6);
     if (gradients[0].defined()) {
       const auto [strides, sizes] = saved_levels(context);
-      result[0] = call_gradient(op, gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6],
-                                strides, sizes, context->saved_data["centered"].toBool());
+      result[0] = call_gradient<&v8_keypoint_loss_backward<Meta>>(
+          "v8_keypoint_loss_backward", gradients[0], saved[0], saved[1], saved[2], saved[3], saved[4], saved[5],
+          saved[6], strides, sizes, context->saved_data["centered"].toBool());
     }
     return result;
   }
 };
 
-V8KeypointLossResult v8_keypoint_loss_autograd(const at::Tensor& predictions, const Labels& labels,
-                                               const at::Tensor& gains, const at::Tensor& settings,
-                                               const Levels& levels, bool centered) {
-  auto result = V8KeypointLoss::apply(predictions, labels, gains, settings, levels, centered);
-  return {result[0], result[1], result[2]};
-}
-
-V8LossResult v8_obb_loss_autograd(const Outputs& outputs, const at::Tensor& targets, const at::Tensor& settings,
-                                  const Levels& levels, const std::optional<at::Tensor>& num_targets,
-                                  const std::optional<at::Tensor>& class_weights, const Options& options) {
+V8LossResult v8_obb_loss_autograd(const V8ObbOutputs::Types& outputs, const Arguments::Types& arguments) {
   const auto& [boxes, scores, angles] = outputs;
-  return head_loss<Rotated>({boxes, scores, angles}, {}, targets, settings, levels, num_targets, class_weights, options,
-                            {});
+  return Applied<HeadLoss<Rotated>, V8LossResult>::call({boxes, scores, angles}, {}, arguments, {});
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
-  m.impl("v8_loss", unpack<&head_loss<Detection>>);
+  m.impl("v8_loss", head_loss<Detection>);
   first_gradient_only(m, "v8_loss_backward", "v8_loss", "Ultralytics' own v8DetectionLoss");
-  m.impl("v8_masked_loss", unpack<&head_loss<Masked>>);
-  m.impl("v8_posed_loss", unpack<&head_loss<Posed>>);
-  m.impl("v8_mask_loss", unpack<&mask_loss<OfSlots>>);
-  m.impl("yolov5_mask_loss", unpack<&mask_loss<OfMatches>>);
+  m.impl("v8_masked_loss", head_loss<Masked>);
+  m.impl("v8_posed_loss", head_loss<Posed>);
+  m.impl("v8_mask_loss", mask_loss<OfSlots>);
+  m.impl("yolov5_mask_loss", mask_loss<OfMatches>);
   first_gradient_only(m, "v8_mask_loss_backward", "v8_mask_loss", "the stock loss");
   m.impl("v8_obb_loss", unpack<&v8_obb_loss_autograd>);
   first_gradient_only(m, "v8_obb_loss_backward", "v8_obb_loss", "Ultralytics' own v8OBBLoss");
-  m.impl("v8_keypoint_loss", unpack<&v8_keypoint_loss_autograd>);
+  m.impl("v8_keypoint_loss", unpack<&Applied<V8KeypointLoss, V8KeypointLossResult>::call>);
   first_gradient_only(m, "v8_keypoint_loss_backward", "v8_keypoint_loss", "Ultralytics' own v8PoseLoss");
 }
 

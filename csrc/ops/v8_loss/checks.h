@@ -19,8 +19,8 @@ namespace torch_fastdet {
 // loss, items, scales, slot_anchor, slot_row, slot_score, status
 using V8LossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// The levels of the heads. `sizes` holds ny, nx of each level where the heads are two joined tensors. Int is int64_t,
-// or c10::SymInt where torch.compile or torch.export keeps sizes symbolic.
+// The levels of the heads. `sizes` holds ny, nx of each level where the heads are two joined tensors. Int is
+// c10::SymInt where torch.compile or torch.export keeps sizes symbolic.
 template <typename Int = int64_t>
 struct V8Levels {
   at::ArrayRef<double> strides;
@@ -29,29 +29,33 @@ struct V8Levels {
 };
 
 template <class Backend>
-using V8LevelsOn = V8Levels<std::conditional_t<Backend::kMeta, c10::SymInt, int64_t>>;
+using V8Int = std::conditional_t<Backend::kMeta, c10::SymInt, int64_t>;
 
-// The options of the loss, as the schema lists them. torch_fastdet/ops/v8_loss.py says what they mean.
-struct V8LossOptions {
+template <class Backend>
+using V8LevelsOn = V8Levels<V8Int<Backend>>;
+
+// The arguments of every loss behind its heads, in the schema's order. torch_fastdet/ops/v8_loss.py documents them.
+template <typename Int>
+struct V8LossArguments {
+  const at::Tensor &targets, &settings;
+  at::ArrayRef<double> strides;
+  at::ArrayRef<Int> sizes;
+  const std::optional<at::Tensor>&num_targets, &class_weights;
   int64_t reg_max, topk, topk2;
-  using Types = std::tuple<int64_t, int64_t, int64_t>;
+  using Types =
+      std::tuple<const at::Tensor&, const at::Tensor&, at::ArrayRef<double>, at::ArrayRef<Int>,
+                 const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, int64_t, int64_t, int64_t>;
+
+  V8Levels<Int> levels() const { return {strides, sizes}; }
 };
 
-// What the forward pass leaves for the backward pass.
+// The tensors that the forward pass leaves for the backward pass.
 struct V8LossTensors {
   const at::Tensor &scales, &slot_anchor, &slot_row, &slot_score;
   using Types = std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&>;
 };
 
-inline at::ScalarType v8_arithmetic_type(const at::Tensor& head) {
-  return head.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-inline at::TensorOptions v8_scalar_options(const at::Tensor& head) {
-  return head.options().memory_format(std::nullopt).requires_grad(std::nullopt).dtype(v8_arithmetic_type(head));
-}
-
-// One four-dimensional tensor a level, or boxes and scores (bs, channels, anchors) of all levels.
+// Return whether the heads are boxes and scores (bs, channels, anchors) of all levels, not a tensor a level.
 inline bool v8_is_joined(at::TensorList heads) {
   return heads.size() == 2 && heads[0].dim() == 3;
 }
@@ -95,14 +99,7 @@ inline void check_v8_heads(at::TensorList heads, const V8Levels<>& of_levels, in
   }
   TORCH_CHECK(!heads.empty(), op, ": heads is empty, but one tensor a level, or boxes and scores, are expected");
   TORCH_CHECK_VALUE(reg_max >= 1 && reg_max <= 1024, op, ": reg_max is ", reg_max, ", but 1 to 1024 is expected");
-  for (size_t i = 0; i < heads.size(); ++i) {
-    check_strided(heads[i], op, "heads");
-    check_float(heads[i], op, "heads");
-    check_same_device(heads[0], "heads[0]", heads[i], op, "heads");
-    TORCH_CHECK(heads[i].scalar_type() == heads[0].scalar_type(), op, ": heads[", i, "] is ",
-                dtype_name(heads[i].scalar_type()), ", but heads[0] is ", dtype_name(heads[0].scalar_type()),
-                "; all heads must have one dtype");
-  }
+  check_heads(heads, op);
   const int64_t boxes = 4 * reg_max;
   if (v8_is_joined(heads)) {
     TORCH_CHECK_VALUE(sizes.size() == 2 * strides.size(), op, ": sizes has ", sizes.size(), " numbers, but ",
@@ -157,15 +154,6 @@ inline void check_v8_targets(const at::Tensor& first, const char* first_name, co
               " rows, more than slots can be numbered for");
 }
 
-inline void check_v8_num_targets(const at::Tensor& first, const char* first_name,
-                                 const std::optional<at::Tensor>& num_targets, const char* op) {
-  if (!num_targets) return;
-  TORCH_CHECK(num_targets->scalar_type() == at::kLong && num_targets->numel() == 1, op, ": num_targets is ",
-              dtype_name(num_targets->scalar_type()), " of shape ", num_targets->sizes(),
-              ", but one int64 is expected");
-  check_same_device(first, first_name, *num_targets, op, "num_targets");
-}
-
 inline void check_v8_settings(const at::Tensor& first, const char* first_name, const at::Tensor& settings,
                               const std::optional<at::Tensor>& num_targets, const char* op,
                               int64_t count = core::kV8Settings) {
@@ -174,7 +162,7 @@ inline void check_v8_settings(const at::Tensor& first, const char* first_name, c
               " float64 are expected: box, cls and dfl gain, weight, alpha, beta, eps, least side, short side",
               count > core::kV8Settings ? ", angle gain" : "");
   check_same_device(first, first_name, settings, op, "settings");
-  check_v8_num_targets(first, first_name, num_targets, op);
+  check_num_targets(first, first_name, num_targets, op);
 }
 
 inline void check_v8_slots(const at::Tensor& targets, const at::Tensor& slot_anchor, const at::Tensor& slot_row,
@@ -190,23 +178,24 @@ inline void check_v8_slots(const at::Tensor& targets, const at::Tensor& slot_anc
   check_same_device(first, first_name, slot_row, op, "slot_row");
 }
 
-inline void check_v8_topk(const V8LossOptions& options, const char* op) {
-  TORCH_CHECK_VALUE(options.topk >= 1 && options.topk2 >= 1, op, ": topk is ", options.topk, " and topk2 is ",
-                    options.topk2, ", but numbers above 0 are expected");
+// Check the arguments behind the heads, of which `first` is one and whose levels are plain.
+template <typename Int>
+void check_v8_arguments(const at::Tensor& first, const char* first_name, int64_t classes, const V8LossArguments<Int>& a,
+                        const char* op, int64_t columns = 6, int64_t settings = core::kV8Settings) {
+  TORCH_CHECK_VALUE(a.topk >= 1 && a.topk2 >= 1, op, ": topk is ", a.topk, " and topk2 is ", a.topk2,
+                    ", but numbers above 0 are expected");
+  check_v8_targets(first, first_name, a.targets, a.topk, op, columns);
+  check_v8_settings(first, first_name, a.settings, a.num_targets, op, settings);
+  check_v8_class_weights(first, a.class_weights, classes, op);
 }
 
-inline void check_v8_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,
-                          const V8Levels<>& levels, const std::optional<at::Tensor>& num_targets,
-                          const std::optional<at::Tensor>& class_weights, const V8LossOptions& options,
-                          const char* op = "v8_loss") {
-  check_v8_heads(heads, levels, options.reg_max, op);
-  check_v8_topk(options, op);
-  check_v8_targets(heads[0], "heads[0]", targets, options.topk, op);
-  check_v8_settings(heads[0], "heads[0]", settings, num_targets, op);
-  check_v8_class_weights(heads[0], class_weights, v8_classes(heads, options.reg_max), op);
+template <typename Int>
+void check_v8_loss(at::TensorList heads, const V8Levels<>& levels, const V8LossArguments<Int>& a, const char* op) {
+  check_v8_heads(heads, levels, a.reg_max, op);
+  check_v8_arguments(heads[0], "heads[0]", v8_classes(heads, a.reg_max), a, op);
 }
 
-// Calls check(levels). On Meta, sizes that are still symbolic cannot be compared with numbers in a message; the kernel
+// Call check(levels). On Meta, sizes that are still symbolic cannot be compared with numbers in a message; the kernel
 // checks them when it runs.
 template <class Backend, typename Check>
 void check_plain(const V8LevelsOn<Backend>& levels, std::initializer_list<at::Tensor> tensors, at::TensorList heads,
@@ -219,7 +208,7 @@ void check_plain(const V8LevelsOn<Backend>& levels, std::initializer_list<at::Te
   }
 }
 
-// What a forward pass left, and the gradient of its loss, which has `parts` parts.
+// Check what a forward pass left, and the gradient of its loss, which has `parts` parts.
 inline void check_v8_state(const at::Tensor& grad_loss, const at::Tensor& first, const char* first_name,
                            const at::Tensor& targets, const V8LossTensors& state, const char* op, int64_t parts,
                            int64_t columns) {
@@ -227,7 +216,7 @@ inline void check_v8_state(const at::Tensor& grad_loss, const at::Tensor& first,
   TORCH_CHECK(slot_anchor.dim() == 2 && slot_anchor.size(1) > 0, op, ": slot_anchor has shape ", slot_anchor.sizes(),
               ", but what the forward pass returned is expected");
   check_v8_targets(first, first_name, targets, slot_anchor.size(1), op, columns);
-  const auto scalar = v8_arithmetic_type(first);
+  const auto scalar = arithmetic_type(first);
   TORCH_CHECK(grad_loss.dim() == 1 && grad_loss.size(0) == parts && grad_loss.scalar_type() == scalar, op,
               ": grad_loss is ", dtype_name(grad_loss.scalar_type()), " of shape ", grad_loss.sizes(), ", but ", parts,
               " ", dtype_name(scalar), " are expected");
@@ -255,7 +244,7 @@ inline void check_v8_loss_backward(const at::Tensor& grad_loss, at::TensorList h
 }
 
 inline V8LossResult empty_v8_loss(const at::Tensor& head, const at::Tensor& targets, int64_t topk, int64_t parts) {
-  const auto scalar = v8_scalar_options(head);
+  const auto scalar = arithmetic_options(head);
   const auto integer = scalar.dtype(at::kLong);
   const auto n = targets.sym_size(0);
   return {at::empty({parts}, scalar),
@@ -267,17 +256,14 @@ inline V8LossResult empty_v8_loss(const at::Tensor& head, const at::Tensor& targ
           at::empty({core::kV8StatusSize}, integer)};
 }
 
-// Empty gradients in the heads' own dtype and, where a head is dense in a known layout, layout; else contiguous.
+// Return empty gradients in the heads' own dtype and, where a head is dense in a known layout, layout.
 inline std::vector<at::Tensor> empty_v8_gradients(at::TensorList heads) {
   std::vector<at::Tensor> gradients;
-  for (const auto& head : heads) {
-    gradients.push_back(
-        at::empty_like(head, {}, v8_lies(head).dense ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous));
-  }
+  for (const auto& head : heads) gradients.push_back(empty_dense_like(head, v8_lies(head).dense));
   return gradients;
 }
 
-// Where the anchors of each level lie, and the size of the images. `levels` has sizes.
+// Set where the anchors of each level lie, and the size of the images. `levels` has sizes.
 inline void v8_set_levels(core::V8Heads& heads, const V8Levels<>& levels) {
   heads.num_levels = static_cast<int32_t>(levels.strides.size());
   heads.anchors = 0;

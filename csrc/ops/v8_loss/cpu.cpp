@@ -30,42 +30,42 @@ int64_t checked_rows(const Params& params, const char* op) {
 struct Cpu : OnDevice {
   static int64_t slot_blocks(const V8LossParams&) { return 0; }
   static int64_t class_blocks(const V8LossParams&) { return 0; }
-  static void run(const V8LossParams& params) {
-    const int64_t count = checked_rows(params, "v8_loss");
+  static void run(const V8LossParams& params, const char* op) {
+    const int64_t count = checked_rows(params, op);
     with_dtype(params.heads.dtype, [&](auto zero) { v8_loops::forward<decltype(zero)>(params, count, parallel_for); });
   }
-  static void run(const V8LossBackwardParams& params) {
+  static void run(const V8LossBackwardParams& params, const char*) {
     with_dtype(params.heads.dtype, [&](auto zero) { v8_loops::backward<decltype(zero)>(params, parallel_for); });
   }
-  static void run(const V8ObbLossParams& params) {
-    const int64_t count = checked_rows(params, "v8_obb_loss");
+  static void run(const V8ObbLossParams& params, const char* op) {
+    const int64_t count = checked_rows(params, op);
     with_dtype(params.heads.dtype,
                [&](auto zero) { v8_loops::obb_forward<decltype(zero)>(params, count, parallel_for); });
   }
-  static void run(const V8ObbLossBackwardParams& params) {
+  static void run(const V8ObbLossBackwardParams& params, const char*) {
     with_dtype(params.heads.dtype, [&](auto zero) { v8_loops::obb_backward<decltype(zero)>(params, parallel_for); });
   }
-  static void run(const V8PosedLossParams& params) {
-    const int64_t count = checked_rows(params, "v8_posed_loss");
+  static void run(const V8PosedLossParams& params, const char* op) {
+    const int64_t count = checked_rows(params, op);
     with_dtype(params.heads.dtype, [&](auto zero) { v8_loops::forward<decltype(zero)>(params, count, parallel_for); });
   }
-  static void run(const V8MaskedLossParams& params) {
-    const int64_t count = checked_rows(params, "v8_masked_loss");
+  static void run(const V8MaskedLossParams& params, const char* op) {
+    const int64_t count = checked_rows(params, op);
     with_dtype(params.heads.dtype,
                [&](auto zero) { v8_loops::masked_forward<decltype(zero)>(params, count, parallel_for); });
   }
-  static void run(const V8MaskLossParams& params) {
-    const int64_t count = targets_in_use(params.num_targets, params.n, "v8_mask_loss");
+  static void run(const V8MaskLossParams& params, const char* op) {
+    const int64_t count = targets_in_use(params.num_targets, params.n, op);
     with_dtype(params.problem.dtype,
                [&](auto zero) { v8_loops::mask_forward<decltype(zero)>(params, count, parallel_for); });
   }
-  static void run(const V8MaskLossBackwardParams& params) {
+  static void run(const V8MaskLossBackwardParams& params, const char*) {
     with_dtype(params.problem.dtype, [&](auto zero) { v8_loops::mask_backward<decltype(zero)>(params, parallel_for); });
   }
-  static void run(const V8KeypointLossParams& params) {
+  static void run(const V8KeypointLossParams& params, const char*) {
     with_dtype(params.problem.dtype, [&](auto zero) { v8_loops::keypoint_forward<decltype(zero)>(params); });
   }
-  static void run(const V8KeypointLossBackwardParams& params) {
+  static void run(const V8KeypointLossBackwardParams& params, const char*) {
     with_dtype(params.problem.dtype, [&](auto zero) { v8_loops::keypoint_backward<decltype(zero)>(params); });
   }
 };

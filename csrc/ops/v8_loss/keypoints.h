@@ -2,17 +2,8 @@
 // loss. They are given the slots that v8_loss left.
 #pragma once
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <c10/core/DeviceGuard.h>
-
-#include <tuple>
-
 #include "core/v8_loss/v8_keypoint_loss.h"
 #include "core/v8_loss/v8_posed_loss.h"
-#include "ops/common/backend.h"
-#include "ops/common/options.h"
-#include "ops/v8_loss/checks.h"
 #include "ops/v8_loss/scratch.h"
 
 namespace torch_fastdet {
@@ -90,7 +81,7 @@ V8KeypointLossResult v8_keypoint_loss(const at::Tensor& predictions, const V8Key
                                       const at::Tensor& gains, const at::Tensor& settings,
                                       const V8LevelsOn<Backend>& levels, bool centered) {
   constexpr auto op = "v8_keypoint_loss";
-  const auto scalar = v8_scalar_options(predictions);
+  const auto scalar = arithmetic_options(predictions);
   check_plain<Backend>(levels, {predictions, given.labels, given.targets, given.slot_anchor}, {},
                        [&](const V8Levels<>& plain) { check_v8_keypoints(predictions, given, plain, op); });
   V8KeypointLossResult result{at::empty({2}, scalar), at::empty({2}, scalar), at::empty({2}, scalar)};
@@ -114,7 +105,7 @@ V8KeypointLossResult v8_keypoint_loss(const at::Tensor& predictions, const V8Key
     params.loss = loss.mutable_data_ptr();
     params.items = items.mutable_data_ptr();
     params.scales = scales.mutable_data_ptr();
-    Backend::run(params);
+    Backend::run(params, op);
   }
   return result;
 }
@@ -125,11 +116,10 @@ at::Tensor v8_keypoint_loss_backward(const at::Tensor& grad_loss, const at::Tens
                                      const V8KeypointLabels& given, const at::Tensor& scales,
                                      const V8LevelsOn<Backend>& levels, bool centered) {
   constexpr auto op = "v8_keypoint_loss_backward";
-  const bool dense = predictions.is_non_overlapping_and_dense();
-  auto gradient = at::empty_like(predictions, {}, dense ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous);
+  auto gradient = empty_dense_like(predictions, predictions.is_non_overlapping_and_dense());
   if constexpr (!Backend::kMeta) {
     check_v8_keypoints(predictions, given, levels, op);
-    const auto scalar = v8_arithmetic_type(predictions);
+    const auto scalar = arithmetic_type(predictions);
     TORCH_CHECK(grad_loss.dim() == 1 && grad_loss.size(0) == 2 && grad_loss.scalar_type() == scalar, op,
                 ": grad_loss is ", dtype_name(grad_loss.scalar_type()), " of shape ", grad_loss.sizes(), ", but two ",
                 dtype_name(scalar), " are expected");
@@ -150,7 +140,7 @@ at::Tensor v8_keypoint_loss_backward(const at::Tensor& grad_loss, const at::Tens
     params.gradient_b = gradient.stride(0);
     params.gradient_c = gradient.stride(1);
     params.gradient_a = gradient.stride(2);
-    Backend::run(params);
+    Backend::run(params, op);
   }
   return gradient;
 }
@@ -164,14 +154,14 @@ struct V8PoseInputs {
 // The detection loss whose assignment compares keypoints, except the arithmetic: as run.h has it for the detection
 // loss, whose backward it shares.
 template <class Backend>
-V8LossResult v8_posed_loss(at::TensorList heads, const V8PoseInputs& inputs, const at::Tensor& targets,
-                           const at::Tensor& settings, const V8LevelsOn<Backend>& levels,
-                           const std::optional<at::Tensor>& num_targets, const std::optional<at::Tensor>& class_weights,
-                           const V8LossOptions& options) {
+V8LossResult v8_posed_loss(at::TensorList heads, const V8PoseInputs& inputs,
+                           const V8LossArguments<V8Int<Backend>>& arguments) {
   constexpr auto op = "v8_posed_loss";
   const auto& predictions = inputs.predictions;
+  const auto& targets = arguments.targets;
+  const auto levels = arguments.levels();
   check_plain<Backend>(levels, {targets, predictions, inputs.labels}, heads, [&](const V8Levels<>& plain) {
-    check_v8_loss(heads, targets, settings, plain, num_targets, class_weights, options, op);
+    check_v8_loss(heads, plain, arguments, op);
     TORCH_CHECK(v8_is_joined(heads), op, ": ", heads.size(),
                 " heads came, but boxes and scores of all levels are expected");
     check_v8_keypoints(predictions, inputs.labels, inputs.sigmas, targets, plain, op);
@@ -182,15 +172,14 @@ V8LossResult v8_posed_loss(at::TensorList heads, const V8PoseInputs& inputs, con
     check_same_device(heads[0], "heads[0]", predictions, op, "predictions");
   });
   if constexpr (Backend::kMeta) {
-    return empty_v8_loss(heads[0], targets, options.topk, 3);
+    return empty_v8_loss(heads[0], targets, arguments.topk, 3);
   } else {
     const c10::DeviceGuard guard(heads[0].device());
     const auto labels = inputs.labels.contiguous(), sigmas = inputs.sigmas.contiguous();
     const auto fill = [&](core::V8PosedLossParams& params, const at::Tensor& rows) {
       params.keypoints = v8_keypoint_problem(predictions, {labels, sigmas, rows, {}, {}}, levels, true);
     };
-    return v8_run<Backend, core::V8PosedLossParams>(heads, targets, settings, levels, num_targets, class_weights,
-                                                    options, fill);
+    return v8_run<Backend, core::V8PosedLossParams>(heads, arguments, op, fill);
   }
 }
 

@@ -2,16 +2,7 @@
 // whose backward it shares.
 #pragma once
 
-#include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
-
-#include <optional>
-#include <tuple>
-
 #include "core/v8_loss/v8_masked_loss.h"
-#include "ops/common/backend.h"
-#include "ops/common/options.h"
-#include "ops/v8_loss/checks.h"
 #include "ops/v8_loss/masks.h"
 #include "ops/v8_loss/scratch.h"
 
@@ -40,29 +31,26 @@ inline void check_v8_mask_inputs(at::TensorList heads, const V8MaskInputs& input
               ", but ", dtype_name(heads[0].scalar_type()), " of shape (", heads[0].size(0), ", channels, ", anchors,
               ") is expected");
   check_same_device(heads[0], "heads[0]", coefficients, op, "coefficients");
-  TORCH_CHECK(overlap || masks.size(0) == targets.size(0), op, ": masks has ", masks.size(0),
-              " masks, but targets has ", targets.size(0), " rows; without overlap one mask a row is expected");
+  check_v8_mask_rows(masks, targets, overlap, op);
 }
 
 template <class Backend>
-V8LossResult v8_masked_loss(at::TensorList heads, const V8MaskInputs& inputs, const at::Tensor& targets,
-                            const at::Tensor& settings, const V8LevelsOn<Backend>& levels,
-                            const std::optional<at::Tensor>& num_targets,
-                            const std::optional<at::Tensor>& class_weights, const V8LossOptions& options,
-                            bool overlap) {
+V8LossResult v8_masked_loss(at::TensorList heads, const V8MaskInputs& inputs,
+                            const V8LossArguments<V8Int<Backend>>& arguments, bool overlap) {
   constexpr auto op = "v8_masked_loss";
   const auto& [coefficients, protos, masks] = inputs;
-  check_plain<Backend>(levels, {targets, coefficients, protos, masks}, heads, [&](const V8Levels<>& plain) {
-    check_v8_loss(heads, targets, settings, plain, num_targets, class_weights, options, op);
+  const auto& targets = arguments.targets;
+  check_plain<Backend>(arguments.levels(), {targets, coefficients, protos, masks}, heads, [&](const V8Levels<>& plain) {
+    check_v8_loss(heads, plain, arguments, op);
     check_v8_mask_inputs(heads, inputs, targets, overlap);
   });
   if constexpr (Backend::kMeta) {
-    return empty_v8_loss(heads[0], targets, options.topk, 3);
+    return empty_v8_loss(heads[0], targets, arguments.topk, 3);
   } else {
     const c10::DeviceGuard guard(heads[0].device());
     const auto readable = v8_readable_masks(masks);
-    const int64_t n = targets.size(0), near = core::kV8NearFactor * options.topk;
-    const auto scalar = v8_scalar_options(heads[0]);
+    const int64_t n = targets.size(0), near = core::kV8NearFactor * arguments.topk;
+    const auto scalar = arithmetic_options(heads[0]);
     const auto near_anchor = at::empty({n, near}, scalar.dtype(at::kLong)), near_overlap = at::empty({n, near}, scalar);
     const auto area = at::empty({n}, scalar.dtype(at::kFloat)), number = at::empty({n}, scalar.dtype(at::kInt));
     const auto fill = [&](core::V8MaskedLossParams& params, const at::Tensor&) {
@@ -75,8 +63,7 @@ V8LossResult v8_masked_loss(at::TensorList heads, const V8MaskInputs& inputs, co
       params.mask_area = area.template mutable_data_ptr<float>();
       params.mask_number = number.template mutable_data_ptr<int32_t>();
     };
-    return v8_run<Backend, core::V8MaskedLossParams>(heads, targets, settings, levels, num_targets, class_weights,
-                                                     options, fill);
+    return v8_run<Backend, core::V8MaskedLossParams>(heads, arguments, op, fill);
   }
 }
 

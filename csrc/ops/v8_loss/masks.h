@@ -2,18 +2,10 @@
 // detection loss. They are given the slots that v8_loss left, or the matches of yolov5_loss.
 #pragma once
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <c10/core/DeviceGuard.h>
-
 #include <array>
-#include <optional>
-#include <tuple>
-#include <type_traits>
 
 #include "core/v8_loss/v8_mask_loss.h"
 #include "ops/common/backend.h"
-#include "ops/common/options.h"
 #include "ops/v8_loss/checks.h"
 
 namespace torch_fastdet {
@@ -28,7 +20,7 @@ struct V8MaskTensors {
 };
 
 template <class Backend>
-using V8SymInts = at::ArrayRef<std::conditional_t<Backend::kMeta, c10::SymInt, int64_t>>;
+using V8SymInts = at::ArrayRef<V8Int<Backend>>;
 
 inline void check_v8_masks(const at::Tensor& coefficients, const at::Tensor& protos, const at::Tensor& masks,
                            bool overlap, const char* op, bool any_size = false) {
@@ -57,6 +49,11 @@ inline void check_v8_masks(const at::Tensor& coefficients, const at::Tensor& pro
               " images, but protos has ", protos.size(0));
 }
 
+inline void check_v8_mask_rows(const at::Tensor& masks, const at::Tensor& targets, bool overlap, const char* op) {
+  TORCH_CHECK(overlap || masks.size(0) == targets.size(0), op, ": masks has ", masks.size(0),
+              " masks, but targets has ", targets.size(0), " rows; without overlap one mask a row is expected");
+}
+
 inline void check_v8_mask_loss(const at::Tensor& coefficients, const at::Tensor& protos, const at::Tensor& masks,
                                const at::Tensor& targets, const at::Tensor& settings, const at::Tensor& slot_anchor,
                                const at::Tensor& slot_row, at::IntArrayRef image_size,
@@ -65,8 +62,7 @@ inline void check_v8_mask_loss(const at::Tensor& coefficients, const at::Tensor&
   check_v8_masks(coefficients, protos, masks, overlap, op);
   check_v8_slots(targets, slot_anchor, slot_row, coefficients, "coefficients", op);
   check_v8_settings(coefficients, "coefficients", settings, num_targets, op);
-  TORCH_CHECK(overlap || masks.size(0) == targets.size(0), op, ": masks has ", masks.size(0),
-              " masks, but targets has ", targets.size(0), " rows; without overlap one mask a row is expected");
+  check_v8_mask_rows(masks, targets, overlap, op);
   TORCH_CHECK(image_size.size() == 2 && image_size[0] > 0 && image_size[1] > 0, op, ": image_size is ", image_size,
               ", but height and width in pixels are expected");
 }
@@ -77,7 +73,7 @@ inline void check_v8_mask_loss_backward(const at::Tensor& grad_loss, const at::T
   constexpr auto op = "v8_mask_loss_backward";
   const auto& [scale, positives, first, unit] = state;
   check_v8_masks(coefficients, protos, masks, overlap, op);
-  const auto scalar = v8_arithmetic_type(coefficients);
+  const auto scalar = arithmetic_type(coefficients);
   TORCH_CHECK(grad_loss.numel() == 1 && grad_loss.scalar_type() == scalar, op, ": grad_loss is ",
               dtype_name(grad_loss.scalar_type()), " of shape ", grad_loss.sizes(), ", but one ", dtype_name(scalar),
               " is expected");
@@ -99,7 +95,7 @@ inline void check_yolov5_mask_loss(const at::Tensor& coefficients, const at::Ten
   constexpr auto op = "yolov5_mask_loss";
   check_v8_masks(coefficients, protos, masks, overlap, op);
   check_v8_targets(coefficients, "coefficients", targets, 1, op);
-  check_v8_num_targets(coefficients, "coefficients", num_targets, op);
+  check_num_targets(coefficients, "coefficients", num_targets, op);
   check_same_device(coefficients, "coefficients", match_cell, op, "match_cell");
   TORCH_CHECK(match_cell.dim() == 4 && match_cell.scalar_type() == at::kLong && match_cell.is_contiguous() &&
                   match_cell.size(0) >= 1 && match_cell.size(0) <= core::kV8MaskLevels &&
@@ -112,13 +108,12 @@ inline void check_yolov5_mask_loss(const at::Tensor& coefficients, const at::Ten
   for (size_t i = 0; i < sizes.size(); i += 2) anchors += match_cell.size(2) * sizes[i] * sizes[i + 1];
   TORCH_CHECK(anchors == coefficients.size(2), op, ": coefficients has ", coefficients.size(2), " anchors, but sizes ",
               sizes, " have ", anchors);
-  TORCH_CHECK(overlap || masks.size(0) == targets.size(0), op, ": masks has ", masks.size(0),
-              " masks, but targets has ", targets.size(0), " rows; without overlap one mask a row is expected");
+  check_v8_mask_rows(masks, targets, overlap, op);
 }
 
 inline V8MaskLossResult empty_v8_mask_loss(const at::Tensor& coefficients, const at::Tensor& slot_anchor,
                                            const c10::SymInt& levels = 1) {
-  const auto scalar = v8_scalar_options(coefficients);
+  const auto scalar = arithmetic_options(coefficients);
   const auto slots = slot_anchor.sym_numel();
   return {at::empty({1}, scalar),
           at::empty({1}, scalar),
@@ -185,12 +180,12 @@ void v8_run_mask_loss(core::V8MaskLossParams& params, const at::Tensor& coeffici
   params.loss = loss.data_ptr();
   params.item = item.data_ptr();
   params.scale = scale.data_ptr();
-  const auto numbers = at::empty({levels * params.n}, v8_scalar_options(protos).dtype(at::kInt));
+  const auto numbers = at::empty({levels * params.n}, arithmetic_options(protos).dtype(at::kInt));
   const auto partials =
-      at::empty({params.slots * core::v8_mask_parts(params.slots), 1 + protos.size(1)}, v8_scalar_options(protos));
+      at::empty({params.slots * core::v8_mask_parts(params.slots), 1 + protos.size(1)}, arithmetic_options(protos));
   params.numbers = numbers.mutable_data_ptr<int32_t>();
   params.partials = partials.mutable_data_ptr();
-  Backend::run(params);
+  Backend::run(params, "v8_mask_loss");
 }
 
 template <class Backend>
@@ -255,13 +250,9 @@ std::tuple<at::Tensor, at::Tensor> v8_mask_loss_backward(const at::Tensor& grad_
                                                          const at::Tensor& protos, const at::Tensor& masks,
                                                          const V8MaskTensors& state, bool overlap, bool shared,
                                                          std::array<bool, 2> output_mask) {
-  const auto empty = [](const at::Tensor& like) {
-    return at::empty_like(
-        like, {}, like.is_non_overlapping_and_dense() ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous);
-  };
   at::Tensor by_coefficient, by_proto;
-  if (output_mask[0]) by_coefficient = empty(coefficients);
-  if (output_mask[1]) by_proto = empty(protos);
+  if (output_mask[0]) by_coefficient = empty_dense_like(coefficients, coefficients.is_non_overlapping_and_dense());
+  if (output_mask[1]) by_proto = empty_dense_like(protos, protos.is_non_overlapping_and_dense());
   if constexpr (!Backend::kMeta) {
     check_v8_mask_loss_backward(grad_loss, coefficients, protos, masks, state, overlap);
     const c10::DeviceGuard guard(coefficients.device());
@@ -279,7 +270,7 @@ std::tuple<at::Tensor, at::Tensor> v8_mask_loss_backward(const at::Tensor& grad_
     params.grad_loss = grad_loss.const_data_ptr();
     if (output_mask[0]) params.coefficient_gradients = v8_coefficients(by_coefficient);
     if (output_mask[1]) params.proto_gradients = v8_prototypes(by_proto);
-    Backend::run(params);
+    Backend::run(params, "v8_mask_loss_backward");
   }
   return {by_coefficient, by_proto};
 }

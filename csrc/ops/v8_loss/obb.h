@@ -2,16 +2,7 @@
 // third tensor of raw outputs, the angles.
 #pragma once
 
-#include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
-
-#include <optional>
-#include <tuple>
-
 #include "core/v8_loss/v8_obb_loss.h"
-#include "ops/common/backend.h"
-#include "ops/common/options.h"
-#include "ops/v8_loss/checks.h"
 #include "ops/v8_loss/scratch.h"
 
 namespace torch_fastdet {
@@ -47,24 +38,20 @@ inline core::V8Angles v8_angles(const at::Tensor& angles, const at::Tensor& grad
 }
 
 template <class Backend>
-V8LossResult v8_obb_loss(const V8ObbOutputs& outputs, const at::Tensor& targets, const at::Tensor& settings,
-                         const V8LevelsOn<Backend>& levels, const std::optional<at::Tensor>& num_targets,
-                         const std::optional<at::Tensor>& class_weights, const V8LossOptions& options) {
+V8LossResult v8_obb_loss(const V8ObbOutputs& outputs, const V8LossArguments<V8Int<Backend>>& arguments) {
   constexpr auto op = "v8_obb_loss";
   const auto& [boxes, scores, angles] = outputs;
-  check_plain<Backend>(levels, {targets, boxes, scores, angles}, {},
-                       [&](const V8Levels<>& plain) { check_v8_obb_outputs(outputs, plain, options.reg_max, op); });
+  check_plain<Backend>(arguments.levels(), {arguments.targets, boxes, scores, angles}, {},
+                       [&](const V8Levels<>& plain) { check_v8_obb_outputs(outputs, plain, arguments.reg_max, op); });
   if constexpr (Backend::kMeta) {
-    return empty_v8_loss(boxes, targets, options.topk, core::kV8ObbParts);
+    return empty_v8_loss(boxes, arguments.targets, arguments.topk, core::kV8ObbParts);
   } else {
-    check_v8_topk(options, op);
-    check_v8_targets(boxes, "boxes", targets, options.topk, op, core::kV8ObbColumns);
-    check_v8_settings(boxes, "boxes", settings, num_targets, op, core::kV8ObbSettings);
-    check_v8_class_weights(boxes, class_weights, scores.size(1), op);
-    const c10::DeviceGuard guard(boxes.device());
-    const auto fill = [&](core::V8ObbLossParams& params, const at::Tensor&) { params.angles = v8_angles(angles, {}); };
-    return v8_run<Backend, core::V8ObbLossParams>({boxes, scores}, targets, settings, levels, num_targets,
-                                                  class_weights, options, fill, core::kV8ObbParts, core::kV8ObbTerms);
+    check_v8_arguments(boxes, "boxes", scores.size(1), arguments, op, core::kV8ObbColumns, core::kV8ObbSettings);
+    const auto fill = [&](core::V8ObbLossParams& params, const at::Tensor&) {
+      params.angles = v8_angles(outputs.angles, {});
+    };
+    return v8_run<Backend, core::V8ObbLossParams>({boxes, scores}, arguments, op, fill, core::kV8ObbParts,
+                                                  core::kV8ObbTerms);
   }
 }
 
@@ -86,7 +73,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> v8_obb_loss_backward(
     params.heads = v8_heads({boxes, scores}, {gradients[0], gradients[1]}, levels, reg_max);
     params.angles = v8_angles(angles, gradients[2]);
     v8_fill_backward(params, grad_loss, rows, state, weights);
-    Backend::run(params);
+    Backend::run(params, op);
   }
   return {gradients[0], gradients[1], gradients[2]};
 }

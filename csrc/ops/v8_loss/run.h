@@ -3,39 +3,21 @@
 // of partial sums that it wants. On Meta there is nothing to run.
 #pragma once
 
-#include <ATen/ops/empty.h>
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
-#include <array>
-#include <optional>
-#include <type_traits>
-#include <vector>
-
-#include "ops/common/backend.h"
-#include "ops/common/options.h"
-#include "ops/v8_loss/checks.h"
 #include "ops/v8_loss/keypoints.h"
 #include "ops/v8_loss/masked.h"
-#include "ops/v8_loss/masks.h"
 #include "ops/v8_loss/obb.h"
-#include "ops/v8_loss/scratch.h"
 
 namespace torch_fastdet {
 
 template <class Backend>
-V8LossResult v8_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,
-                     const V8LevelsOn<Backend>& levels, const std::optional<at::Tensor>& num_targets,
-                     const std::optional<at::Tensor>& class_weights, const V8LossOptions& options) {
-  check_plain<Backend>(levels, {targets}, heads, [&](const V8Levels<>& plain) {
-    check_v8_loss(heads, targets, settings, plain, num_targets, class_weights, options);
-  });
+V8LossResult v8_loss(at::TensorList heads, const V8LossArguments<V8Int<Backend>>& arguments) {
+  constexpr auto op = "v8_loss";
+  check_plain<Backend>(arguments.levels(), {arguments.targets}, heads,
+                       [&](const V8Levels<>& plain) { check_v8_loss(heads, plain, arguments, op); });
   if constexpr (Backend::kMeta) {
-    return empty_v8_loss(heads[0], targets, options.topk, 3);
+    return empty_v8_loss(heads[0], arguments.targets, arguments.topk, 3);
   } else {
-    const c10::DeviceGuard guard(heads[0].device());
-    return v8_run<Backend, core::V8LossParams>(heads, targets, settings, levels, num_targets, class_weights, options,
-                                               [](core::V8LossParams&, const at::Tensor&) {});
+    return v8_run<Backend, core::V8LossParams>(heads, arguments, op, [](core::V8LossParams&, const at::Tensor&) {});
   }
 }
 
@@ -54,7 +36,7 @@ std::vector<at::Tensor> v8_loss_backward(const at::Tensor& grad_loss, at::Tensor
     core::V8LossBackwardParams params{};
     params.heads = v8_heads(heads, gradients, levels, reg_max);
     v8_fill_backward(params, grad_loss, rows, state, weights);
-    Backend::run(params);
+    Backend::run(params, "v8_loss_backward");
     return gradients;
   }
 }

@@ -1,23 +1,18 @@
-// From tensors to the parameters that the losses of horizontal and of oriented boxes share, and their scratch.
+// Turn tensors into the parameters that the losses of horizontal and of oriented boxes share, and their scratch.
 #pragma once
 
-#include <ATen/ops/empty.h>
-
-#include <array>
-#include <optional>
-
+#include "ops/common/backend.h"
 #include "ops/v8_loss/checks.h"
 
 namespace torch_fastdet {
 
-// The scratch of a forward pass in one allocation, which lives until the kernels are launched: the caching allocator
-// gives its memory to later work of the same stream only.
-// `terms`: sums over slots.
+// Allocate the scratch of a forward pass, which lives until the kernels are launched: the caching allocator gives its
+// memory to later work of the same stream only. `terms` is the number of sums over slots.
 template <class Backend, typename Params>
 at::Tensor v8_scratch(Params& params, const at::Tensor& head, int64_t terms) {
   const int64_t anchors = params.heads.bs * params.heads.anchors, slots = params.n * params.topk;
-  const auto scalar = static_cast<int64_t>(c10::elementSize(v8_arithmetic_type(head)));
-  const std::array<int64_t, 10> bytes = {
+  const auto scalar = static_cast<int64_t>(c10::elementSize(arithmetic_type(head)));
+  const Places<10> places({
       anchors * 4 * scalar,
       anchors * static_cast<int64_t>(sizeof(uint32_t)),
       params.n * static_cast<int64_t>(sizeof(core::V8Target)),
@@ -28,15 +23,9 @@ at::Tensor v8_scratch(Params& params, const at::Tensor& head, int64_t terms) {
       slots * static_cast<int64_t>(sizeof(int32_t)),
       Backend::slot_blocks(params) * terms * scalar,
       Backend::class_blocks(params) * scalar,
-  };
-  std::array<int64_t, bytes.size()> places{};
-  int64_t size = 0;
-  for (size_t i = 0; i < bytes.size(); ++i) {
-    places[i] = size;
-    size += (bytes[i] + 255) / 256 * 256;
-  }
-  at::Tensor memory = at::empty({size}, v8_scalar_options(head).dtype(at::kByte));
-  const auto at = [&](int i) { return static_cast<void*>(memory.mutable_data_ptr<uint8_t>() + places[i]); };
+  });
+  at::Tensor memory = at::empty({places.size}, arithmetic_options(head).dtype(at::kByte));
+  const auto at = [&](int i) { return static_cast<void*>(memory.mutable_data_ptr<uint8_t>() + places.at[i]); };
   params.scratch = {at(0),
                     static_cast<uint32_t*>(at(1)),
                     static_cast<core::V8Target*>(at(2)),
@@ -53,30 +42,12 @@ at::Tensor v8_scratch(Params& params, const at::Tensor& head, int64_t terms) {
 inline std::optional<at::Tensor> v8_class_weights(const std::optional<at::Tensor>& class_weights,
                                                   const at::Tensor& head) {
   if (!class_weights) return std::nullopt;
-  return class_weights->to(v8_arithmetic_type(head)).contiguous();
+  return class_weights->to(arithmetic_type(head)).contiguous();
 }
 
 inline core::V8Slots v8_slots(const V8LossTensors& state) {
   return {static_cast<int64_t*>(state.slot_anchor.data_ptr()), static_cast<int64_t*>(state.slot_row.data_ptr()),
           state.slot_score.data_ptr(), state.scales.data_ptr()};
-}
-
-// `rows`, `settings` and `weights` are contiguous and live as long as the parameters.
-inline void v8_fill(core::V8LossParams& params, const at::Tensor& rows, const at::Tensor& settings,
-                    const std::optional<at::Tensor>& num_targets, const std::optional<at::Tensor>& weights,
-                    const V8LossOptions& options, const V8LossResult& result) {
-  const auto& [loss, items, scales, slot_anchor, slot_row, slot_score, status] = result;
-  params.targets = rows.const_data_ptr<float>();
-  params.n = rows.size(0);
-  params.num_targets = num_targets ? num_targets->const_data_ptr<int64_t>() : nullptr;
-  params.settings = settings.const_data_ptr<double>();
-  params.class_weights = weights ? weights->const_data_ptr() : nullptr;
-  params.topk = static_cast<int32_t>(options.topk);
-  params.topk2 = static_cast<int32_t>(options.topk2);
-  params.slots = v8_slots({scales, slot_anchor, slot_row, slot_score});
-  params.loss = loss.data_ptr();
-  params.items = items.data_ptr();
-  params.status = status.mutable_data_ptr<int64_t>();
 }
 
 inline void v8_fill_backward(core::V8LossBackwardParams& params, const at::Tensor& grad_loss, const at::Tensor& rows,
@@ -90,22 +61,31 @@ inline void v8_fill_backward(core::V8LossBackwardParams& params, const at::Tenso
   params.grad_stride = grad_loss.stride(0);
 }
 
-// Runs a forward pass whose arguments are checked. fill(params, rows of the targets) sets what this loss has of its
-// own.
+// Run a forward pass whose arguments are checked. fill(params, rows of the targets) sets what this loss has of its own.
 template <class Backend, class Params, typename Fill>
-V8LossResult v8_run(at::TensorList heads, const at::Tensor& targets, const at::Tensor& settings,
-                    const V8Levels<>& levels, const std::optional<at::Tensor>& num_targets,
-                    const std::optional<at::Tensor>& class_weights, const V8LossOptions& options, const Fill& fill,
+V8LossResult v8_run(at::TensorList heads, const V8LossArguments<int64_t>& a, const char* op, const Fill& fill,
                     int64_t parts = 3, int64_t terms = 4) {
-  const auto rows = targets.contiguous(), values = settings.contiguous();
-  const auto weights = v8_class_weights(class_weights, heads[0]);
-  auto result = empty_v8_loss(heads[0], targets, options.topk, parts);
+  const c10::DeviceGuard guard(heads[0].device());
+  const auto rows = a.targets.contiguous(), settings = a.settings.contiguous();
+  const auto weights = v8_class_weights(a.class_weights, heads[0]);
+  auto result = empty_v8_loss(heads[0], a.targets, a.topk, parts);
+  const auto& [loss, items, scales, slot_anchor, slot_row, slot_score, status] = result;
   Params params{};
-  params.heads = v8_heads(heads, {}, levels, options.reg_max);
-  v8_fill(params, rows, values, num_targets, weights, options, result);
+  params.heads = v8_heads(heads, {}, a.levels(), a.reg_max);
+  params.targets = rows.template const_data_ptr<float>();
+  params.n = rows.size(0);
+  params.num_targets = a.num_targets ? a.num_targets->template const_data_ptr<int64_t>() : nullptr;
+  params.settings = settings.template const_data_ptr<double>();
+  params.class_weights = weights ? weights->const_data_ptr() : nullptr;
+  params.topk = static_cast<int32_t>(a.topk);
+  params.topk2 = static_cast<int32_t>(a.topk2);
+  params.slots = v8_slots({scales, slot_anchor, slot_row, slot_score});
+  params.loss = loss.data_ptr();
+  params.items = items.data_ptr();
+  params.status = status.template mutable_data_ptr<int64_t>();
   fill(params, rows);
   const auto scratch = v8_scratch<Backend>(params, heads[0], terms);
-  Backend::run(params);
+  Backend::run(params, op);
   return result;
 }
 

@@ -6,36 +6,18 @@
 namespace torch_fastdet::yolov5_loss_autograd {
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
 using Options = Yolov5LossOptions::Types;
-using State = Yolov5LossTensors::Types;
-using ClassOptions = Yolov5ClassOptions::Types;
-
-Yolov5LossResult call(at::TensorList heads, const at::Tensor& targets, const at::Tensor& anchors,
-                      const at::Tensor& balance, const std::optional<at::Tensor>& num_targets, const Options& options) {
-  static const auto op = find_operator<unpacked_signature<&yolov5_loss<Meta>>>("yolov5_loss");
-  return std::apply(
-      [&](const auto&... option) { return op.call(heads, targets, anchors, balance, num_targets, option...); },
-      options);
-}
-
-std::vector<at::Tensor> call_backward(const at::Tensor& grad, at::TensorList heads, const at::Tensor& targets,
-                                      const State& state, const ClassOptions& options) {
-  static const auto op = find_operator<unpacked_signature<&yolov5_loss_backward<Meta>>>("yolov5_loss_backward");
-  return std::apply([&](const auto&... each) { return call_gradient(op, grad, heads, targets, each...); },
-                    std::tuple_cat(state, options));
-}
 
 struct Yolov5Loss : torch::autograd::Function<Yolov5Loss> {
   // The heads come one by one before the other tensors, because autograd sees no lists.
   static variable_list forward(AutogradContext* context, at::TensorList heads, const at::Tensor& targets,
                                const at::Tensor& anchors, const at::Tensor& balance,
                                const std::optional<at::Tensor>& num_targets, const Options& options) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    auto [loss, items, levels, owner, match_cell, match_values, object_gradient] =
-        call(heads, targets, anchors, balance, num_targets, options);
+    const auto call = [&](const auto&... option) {
+      return call_below_autograd<&yolov5_loss<Meta>>("yolov5_loss", heads, targets, anchors, balance, num_targets,
+                                                     option...);
+    };
+    auto [loss, items, levels, owner, match_cell, match_values, object_gradient] = std::apply(call, options);
     variable_list saved{targets, levels, owner, match_cell, match_values, object_gradient};
     saved.insert(saved.end(), heads.begin(), heads.end());
     context->save_for_backward(std::move(saved));
@@ -52,25 +34,19 @@ struct Yolov5Loss : torch::autograd::Function<Yolov5Loss> {
     const at::TensorList heads(saved.data() + 6, saved.size() - 6);
     variable_list result(heads.size());
     if (gradients[0].defined()) {
-      result = call_backward(gradients[0].contiguous(), heads, saved[0],
-                             {saved[1], saved[2], saved[3], saved[4], saved[5]}, {options[0], options[1], options[2]});
+      result = call_gradient<&yolov5_loss_backward<Meta>>("yolov5_loss_backward", gradients[0].contiguous(), heads,
+                                                          saved[0], saved[1], saved[2], saved[3], saved[4], saved[5],
+                                                          options[0], options[1], options[2]);
     }
     result.resize(result.size() + 5);  // targets, anchors, balance, num_targets and the options have no gradient
     return result;
   }
 };
 
-Yolov5LossResult yolov5_loss_autograd(at::TensorList heads, const at::Tensor& targets, const at::Tensor& anchors,
-                                      const at::Tensor& balance, const std::optional<at::Tensor>& num_targets,
-                                      const Options& options) {
-  auto result = Yolov5Loss::apply(heads, targets, anchors, balance, num_targets, options);
-  return {result[0], result[1], result[2], result[3], result[4], result[5], result[6]};
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
-  m.impl("yolov5_loss", unpack<&yolov5_loss_autograd>);
+  m.impl("yolov5_loss", unpack<&Applied<Yolov5Loss, Yolov5LossResult>::call>);
   first_gradient_only(m, "yolov5_loss_backward", "yolov5_loss", "YOLOv5's own ComputeLoss");
 }
 

@@ -1,15 +1,7 @@
 // Checks of the YOLOv5 loss, and how its tensors become the core's parameters: shared by CPU, CUDA and Meta.
 #pragma once
 
-#include <ATen/core/List.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <c10/util/Exception.h>
-
 #include <array>
-#include <optional>
-#include <tuple>
 #include <type_traits>
 #include <vector>
 
@@ -18,7 +10,7 @@
 
 namespace torch_fastdet {
 
-// The options of the loss, as the schema lists them. torch_fastdet/ops/yolov5_loss.py says what they mean.
+// The options of the loss, as the schema lists them. torch_fastdet/ops/yolov5_loss.py documents them.
 struct Yolov5LossOptions {
   double box_gain, obj_gain, cls_gain, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr;
   bool sort_obj_iou;
@@ -31,7 +23,7 @@ struct Yolov5ClassOptions {
   using Types = std::tuple<double, double, double>;
 };
 
-// What the forward pass leaves for the backward pass.
+// The tensors that the forward pass leaves for the backward pass.
 struct Yolov5LossTensors {
   const at::Tensor &levels, &owner, &match_cell, &match_values, &object_gradient;
   using Types =
@@ -47,25 +39,18 @@ struct Yolov5HeadView {
 
 template <typename Int = int64_t>
 Yolov5HeadView<Int> view_yolov5_head(const at::Tensor& head, Int na) {
-  const auto size = [&](int64_t i) -> Int {
-    if constexpr (std::is_same_v<Int, int64_t>) {
-      return head.size(i);
-    } else {
-      return head.sym_size(i);
+  const auto view = [&](at::ArrayRef<Int> size, at::ArrayRef<Int> stride) -> Yolov5HeadView<Int> {
+    if (size.size() == 5) {
+      return {{size[0], size[1], size[2], size[3], size[4]}, {stride[0], stride[1], stride[2], stride[3], stride[4]}};
     }
+    const Int no = size[1] / na;
+    return {{size[0], na, size[2], size[3], no}, {stride[0], stride[1] * no, stride[2], stride[3], stride[1]}};
   };
-  const auto stride = [&](int64_t i) -> Int {
-    if constexpr (std::is_same_v<Int, int64_t>) {
-      return head.stride(i);
-    } else {
-      return head.sym_stride(i);
-    }
-  };
-  if (head.dim() == 5) {
-    return {{size(0), size(1), size(2), size(3), size(4)}, {stride(0), stride(1), stride(2), stride(3), stride(4)}};
+  if constexpr (std::is_same_v<Int, int64_t>) {
+    return view(head.sizes(), head.strides());
+  } else {
+    return view(head.sym_sizes(), head.sym_strides());
   }
-  const Int no = size(1) / na;
-  return {{size(0), na, size(2), size(3), no}, {stride(0), stride(1) * no, stride(2), stride(3), stride(1)}};
 }
 
 // Strides of a dense (bs, na, ny, nx, no) head in each layout.
@@ -111,14 +96,9 @@ Yolov5HeadLayout yolov5_head_layout(const Yolov5HeadView<Int>& view, bool five_d
 }
 
 inline void check_yolov5_heads(at::TensorList heads, int64_t na, const char* op) {
+  check_heads(heads, op);
   for (size_t i = 0; i < heads.size(); ++i) {
     const auto& head = heads[i];
-    check_strided(head, op, "heads");
-    check_float(head, op, "heads");
-    check_same_device(heads[0], "heads[0]", head, op, "heads");
-    TORCH_CHECK(head.scalar_type() == heads[0].scalar_type(), op, ": heads[", i, "] is ",
-                dtype_name(head.scalar_type()), ", but heads[0] is ", dtype_name(heads[0].scalar_type()),
-                "; all heads must have one dtype");
     TORCH_CHECK(head.dim() == 5 || head.dim() == 4, op, ": heads[", i, "] has shape ", head.sizes(),
                 ", but (bs, na, ny, nx, no) or (bs, na*no, ny, nx) is expected");
     if (head.dim() == 5) {
@@ -162,12 +142,7 @@ inline void check_yolov5_loss(at::TensorList heads, const at::Tensor& targets, c
   check_same_device(heads[0], "heads[0]", targets, op, "targets");
   check_same_device(heads[0], "heads[0]", anchors, op, "anchors");
   check_same_device(heads[0], "heads[0]", balance, op, "balance");
-  if (num_targets) {
-    TORCH_CHECK(num_targets->scalar_type() == at::kLong && num_targets->numel() == 1, op, ": num_targets is ",
-                dtype_name(num_targets->scalar_type()), " of shape ", num_targets->sizes(),
-                ", but one int64 is expected");
-    check_same_device(heads[0], "heads[0]", *num_targets, op, "num_targets");
-  }
+  check_num_targets(heads[0], "heads[0]", num_targets, op);
   TORCH_CHECK_VALUE(options.label_smoothing >= 0 && options.label_smoothing <= 1, op, ": label_smoothing is ",
                     options.label_smoothing, ", but 0 to 1 is expected");
   TORCH_CHECK_VALUE(options.anchor_t > 0, op, ": anchor_t is ", options.anchor_t, ", but a number above 0 is expected");
@@ -179,18 +154,11 @@ inline int64_t yolov5_cells(at::TensorList heads, int64_t na) {
   return cells;
 }
 
-// The tensors that the operator returns: loss, items, then what the backward pass reads.
+// The loss, its items, then what the backward pass reads.
 using Yolov5LossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-inline at::TensorOptions yolov5_scalar_options(const at::Tensor& head) {
-  return head.options()
-      .memory_format(std::nullopt)
-      .requires_grad(std::nullopt)
-      .dtype(head.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
-}
-
 inline Yolov5LossResult empty_yolov5_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& anchors) {
-  const auto scalar = yolov5_scalar_options(heads[0]);
+  const auto scalar = arithmetic_options(heads[0]);
   const auto integer = scalar.dtype(at::kLong);
   const auto nl = anchors.sym_size(0), na = anchors.sym_size(1), nt = targets.sym_size(0);
   constexpr int64_t kOffsets = core::kYolov5CellOffsets;
@@ -208,7 +176,7 @@ inline Yolov5LossResult empty_yolov5_loss(at::TensorList heads, const at::Tensor
           at::empty_symint({cells}, scalar)};
 }
 
-// Empty gradients in the heads' own dtype, in the layout that yolov5_head_layout says.
+// Return empty gradients in the heads' own dtype, in the layout that yolov5_head_layout says.
 template <typename Int>
 std::vector<at::Tensor> empty_yolov5_gradients(at::TensorList heads, Int na) {
   std::vector<at::Tensor> gradients;
@@ -217,8 +185,7 @@ std::vector<at::Tensor> empty_yolov5_gradients(at::TensorList heads, Int na) {
     const auto view = view_yolov5_head<Int>(head, na);
     const auto [layout, dense] = yolov5_head_layout(view, head.dim() == 5);
     if (dense || layout != core::Yolov5Layout::kCellRows) {
-      const auto format = dense ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous;
-      gradients.push_back(at::empty_like(head, {}, format));
+      gradients.push_back(empty_dense_like(head, dense));
     } else if (head.dim() == 4) {
       gradients.push_back(at::empty_like(head, {}, at::MemoryFormat::ChannelsLast));
     } else {
@@ -234,7 +201,8 @@ inline core::Yolov5LossState yolov5_loss_state(const Yolov5LossTensors& t) {
           t.match_values.data_ptr(), t.object_gradient.data_ptr(), t.levels.data_ptr()};
 }
 
-// What the forward and the backward parameters share. `gradients` is empty in the forward pass; targets is contiguous.
+// Set what the forward and the backward parameters share. `gradients` is empty in the forward pass; targets is
+// contiguous.
 template <typename Params>
 void fill_yolov5_loss_params(Params& params, at::TensorList heads, at::TensorList gradients, int64_t na,
                              const at::Tensor& targets, const Yolov5ClassOptions& options) {
@@ -274,7 +242,7 @@ void fill_yolov5_loss_params(Params& params, at::TensorList heads, at::TensorLis
   params.fl_gamma = options.fl_gamma;
 }
 
-// The forward parameters, less the scratch that only CUDA needs. Every tensor is contiguous.
+// Return the forward parameters, less the scratch that only CUDA needs. Every tensor is contiguous.
 inline core::Yolov5LossParams yolov5_loss_params(at::TensorList heads, const at::Tensor& targets,
                                                  const at::Tensor& anchors, const at::Tensor& balance,
                                                  const std::optional<at::Tensor>& num_targets,
@@ -323,7 +291,7 @@ inline void check_yolov5_loss_backward(const at::Tensor& grad_loss, at::TensorLi
   const int64_t na = match_cell.size(2);
   TORCH_CHECK(na > 0, op, ": match_cell has no anchors");
   check_yolov5_heads(heads, na, op);
-  const auto scalar = heads[0].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto scalar = arithmetic_type(heads[0]);
   TORCH_CHECK(grad_loss.numel() == 1 && grad_loss.scalar_type() == scalar, op, ": grad_loss is ",
               dtype_name(grad_loss.scalar_type()), " of shape ", grad_loss.sizes(), ", but one ", dtype_name(scalar),
               " is expected");

@@ -3,13 +3,7 @@
 // the arithmetic type the forward pass wants besides. On Meta there is nothing to run.
 #pragma once
 
-#include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
-
-#include <vector>
-
 #include "ops/common/backend.h"
-#include "ops/common/options.h"
 #include "ops/yolov5_loss/checks.h"
 
 namespace torch_fastdet {
@@ -27,7 +21,7 @@ Yolov5LossResult yolov5_loss(at::TensorList heads, const at::Tensor& targets, co
   if constexpr (!Backend::kMeta) {
     const auto rows = targets.contiguous(), sizes = anchors.contiguous(), weights = balance.contiguous();
     auto params = yolov5_loss_params(heads, rows, sizes, weights, num_targets, options, result);
-    const auto scratch = at::empty({Backend::scratch(params)}, yolov5_scalar_options(heads[0]));
+    const auto scratch = at::empty({Backend::scratch(params)}, arithmetic_options(heads[0]));
     Backend::run(params, scratch);
   }
   return result;
