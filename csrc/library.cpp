@@ -46,8 +46,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def(
       "bn_act_parts_backward(Tensor[] grad_y, Tensor x, Tensor[] weight, Tensor[] bias, Tensor mean, Tensor invstd, "
       "str activation, float slope) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
-  // y = residual + act(batch_norm(x)) in evaluation; without statistics: of x * weight + bias. y and last, the last
-  // channels of the result once more, may be x.
+  // y = residual + act(batch_norm(x) or x * weight + bias). y and last, the last channels once more, may be x.
   m.def(
       "bias_act(Tensor x, Tensor(a!) y, Tensor? weight, Tensor? bias, Tensor? mean=None, Tensor? variance=None, "
       "float eps=1e-05, str activation='silu', float slope=0.01, Tensor? residual=None, Tensor(b!)? last=None) -> ()");
@@ -55,8 +54,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
   // out = x[0] + x[1] + ..., rounded after each addition, or a copy of x[0]; slices of tensors along the channels.
   m.def("sum_slices(Tensor[] x, Tensor(a!) out) -> ()");
 
-  // x, channels_last and with channels of zeros behind its own, and the sum of each channel: what a convolution with a
-  // bias reads of its result's gradient.
+  // x, channels_last and padded with zero channels, and each channel's sum, for the backward of a biased convolution.
   m.def("pad_and_sum(Tensor x, int channels) -> (Tensor out, Tensor sums)");
 
   // The sum of x (..., width) over all dimensions but the last: the gradient of a linear layer's bias.
@@ -88,8 +86,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "iou_loss_backward(Tensor grad, Tensor box1, Tensor box2, str kind, bool xywh, str reduction, float eps, "
       "bool[2] output_mask) -> (Tensor, Tensor)");
 
-  // Post-processing. letterboxes (images, 6) brings boxes back to original pixels; per_class is "offset" or "exact",
-  // rotated "none", "fast" or "greedy".
+  // Post-processing. letterboxes is (images, 6); per_class "offset" or "exact"; rotated "none", "fast" or "greedy".
   m.def("yolov5_decode(Tensor[] heads, Tensor anchors, float[] strides, int nm=0) -> Tensor");
   m.def(
       "non_max_suppression_padded(Tensor prediction, float conf_thres=0.25, float iou_thres=0.45, int[]? classes=None, "
@@ -118,8 +115,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "Tensor? sizes=None, bool finite=False) -> (Tensor detections, Tensor counts, Tensor indices)");
   m.def("scale_boxes(Tensor boxes, Tensor letterboxes, bool xywh=False) -> Tensor");
 
-  // Masks of detections from coefficients and prototypes. window is (top, left, bottom, right) in prototypes enlarged
-  // `factor` times; box_scale (x, y) is applied to the boxes before the crop.
+  // Masks of detections: a window (top, left, bottom, right) of enlarged prototypes; box_scale (x, y) before the crop.
   m.def(
       "instance_masks(Tensor protos, Tensor coefficients, Tensor boxes, SymInt[2] size, *, SymInt[4]? window=None, "
       "int factor=1, float[2] box_scale=[1., 1.], bool sigmoid=False, bool crop_first=False, bool packed=False, "
@@ -135,8 +131,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "confusion_matrix_(Tensor(a!) matrix, Tensor detections, Tensor labels, Tensor? counts=None, float conf=0.25, "
       "float iou_thres=0.45, str rule=\"best\") -> ()");
 
-  // YOLOv5's loss. The gain is called cls_gain, not cls: torch.compile passes keywords to a class method, whose own
-  // argument has that name.
+  // YOLOv5's loss. cls_gain is not called cls: torch.compile passes keywords to a class method, which has its own cls.
   m.def(
       "yolov5_loss(Tensor[] heads, Tensor targets, Tensor anchors, Tensor balance, Tensor? num_targets=None, *, "
       "float box_gain=0.05, float obj_gain=1.0, float cls_gain=0.5, float cls_pw=1.0, float obj_pw=1.0, "
@@ -148,8 +143,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "Tensor match_cell, Tensor match_values, Tensor object_gradient, *, float cls_pw=1.0, "
       "float label_smoothing=0.0, float fl_gamma=0.0) -> Tensor[]");
 
-  // Images as OpenCV makes them, whole batches of them: packed uint8 HWC in 1-D storages, plans as tables of numbers
-  // (columns in core/image/image.h).
+  // OpenCV's images in batches: packed uint8 HWC in 1-D storages, plans as tables (columns in core/image/image.h).
   m.def(
       "image_augment(Tensor[] storages, Tensor placements, Tensor layers, Tensor matrices, Tensor pictures, "
       "Tensor? blend, Tensor? tables, Tensor? masks, SymInt[2] size, *, int channels=3, ScalarType? dtype=None, "
@@ -164,8 +158,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def("image_resize_(Tensor(a!) out, Tensor[] storages, Tensor plan, *, int channels=3) -> ()");
   m.def("image_gather_(Tensor(a!) out, Tensor[] storages, Tensor pieces) -> ()");
 
-  // JPEG files with OpenCV's pixels. A packed JPEG is a file with an index, which a decoder can enter anywhere (layout
-  // and columns in core/jpeg/jpeg.h); jpeg_pack and jpeg_plan run on the host.
+  // JPEG files with OpenCV's pixels. jpeg_pack and jpeg_plan, on the host, index a file (layout: core/jpeg/jpeg.h).
   m.def(
       "jpeg_pack(Tensor[] files, bool pin_memory=False, Tensor[]? heads=None, int segment=4) -> (Tensor storage, "
       "Tensor pictures, str[] refusals)");
@@ -194,8 +187,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "v8_mask_loss(Tensor coefficients, Tensor protos, Tensor masks, Tensor targets, Tensor settings, "
       "Tensor slot_anchor, Tensor slot_row, SymInt[] image_size, Tensor? num_targets=None, bool overlap=True) "
       "-> (Tensor loss, Tensor item, Tensor scale, Tensor positives, Tensor first_positive, Tensor unit_gradients)");
-  // The same of YOLOv5's, for the matches of yolov5_loss. sizes: height, width of each level. Its matches may share an
-  // anchor (`shared` of the backward).
+  // The same of YOLOv5's, for yolov5_loss' matches, which may share an anchor. sizes: height, width of each level.
   m.def(
       "yolov5_mask_loss(Tensor coefficients, Tensor protos, Tensor masks, Tensor targets, Tensor match_cell, "
       "SymInt[] sizes, Tensor? num_targets=None, *, float box_gain=0.05, bool overlap=True) "
@@ -242,8 +234,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "Tensor quality, Tensor scales, Tensor? dn_boxes=None, Tensor? dn_scores=None) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
 
-  // Lists of tensors, in place, one launch (clip: two). Factors by value or, with .tensor, read from device memory;
-  // .tensor is first, because a tensor also fits `float`, by a copy to the host.
+  // Lists of tensors in place, one launch (clip: two). .tensor takes factors on the device; first, as they fit `float`.
   m.def("multi_tensor_ema_.tensor(Tensor(a!)[] averages, Tensor[] values, Tensor decay) -> ()");
   m.def("multi_tensor_ema_(Tensor(a!)[] averages, Tensor[] values, float decay) -> ()");
   m.def(

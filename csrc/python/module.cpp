@@ -1,5 +1,4 @@
-// torch_fastdet._C: build information, the trackers and the scan of labels, which need no torch. Operators live in
-// libtorch_fastdet.so, which needs no Python.
+// torch_fastdet._C: build information, trackers and the scan of labels, none of which needs torch.
 #include <pybind11/pybind11.h>
 
 #include "build_config.h"

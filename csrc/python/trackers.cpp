@@ -1,5 +1,4 @@
-// torch_fastdet._C.Tracker: the trackers of csrc/core/track with NumPy arrays. The GIL is released while a frame is
-// computed.
+// torch_fastdet._C.Tracker: the trackers of csrc/core/track with NumPy arrays. A frame is computed without the GIL.
 #include "python/trackers.h"
 
 #include <pybind11/numpy.h>

@@ -60,40 +60,15 @@ __device__ __forceinline__ Vector<T, kVector> load(const T* from) {
 
 template <typename A>
 __device__ __forceinline__ A load_vector(const BnActVector& vector, int64_t i, A otherwise) {
-  if (!vector.data) return otherwise;
-  switch (vector.dtype) {
-    case DType::kFloat16:
-      return to_arithmetic(static_cast<const __half*>(vector.data)[i]);
-    case DType::kBFloat16:
-      return to_arithmetic(static_cast<const __nv_bfloat16*>(vector.data)[i]);
-    case DType::kFloat32:
-      return static_cast<const float*>(vector.data)[i];
-    case DType::kFloat64:
-      break;
-  }
-  return static_cast<A>(static_cast<const double*>(vector.data)[i]);
+  return vector.data ? load_element<A>(vector.data, vector.dtype, i) : otherwise;
 }
 
 template <typename A>
 __device__ __forceinline__ void store_vector(const BnActVector& vector, int64_t i, A value) {
-  if (!vector.data) return;
-  switch (vector.dtype) {
-    case DType::kFloat16:
-      static_cast<__half*>(vector.data)[i] = from_arithmetic<__half>(static_cast<float>(value));
-      return;
-    case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(vector.data)[i] = from_arithmetic<__nv_bfloat16>(static_cast<float>(value));
-      return;
-    case DType::kFloat32:
-      static_cast<float*>(vector.data)[i] = static_cast<float>(value);
-      return;
-    case DType::kFloat64:
-      break;
-  }
-  static_cast<double*>(vector.data)[i] = value;
+  if (vector.data) store_element(vector.data, vector.dtype, i, value);
 }
 
-// What one thread visits: every `step`-th position of its block's split, at one place of the slice.
+// The walk of one thread: every `step`-th position of its block's split, at one place of the slice.
 struct Walk {
   int image, position;  // of the next access
   int extent;
@@ -153,13 +128,12 @@ struct Place {
     channel_step = plan.channels_last;
     active = row < rows && channel < plan.channels;
   }
-  // Of the thread's first element in a tensor that begins at channel `first`.
+  // Return the offset of the thread's first element in a tensor that begins at channel `first`.
   __device__ __forceinline__ int64_t offset(const BnActStrides& strides, int64_t first = 0) const {
     return (channel - first) * strides.channel;
   }
 };
 
-// The part that a channel belongs to.
 template <typename Params>
 __device__ __forceinline__ const auto& part_of(const Params& p, int64_t channel) {
   int i = 0;
@@ -167,8 +141,7 @@ __device__ __forceinline__ const auto& part_of(const Params& p, int64_t channel)
   return p.parts[i];
 }
 
-// Sums of the block for each channel of its slice: thread c holds channel c's on return. Each thread brings kVector
-// pairs; in NCHW they are all of one channel.
+// Add up the block's pairs (kVector a thread; in NCHW all of one channel): thread c returns channel c's sums.
 template <typename A, int kVector>
 struct BlockSums {
   Pair<A> pairs[kThreads * (kVector + 1)];
@@ -228,7 +201,6 @@ struct BlockSums {
   }
 };
 
-// What a block has summed up for the channel of each of its threads, for gather().
 template <typename A>
 __device__ __forceinline__ void store_partial(const BnActPlan& plan, const Place& place, void* partials,
                                               Pair<A> partial) {
@@ -236,15 +208,13 @@ __device__ __forceinline__ void store_partial(const BnActPlan& plan, const Place
   static_cast<Pair<A>*>(partials)[at] = partial;
 }
 
-// The activation's input. Values of half precision have fewer digits than a product with the mean loses, so the mean is
-// folded into `shift` for them.
+// Return the activation's input. Half precision folds the mean into `shift`: a product with it would lose less.
 template <bool kHalf, typename A>
 __device__ __forceinline__ A normalized(A x, A mean, A scale, A shift) {
   return kHalf ? x * scale + shift : (x - mean) * scale + shift;
 }
 
-// Pass 1 forward: each block's mean and sum of squared deviations. Values are taken relative to the block's first one
-// of the channel, so that a mean of many standard deviations costs no digits.
+// Pass 1 forward: each block's mean and squared deviations, relative to its first value, which keeps digits.
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     bn_act_statistics(const __grid_constant__ BnActForwardParams p) {
@@ -312,13 +282,11 @@ __device__ __forceinline__ Pair<A> gather(const BnActPlan& plan, int slice, cons
   return sum;
 }
 
-// What a block knows of its slice's channels after pass 1.
 template <typename A>
 struct Coefficients {
   A value[5][kBnActMostSliceVectors * 8];
 };
 
-// Writes what the forward pass leaves of a channel beside y: its statistics, and the running ones.
 template <typename A>
 __device__ __forceinline__ void store_statistics(const BnActForwardParams& p, const BnActForwardPart& part,
                                                  int64_t channel, A n, A mean, A variance, A invstd) {
@@ -432,14 +400,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) bn_act_forward(const _
   p.residual ? run(std::true_type{}) : run(std::false_type{});
 }
 
-template <typename S, typename A, int kVector>
-__device__ __forceinline__ void load_channels_of(const void* data, const Place& place, A (&out)[kVector]) {
-  const S* const from = static_cast<const S*>(data) + place.channel;
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) out[j] = static_cast<A>(to_arithmetic(from[j * place.channel_step]));
-}
-
-// The vector's values for a thread's elements, which are all loaded before the first is used.
+// Load the vector's values for a thread's elements, all before the first is used.
 template <typename A, int kVector>
 __device__ __forceinline__ void load_channels(const BnActVector& vector, const Place& place, A otherwise,
                                               A (&out)[kVector]) {
@@ -448,20 +409,13 @@ __device__ __forceinline__ void load_channels(const BnActVector& vector, const P
     for (int j = 0; j < kVector; ++j) out[j] = otherwise;
     return;
   }
-  switch (vector.dtype) {
-    case DType::kFloat16:
-      return load_channels_of<__half>(vector.data, place, out);
-    case DType::kBFloat16:
-      return load_channels_of<__nv_bfloat16>(vector.data, place, out);
-    case DType::kFloat32:
-      return load_channels_of<float>(vector.data, place, out);
-    case DType::kFloat64:
-      break;
-  }
-  load_channels_of<double>(vector.data, place, out);
+  dispatch(vector.dtype, [&](auto zero) {
+    const auto* const from = static_cast<const decltype(zero)*>(vector.data) + place.channel;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) out[j] = static_cast<A>(to_arithmetic(from[j * place.channel_step]));
+  });
 }
 
-// A thread's next accesses of a tensor.
 template <typename T, int kVector>
 __device__ __forceinline__ void load_next(const T* from, const BnActStrides& strides, int left, Walk walk,
                                           Vector<T, kVector> (&packs)[kEvalUnroll]) {
@@ -530,7 +484,6 @@ __global__ void __launch_bounds__(kThreads, kEvalBlocksPerSm) bn_act_eval(const 
   });
 }
 
-// What pass `k` of a walk reads of x and of the gradient.
 template <bool kBack, typename T, int kVector>
 __device__ __forceinline__ void load_two(const BnActBackwardParams& p, const BnActStrides& grad_y_strides, const T* x,
                                          const T* grad_y, int k, Walk& walk, Vector<T, kVector> (&packs)[kUnrollTwo],
@@ -605,13 +558,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     });
   }
   const Pair<A> sum = sums.reduce(p.plan, place, first, second);
-  if (threadIdx.x < p.plan.slice_channels) {
-    store_partial(p.plan, place, p.partials, sum);
-  }
+  if (threadIdx.x < p.plan.slice_channels) store_partial(p.plan, place, p.partials, sum);
 }
 
-// From the partials of pass 1: the gradients of the parameters, and what pass 2 reads of each channel of the block's
-// slice into `coefficients`.
+// Make the parameters' gradients and pass 2's coefficients of the block's slice from the partials of pass 1.
 template <typename A, int kVector>
 __device__ __forceinline__ void merge_gradients(const BnActBackwardParams& p, const Place& place,
                                                 BlockSums<A, kVector>& sums, Coefficients<A>& coefficients) {
@@ -701,15 +651,17 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   });
 }
 
-// Calls f(zero of the type, constant of the access width).
-template <typename F>
-void dispatch_access(DType dtype, int vector, F&& f) {
-  dispatch(dtype, [&](auto zero) {
-    if (vector > 1) {
-      f(zero, std::integral_constant<int, static_cast<int>(16 / sizeof(zero))>{});
+// Call f(blocks, zero of the type, constant of the access width), which launches.
+template <typename Params, typename F>
+cudaError_t dispatch_access(const Params& params, F&& f) {
+  const auto grid = static_cast<unsigned>(params.plan.slices * params.plan.splits);
+  return dispatch(params.dtype, [&](auto zero) {
+    if (params.plan.vector > 1) {
+      f(grid, zero, std::integral_constant<int, static_cast<int>(16 / sizeof(zero))>{});
     } else {
-      f(zero, std::integral_constant<int, 1>{});
+      f(grid, zero, std::integral_constant<int, 1>{});
     }
+    return cudaGetLastError();
   });
 }
 
@@ -724,29 +676,23 @@ cudaError_t bn_act_blocks(int64_t& blocks) {
 }
 
 cudaError_t launch_bn_act_forward(const BnActForwardParams& params, cudaStream_t stream) {
-  const unsigned grid = static_cast<unsigned>(params.plan.slices * params.plan.splits);
-  dispatch_access(params.dtype, params.plan.vector, [&](auto zero, auto vector) {
+  return dispatch_access(params, [&](unsigned grid, auto zero, auto vector) {
     bn_act_statistics<decltype(zero), decltype(vector)::value><<<grid, kThreads, 0, stream>>>(params);
     bn_act_forward<decltype(zero), decltype(vector)::value><<<grid, kThreads, 0, stream>>>(params);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t launch_bn_act_backward(const BnActBackwardParams& params, cudaStream_t stream) {
-  const unsigned grid = static_cast<unsigned>(params.plan.slices * params.plan.splits);
-  dispatch_access(params.dtype, params.plan.vector, [&](auto zero, auto vector) {
+  return dispatch_access(params, [&](unsigned grid, auto zero, auto vector) {
     bn_act_backward_sums<decltype(zero), decltype(vector)::value><<<grid, kThreads, 0, stream>>>(params);
     bn_act_backward<decltype(zero), decltype(vector)::value><<<grid, kThreads, 0, stream>>>(params);
   });
-  return cudaGetLastError();
 }
 
 cudaError_t launch_bn_act_eval(const BnActEvalParams& params, cudaStream_t stream) {
-  const unsigned grid = static_cast<unsigned>(params.plan.slices * params.plan.splits);
-  dispatch_access(params.dtype, params.plan.vector, [&](auto zero, auto vector) {
+  return dispatch_access(params, [&](unsigned grid, auto zero, auto vector) {
     bn_act_eval<decltype(zero), decltype(vector)::value><<<grid, kThreads, 0, stream>>>(params);
   });
-  return cudaGetLastError();
 }
 
 }  // namespace torch_fastdet::core

@@ -1,5 +1,4 @@
-// bn_act on the CPU: channels are shared among the threads by parallel_for(begin, end, grain, f), so that the order of
-// a channel's sums does not depend on their number. Statistics and sums are in double.
+// bn_act on the CPU: parallel_for(begin, end, grain, f) shares channels, each summed in one order, in double.
 #pragma once
 
 #include <algorithm>
@@ -84,7 +83,7 @@ void store_at(const BnActVector& vector, int64_t i, double value) {
   });
 }
 
-// Calls f(first channel, channels) for groups of channels.
+// Call f(first channel, channels) for groups of channels.
 template <typename ParallelFor, typename F>
 void for_channels(const Sizes& sizes, const ParallelFor& parallel_for, F&& f) {
   const int64_t each = sizes.channels_last ? kMostChannels : 1;
@@ -93,7 +92,7 @@ void for_channels(const Sizes& sizes, const ParallelFor& parallel_for, F&& f) {
   });
 }
 
-// Calls f(image, pixel) for each position, in order.
+// Call f(image, pixel) for each position, in order.
 template <typename F>
 void for_positions(const Sizes& sizes, F&& f) {
   for (int64_t n = 0; n < sizes.images; ++n) {
@@ -111,13 +110,13 @@ void update_statistics(const ForwardParams& p, int64_t channel, double mean, dou
   blend(p.running_var, variance * (count / (count - 1)));
 }
 
-// What is subtracted from the channels of a task, multiplied and added, in this order.
+// The numbers that are subtracted from the channels of a task, multiplied and added, in this order.
 template <typename A>
 struct Coefficients {
   std::array<A, kMostChannels> center, scale, shift;
 };
 
-// Calls write(image, pixel, channel, result) for each element of a task, in order.
+// Call write(image, pixel, channel, result) for each element of a task, in order.
 template <typename T, Activation kAct, typename Params, typename A, typename Write>
 void for_results(const Params& p, int64_t first, int64_t channels, const Coefficients<A>& at, Write&& write) {
   const Elements<const T> x(p.x), residual(p.residual);
@@ -231,7 +230,7 @@ void backward_as(const BackwardParams& p, const ParallelFor& parallel_for) {
   });
 }
 
-// Calls f(zero of the dtype, activation as a compile-time constant).
+// Call f(zero of the dtype, activation as a compile-time constant).
 template <class Halves, typename Params, typename F>
 void dispatch(const Params& p, F&& f) {
   with_dtype<Halves>(

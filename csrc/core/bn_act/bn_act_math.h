@@ -11,8 +11,7 @@ namespace torch_fastdet::core {
 
 enum class Activation : int32_t { kIdentity, kSiLU, kReLU, kLeakyReLU, kHardswish };
 
-// kFast is for results that are rounded to half precision: a GPU then takes its approximate exponential and reciprocal,
-// which are good to 2 ulp of float32 and cost one instruction each.
+// kFast, for results of half precision: the GPU's approximate exponential and reciprocal (2 ulp of float32).
 template <bool kFast, typename A>
 TORCH_FASTDET_HOST_DEVICE A logistic(A z) {
 #ifdef __CUDA_ARCH__
@@ -42,8 +41,7 @@ TORCH_FASTDET_HOST_DEVICE A activate(A z, A slope) {
   return z;
 }
 
-// grad * act'(z). Where act'(z) is 0 by definition the result is 0 whatever grad is, as in PyTorch; elsewhere an
-// infinite gradient stays infinite.
+// Return grad * act'(z): 0 where act'(z) is 0 by definition, even of an infinite gradient, as in PyTorch.
 template <Activation kAct, bool kFast, typename A>
 TORCH_FASTDET_HOST_DEVICE A activate_backward(A z, A grad, A slope) {
   if constexpr (kAct == Activation::kSiLU) {
@@ -52,13 +50,10 @@ TORCH_FASTDET_HOST_DEVICE A activate_backward(A z, A grad, A slope) {
   }
   if constexpr (kAct == Activation::kReLU) return z <= A(0) ? A(0) : grad;
   if constexpr (kAct == Activation::kLeakyReLU) return z > A(0) ? grad : grad * slope;
-  if constexpr (kAct == Activation::kHardswish) {
-    return z < A(-3) ? A(0) : z < A(3) ? grad * (z / A(3) + A(0.5)) : grad;
-  }
+  if constexpr (kAct == Activation::kHardswish) return z < A(-3) ? A(0) : z < A(3) ? grad * (z / A(3) + A(0.5)) : grad;
   return grad;
 }
 
-// Calls f(constant) with the activation as a compile-time constant.
 template <typename F>
 TORCH_FASTDET_HOST_DEVICE void dispatch_activation(Activation activation, F&& f) {
   switch (activation) {

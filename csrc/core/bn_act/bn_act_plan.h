@@ -1,5 +1,4 @@
-// How the blocks of a grid share a (N, C, H, W) tensor for bn_act: along the channels in slices, and each slice's
-// positions in splits. Known to the host and the device; no pointer.
+// The blocks' shares of a (N, C, H, W) tensor for bn_act: slices of channels, splits of a slice's positions.
 #pragma once
 
 #include <algorithm>
@@ -50,16 +49,14 @@ struct BnActStrides {
   int64_t image, position, channel;  // from one image, position, channel to the next
 };
 
-// A tensor (N, C, H * W): its address, or null for one that is not given, and elements from one image, channel, pixel
-// to the next.
+// A tensor (N, C, H * W): its address, or null, and the elements between images, channels and pixels.
 struct BnActImage {
   const void* data;
   int64_t image, channel, pixel;
 };
 
-// Elements of the widest access that serves all of `images`: 16 bytes, or one element where an address, a size or a
-// stride of any of them would leave an access misaligned or past the end of its row. Vectors of C elements and
-// `partials` are read one element (pair) at a time, so they set no limit.
+// Return the elements of the widest access to all of `images`: 16 bytes, or one element where an address, size or
+// stride leaves that misaligned. Vectors of C elements and `partials` are read one by one, and set no limit.
 inline int bn_act_vector(bool channels_last, int64_t channels, int64_t pixels, int element_bytes,
                          const std::vector<BnActImage>& images) {
   const int64_t wide = 16 / element_bytes;

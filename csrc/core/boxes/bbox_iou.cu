@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <type_traits>
 
 #include "core/boxes/bbox_iou.h"
 #include "core/common/device.cuh"
@@ -18,7 +17,6 @@ constexpr int kLossThreads = 1024;
 constexpr int64_t kBlockReduce = 64;
 constexpr int64_t kMaxBlocks = 1 << 30;
 
-// The coordinates of one box.
 template <typename T>
 using Row = Vector<T, 4>;
 
@@ -40,16 +38,9 @@ __device__ void load_row(const BoxesIn& boxes, int64_t offset, T (&out)[4]) {
 // kernel otherwise. T = double is chosen if and only if one of the tensors is float64.
 template <typename T>
 __device__ void load_boxes(const BoxesIn& boxes, int64_t offset, T (&out)[4]) {
-  switch (boxes.dtype) {
-    case DType::kFloat32:
-      return load_row<float>(boxes, offset, out);
-    case DType::kFloat16:
-      return load_row<__half>(boxes, offset, out);
-    case DType::kBFloat16:
-      return load_row<__nv_bfloat16>(boxes, offset, out);
-    case DType::kFloat64:
-      if constexpr (sizeof(T) == 8) load_row<double>(boxes, offset, out);
-  }
+  dispatch(boxes.dtype, [&](auto zero) {
+    if constexpr (sizeof(zero) <= sizeof(T)) load_row<decltype(zero)>(boxes, offset, out);
+  });
 }
 
 template <typename Stored, typename T>
@@ -63,16 +54,9 @@ __device__ void store_row_as(void* data, int64_t row, const T (&value)[4]) {
 // Gradients are fresh, contiguous tensors, so a row is always one aligned vector.
 template <typename T>
 __device__ void store_row(void* data, DType dtype, int64_t row, const T (&value)[4]) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return store_row_as<float>(data, row, value);
-    case DType::kFloat16:
-      return store_row_as<__half>(data, row, value);
-    case DType::kBFloat16:
-      return store_row_as<__nv_bfloat16>(data, row, value);
-    case DType::kFloat64:
-      if constexpr (sizeof(T) == 8) store_row_as<double>(data, row, value);
-  }
+  dispatch(dtype, [&](auto zero) {
+    if constexpr (sizeof(zero) <= sizeof(T)) store_row_as<decltype(zero)>(data, row, value);
+  });
 }
 
 template <IouKind kKind, typename T>
@@ -222,34 +206,10 @@ __global__ void __launch_bounds__(kThreads)
                      second ? gridDim.x - first_pass_blocks : first_pass_blocks);
 }
 
-bool needs_double(const BoxesIn& box1, const BoxesIn& box2) {
-  return box1.dtype == DType::kFloat64 || box2.dtype == DType::kFloat64;
-}
-
-// Calls f with the kind as a compile-time constant and a zero of the arithmetic type.
-template <typename F>
-cudaError_t dispatch_kind(IouKind kind, bool is_double, F&& f) {
-  const auto with_type = [&](auto constant) {
-    if (is_double) {
-      f(constant, double{});
-    } else {
-      f(constant, float{});
-    }
-  };
-  switch (kind) {
-    case IouKind::kIou:
-      with_type(std::integral_constant<IouKind, IouKind::kIou>{});
-      break;
-    case IouKind::kGiou:
-      with_type(std::integral_constant<IouKind, IouKind::kGiou>{});
-      break;
-    case IouKind::kDiou:
-      with_type(std::integral_constant<IouKind, IouKind::kDiou>{});
-      break;
-    case IouKind::kCiou:
-      with_type(std::integral_constant<IouKind, IouKind::kCiou>{});
-      break;
-  }
+// Call f, which launches, as with_kind does.
+template <typename Params, typename F>
+cudaError_t dispatch_kind(const Params& params, F&& f) {
+  with_kind(params.config.kind, params.box1, params.box2, f);
   return cudaGetLastError();
 }
 
@@ -263,7 +223,7 @@ int64_t pass_blocks(const IouGradPass& pass) {
 cudaError_t launch_bbox_iou(const BboxIouParams& params, cudaStream_t stream) {
   if (params.pairs.numel == 0) return cudaSuccess;
   const unsigned blocks = static_cast<unsigned>(std::min(ceil_div(params.pairs.numel, kThreads), kMaxBlocks));
-  return dispatch_kind(params.config.kind, needs_double(params.box1, params.box2), [&](auto kind, auto zero) {
+  return dispatch_kind(params, [&](auto kind, auto zero) {
     bbox_iou_kernel<decltype(kind)::value, decltype(zero)><<<blocks, kThreads, 0, stream>>>(params);
   });
 }
@@ -298,7 +258,7 @@ cudaError_t launch_iou_loss(const IouLossParams& params, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = blocks > 1 && params.partial == nullptr ? 1 : 0;
-  return dispatch_kind(params.config.kind, needs_double(params.box1, params.box2), [&](auto kind, auto zero) {
+  return dispatch_kind(params, [&](auto kind, auto zero) {
     using T = decltype(zero);
     cudaLaunchKernelEx(&config, iou_loss_kernel<decltype(kind)::value, T>, params);
     if (params.partial) iou_loss_fold_kernel<T><<<1, kLossThreads, 0, stream>>>(params, static_cast<int>(blocks));
@@ -309,7 +269,7 @@ cudaError_t launch_iou_backward(const IouBackwardParams& params, cudaStream_t st
   const int64_t first = params.passes > 0 ? pass_blocks(params.pass[0]) : 0;
   const int64_t second = params.passes > 1 ? pass_blocks(params.pass[1]) : 0;
   if (first + second == 0) return cudaSuccess;
-  return dispatch_kind(params.config.kind, needs_double(params.box1, params.box2), [&](auto kind, auto zero) {
+  return dispatch_kind(params, [&](auto kind, auto zero) {
     iou_backward_kernel<decltype(kind)::value, decltype(zero)>
         <<<static_cast<unsigned>(first + second), kThreads, 0, stream>>>(params, first);
   });

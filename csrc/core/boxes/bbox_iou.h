@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/boxes/box_math.h"
 #include "core/common/broadcast.h"
@@ -24,6 +25,23 @@ struct IouConfig {
   bool xywh;
   double eps;
 };
+
+// Call f with the kind as a compile-time constant and a zero of the arithmetic type.
+template <typename F>
+void with_kind(IouKind kind, const BoxesIn& box1, const BoxesIn& box2, F&& f) {
+  const bool is_double = box1.dtype == DType::kFloat64 || box2.dtype == DType::kFloat64;
+  const auto with_type = [&](auto constant) { is_double ? f(constant, double{}) : f(constant, float{}); };
+  switch (kind) {
+    case IouKind::kIou:
+      return with_type(std::integral_constant<IouKind, IouKind::kIou>{});
+    case IouKind::kGiou:
+      return with_type(std::integral_constant<IouKind, IouKind::kGiou>{});
+    case IouKind::kDiou:
+      return with_type(std::integral_constant<IouKind, IouKind::kDiou>{});
+    case IouKind::kCiou:
+      return with_type(std::integral_constant<IouKind, IouKind::kCiou>{});
+  }
+}
 
 enum class IouReduction : int32_t { kNone, kMean, kSum };
 
@@ -48,9 +66,7 @@ struct IouLossParams {
   DType out_dtype;
 };
 
-// Blocks that share a loss: a function of the number of pairs alone, so that the order of summation, and with it the
-// result's bits, are the same on every GPU. A pair takes some 250 instructions, so that even 3,000 pairs want more than
-// one multiprocessor.
+// Blocks that share a loss, by the pairs alone, so that bits are the same on every GPU. A pair takes 250 instructions.
 constexpr int64_t kLossMaxCluster = 8;
 constexpr int64_t kLossClusterPairs = 65536;
 constexpr int64_t kLossMaxBlocks = 1024;
@@ -72,8 +88,7 @@ inline int64_t iou_loss_partials(int64_t pairs, bool clusters) {
   return blocks == 1 || (blocks <= kLossMaxCluster && clusters) ? 0 : blocks;
 }
 
-// The gradient of one box tensor: contiguous rows of four, each the sum over the `reduce` pairs it was broadcast to.
-// Pairs r * reduce ... (r + 1) * reduce - 1 of the plan belong to row r.
+// The gradient of a box tensor: contiguous rows; row r sums the plan's pairs [r * reduce, (r + 1) * reduce).
 struct IouGradPass {
   BroadcastPlan<3> pairs;  // operands: box1, box2, grad
   int64_t rows = 0;
@@ -94,8 +109,7 @@ struct IouBackwardParams {
 };
 
 cudaError_t launch_bbox_iou(const BboxIouParams& params, cudaStream_t stream);
-// Whether the loss kernel that runs on the current device was compiled with clusters: for compute capability 9.0 or
-// newer.
+// Set whether the loss kernel that runs on the current device was compiled with clusters: for compute capability 9.0.
 cudaError_t iou_loss_clusters(bool& clusters);
 cudaError_t launch_iou_loss(const IouLossParams& params, cudaStream_t stream);
 cudaError_t launch_iou_backward(const IouBackwardParams& params, cudaStream_t stream);

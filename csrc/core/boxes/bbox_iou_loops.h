@@ -1,6 +1,5 @@
 // bbox_iou and iou_loss on the CPU. Pairs are gathered into blocks of coordinate arrays, over which the loops around
-// box_math.h vectorise; chunks of pairs, of a size that does not depend on the number of threads, are shared among
-// them by parallel_for(begin, end, grain, f).
+// box_math.h vectorise; parallel_for(begin, end, grain, f) shares out chunks of a fixed size.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +27,8 @@ using Values = T[kBlock];
 
 // Whole blocks only, so that a pair's result does not depend on its place; the unused end of a block holds zeros.
 template <IouKind kKind, typename T>
-void value_loop(const Block<T>& a, const Block<T>& b, bool xywh, T eps, Values<T>& out) {
+void value_loop(const Block<T>& a, const Block<T>& b, const IouConfig& config, Values<T>& out) {
+  const T eps = static_cast<T>(config.eps);
   const auto loop = [&](auto is_xywh) {
     for (int i = 0; i < kBlock; ++i) {
       const T box1[4] = {a.v[0][i], a.v[1][i], a.v[2][i], a.v[3][i]};
@@ -36,16 +36,13 @@ void value_loop(const Block<T>& a, const Block<T>& b, bool xywh, T eps, Values<T
       out[i] = box_iou<kKind>(make_box(box1, is_xywh, eps), make_box(box2, is_xywh, eps), eps);
     }
   };
-  if (xywh) {
-    loop(std::true_type{});
-  } else {
-    loop(std::false_type{});
-  }
+  config.xywh ? loop(std::true_type{}) : loop(std::false_type{});
 }
 
 template <IouKind kKind, typename T>
-void grad_loop(const Block<T>& a, const Block<T>& b, bool xywh, T eps, const Values<T>& grad,
+void grad_loop(const Block<T>& a, const Block<T>& b, const IouConfig& config, const Values<T>& grad,
                Block<T>& __restrict grad1, Block<T>& __restrict grad2) {
+  const T eps = static_cast<T>(config.eps);
   const auto loop = [&](auto is_xywh) {
     for (int i = 0; i < kBlock; ++i) {
       const T box1[4] = {a.v[0][i], a.v[1][i], a.v[2][i], a.v[3][i]};
@@ -63,81 +60,7 @@ void grad_loop(const Block<T>& a, const Block<T>& b, bool xywh, T eps, const Val
       }
     }
   };
-  if (xywh) {
-    loop(std::true_type{});
-  } else {
-    loop(std::false_type{});
-  }
-}
-
-// A baseline x86-64 build gets a second copy of the vector loops, chosen when they run.
-#ifdef TORCH_FASTDET_AVX2
-template <IouKind kKind, typename T>
-TORCH_FASTDET_AVX2 __attribute__((flatten)) void value_loop_avx2(const Block<T>& a, const Block<T>& b, bool xywh, T eps,
-                                                                 Values<T>& out) {
-  value_loop<kKind>(a, b, xywh, eps, out);
-}
-
-template <IouKind kKind, typename T>
-TORCH_FASTDET_AVX2 __attribute__((flatten)) void grad_loop_avx2(const Block<T>& a, const Block<T>& b, bool xywh, T eps,
-                                                                const Values<T>& grad, Block<T>& grad1,
-                                                                Block<T>& grad2) {
-  grad_loop<kKind>(a, b, xywh, eps, grad, grad1, grad2);
-}
-#endif
-
-template <IouKind kKind, typename T>
-__attribute__((flatten)) void value_loop_baseline(const Block<T>& a, const Block<T>& b, bool xywh, T eps,
-                                                  Values<T>& out) {
-  value_loop<kKind>(a, b, xywh, eps, out);
-}
-
-template <IouKind kKind, typename T>
-__attribute__((flatten)) void grad_loop_baseline(const Block<T>& a, const Block<T>& b, bool xywh, T eps,
-                                                 const Values<T>& grad, Block<T>& grad1, Block<T>& grad2) {
-  grad_loop<kKind>(a, b, xywh, eps, grad, grad1, grad2);
-}
-
-template <IouKind kKind, typename T>
-void block_values(const Block<T>& a, const Block<T>& b, const IouConfig& config, Values<T>& out) {
-  const T eps = static_cast<T>(config.eps);
-#ifdef TORCH_FASTDET_AVX2
-  if (has_avx2()) return value_loop_avx2<kKind>(a, b, config.xywh, eps, out);
-#endif
-  value_loop_baseline<kKind>(a, b, config.xywh, eps, out);
-}
-
-template <IouKind kKind, typename T>
-void block_grads(const Block<T>& a, const Block<T>& b, const IouConfig& config, const Values<T>& grad, Block<T>& grad1,
-                 Block<T>& grad2) {
-  const T eps = static_cast<T>(config.eps);
-#ifdef TORCH_FASTDET_AVX2
-  if (has_avx2()) return grad_loop_avx2<kKind>(a, b, config.xywh, eps, grad, grad1, grad2);
-#endif
-  grad_loop_baseline<kKind>(a, b, config.xywh, eps, grad, grad1, grad2);
-}
-
-// Calls f with the kind as a compile-time constant and a zero of the arithmetic type.
-template <typename F>
-void with_kind(IouKind kind, const BoxesIn& box1, const BoxesIn& box2, F&& f) {
-  const bool is_double = box1.dtype == DType::kFloat64 || box2.dtype == DType::kFloat64;
-  const auto with_type = [&](auto constant) {
-    if (is_double) {
-      f(constant, double{});
-    } else {
-      f(constant, float{});
-    }
-  };
-  switch (kind) {
-    case IouKind::kIou:
-      return with_type(std::integral_constant<IouKind, IouKind::kIou>{});
-    case IouKind::kGiou:
-      return with_type(std::integral_constant<IouKind, IouKind::kGiou>{});
-    case IouKind::kDiou:
-      return with_type(std::integral_constant<IouKind, IouKind::kDiou>{});
-    case IouKind::kCiou:
-      return with_type(std::integral_constant<IouKind, IouKind::kCiou>{});
-  }
+  config.xywh ? loop(std::true_type{}) : loop(std::false_type{});
 }
 
 // The offsets of `count` pairs from `first` on, for each operand.
@@ -202,7 +125,7 @@ void values_from(const BoxesIn& box1, const BoxesIn& box2, const BroadcastPlan<2
   block_offsets(plan, first, count, offsets);
   load_block<Halves>(box1, offsets[0], count, a);
   load_block<Halves>(box2, offsets[1], count, b);
-  block_values<kKind>(a, b, config, out);
+  vectorised([&] { value_loop<kKind>(a, b, config, out); });
 }
 
 template <class Halves, IouKind kKind, typename T>
@@ -220,10 +143,10 @@ void grads_from(const IouBackwardParams& p, const BroadcastPlan<3>& plan, int64_
     const auto* data = static_cast<const decltype(zero)*>(p.grad);
     for (int i = 0; i < count; ++i) grad[i] = static_cast<T>(data[offsets[2][i]]) * scale;
   });
-  block_grads<kKind>(a, b, p.config, grad, grad1, grad2);
+  vectorised([&] { grad_loop<kKind>(a, b, p.config, grad, grad1, grad2); });
 }
 
-// Calls f(first, count) for the blocks of pairs [begin, end).
+// Call f(first, count) for the blocks of pairs [begin, end).
 template <typename F>
 void for_blocks(int64_t begin, int64_t end, F&& f) {
   for (int64_t first = begin; first < end; first += kBlock) {
@@ -231,7 +154,7 @@ void for_blocks(int64_t begin, int64_t end, F&& f) {
   }
 }
 
-// Calls f(chunk, begin, end) for chunks of `size` items out of `total`, in parallel.
+// Call f(chunk, begin, end) for chunks of `size` items out of `total`, in parallel.
 template <typename ParallelFor, typename F>
 void for_chunks(int64_t total, int64_t size, const ParallelFor& parallel_for, F&& f) {
   const int64_t chunks = ceil_div(total, size);

@@ -19,8 +19,7 @@ namespace torch_fastdet::core {
 
 enum class IouKind : int { kIou, kGiou, kDiou, kCiou };
 
-// Corners, and the width and height that enter area and aspect ratio. They are kept apart because `w` and `h` of an
-// xywh box are inputs of their own, and because an xyxy box has eps added to its height.
+// Corners, and width and height for area and aspect ratio: inputs of an xywh box; an xyxy box adds eps to its height.
 template <typename T>
 struct Box {
   T x1, y1, x2, y2, w, h;
@@ -61,7 +60,7 @@ TORCH_FASTDET_HOST_DEVICE T nan_max(T a, T b) {
   return ((a > b) | (a != a)) ? a : b;
 }
 
-// How much of min(a, b)'s gradient goes to a; the rest goes to b. For max(a, b): min_share(b, a).
+// Return a's share of the gradient of min(a, b); the rest is b's. For max(a, b): min_share(b, a).
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T min_share(T a, T b) {
   return a < b ? T(1) : (a == b ? T(0.5) : T(0));
@@ -114,7 +113,6 @@ TORCH_FASTDET_HOST_DEVICE T inverse_square_sum(T w, T h) {
   return T(1) / (sum < kTiny ? kTiny : sum);
 }
 
-// What value and gradient have in common.
 template <typename T>
 struct IouTerms {
   T raw_w, raw_h;        // extent of the intersection before the clamp at 0

@@ -1,5 +1,4 @@
-// Iteration over rows of broadcast tensors: which element of each operand belongs to linear index i. Host code builds
-// the plan, host and device walk it.
+// Iterate over rows of broadcast tensors: the host plans, host and device find each operand's element of index i.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +17,7 @@ struct BroadcastPlan {
   int64_t size[kMaxBroadcastDims] = {};
   int64_t stride[kOperands][kMaxBroadcastDims] = {};
 
-  // Appends the next slower dimension, merging it into the last one where every operand allows that. False if full.
+  // Append the next slower dimension, merging it into the last one where every operand allows that. False if full.
   bool push(int64_t extent, const int64_t (&strides)[kOperands]) {
     numel *= extent;
     if (extent == 1) return true;

@@ -5,7 +5,7 @@
 
 namespace torch_fastdet::core {
 
-// Calls f with a zero of the type that `dtype` names: with_dtype<Halves>(dtype, [&](auto zero) { using T =
+// Call f with a zero of the type that `dtype` names: with_dtype<Halves>(dtype, [&](auto zero) { using T =
 // decltype(zero); ... }). Halves::Float16 and Halves::BFloat16 are the types of half precision, which C++ has not.
 template <class Halves, typename F>
 auto with_dtype(DType dtype, F&& f) {

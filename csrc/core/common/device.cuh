@@ -1,5 +1,4 @@
-// What kernels of every family share: warps, sums over a warp or a block in a fixed order, accesses of up to 16 bytes,
-// and room in shared memory.
+// Helpers of all kernels: warps, sums over a warp or a block in a fixed order, wide accesses, shared memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,7 +12,7 @@ namespace torch_fastdet::core {
 constexpr int kWarp = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-// Adds each of kValues values over the lanes of a whole warp. Every lane gets the sums, with the same bits.
+// Add each of kValues values over the lanes of a whole warp. Every lane gets the sums, with the same bits.
 template <typename T, int kValues>
 __device__ __forceinline__ void warp_sum(T (&values)[kValues]) {
 #pragma unroll
@@ -30,8 +29,7 @@ __device__ __forceinline__ T warp_sum(T value) {
   return value;
 }
 
-// Adds each of kValues values over a block of kThreads threads, as a tree. Thread 0 gets the sums. Every thread calls;
-// the block may call again at once.
+// Add each of kValues values over a block, as a tree, for thread 0. Every thread calls, also again at once.
 template <int kThreads, typename T, int kValues>
 __device__ __forceinline__ void block_sum(T (&values)[kValues]) {
   static_assert(kThreads % kWarp == 0 && kThreads <= kWarp * kWarp, "one warp adds what the warps leave");
@@ -52,8 +50,7 @@ __device__ __forceinline__ void block_sum(T (&values)[kValues]) {
   __syncthreads();
 }
 
-// Adds one value a warp (lane 0's) over a block of kWarps warps, in the order of the warps. Thread 0 gets the sum.
-// Every thread calls; the block synchronises before it calls again.
+// Add lane 0's value of each warp, in the order of warps, for thread 0. Every thread calls, synchronised before.
 template <int kWarps, typename T>
 __device__ __forceinline__ T sum_of_warps(T value) {
   __shared__ T warps[kWarps];
@@ -73,13 +70,12 @@ struct alignas(kCount * sizeof(T) > 16 ? 16 : kCount * sizeof(T)) Vector {
   T x[kCount];
 };
 
-// Whether Vector<T> may be read and written there. True of null.
+// Return whether Vector<T> may be read and written there. True of null.
 __device__ __forceinline__ bool is_vector_aligned(const void* pointer) {
   return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0;
 }
 
-// Lets a kernel use `bytes` of dynamic shared memory (above 48 KiB this must be requested) and prefers shared memory to
-// L1.
+// Let a kernel use `bytes` of dynamic shared memory (above 48 KiB this is asked for), and prefer that to L1.
 template <typename Kernel>
 cudaError_t allow_shared(Kernel* kernel, int bytes) {
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) {

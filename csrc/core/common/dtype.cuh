@@ -1,5 +1,4 @@
-// Device types of DType: their Storage, the switch from a DType to its type, and elements whose type is known at run
-// time only.
+// Device types of DType: their Storage, the switch to them, and elements whose type is known at run time only.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,10 +25,10 @@ struct Storage<__nv_bfloat16> {
   static TORCH_FASTDET_HOST_DEVICE float round(float x) { return load(store(x)); }
 };
 
-// Calls f with a value of the device type that `dtype` names: dispatch(dtype, [&](auto zero) { using T =
-// decltype(zero); ... }).
+// Call f with a zero of the device type that `dtype` names: a function of the caller's side, host or device.
+#pragma nv_exec_check_disable
 template <typename F>
-auto dispatch(DType dtype, F&& f) {
+TORCH_FASTDET_HOST_DEVICE auto dispatch(DType dtype, F&& f) {
   switch (dtype) {
     case DType::kFloat16:
       return f(__half{});
@@ -43,37 +42,19 @@ auto dispatch(DType dtype, F&& f) {
   return f(double{});
 }
 
-// Element i of `data`, whose type is `dtype`, as an A.
+// Return element i of `data`, whose type is `dtype`, as an A.
 template <typename A>
 __device__ __forceinline__ A load_element(const void* data, DType dtype, int64_t i) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return to_arithmetic(static_cast<const __half*>(data)[i]);
-    case DType::kBFloat16:
-      return to_arithmetic(static_cast<const __nv_bfloat16*>(data)[i]);
-    case DType::kFloat32:
-      return static_cast<const float*>(data)[i];
-    case DType::kFloat64:
-      break;
-  }
-  return static_cast<A>(static_cast<const double*>(data)[i]);
+  return dispatch(
+      dtype, [&](auto zero) { return static_cast<A>(to_arithmetic(static_cast<const decltype(zero)*>(data)[i])); });
 }
 
 template <typename A>
 __device__ __forceinline__ void store_element(void* data, DType dtype, int64_t i, A value) {
-  switch (dtype) {
-    case DType::kFloat16:
-      static_cast<__half*>(data)[i] = from_arithmetic<__half>(static_cast<float>(value));
-      return;
-    case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(data)[i] = from_arithmetic<__nv_bfloat16>(static_cast<float>(value));
-      return;
-    case DType::kFloat32:
-      static_cast<float*>(data)[i] = static_cast<float>(value);
-      return;
-    case DType::kFloat64:
-      static_cast<double*>(data)[i] = static_cast<double>(value);
-  }
+  dispatch(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    static_cast<T*>(data)[i] = from_arithmetic<T>(static_cast<arithmetic_t<T>>(value));
+  });
 }
 
 }  // namespace torch_fastdet::core

@@ -1,5 +1,4 @@
-// Arithmetic that gives the same bits on the CPU and on the GPU: no product is contracted into a following sum, and exp
-// is built from IEEE additions and products alone.
+// Arithmetic with the same bits on CPU and GPU: no contracted products, exp from IEEE additions and products alone.
 #pragma once
 
 #include <cmath>
@@ -102,7 +101,6 @@ TORCH_FASTDET_HOST_DEVICE float bits_float(uint32_t bits) {
 #endif
 }
 
-// 1 / x, rounded to nearest.
 TORCH_FASTDET_HOST_DEVICE float reciprocal_rn(float x) {
 #ifdef __CUDA_ARCH__
   return __frcp_rn(x);
@@ -115,14 +113,12 @@ TORCH_FASTDET_HOST_DEVICE double reciprocal_rn(double x) {
   return div_rn(1., x);
 }
 
-// A finite number: neither NaN nor infinite.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE bool is_finite(A x) {
   return x - x == A(0);
 }
 
-// exp(x) within 2 ulp for x <= 88.7, infinite above, 0 below -86.9. The reduction is Cody and Waite's, the polynomial
-// that of Cephes' expf.
+// exp(x) within 2 ulp for x <= 88.7, infinite above, 0 below -86.9: Cody and Waite's reduction, Cephes' polynomial.
 TORCH_FASTDET_HOST_DEVICE float exp_rn(float x) {
   const float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which is left in the low bits
   const float shifted = add_rn(mul_rn(x, 1.44269504088896341f), kRound);

@@ -7,8 +7,7 @@
 
 namespace torch_fastdet::core {
 
-// Exact for dividends and divisors below 2^31 (Granlund and Montgomery, "Division by invariant integers using
-// multiplication", PLDI 1994).
+// Exact below 2^31 (Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994).
 struct FastDivider {
   uint32_t divisor = 1;
   uint32_t magic = 1;
@@ -16,13 +15,11 @@ struct FastDivider {
 
   FastDivider() = default;
   explicit FastDivider(uint32_t d) : divisor(d) {
-    while ((uint64_t{1} << shift) < d) {
-      ++shift;
-    }
+    while ((uint64_t{1} << shift) < d) ++shift;
     magic = static_cast<uint32_t>((((uint64_t{1} << 32) * ((uint64_t{1} << shift) - d)) / d) + 1);
   }
 
-  // Leaves the quotient in `n` and returns the remainder.
+  // Leave the quotient in `n` and return the remainder.
   TORCH_FASTDET_HOST_DEVICE uint32_t divide(uint32_t& n) const {
 #ifdef __CUDA_ARCH__
     const uint32_t high = __umulhi(n, magic);

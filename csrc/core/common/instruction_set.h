@@ -20,4 +20,25 @@ inline bool has_avx2() {
 #endif
 }
 
+#ifdef TORCH_FASTDET_AVX2
+template <typename F>
+TORCH_FASTDET_AVX2 __attribute__((flatten)) auto run_avx2(F f) {
+  return f();
+}
+#endif
+
+template <typename F>
+__attribute__((flatten)) auto run_baseline(F f) {
+  return f();
+}
+
+// Call f, or its copy for AVX2. Let it capture scalars by value, or what it writes might be taken for them.
+template <typename F>
+auto vectorised(const F& f) {
+#ifdef TORCH_FASTDET_AVX2
+  if (has_avx2()) return run_avx2(f);
+#endif
+  return run_baseline(f);
+}
+
 }  // namespace torch_fastdet::core

@@ -7,8 +7,7 @@
 
 namespace torch_fastdet::core {
 
-// log(1 + x) of 0 <= x <= 1, within 2 ulp in float: the polynomial of Cephes' logf, without branches, so that loops
-// over it vectorise.
+// log(1 + x) of 0 <= x <= 1, within 2 ulp in float: Cephes' polynomial, without branches, so that loops vectorise.
 TORCH_FASTDET_HOST_DEVICE float log1p_of_share(float x) {
   const bool upper = x > 0.41421356f;
   const float f = upper ? (x - 1.f) * 0.5f : x;  // 1 + x is 1 + f or 2 (1 + f)

@@ -1,5 +1,4 @@
-// A stored type T and the type that its arithmetic is done in: float, or double for double. The general form serves
-// float, double and Torch's CPU half types; dtype.cuh specialises it for CUDA's half types.
+// A stored type T and that of its arithmetic, float or double. dtype.cuh specialises it for CUDA's half types.
 #pragma once
 
 #include <type_traits>

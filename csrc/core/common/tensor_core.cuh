@@ -1,8 +1,6 @@
-// Products of small float16 or bfloat16 matrices by a warp on tensor cores, with sums in float32. Compute
-// capability 8.0; on older devices a kernel that comes here traps.
-//
-// A lane has, of an 8 x 8 matrix, the two neighbours in row lane / 4 from column 2 * (lane % 4) on, the first in the
-// low half of a register.
+// Products of small float16 or bfloat16 matrices by a warp on tensor cores of compute capability 8.0 or newer, with
+// sums in float32. Of an 8 x 8 matrix, a lane has the two neighbours in row lane / 4 from column 2 * (lane % 4) on, the
+// first in the low half of a register.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,8 +20,7 @@ namespace torch_fastdet::core {
 
 #ifdef __CUDACC__
 
-// Four 8 x 8 matrices from shared memory. Lane i gives where row i % 8 of matrix i / 8 begins, at a multiple of 16
-// bytes. kTransposed: each is transposed on the way.
+// Load four 8 x 8 matrices from shared memory: lane i gives row i % 8 of matrix i / 8. kTransposed: transpose each.
 template <bool kTransposed>
 __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], const void* row) {
 #if __CUDA_ARCH__ < 800

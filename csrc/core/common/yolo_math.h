@@ -1,6 +1,5 @@
-// The arithmetic of YOLO heads: sigmoid, YOLOv5's grid and anchor decode, the anchor-free (DFL) decode, and letterboxed
-// boxes back in original pixels. All in arithmetic type A (float, or double for double); rounding to storage is the
-// caller's.
+// The arithmetic of YOLO heads: sigmoid, YOLOv5's decode, the anchor-free (DFL) decode, and letterboxed boxes back in
+// original pixels, in arithmetic type A (float, or double for double); rounding to storage is the caller's.
 #pragma once
 
 #include "core/common/exact_math.h"
@@ -43,37 +42,47 @@ TORCH_FASTDET_HOST_DEVICE A side_of(A s, A anchor) {
   return mul_rn(mul_rn(root, root), anchor);
 }
 
-// Distance of one box side in cells: the expectation of softmax(logits) over bins 0..count-1. `logit(i)` gives logit i.
+// Return a softmax's highest of logit(i), the sum of exp(logit - highest), and that sum of terms times their bins.
+template <typename A>
+struct SoftmaxBins {
+  A highest, total, weighted;
+};
+
 template <typename A, typename Logit>
-TORCH_FASTDET_HOST_DEVICE A expected_bin(int count, Logit logit) {
-  if (count == 1) return logit(0);  // models without DFL regress the distance itself
-  A total = 0, weighted = 0;
+TORCH_FASTDET_HOST_DEVICE SoftmaxBins<A> softmax_bins(int count, Logit logit) {
+  SoftmaxBins<A> bins{logit(0), 0, 0};
   if (count == 16) {  // the usual head: every logit is loaded once, all at the same time
     A values[16];
     TORCH_FASTDET_UNROLL
     for (int i = 0; i < 16; ++i) values[i] = logit(i);
-    A highest = values[0];
     TORCH_FASTDET_UNROLL
-    for (int i = 1; i < 16; ++i) highest = values[i] > highest ? values[i] : highest;
+    for (int i = 1; i < 16; ++i) bins.highest = values[i] > bins.highest ? values[i] : bins.highest;
     TORCH_FASTDET_UNROLL
     for (int i = 0; i < 16; ++i) {
-      const A weight = exp_rn(sub_rn(values[i], highest));
-      total = add_rn(total, weight);
-      weighted = add_rn(weighted, mul_rn(weight, A(i)));
+      const A weight = exp_rn(sub_rn(values[i], bins.highest));
+      bins.total = add_rn(bins.total, weight);
+      bins.weighted = add_rn(bins.weighted, mul_rn(weight, A(i)));
     }
-    return div_rn(weighted, total);
+    return bins;
   }
-  A highest = logit(0);
   for (int i = 1; i < count; ++i) {
     const A value = logit(i);
-    highest = value > highest ? value : highest;
+    bins.highest = value > bins.highest ? value : bins.highest;
   }
   for (int i = 0; i < count; ++i) {
-    const A weight = exp_rn(sub_rn(logit(i), highest));
-    total = add_rn(total, weight);
-    weighted = add_rn(weighted, mul_rn(weight, A(i)));
+    const A weight = exp_rn(sub_rn(logit(i), bins.highest));
+    bins.total = add_rn(bins.total, weight);
+    bins.weighted = add_rn(bins.weighted, mul_rn(weight, A(i)));
   }
-  return div_rn(weighted, total);
+  return bins;
+}
+
+// Return the distance of one box side in cells: the expectation of softmax(logits) over bins 0..count-1.
+template <typename A, typename Logit>
+TORCH_FASTDET_HOST_DEVICE A expected_bin(int count, Logit logit) {
+  if (count == 1) return logit(0);  // models without DFL regress the distance itself
+  const SoftmaxBins<A> bins = softmax_bins<A>(count, logit);
+  return div_rn(bins.weighted, bins.total);
 }
 
 // Cosine and sine. They are computed in double, so that float results are the nearest on every device.
@@ -135,8 +144,7 @@ TORCH_FASTDET_HOST_DEVICE CenterBox<A> decode_distances(const A (&distance)[4], 
           mul_rn(sub_rn(x2, x1), stride), mul_rn(sub_rn(y2, y1), stride)};
 }
 
-// How an image was letterboxed: a point p of the network's input lies at (p - pad) / gain in the original image, which
-// is width x height pixels.
+// A letterbox: point p of the network's input lies at (p - pad) / gain in an original image of width x height pixels.
 template <typename A>
 struct Letterbox {
   A gain_x, gain_y, pad_x, pad_y, width, height;
@@ -155,7 +163,7 @@ TORCH_FASTDET_HOST_DEVICE CornerBox<A> scale_corners(const CornerBox<A>& box, co
           clamp(div_rn(sub_rn(box.y2, letterbox.pad_y), letterbox.gain_y), A(0), letterbox.height)};
 }
 
-// The same of a box as center and size, which is not clipped.
+// Do the same to a box as center and size, which is not clipped.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE CenterBox<A> scale_center(const CenterBox<A>& box, const Letterbox<A>& letterbox) {
   return {div_rn(sub_rn(box.x, letterbox.pad_x), letterbox.gain_x),

@@ -38,8 +38,7 @@ Rows make_rows(const DeformableAttentionParams& p, bool vectors) {
   return rows;
 }
 
-// kFast: a lane has kVector neighbouring channels. Otherwise it has each channel whose number is its own, modulo the
-// number of lanes.
+// kFast: a lane has kVector neighbouring channels; otherwise those whose number is its own, modulo the lanes.
 template <typename T, bool kFast>
 using Channels = Vector<T, kFast ? kVector : 1>;
 
@@ -89,8 +88,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Gradients of locations and weights, and for each query and head a bound of what it adds to the value's gradient: the
-// greatest gradient of a channel times the sum of the weights.
+// Gradients of locations and weights, and each query's and head's bound of what it adds to the value's gradient.
 template <typename T, bool kFast>
 __global__ void __launch_bounds__(kThreads)
     deformable_backward_points(const __grid_constant__ DeformableAttentionBackwardParams b,
@@ -155,9 +153,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     for (int step = 1; step < lanes; step *= 2) most = fmax(most, __shfl_xor_sync(kFullWarp, most, step));
-    if (lane == 0 && exists) {
-      static_cast<A*>(b.bounds)[(image * p.heads + head) * p.queries + query] = most * sum;
-    }
+    if (lane == 0 && exists) static_cast<A*>(b.bounds)[(image * p.heads + head) * p.queries + query] = most * sum;
   }
 }
 

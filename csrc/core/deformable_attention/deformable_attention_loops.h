@@ -1,5 +1,4 @@
-// Deformable attention on the CPU: images, queries and heads are shared among the threads by parallel_for(begin, end,
-// grain, f).
+// Deformable attention on the CPU: parallel_for(begin, end, grain, f) shares out images, queries and heads.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +10,7 @@
 
 namespace torch_fastdet::core::deformable_loops {
 
-// Calls f(tap, weight, level, index of the point) for each point of a query and head.
+// Call f(tap, weight, level, index of the point) for each point of a query and head.
 template <typename A, typename F>
 void for_each_point(const DeformableAttentionParams& p, int64_t row, const F& f) {
   const int64_t first = row * p.level_count * p.points;
@@ -25,7 +24,7 @@ void for_each_point(const DeformableAttentionParams& p, int64_t row, const F& f)
   }
 }
 
-// Calls f(corner, element of the value) for those of a point's four pixels that are inside.
+// Call f(corner, element of the value) for those of a point's four pixels that are inside.
 template <typename A, typename F>
 void for_each_corner(const DeformableAttentionParams& p, const DeformableTap<A>& tap, const DeformableLevel& level,
                      const F& f) {

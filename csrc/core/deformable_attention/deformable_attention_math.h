@@ -7,8 +7,7 @@
 
 namespace torch_fastdet::core {
 
-// The pixel at the top left of a point, and how far the point lies to its right and below it. Pixels outside count as
-// 0.
+// The pixel at the top left of a point, and the point's distance from it. Pixels outside count as 0.
 template <typename A>
 struct DeformableTap {
   int x, y;

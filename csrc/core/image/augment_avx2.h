@@ -1,5 +1,4 @@
-// The inner loops of augmentation for AVX2, with the same results: four or eight warped pixels or eight colours at a
-// time.
+// The inner loops of augmentation for AVX2, with the same results: four or eight pixels at a time.
 #pragma once
 
 #include <immintrin.h>
@@ -34,8 +33,7 @@ TORCH_FASTDET_IMAGE_AVX2 inline void pixel_offsets(__m128i x, __m128i y, __m256i
   _mm256_store_si256(reinterpret_cast<__m256i*>(offsets), _mm256_add_epi64(rows, columns));
 }
 
-// Four pixels of a patch at points of 1/32 pixel. Reads up to eight bytes from a square's pixels on: the caller has
-// seen to it that they exist.
+// Four pixels of a patch at points of 1/32 pixel. Reads up to eight bytes from a square's pixels on, which must exist.
 TORCH_FASTDET_IMAGE_AVX2 inline __m128i fixed_pixels(const Patch& patch, __m128i px, __m128i py) {
   const uint8_t* base = patch.data + patch.origin;
   const __m128i fraction = _mm_set1_epi32(kWarpFraction), scale = _mm_set1_epi32(kWarpScale);
@@ -121,7 +119,7 @@ TORCH_FASTDET_IMAGE_AVX2 inline __m256i eight_from(int x) {
   return _mm256_add_epi32(_mm256_set1_epi32(x), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-// As fixed_pixels().
+// Blend points as fixed_pixels() does.
 TORCH_FASTDET_IMAGE_AVX2 inline __m256i blend_points(const Patch& patch, const FloatPoints& p) {
   const uint8_t* base = patch.data + patch.origin;
   const __m256i pitch = _mm256_set1_epi64x(patch.pitch);
@@ -138,7 +136,7 @@ TORCH_FASTDET_IMAGE_AVX2 inline __m256i blend_points(const Patch& patch, const F
   return pixels;
 }
 
-// As warp_fixed_avx2(), in float32: eight pixels at a time.
+// Warp as warp_fixed_avx2(), in float32: eight pixels at a time.
 TORCH_FASTDET_IMAGE_AVX2 inline void warp_float_avx2(const WarpSpan<FloatLine>& s) {
   const Patch patch = *s.patch;
   const __m256 step_x = _mm256_set1_ps(s.line->step[0]), step_y = _mm256_set1_ps(s.line->step[1]);
@@ -170,7 +168,6 @@ TORCH_FASTDET_IMAGE_AVX2 inline __m256i blend_points(const Patch& patch, const F
   return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 }
 
-// round_to_int().
 TORCH_FASTDET_IMAGE_AVX2 inline __m128i round_four(__m256d x) {
   x = _mm256_and_pd(x, _mm256_cmp_pd(x, x, _CMP_ORD_Q));
   x = _mm256_min_pd(_mm256_max_pd(x, _mm256_set1_pd(-2147483648.)), _mm256_set1_pd(2147483647.));
@@ -211,7 +208,7 @@ class FixedBlock {
   double start_[3];
 };
 
-// As FixedBlock: FloatLine::at().
+// The same as FixedBlock, for FloatLine::at().
 class FloatBlock {
  public:
   FloatBlock(const FloatLine& line, int) : line_(line) {}
@@ -374,7 +371,6 @@ TORCH_FASTDET_IMAGE_AVX2 inline void expand_avx2(const uint8_t* from, uint32_t* 
   expand(from + 3 * x, words + x, count - x);
 }
 
-// 32 pixels at a time.
 TORCH_FASTDET_IMAGE_AVX2 inline void plane_avx2(const uint32_t* row, int width, int shift, uint8_t* to) {
   const __m256i byte = _mm256_set1_epi32(255);
   const __m128i by = _mm_cvtsi32_si128(shift);

@@ -28,7 +28,6 @@ TORCH_FASTDET_HOST_DEVICE Pixel<kChannels> load_pixel(const uint8_t* at) {
   return pixel;
 }
 
-// Two neighbouring pixels of a row.
 template <int kChannels>
 struct PixelPair {
   Pixel<kChannels> left, right;
@@ -65,7 +64,7 @@ struct PixelSquare {
   PixelPair<kChannels> top, bottom;
 };
 
-// Whether any image shows in the square; it is not filled in where none does.
+// Return whether any image shows in the square; it is not filled in where none does.
 template <int kChannels>
 TORCH_FASTDET_HOST_DEVICE bool load_square(const Layer& layer, int x, int y, PixelSquare<kChannels>& square) {
   const int i = patch_of_square(layer, x, y);
@@ -81,8 +80,7 @@ TORCH_FASTDET_HOST_DEVICE bool load_square(const Layer& layer, int x, int y, Pix
   return true;
 }
 
-// At a point in 1/32 pixel. OpenCV keeps whole pixels in 16 bits; a canvas is smaller, so what it saturates lies
-// outside.
+// At a point in 1/32 pixel. OpenCV keeps whole pixels in 16 bits; what that saturates lies outside of a canvas.
 template <int kChannels>
 TORCH_FASTDET_HOST_DEVICE Pixel<kChannels> sample_fixed(const Layer& layer, WarpPoint point) {
   PixelSquare<kChannels> s;
@@ -110,8 +108,7 @@ TORCH_FASTDET_HOST_DEVICE Pixel<kChannels> sample_float(const Layer& layer, Floa
   return pixel;
 }
 
-// Everything a colour takes from memory: OpenCV's division tables, and an image's own three tables with what
-// bgr_from_hsv() makes of their values.
+// Hold OpenCV's division tables, and an image's own three with what bgr_from_hsv() makes of their values.
 struct ColorTables {
   int s_factor[256], h_factor[256];
   float saturation[256], value[256];

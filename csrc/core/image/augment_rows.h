@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
-#include <type_traits>
 #include <vector>
 
 #include "core/image/augment_math.h"
@@ -88,7 +86,6 @@ inline void warp_span(const WarpSpan<FixedLine>& s) {
   }
 }
 
-// Any columns of a row, one by one.
 template <int kChannels, typename Line>
 TORCH_FASTDET_HOST_DEVICE void warp_points(const Layer& layer, const Line& line, int begin, int end, uint32_t* out) {
   for (int x = begin; x < end; ++x) out[x] = pack_pixel(sample_point<kChannels>(layer, line.at(x)));
@@ -142,7 +139,6 @@ inline SquareBoxes square_boxes(const Layer& layer) {
   return boxes;
 }
 
-// A row that is warped by a perspective map.
 template <typename Line>
 struct PerspectiveRow {
   const Layer* layer;
@@ -171,7 +167,7 @@ inline void plane(const uint32_t* row, int width, int shift, uint8_t* to) {
   for (int x = 0; x < width; ++x) to[x] = static_cast<uint8_t>(row[x] >> shift);
 }
 
-// What an instruction set may replace; AVX2's are in augment_avx2.h.
+// The steps that an instruction set may replace; AVX2's are in augment_avx2.h.
 struct RowKernels {
   void (*warp_fixed3)(const WarpSpan<FixedLine>&);
   void (*warp_float3)(const WarpSpan<FloatLine>&);
@@ -208,7 +204,7 @@ inline void store_words(const BatchOut& out, int64_t n, int y, const uint32_t* r
   }
 }
 
-// How a batch is written. `levels`: the element for each of the 256 levels; not read for uint8.
+// The writer of a batch. `levels`: the element for each of the 256 levels; not read for uint8.
 struct RowStore {
   const BatchOut& out;
   const void* levels;
@@ -255,7 +251,7 @@ class AugmentPicture {
     }
   }
 
-  // Writes rows [begin, end) of the image before it is flipped.
+  // Write rows [begin, end) of the image before it is flipped.
   void run(int begin, int end) {
     const int width = p_.out.width;
     for (int y = begin; y < end; ++y) {
@@ -342,15 +338,14 @@ class AugmentPicture {
     }
   }
 
-  // Where a square enters or leaves a patch.
+  // Add where a square enters or leaves a patch.
   static void add_edges(std::vector<int>& edges, int begin, int end) {
     for (const int edge : {begin - 1, begin, end - 1, end}) {
       if (std::find(edges.begin(), edges.end(), edge) == edges.end()) edges.push_back(edge);
     }
   }
 
-  // Along a row each coordinate rises or falls throughout, so that it crosses an edge at most once. Between crossings
-  // all squares lie alike: in one patch, in none, or across an edge.
+  // A row crosses each edge at most once; between crossings all squares lie in one patch, in none or across an edge.
   template <typename Line>
   void row_spans(const Layer& layer, int which, const Line& line, uint32_t* row) {
     cuts_.assign({0, p_.out.width});
@@ -419,7 +414,6 @@ class AugmentPicture {
   void warp_span3(const WarpSpan<FixedLine>& span) const { kernels_.warp_fixed3(span); }
   void warp_span3(const WarpSpan<FloatLine>& span) const { kernels_.warp_float3(span); }
 
-  // Columns whose squares are looked up one by one.
   void sample_points(const Layer& layer, const FixedLine& line, int begin, int end, uint32_t* row) const {
     warp_points<kChannels>(layer, line, begin, end, row);
   }

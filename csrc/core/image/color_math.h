@@ -1,8 +1,5 @@
-// BGR to HSV and back as OpenCV computes them for 8-bit images (hue in half degrees), to the bit; checked for all
-// 2^24 colours against cv2.cvtColor.
+// BGR to HSV and back for 8-bit images, to OpenCV's bit (all 2^24 colours were checked); hue in half degrees.
 #pragma once
-
-#include <cstdint>
 
 #include "core/common/exact_math.h"
 #include "core/common/host_device.h"
@@ -17,8 +14,7 @@ struct Bgr {
   int b, g, r;
 };
 
-// a * b + c, rounded once. Without a fused instruction the float64 sum is rounded twice, which is the same for the
-// products that colours make (all of them are tested).
+// a * b + c, rounded once (or twice, in float64: the same for every product that colours make, as tests show).
 TORCH_FASTDET_HOST_DEVICE float fma_rn(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rn(a, b, c);

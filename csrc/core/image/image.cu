@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_pixel(const BatchOut& out, int64_t n, int 
   }
 }
 
-// Where the tile's columns and rows lie in a layer's canvas, for the arithmetic that splits them: fixed and affine.
+// The places of the tile's columns and rows in a layer's canvas, for the arithmetic that splits them: fixed and affine.
 struct TileCoordinates {
   int column_x[kTileWidth], column_y[kTileWidth];
   int row_x[kTileHeight], row_y[kTileHeight];
@@ -199,9 +199,9 @@ __global__ void __launch_bounds__(kThreads) resize_kernel(const __grid_constant_
   }
 }
 
-// Calls f(element of the batch, number of channels) with the types that `out` names.
+// Call f(element of the batch, number of channels) with the types that `out` names.
 template <typename F>
-cudaError_t with_batch_type(const BatchOut& out, F&& f) {
+void with_batch_type(const BatchOut& out, F&& f) {
   const auto with_channels = [&](auto zero) {
     return out.channels == 1 ? f(zero, std::integral_constant<int, 1>()) : f(zero, std::integral_constant<int, 3>());
   };
@@ -212,56 +212,40 @@ cudaError_t with_batch_type(const BatchOut& out, F&& f) {
 // A grid has at most 65,535 blocks along z and y: larger batches go in several launches.
 constexpr int64_t kMostPictures = 65535;
 
-dim3 batch_grid(const BatchOut& out, int64_t pictures) {
-  return dim3(static_cast<unsigned>((out.width + kTileWidth - 1) / kTileWidth),
-              static_cast<unsigned>((out.height + kTileHeight - 1) / kTileHeight), static_cast<unsigned>(pictures));
-}
-
-int64_t picture_bytes_out(const BatchOut& out) {
+// Call f(params of the part, grid, its first picture, element, channels), which launches, for each part of a batch.
+template <typename Params, typename F>
+cudaError_t launch_parts(const Params& params, F&& f) {
+  const BatchOut& out = params.out;
   const int64_t element = out.type == PixelType::kUint8 ? 1 : out.type == PixelType::kFloat16 ? 2 : 4;
-  return element * out.channels * out.height * out.width;
-}
-
-BatchOut batch_part(const BatchOut& out, int64_t first, int64_t count) {
-  BatchOut part = out;
-  part.data = static_cast<char*>(out.data) + first * picture_bytes_out(out);
-  part.batch = count;
-  return part;
+  const int64_t bytes = element * out.channels * out.height * out.width;
+  if (bytes == 0) return cudaSuccess;
+  for (int64_t first = 0; first < out.batch; first += kMostPictures) {
+    Params p = params;
+    p.out.data = static_cast<char*>(out.data) + first * bytes;
+    p.out.batch = lesser(kMostPictures, out.batch - first);
+    const dim3 grid((out.width + kTileWidth - 1) / kTileWidth, (out.height + kTileHeight - 1) / kTileHeight,
+                    static_cast<unsigned>(p.out.batch));
+    with_batch_type(out, [&](auto zero, auto channels) { f(p, grid, first, zero, channels); });
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 }  // namespace
 
 cudaError_t launch_image_augment(const AugmentParams& params, cudaStream_t stream) {
-  if (picture_bytes_out(params.out) == 0) return cudaSuccess;
-  for (int64_t first = 0; first < params.out.batch; first += kMostPictures) {
-    AugmentParams p = params;
-    p.out = batch_part(params.out, first, lesser(kMostPictures, params.out.batch - first));
+  return launch_parts(params, [&](AugmentParams& p, dim3 grid, int64_t first, auto zero, auto channels) {
     p.pictures += first * kPictureColumns;
     if (p.blend) p.blend += first;
-    const cudaError_t error = with_batch_type(p.out, [&](auto zero, auto channels) {
-      augment_kernel<decltype(zero), decltype(channels)::value>
-          <<<batch_grid(p.out, p.out.batch), kThreads, 0, stream>>>(p);
-      return cudaGetLastError();
-    });
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+    augment_kernel<decltype(zero), decltype(channels)::value><<<grid, kThreads, 0, stream>>>(p);
+  });
 }
 
 cudaError_t launch_image_letterbox(const LetterboxParams& params, cudaStream_t stream) {
-  if (picture_bytes_out(params.out) == 0) return cudaSuccess;
-  for (int64_t first = 0; first < params.out.batch; first += kMostPictures) {
-    LetterboxParams p = params;
-    p.out = batch_part(params.out, first, lesser(kMostPictures, params.out.batch - first));
+  return launch_parts(params, [&](LetterboxParams& p, dim3 grid, int64_t first, auto zero, auto channels) {
     p.plan += first * kLetterboxColumns;
-    const cudaError_t error = with_batch_type(p.out, [&](auto zero, auto channels) {
-      letterbox_kernel<decltype(zero), decltype(channels)::value>
-          <<<batch_grid(p.out, p.out.batch), kThreads, 0, stream>>>(p);
-      return cudaGetLastError();
-    });
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+    letterbox_kernel<decltype(zero), decltype(channels)::value><<<grid, kThreads, 0, stream>>>(p);
+  });
 }
 
 cudaError_t launch_image_resize(const ResizeParams& params, cudaStream_t stream) {
@@ -270,13 +254,9 @@ cudaError_t launch_image_resize(const ResizeParams& params, cudaStream_t stream)
     p.plan += first * kResizeColumns;
     p.pictures = lesser(kMostPictures, params.pictures - first);
     const dim3 grid(kResizeBlocks, static_cast<unsigned>(p.pictures));
-    if (p.channels == 1) {
-      resize_kernel<1><<<grid, kThreads, 0, stream>>>(p);
-    } else {
-      resize_kernel<3><<<grid, kThreads, 0, stream>>>(p);
-    }
-    const cudaError_t error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
+    p.channels == 1 ? resize_kernel<1><<<grid, kThreads, 0, stream>>>(p)
+                    : resize_kernel<3><<<grid, kThreads, 0, stream>>>(p);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }

@@ -33,8 +33,7 @@ struct Storages {
 
 enum class PixelType : int32_t { kUint8, kFloat16, kFloat32 };
 
-// A batch (B, C, H, W). A value of a floating type is x / 255, or x * (1 / 255) in float32 with `reciprocal`: what
-// PyTorch's division gives on the CPU and on the GPU.
+// A batch (B, C, H, W). Floating values are x / 255, or with `reciprocal` x * (1 / 255) in float32, as on the GPU.
 struct BatchOut {
   void* data;
   PixelType type;

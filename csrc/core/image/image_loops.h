@@ -1,5 +1,4 @@
-// The CPU's loops over batches of images: bands of rows, shared out by the caller's parallel_for, with further copies
-// of the inner loops for AVX2.
+// The CPU's loops over batches of images: the caller's parallel_for shares out bands of rows.
 #pragma once
 
 #include <algorithm>
@@ -56,8 +55,7 @@ class LevelTable {
   std::array<Half, 256> half_;
 };
 
-// Calls f(picture, first row, last row) for bands of the images' rows, in parallel: whole images where there are
-// enough of them for the threads.
+// Call f(picture, first row, last row) in parallel for bands of rows: whole images where these are enough.
 template <typename ParallelFor, typename F>
 void for_bands(int64_t pictures, int64_t height, int threads, const ParallelFor& parallel_for, const F& f) {
   const int64_t rows = pictures >= int64_t{4} * threads || threads == 1 ? height : kBand;
@@ -127,7 +125,7 @@ void resize_pictures(const ResizeParams& p, const ParallelFor& parallel_for) {
   });
 }
 
-// Copies pieces of storages, rows of kPieceColumns, to their places in `out`; a thread takes `grain` bytes at least.
+// Copy pieces of storages, rows of kPieceColumns, to their places in `out`; a thread takes `grain` bytes at least.
 template <typename ParallelFor>
 void gather_pieces(const Storages& storages, const int64_t* rows, int64_t count, uint8_t* out, int64_t grain,
                    const ParallelFor& parallel_for) {

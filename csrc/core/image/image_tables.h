@@ -1,5 +1,4 @@
-// Rows of the plan tables as structs. A row that points outside of its storage or table, or whose sizes make no sense,
-// is read as nothing: on the GPU nobody has checked it. The CPU's glue raises an error first.
+// Rows of the plan tables as structs. What points outside or makes no sense is read as nothing; the CPU raises before.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,7 @@ namespace torch_fastdet::core {
 
 constexpr int64_t kMaxSide = int64_t{1} << 24;
 
-// Where an image's bytes are, or null. `pitch`: bytes from row to row.
+// Return an image's bytes, or null. `pitch`: bytes from row to row.
 TORCH_FASTDET_HOST_DEVICE const uint8_t* picture_bytes(const Storages& storages, int64_t storage, int64_t offset,
                                                        int64_t height, int64_t row_bytes, int64_t pitch) {
   if (storage < 0 || storage >= storages.count || offset < 0 || height <= 0 || row_bytes <= 0 || pitch < row_bytes) {
@@ -24,8 +23,7 @@ TORCH_FASTDET_HOST_DEVICE const uint8_t* picture_bytes(const Storages& storages,
                                                                              : nullptr;
 }
 
-// The part of a canvas, columns [x0, x1) and rows [y0, y1), that an image covers: pixel (x, y) starts at
-// data + origin + y * pitch + x * channels.
+// The part [x0, x1) x [y0, y1) of a canvas that an image covers: pixel data[origin + y * pitch + x * channels].
 struct Patch {
   const uint8_t* data;
   int64_t origin;
@@ -124,8 +122,7 @@ TORCH_FASTDET_HOST_DEVICE const uint8_t* canvas_pixel(const Layer& layer, int x,
   return nullptr;
 }
 
-// The patch that alone shows in the square of pixels (x, y) to (x + 1, y + 1): its index, -1 where none does, -2 where
-// the square's pixels have to be looked up one by one.
+// Return the only patch in the square from (x, y) to (x + 1, y + 1), -1 for none, -2 where pixels need a look each.
 TORCH_FASTDET_HOST_DEVICE int patch_of_square(const Layer& layer, int x, int y) {
   if (layer.mask) return -2;
   for (int i = layer.count - 1; i >= 0; --i) {

@@ -11,7 +11,7 @@ namespace torch_fastdet::core {
 
 enum class Interpolation : int32_t { kLinear, kArea };
 
-// How an axis pair is resized; OpenCV chooses by the two scales together.
+// The rules that an axis pair is resized by; OpenCV chooses by the two scales together.
 enum class ResizeRule : int32_t {
   kCopy,        // equal sizes
   kLinear,      // two taps an axis, weights in 1/2048
@@ -157,9 +157,7 @@ TORCH_FASTDET_HOST_DEVICE int resized_level(const Resize& r, int x, int y, const
     float sum = 0;
     for (int j = ty.first; j <= ty.last; ++j) {
       float row = 0;
-      for (int i = tx.first; i <= tx.last; ++i) {
-        row = add_rn(row, mul_rn(static_cast<float>(at(i, j)), tx.at(i)));
-      }
+      for (int i = tx.first; i <= tx.last; ++i) row = add_rn(row, mul_rn(static_cast<float>(at(i, j)), tx.at(i)));
       sum = add_rn(sum, mul_rn(ty.at(j), row));
     }
     return saturate_level(sum);

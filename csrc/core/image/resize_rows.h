@@ -25,7 +25,7 @@ struct ColumnRow {
   int64_t next;
 };
 
-// What an instruction set may replace: the two steps of kLinear.
+// The steps that an instruction set may replace: the two of kLinear.
 struct ResizeKernels {
   // blend_columns() of a row.
   void (*columns3)(const ColumnRow& row, const ColumnTap* taps, int count, int16_t* out);

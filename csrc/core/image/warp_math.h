@@ -145,8 +145,7 @@ TORCH_FASTDET_HOST_DEVICE FloatLine float_line(const InverseMap& map, WarpKind k
   return line;
 }
 
-// The whole pixel that a coordinate lies in. Far outside, where a float does not fit an int, and NaN: a pixel that no
-// canvas has. So it rises or falls throughout a row, as the coordinate does.
+// The whole pixel that a coordinate lies in; far outside and NaN are one that no canvas has.
 TORCH_FASTDET_HOST_DEVICE int float_pixel(float coordinate) {
   if (!(coordinate > -2.f)) return -2;
   return coordinate < 32768.f ? static_cast<int>(::floorf(coordinate)) : 32768;
@@ -164,8 +163,7 @@ TORCH_FASTDET_HOST_DEVICE int blend_float(int p00, int p01, int p10, int p11, fl
 #endif
 }
 
-// mixup, in float64 as numpy does it: (a * r + b * (1 - r)).astype(uint8). A share outside of 0 to 1, or NaN, still
-// gives a level.
+// mixup as numpy does it: (a * r + b * (1 - r)).astype(uint8). A share outside of 0 to 1, or NaN, gives a level too.
 TORCH_FASTDET_HOST_DEVICE int mix(int a, int b, double r, double rest) {
   const double level = add_rn(mul_rn(static_cast<double>(a), r), mul_rn(static_cast<double>(b), rest));
   return static_cast<int>(level > 0. ? (level < 255. ? level : 255.) : 0.);

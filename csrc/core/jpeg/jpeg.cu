@@ -49,7 +49,7 @@ __device__ __forceinline__ JpegRect rect_of(const int64_t* row) {
           static_cast<int>(row[kJpegHeight])};
 }
 
-// Whether all that a row says lies where it may; if so, its region is known then. The header lies in the storage.
+// Return whether all that a row says lies where it may, and set its region then. The header lies in the storage.
 __device__ bool is_sound(const JpegParams& p, const int64_t* row, const JpegHeader& h, JpegRegion& region) {
   const int64_t width = row[kJpegWidth], height = row[kJpegHeight];
   if (width <= 0 || height <= 0 || !jpeg_is_sound(h, p.storage_bytes - row[kJpegOffset])) return false;
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
     alignas(16) uint8_t counts[16];  // in registers
     *reinterpret_cast<uint4*>(counts) = *reinterpret_cast<const uint4*>(table);
     JpegLookup& lookup = memory.lookups[static_cast<int64_t>(blockIdx.x) * kJpegMaxTables + i];
-    // What lies behind the table is no symbol, but it is there: tables never are the last part.
+    // The bytes behind the table are no symbols, but they are there: tables never are the last part.
     const uint32_t symbols = h.bytes - h.table[i] - 16;
     for (uint32_t j = threadIdx.x; j < sizeof lookup.symbols; j += kPrepareThreads) {
       lookup.symbols[j] = j < symbols ? table[16 + j] : 0;
@@ -153,7 +153,6 @@ __global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
     }
   }
 
-  // The segments that are needed, in their order.
   const JpegRegion& region = state.region;
   const int columns = static_cast<int>(h.mcu_columns);
   const uint32_t begin = jpeg_segment_of(h, region.mcu_y0 * h.mcu_columns + region.mcu_x0);
@@ -226,7 +225,7 @@ class DeviceBits {
     next_ += moves;
   }
 
-  // Waits for what was asked for before, and asks for as much as the ring has room for.
+  // Wait for what was asked for before, and ask for as much as the ring has room for.
   __device__ __forceinline__ void fetch() {
     __pipeline_wait_prior(0);
     ready_ = asked_;
@@ -408,8 +407,7 @@ __global__ void __launch_bounds__(kTransformThreads) jpeg_transform(JpegParams p
   const JpegRegion& region = state.region;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) - state.first_group) * kJpegGroup;
   const int16_t* const coefficients = state.coefficients + (first << h.segment_bits) * h.mcu_blocks * kJpegBlock;
-  // Blocks in the order of their coefficients: a part of the group's for each blockIdx.y, of it 32 for a warp at a
-  // time.
+  // Blocks in the order of their coefficients: a part for each blockIdx.y, of it 32 for a warp at a time.
   const int blocks = h.mcu_blocks, count = (kJpegGroup << h.segment_bits) / kTransformParts * blocks;
   const int reciprocal = 65536 / blocks + 1;  // exact: fewer than 2,560 blocks, at most 10 an MCU
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -542,7 +540,7 @@ __device__ __forceinline__ Samples upsample(const JpegComponent& c, const JpegPl
   return out;
 }
 
-// Makes pixels [x, x + 8) of the rows y and y + 1, as far as they are in the region.
+// Make pixels [x, x + 8) of the rows y and y + 1, as far as they are in the region.
 __device__ __forceinline__ void color_pixels(const JpegState& state, int x, int y) {
   const JpegHeader& h = state.header;
   const JpegRegion& region = state.region;
@@ -624,7 +622,7 @@ __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b) {
 // Samples of Cb in the lower half, of Cr in the upper.
 constexpr uint32_t kPair = 0x10001;
 
-// Where a thread of color_usual finds the chroma samples x - 1 to x + 4 of a row.
+// The places of the chroma samples x - 1 to x + 4 of a row, for a thread of color_usual.
 struct ChromaColumns {
   const uint8_t *cb, *cr;  // of sample x in the plane's first row
   int pitch, first, last;  // rows
@@ -663,8 +661,7 @@ __device__ __forceinline__ void color_pixel(const uint32_t (&sums)[6], uint32_t 
   out[2] = (91881 * red + light) >> 16;
 }
 
-// Pixels [x, x + 8) of the rows [y, end) of a usual file; y is even. The region takes all eight, and Cb and Cr have a
-// sample for each.
+// Pixels [x, x + 8) of the rows [y, end) of a usual file; y is even. Cb and Cr have a sample for each.
 __device__ __forceinline__ void color_usual(const JpegState& state, int x, int y, int end) {
   const ChromaColumns chroma(state.planes[1], state.planes[2], x / 2);
   const JpegPlane luma = state.planes[0];

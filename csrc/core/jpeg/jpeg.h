@@ -7,7 +7,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #include "core/common/cuda_api.h"
 #include "core/common/host_device.h"
@@ -25,7 +24,7 @@ constexpr int64_t kJpegMaxPixels = int64_t{1} << 30;  // OpenCV's limit
 
 enum class JpegColor : uint8_t { kGrey, kYcc, kRgb };
 
-// How a component becomes as large as the image.
+// The ways in which a component becomes as large as the image.
 enum class JpegUpsampling : uint8_t {
   kBox,      // repeat samples
   kColumns,  // triangle filter along x, ratio 2 x 1
@@ -58,7 +57,7 @@ struct JpegHeader {
   uint32_t interval;           // MCUs from restart to restart; all, if there are no restarts
   uint32_t interval_segments;  // of one interval
   uint32_t segments;
-  // Where the parts begin, in bytes from the header.
+  // The beginnings of the parts, in bytes from the header.
   uint32_t quantizers;             // uint16[64] a component, in zigzag order
   uint32_t table[kJpegMaxTables];  // 16 counts and their symbols, as in the file; DC tables first
   uint32_t starts;                 // uint32 a segment
@@ -88,7 +87,6 @@ TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_segment_of(const JpegHeader& h, uint32_t
   return mcu / h.interval * h.interval_segments + (mcu % h.interval >> h.segment_bits);
 }
 
-// MCUs [begin, end) of a segment.
 struct JpegSpan {
   uint32_t begin, end;
 };
@@ -100,8 +98,7 @@ TORCH_FASTDET_HOST_DEVICE JpegSpan jpeg_segment_span(const JpegHeader& h, uint32
   return {begin, end < last ? end : last};
 }
 
-// Whether a packed JPEG lies in `available` bytes and its parts lie in it: then no decoder reads beside it, whatever
-// the tables, the index and the scan say. Its checksum is jpeg_pack.h's to look at.
+// Return whether a packed JPEG and its parts lie in `available` bytes, so that no decoder reads beside it.
 TORCH_FASTDET_HOST_DEVICE bool jpeg_is_sound(const JpegHeader& h, int64_t available) {
   if (h.magic != kJpegMagic || h.bytes > available || h.bytes < kJpegHeaderBytes) return false;
   if (h.width < 1 || h.height < 1 || h.orientation < 1 || h.orientation > 8) return false;
@@ -195,7 +192,7 @@ TORCH_FASTDET_HOST_DEVICE JpegRegion jpeg_region(const JpegHeader& h, const Jpeg
   return r;
 }
 
-// Where stored pixel (x, y) goes: first + x * dx + y * dy bytes behind the rectangle's first pixel.
+// The place of stored pixel (x, y): first + x * dx + y * dy bytes behind the rectangle's first pixel.
 struct JpegTurn {
   int64_t first, dx, dy;
 };
@@ -241,7 +238,7 @@ struct JpegParams {
   int64_t pictures;
   uint8_t* out;
   int64_t out_bytes;
-  // Of jpeg_plan.h, or more; for CUDA only.
+  // As jpeg_plan.h has them, or more; for CUDA only.
   int64_t decoded_bytes, groups, tiles;
   uint8_t* workspace;  // JpegWorkspace and, behind it, decoded_bytes
 };

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <cstring>
 
@@ -13,7 +12,6 @@
 
 namespace torch_fastdet::core {
 
-// As a DHT has it.
 struct JpegHuffman {
   uint8_t counts[16];  // codes of each length
   uint8_t symbols[256];
@@ -64,17 +62,16 @@ inline void define_standard_tables(JpegFile& file) {
        0xa2, 0xa3, 0xa4, 0xa5, 0xa6, 0xa7, 0xa8, 0xa9, 0xaa, 0xb2, 0xb3, 0xb4, 0xb5, 0xb6, 0xb7, 0xb8, 0xb9, 0xba,
        0xc2, 0xc3, 0xc4, 0xc5, 0xc6, 0xc7, 0xc8, 0xc9, 0xca, 0xd2, 0xd3, 0xd4, 0xd5, 0xd6, 0xd7, 0xd8, 0xd9, 0xda,
        0xe2, 0xe3, 0xe4, 0xe5, 0xe6, 0xe7, 0xe8, 0xe9, 0xea, 0xf2, 0xf3, 0xf4, 0xf5, 0xf6, 0xf7, 0xf8, 0xf9, 0xfa}};
+  static constexpr uint8_t kDcSymbols[12] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11};
+  const auto define = [](JpegHuffman& table, const uint8_t(&counts)[16], const uint8_t* symbols, size_t size) {
+    if (table.defined) return;
+    std::memcpy(table.counts, counts, 16);
+    std::memcpy(table.symbols, symbols, size);
+    table.defined = true;
+  };
   for (int i = 0; i < 2; ++i) {
-    if (!file.dc[i].defined) {
-      std::memcpy(file.dc[i].counts, kDcCounts[i], 16);
-      for (int j = 0; j < 12; ++j) file.dc[i].symbols[j] = static_cast<uint8_t>(j);
-      file.dc[i].defined = true;
-    }
-    if (!file.ac[i].defined) {
-      std::memcpy(file.ac[i].counts, kAcCounts[i], 16);
-      std::memcpy(file.ac[i].symbols, kAcSymbols[i], 162);
-      file.ac[i].defined = true;
-    }
+    define(file.dc[i], kDcCounts[i], kDcSymbols, 12);
+    define(file.ac[i], kAcCounts[i], kAcSymbols[i], 162);
   }
 }
 
@@ -86,8 +83,7 @@ class ExifReader {
   // OpenCV takes any mark of the byte order but "II" for "MM".
   bool is_tiff() const { return size_ >= 8 && read16(2) == 42; }
 
-  // Sets `orientation` where an entry says one other than 1. False where the directory is damaged, and readers may
-  // differ.
+  // Set `orientation` where an entry says one other than 1. False for a directory that readers may differ on.
   bool read(int& orientation) const {
     const int64_t directory = read32(4);
     if (directory + 2 > size_) return false;
@@ -109,7 +105,6 @@ class ExifReader {
   }
 
  private:
-  // Whether what the entry points to lies inside.
   bool has_value(int64_t entry) const {
     static constexpr uint8_t kBytes[] = {0, 1, 1, 2, 4, 8, 1, 1, 2, 4, 8, 4, 8};
     const int type = read16(entry + 2);

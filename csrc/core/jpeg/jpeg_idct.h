@@ -37,7 +37,7 @@ TORCH_FASTDET_HOST_DEVICE void jpeg_idct_lanes(int (&x)[8][8]) {
   std::memcpy(x, v, sizeof v);
 }
 
-// Of a block whose coefficients but DC are all zero.
+// Transform a block whose coefficients but DC are all zero.
 TORCH_FASTDET_HOST_DEVICE void jpeg_idct_level(const JpegCoefficients& in, uint8_t* out, int pitch) {
   int x[8] = {jpeg_idct_flat_column(in.x[0]), 0, 0, 0, 0, 0, 0, 0};
   jpeg_idct8<18>(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]);

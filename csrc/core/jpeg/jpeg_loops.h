@@ -1,11 +1,9 @@
-// Decodes rectangles of packed JPEGs on the CPU: entropy decoding and inverse DCT into planes, then upsampling and
-// colours row by row.
+// Decode rectangles of packed JPEGs on the CPU: entropy decoding and inverse DCT into planes, then rows of colours.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "core/jpeg/jpeg_idct.h"
@@ -56,8 +54,7 @@ struct JpegDequantizer {
   }
 };
 
-// A component's samples for the pixels [x0, x1) of row y, into `out` from column x0 on. `sums` has room for a plane's
-// row and two more.
+// A component's samples for pixels [x0, x1) of row y, into `out` from x0 on. `sums` has room for a plane's row and two.
 TORCH_FASTDET_HOST_DEVICE void jpeg_upsample_row(const JpegComponent& c, const JpegPlane& plane, int y, int x0, int x1,
                                                  int16_t* __restrict sums, uint8_t* __restrict out) {
   const int sample_y = y / c.ratio_y;
@@ -104,7 +101,6 @@ TORCH_FASTDET_HOST_DEVICE void jpeg_upsample_row(const JpegComponent& c, const J
   for (int64_t x = 0; x < x1 - x0; ++x) out[x] = static_cast<uint8_t>(pixels[x + skip]);
 }
 
-// One image's rectangle after another.
 class JpegDecoder {
  public:
   // `packed` is sound, the rectangle lies in the image and is not empty.
@@ -158,7 +154,7 @@ class JpegDecoder {
     for (int j = 0; j < h.components; ++j) is_ac = is_ac || h.component[j].ac == i;
     const uint8_t* table = packed_ + h.table[i];
     JpegLookup& lookup = lookups_[static_cast<size_t>(i)];
-    // What lies behind the table is no symbol, but it is there: tables never are the last part.
+    // The bytes behind the table are no symbols, but they are there: tables never are the last part.
     std::memset(lookup.symbols, 0, sizeof lookup.symbols);
     const uint32_t rest = h.bytes - h.table[i] - 16;
     std::memcpy(lookup.symbols, table + 16, std::min<uint32_t>(rest, sizeof lookup.symbols));
@@ -168,7 +164,6 @@ class JpegDecoder {
     }
   }
 
-  // Decodes the segments that the region has in a row of MCUs.
   template <bool kAvx2>
   TORCH_FASTDET_HOST_DEVICE void decode_mcu_row(uint32_t y) {
     const JpegHeader& h = *header_;

@@ -1,5 +1,5 @@
-// JPEG's arithmetic as OpenCV's x86 builds do it (libjpeg-turbo's vector code), for one block, sample or pixel: Huffman
-// codes, the inverse DCT ("islow"), upsampling and colours. All on integers; >> is floor.
+// JPEG's arithmetic to the bits of libjpeg-turbo's vector code: Huffman codes, "islow" inverse DCT, upsampling,
+// colours.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +17,11 @@ TORCH_FASTDET_HOST_DEVICE int jpeg_natural(int i) {
   return kOrder[i];
 }
 
-// A Huffman table for look-ups. An entry says what a code does: 5 bits, its length with the value's bits; 4 bits, the
-// value's bits; 7 bits, by how much the coefficient's number grows.
+// A Huffman look-up table: 5 bits the code's and value's length, 4 the value's, 7 the step of the coefficient's number.
 constexpr int kJpegFastBits = 9;
 struct alignas(16) JpegLookup {
   uint16_t fast[1 << kJpegFastBits];  // of the next bits; 0: the code is longer
-  // Of codes of length kJpegFastBits + 1 + i, as the next 16 bits: they are below limit[i], and this plus the code is
-  // the symbol's row.
+  // For codes of length kJpegFastBits + 1 + i: they are below limit[i] as 16 bits; this plus the code is a row.
   uint32_t limit[16 - kJpegFastBits];
   int32_t row[16 - kJpegFastBits];
   uint32_t is_ac, unused;
@@ -93,7 +91,7 @@ TORCH_FASTDET_HOST_DEVICE int jpeg_value(uint32_t next, uint32_t total, uint32_t
   return (magnitude ^ negative) - negative;
 }
 
-// Decodes a block: store(i, value) for the coefficients that are not 0, i in the file's order, DC always. A `Store`
+// Decode a block: store(i, value) for the coefficients that are not 0, i in the file's order, DC always. A `Store`
 // with kAlways is called for codes without a coefficient too, with i = kJpegBlock. `Bits` has peek(), the next 32 bits,
 // and skip(n). Never more than 64 codes, whatever the bits are.
 template <class Bits, class Table, class Store>
@@ -125,8 +123,7 @@ TORCH_FASTDET_HOST_DEVICE int jpeg_dequantize(int coefficient, int quantizer) {
   return jpeg_wrap16(static_cast<int>(static_cast<uint32_t>(coefficient) * static_cast<uint32_t>(quantizer)));
 }
 
-// One lane of the transform. The CPU's loops have a type of eight lanes. By reference: a vector is no argument or
-// result where a processor may lack its registers.
+// One lane of the transform (the CPU's type has eight), passed by reference: a processor may lack its registers.
 struct JpegLane {
   using Signed = int;
   using Unsigned = uint32_t;
@@ -134,8 +131,8 @@ struct JpegLane {
   static TORCH_FASTDET_HOST_DEVICE void saturate16(int& x) { x = x > 32767 ? 32767 : x < -32768 ? -32768 : x; }
 };
 
-// Eight points: kShift is 11 for columns, which come first, and 18 for rows. Loeffler, Ligtenberg and Moschytz; factors
-// are rounded to 13 bits. Sums of two inputs wrap to 16 bits where the vector code's do.
+// Eight points by Loeffler, Ligtenberg and Moschytz: kShift is 11 for columns, then 18 for rows. Sums may wrap to 16
+// bits.
 template <int kShift, class Lanes = JpegLane, class I = typename Lanes::Signed>
 TORCH_FASTDET_HOST_DEVICE void jpeg_idct8(I& x0, I& x1, I& x2, I& x3, I& x4, I& x5, I& x6, I& x7) {
   using U = typename Lanes::Unsigned;
@@ -166,8 +163,7 @@ TORCH_FASTDET_HOST_DEVICE int jpeg_clamp(int x) {
   return x < 0 ? 0 : x > 255 ? 255 : x;
 }
 
-// Triangle filters of samples or of their weighted sums; `near` is the neighbour on the output's side. The second of
-// each pair is what lies right or below.
+// Triangle filters of samples or of their sums; `near` is on the output's side. The second is right or below.
 TORCH_FASTDET_HOST_DEVICE int jpeg_between(int sample, int near, bool second) {
   return (3 * sample + near + 1 + second) >> 2;
 }

@@ -42,7 +42,7 @@ inline uint64_t jpeg_checksum(const void* data, size_t bytes) {
 // The bytes that a checksum covers begin here.
 constexpr size_t kJpegChecked = offsetof(JpegHeader, width);
 
-// Whether these bytes are what JpegPacker made: for one that was kept in a file.
+// Return whether JpegPacker made these bytes, which were kept in a file.
 inline bool is_packed_jpeg(const uint8_t* data, int64_t bytes) {
   JpegHeader header;
   if (bytes < kJpegHeaderBytes) return false;
@@ -51,20 +51,18 @@ inline bool is_packed_jpeg(const uint8_t* data, int64_t bytes) {
          header.checksum == jpeg_checksum(data + kJpegChecked, header.bytes - kJpegChecked);
 }
 
-// What comes before the scan of a packed JPEG: of the same file, it spares the pass over the scan.
+// The part of a packed JPEG before its scan: of the same file, it spares the pass over the scan.
 struct JpegHead {
   const uint8_t* data = nullptr;
   int64_t bytes = 0;
 };
 
-// Makes a packed JPEG of a file.
 class JpegPacker {
  public:
   // Has another thread run it, soon or never.
   using Ask = std::function<void(std::function<void()>)>;
 
-  // Segments have 1 << `segment_bits` MCUs. With `ask` up to `helpers` other threads read pieces of a scan without
-  // restart markers, of so many bytes each.
+  // Segments have 1 << `segment_bits` MCUs. Up to `helpers` threads read `ask` bytes each of a scan without restarts.
   explicit JpegPacker(int segment_bits = kJpegMaxSegmentBits, int helpers = 0, Ask ask = nullptr,
                       int64_t piece_bytes = 4096)
       : segment_bits_(static_cast<uint8_t>(segment_bits)),
@@ -80,12 +78,12 @@ class JpegPacker {
     return reason;
   }
 
-  // How many MCUs of the last file other threads have read.
+  // Return how many MCUs of the last file other threads have read.
   int64_t helped() const { return helped_; }
 
  private:
   static constexpr size_t kAhead = JpegScan::kAhead;
-  // Of a scan that several threads read: each MCU takes up to 64 bytes of memory.
+  // The most MCUs of a scan that several threads read: each takes up to 64 bytes of memory.
   static constexpr uint32_t kMostShared = 1 << 20;
 
   const char* pack_or_refuse(const uint8_t* data, int64_t size, std::vector<uint8_t>& packed, JpegHead head) {
@@ -149,7 +147,7 @@ class JpegPacker {
     }
   }
 
-  // Where the parts are; the size of what comes before the scan.
+  // Set where the parts are, and return the size of what comes before the scan.
   size_t lay_out() {
     JpegHeader& h = header_;
     size_t at = kJpegHeaderBytes;
@@ -182,7 +180,7 @@ class JpegPacker {
     return at;
   }
 
-  // Copies the scan, and notes where restart markers were. It ends at the first marker that is not the next of those.
+  // Copy the scan, and note where restart markers were. It ends at the first marker that is not the next of those.
   // False where there is none: what OpenCV makes of such a file depends on whether it reads from a path or from memory.
   bool destuff(const uint8_t* end) {
     restarts_.clear();
@@ -228,7 +226,7 @@ class JpegPacker {
     return reason;
   }
 
-  // Calls note with each MCU's number, in its restart interval, and beginning. Null, or why the file is refused.
+  // Call note with each MCU's number, in its restart interval, and beginning. Null, or why the file is refused.
   template <class Note>
   const char* read(const JpegScan& scan, JpegPieces* pieces, const Note& note) {
     const JpegHeader& h = header_;
@@ -289,7 +287,7 @@ class JpegPacker {
     return pieces;
   }
 
-  // Whether the index of `head` is this file's: then the packed JPEG is made with it.
+  // Return whether the index of `head` is this file's, and make the packed JPEG with it then.
   bool is_made_with(const JpegHead& head, std::vector<uint8_t>& packed) {
     JpegHeader made{};
     std::memcpy(&made, head.data, sizeof made);
@@ -299,7 +297,7 @@ class JpegPacker {
     return header_.checksum == made.checksum;
   }
 
-  // Cuts off what was not read, turns bytes into words, and signs.
+  // Cut off what was not read, turn bytes into words, and sign.
   void finish(std::vector<uint8_t>& packed) {
     JpegHeader& h = header_;
     const size_t words = static_cast<size_t>(ceil_div(used_bits_, 32)) + 2;

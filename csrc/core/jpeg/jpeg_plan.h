@@ -1,8 +1,6 @@
-// Where the CUDA kernels keep what belongs to each image of a plan. Made on the host, from the headers of the packed
-// JPEGs.
+// Places where the CUDA kernels keep each image's data, planned on the host from the packed JPEGs' headers.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -10,7 +8,7 @@
 
 namespace torch_fastdet::core {
 
-// What the kernels know of an image: jpeg_prepare makes it, in the workspace, and the others copy it to shared memory.
+// The state of an image: jpeg_prepare makes it, in the workspace, and the others copy it to shared memory.
 struct alignas(16) JpegState {
   JpegHeader header;
   JpegRegion region;
@@ -21,7 +19,7 @@ struct alignas(16) JpegState {
   int16_t* coefficients;  // of the image's first slot
   int64_t first_group, first_tile;
   int tile_columns;
-  // Of an MCU's blocks: the component, and the place in it.
+  // The component of each block of an MCU, and the place in it.
   uint8_t component[kJpegMaxBlocks], column[kJpegMaxBlocks], row[kJpegMaxBlocks];
   // The last part, which only jpeg_transform copies. Rows begin in different banks of shared memory.
   alignas(16) uint16_t quantizers[3][kJpegBlock + 8];
@@ -84,8 +82,7 @@ struct JpegTotals {
   int64_t decoded_bytes = 0, groups = 0, tiles = 0;
 };
 
-// Completes rows of a plan of which the first kJpegAskedColumns are filled in. header(i) is image i's; its rectangle
-// lies in the image.
+// Complete rows of a plan whose first kJpegAskedColumns are filled in, from each image's header(i).
 template <class Header>
 JpegTotals complete_jpeg_plan(int64_t* plan, int64_t pictures, const Header& header) {
   JpegTotals totals;

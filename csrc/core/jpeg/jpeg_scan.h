@@ -5,13 +5,11 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <string>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 #include "core/jpeg/jpeg_file.h"
@@ -49,8 +47,7 @@ class JpegSkipTable {
     for (uint32_t x = 0; x < entries_.size(); ++x) entries_[x] = several_from(x << (16 - bits_));
   }
 
-  // What the next bits() bits are: 5 bits, how many of them are taken; 7 bits, by how much the coefficient's number
-  // grows; 1 bit, whether the block ends. AC tables only.
+  // The next bits() bits' meaning, AC only: 5 bits their number, 7 the step of the coefficient's, 1 the block's end.
   const uint16_t* entries() const { return entries_.data(); }
   int bits() const { return static_cast<int>(bits_); }
 
@@ -96,8 +93,7 @@ class JpegSkipTable {
   std::vector<uint16_t> entries_;
 };
 
-// Tables by their contents: most files have the standard ones. A table is made for several codes a look-up when it
-// comes a second time.
+// Tables by their contents: most files have the standard ones. One that comes twice gets several codes a look-up.
 class JpegSkipTables {
  public:
   static std::shared_ptr<const JpegSkipTable> get(const JpegHuffman& table, bool is_ac) {
@@ -166,13 +162,11 @@ class JpegByteBits {
   uint32_t count_ = 0;
 };
 
-// Where an MCU begins, and the DC predictors there.
 struct JpegMcu {
   uint32_t bit = 0;
   int predictor[3]{};
 };
 
-// A scan without stuffed bytes and markers.
 struct JpegScan {
   // More than what a block of codes can take, and the eight bytes that a reader looks ahead: so many must follow.
   static constexpr size_t kAhead = 64 * 31 / 8 + 16;
@@ -189,7 +183,7 @@ struct JpegScan {
   Block block[kJpegMaxBlocks];  // of an MCU
   int blocks = 0;
 
-  // Reads an MCU, which must end before bit `end`; `seen` is called with the component of each block.
+  // Read an MCU, which must end before bit `end`; `seen` is called with the component of each block.
   template <class Seen>
   Found skip_mcu(JpegByteBits& bits, int* predictor, int64_t end, const Seen& seen) const {
     for (int i = 0; i < blocks; ++i) {
@@ -236,11 +230,10 @@ struct JpegScan {
   }
 };
 
-// A scan without restart markers that several threads read. Where a piece of it begins nobody knows which code that is;
-// but a reader that starts wrong soon meets the true codes, after 17 blocks on average, because Huffman codes
-// synchronise themselves. So each piece notes where it found MCUs, and the one thread that comes from the true
-// beginning uses what a piece has found from the first MCU on that both know. It waits for nobody: it reads what nobody
-// has read yet.
+// A scan without restart markers that several threads read. A reader that starts amid a code soon meets the true codes,
+// after 17 blocks on average, because Huffman codes synchronise themselves. So each piece notes where it found MCUs,
+// and the one thread that comes from the true beginning uses them from the first MCU on that both know. It waits for
+// nobody: it reads what nobody has read yet.
 class JpegPieces {
  public:
   // Pieces of so many bytes, of a scan with so many MCUs. The scan is copied: threads may outlive the call.
@@ -255,7 +248,7 @@ class JpegPieces {
 
   size_t count() const { return pieces_.size(); }
 
-  // Reads pieces that nobody has begun, in any thread. One that finds no memory is not read.
+  // Read pieces that nobody has begun, in any thread. One that finds no memory is not read.
   void help() {
     try {
       for (size_t i; (i = next_.fetch_add(1)) < pieces_.size();) read(i);
@@ -270,7 +263,7 @@ class JpegPieces {
     }
   }
 
-  // Calls f with each MCU that follows on `at` in its piece, as far as that is known, while it returns true.
+  // Call f with each MCU that follows on `at` in its piece, as far as that is known, while it returns true.
   template <class F>
   void follow(JpegMcu at, const F& f) {
     const auto number = static_cast<size_t>(at.bit / bits_);
@@ -293,7 +286,7 @@ class JpegPieces {
   }
 
  private:
-  // What makes no sense takes time.
+  // Bytes that make no sense take time.
   static constexpr int kMostErrors = 64;
 
   struct Piece {
@@ -302,7 +295,7 @@ class JpegPieces {
     std::atomic<bool> ready{false};
   };
 
-  // Notes MCUs up to the first one that begins in the next piece.
+  // Note MCUs up to the first one that begins in the next piece.
   void read(size_t number) {
     Piece& piece = pieces_[number];
     const int64_t begin = static_cast<int64_t>(number) * bits_;

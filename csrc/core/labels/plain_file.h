@@ -18,7 +18,6 @@
 
 namespace torch_fastdet::core {
 
-// A regular file that is open for reading.
 class OpenFile {
  public:
   explicit OpenFile(const char* path) : fd_(::open(path, O_RDONLY | O_CLOEXEC)) {
@@ -55,7 +54,7 @@ class JpegHeader {
  public:
   explicit JpegHeader(const OpenFile& file) : file_(file) {}
 
-  // Whether Pillow opens the file as a JPEG of 8 bits and no turn, whose end is there.
+  // Return whether Pillow opens the file as a JPEG of 8 bits and no turn, whose end is there.
   bool is_plain(ImageSize& size) {
     uint8_t end[2];
     if (file_.size() < 4 || !file_.read(end, file_.size() - 2, 2) || end[0] != 0xff || end[1] != 0xd9) return false;
@@ -186,8 +185,7 @@ inline LabelRow around(float kind, const float* points, size_t count) {
   return {kind, (left + right) / 2, (top + bottom) / 2, right - left, bottom - top};
 }
 
-// Reads a label file, if each row is a box of five numbers, or each is a polygon of three points or more, all in range,
-// with a class below `classes`, and no box is there twice.
+// Read a label file of boxes or of polygons, all in range, with classes below `classes`, and no box twice.
 inline bool read_plain_labels(std::string_view text, float classes, Labels& labels) {
   const auto ends_line = [](char c) { return c == '\n' || c == '\r'; };
   const auto is_space = [&](char c) { return c == ' ' || c == '\t'; };
@@ -224,7 +222,7 @@ inline bool read_plain_labels(std::string_view text, float classes, Labels& labe
   return std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end();
 }
 
-// Of an image and its label file: rows, kMissing where there is no label file, or kNotPlain.
+// The rows of an image's label file, kMissing where there is none, or kNotPlain.
 constexpr int64_t kMissing = -1, kNotPlain = -2;
 
 inline int64_t scan_plain(const char* image, const char* label_file, float classes, ImageSize& size, Labels& labels) {

@@ -1,8 +1,5 @@
-// A warp a problem: a step of a search looks at all ends at once. The result is that of linear_assignment_loops.h,
-// which names the source and says which of equal ends comes first.
+// A warp a problem: a step looks at all ends at once, with the result of linear_assignment_loops.h.
 #include "core/linear_assignment/linear_assignment.h"
-
-#include <type_traits>
 
 #include "core/common/device.cuh"
 #include "core/common/exact_math.h"
@@ -14,7 +11,7 @@ namespace {
 constexpr int kFewEnds = 10, kManyEnds = 30;
 static_assert(kManyEnds * kWarp == kMostRegisterEnds);
 
-// What a lane keeps of its ends: end k of lane i is number 32 k + i.
+// The ends of a lane: end k of lane i is number 32 k + i.
 template <typename T, int kEnds>
 struct PerEnd {
   T x[kEnds];
@@ -66,7 +63,7 @@ __global__ void __launch_bounds__(kWarp) assign(const __grid_constant__ LinearAs
   const int starts = static_cast<int>(sides.starts), ends = static_cast<int>(sides.ends);
   const T* const cost = static_cast<const T*>(p.cost) + problem * p.problem_stride;
 
-  // What belongs to the starts is in shared memory, or with the ends in the scratch.
+  // The numbers of the starts are in shared memory, or with the ends in the scratch.
   const int64_t most_ends = p.rows > p.columns ? p.rows : p.columns;
   const int64_t most_starts = p.rows > p.columns ? p.columns : p.rows;
   const int64_t lane_ends = ceil_div(most_ends, kWarp);
@@ -206,9 +203,7 @@ __global__ void __launch_bounds__(kWarp) assign(const __grid_constant__ LinearAs
   }
   __syncwarp();
   if (fault == AssignmentFault::kNone) {
-    for (int i = lane; i < starts; i += kWarp) {
-      out[sides.from_rows ? end_of[i] : i] = sides.from_rows ? i : end_of[i];
-    }
+    for (int i = lane; i < starts; i += kWarp) out[sides.from_rows ? end_of[i] : i] = sides.from_rows ? i : end_of[i];
   } else if (lane == 0 && p.status) {
     auto* const status = reinterpret_cast<unsigned long long*>(p.status);
     atomicAdd(status, 1ull);

@@ -23,18 +23,16 @@ struct LinearAssignmentParams {
   int64_t period;
   int64_t* out;   // (problems, columns): the row of each column, -1 for none
   void* scratch;  // of the GPU, assignment_scratch bytes a problem
-  // The number of problems whose cost is not finite or whose columns are out of range, and the first of them as
-  // assignment_fault_code; null: not wanted.
+  // Number of problems with bad costs or columns, and the first of them as assignment_fault_code; null: not wanted.
   int64_t* status;
 };
 
-// Of two faults, the one of the lower problem has the greater code.
+// Return a code that is greater for the lower problem.
 TORCH_FASTDET_HOST_DEVICE int64_t assignment_fault_code(int64_t problem, AssignmentFault fault) {
   return ((int64_t{1} << 60) - problem) * 4 + static_cast<int64_t>(fault);
 }
 
-// The search starts from the shorter side, from the rows if both are as long. It adds a "start" after the other and
-// gives each an "end".
+// The search starts from the shorter side, or the rows: it adds a "start" after the other and gives each an "end".
 struct AssignmentSides {
   int64_t starts, ends;
   int64_t start_stride, end_stride;

@@ -27,7 +27,7 @@ class Search {
         came_from_(end_price_.size()),
         left_(end_price_.size()) {}
 
-  // Leaves the end of each start in end_of().
+  // Leave the end of each start in end_of().
   template <typename T>
   AssignmentFault run(const T* cost, const AssignmentSides& sides) {
     for (int64_t i = 0; i < sides.starts; ++i) {

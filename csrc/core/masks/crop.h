@@ -30,13 +30,13 @@ TORCH_FASTDET_HOST_DEVICE PixelRange columns_kept(const CropParams& p, int64_t r
   return y >= rows.low && y < rows.high ? pixels_between(box[0], box[2], p.width) : PixelRange{0, 0};
 }
 
-// As the original function, which multiplies: NaN and infinity outside of a box give NaN, and zero keeps its sign.
+// Crop as the original function, which multiplies: NaN and infinity outside of a box give NaN, and zero keeps its sign.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T cropped(T value, bool kept) {
   return kept ? value : from_arithmetic<T>(to_arithmetic(value) * 0);
 }
 
-// Calls f with a zero of the unsigned integer of so many bytes: a crop keeps integers or makes them zero.
+// Call f with a zero of the unsigned integer of so many bytes: a crop keeps integers or makes them zero.
 template <typename F>
 void with_integer(int bytes, F&& f) {
   switch (bytes) {

@@ -23,15 +23,13 @@ struct Tile {
   int32_t x, y, width, height;  // of this tile, which the mask's edge may cut
 };
 
-// Where the logits of pixel i are. Each fourth pixel is moved by four banks, so that threads whose pixels are four
-// apart, as in a mask four times as large, read different banks.
+// Return where the logits of pixel i are: each fourth moves by four banks, which threads four pixels apart need.
 __device__ unsigned low_at(unsigned i) {
   return i * kBatch + i / kQuad * kQuad;
 }
 
 struct Shared {
-  // Of the tile's columns, in an order in which segments are neighbours. first: counted from the tile's first pixel of
-  // the prototypes.
+  // Of the tile's columns, segment by segment. first: counted from the tile's first pixel of the prototypes.
   int32_t column_first[kTileWidth];
   float column_weight[kMostTaps - 1][kTileWidth];  // of the neighbours behind the first
   MaskTaps rows[kTileHeight];
@@ -44,8 +42,7 @@ struct Shared {
   int met[kThreads / kWarp];
 };
 
-// a / b, in 32 bits where that is enough: a division in 64 bits takes some hundred instructions. Leaves the rest in
-// `a`.
+// a / b, the rest in `a`. In 32 bits where that is enough: a division in 64 bits takes some hundred instructions.
 __device__ int64_t divide(int64_t& a, int64_t b) {
   const int64_t whole = a;
   const int64_t quotient = (whole | b) <= UINT32_MAX
@@ -55,8 +52,7 @@ __device__ int64_t divide(int64_t& a, int64_t b) {
   return quotient;
 }
 
-// What a box has to meet along one axis: the tile's pixels or, where the crop is first, the prototypes' that they are
-// made of.
+// Return what a box has to meet along one axis: pixels of the tile or, where the crop is first, the prototypes' for it.
 __device__ PixelRange range_of(const MaskAxis& axis, bool crop_first, int taps, int32_t begin, int32_t size) {
   if (!crop_first) return {begin, begin + size};
   const int32_t last = last_pixel(axis), end = taps_of(axis, begin + size - 1).first + taps - 1;
@@ -73,13 +69,12 @@ __device__ MaskBox kept_of_tile(const MasksParams& p, const Tile& tile, const Ma
           {within(box.columns.low, tile.x, tile.width), within(box.columns.high, tile.x, tile.width)}};
 }
 
-// This block's masks.
 struct Share {
   int count;
   bool met;  // the tile meets their boxes
 };
 
-// Divides the group's masks among the tile's blocks, kBatch each: the first blocks take those whose box the tile meets,
+// Divide the group's masks among the tile's blocks, kBatch each: the first blocks take those whose box the tile meets,
 // the next ones the others. Every thread calls.
 __device__ Share share_of(const MasksParams& p, const Tile& tile, int taps, int group, int job, Shared& s) {
   const int index = threadIdx.x, lane = index % kWarp, warp = index / kWarp;
@@ -114,8 +109,7 @@ __device__ Share share_of(const MasksParams& p, const Tile& tile, int taps, int 
   return share;
 }
 
-// Where the tile's pixel i of one axis, or its last one, has its neighbours: counted from the tile's first pixel of the
-// prototypes.
+// Return the neighbours of the tile's pixel i, or its last, along one axis: from the tile's first of the prototypes on.
 __device__ MaskTaps taps_in_tile(const MaskAxis& axis, int taps, bool dense, int32_t begin, int32_t size, int i,
                                  int32_t* source) {
   MaskTaps entry = taps_of(axis, begin + (i < size ? i : size - 1));
@@ -123,9 +117,7 @@ __device__ MaskTaps taps_in_tile(const MaskAxis& axis, int taps, bool dense, int
     entry.first -= taps_of(axis, begin).first;
   } else {
     const int32_t last = last_pixel(axis);
-    for (int t = 0; t < taps && i < size; ++t) {
-      source[taps * i + t] = entry.first + t < last ? entry.first + t : last;
-    }
+    for (int t = 0; t < taps && i < size; ++t) source[taps * i + t] = entry.first + t < last ? entry.first + t : last;
     entry.first = taps * (i < size ? i : size - 1);
   }
   return entry;
@@ -158,7 +150,6 @@ __device__ void fill_tables(const MasksParams& p, const MaskTile& plan, int taps
   if (plan.dense_rows) fill_dense(p.rows, tile.y, s.source_row, kLowHeight);
 }
 
-// Four bits as four bytes.
 __device__ uint32_t bytes_of_bits(uint32_t bits) {
   return ((bits & 15) * 0x00204081u) & 0x01010101u;
 }
@@ -182,12 +173,11 @@ struct FloatStore {
   }
 };
 
-// Whether each segment is written by its own thread, without s.bits: then segments are aligned.
+// Return whether each segment is written by its own thread, without s.bits: then segments are aligned.
 __device__ bool is_direct(const MasksParams& p) {
   return p.format != MaskFormat::kFloats && p.columns.size % kSegment == 0;
 }
 
-// Writes a segment, whose first pixel is `place` of p.out.
 __device__ void store_segment(const MasksParams& p, int64_t place, uint32_t bits) {
   if (p.format == MaskFormat::kBytes) {
     ByteStore::all(static_cast<uint8_t*>(p.out) + place, bits);
@@ -196,14 +186,12 @@ __device__ void store_segment(const MasksParams& p, int64_t place, uint32_t bits
   }
 }
 
-// Of the group's first mask.
 __device__ int64_t place_of(const MasksParams& p, const Tile& tile, int row, int segment) {
   const int64_t mask = tile.image * p.count + tile.first_mask;
   return (mask * p.rows.size + tile.y + row) * p.columns.size + tile.x + segment * kSegment;
 }
 
-// Writes one mask's tile in aligned runs of 16 bytes, whose first and last of a row may be cut. bits(row, segment)
-// gives 16 pixels.
+// Write one mask's tile in aligned runs of 16 bytes, cut at a row's ends. bits(row, segment) gives 16 pixels.
 template <typename Store, typename Bits>
 __device__ void store_pixels(const MasksParams& p, const Tile& tile, int tile_width, int64_t mask, Bits bits) {
   constexpr int kCount = Store::kCount;
@@ -251,7 +239,6 @@ __device__ void store_tile(const MasksParams& p, const Tile& tile, int tile_widt
   }
 }
 
-// Fills the block's masks with zeros.
 __device__ void clear(const MasksParams& p, const MaskTile& plan, const Tile& tile, const Shared& s, int count) {
   if (!is_direct(p)) {
     for (int m = 0; m < count; ++m) store_tile(p, tile, plan.width, s.order[m], [](int, int) { return uint16_t{0}; });
@@ -269,7 +256,7 @@ __device__ void clear(const MasksParams& p, const MaskTile& plan, const Tile& ti
   }
 }
 
-// Reads the coefficients of the block's masks, from channel `piece` on.
+// Read the coefficients of the block's masks, from channel `piece` on.
 __device__ void load_coefficients(const MasksParams& p, const Tile& tile, Shared& s, int64_t piece, int live) {
   static_assert(kChannels * kBatch == kThreads, "one a thread");
   const int c = threadIdx.x % kChannels, m = threadIdx.x / kChannels;
@@ -281,7 +268,7 @@ __device__ void load_coefficients(const MasksParams& p, const Tile& tile, Shared
   s.coefficients[c].x[m] = coefficient;
 }
 
-// Leaves the logits of the block's masks at the tile's pixels of the prototypes in s.low. The first coefficients have
+// Leave the logits of the block's masks at the tile's pixels of the prototypes in s.low. The first coefficients have
 // been read; the others are read in pieces.
 template <typename T>
 __device__ void low_logits(const MasksParams& p, const Tile& tile, Shared& s, int low_width, int low_height, int live) {
@@ -355,7 +342,7 @@ __device__ void mix_rows(const Shared& s, int low_width, const MaskTaps& row, in
   }
 }
 
-// Takes one more pixel, kept where `distance` is below zero: its sign is shifted in. The GPU's NaN has none.
+// Take one more pixel, kept where `distance` is below zero: its sign is shifted in. The GPU's NaN has none.
 __device__ uint32_t with_pixel(uint32_t bits, float distance) {
 #ifdef __CUDA_ARCH__
   return __funnelshift_l(__float_as_uint(distance), bits, 1);
@@ -414,8 +401,7 @@ __device__ void threshold_segment(const MasksParams& p, const Shared& s, int low
   }
 }
 
-// Makes the block's masks from their logits. kMasks: how many of them a thread takes. All, where a tile has enough
-// segments for all threads.
+// Make the block's masks from their logits, kMasks a thread: all, where a tile has enough segments for all threads.
 template <int kTaps, int kMasks>
 __device__ void make(const MasksParams& p, const MaskTile& plan, const Tile& tile, Shared& s, int low_width, int live) {
   const int segments = plan.width / kSegment;
@@ -450,8 +436,7 @@ __global__ void __launch_bounds__(kThreads, kTaps* kMasks > 2 * kBatch ? 3 : 4)
   __shared__ Shared s;
   Tile tile;
   int64_t job = first_block + blockIdx.x;
-  // Blocks of one tile are neighbours, so that they find its prototypes in the cache, and those that compute run beside
-  // those that only write.
+  // Blocks of one tile are neighbours: they share the cache, and those that compute run beside those that only write.
   tile.image = divide(job, plan.groups * plan.rows * plan.columns * plan.jobs);
   tile.first_mask = plan.group * divide(job, plan.rows * plan.columns * plan.jobs);
   int64_t place = divide(job, plan.jobs);

@@ -14,8 +14,7 @@ enum class MaskFormat : int32_t {
   kBits,    // rows of ceil(width / 8) bytes; pixel x is bit x % 8 of byte x / 8
 };
 
-// How one axis of a mask is sampled from the prototypes: they are enlarged `factor` times, a window is cut out, and the
-// window is resampled to `size`. Both steps are bilinear with align_corners=False.
+// One axis of a mask: prototypes enlarged `factor` times, of which a window is resampled to `size`, both bilinear.
 struct MaskAxis {
   int32_t size = 0;             // pixels of the mask
   int32_t in = 0;               // pixels of the prototypes

@@ -20,7 +20,6 @@ inline int64_t mask_bands(const MasksParams& p) {
   return p.images * p.count * ceil_div(p.rows.size, kBandRows);
 }
 
-// What all bands of a call share.
 struct MaskTables {
   int taps;
   // By tap and pixel of the mask: pixels of the prototypes, and their weights.
@@ -90,8 +89,8 @@ TORCH_FASTDET_AVX2 inline void row_logits_avx2(const MasksParams& p, const float
 
 // keep[x] = mixed columns > threshold, for pixels begin..end-1 of a mask's row.
 template <int kTaps>
-TORCH_FASTDET_HOST_DEVICE void threshold_row(const MaskTables& tables, const float* values, float threshold,
-                                             int32_t begin, int32_t end, uint8_t* keep) {
+void threshold_row(const MaskTables& tables, const float* values, float threshold, int32_t begin, int32_t end,
+                   uint8_t* keep) {
   const int32_t *first = tables.column[0].data(), *second = tables.column[1].data(), *third = tables.column[2].data();
   const float *w1 = tables.weight[1].data(), *w2 = tables.weight[2].data();
   for (int32_t x = begin; x < end; ++x) {
@@ -103,20 +102,6 @@ TORCH_FASTDET_HOST_DEVICE void threshold_row(const MaskTables& tables, const flo
     keep[x] = distance<kTaps>(of, w1[x], w2[x]) < 0.f;
   }
 }
-
-template <int kTaps>
-void threshold_row_plain(const MaskTables& tables, const float* values, float threshold, int32_t begin, int32_t end,
-                         uint8_t* keep) {
-  threshold_row<kTaps>(tables, values, threshold, begin, end, keep);
-}
-
-#ifdef TORCH_FASTDET_AVX2
-template <int kTaps>
-TORCH_FASTDET_AVX2 void threshold_row_avx2(const MaskTables& tables, const float* values, float threshold,
-                                           int32_t begin, int32_t end, uint8_t* keep) {
-  threshold_row<kTaps>(tables, values, threshold, begin, end, keep);
-}
-#endif
 
 // Rows of the prototypes that were computed, of the last few that were asked for.
 class LowRows {
@@ -199,11 +184,6 @@ void mask_band(const MasksParams& p, const MaskTables& tables, int64_t band) {
       empty ? PixelRange{0, 0}
             : PixelRange{tables.column[0][columns.low], tables.column[kTaps - 1][columns.high - 1] + 1};
   LowRows prototypes(p, image, index, box, low);
-  const auto threshold_columns =
-#ifdef TORCH_FASTDET_AVX2
-      has_avx2() ? threshold_row_avx2<kTaps> :
-#endif
-                 threshold_row_plain<kTaps>;
   for (int32_t y = first; y < last; ++y) {
     if (empty || y < rows.low || y >= rows.high) {
       write_mask_row(p, mask, y, keep.data(), 0, 0);
@@ -220,7 +200,9 @@ void mask_band(const MasksParams& p, const MaskTables& tables, int64_t band) {
       for (int t = 0; t < kTaps; ++t) values[t] = source[t][x];
       mixed[x] = mix<kTaps>(values, taps);
     }
-    threshold_columns(tables, mixed.data(), threshold_of(p), columns.low, columns.high, keep.data());
+    vectorised([=, &tables, values = mixed.data(), pixels = keep.data(), threshold = threshold_of(p)] {
+      threshold_row<kTaps>(tables, values, threshold, columns.low, columns.high, pixels);
+    });
     write_mask_row(p, mask, y, keep.data(), columns.low, columns.high);
   }
 }

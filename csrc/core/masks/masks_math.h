@@ -27,13 +27,12 @@ struct alignas(16) MaskTaps {
   float weight[kMostTaps];
 };
 
-// How many neighbours a pixel has: 1 where nothing is resampled, 2 after one bilinear step, 3 after two.
+// Return how many neighbours a pixel has: 1 where nothing is resampled, 2 after one bilinear step, 3 after two.
 inline int tap_count(const MaskAxis& axis) {
   const bool resampled = axis.span != axis.size;
   return axis.factor > 1 ? (resampled ? 3 : 2) : (resampled ? 2 : 1);
 }
 
-// The last pixel of the prototypes that may be read.
 TORCH_FASTDET_HOST_DEVICE int32_t last_pixel(const MaskAxis& axis) {
   return (axis.factor > 1 ? axis.in : axis.begin + axis.span) - 1;
 }
@@ -89,7 +88,7 @@ TORCH_FASTDET_HOST_DEVICE PixelRange pixels_between(float from, float to, int32_
   return {low, high > low ? high : low};
 }
 
-// What a box keeps, in pixels of the mask or, where the crop is first, of the prototypes.
+// The pixels that a box keeps, of the mask or, where the crop is first, of the prototypes.
 struct MaskBox {
   PixelRange rows, columns;
 };
@@ -118,8 +117,7 @@ TORCH_FASTDET_HOST_DEVICE float mix(const float (&values)[kTaps], const MaskTaps
   return sum;
 }
 
-// How far the threshold is above a row's values: above the first neighbour, and what each other neighbour takes off for
-// a whole weight. Neighbouring pixels share it, and so cost one multiply-add each.
+// Return the threshold less the first neighbour, and the others' part of it a weight: each costs one multiply-add.
 template <int kTaps>
 TORCH_FASTDET_HOST_DEVICE void distances(float (&values)[kTaps], float threshold) {
   for (int t = 1; t < kTaps; ++t) values[t] = sub_rn(values[0], values[t]);

@@ -15,8 +15,7 @@ constexpr int kLowWidth = 160, kLowHeight = 128;   // of these, along an axis
 constexpr int kMaskGroup = 256;                    // masks that the blocks of a tile divide among themselves, at most
 constexpr int kMaskBatch = 8;                      // masks of a block
 
-// Sides are powers of two. Where an axis is enlarged, the prototypes' pixels that a tile needs are neighbours. Where it
-// is reduced they may lie far apart, and each of the tile's pixels has `taps` of its own.
+// Sides are powers of two. A tile needs neighbouring prototypes where it enlarges them, else `taps` a pixel.
 struct MaskTile {
   int taps;
   int width, height;

@@ -9,8 +9,7 @@ constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr unsigned kAll = 0xffffffffu;
 
-// kBest: a detection claims one label, and the first row among those that claim a label at a threshold gets it. Claims
-// are counted from the last row, so that the first one is the greatest.
+// kBest: a detection claims one label; the first row that claims it gets it. Claims count from the last row.
 __global__ void __launch_bounds__(kThreads) match_best_kernel(const __grid_constant__ MatchParams p) {
   const MatchInput& in = p.in;
   const int64_t image = blockIdx.x, n = detections_of(in, image), levels = p.threshold_count;
@@ -155,9 +154,7 @@ __global__ void __launch_bounds__(kThreads) confusion_kernel(const __grid_consta
   if (!__syncthreads_or(matches) && in.rule == MatchRule::kBest) return;
   for (int64_t d = threadIdx.x; d < n; d += kThreads) {
     const float* detection = detection_row(in, image, d);
-    if (detection[4] > p.confidence && !matched[d]) {
-      add(matrix_class(detection[5], p.classes), p.classes);
-    }
+    if (detection[4] > p.confidence && !matched[d]) add(matrix_class(detection[5], p.classes), p.classes);
   }
 }
 

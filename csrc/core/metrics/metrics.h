@@ -7,8 +7,7 @@
 
 namespace torch_fastdet::core {
 
-// Which detection gets a label that several claim. A detection claims a label with enough IoU. With match_detections
-// only labels of the same class count.
+// Choose a label's detection of those with enough IoU (in match_detections, also of the label's class).
 enum class MatchRule : int32_t {
   kBest,    // YOLOv5: a detection claims the label of its greatest IoU alone
   kGreedy,  // Ultralytics: in the order of the rows, a detection takes the best label that is left

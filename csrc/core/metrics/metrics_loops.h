@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 #include "core/metrics/metrics_math.h"
@@ -103,9 +102,7 @@ void count_confusion(const ConfusionParams& p, int64_t image) {
   if (!any && in.rule == MatchRule::kBest) return;
   for (int64_t d = 0; d < n; ++d) {
     const float* detection = detection_row(in, image, d);
-    if (detection[4] > p.confidence && !matched[d]) {
-      add(matrix_class(detection[5], p.classes), p.classes);
-    }
+    if (detection[4] > p.confidence && !matched[d]) add(matrix_class(detection[5], p.classes), p.classes);
   }
 }
 

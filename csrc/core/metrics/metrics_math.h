@@ -28,8 +28,7 @@ TORCH_FASTDET_HOST_DEVICE int64_t detections_of(const MatchInput& in, int64_t im
   return count < 0 ? 0 : (count < in.count ? count : in.count);
 }
 
-// Every operation is rounded by itself, as the original box_iou on tensors does, so that comparisons with a threshold
-// agree.
+// Every operation is rounded by itself, as box_iou on tensors: comparisons with a threshold agree.
 TORCH_FASTDET_HOST_DEVICE float box_iou(const float* a, const float* b) {
   const float left = a[0] > b[0] ? a[0] : b[0], right = a[2] < b[2] ? a[2] : b[2];
   const float top = a[1] > b[1] ? a[1] : b[1], bottom = a[3] < b[3] ? a[3] : b[3];
@@ -63,7 +62,7 @@ TORCH_FASTDET_HOST_DEVICE int64_t best_label(const MatchInput& in, int64_t image
   return best;
 }
 
-// Where a class index counts in a confusion matrix of `classes` classes and the background; -1: nowhere.
+// Return where a class index counts in a confusion matrix of `classes` classes and the background; -1: nowhere.
 TORCH_FASTDET_HOST_DEVICE int64_t matrix_class(float value, int64_t classes) {
   // The original function converts to int, which cuts the fraction off.
   return value > -1.f && value < static_cast<float>(classes + 1) ? static_cast<int64_t>(value) : -1;

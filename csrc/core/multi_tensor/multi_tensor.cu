@@ -12,28 +12,17 @@ namespace {
 
 constexpr int kThreads = kWarp * kWarpsPerBlock;
 
-// As a tensor of this type would keep it.
+// Return a value as a tensor of this type would keep it.
 template <typename A>
 __device__ __forceinline__ A stored_any(DType dtype, A value) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return Storage<__half>::round(static_cast<float>(value));
-    case DType::kBFloat16:
-      return Storage<__nv_bfloat16>::round(static_cast<float>(value));
-    case DType::kFloat32:
-      return static_cast<float>(value);
-    case DType::kFloat64:
-      break;
-  }
-  return value;
+  return dispatch(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    return static_cast<A>(Storage<T>::round(static_cast<arithmetic_t<T>>(value)));
+  });
 }
 
 __device__ __forceinline__ double read(const Scalar& scalar) {
   return scalar.data ? load_element<double>(scalar.data, scalar.dtype, 0) : scalar.value;
-}
-
-__device__ __forceinline__ DType slot_type(const Row& row, int slot) {
-  return static_cast<DType>(row.dtype[slot]);
 }
 
 // All present tensors of the row share this type and lie alike; with `narrow_second`, kSecond is bfloat16 instead.
@@ -52,13 +41,6 @@ __device__ __forceinline__ bool is_uniform(const Row& row, bool narrow_second, D
   return uniform;
 }
 
-__device__ __forceinline__ bool has_double(const Row& row) {
-  bool found = false;
-  for (int slot = 0; slot < kSlots; ++slot)
-    found = found || (row.data[slot] && slot_type(row, slot) == DType::kFloat64);
-  return found;
-}
-
 // The last block of the grid to come here sees what all others wrote. Leaves the ticket at zero for the next launch.
 __device__ __forceinline__ bool is_last_block(Workspace* workspace) {
   __shared__ bool last;
@@ -72,9 +54,6 @@ __device__ __forceinline__ bool is_last_block(Workspace* workspace) {
   if (last) __threadfence();
   return last;
 }
-
-// ----------------------------------------------------------------------------------------------------------------
-// reduce
 
 template <typename A>
 struct GradSum {
@@ -146,25 +125,6 @@ __device__ double reduce_any(const Row& row, const Layout* layouts, const Segmen
   return warp_sum(sum.sum);
 }
 
-__device__ void finish_reduction(const ReduceParams& p, double sum) {
-  Workspace& w = *p.list.workspace;
-  const bool overflow = atomicExch(&w.nonfinite, 0u) != 0;
-  if (p.found_inf && (overflow || !p.keep_found_inf)) *p.found_inf = overflow ? 1.f : 0.f;
-  w.skip = overflow && p.skip_on_overflow;
-  w.inv_scale = p.scale ? inverse_scale(*p.scale) : 1.f;
-  const double norm = sqrt(sum);
-  if (p.norm_dtype == DType::kFloat64) {
-    if (p.norm) *static_cast<double*>(p.norm) = norm;
-    w.clip = p.clip ? clip_factor(norm, p.max_norm) : 1.0;
-  } else {
-    if (p.norm) *static_cast<float*>(p.norm) = static_cast<float>(norm);
-    w.clip = p.clip ? clip_factor(static_cast<float>(norm), static_cast<float>(p.max_norm)) : 1.f;
-  }
-  if (p.new_scale) {
-    update_scale(*p.new_scale, *p.growth_tracker, overflow, p.growth_factor, p.backoff_factor, p.growth_interval);
-  }
-}
-
 template <bool kFloat32>
 __global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant__ ReduceParams p) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -190,20 +150,7 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant_
                  ? reduce_any<double>(row, p.list.layouts, segment, inv_scale, scaled, p.write_grads, lane, finite)
                  : reduce_any<float>(row, p.list.layouts, segment, inv_scale, scaled, p.write_grads, lane, finite);
     } else {
-      switch (slot_type(row, kGrad)) {
-        case DType::kFloat16:
-          sum += typed(__half{});
-          break;
-        case DType::kBFloat16:
-          sum += typed(__nv_bfloat16{});
-          break;
-        case DType::kFloat32:
-          sum += typed(float{});
-          break;
-        case DType::kFloat64:
-          sum += typed(double{});
-          break;
-      }
+      sum += dispatch(slot_type(row, kGrad), typed);
     }
   }
   if (!__all_sync(kFullWarp, finite) && lane == 0) atomicOr(&p.list.workspace->nonfinite, 1u);
@@ -213,22 +160,12 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant_
   double total = 0;
   for (int i = threadIdx.x; i < gridDim.x; i += kThreads) total += __ldcg(p.list.partials + i);
   total = sum_of_warps<kWarpsPerBlock>(warp_sum(total));
-  if (threadIdx.x == 0) finish_reduction(p, total);
+  if (threadIdx.x != 0) return;
+  Workspace& w = *p.list.workspace;
+  finish_reduction(p, w, atomicExch(&w.nonfinite, 0u) != 0, total);
 }
 
-// ----------------------------------------------------------------------------------------------------------------
-// update
-
-// What is the same for every element of the launch.
-struct StepScalars {
-  double clip, decay, one_minus_decay;
-  float inv_scale;
-  bool scaled, clipped, skip;
-};
-
-// The rules by which a parameter moves. `second` is the element in kSecond, of type Second<T> beside tensors of type T;
-// kSecondRead and kSecondWritten say what the rule does with it. kUnroll vectors are in flight at a time, as many as
-// registers hold.
+// The rules by which a parameter moves. `second` is of kSecond, a Second<T> beside T. kUnroll vectors are in flight.
 template <typename A>
 struct SgdRule {
   static constexpr bool kWritesParam = true, kSecondRead = false, kSecondWritten = false;
@@ -335,7 +272,7 @@ struct RowStep {
   __device__ __forceinline__ bool reads_grad() const { return update || write_grad; }
 };
 
-// As many values of a second tensor as a Vector<T> has, which may be of a narrower type.
+// As many values of a second tensor, maybe of a narrower type, as a Vector<T> has.
 template <typename S, int N>
 struct alignas(sizeof(S) * N) Several {
   S x[N];
@@ -467,15 +404,12 @@ __device__ __forceinline__ RowStep<A, R> row_step(const UpdateParams& p, const S
   return step;
 }
 
-// What other blocks have read in this launch and the last of them changes: is a buffer filled, how many steps were
-// taken.
+// Change what other blocks have read in this launch: whether a buffer is filled, how many steps were taken.
 __device__ void finish_rows(const UpdateParams& p) {
   for (int64_t i = threadIdx.x; i < p.list.num_rows; i += kThreads) {
     const Row& row = p.list.rows[i];
     const int32_t group = row.group - p.first_group;
-    if (group < 0 || group >= p.num_groups) continue;
-    if (p.unfilled && row.data[kGrad] && row.data[kMomentum]) p.unfilled[i] = 0;
-    if (p.rule == Rule::kAdam && row.step) *row.step += 1.f;
+    if (group >= 0 && group < p.num_groups) finish_row(p, row, i);
   }
 }
 
@@ -485,18 +419,8 @@ __global__ void __launch_bounds__(kThreads, kFloat32 ? 3 : 1) update_kernel(cons
   __shared__ int64_t updates;
   if (threadIdx.x == 0) {
     const Workspace& w = *p.list.workspace;
-    StepScalars s{};
-    s.skip = (p.use_workspace && w.skip) || (p.found_inf && *p.found_inf != 0.f);
-    s.inv_scale = p.grad_scale ? inverse_scale(*p.grad_scale) : p.use_workspace ? w.inv_scale : 1.f;
-    s.scaled = s.inv_scale != 1.f;
-    s.clip = p.use_workspace ? w.clip : 1.0;
-    s.clipped = s.clip != 1.0;
-    if (p.ema) {
-      updates = p.updates >= 0 ? p.updates : *p.counter + 1;
-      s.decay = p.tau > 0 ? ema_decay(read(p.decay), p.tau, static_cast<double>(updates)) : read(p.decay);
-      s.one_minus_decay = 1.0 - s.decay;
-    }
-    shared = s;
+    updates = p.ema && p.updates < 0 ? *p.counter + 1 : p.updates;
+    shared = step_scalars(p, w, p.ema ? read(p.decay) : 0, updates);
   }
   __syncthreads();
   const StepScalars s = shared;
@@ -526,20 +450,7 @@ __global__ void __launch_bounds__(kThreads, kFloat32 ? 3 : 1) update_kernel(cons
       }
       continue;
     }
-    switch (type) {
-      case DType::kFloat16:
-        typed(__half{});
-        break;
-      case DType::kBFloat16:
-        typed(__nv_bfloat16{});
-        break;
-      case DType::kFloat32:
-        typed(float{});
-        break;
-      case DType::kFloat64:
-        typed(double{});
-        break;
-    }
+    dispatch(type, typed);
   }
   // Nothing that blocks read above may change before the last of them is through.
   if (!p.unfilled && !p.write_counter && p.rule != Rule::kAdam) return;

@@ -13,8 +13,8 @@
 
 namespace torch_fastdet::core {
 
-// kMomentum is the first moment of Adam. kSecond is Adam's second moment; for kMovedSgd what to go along first (null:
-// nothing); for Muon where the momentum to orthogonalise is written.
+// kMomentum: Adam's first moment. kSecond: its second; for kMovedSgd an extra direction; for Muon what to
+// orthogonalise.
 enum Slot : int { kParam = 0, kGrad = 1, kMomentum = 2, kAverage = 3, kSecond = 4, kSlots = 5 };
 
 constexpr int kSegmentElements = 1024;
@@ -53,19 +53,17 @@ struct Scalar {
   DType dtype;
 };
 
-// What changes parameters: nothing; torch.optim.SGD; the same after a move along kSecond; torch.optim.Adam and AdamW;
-// Muon, which changes momentum alone and leaves what is to be orthogonalised.
+// Rules: none; torch.optim.SGD; it after a move along kSecond; Adam and AdamW; Muon, which changes momentum alone.
 enum class Rule : int32_t { kNone, kSgd, kMovedSgd, kAdam, kMuon };
 
-// Numbers of a group of parameters. Of Adam, momentum and dampening are the two betas, and last is eps; of kMovedSgd,
-// last is how far to go along kSecond.
+// A group's numbers. Adam: momentum and dampening are betas, last is eps; kMovedSgd: last is the way along kSecond.
 struct Group {
   Scalar lr, momentum, dampening, weight_decay, last;
   int32_t nesterov, maximize;
   int32_t decoupled;  // AdamW: weight decay beside the gradient
 };
 
-// What the reduction leaves for the update. All zero before first use; kernels leave ticket and nonfinite zero.
+// The results of the reduction, for the update. All zero before first use; kernels leave ticket and nonfinite zero.
 struct Workspace {
   uint32_t ticket;
   uint32_t nonfinite;

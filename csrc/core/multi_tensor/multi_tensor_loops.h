@@ -1,9 +1,7 @@
-// multi_tensor on the CPU: segments in parallel, by parallel_for(begin, end, grain, f); each block of elements is
-// loaded to L1, computed by vectorised loops and stored.
+// multi_tensor on the CPU: parallel_for(begin, end, grain, f) over segments, block by block in L1, vectorised.
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <type_traits>
 #include <vector>
@@ -19,7 +17,7 @@ namespace {  // of each file that includes this: functions that it calls once ar
 constexpr int64_t kBlock = 512;
 constexpr int kLanes = 16;
 
-// What there is to do: rows, the layouts of those that have one, and plan_segments()'s segments.
+// The rows, the layouts of those that have one, and plan_segments()'s segments.
 struct Work {
   const std::vector<Row>& rows;
   const std::vector<Layout>& layouts;
@@ -62,7 +60,7 @@ TORCH_FASTDET_HOST_DEVICE void store_and_load(A* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) values[i] = static_cast<A>(static_cast<T>(values[i]));
 }
 
-// Rounds to the type that a tensor keeps its values in.
+// Round to the type that a tensor keeps its values in.
 template <class Halves, typename A>
 TORCH_FASTDET_HOST_DEVICE void as_stored(DType type, A* values, int64_t count) {
   if (type == DType::kFloat16) store_and_load<typename Halves::Float16>(values, count);
@@ -84,9 +82,7 @@ TORCH_FASTDET_HOST_DEVICE void move_values(A* __restrict__ param, A* __restrict_
     if (s.second) {
       for (int64_t i = 0; i < count; ++i) param[i] = fused_mul_add(s.along, second[i], param[i]);
     }
-    for (int64_t i = 0; i < count; ++i) {
-      sgd_element(param[i], grad[i], buffer[i], s.sgd, s.momentum, s.unfilled);
-    }
+    for (int64_t i = 0; i < count; ++i) sgd_element(param[i], grad[i], buffer[i], s.sgd, s.momentum, s.unfilled);
   }
 }
 
@@ -109,14 +105,11 @@ TORCH_FASTDET_HOST_DEVICE void step_values(A* __restrict__ param, A* __restrict_
     if (s.average) as_stored<Halves>(s.param_type, param, count);
   }
   if (s.average) {
-    for (int64_t i = 0; i < count; ++i) {
-      average[i] = ema_element(average[i], param[i], s.decay, s.one_minus_decay);
-    }
+    for (int64_t i = 0; i < count; ++i) average[i] = ema_element(average[i], param[i], s.decay, s.one_minus_decay);
   }
 }
 
-// Multiplies by inv_scale, rounds to the gradient's type and adds the squares, lane by lane so that the order does not
-// depend on the vector width. Returns whether all values were finite before.
+// Unscale in the gradient's type and add squares, lane by lane in one order. Return whether all were finite.
 template <class Halves, typename A>
 TORCH_FASTDET_HOST_DEVICE bool reduce_values(A* __restrict__ grad, int64_t count, A inv_scale, bool scaled, DType type,
                                              A* __restrict__ sums) {
@@ -134,41 +127,15 @@ TORCH_FASTDET_HOST_DEVICE bool reduce_values(A* __restrict__ grad, int64_t count
   return check == A(0);
 }
 
-#ifdef TORCH_FASTDET_AVX2
-template <class Halves>
-TORCH_FASTDET_AVX2 void step_avx2(float* const* slots, int64_t count, const Step<float>& step) {
-  step_values<Halves>(slots[0], slots[1], slots[2], slots[3], slots[4], count, step);
-}
-template <class Halves>
-TORCH_FASTDET_AVX2 void step_avx2(double* const* slots, int64_t count, const Step<double>& step) {
-  step_values<Halves>(slots[0], slots[1], slots[2], slots[3], slots[4], count, step);
-}
-template <class Halves>
-TORCH_FASTDET_AVX2 bool reduce_avx2(float* grad, int64_t count, float inv_scale, bool scaled, DType type, float* sums) {
-  return reduce_values<Halves>(grad, count, inv_scale, scaled, type, sums);
-}
-template <class Halves>
-TORCH_FASTDET_AVX2 bool reduce_avx2(double* grad, int64_t count, double inv_scale, bool scaled, DType type,
-                                    double* sums) {
-  return reduce_values<Halves>(grad, count, inv_scale, scaled, type, sums);
-}
-#endif
-
 // `slots`: where the block's values are, in the order of Slot.
 template <class Halves, typename A>
 void step_block(A* const* slots, int64_t count, const Step<A>& step) {
-#ifdef TORCH_FASTDET_AVX2
-  if (has_avx2()) return step_avx2<Halves>(slots, count, step);
-#endif
-  step_values<Halves>(slots[0], slots[1], slots[2], slots[3], slots[4], count, step);
+  vectorised([&] { step_values<Halves>(slots[0], slots[1], slots[2], slots[3], slots[4], count, step); });
 }
 
 template <class Halves, typename A>
 bool reduce_block(A* grad, int64_t count, A inv_scale, bool scaled, DType type, A* sums) {
-#ifdef TORCH_FASTDET_AVX2
-  if (has_avx2()) return reduce_avx2<Halves>(grad, count, inv_scale, scaled, type, sums);
-#endif
-  return reduce_values<Halves>(grad, count, inv_scale, scaled, type, sums);
+  return vectorised([&] { return reduce_values<Halves>(grad, count, inv_scale, scaled, type, sums); });
 }
 
 // `at`: offsets (elements) of the block's elements, or null where they lie one after the other.
@@ -196,7 +163,6 @@ void store_as(const A* in, void* data, int64_t start, int64_t count, const int64
   }
 }
 
-// One piece of a segment, of at most kBlock elements.
 template <class Halves>
 struct Piece {
   const Row& row;
@@ -219,25 +185,18 @@ struct Piece {
   const int64_t* at(int slot) const { return strided ? offsets[slot] : nullptr; }
   template <typename A>
   void load(int slot, A* out) const {
-    with_dtype<Halves>(static_cast<DType>(row.dtype[slot]),
+    with_dtype<Halves>(slot_type(row, slot),
                        [&](auto zero) { load_as<decltype(zero)>(out, row.data[slot], start, count, at(slot)); });
   }
   template <typename A>
   void store(int slot, const A* in) const {
-    with_dtype<Halves>(static_cast<DType>(row.dtype[slot]),
+    with_dtype<Halves>(slot_type(row, slot),
                        [&](auto zero) { store_as<decltype(zero)>(in, row.data[slot], start, count, at(slot)); });
   }
 
  private:
   const Work& work_;
 };
-
-inline bool has_double(const Row& row) {
-  for (int slot = 0; slot < kSlots; ++slot) {
-    if (row.data[slot] && static_cast<DType>(row.dtype[slot]) == DType::kFloat64) return true;
-  }
-  return false;
-}
 
 template <typename ParallelFor, typename F>
 void for_segments(const Work& work, const ParallelFor& parallel_for, const F& f) {
@@ -257,7 +216,7 @@ Partial reduce_segment(const Work& work, const Row& row, const Segment& segment,
   Partial partial;
   A sums[kLanes] = {};
   A grad[kBlock];
-  const DType type = static_cast<DType>(row.dtype[kGrad]);
+  const DType type = slot_type(row, kGrad);
   Piece<Halves> piece(work, row);
   for (int64_t done = 0; done < segment.count; done += kBlock) {
     piece.move(segment.start + done, std::min(kBlock, segment.count - done));
@@ -271,18 +230,18 @@ Partial reduce_segment(const Work& work, const Row& row, const Segment& segment,
   return partial;
 }
 
-// Leaves in `w` what update() reads.
+// Leave in `w` what update() reads.
 template <class Halves, typename ParallelFor>
 void reduce(const Work& work, const ReduceParams& p, Workspace& w, const ParallelFor& parallel_for) {
   const bool scaled = p.scale != nullptr;
-  w.inv_scale = scaled ? inverse_scale(*p.scale) : 1.f;
+  const float inv_scale = scaled ? inverse_scale(*p.scale) : 1.f;
   std::vector<Partial> partials(work.segments.size());
   for_segments(work, parallel_for, [&](const Segment& segment, int64_t index) {
     const Row& row = work.rows[segment.row];
     if (!row.data[kGrad]) return;
-    partials[index] = static_cast<DType>(row.dtype[kGrad]) == DType::kFloat64
-                          ? reduce_segment<Halves, double>(work, row, segment, w.inv_scale, scaled, p.write_grads)
-                          : reduce_segment<Halves, float>(work, row, segment, w.inv_scale, scaled, p.write_grads);
+    partials[index] = slot_type(row, kGrad) == DType::kFloat64
+                          ? reduce_segment<Halves, double>(work, row, segment, inv_scale, scaled, p.write_grads)
+                          : reduce_segment<Halves, float>(work, row, segment, inv_scale, scaled, p.write_grads);
   });
   double sum = 0;
   bool overflow = false;
@@ -290,26 +249,8 @@ void reduce(const Work& work, const ReduceParams& p, Workspace& w, const Paralle
     sum += partial.sum;
     overflow = overflow || !partial.finite;
   }
-  if (p.found_inf && (overflow || !p.keep_found_inf)) *p.found_inf = overflow ? 1.f : 0.f;
-  w.skip = overflow && p.skip_on_overflow;
-  const double norm = std::sqrt(sum);
-  if (p.norm_dtype == DType::kFloat64) {
-    if (p.norm) *static_cast<double*>(p.norm) = norm;
-    w.clip = p.clip ? clip_factor(norm, p.max_norm) : 1.0;
-  } else {
-    if (p.norm) *static_cast<float*>(p.norm) = static_cast<float>(norm);
-    w.clip = p.clip ? clip_factor(static_cast<float>(norm), static_cast<float>(p.max_norm)) : 1.f;
-  }
-  if (p.new_scale) {
-    update_scale(*p.new_scale, *p.growth_tracker, overflow, p.growth_factor, p.backoff_factor, p.growth_interval);
-  }
+  finish_reduction(p, w, overflow, sum);
 }
-
-struct StepScalars {
-  double clip, decay, one_minus_decay;
-  float inv_scale;
-  bool skip;
-};
 
 template <class Halves, typename A>
 Step<A> row_step(const UpdateParams& p, const StepScalars& s, const Group* groups, const Row& row, int32_t index) {
@@ -323,13 +264,13 @@ Step<A> row_step(const UpdateParams& p, const StepScalars& s, const Group* group
   step.momentum = row.data[kMomentum] != nullptr;
   step.second = row.data[kSecond] && p.rule != Rule::kSgd;
   step.inv_scale = static_cast<A>(s.inv_scale);
-  step.scaled = s.inv_scale != 1.f && step.reads_grad();
+  step.scaled = s.scaled && step.reads_grad();
   step.clip = static_cast<A>(s.clip);
-  step.clipped = s.clip != 1.0 && step.reads_grad();
+  step.clipped = s.clipped && step.reads_grad();
   step.decay = static_cast<A>(s.decay);
   step.one_minus_decay = static_cast<A>(s.one_minus_decay);
-  step.grad_type = static_cast<DType>(row.dtype[kGrad]);
-  step.param_type = static_cast<DType>(row.dtype[kParam]);
+  step.grad_type = slot_type(row, kGrad);
+  step.param_type = slot_type(row, kParam);
   if (step.update) {
     const Group& group = groups[row.group];
     step.sgd = {static_cast<A>(read<Halves>(group.lr)),
@@ -362,7 +303,7 @@ void update_segment(const Work& work, const Row& row, const Segment& segment, co
   for (int slot = 0; slot < kSlots; ++slot) {
     slots[slot] = block.slot[slot];
     const DType own = std::is_same_v<A, double> ? DType::kFloat64 : DType::kFloat32;
-    in_place = in_place && (!row.data[slot] || static_cast<DType>(row.dtype[slot]) == own);
+    in_place = in_place && (!row.data[slot] || slot_type(row, slot) == own);
   }
   if (in_place) {
     for (int64_t done = 0; done < segment.count; done += kBlock) {
@@ -395,16 +336,8 @@ void update_segment(const Work& work, const Row& row, const Segment& segment, co
 template <class Halves, typename ParallelFor>
 void update(const Work& work, const UpdateParams& p, const Group* groups, const Workspace& w,
             const ParallelFor& parallel_for) {
-  StepScalars s{};
-  s.skip = (p.use_workspace && w.skip) || (p.found_inf && *p.found_inf != 0.f);
-  s.inv_scale = p.grad_scale ? inverse_scale(*p.grad_scale) : p.use_workspace ? w.inv_scale : 1.f;
-  s.clip = p.use_workspace ? w.clip : 1.0;
-  int64_t updates = 0;
-  if (p.ema) {
-    updates = p.updates >= 0 || !p.counter ? p.updates : *p.counter + 1;
-    s.decay = p.tau > 0 ? ema_decay(read<Halves>(p.decay), p.tau, static_cast<double>(updates)) : read<Halves>(p.decay);
-    s.one_minus_decay = 1.0 - s.decay;
-  }
+  const int64_t updates = p.ema && p.updates < 0 && p.counter ? *p.counter + 1 : p.updates;
+  const StepScalars s = step_scalars(p, w, p.ema ? read<Halves>(p.decay) : 0, updates);
   for_segments(work, parallel_for, [&](const Segment& segment, int64_t) {
     const Row& row = work.rows[segment.row];
     if (has_double(row)) {
@@ -414,10 +347,7 @@ void update(const Work& work, const UpdateParams& p, const Group* groups, const 
     }
   });
   for (size_t i = 0; i < work.rows.size() && p.rule != Rule::kNone && !s.skip; ++i) {
-    const Row& row = work.rows[i];
-    if (row.group < 0) continue;
-    if (p.unfilled && row.data[kGrad] && row.data[kMomentum]) p.unfilled[i] = 0;
-    if (p.rule == Rule::kAdam && row.step) *row.step += 1.f;
+    if (work.rows[i].group >= 0) finish_row(p, work.rows[i], i);
   }
   if (p.write_counter) *p.counter = updates;
 }

@@ -17,7 +17,7 @@ inline int64_t segment_elements(int64_t total) {
   return std::max(unit, needed);
 }
 
-// Cuts rows of these sizes into segments, in order. Rows without elements get none.
+// Cut rows of these sizes into segments, in order. Rows without elements get none.
 inline std::vector<Segment> plan_segments(const std::vector<int64_t>& numels) {
   int64_t total = 0;
   for (const int64_t numel : numels) total += numel;
@@ -33,8 +33,7 @@ inline std::vector<Segment> plan_segments(const std::vector<int64_t>& numels) {
   return segments;
 }
 
-// Fills `layout` for tensors of one shape with the given strides (null: no such tensor), merging neighbours that lie
-// together in every tensor. False where more than kMaxDims dimensions remain.
+// Fill `layout` for strides of one shape (null: no tensor), dimensions merged; false above kMaxDims of them.
 inline bool merge_dims(Layout& layout, int64_t dims, const int64_t* sizes, const int64_t* const strides[kSlots]) {
   layout = Layout{};
   for (int64_t dim = 0; dim < dims; ++dim) {

@@ -10,6 +10,7 @@
 
 #include "core/common/exact_math.h"
 #include "core/common/host_device.h"
+#include "core/multi_tensor/multi_tensor.h"
 
 namespace torch_fastdet::core {
 
@@ -21,7 +22,6 @@ TORCH_FASTDET_HOST_DEVICE double fused_mul_add(double a, double b, double c) {
   return fma(a, b, c);
 }
 
-// One group's hyper-parameters in the arithmetic type.
 template <typename A>
 struct SgdScalars {
   A lr, momentum, one_minus_dampening, weight_decay;
@@ -74,8 +74,7 @@ TORCH_FASTDET_HOST_DEVICE double square_root(double x) {
   return sqrt(x);
 }
 
-// One step of torch.optim.Adam, or AdamW. The first moment goes from `first` to `grad` from the nearer end, as lerp
-// does.
+// One step of torch.optim.Adam, or AdamW. As lerp does, the first moment goes to `grad` from the nearer end.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE void adam_element(A& param, A grad, A& first, A& second, const AdamScalars<A>& s) {
   if (s.maximize) grad = -grad;
@@ -134,6 +133,65 @@ TORCH_FASTDET_HOST_DEVICE void update_scale(float& scale, int& growth_tracker, b
   const float grown = static_cast<float>(static_cast<double>(scale) * growth_factor);
   if (grown <= 3.402823466e38f) scale = grown;
   growth_tracker = 0;
+}
+
+TORCH_FASTDET_HOST_DEVICE DType slot_type(const Row& row, int slot) {
+  return static_cast<DType>(row.dtype[slot]);
+}
+
+TORCH_FASTDET_HOST_DEVICE bool has_double(const Row& row) {
+  bool found = false;
+  for (int slot = 0; slot < kSlots; ++slot) {
+    found = found || (row.data[slot] && slot_type(row, slot) == DType::kFloat64);
+  }
+  return found;
+}
+
+// Leave in `w` what the update reads, and the norm and the flags. `sum`: of the squares of all gradients.
+TORCH_FASTDET_HOST_DEVICE void finish_reduction(const ReduceParams& p, Workspace& w, bool overflow, double sum) {
+  if (p.found_inf && (overflow || !p.keep_found_inf)) *p.found_inf = overflow ? 1.f : 0.f;
+  w.skip = overflow && p.skip_on_overflow;
+  w.inv_scale = p.scale ? inverse_scale(*p.scale) : 1.f;
+  const double norm = sqrt(sum);
+  if (p.norm_dtype == DType::kFloat64) {
+    if (p.norm) *static_cast<double*>(p.norm) = norm;
+    w.clip = p.clip ? clip_factor(norm, p.max_norm) : 1.0;
+  } else {
+    if (p.norm) *static_cast<float*>(p.norm) = static_cast<float>(norm);
+    w.clip = p.clip ? clip_factor(static_cast<float>(norm), static_cast<float>(p.max_norm)) : 1.f;
+  }
+  if (p.new_scale) {
+    update_scale(*p.new_scale, *p.growth_tracker, overflow, p.growth_factor, p.backoff_factor, p.growth_interval);
+  }
+}
+
+// The scalars that every element of an update shares.
+struct StepScalars {
+  double clip, decay, one_minus_decay;
+  float inv_scale;
+  bool scaled, clipped, skip;
+};
+
+// `decay` is that of p, read; `updates`, the number of this update.
+TORCH_FASTDET_HOST_DEVICE StepScalars step_scalars(const UpdateParams& p, const Workspace& w, double decay,
+                                                   int64_t updates) {
+  StepScalars s{};
+  s.skip = (p.use_workspace && w.skip) || (p.found_inf && *p.found_inf != 0.f);
+  s.inv_scale = p.grad_scale ? inverse_scale(*p.grad_scale) : p.use_workspace ? w.inv_scale : 1.f;
+  s.scaled = s.inv_scale != 1.f;
+  s.clip = p.use_workspace ? w.clip : 1.0;
+  s.clipped = s.clip != 1.0;
+  if (p.ema) {
+    s.decay = p.tau > 0 ? ema_decay(decay, p.tau, static_cast<double>(updates)) : decay;
+    s.one_minus_decay = 1.0 - s.decay;
+  }
+  return s;
+}
+
+// Note that a row has taken its step: its buffer is filled, and Adam counts.
+TORCH_FASTDET_HOST_DEVICE void finish_row(const UpdateParams& p, const Row& row, int64_t index) {
+  if (p.unfilled && row.data[kGrad] && row.data[kMomentum]) p.unfilled[index] = 0;
+  if (p.rule == Rule::kAdam && row.step) *row.step += 1.f;
 }
 
 }  // namespace torch_fastdet::core

@@ -105,8 +105,7 @@ __global__ void __launch_bounds__(kPlainThreads) normalize_kernel(const NsParams
   }
 }
 
-// Shared memory of a product: kStages times a tile of each operand; at the end the tile of sums.
-// kTransposed: the right operand's tile has a row a column of the product.
+// Shared memory of a product: kStages tiles of each operand, at the end of sums. kTransposed: of the right operand.
 template <int kRows, int kColumns, bool kTransposed, int kStep, int kStages>
 struct Product {
   static constexpr int kDepth = kStep;  // of a step along the sum
@@ -222,8 +221,7 @@ __device__ __forceinline__ void combine(float (&sum)[Elements::kSize], float alp
   store(out, sum);
 }
 
-// kPolynomial: polynomial = b A + c A A from gram = A. Else gram = X X'. Both are symmetric: what is below the diagonal
-// is what is above it.
+// kPolynomial: polynomial = b A + c A A from gram = A. Else gram = X X'. Both are symmetric.
 template <bool kPolynomial>
 __global__ void __launch_bounds__(Square::kThreads) square_product_kernel(const NsParams p, const void* x) {
   extern __shared__ __align__(128) unsigned char shared[];

@@ -16,8 +16,7 @@ constexpr int kNsWide = 128;         // its columns
 constexpr int64_t kNsChunk = 8192;   // elements that a block squares and adds
 constexpr int64_t kNsAlignment = 8;  // matrices begin at a multiple of so many elements of source and result
 
-// A matrix of source and result, (rows, columns) contiguous. In the workspace it has at least as many columns as rows
-// (it is transposed for that), and zeros up to whole tiles. Offsets are in elements.
+// A contiguous matrix; the workspace's is transposed to be at least as wide as high, and padded with zeros to tiles.
 struct NsMatrix {
   int64_t source;  // of source and result
   int64_t x;       // of the workspace's x

@@ -1,4 +1,4 @@
-// Where matrices lie in the workspace, and which blocks work on them.
+// The places of matrices in the workspace, and the blocks that work on them.
 #pragma once
 
 #include <algorithm>

@@ -16,7 +16,6 @@ TORCH_FASTDET_HOST_DEVICE bool label_exists(const CandidateSource& source, int64
   return row[0] == static_cast<float>(image) && row[1] >= 0 && row[1] < static_cast<float>(source.classes);
 }
 
-// Where an anchor of the heads lies.
 struct Cell {
   int32_t level, anchor;
   int64_t row, column;
@@ -38,7 +37,6 @@ TORCH_FASTDET_HOST_DEVICE const T* at_cell(const HeadMap& map, int64_t image, co
          cell.column * map.column;
 }
 
-// Class scores of one anchor, as they are stored.
 template <typename T>
 struct Scores {
   const T* first;
@@ -116,11 +114,24 @@ struct HeadAnchor {
 };
 
 template <typename T>
-struct AnchorHeadLayout {
+struct HeadLayout {
   using Stored = T;
   using A = arithmetic_t<T>;
   using Anchor = HeadAnchor<T>;
-  static constexpr bool kLogits = true, kMayHaveObjectness = true, kMayBeRotated = false, kHasKeypoints = false;
+  static constexpr bool kLogits = true;
+
+  static TORCH_FASTDET_HOST_DEVICE bool score(A raw, const NmsOptions& options, A& value) {
+    if (raw <= A(options.logit_floor)) return false;
+    value = Storage<T>::round(sigmoid(raw));
+    return true;
+  }
+};
+
+template <typename T>
+struct AnchorHeadLayout : HeadLayout<T> {
+  using typename HeadLayout<T>::A;
+  using typename HeadLayout<T>::Anchor;
+  static constexpr bool kMayHaveObjectness = true, kMayBeRotated = false, kHasKeypoints = false;
 
   static TORCH_FASTDET_HOST_DEVICE Anchor anchor(const CandidateSource& source, int64_t image, int64_t n) {
     const Cell cell = locate(source, n);
@@ -141,11 +152,6 @@ struct AnchorHeadLayout {
     return {anchor.boxes + 5 * step, step};
   }
   static TORCH_FASTDET_HOST_DEVICE int64_t neighbours(const CandidateSource&, int64_t) { return 0; }
-  static TORCH_FASTDET_HOST_DEVICE bool score(A raw, const NmsOptions& options, A& value) {
-    if (raw <= A(options.logit_floor)) return false;
-    value = Storage<T>::round(sigmoid(raw));
-    return true;
-  }
   static TORCH_FASTDET_HOST_DEVICE CenterBox<A> box(const CandidateSource& source, const Anchor& anchor) {
     const Cell& cell = anchor.cell;
     const A stride = A(source.level[cell.level].stride);
@@ -162,11 +168,10 @@ struct AnchorHeadLayout {
 };
 
 template <typename T>
-struct AnchorFreeHeadLayout {
-  using Stored = T;
-  using A = arithmetic_t<T>;
-  using Anchor = HeadAnchor<T>;
-  static constexpr bool kLogits = true, kMayHaveObjectness = false, kMayBeRotated = true, kHasKeypoints = true;
+struct AnchorFreeHeadLayout : HeadLayout<T> {
+  using typename HeadLayout<T>::A;
+  using typename HeadLayout<T>::Anchor;
+  static constexpr bool kMayHaveObjectness = false, kMayBeRotated = true, kHasKeypoints = true;
 
   static TORCH_FASTDET_HOST_DEVICE Anchor anchor(const CandidateSource& source, int64_t image, int64_t n) {
     const Cell cell = locate(source, n);
@@ -185,11 +190,6 @@ struct AnchorFreeHeadLayout {
     const HeadLevel& head = source.level[locate(source, n).level];
     const int64_t end = head.first_anchor + static_cast<int64_t>(head.rows) * head.columns;
     return head.scores.column == 1 && head.scores.row == head.columns ? end - n : 0;
-  }
-  static TORCH_FASTDET_HOST_DEVICE bool score(A raw, const NmsOptions& options, A& value) {
-    if (raw <= A(options.logit_floor)) return false;
-    value = Storage<T>::round(sigmoid(raw));
-    return true;
   }
   static TORCH_FASTDET_HOST_DEVICE void distances(const CandidateSource& source, const Anchor& anchor,
                                                   A (&distance)[4]) {
@@ -270,7 +270,6 @@ TORCH_FASTDET_HOST_DEVICE CornerBox<typename Layout::A> candidate_corners(const 
   return corners(box, [](A x) { return Storage<typename Layout::Stored>::round(x); });
 }
 
-// Extra column e of candidate anchor n.
 template <typename Layout>
 TORCH_FASTDET_HOST_DEVICE typename Layout::A candidate_extra(const CandidateSource& source, const NmsOptions& options,
                                                              int64_t image, int64_t n, int64_t e, bool promoted) {
@@ -284,7 +283,7 @@ TORCH_FASTDET_HOST_DEVICE typename Layout::A candidate_extra(const CandidateSour
   return confidence<Layout>(source, objectness, value, promoted);
 }
 
-// The same as it comes out. `letterbox`: this image's row, or null; with one, keypoints come out in original pixels.
+// Return the same as it comes out: with `letterbox`, this image's row, keypoints are in original pixels.
 template <typename Layout>
 TORCH_FASTDET_HOST_DEVICE typename Layout::A detection_extra(const CandidateSource& source, const NmsOptions& options,
                                                              int64_t image, int64_t n, int64_t e, bool promoted,

@@ -71,13 +71,9 @@ void decode_cells(const CandidateSource& source, const HeadAnchor<T>& anchor, in
       values = shares;
     }
     if (c < 2) {
-      for (int64_t i = 0; i < count; ++i) {
-        shares[i] = center_of(shares[i], c == 0 ? cell.column + i : cell.row, stride);
-      }
+      for (int64_t i = 0; i < count; ++i) shares[i] = center_of(shares[i], c == 0 ? cell.column + i : cell.row, stride);
     } else if (c < 4) {
-      for (int64_t i = 0; i < count; ++i) {
-        shares[i] = side_of(shares[i], mul_rn(A(sides[c - 2]), stride));
-      }
+      for (int64_t i = 0; i < count; ++i) shares[i] = side_of(shares[i], mul_rn(A(sides[c - 2]), stride));
     }
     for (int64_t i = 0; i < count; ++i) rows[i * width + c] = Storage<T>::store(values[i]);
   }

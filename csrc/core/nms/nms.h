@@ -16,7 +16,7 @@ constexpr int kMaxLevels = 6;
 constexpr int kMaxAnchorsPerCell = 8;
 constexpr int64_t kMaxFilteredClasses = 16384;
 
-// Where a strided map of one head level lies; strides in elements.
+// A strided map of one head level; strides in elements.
 struct HeadMap {
   const void* data = nullptr;
   int64_t image = 0, anchor = 0, channel = 0, row = 0, column = 0;
@@ -37,7 +37,7 @@ enum class CandidateLayout : int32_t {
   kAnchorFreeHeads  // raw Ultralytics maps
 };
 
-// What the extra columns of anchor-free heads hold, and so how they are decoded.
+// The kinds of extra columns of anchor-free heads, which decide how they are decoded.
 enum class ExtraKind : int32_t {
   kRaw,            // they come out as they are
   kAngleLogit,     // the last one is the logit of an angle, (sigmoid - 1/4) pi
@@ -67,13 +67,12 @@ struct CandidateSource {
   ExtraKind extra_kind = ExtraKind::kRaw;
   int32_t keypoint_values = 0;  // 2: x, y; 3: x, y, visibility
 
-  // Rows [image, class, x, y, width, height] that join the candidates with confidence 1 (YOLOv5's autolabels). A row
-  // whose image or class does not exist is skipped.
+  // Rows [image, class, x, y, width, height] of extra candidates with confidence 1 (YOLOv5's autolabels), if valid.
   const float* labels = nullptr;
   int64_t label_count = 0;
 };
 
-// How rotated boxes suppress each other, by probiou. Their angle is the last extra column.
+// The rules by which rotated boxes suppress each other, by probiou. Their angle is the last extra column.
 enum class RotatedRule : int32_t {
   kNone,    // boxes are upright
   kFast,    // a box goes if any better one overlaps it, kept or not, as the original function does
@@ -81,8 +80,7 @@ enum class RotatedRule : int32_t {
 };
 
 struct NmsOptions {
-  // Thresholds rounded to the stored type, and (for images with labels, which are computed in the arithmetic type) to
-  // the arithmetic type.
+  // Thresholds rounded to the stored type, and to the arithmetic type for images with labels.
   double confidence = 0.25, confidence_promoted = 0.25;
   double logit_floor = 0;  // no logit at or below it can pass `confidence`
   double iou = 0.45;

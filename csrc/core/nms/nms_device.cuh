@@ -1,4 +1,4 @@
-// What the kernels of non-maximum suppression share: keys, workspace, parameters.
+// Keys, workspace and parameters that the kernels of non-maximum suppression share.
 #pragma once
 
 #include "core/common/device.cuh"
@@ -40,7 +40,7 @@ struct Keys<double> {
 template <typename A>
 using key_of = typename Keys<A>::Key;
 
-// Where the cut of an image lies: keys with (key >> shift) <= prefix are kept, once `decided`.
+// The cut of an image: keys with (key >> shift) <= prefix are kept, once `decided`.
 template <typename Key>
 struct CutState {
   Key prefix;
@@ -67,21 +67,18 @@ struct NmsKernel : NmsOffsets {
   __device__ __forceinline__ bool is_promoted(int64_t image) const {
     return source.label_count && at<uint8_t>(promoted)[image];
   }
-  // Candidates of an image that wait in its buffer. Never more than it holds, even if the source changed between
-  // passes.
+  // Return how many candidates wait in an image's buffer: what it holds, even if the source changed between passes.
   __device__ __forceinline__ int64_t buffered(int64_t image) const {
     const uint32_t count = at<uint32_t>(found)[image];
     const int64_t waiting = cuts && count > capacity ? at<uint32_t>(gathered)[image] : count;
     return waiting < capacity ? waiting : capacity;
   }
-  // Those that may be decided on.
   __device__ __forceinline__ int64_t candidates(int64_t image) const {
     const int64_t count = buffered(image);
     return count < options.max_candidates ? count : options.max_candidates;
   }
 };
 
-// Calls f with the layout class that reads the source, for arithmetic type A.
 template <typename A, typename F>
 __device__ __forceinline__ void with_layout(const CandidateSource& source, F&& f) {
   const auto stored = [&](auto zero) {
@@ -109,8 +106,7 @@ __device__ __forceinline__ void with_layout(const CandidateSource& source, F&& f
   }
 }
 
-// Bits of those of `boxes` (kCount of them, all proper or void) which suppress `mine`, if they are kept. First the four
-// comparisons for all, without a branch; the quotient for the few that meet.
+// Return the bits of kCount `boxes` that suppress `mine` if kept: branchless comparisons, then quotients of the few.
 template <typename A, int kCount>
 __device__ __forceinline__ uint32_t suppressors(const CornerBox<A>* boxes, const int32_t* classes,
                                                 const CornerBox<A>& mine, int32_t my_class, bool same_class,

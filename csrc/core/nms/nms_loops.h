@@ -1,5 +1,5 @@
-// Suppression on the CPU: threads over images (or, where there are fewer images than threads, inside each), by
-// parallel_for(begin, end, grain, f). Its decisions come from candidates.h and nms_math.h.
+// Suppression on the CPU: parallel_for(begin, end, grain, f) over images or inside each, by candidates.h and
+// nms_math.h.
 #pragma once
 
 #include <algorithm>
@@ -57,7 +57,7 @@ struct Boxes {
     class_index.push_back(box_class);
   }
 
-  // Whether any of boxes [begin, end) suppresses `box`; the arithmetic of overlaps without its branches.
+  // Return whether any of boxes [begin, end) suppresses `box`; the arithmetic of overlaps without its branches.
   template <bool same_class>
   bool any_overlaps(int64_t begin, int64_t end, const Box& box, int32_t box_class, A threshold) const {
     const A box_area = core::area(box);
@@ -80,7 +80,7 @@ struct Boxes {
   }
 };
 
-// The same of rotated boxes: the cheap test for a block of them, the formula for those that are near.
+// Do the same for rotated boxes: the cheap test for a block of them, the formula for those that are near.
 template <typename A>
 struct RotatedBoxes {
   using Box = RotatedBox<A>;
@@ -118,7 +118,7 @@ struct RotatedBoxes {
 
 constexpr int64_t kNeighbours = 512;  // anchors whose class scores are read together
 
-// Raises each of `highest` to the anchor's score of one class; anchors lie side by side. NaN counts for nothing.
+// Raise each of `highest` to the anchor's score of one class; anchors lie side by side. NaN counts for nothing.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE void raise_to(const T* scores, int64_t begin, int64_t end,
                                         arithmetic_t<T>* __restrict highest) {
@@ -144,7 +144,6 @@ TORCH_FASTDET_AVX2 __attribute__((flatten)) void raise_to_avx2(const T* scores, 
 }
 #endif
 
-// The highest class score of each of `count` anchors that lie side by side.
 template <class Halves, typename T>
 void highest_scores(const Scores<T>& scores, int64_t classes, int64_t count, arithmetic_t<T>* highest) {
   std::fill(highest, highest + count, -std::numeric_limits<arithmetic_t<T>>::infinity());
@@ -273,7 +272,7 @@ class ImageSuppression {
     return same_class ? suppress<Boxes<A>, true>(candidates) : suppress<Boxes<A>, false>(candidates);
   }
 
-  // Decodes a candidate into its row and to where it is compared. False if it is not finite.
+  // Decode a candidate into its row and to where it is compared. False if it is not finite.
   bool place(const Candidate<A>& candidate, A offset, Row& row, CornerBox<A>& placed) const {
     const int64_t n = candidate.index / source_.classes;
     const int32_t c = static_cast<int32_t>(candidate.index % source_.classes);
@@ -293,7 +292,7 @@ class ImageSuppression {
     return finite;
   }
 
-  // Sorts, decodes and decides chunk by chunk, so that an image which fills max_detections early pays for no more.
+  // Sort, decode and decide chunk by chunk, so that an image which fills max_detections early pays for no more.
   template <typename List, bool same_class>
   int64_t suppress(Candidates<A>& candidates) {
     const int64_t total = static_cast<int64_t>(candidates.size());
@@ -381,7 +380,6 @@ class ImageSuppression {
   std::vector<Row> kept_;
 };
 
-// Calls f with the class that reads this source, from its layout and dtype.
 template <class Halves, typename F>
 void dispatch_source(const CandidateSource& source, F&& f) {
   switch (source.layout) {

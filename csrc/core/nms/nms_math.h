@@ -6,7 +6,6 @@
 
 namespace torch_fastdet::core {
 
-// Which boxes can suppress each other.
 enum class ClassRule : int32_t {
   kOffset,    // boxes are moved by class * max_wh before they are compared, as the original functions do
   kExact,     // boxes of one class only, compared where they are
@@ -18,8 +17,7 @@ TORCH_FASTDET_HOST_DEVICE A area(const CornerBox<A>& box) {
   return mul_rn(sub_rn(box.x2, box.x1), sub_rn(box.y2, box.y1));
 }
 
-// Whether two boxes have common area, as overlaps() below wants it. A box without positive width and height meets
-// nothing, so its (zero or negative) area never enters a union.
+// Return whether two boxes have common area, for overlaps(); one without positive sides meets nothing.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE bool meets(const CornerBox<A>& a, const CornerBox<A>& b) {
   const A left = a.x1 > b.x1 ? a.x1 : b.x1, right = a.x2 < b.x2 ? a.x2 : b.x2;
@@ -27,8 +25,7 @@ TORCH_FASTDET_HOST_DEVICE bool meets(const CornerBox<A>& a, const CornerBox<A>& 
   return right > left && bottom > top;
 }
 
-// The box; one without area becomes a void box, which fails every comparison in proper_boxes_meet(). So that is meets()
-// in four comparisons.
+// The box; one without area becomes a void box, which fails every comparison in proper_boxes_meet().
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE CornerBox<A> proper_or_void(const CornerBox<A>& box) {
   const A infinity = static_cast<A>(HUGE_VAL);
@@ -42,8 +39,7 @@ TORCH_FASTDET_HOST_DEVICE bool proper_boxes_meet(const CornerBox<A>& a, const Co
   return (a.x1 < b.x2) & (b.x1 < a.x2) & (a.y1 < b.y2) & (b.y1 < a.y2);
 }
 
-// IoU > threshold of two boxes that meet, both of arithmetic type A, on every device: the quotient is rounded before it
-// is compared.
+// IoU > threshold of two boxes that meet, on every device: the quotient is rounded before it is compared.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE bool meeting_boxes_overlap(const CornerBox<A>& kept, const CornerBox<A>& later, A threshold) {
   const A left = kept.x1 > later.x1 ? kept.x1 : later.x1, right = kept.x2 < later.x2 ? kept.x2 : later.x2;
@@ -52,7 +48,6 @@ TORCH_FASTDET_HOST_DEVICE bool meeting_boxes_overlap(const CornerBox<A>& kept, c
   return div_rn(intersection, sub_rn(add_rn(area(kept), area(later)), intersection)) > threshold;
 }
 
-// Whether a kept box suppresses a later one.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE bool overlaps(const CornerBox<A>& kept, const CornerBox<A>& later, A threshold) {
   return meets(kept, later) && meeting_boxes_overlap(kept, later, threshold);

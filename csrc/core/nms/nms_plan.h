@@ -1,4 +1,4 @@
-// How much memory a suppression on the GPU needs, and which kernels it launches. Host arithmetic alone.
+// The memory that a suppression on the GPU needs, and the kernels that it launches. Host arithmetic alone.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ struct CutLevel {
   int32_t parent_shift, shift, width;
 };
 
-// Where each piece of the workspace begins, in bytes. [0, zeroed) must be zero before the first kernel.
+// The beginning of each piece of the workspace, in bytes. [0, zeroed) must be zero before the first kernel.
 struct NmsOffsets {
   size_t found = 0, gathered = 0, tickets = 0, cut_states = 0, histogram = 0;
   size_t kept_count = 0, suppressed = 0, overlapped = 0, zeroed = 0;
@@ -62,8 +62,7 @@ struct NmsPlan : NmsOffsets {
   CutLevel level[kMaxCutLevels] = {};
 };
 
-// Shared memory of the block that suppresses an image: the kept list, and either the runs it merges (with their merged
-// lists) or the bit matrix of a chunk.
+// Shared memory of a suppressing block: the kept list, and runs with their merged lists or a chunk's bit matrix.
 inline int64_t suppress_shared_bytes(bool wide_key, int64_t runs) {
   const int64_t box = wide_key ? 32 : 16, key = wide_key ? 16 : 8, chunk = nms_chunk(wide_key);
   const int64_t lists = runs > 1 ? runs + (runs + 1) / 2 + (runs + 3) / 4 : 0;

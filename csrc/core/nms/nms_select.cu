@@ -8,14 +8,12 @@ namespace {
 __global__ void mark_promoted_kernel(const __grid_constant__ NmsKernel p) {
   for (int64_t image = threadIdx.x; image < p.source.images; image += blockDim.x) {
     bool promoted = false;
-    for (int64_t i = 0; i < p.source.label_count; ++i) {
-      promoted |= p.source.labels[i * 6] == static_cast<float>(image);
-    }
+    for (int64_t i = 0; i < p.source.label_count; ++i) promoted |= p.source.labels[i * 6] == static_cast<float>(image);
     p.at<uint8_t>(p.promoted)[image] = promoted;
   }
 }
 
-// Whether a warp that reads one channel of 32 neighbouring anchors reads them side by side.
+// Return whether a warp that reads one channel of 32 neighbouring anchors reads them side by side.
 bool anchors_adjacent(const CandidateSource& source) {
   switch (source.layout) {
     case CandidateLayout::kPrediction:

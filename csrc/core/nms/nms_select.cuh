@@ -1,8 +1,6 @@
-// Selection: which (anchor, class) pairs pass, as keys in each image's buffer.
-// An image whose candidates do not fit is cut first, by a radix search over its
-// keys for the best max_candidates (or a few more, never more than there is
-// room for); every pass of that search reads the source again, so memory stays
-// bounded by the capacity.
+// Selection: which (anchor, class) pairs pass, as keys in each image's buffer. An image whose candidates do not fit is
+// cut first, by a radix search over its keys for the best max_candidates or a few more. Every pass of it reads the
+// source again, so that the capacity bounds memory.
 #pragma once
 
 #include "core/nms/nms_device.cuh"
@@ -53,8 +51,7 @@ struct Visit {
   const A threshold;
   const bool any_nan_drops;
 
-  // The thread's anchors, and the lanes of its warp whose anchors passed
-  // objectness.
+  // The thread's anchors, and the lanes of its warp whose anchors passed objectness.
   ScoresOf scores[kItems];
   A objectness[kItems];
   unsigned lanes[kItems];
@@ -100,7 +97,7 @@ struct Visit {
     }
   }
 
-  // Finds the anchors whose objectness is above `least` and can pass.
+  // Find the anchors whose objectness is above `least` and can pass.
   __device__ __forceinline__ void find_anchors(A least) {
     int in_warp = 0;
 #pragma unroll
@@ -126,8 +123,7 @@ struct Visit {
     }
   }
 
-  // Each lane walks the classes of its anchors; a warp reads neighbours
-  // together.
+  // Each lane walks the classes of its anchors; a warp reads neighbours together.
   template <typename Sink>
   __device__ __forceinline__ void visit_own_anchors(Sink& sink) const {
 #pragma unroll
@@ -179,8 +175,7 @@ struct Visit {
     if (!options.multi_label) sink.add(present && !broken && passes(best, best_class), best, index(n, best_class));
   }
 
-  // Puts the anchors that passed side by side in shared memory, and marks those
-  // that a NaN class score drops.
+  // Put the anchors that passed side by side in shared memory; mark those with NaN class scores.
   __device__ __forceinline__ void share_rows() {
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
@@ -209,15 +204,13 @@ struct Visit {
 
   static constexpr int kRows = 4;  // that a warp reads together
 
-  // The block's warps share out the rows. Local copies, because with members as bounds of its loops the compiler puts
-  // the arrays in local memory.
+  // Share the rows among the warps. (With members as bounds the compiler puts the arrays in local memory.)
   template <typename Sink>
   __device__ __forceinline__ void visit_shared_rows(Sink& sink) const {
     const int count = this->count, classes = this->classes, lane = this->lane, warp = this->warp;
     const bool multi_label = options.multi_label;
     for (int base = warp * kRows; base < count && !sink.full(); base += kSelectWarps * kRows) {
-      // The best that a lane has found of each row, where an anchor has one
-      // class only.
+      // The best that a lane has found of each row, where an anchor has one class only.
       A best[kRows];
       int best_class[kRows];
       bool broken[kRows];
@@ -265,8 +258,7 @@ struct Visit {
         }
       }
       if (multi_label) continue;
-      // Lane r takes row r's best of all lanes: highest confidence, lowest
-      // class.
+      // Lane r takes row r's best of all lanes: highest confidence, lowest class.
       A mine = -1;
       int my_class = 0;
       bool valid = false;
@@ -294,7 +286,7 @@ struct Visit {
   }
 };
 
-// Hands the candidates among a block's anchors to `sink`. Anchors whose objectness is not above `least` are skipped.
+// Hand the candidates among a block's anchors to `sink`. Anchors whose objectness is not above `least` are skipped.
 template <typename Layout, int kItems, typename Sink>
 __device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t image, int64_t first, bool promoted,
                                               typename Layout::A least, BlockRows<Layout, kItems>& rows, Sink& sink) {
@@ -338,8 +330,7 @@ class WarpAppender {
     }
   }
   __device__ __forceinline__ void see(bool, A) {}
-  // Whether more has been found than there is room for: the image will be cut
-  // and its candidates gathered again.
+  // Return whether more has been found than there is room for: the image will be cut and its candidates gathered again.
   __device__ __forceinline__ bool full() const { return full_; }
   __device__ __forceinline__ void flush() {
     if (size_) write(size_);
@@ -387,8 +378,7 @@ struct DigitCounter {
   __device__ __forceinline__ bool full() const { return false; }
 };
 
-// The last block of an image to finish a histogram finds the digit of the cut
-// in it, and clears it for the next level.
+// Let the image's last block find the cut's digit in the histogram, and clear it for the next level.
 template <typename A>
 __device__ void decide_level(const SelectKernel& p, int64_t image) {
   using Key = key_of<A>;
@@ -430,10 +420,7 @@ __device__ void decide_level(const SelectKernel& p, int64_t image) {
   }
 }
 
-// The confidence that an anchor of this image must pass for its keys to matter
-// to the cut. A confidence is no more than its objectness, if no class score is
-// above 1: whole anchors are then known to lie past the cut (or past what is
-// left of the levels).
+// The confidence an anchor needs to matter to the cut: at most the objectness if no class score is above 1.
 template <typename A>
 __device__ __forceinline__ A least_objectness(const SelectKernel& p, const CutState<key_of<A>>& state) {
   using Key = key_of<A>;
@@ -444,8 +431,7 @@ __device__ __forceinline__ A least_objectness(const SelectKernel& p, const CutSt
   return lowest > A(1e-30) ? lowest - lowest * A(1e-6) : A(-1);
 }
 
-// Adds a block's histogram, in shared memory, to its image's; the last block
-// decides the level.
+// Add a block's histogram, in shared memory, to its image's; the last block decides the level.
 template <typename A>
 __device__ __forceinline__ void finish_histogram(const SelectKernel& p, int64_t image, const uint32_t* histogram) {
   uint32_t* global = p.nms.at<uint32_t>(p.nms.histogram) + image * kHistogramBins;
@@ -486,8 +472,7 @@ __global__ void __launch_bounds__(kSelectThreads, sizeof(typename Layout::A) == 
   Key* staged = reinterpret_cast<Key*>(shared) + warp * 64;
 
   if (p.mode == SelectMode::kAppend) {
-    // One reader: other blocks add to the count meanwhile, and the whole block
-    // must take one way.
+    // One reader: other blocks add to the count meanwhile, and the whole block must take one way.
     if (p.nms.cuts) {
       __shared__ bool overflowed;
       if (threadIdx.x == 0) overflowed = __ldcg(found) > p.nms.capacity;
@@ -546,9 +531,7 @@ cudaError_t launch_select_items(SelectKernel& p, const NmsPlan& plan, cudaStream
 
 template <typename Layout>
 cudaError_t launch_select_layout(SelectKernel& p, const NmsPlan& plan, cudaStream_t stream) {
-  // Many anchors of which objectness will leave few: a thread waits for four of
-  // them together. Where lanes walk the classes of their own anchors, more
-  // blocks do better.
+  // Whether a thread waits for four anchors at once: best where objectness leaves few, and lanes share no anchor.
   if constexpr (Layout::kMayHaveObjectness) {
     const int64_t rows = p.nms.source.anchors + p.nms.source.label_count;
     const bool few = p.nms.source.has_objectness && (!p.anchors_adjacent || p.nms.options.confidence >= 0.05);

@@ -1,5 +1,4 @@
-// Sorts each image's keys into runs of one tile, and merges runs where there are more than a later block can merge
-// itself.
+// Sort each image's keys into runs of one tile, and merge runs where a later block cannot merge all.
 #include <cub/block/block_merge_sort.cuh>
 
 #include "core/nms/nms_device.cuh"
@@ -51,7 +50,7 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(const __grid_constan
   }
 }
 
-// Merges neighbouring runs of `length` keys: each key finds its place in the sibling run.
+// Merge neighbouring runs of `length` keys: each key finds its place in the sibling run.
 template <typename Key>
 __global__ void __launch_bounds__(256)
     merge_kernel(const __grid_constant__ NmsKernel p, const Key* from, Key* to, int64_t length) {

@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
 static_assert(kSelfSorted == kThreads);
 
-// Merges the first `want` keys of two sorted lists of which `a_count` and `b_count` keys are known.
+// Merge the first `want` keys of two sorted lists of which `a_count` and `b_count` keys are known.
 template <typename Key>
 __device__ __forceinline__ Key merged_at(const Key* a, int a_count, const Key* b, int b_count, int position) {
   int low = position > b_count ? position - b_count : 0, high = position < a_count ? position : a_count;
@@ -59,7 +59,7 @@ struct Chunk {
   uint32_t earlier[kSize / 32][kSize];  // bit j of [w][i]: survivor w * 32 + j suppresses survivor i, if it is kept
 };
 
-// Sorts one key a thread: neighbours within a warp by shuffles, others through `shared`.
+// Sort one key a thread: neighbours within a warp by shuffles, others through `shared`.
 template <typename Key>
 __device__ __forceinline__ Key sort_block(Key key, Key* shared) {
   const int thread = threadIdx.x;
@@ -82,7 +82,6 @@ __device__ __forceinline__ Key sort_block(Key key, Key* shared) {
   return key;
 }
 
-// A candidate, as its thread holds it.
 template <typename A>
 struct Candidate {
   CornerBox<A> box{}, placed;  // as it comes out; where it is compared
@@ -92,8 +91,7 @@ struct Candidate {
   bool alive = false;
 };
 
-// One block and its image. Each function is a step that the whole block takes; all are inlined, which keeps the members
-// in registers.
+// One block and its image. The whole block takes each step; all are inlined, which keeps the members in registers.
 template <typename A>
 struct Suppression {
   using Key = key_of<A>;
@@ -171,7 +169,7 @@ struct Suppression {
     return key;
   }
 
-  // Merges the windows pair by pair; returns the first kChunk keys of all.
+  // Merge the windows pair by pair; return the first kChunk keys of all.
   __device__ __forceinline__ const Key* merge_windows() const {
     Key* level = windows;
     Key* other = windows + runs * kChunk;
@@ -191,7 +189,7 @@ struct Suppression {
     return level;
   }
 
-  // Moves the cursor of each run past its keys up to `last`, which are the first ones of its window.
+  // Move the cursor of each run past its keys up to `last`, which are the first ones of its window.
   __device__ __forceinline__ void advance_cursors(Key last) const {
     for (int run = warp; run < runs; run += kWarps) {
       int taken = 0;
@@ -202,7 +200,6 @@ struct Suppression {
     }
   }
 
-  // The chunk's boxes, where they are compared.
   __device__ __forceinline__ Candidate<A> place(Key key, int count) const {
     Candidate<A> mine;
     mine.placed = nothing;
@@ -227,7 +224,7 @@ struct Suppression {
     return mine;
   }
 
-  // Whether anything kept suppresses them; the list is shared out among kShares threads a candidate.
+  // Test whether anything kept suppresses them; kShares threads share the list of a candidate.
   __device__ __forceinline__ void test_against_kept(int kept) const {
     const int mine = thread % kChunk, share = thread / kChunk;
     const CornerBox<A> my_box = chunk.box[mine];
@@ -283,8 +280,7 @@ struct Suppression {
     __syncthreads();
   }
 
-  // Greedy over the bit matrix, 32 survivors at a time, by one warp. Lane i holds what is kept of survivors [32 i, 32 i
-  // + 32).
+  // Greedy over the bit matrix, 32 survivors at a time, by one warp. Lane i holds what is kept of its 32.
   __device__ __forceinline__ void decide(int kept, int survivors, int words) const {
     static_assert(kWords <= 32);
     int total = kept, my_before = 0;
@@ -293,9 +289,7 @@ struct Suppression {
       const int i = block * 32 + lane;
       uint32_t hit = 0;
 #pragma unroll 4
-      for (int word = 0; word < block; ++word) {
-        hit |= chunk.earlier[word][i] & __shfl_sync(kFullWarp, my_keeps, word);
-      }
+      for (int word = 0; word < block; ++word) hit |= chunk.earlier[word][i] & __shfl_sync(kFullWarp, my_keeps, word);
       const bool open = i < survivors && !hit;
       const uint32_t mine = open ? chunk.earlier[block][i] : 0;
       uint32_t undecided = __ballot_sync(kFullWarp, open), keeps = 0;
@@ -319,7 +313,6 @@ struct Suppression {
     if (lane == 0) s.total = total;
   }
 
-  // Appends what is kept to the list and writes its row.
   __device__ __forceinline__ void keep(const Candidate<A>& mine, int me, int limit) const {
     if (thread >= kChunk || !mine.alive || !((s.keeps[me / 32] >> (me & 31)) & 1)) return;
     const int rank = s.before[me / 32] + __popc(s.keeps[me / 32] & ((1u << (me & 31)) - 1));

@@ -18,7 +18,6 @@ __device__ __forceinline__ const key_of<A>* sorted_keys(const NmsKernel& p, int6
   return p.at<key_of<A>>(p.merges & 1 ? p.other_keys : p.keys) + image * p.capacity;
 }
 
-// What the kernels below want to know of a kind of box.
 template <typename T>
 struct Upright {
   using A = T;
@@ -62,7 +61,7 @@ struct Rotated {
     finite = is_finite(candidate);
     return finite ? place_rotated(candidate, offset, A(p.options.reach_scale)) : nothing();
   }
-  // As suppressors() in nms_device.cuh: first the cheap test for all, then the formula for the few that are near.
+  // Test as suppressors() in nms_device.cuh: first the cheap test for all, then the formula for the few that are near.
   static __device__ __forceinline__ uint32_t suppressed_by(const Box* boxes, const int32_t* classes, const Box& mine,
                                                            int32_t my_class, bool same_class, A threshold) {
     uint32_t bits = 0;
@@ -264,7 +263,6 @@ __global__ void __launch_bounds__(kDecideThreads) decide_kernel(const __grid_con
   }
 }
 
-// One thread a row of the output.
 template <typename Kind>
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ NmsKernel p) {
   using A = typename Kind::A;

@@ -53,8 +53,7 @@ TORCH_FASTDET_HOST_DEVICE RotatedBox<A> place_rotated(const RotatedCandidate<A>&
   const A product = mul_rn(placed.a, placed.b);
   const A determinant = sub_rn(product, mul_rn(placed.c, placed.c));
   placed.determinant = determinant < 0 ? A(0) : determinant;
-  // The bound is for boxes whose covariance keeps its accuracy and is large beside the formula's epsilon. Others (below
-  // a pixel, or 60 times as long as wide) are compared with all.
+  // The bound holds for accurate, large covariances; others (below a pixel, 60 times as long as wide) meet all.
   const bool bounded = determinant >= mul_rn(product, A(1e-3)) && determinant >= A(1e-3);
   const A longest = mul_rn(along > across ? along : across, A(12));
   placed.reach = bounded ? mul_rn(longest, reach_scale) : static_cast<A>(HUGE_VAL);
@@ -62,13 +61,12 @@ TORCH_FASTDET_HOST_DEVICE RotatedBox<A> place_rotated(const RotatedCandidate<A>&
   return placed;
 }
 
-// A box that meets nothing.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE RotatedBox<A> no_rotated_box() {
   return {A(0), A(0), -static_cast<A>(HUGE_VAL), A(0), A(0), A(0), A(0), A(0)};
 }
 
-// Whether two boxes may overlap. False if either meets nothing: the sum of its reach is then negative or NaN.
+// Return whether two boxes may overlap. False if either meets nothing: the sum of its reach is then negative or NaN.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE bool rotated_boxes_near(const RotatedBox<A>& first, const RotatedBox<A>& second) {
   const A x = first.x - second.x, y = first.y - second.y;
@@ -91,7 +89,7 @@ TORCH_FASTDET_HOST_DEVICE A probiou(const RotatedBox<A>& first, const RotatedBox
   return sub_rn(A(1), sqrt_rn(add_rn(sub_rn(A(1), exp_rn(-distance)), eps)));
 }
 
-// Whether a box suppresses a later one. A NaN does not.
+// Return whether a box suppresses a later one. A NaN does not.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE bool rotated_boxes_overlap(const RotatedBox<A>& first, const RotatedBox<A>& second,
                                                      A threshold) {

@@ -19,7 +19,7 @@ struct Kernel {
   int64_t blocks_per_image;
 };
 
-// What a channel holds. Center and side want more than the logit.
+// The kinds of channels. Center and side want more than the logit.
 template <typename T>
 __device__ __forceinline__ T decoded(const CandidateSource& source, const HeadLevel& head, T raw, int anchor_side,
                                      int row, int column, int channel) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ T decoded(const CandidateSource& source, const HeadLe
   return Storage<T>::store(side_of(share, mul_rn(A(sides[anchor_side + channel - 2]), stride)));
 }
 
-// What one block decodes: `cells` cells of one anchor of one map, from cell `first` on.
+// The work of one block: `cells` cells of one anchor of one map, from cell `first` on.
 template <typename T>
 struct Piece {
   int level, anchor, first, cells, channels, side;

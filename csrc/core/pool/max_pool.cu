@@ -1,5 +1,4 @@
-// A block makes one row of pixels (channels_last) or one plane, so that windows overlap in its L1. Neighbouring threads
-// read neighbouring channels, 16 bytes each, or neighbouring pixels of a plane.
+// A block makes a row of pixels (channels_last) or a plane, so that windows share its L1; accesses are neighbours.
 #include "core/pool/max_pool.h"
 
 #include "core/common/device.cuh"
@@ -11,13 +10,12 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kFastRadius = 2;  // of max_pool_values: SPPF's
 
-// A thread's pixel and first channel.
 struct Pixel {
   int64_t n, c;
   int h, w;
 };
 
-// Calls f for each access of this block, on its threads in turn.
+// Call f for each access of this block, on its threads in turn.
 template <int kVector, typename F>
 __device__ __forceinline__ void for_pixels(const MaxPoolParams& p, F&& f) {
   const auto width = static_cast<unsigned>(p.width), height = static_cast<unsigned>(p.height);
@@ -83,8 +81,7 @@ __device__ __forceinline__ int clamped(int at, int size) {
   return at < 0 ? 0 : at < size ? at : size - 1;
 }
 
-// Values alone, of channels_last maps and windows of 5x5: a thread for each access, whose loads wait for nothing.
-// Outside of the map its edge is read once more, which changes no largest value.
+// Values alone, of channels_last 5x5 windows, a thread an access. Reading the edge again outside changes no maximum.
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads) max_pool_values(const __grid_constant__ MaxPoolParams p) {
   using A = arithmetic_t<T>;
@@ -121,8 +118,7 @@ template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads) max_pool_backward(const __grid_constant__ MaxPoolParams p) {
   using A = arithmetic_t<T>;
   for_pixels<kVector>(p, [&](const Pixel& at) {
-    // In the window of a pixel that is (dy, dx) away, this pixel lies at (-dy, -dx); `after` is the forward pass'
-    // `before`.
+    // In the window of a pixel (dy, dx) away, this pixel lies at (-dy, -dx); `after` is the forward pass' `before`.
     const PoolSpan rows(at.h, p.source_height, p.before, p.after), columns(at.w, p.source_width, p.before, p.after);
     const int side = p.before + 1 + p.after;
     const int64_t source = p.source.offset(at.n, at.c, at.h, at.w);
@@ -151,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) max_pool_backward(const __grid_const
   });
 }
 
-// Whether accesses of `count` elements are aligned, and end where the channels end.
+// Return whether accesses of `count` elements are aligned, and end where the channels end.
 bool takes_vectors(const MaxPoolParams& p, int count, int bytes) {
   if (!p.channels_last || p.channels % count) return false;
   const auto fits = [&](const PoolTensor& tensor, int size) {

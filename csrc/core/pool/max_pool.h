@@ -22,22 +22,19 @@ struct PoolTensor {
 };
 
 // Forward: target = the largest value of source in the window around each pixel, indices = its place in the window, row
-// by row, where they are given; copy = source, where it is given. Of equal values the first counts, of NaNs the last,
-// as in PyTorch. Backward: source = the gradient of a pooling's result, target = the gradient of what was pooled: that
-// of `copy`, its part of the concatenation, and what the windows pass on. Summed row by row in float (double for
-// double).
+// by row, if not null; copy = source, if not null. Of equal values the first counts, of NaNs the last, as in PyTorch.
+// Backward: source = the gradient of a pooling's result, target = that of what was pooled: `copy` and what the windows
+// pass on, summed row by row in float (double for double).
 struct MaxPoolParams {
   int64_t batch, channels, height, width;  // of the target
   int64_t source_height, source_width;
-  // Rows and columns of the source that belong to a pixel of the target: from `before` less to `after` more than its
-  // own.
+  // Rows and columns of the source for a pixel of the target: from `before` less to `after` more than its own.
   int before, after;
   bool channels_last;  // which way to walk; forward and backward take any strides
   PoolTensor source, target, indices, copy;
   DType dtype;
 };
 
-// The largest value so far and its place in the window.
 template <typename A>
 struct Largest {
   A value;

@@ -9,7 +9,7 @@
 
 namespace torch_fastdet::core::pool_loops {
 
-// Calls f(n, c, h, w) for each element, in the order of the memory.
+// Call f(n, c, h, w) for each element, in the order of the memory.
 template <typename ParallelFor, typename F>
 void for_elements(const MaxPoolParams& p, const ParallelFor& parallel_for, F&& f) {
   const int64_t grain = std::max<int64_t>(1, 4096 / (p.channels * p.width));

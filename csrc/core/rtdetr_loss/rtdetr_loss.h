@@ -57,7 +57,6 @@ struct RtdetrLossParams {
     const int64_t n = counts[image];
     return n >= 0 && n <= most ? n : 0;
   }
-  // What the forward pass has left there.
   TORCH_FASTDET_HOST_DEVICE int32_t owner_of(int64_t place) const { return owner[place] < most ? owner[place] : -1; }
   // -1 if there is no such class: then nothing is to be found.
   TORCH_FASTDET_HOST_DEVICE int32_t class_of(int64_t image, int64_t target) const {

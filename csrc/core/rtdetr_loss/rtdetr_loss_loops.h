@@ -1,5 +1,4 @@
-// RT-DETR's loss on the CPU: parts of prediction sets are shared among the threads by parallel_for(begin, end, grain,
-// f).
+// RT-DETR's loss on the CPU: parallel_for(begin, end, grain, f) shares out parts of prediction sets.
 #pragma once
 
 #include <algorithm>

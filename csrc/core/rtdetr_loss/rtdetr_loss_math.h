@@ -1,5 +1,4 @@
-// The formulas of RT-DETR's loss: the cost of a query and a target, the terms of a prediction set, and their gradients.
-// A is float or double. Boxes are x, y, width, height as shares of the image.
+// RT-DETR's loss: costs, terms and gradients, A float or double. Boxes are x, y, width, height of the image.
 #pragma once
 
 #include "core/boxes/box_math.h"
@@ -9,7 +8,7 @@
 
 namespace torch_fastdet::core {
 
-// Of the classes' entropy: of classes that are not to be found, in a batch with targets and in one without.
+// Factors of the entropy of classes that are not to be found, in a batch with targets and in one without.
 constexpr double kRtdetrAlpha = 0.25, kRtdetrAlphaWithoutTargets = 0.75;
 
 template <typename A>
@@ -65,7 +64,7 @@ TORCH_FASTDET_HOST_DEVICE A rtdetr_negative_gradient(A logit, A alpha) {
   return alpha * p * sqrt_rn(p) * (A(1.5) * (A(1) - p) * rtdetr_softplus(logit) + p);
 }
 
-// Of the class that is to be found, as well as the boxes overlap.
+// Return the entropy of the class that is to be found, as well as the boxes overlap.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE A rtdetr_positive(A logit, A quality) {
   return quality * (rtdetr_softplus(logit) - quality * logit);

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) sum_slices(const __grid_constant__ S
   }
 }
 
-// Whether all rows begin at and consist of whole vectors.
+// Return whether all rows begin at and consist of whole vectors.
 bool is_aligned(const SumSlicesParams& p, int vector) {
   const auto fits = [&](const void* data, int64_t pitch) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && (pitch % vector == 0 || p.rows == 1);
@@ -137,8 +137,7 @@ void add_all(const void* partials, int splits, int64_t channels, void* sums, cud
                                                    static_cast<T*>(sums));
 }
 
-// A block's threads are `lanes` vectors beside each other in a row, a power of two of at most a warp, in as many rows
-// as that gives.
+// A block's threads are `lanes` vectors beside each other in a row, a power of two of at most a warp, in several rows.
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ SumRowsParams p, int lanes) {
   using A = arithmetic_t<T>;

@@ -1,5 +1,4 @@
-// The sum of slices of tensors along the channels, or the copy of one, into another slice; and what a convolution or a
-// linear layer with a bias reads of its result's gradient.
+// Sums (or a copy) of slices along the channels, and what a biased convolution or linear layer reads of its gradient.
 #pragma once
 
 #include <cstdint>
@@ -33,9 +32,8 @@ TORCH_FASTDET_HOST_DEVICE T rounded_sum(T a, T b) {
 constexpr int kPadTile = 64;  // channels, and positions, that a block moves at once
 constexpr int kMostPadSplits = 512;
 
-// x is (batch, channels, pixels) of any strides. `out` is x with channels of zeros behind its own, (batch, pixels,
-// padded) and dense; `sums` are the sums of its channels. Block i of `splits` adds up tiles i, i + splits, ... of
-// positions.
+// x is (batch, channels, pixels) of any strides; `out` dense (batch, pixels, padded), with zeros in the added channels;
+// `sums` are the channels'. Block i of `splits` adds tiles i, i + splits, ... of positions.
 struct PadAndSumParams {
   int64_t batch, channels, pixels, padded;
   int64_t image_stride, channel_stride, pixel_stride;  // of x, in elements

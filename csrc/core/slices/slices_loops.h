@@ -1,5 +1,4 @@
-// sum_slices, pad_and_sum and sum_rows on the CPU: rows and channels are shared among the threads by
-// parallel_for(begin, end, grain, f).
+// sum_slices, pad_and_sum and sum_rows on the CPU: parallel_for(begin, end, grain, f) shares rows and channels.
 #pragma once
 
 #include <algorithm>

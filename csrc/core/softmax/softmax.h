@@ -10,8 +10,7 @@ namespace torch_fastdet::core {
 
 constexpr int kMostSoftmaxColumns = 1024;
 
-// y is softmax's result, (batch, rows, columns), dense and of the arithmetic type of `dtype`, and grad its gradient, of
-// any strides. out = y grad - y sum(y grad), a sum for each row; dense.
+// y is softmax's (batch, rows, columns), dense, of `dtype`'s arithmetic type. out = y grad - y sum(y grad) by rows.
 struct SoftmaxBackwardParams {
   int64_t batch, rows, columns;
   int64_t batch_stride, row_stride, column_stride;  // of grad, in elements

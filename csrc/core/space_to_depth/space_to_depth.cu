@@ -39,7 +39,6 @@ __global__ void __launch_bounds__(kThreads) depth_to_space(const __grid_constant
   }
 }
 
-// Calls f with a zero of each type.
 template <typename F>
 void dispatch_types(const SpaceToDepthParams& p, F&& f) {
   dispatch(p.source_dtype, [&](auto from) { dispatch(p.target_dtype, [&](auto to) { f(from, to); }); });

@@ -27,7 +27,6 @@ struct SpaceToDepthParams {
   TORCH_FASTDET_HOST_DEVICE int64_t deep_width() const { return width / 2 + border; }
 };
 
-// A value in another type, rounded once.
 template <typename To, typename From>
 TORCH_FASTDET_HOST_DEVICE To converted(From value) {
   return from_arithmetic<To>(static_cast<arithmetic_t<To>>(to_arithmetic(value)));
@@ -43,7 +42,6 @@ TORCH_FASTDET_HOST_DEVICE To converted(uint8_t value) {
 #endif
 }
 
-// Channel `e` of the deep pixel (n, h, w).
 template <typename From, typename To>
 TORCH_FASTDET_HOST_DEVICE To deep_element(const SpaceToDepthParams& p, int64_t n, int64_t h, int64_t w, int64_t e) {
   const int64_t y = 2 * (h - p.border) + (e >> 1 & 1), x = 2 * (w - p.border) + (e & 1), c = e >> 2;
@@ -52,7 +50,6 @@ TORCH_FASTDET_HOST_DEVICE To deep_element(const SpaceToDepthParams& p, int64_t n
   return converted<To>(static_cast<const From*>(p.source)[at]);
 }
 
-// Channel `c` of the image's pixel (n, y, x).
 template <typename From, typename To>
 TORCH_FASTDET_HOST_DEVICE To image_element(const SpaceToDepthParams& p, int64_t n, int64_t y, int64_t x, int64_t c) {
   const int64_t e = 4 * c + 2 * (y & 1) + (x & 1);

@@ -7,7 +7,7 @@
 
 namespace torch_fastdet::core::space_to_depth_loops {
 
-// Calls f(image, row) for each of `rows` rows of each image, of `elements` each.
+// Call f(image, row) for each of `rows` rows of each image, of `elements` each.
 template <typename ParallelFor, typename F>
 void for_rows(const SpaceToDepthParams& p, int64_t rows, int64_t elements, const ParallelFor& parallel_for, F&& f) {
   parallel_for(0, p.batch * rows, std::max<int64_t>(1, 32768 / elements), [&](int64_t begin, int64_t end) {

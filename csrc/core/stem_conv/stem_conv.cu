@@ -6,7 +6,7 @@
 namespace torch_fastdet::core {
 namespace {
 
-// What StemTile takes behind the outputs, in its order. `blocks` bounds the registers.
+// The arguments of StemTile behind the outputs, in its order. `blocks` bounds the registers.
 struct Shape {
   int chunk, rows, warps, stages, blocks;
 };
@@ -56,11 +56,10 @@ struct BackwardTile {
   using Type = StemTile<T, kSide, kOutputs, kShape.chunk, kShape.rows, kShape.warps, 1, kShape.stages, kShape.blocks>;
 };
 
-// A constant of the type that a kernel is made for.
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
-// Calls f(zero of the type, constant of the side, constant of the outputs).
+// Call f(zero of the type, constant of the side, constant of the outputs).
 template <typename F>
 cudaError_t dispatch_outputs(const StemConvSizes& sizes, DType dtype, F&& f) {
   const auto with_outputs = [&](auto zero, auto side) {

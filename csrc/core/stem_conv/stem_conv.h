@@ -1,5 +1,4 @@
-// The convolution of stride 1 that a detector's stem is on the squares of its images (core/space_to_depth): sixteen
-// channels, a kernel of 3x3 within a border of zeros or of 2x2 without.
+// The convolution that a stem is on its images' squares (core/space_to_depth): 16 channels, 3x3 padded or 2x2.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +27,7 @@ inline bool stem_conv_has(int64_t outputs) {
   return outputs >= 16 && outputs <= 96 && outputs % 16 == 0;
 }
 
-// Whether the GPU's kernels can count these: at most 2^31 - 1 pixels, and elements of an image.
+// Return whether the GPU's kernels can count these: at most 2^31 - 1 pixels, and elements of an image.
 inline bool stem_conv_fits(const StemConvSizes& sizes) {
   constexpr int64_t kMost = 0x7fffffff;
   const int64_t pixels = sizes.square_height() * sizes.square_width();
@@ -53,7 +52,7 @@ struct StemConvBackwardParams {
   DType dtype;
 };
 
-// How many blocks share the weights' gradient on the current device: its sums' order depends on it.
+// Set how many blocks share the weights' gradient on the current device: its sums' order depends on it.
 cudaError_t stem_conv_blocks(const StemConvSizes& sizes, int64_t& blocks);
 
 // float16 or bfloat16, on compute capability 8.0 or newer. Pointers are aligned to 16 bytes.

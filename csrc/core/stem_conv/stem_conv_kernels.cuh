@@ -1,9 +1,7 @@
-// The kernels of stem_conv.cu, for every choice of tiles.
-//
-// A block makes one tile of pixels after the other. The squares that a tile reads come to shared memory by asynchronous
-// copies, kStages - 1 tiles ahead, and tensor cores multiply them: a pixel's sixteen channels are one step of the sum.
-// A warp goes down kRows rows, 16 pixels wide, so that each row of squares is read from shared memory once for all the
-// rows of the kernel.
+// The kernels of stem_conv.cu, for every choice of tiles. A block makes one tile of pixels after the other.
+// Asynchronous copies bring squares to shared memory, kStages - 1 tiles ahead, and tensor cores multiply them: a
+// pixel's sixteen channels are one step of the sum. A warp goes down kRows rows, 16 pixels wide, so that each row of
+// squares is read from shared memory once for all the rows of the kernel.
 #pragma once
 
 #include <cuda_pipeline_primitives.h>
@@ -17,8 +15,7 @@
 
 namespace torch_fastdet::core {
 
-// kRows x 16 pixels and kChunk of kOutputs outputs a warp; kWarpsX x kWarpsY warps beside and above each other, for
-// each chunk.
+// kRows x 16 pixels and kChunk of kOutputs outputs a warp; kWarpsX x kWarpsY warps side by side for each chunk.
 template <typename T, int kSideOf, int kOutputsOf, int kChunkOf, int kRowsOf, int kWarpsX, int kWarpsY, int kStagesOf,
           int kBlocksOf>
 struct StemTile {
@@ -36,7 +33,6 @@ struct StemTile {
   static constexpr int kMatrices = kChunk / 8;  // of 8 outputs
   static_assert(kOutputs % kChunk == 0 && kChunk % 16 == 0 && kThreads <= 1024, "whole matrices");
 
-  // This thread's warp.
   static __device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / kWarp; }
   static __device__ __forceinline__ int spot() { return warp() % kSpots; }
   static __device__ __forceinline__ int row() { return spot() / kWarpsX * kRows; }
@@ -44,7 +40,7 @@ struct StemTile {
   static __device__ __forceinline__ int chunk() { return warp() / kSpots * kChunk; }
 };
 
-// Where the tiles of a problem are.
+// The tiles of a problem.
 struct StemPlace {
   int64_t image;
   int y, x;
@@ -66,8 +62,7 @@ struct StemGrid {
   }
 };
 
-// Half `half` of the channels of the square in this column of a tile. The halves of every other four squares change
-// places, so that the banks of the same half of any eight neighbours differ.
+// A half of a square's channels; every other four squares swap theirs, so that eight neighbours' banks differ.
 __device__ __forceinline__ int stem_square(int column, int half) {
   return column * kStemChannels + (half ^ (column >> 2 & 1)) * 8;
 }
@@ -114,7 +109,6 @@ __device__ __forceinline__ void stem_fetch_grads(typename Tile::Element* to, con
   }
 }
 
-// Two neighbours in a register.
 template <typename T>
 __device__ __forceinline__ uint32_t stem_pair(float first, float second) {
   const Vector<T, 2> pair{{from_arithmetic<T>(first), from_arithmetic<T>(second)}};
@@ -123,8 +117,7 @@ __device__ __forceinline__ uint32_t stem_pair(float first, float second) {
   return bits;
 }
 
-// Column 2 t + b of a warp's matrix j of outputs is output 2 kMatrices t + 2 j + b of its chunk. So each lane has
-// neighbouring outputs, and four lanes write a chunk of a pixel.
+// Column 2 t + b of matrix j is output 2 kMatrices t + 2 j + b of a chunk, so that lanes have neighbouring outputs.
 template <typename Tile>
 __device__ __forceinline__ void stem_load_weights(uint32_t (&weights)[Tile::kTaps][Tile::kMatrices][2],
                                                   const void* weight) {
@@ -144,7 +137,6 @@ __device__ __forceinline__ void stem_load_weights(uint32_t (&weights)[Tile::kTap
   }
 }
 
-// Row `y` of a warp's pixels.
 template <typename Tile>
 __device__ __forceinline__ void stem_store_row(typename Tile::Element* image, const StemConvSizes& sizes, int y, int x,
                                                const float (&sums)[Tile::kMatrices][4]) {
@@ -338,7 +330,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
 constexpr int kStemSumWarps = 16;
 
-// Adds up the blocks' sums: a lane a weight, and each warp every sixteenth block.
+// Add up the blocks' sums: a lane a weight, and each warp every sixteenth block.
 template <typename T>
 __global__ void __launch_bounds__(kStemSumWarps* kWarp)
     stem_conv_backward_sum(const __grid_constant__ StemConvBackwardParams p) {
@@ -373,7 +365,7 @@ int64_t stem_tiles(const StemConvSizes& sizes) {
   return ceil_div(sizes.width, Tile::kWidth) * ceil_div(sizes.height, Tile::kHeight) * sizes.batch;
 }
 
-// As many blocks of so much shared memory as run at a time, or as there are tiles.
+// Return as many blocks of so much shared memory as run at a time, or as there are tiles.
 template <typename Tile>
 cudaError_t stem_blocks(const StemConvSizes& sizes, int bytes, int64_t& blocks) {
   int device = 0, processors = 0, shared = 0, reserved = 0;

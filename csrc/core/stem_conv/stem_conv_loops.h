@@ -6,7 +6,7 @@
 
 namespace torch_fastdet::core {
 
-// Calls f(square's first channel, tap) for each square that the output pixel (n, y, x) reads.
+// Call f(square's first channel, tap) for each square that the output pixel (n, y, x) reads.
 template <typename F>
 void for_stem_taps(const StemConvSizes& s, int64_t n, int64_t y, int64_t x, F&& f) {
   for (int64_t tap = 0; tap < s.side * s.side; ++tap) {
@@ -16,7 +16,6 @@ void for_stem_taps(const StemConvSizes& s, int64_t n, int64_t y, int64_t x, F&& 
   }
 }
 
-// Rows `begin` to `end` of the batch * height rows of the result.
 template <typename T>
 void stem_conv_forward_rows(const StemConvForwardParams& p, int64_t begin, int64_t end) {
   using A = arithmetic_t<T>;

@@ -3,15 +3,13 @@
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <vector>
 
 namespace torch_fastdet::core {
 
-// begin(), edge() for the pairs in the order of their rows, solve(). Each row may also stay unmatched at weight 0. A
-// search from a row never leaves that row's connected component.
+// begin(), edge() by rows, solve(). A row may stay unmatched at weight 0; searches never leave their component.
 class SparseAssignment {
  public:
   void begin(int rows, int columns, int edges) {
@@ -60,8 +58,7 @@ class SparseAssignment {
   std::vector<double> weight_, row_price_, column_price_, distance_;
   std::vector<uint8_t> mark_;
 
-  // The shortest augmenting path from an unmatched row, by Dijkstra on reduced costs. It ends at a free column, or at a
-  // row of the tree that becomes unmatched.
+  // Find the shortest augmenting path from an unmatched row (Dijkstra), to a free column or a row to unmatch.
   void augment(int first) {
     reached_.clear();
     int row = first, free_row = -1, free_column = -1;

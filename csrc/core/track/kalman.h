@@ -1,7 +1,6 @@
 // The Kalman filter of SORT's descendants: constant velocity, four coordinates (centre x and y, aspect or width,
-// height). All noise is diagonal, so a coordinate is independent of the others: the 8x8 covariance is four 2x2 blocks,
-// computed side by side. Camera motion mixes x with y and width with height; then `cross` holds the covariance of such
-// a pair.
+// height). Noise is diagonal, so the 8x8 covariance is four 2x2 blocks, computed side by side. Camera motion mixes x
+// with y and width with height; then `cross` holds the covariance of such a pair.
 #pragma once
 
 #include <cmath>
@@ -54,8 +53,7 @@ struct CameraMotion {
 // The order of operations is NumPy's, so that results have its bits; compile with -ffp-contract=off.
 class KalmanFilter {
  public:
-  // xywh: the third coordinate is the width, and noise is relative to width and height. Otherwise it is width / height,
-  // and all noise is relative to the height.
+  // xywh: width and height, noise relative to each. Otherwise width / height and height, noise relative to the height.
   explicit KalmanFilter(bool xywh) : xywh_(xywh) {}
   bool xywh() const { return xywh_; }
 
@@ -131,7 +129,7 @@ class KalmanFilter {
     c.pv = pv, c.vp = vp;
   }
 
-  // The same with 2x2 matrices for a pair of coordinates: each is corrected by its own innovation and by its partner's.
+  // Correct with 2x2 matrices for a pair of coordinates: each is corrected by its own innovation and by its partner's.
   static void correct_pairs(KalmanState& state, const Lanes& innovation, const Lanes& total) {
     Covariance &own = state.own, &cross = state.cross;
     const Lanes other = swap(total), mixed = cross.pp, mixed_back = swap(cross.pp);

@@ -98,7 +98,7 @@ class MutualTracker : public Tracker {
     match_mutually(rest_, kind_.lost_limit, false);
   }
 
-  // Matches tracks with detections that are left; matches_ are in the order in which they are found.
+  // Match tracks with detections that are left; matches_ are in the order in which they are found.
   void match_mutually(const std::vector<int>& slots, double limit, bool priced) {
     find_pairs(slots, static_cast<float>(limit), priced);
     matches_.clear();
@@ -129,7 +129,7 @@ class MutualTracker : public Tracker {
     }
   }
 
-  // Fills pairs_ with those below the limit.
+  // Fill pairs_ with those below the limit.
   void find_pairs(const std::vector<int>& slots, float limit, bool priced) {
     pairs_.clear(), tracked_shapes_.clear(), origins_.clear();
     for (int s : slots) {
@@ -178,7 +178,7 @@ class MutualTracker : public Tracker {
     return clip(cost + (column < high_count_ + low_count_ ? kind_.low_price : kind_.recovered_price), 0);
   }
 
-  // Returns the cost of the boxes, or of boxes and looks where both have some.
+  // Return the cost of the boxes, or of boxes and looks where both have some.
   float placed_at(float cost, int slot, const Detection& d) const {
     if (!looks_.costs || d.index < 0) return cost;
     const float far = look(slot, d);
@@ -191,7 +191,6 @@ class MutualTracker : public Tracker {
     return nullptr;
   }
 
-  // The unit vectors from the corners of a box to those of another.
   template <class T>
   static Ways<T> ways_between(const Corners<T>& from, const Corners<T>& to) {
     const T left = to.x1 - from.x1, right = to.x2 - from.x2, up = to.y1 - from.y1, down = to.y2 - from.y2;
@@ -266,7 +265,7 @@ class MutualTracker : public Tracker {
     }
   }
 
-  // As the framework does: of equal scores the last detection first.
+  // Suppress as the framework does: of equal scores the last detection first.
   void suppress() override {
     fresh_.clear(), near_.clear();
     const bool alone =

@@ -146,7 +146,7 @@ class ObservationTracker : public Tracker {
     rows.resize(kept);
   }
 
-  // Runs the filter again from a lost track's last observation, as if it had been seen on the line to this frame's box.
+  // Run the filter again from a lost track's last observation, as if it had been seen on the line to this frame's box.
   void fill_gap(Track& track, const Past& past, const TrackBox& now) const {
     const Observation& last = past.seen.back();
     track.state = past.corrected;
@@ -158,7 +158,7 @@ class ObservationTracker : public Tracker {
     }
   }
 
-  // Returns the place of a box in a frame between its last observation and this frame.
+  // Return the place of a box in a frame between its last observation and this frame.
   TrackBox on_line(const Observation& from, const TrackBox& to, int64_t frame) const {
     const double part = static_cast<double>(frame - from.frame) / static_cast<double>(frame_ - from.frame);
     const float a = static_cast<float>(1 - part), b = static_cast<float>(part);

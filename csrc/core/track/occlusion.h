@@ -1,5 +1,4 @@
-// FastTracker (2025): ByteTrack whose tracks wait where another track has covered them. A covered track goes back to
-// where it was some frames before, slower and larger, and is lost later than others.
+// FastTracker (2025): ByteTrack whose covered tracks go back some frames, slower and larger, and are lost later.
 #pragma once
 
 #include <algorithm>
@@ -46,7 +45,7 @@ class OcclusionTracker : public Tracker {
     return Tracker::stale(slot) && !(covered_at >= 0 && frame_ - covered_at <= kind_.window);
   }
 
-  // Tells if it has been covered since it was last seen.
+  // Return whether it has been covered since it was last seen.
   bool waits(int slot) const { return pasts_[slot].covered_at > tracks_[slot].frame; }
 
   Past& new_past(int slot) {
@@ -91,7 +90,7 @@ class OcclusionTracker : public Tracker {
     }
   }
 
-  // Sets covered_ for the tracks of rest_ that a track which was followed into this frame covers.
+  // Set covered_ for the tracks of rest_ that a track which was followed into this frame covers.
   void find_covered() {
     covered_.assign(rest_.size(), 0);
     active_.clear(), tracked_shapes_.clear();

@@ -39,8 +39,7 @@ T track_iou(const Corners<T>& a, T area_a, const Corners<T>& b, T area_b) {
   return inside / (((area_b + area_a) - inside) + T(1e-7));
 }
 
-// Upright boxes with their areas, or rotated boxes with the squares that they reach: two boxes whose squares do not
-// meet do not overlap by the threshold that a reach scale is of (reach_scale_of).
+// Boxes with areas, or rotated ones with the squares that they reach: disjoint squares, no overlap (reach_scale_of).
 struct TrackShapes {
   std::vector<TrackBox> boxes;
   std::vector<float> areas;
@@ -58,7 +57,6 @@ struct TrackShapes {
     boxes.push_back({placed.x - reach, placed.y - reach, placed.x + reach, placed.y + reach});
     rotated.push_back(placed);
   }
-  // Of box i and another's box j.
   float overlap(int i, const TrackShapes& other, int j) const {
     if (rotated.empty()) return track_iou(boxes[i], areas[i], other.boxes[j], other.areas[j]);
     return rotated_boxes_near(rotated[i], other.rotated[j]) ? probiou(rotated[i], other.rotated[j]) : 0.f;
@@ -108,8 +106,7 @@ class BoxIndex {
     }
   }
 
-  // Finds the pairs that may meet, ordered by query: pair k is of query rows()[k] and box columns()[k]. Returns how
-  // many.
+  // Find the pairs that may meet, ordered by query: query rows()[k] and box columns()[k]. Return how many.
   int collect(const TrackBox* queries, int count) {
     size_t hits = 0;
     for (int i = 0; i < count; i++) {

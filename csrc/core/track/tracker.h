@@ -1,5 +1,4 @@
-// ByteTrack and BoT-SORT on one core: predict, associate in two stages, keep the lists.
-// Other trackers are this one with some of its steps replaced.
+// ByteTrack and BoT-SORT: predict, associate twice, keep the lists. Other trackers replace some of these steps.
 #pragma once
 
 #include <algorithm>
@@ -57,8 +56,7 @@ struct Track {
 
 class Tracker {
  public:
-  // A track as a row of doubles: mean, covariance by rows, then id, frame, start, length, index, score, class, status,
-  // confirmed, angle
+  // A track's row: mean, covariance, id, frame, start, length, index, score, class, status, confirmed, angle
   static constexpr int kFilterColumns = 8 + 64, kStateColumns = kFilterColumns + 10;
   enum List { kTrackedList, kLostList, kRemovedList };
 
@@ -73,8 +71,7 @@ class Tracker {
   int64_t last_id() const { return last_id_; }
   int64_t removed_now() const { return removed_now_.size(); }  // the newest of the removed tracks, from the last update
 
-  // motion: how the camera has moved since the last frame, or nullptr. recovered: detections that were dropped as
-  // duplicates, which some trackers use.
+  // motion: the camera's since the last frame, or null. recovered: dropped duplicates, which some trackers use.
   void update(const FrameDetections& detections, const TrackOptions& options, const CameraMotion* motion,
               const FrameDetections& recovered = {}, const Appearances& looks = {}) {
     options_ = options, looks_ = looks;
@@ -212,15 +209,15 @@ class Tracker {
     }
   };
 
-  // Returns how little a track looks like a detection.
+  // Return how little a track looks like a detection.
   float look(int slot, const Detection& d) const { return looks_.costs[look_row_[slot] * looks_.columns + d.index]; }
 
-  // Returns a pair's cost, or that of the looks where boxes are near and it is smaller.
+  // Return a pair's cost, or that of the looks where boxes are near and it is smaller.
   float with_looks(float cost, int slot, float overlap, const Detection& d) const {
     return !looks_.costs || 1.f - overlap > looks_.near ? cost : std::min(cost, look(slot, d));
   }
 
-  // Returns a function for match() that does so for the tracks in these slots.
+  // Return a function for match() that does so for the tracks in these slots.
   auto looking_costs(const std::vector<int>& slots) const {
     return [this, &slots, costs = Costs{options_.fuse_score}](int i, int j, float overlap, const Detection& d) {
       return with_looks(costs(i, j, overlap, d), slots[i], overlap, d);
@@ -240,8 +237,7 @@ class Tracker {
     for (int s : pool_) predict(tracks_[s]);
     if (motion) move(*motion);
   }
-  // The unconfirmed tracks come before the low scores, which touch neither them nor the high scores: the index of the
-  // high scores serves twice.
+  // Unconfirmed tracks come first, as low scores leave them alone: the high scores' index serves twice.
   virtual void associate() {
     associate_high();
     recover();
@@ -287,13 +283,12 @@ class Tracker {
     if (usable(made)) stage.rows.push_back(made);
   }
 
-  // Returns how far rotated boxes reach that meet in an association up to a cost limit, or where looks count.
+  // Return how far rotated boxes reach that meet in an association up to a cost limit, or where looks count.
   float reach(double limit) const {
     if (looks_.costs) limit = std::max<double>(limit, looks_.near);
     return rotated_ ? static_cast<float>(reach_scale_of(1 - limit)) : 0.f;
   }
 
-  // Prepares detections for associations up to a cost limit.
   void place(Stage& stage, double limit) {
     const float scale = reach(limit);
     stage.shapes.clear();
@@ -306,7 +301,6 @@ class Tracker {
     index_.build(stage.shapes.boxes.data(), stage.size());
   }
 
-  // The same for tracks.
   void place(const std::vector<int>& slots, TrackShapes& shapes, double limit) {
     const float scale = reach(limit);
     shapes.clear();
@@ -440,8 +434,8 @@ class Tracker {
     return s;
   }
 
-  // Sets used_ for the detections of fresh_ that start no track, as refuses(i, k) says of detection i and box k of
-  // near_, which is a track's or one of a detection that starts a track before.
+  // Set used_ for detections of fresh_ that refuses(i, k) keeps from starting: box k of near_ is of a track or an
+  // earlier.
   template <class Refuses>
   void keep_apart(const Refuses& refuses) {
     const int count = static_cast<int>(fresh_.size());
@@ -535,8 +529,7 @@ class Tracker {
     }
   }
 
-  // A tracked and a lost track on the same place: the one that was followed for fewer frames goes, of equals the
-  // tracked.
+  // Of a tracked and a lost track on the same place the one that was followed for fewer frames goes, else the tracked.
   void drop_duplicates() {
     if (tracked_.empty() || lost_.empty()) return;
     const int rows = static_cast<int>(tracked_.size()), columns = static_cast<int>(lost_.size());

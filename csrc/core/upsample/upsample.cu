@@ -1,5 +1,4 @@
-// Kernels of upsample.h. All are bound by memory: each thread keeps several 16-byte accesses in flight, neighbouring
-// threads touch neighbouring addresses, and device memory sees each byte once.
+// Kernels of upsample.h, bound by memory: several 16-byte accesses in flight, neighbours beside each other.
 #include "core/upsample/upsample.h"
 
 #include <cstring>
@@ -44,8 +43,7 @@ struct Raw<16> {
 template <int kBytes>
 using raw_t = typename Raw<kBytes>::type;
 
-// One block of a plan: index -> (i0, i1, i2, access within the row) -> byte offsets into two tensors. kRows rows of b,
-// one under the other, meet each row of a: then i2 counts rows of b.
+// A block of a plan: index -> byte offsets into two tensors. kRows rows of b meet each row of a; i2 counts b's.
 struct Walk {
   FastDivider accesses, extent2, extent1;
   uint32_t count;
@@ -91,9 +89,7 @@ __device__ __forceinline__ void load_then_store(const Walk& walk, uint32_t block
   }
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    if (first + u * kBlock < walk.count) {
-      store_one(target + to[u], values[u]);
-    }
+    if (first + u * kBlock < walk.count) store_one(target + to[u], values[u]);
   }
 }
 
@@ -134,9 +130,7 @@ __device__ __forceinline__ void copy_part(const ForwardLaunch& p) {
 // channels_last: one load of kBytes of channels, four stores.
 template <int kBytes>
 __global__ void __launch_bounds__(kNhwcThreads) upsample_nhwc(const __grid_constant__ ForwardLaunch p) {
-  if (blockIdx.x >= p.up_blocks) {
-    return copy_part<kNhwcThreads>(p);
-  }
+  if (blockIdx.x >= p.up_blocks) return copy_part<kNhwcThreads>(p);
   const auto store_square = [&p](char* to, raw_t<kBytes> value) {
     store<kBytes>(to, value);
     store<kBytes>(to + p.col, value);
@@ -150,9 +144,7 @@ __global__ void __launch_bounds__(kNhwcThreads) upsample_nhwc(const __grid_const
 // for two of them: the second time from L1 or L2, which costs less than stores that straddle two rows' 32-byte sectors.
 template <typename Element, int kSmall, int kLarge>
 __global__ void __launch_bounds__(kThreads) upsample_nchw(const __grid_constant__ ForwardLaunch p) {
-  if (blockIdx.x >= p.up_blocks) {
-    return copy_part<kThreads>(p);
-  }
+  if (blockIdx.x >= p.up_blocks) return copy_part<kThreads>(p);
   constexpr int kBytes = kSmall * sizeof(Element);
   constexpr int kStoreBytes = kLarge * sizeof(Element);
   constexpr int kStores = 2 * kSmall / kLarge;
@@ -168,9 +160,7 @@ __global__ void __launch_bounds__(kThreads) upsample_nchw(const __grid_constant_
     }
     memcpy(out, doubled, sizeof(out));
 #pragma unroll
-    for (int i = 0; i < kStores; ++i) {
-      store<kStoreBytes>(to + i * kStoreBytes, out[i]);
-    }
+    for (int i = 0; i < kStores; ++i) store<kStoreBytes>(to + i * kStoreBytes, out[i]);
   };
   load_then_store<kThreads, kNchwUnroll, kBytes, 2>(p.up, blockIdx.x, p.x, p.out, store_row);
 }
@@ -188,10 +178,11 @@ __device__ __forceinline__ T sum_square(T top_left, T top_right, T bottom_left, 
                             to_arithmetic(bottom_right));
 }
 
-template <typename T, int kSmall>
-__global__ void __launch_bounds__(kThreads) upsample_backward_nhwc(const __grid_constant__ BackwardLaunch p) {
+// Read kLoads accesses a thread by load_squares(grad_out's place, out), and store kSmall sum_of(those, i).
+template <typename T, int kSmall, int kLoadBytes, int kLoads, typename Load, typename Sum>
+__device__ __forceinline__ void sum_squares(const BackwardLaunch& p, Load load_squares, Sum sum_of) {
   constexpr int kBytes = kSmall * sizeof(T);
-  raw_t<kBytes> squares[kBackwardUnroll][4];
+  raw_t<kLoadBytes> squares[kBackwardUnroll][kLoads];
   int64_t to[kBackwardUnroll];
   const uint32_t first = blockIdx.x * (kThreads * kBackwardUnroll) + threadIdx.x;
 #pragma unroll
@@ -200,71 +191,55 @@ __global__ void __launch_bounds__(kThreads) upsample_backward_nhwc(const __grid_
     if (index < p.walk.count) {
       int64_t from;
       p.walk.offsets<1>(index, to[u], from);
-      const char* grad = p.grad_out + from;
-      squares[u][0] = load<kBytes>(grad);
-      squares[u][1] = load<kBytes>(grad + p.col);
-      squares[u][2] = load<kBytes>(grad + p.row);
-      squares[u][3] = load<kBytes>(grad + p.row + p.col);
+      load_squares(p.grad_out + from, squares[u]);
     }
   }
 #pragma unroll
   for (int u = 0; u < kBackwardUnroll; ++u) {
     if (first + u * kThreads < p.walk.count) {
-      T square[4][kSmall];
+      T square[4 * kSmall];
       T sums[kSmall];
       memcpy(square, squares[u], sizeof(square));
 #pragma unroll
-      for (int i = 0; i < kSmall; ++i) {
-        sums[i] = sum_square(square[0][i], square[1][i], square[2][i], square[3][i]);
-      }
+      for (int i = 0; i < kSmall; ++i) sums[i] = sum_of(square, i);
       raw_t<kBytes> out;
       memcpy(&out, sums, sizeof(out));
       store<kBytes>(p.grad_x + to[u], out);
     }
   }
+}
+
+template <typename T, int kSmall>
+__global__ void __launch_bounds__(kThreads) upsample_backward_nhwc(const __grid_constant__ BackwardLaunch p) {
+  constexpr int kBytes = kSmall * sizeof(T);
+  const auto load_squares = [&p](const char* grad, raw_t<kBytes>(&squares)[4]) {
+    squares[0] = load<kBytes>(grad);
+    squares[1] = load<kBytes>(grad + p.col);
+    squares[2] = load<kBytes>(grad + p.row);
+    squares[3] = load<kBytes>(grad + p.row + p.col);
+  };
+  sum_squares<T, kSmall, kBytes, 4>(p, load_squares, [](const T* square, int i) {
+    return sum_square(square[i], square[kSmall + i], square[2 * kSmall + i], square[3 * kSmall + i]);
+  });
 }
 
 template <typename T, int kSmall, int kLarge>
 __global__ void __launch_bounds__(kThreads) upsample_backward_nchw(const __grid_constant__ BackwardLaunch p) {
-  constexpr int kBytes = kSmall * sizeof(T);
-  constexpr int kLoadBytes = kLarge * sizeof(T);
-  constexpr int kLoads = 2 * kSmall / kLarge;
-  raw_t<kLoadBytes> rows[kBackwardUnroll][2 * kLoads];
-  int64_t to[kBackwardUnroll];
-  const uint32_t first = blockIdx.x * (kThreads * kBackwardUnroll) + threadIdx.x;
+  constexpr int kBytes = kLarge * sizeof(T), kLoads = 2 * kSmall / kLarge;
+  const auto load_rows = [&p](const char* grad, raw_t<kBytes>(&rows)[2 * kLoads]) {
 #pragma unroll
-  for (int u = 0; u < kBackwardUnroll; ++u) {
-    const uint32_t index = first + u * kThreads;
-    if (index < p.walk.count) {
-      int64_t from;
-      p.walk.offsets<1>(index, to[u], from);
-      const char* grad = p.grad_out + from;
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        rows[u][i] = load<kLoadBytes>(grad + i * kLoadBytes);
-        rows[u][kLoads + i] = load<kLoadBytes>(grad + p.row + i * kLoadBytes);
-      }
+    for (int i = 0; i < kLoads; ++i) {
+      rows[i] = load<kBytes>(grad + i * kBytes);
+      rows[kLoads + i] = load<kBytes>(grad + p.row + i * kBytes);
     }
-  }
-#pragma unroll
-  for (int u = 0; u < kBackwardUnroll; ++u) {
-    if (first + u * kThreads < p.walk.count) {
-      T row[2][2 * kSmall];
-      T sums[kSmall];
-      memcpy(row, rows[u], sizeof(row));
-#pragma unroll
-      for (int i = 0; i < kSmall; ++i) {
-        sums[i] = sum_square(row[0][2 * i], row[0][2 * i + 1], row[1][2 * i], row[1][2 * i + 1]);
-      }
-      raw_t<kBytes> out;
-      memcpy(&out, sums, sizeof(out));
-      store<kBytes>(p.grad_x + to[u], out);
-    }
-  }
+  };
+  sum_squares<T, kSmall, kBytes, 2 * kLoads>(p, load_rows, [](const T* top, int i) {
+    const T* bottom = top + 2 * kSmall;
+    return sum_square(top[2 * i], top[2 * i + 1], bottom[2 * i], bottom[2 * i + 1]);
+  });
 }
 
-// A block of the index space of one plan, ready for a kernel: the tensors' first bytes and the walk from there. `rows`
-// is the walk's kRows, `row` the bytes from one of them to the next.
+// A block of a plan for a kernel: first bytes and the walk. `rows` is its kRows, `row` the bytes between them.
 struct Piece {
   Walk walk;
   int64_t a_offset, b_offset;
@@ -289,9 +264,7 @@ Piece make_piece(const IndexBlocks& blocks, int64_t k, const int64_t a_stride[3]
     piece.a_offset += begin[i] * piece.walk.a_stride[i];
     piece.b_offset += begin[i] * piece.walk.b_stride[i];
   }
-  if (rows > 1) {
-    piece.walk.b_stride[2] = row;
-  }
+  if (rows > 1) piece.walk.b_stride[2] = row;
   return piece;
 }
 
@@ -303,27 +276,22 @@ IndexBlocks index_blocks(const int64_t extent[3], int64_t accesses) {
   return IndexBlocks(extent[0], extent[1], extent[2], accesses, kMaxAccesses);
 }
 
-// Calls f(small, large) with the widths of `vector` as compile-time constants.
+// Call f(small, large) with the widths of `vector` as compile-time constants.
 template <int kItemsize, int kSmall = kNchwBytes / kItemsize, typename F>
 void dispatch_nchw(UpsampleVector vector, F&& f) {
   constexpr int kLarge = 2 * kSmall * kItemsize > 16 ? 16 / kItemsize : 2 * kSmall;
   if constexpr (kSmall > 1) {
-    if (vector.small < kSmall) {
-      return dispatch_nchw<kItemsize, kSmall / 2>(vector, f);
-    }
+    if (vector.small < kSmall) return dispatch_nchw<kItemsize, kSmall / 2>(vector, f);
   } else if (vector.large == 1) {
     return f(std::integral_constant<int, 1>{}, std::integral_constant<int, 1>{});
   }
   f(std::integral_constant<int, kSmall>{}, std::integral_constant<int, kLarge>{});
 }
 
-// Calls f(width), from `kWidest` down to 1.
 template <int kWidest, typename F>
 void dispatch_nhwc(int width, F&& f) {
   if constexpr (kWidest > 1) {
-    if (width < kWidest) {
-      return dispatch_nhwc<kWidest / 2>(width, f);
-    }
+    if (width < kWidest) return dispatch_nhwc<kWidest / 2>(width, f);
   }
   f(std::integral_constant<int, kWidest>{});
 }
@@ -387,9 +355,7 @@ cudaError_t launch_upsample_forward(const UpsampleForwardParams& params, cudaStr
       grid += blocks_of(piece.walk, plan.channels_last ? kNhwcThreads : kThreads, kCopyUnroll);
     }
     run_forward(plan.channels_last, vector, itemsize, launch, grid, stream);
-    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) {
-      return error;
-    }
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
   return cudaSuccess;
 }

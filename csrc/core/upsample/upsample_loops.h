@@ -17,13 +17,11 @@ inline int64_t copy_lines(const CopyPlan& plan) {
   return plan.extent[0] * plan.extent[1] * plan.extent[2];
 }
 
-// Calls f(a_offset, b_offset) for every line in [begin, end) of extent[0] x extent[1] x extent[2] lines.
+// Call f(a_offset, b_offset) for every line in [begin, end) of extent[0] x extent[1] x extent[2] lines.
 template <typename F>
 void for_each_line(const int64_t extent[3], const int64_t a_stride[3], const int64_t b_stride[3], int64_t begin,
                    int64_t end, F&& f) {
-  if (begin >= end) {
-    return;
-  }
+  if (begin >= end) return;
   int64_t i2 = begin % extent[2];
   int64_t i1 = begin / extent[2] % extent[1];
   int64_t i0 = begin / extent[2] / extent[1];
@@ -60,8 +58,7 @@ void upsample_forward_lines(const UpsamplePlan& plan, const T* x, T* out, int64_
       std::memcpy(target + plan.large_row, target, 2 * inner * sizeof(T));
       return;
     }
-    // One row of the large tensor after the other: memory takes long runs of writes best. Where its pixels are dense
-    // (and not a slice of a concatenation), the second row is one copy of the first.
+    // One large row after the other: memory takes long runs best. Dense rows are copied for the second.
     const bool dense = plan.large_col == inner && (plan.extent[2] == 1 || plan.large_stride[2] == 2 * inner);
     for (int64_t row = 0; row < (dense ? 1 : 2); ++row, target += plan.large_row) {
       for (int64_t w = 0; w < plan.extent[2]; ++w) {
@@ -71,9 +68,7 @@ void upsample_forward_lines(const UpsamplePlan& plan, const T* x, T* out, int64_
         std::memcpy(pair + plan.large_col, pixel, inner * sizeof(T));
       }
     }
-    if (dense) {
-      std::memcpy(target, target - plan.large_row, plan.extent[2] * 2 * inner * sizeof(T));
-    }
+    if (dense) std::memcpy(target, target - plan.large_row, plan.extent[2] * 2 * inner * sizeof(T));
   });
 }
 
@@ -87,17 +82,13 @@ struct SumSquares {
 
   // NCHW: `count` neighbours of one row, from two rows.
   static void rows(const T* top, const T* bottom, T* out, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-      out[i] = sum(top[2 * i], top[2 * i + 1], bottom[2 * i], bottom[2 * i + 1]);
-    }
+    for (int64_t i = 0; i < count; ++i) out[i] = sum(top[2 * i], top[2 * i + 1], bottom[2 * i], bottom[2 * i + 1]);
   }
 
   // channels_last: `count` channels of one pixel, from four pixels.
   static void pixels(const T* top_left, const T* top_right, const T* bottom_left, const T* bottom_right, T* out,
                      int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-      out[i] = sum(top_left[i], top_right[i], bottom_left[i], bottom_right[i]);
-    }
+    for (int64_t i = 0; i < count; ++i) out[i] = sum(top_left[i], top_right[i], bottom_left[i], bottom_right[i]);
   }
 };
 

@@ -1,4 +1,4 @@
-// How a 2x nearest upsample walks memory: one plan serves the CPU loops, the CUDA kernels, forward and backward.
+// The walk of a 2x nearest upsample over memory: one plan serves the CPU loops, the CUDA kernels, forward and backward.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +7,9 @@
 namespace torch_fastdet::core {
 
 // The small tensor is (N, C, H, W), the large one (N, C, 2H, 2W); either may be a slice of a bigger buffer. Both are
-// walked as extent[0] * extent[1] * extent[2] rows of `inner` elements that lie next to each other in memory:
-//   channels_last  extent = {N, H, W}, inner = C   each small element meets large + {0, col, row, row + col}
-//   otherwise      extent = {N, C, H}, inner = W   element w meets large + 2 * w + {0, 1, row, row + 1}
-// All strides are in elements.
+// walked as extent[0] * extent[1] * extent[2] rows of `inner` neighbours, strides in elements: for channels_last {N, H,
+// W} and C, where each small element meets large + {0, col, row, row + col}; else {N, C, H} and W, where element w
+// meets large + 2 * w + {0, 1, row, row + 1}.
 struct UpsamplePlan {
   int64_t extent[3];
   int64_t inner;
@@ -33,23 +32,25 @@ struct CopyPlan {
   int64_t numel() const { return extent[0] * extent[1] * extent[2] * inner; }
 };
 
-// `size` is the small tensor's (N, C, H, W); strides are (n, c, h, w) of each tensor. The caller makes sure that the
-// inner dimension (C if channels_last, else W) has stride 1 in both tensors, or length 1.
+// The order of (n, c, h, w) in a walk, the last one innermost.
+inline const int* walk_order(bool channels_last) {
+  static constexpr int kOrders[2][4] = {{0, 1, 2, 3}, {0, 2, 3, 1}};
+  return kOrders[channels_last];
+}
+
+// `size` is the small tensor's, strides (n, c, h, w). The inner dimension (C or W) has stride or length 1 in both.
 inline UpsamplePlan make_upsample_plan(const int64_t size[4], const int64_t small[4], const int64_t large[4],
                                        bool channels_last) {
   UpsamplePlan plan{};
   plan.channels_last = channels_last;
   plan.large_row = large[2];
   plan.large_col = large[3];
-  // Order of (n, c, h, w) in the walk, the last one innermost; h and w step over two elements of the large tensor.
-  const int nhwc[4] = {0, 2, 3, 1};
-  const int nchw[4] = {0, 1, 2, 3};
-  const int* order = channels_last ? nhwc : nchw;
+  const int* order = walk_order(channels_last);
   for (int i = 0; i < 3; ++i) {
     const int d = order[i];
     plan.extent[i] = size[d];
     plan.small_stride[i] = small[d];
-    plan.large_stride[i] = d >= 2 ? 2 * large[d] : large[d];
+    plan.large_stride[i] = d >= 2 ? 2 * large[d] : large[d];  // h and w step over two elements
   }
   plan.inner = size[order[3]];
   return plan;
@@ -58,17 +59,13 @@ inline UpsamplePlan make_upsample_plan(const int64_t size[4], const int64_t smal
 // `size`, `src` and `dst` are (n, c, h, w) sizes and strides; the same condition on the inner dimension. Neighbouring
 // dimensions that are dense in both tensors are joined, so that rows are as long, and vectors as wide, as can be.
 inline CopyPlan make_copy_plan(const int64_t size[4], const int64_t src[4], const int64_t dst[4], bool channels_last) {
-  const int nhwc[4] = {0, 2, 3, 1};
-  const int nchw[4] = {0, 1, 2, 3};
-  const int* order = channels_last ? nhwc : nchw;
+  const int* order = walk_order(channels_last);
   CopyPlan plan{{1, 1, 1}, size[order[3]], {0, 0, 0}, {0, 0, 0}};
   int next = 2;                                              // slot that the next dimension outwards goes to
   int64_t joined_src = plan.inner, joined_dst = plan.inner;  // strides at which that dimension would be dense
   for (int i = 2; i >= 0; --i) {
     const int d = order[i];
-    if (size[d] == 1) {
-      continue;
-    }
+    if (size[d] == 1) continue;
     if (src[d] == joined_src && dst[d] == joined_dst) {
       if (next == 2) {
         plan.inner *= size[d];
@@ -90,9 +87,7 @@ inline CopyPlan make_copy_plan(const int64_t size[4], const int64_t src[4], cons
 // Largest power of two, at most `limit`, that divides every one of the numbers (all divide 0).
 inline int64_t common_power_of_two(int64_t limit, std::initializer_list<int64_t> numbers) {
   for (const int64_t number : numbers) {
-    while (limit > 1 && number % limit != 0) {
-      limit /= 2;
-    }
+    while (limit > 1 && number % limit != 0) limit /= 2;
   }
   return limit;
 }
@@ -104,8 +99,7 @@ struct UpsampleVector {
   int large;
 };
 
-// Addresses, strides and lengths have to be multiples of what is accessed; `max_bytes` bounds accesses to the small
-// tensor, 16 those to the large one. `small` and `large` are the tensors' addresses.
+// All is a multiple of what is accessed: up to `max_bytes` of the small tensor (at address `small`), 16 of the large.
 inline UpsampleVector upsample_vector(const UpsamplePlan& plan, uintptr_t small, uintptr_t large, int itemsize,
                                       int max_bytes) {
   const auto stride = [&plan](const int64_t* strides, int i) { return plan.extent[i] > 1 ? strides[i] : 0; };
@@ -115,9 +109,7 @@ inline UpsampleVector upsample_vector(const UpsamplePlan& plan, uintptr_t small,
   int64_t vector =
       common_power_of_two(max_bytes / itemsize, {plan.inner, address(small), stride(s, 0), stride(s, 1), stride(s, 2)});
   int64_t wanted = vector;
-  if (!plan.channels_last) {
-    wanted = 2 * vector * itemsize > 16 ? 16 / itemsize : 2 * vector;
-  }
+  if (!plan.channels_last) wanted = 2 * vector * itemsize > 16 ? 16 / itemsize : 2 * vector;
   const int64_t got =
       common_power_of_two(wanted, {address(large), plan.large_row, plan.channels_last ? plan.large_col : 0,
                                    stride(l, 0), stride(l, 1), stride(l, 2)});
@@ -129,7 +121,7 @@ inline UpsampleVector upsample_vector(const UpsamplePlan& plan, uintptr_t small,
   return {static_cast<int>(vector), static_cast<int>(got)};
 }
 
-// The same for a copy, in bytes: up to 16.
+// Return the same for a copy, in bytes: up to 16.
 inline int copy_access_bytes(const CopyPlan& plan, uintptr_t src, uintptr_t dst, int itemsize) {
   const auto stride = [&plan](const int64_t* strides, int i) { return plan.extent[i] > 1 ? strides[i] : 0; };
   const int64_t* s = plan.src_stride;
@@ -140,8 +132,7 @@ inline int copy_access_bytes(const CopyPlan& plan, uintptr_t src, uintptr_t dst,
                              stride(s, 0), stride(s, 1), stride(s, 2), stride(d, 0), stride(d, 1), stride(d, 2)}));
 }
 
-// Cuts a four-dimensional index space into blocks of at most `max_count` indices, so that a kernel may count in 32
-// bits however large its tensors are. Outer dimensions are cut first.
+// Cut a four-dimensional index space, outer dimensions first, into blocks of max_count: kernels count in 32 bits.
 struct IndexBlocks {
   int64_t extent[4];
   int64_t block[4];   // size of every block but the last along a dimension
@@ -159,7 +150,6 @@ struct IndexBlocks {
 
   int64_t count() const { return blocks[0] * blocks[1] * blocks[2] * blocks[3]; }
 
-  // First index and size of block `k`.
   void get(int64_t k, int64_t begin[4], int64_t size[4]) const {
     for (int i = 3; i >= 0; --i) {
       begin[i] = k % blocks[i] * block[i];

@@ -1,10 +1,8 @@
-// The v8 losses on the CPU, first half: targets, boxes, assignment. Anchors, targets and slots go in parallel, by
-// parallel_for(begin, end, grain, f), and results do not depend on how.
+// The v8 losses on the CPU, first half: targets, boxes, assignment, in parallel by parallel_for(begin, end, grain, f).
 #pragma once
 
 #include <algorithm>
 #include <functional>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -17,23 +15,10 @@ constexpr int kBlock = 64;     // anchors or logits that are gathered side by si
 constexpr int kMostBins = 64;  // in such a block; heads have 16
 constexpr int64_t kSlotGrain = 64;
 
-// ---- Loops over a block, with a second copy for AVX2 ---------------------------------------------------------------
-
 template <typename T>
 using Block = T[kBlock];
 
-// sums[i] += softplus(logits[i]).
-template <typename T>
-void softplus_loop(const T* logits, Block<T>& sums) {
-  for (int i = 0; i < kBlock; ++i) sums[i] += v8_softplus(logits[i]);
-}
-
-template <typename T>
-void sigmoid_loop(const T* logits, T scale, Block<T>& out) {
-  for (int i = 0; i < kBlock; ++i) out[i] = sigmoid(logits[i]) * scale;
-}
-
-// The distance of one side for the anchors of a block.
+// Set the distance of one side for the anchors of a block.
 template <typename T>
 void expectation_loop(int reg_max, const Block<T>* bins, Block<T>& distance) {
   Block<T> highest, total, weighted;
@@ -52,53 +37,6 @@ void expectation_loop(int reg_max, const Block<T>* bins, Block<T>& distance) {
   for (int i = 0; i < kBlock; ++i) distance[i] = div_rn(weighted[i], total[i]);
 }
 
-#ifdef TORCH_FASTDET_AVX2
-TORCH_FASTDET_AVX2 __attribute__((flatten)) inline void softplus_loop_avx2(const float* logits, Block<float>& sums) {
-  softplus_loop(logits, sums);
-}
-TORCH_FASTDET_AVX2 __attribute__((flatten)) inline void sigmoid_loop_avx2(const float* logits, float scale,
-                                                                          Block<float>& out) {
-  sigmoid_loop(logits, scale, out);
-}
-TORCH_FASTDET_AVX2 __attribute__((flatten)) inline void expectation_loop_avx2(int reg_max, const Block<float>* bins,
-                                                                              Block<float>& distance) {
-  expectation_loop(reg_max, bins, distance);
-}
-#endif
-
-template <typename T>
-void softplus_block(const T* logits, Block<T>& sums) {
-#ifdef TORCH_FASTDET_AVX2
-  if constexpr (std::is_same_v<T, float>) {
-    if (has_avx2()) return softplus_loop_avx2(logits, sums);
-  }
-#endif
-  softplus_loop(logits, sums);
-}
-
-template <typename T>
-void sigmoid_block(const T* logits, T scale, Block<T>& out) {
-#ifdef TORCH_FASTDET_AVX2
-  if constexpr (std::is_same_v<T, float>) {
-    if (has_avx2()) return sigmoid_loop_avx2(logits, scale, out);
-  }
-#endif
-  sigmoid_loop(logits, scale, out);
-}
-
-template <typename T>
-void expectation_block(int reg_max, const Block<T>* bins, Block<T>& distance) {
-#ifdef TORCH_FASTDET_AVX2
-  if constexpr (std::is_same_v<T, float>) {
-    if (has_avx2()) return expectation_loop_avx2(reg_max, bins, distance);
-  }
-#endif
-  expectation_loop(reg_max, bins, distance);
-}
-
-// ---- Targets -------------------------------------------------------------------------------------------------------
-
-// Targets by image, in the order of their rows.
 template <typename Params>
 void prepare_targets(const Params& params, int64_t count) {
   const V8Heads& heads = params.heads;
@@ -119,8 +57,6 @@ void prepare_targets(const Params& params, int64_t count) {
   std::vector<int64_t> next(first, first + heads.bs);
   for (const V8Target& target : kept) params.scratch.targets[next[target.image]++] = target;
 }
-
-// ---- Boxes ---------------------------------------------------------------------------------------------------------
 
 template <typename scalar_t, typename Params>
 void decode_block(const Params& params, int64_t image, int which, int64_t begin) {
@@ -145,7 +81,7 @@ void decode_block(const Params& params, int64_t image, int which, int64_t begin)
       const scalar_t* at = logits + (side * heads.reg_max + bin) * tensor.stride_c;
       for (int i = 0; i < count; ++i) bins[bin][i] = to_arithmetic(at[offsets[i]]);
     }
-    expectation_block(heads.reg_max, bins, distance[side]);
+    vectorised([&] { expectation_loop(heads.reg_max, bins, distance[side]); });
   }
   auto* boxes = static_cast<CornerBox<T>*>(params.scratch.boxes) + image * heads.anchors + level.first + begin;
   const T stride = level.stride;
@@ -156,7 +92,6 @@ void decode_block(const Params& params, int64_t image, int which, int64_t begin)
   }
 }
 
-// Decodes the blocks of anchors that some target reaches.
 template <typename scalar_t, typename Params, typename ParallelFor>
 void decode_boxes(const Params& params, const ParallelFor& parallel_for) {
   const V8Heads& heads = params.heads;
@@ -189,9 +124,7 @@ void decode_boxes(const Params& params, const ParallelFor& parallel_for) {
   });
 }
 
-// ---- Assignment ----------------------------------------------------------------------------------------------------
-
-// The `count` greatest of the keys above 0 of the anchors inside of a target, from the greatest on.
+// Set `keys` to the `count` greatest of the keys above 0 of the anchors inside of a target, from the greatest on.
 template <typename Params, typename Key>
 void best_keys(const Params& params, const V8Target& target, int64_t count, std::vector<uint64_t>& keys,
                const Key& key_of) {
@@ -212,9 +145,8 @@ void best_keys(const Params& params, const V8Target& target, int64_t count, std:
   keys.resize(count);
 }
 
-// The best topk anchors of each target, in its slots. Where fewer fit, the first anchors of the image that do not fit
-// are named too, if they lie inside of the target, as a top-k over all anchors does whose ties go by index. They have
-// no weight, but others may want them.
+// A target's best topk anchors. Where fewer fit, the image's first that lie inside fill up, without weight, as a top-k
+// over all anchors whose ties go by index has it.
 template <typename scalar_t, typename Params, typename ParallelFor>
 void assign(const Params& params, const ParallelFor& parallel_for) {
   const V8Heads& heads = params.heads;
@@ -239,7 +171,7 @@ void assign(const Params& params, const ParallelFor& parallel_for) {
   });
 }
 
-// Of the slots that name one anchor the greatest stands for it; the anchor goes to the target that it fits best, or, if
+// Let the greatest slot that names an anchor stand for it, and give the anchor to the target that it fits best, or, if
 // it fits none, without weight to the first of its image: losses that count anchors as such see which one.
 template <typename scalar_t, typename Params, typename ParallelFor>
 void resolve(const Params& params, const ParallelFor& parallel_for) {
@@ -268,8 +200,8 @@ void resolve(const Params& params, const ParallelFor& parallel_for) {
   });
 }
 
-// Of the anchors that a target got, its topk2 best are kept, as a top-k over all anchors does whose ties go by index:
-// one without alignment only if the list reaches to its index; then the best alignment and overlap of each target.
+// Keep the topk2 best of the anchors that a target got, as a top-k over all anchors does whose ties go by index: one
+// without alignment only if the list reaches to its index. Then find the best alignment and overlap of each target.
 template <typename T>
 void filter(const V8LossParams& params) {
   const V8Scratch& scratch = params.scratch;
@@ -302,7 +234,7 @@ void filter(const V8LossParams& params) {
   }
 }
 
-// Fills in slots and scratch but for rows and scores. `count`: rows of targets in use, which have been checked.
+// Fill in slots and scratch but for rows and scores. `count`: rows of targets in use, which have been checked.
 template <typename scalar_t, typename Params, typename ParallelFor>
 void assign_all(const Params& params, int64_t count, const ParallelFor& parallel_for) {
   prepare_targets(params, count);

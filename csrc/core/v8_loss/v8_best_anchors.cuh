@@ -9,7 +9,7 @@ namespace torch_fastdet::core {
 struct BestKeys {
   uint64_t held = 0;
 
-  // Takes in one key a lane; those that do not belong to the `wanted` best are dropped.
+  // Take in one key a lane; those that do not belong to the `wanted` best are dropped.
   __device__ void insert(uint64_t key, int wanted) {
     const int lane = threadIdx.x % kWarp;
     uint64_t least = __shfl_sync(kFullWarp, held, wanted - 1);
@@ -25,7 +25,7 @@ struct BestKeys {
   }
 };
 
-// Takes in the keys below `bound` of the anchors of one level inside of a target.
+// Take in the keys below `bound` of the anchors of one level inside of a target.
 template <typename Params, typename Key>
 __device__ void rank_level(const Params& params, const V8Target& target, int which, uint64_t bound, int wanted,
                            const Key& key_of, BestKeys& best) {
@@ -47,8 +47,8 @@ __device__ void rank_level(const Params& params, const V8Target& target, int whi
   }
 }
 
-// Calls emit(place, key), each in one thread, for the `count` greatest of the keys above 0 of the anchors inside of a
-// target; returns how many there are. The whole block calls it.
+// Call emit(place, key) for the `count` greatest keys above 0 inside of a target; return their number. All threads
+// call.
 template <typename Params, typename Key, typename Emit>
 __device__ int best_anchors(const Params& params, const V8Target& target, int count, const Key& key_of,
                             const Emit& emit) {

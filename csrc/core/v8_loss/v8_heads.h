@@ -10,7 +10,6 @@ namespace torch_fastdet::core {
 
 constexpr int kV8MaxLevels = 8;
 
-// How a tensor's gradient lies in memory.
 enum class V8Layout : int32_t {
   kPlanes,  // (bs, channels, anchors) contiguous
   kRows,    // (bs, anchors, channels) contiguous: channels_last
@@ -47,7 +46,6 @@ struct V8Heads {
   float image_w, image_h;  // pixels
 };
 
-// An anchor's place in the offsets of a tensor.
 TORCH_FASTDET_HOST_DEVICE int64_t v8_logit(const V8Tensor& tensor, int64_t b, int64_t anchor) {
   return b * tensor.stride_b + anchor / tensor.width * tensor.stride_y + anchor % tensor.width * tensor.stride_x;
 }
@@ -61,7 +59,6 @@ TORCH_FASTDET_HOST_DEVICE int64_t v8_gradient_step(const V8Tensor& tensor) {
   return tensor.layout == V8Layout::kPlanes ? tensor.anchors : 1;
 }
 
-// An anchor of all levels: its level and where it lies there.
 struct V8Anchor {
   int32_t level;
   int64_t index, column, row;  // index: row * nx + column
@@ -77,7 +74,6 @@ TORCH_FASTDET_HOST_DEVICE V8Anchor v8_anchor(const V8Heads& heads, int64_t ancho
   return at;
 }
 
-// The logits of one side of an anchor's box.
 template <typename scalar_t>
 struct V8Logits {
   const scalar_t* at;

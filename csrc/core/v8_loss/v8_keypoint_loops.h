@@ -34,13 +34,7 @@ void keypoint_forward(const V8KeypointLossParams& params) {
       if (p.columns == 3) sums[1] += static_cast<double>(v8_softplus(logits(2)) - (visible ? logits(2) : T(0)));
     }
   }
-  const double all = static_cast<double>(p.heads.bs) * params.settings[kV8Weight];
-  for (int part = 0; part < 2; ++part) {
-    const double gain = positives > 0 ? params.gains[part] / (static_cast<double>(positives) * p.keypoints) : 0;
-    static_cast<T*>(params.items)[part] = static_cast<T>(sums[part] * gain);
-    static_cast<T*>(params.loss)[part] = static_cast<T>(sums[part] * gain * all);
-    static_cast<T*>(params.scales)[part] = static_cast<T>(gain * all);
-  }
+  v8_keypoint_finish<T>(params, sums, static_cast<double>(positives));
 }
 
 template <typename scalar_t>
@@ -56,19 +50,7 @@ void keypoint_backward(const V8KeypointLossBackwardParams& params) {
     const auto slot = v8_keypoint_slot<T>(p, i);
     const T by_distance = grads[0] * scales[0] * v8_keypoint_share<T>(p, visible_keypoints(p, slot));
     const T by_visibility = grads[params.grad_stride] * scales[1];
-    for (int k = 0; k < p.keypoints; ++k) {
-      const T visible = T(v8_keypoint_visible(p, slot.row, k) ? 1 : 0);
-      const auto logits = keypoint_logits<scalar_t>(p, slot.image, slot.anchor, k);
-      T gradient[2];
-      v8_keypoint_distance(p, slot, k, logits(0), logits(1), gradient);
-      auto* out = static_cast<scalar_t*>(params.gradient) + slot.image * params.gradient_b +
-                  slot.anchor * params.gradient_a + k * p.columns * params.gradient_c;
-      out[0] = from_arithmetic<scalar_t>(gradient[0] * (by_distance * visible));
-      out[params.gradient_c] = from_arithmetic<scalar_t>(gradient[1] * (by_distance * visible));
-      if (p.columns == 3) {
-        out[2 * params.gradient_c] = from_arithmetic<scalar_t>((sigmoid(logits(2)) - visible) * by_visibility);
-      }
-    }
+    for (int k = 0; k < p.keypoints; ++k) v8_keypoint_gradient<scalar_t>(params, slot, k, by_distance, by_visibility);
   }
 }
 

@@ -1,5 +1,4 @@
-// Kernels of the pose loss' keypoint parts: a warp a slot computes its terms, one block adds them up; backward, a warp
-// a slot writes its gradients over zeros.
+// The pose loss' keypoint parts: a warp a slot computes terms, one block adds; a warp a slot writes gradients.
 #include "core/v8_loss/v8_keypoint_loss.h"
 #include "core/v8_loss/v8_loss_device.cuh"
 
@@ -11,9 +10,7 @@ constexpr int kFinishThreads = 1024;
 template <typename T>
 __device__ int visible_keypoints(const V8KeypointProblem& p, const V8KeypointSlot<T>& slot) {
   int visible = 0;
-  for (int k = threadIdx.x % kWarp; k < p.keypoints; k += kWarp) {
-    visible += v8_keypoint_visible(p, slot.row, k) ? 1 : 0;
-  }
+  for (int k = threadIdx.x % kWarp; k < p.keypoints; k += kWarp) visible += v8_keypoint_visible(p, slot.row, k) ? 1 : 0;
   return warp_sum(visible);
 }
 
@@ -40,7 +37,6 @@ __global__ void __launch_bounds__(kThreads) keypoints_kernel(const __grid_consta
   static_cast<T*>(params.partials)[2 * which + 1] = sums[1];
 }
 
-// One block.
 template <typename T>
 __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ V8KeypointLossParams params) {
   const V8KeypointProblem& p = params.problem;
@@ -53,13 +49,7 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_con
   }
   block_sum<kFinishThreads>(sums);
   if (threadIdx.x != 0) return;
-  const double all = static_cast<double>(p.heads.bs) * params.settings[kV8Weight];
-  for (int part = 0; part < 2; ++part) {
-    const double gain = sums[2] > 0 ? params.gains[part] / (sums[2] * p.keypoints) : 0;
-    static_cast<T*>(params.items)[part] = static_cast<T>(sums[part] * gain);
-    static_cast<T*>(params.loss)[part] = static_cast<T>(sums[part] * gain * all);
-    static_cast<T*>(params.scales)[part] = static_cast<T>(gain * all);
-  }
+  v8_keypoint_finish<T>(params, sums, sums[2]);
 }
 
 template <typename scalar_t>
@@ -75,17 +65,7 @@ __global__ void __launch_bounds__(kThreads)
   const T by_distance = grads[0] * scales[0] * v8_keypoint_share<T>(p, visible_keypoints(p, slot));
   const T by_visibility = grads[params.grad_stride] * scales[1];
   for (int k = threadIdx.x % kWarp; k < p.keypoints; k += kWarp) {
-    const T visible = T(v8_keypoint_visible(p, slot.row, k) ? 1 : 0);
-    const auto logits = keypoint_logits<scalar_t>(p, slot.image, slot.anchor, k);
-    T gradient[2];
-    v8_keypoint_distance(p, slot, k, logits(0), logits(1), gradient);
-    auto* out = static_cast<scalar_t*>(params.gradient) + slot.image * params.gradient_b +
-                slot.anchor * params.gradient_a + k * p.columns * params.gradient_c;
-    out[0] = from_arithmetic<scalar_t>(gradient[0] * (by_distance * visible));
-    out[params.gradient_c] = from_arithmetic<scalar_t>(gradient[1] * (by_distance * visible));
-    if (p.columns == 3) {
-      out[2 * params.gradient_c] = from_arithmetic<scalar_t>((sigmoid(logits(2)) - visible) * by_visibility);
-    }
+    v8_keypoint_gradient<scalar_t>(params, slot, k, by_distance, by_visibility);
   }
 }
 

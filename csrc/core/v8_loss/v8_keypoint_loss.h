@@ -1,5 +1,4 @@
-// The keypoint parts of the pose loss: for each anchor that got a target, how far its keypoints are from the target's,
-// relative to the target's size, and the entropy of their visibility.
+// The pose loss' keypoint parts: the distance of an anchor's keypoints relative to the target, visibility's entropy.
 #pragma once
 
 #include <cstdint>
@@ -89,13 +88,13 @@ TORCH_FASTDET_HOST_DEVICE V8Logits<scalar_t> keypoint_logits(const V8KeypointPro
           p.stride_c};
 }
 
-// What a visible keypoint counts, given how many of its target's are visible.
+// Return what a visible keypoint counts, given how many of its target's are visible.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_keypoint_share(const V8KeypointProblem& p, int visible) {
   return T(p.keypoints) / (T(visible) + T(1e-9));
 }
 
-// Where along an axis a keypoint is, in cells; `cell`: column or row of the anchor.
+// Return where along an axis a keypoint is, in cells; `cell`: column or row of the anchor.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_keypoint_place(const V8KeypointProblem& p, T x, T cell) {
   return p.centered ? x + (cell + T(0.5)) : x * T(2) + cell;
@@ -115,6 +114,38 @@ TORCH_FASTDET_HOST_DEVICE T v8_keypoint_distance(const V8KeypointProblem& p, con
   gradient[0] = nearness * (by_logit * dx / spread);
   gradient[1] = nearness * (by_logit * dy / spread);
   return T(1) - nearness;
+}
+
+template <typename T>
+TORCH_FASTDET_HOST_DEVICE void v8_keypoint_finish(const V8KeypointLossParams& params, const double* sums,
+                                                  double positives) {
+  const V8KeypointProblem& p = params.problem;
+  const double all = static_cast<double>(p.heads.bs) * params.settings[kV8Weight];
+  for (int part = 0; part < 2; ++part) {
+    const double gain = positives > 0 ? params.gains[part] / (positives * p.keypoints) : 0;
+    static_cast<T*>(params.items)[part] = static_cast<T>(sums[part] * gain);
+    static_cast<T*>(params.loss)[part] = static_cast<T>(sums[part] * gain * all);
+    static_cast<T*>(params.scales)[part] = static_cast<T>(gain * all);
+  }
+}
+
+// Write the gradients of keypoint k of a slot, of whose target so many are visible.
+template <typename scalar_t, typename T = arithmetic_t<scalar_t>>
+TORCH_FASTDET_HOST_DEVICE void v8_keypoint_gradient(const V8KeypointLossBackwardParams& params,
+                                                    const V8KeypointSlot<T>& slot, int k, T by_distance,
+                                                    T by_visibility) {
+  const V8KeypointProblem& p = params.problem;
+  const T visible = T(v8_keypoint_visible(p, slot.row, k) ? 1 : 0);
+  const auto logits = keypoint_logits<scalar_t>(p, slot.image, slot.anchor, k);
+  T gradient[2];
+  v8_keypoint_distance(p, slot, k, logits(0), logits(1), gradient);
+  auto* out = static_cast<scalar_t*>(params.gradient) + slot.image * params.gradient_b +
+              slot.anchor * params.gradient_a + k * p.columns * params.gradient_c;
+  out[0] = from_arithmetic<scalar_t>(gradient[0] * (by_distance * visible));
+  out[params.gradient_c] = from_arithmetic<scalar_t>(gradient[1] * (by_distance * visible));
+  if (p.columns == 3) {
+    out[2 * params.gradient_c] = from_arithmetic<scalar_t>((sigmoid(logits(2)) - visible) * by_visibility);
+  }
 }
 
 cudaError_t launch_v8_keypoint_loss(const V8KeypointLossParams& params, cudaStream_t stream);

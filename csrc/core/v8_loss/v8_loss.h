@@ -15,7 +15,7 @@ namespace torch_fastdet::core {
 constexpr int kV8StatusSize = 4;
 constexpr int64_t kV8FirstFault = int64_t{1} << 62;
 
-// What a forward pass leaves for its backward pass. T is the arithmetic type of the heads' dtype.
+// The results of a forward pass for its backward pass. T is the arithmetic type of the heads' dtype.
 struct V8Slots {
   int64_t* anchor;  // (n, topk) image * anchors + anchor, -1 for a slot without one
   int64_t* row;     // (n, topk) of the targets: the one that got the anchor, -1 for none
@@ -49,8 +49,7 @@ struct V8LossParams {
   V8Scratch scratch;
   void* loss;   // (3) T: box, class, distance
   void* items;  // (3) T
-  // Number of rows ignored; kV8FirstFault - (6 * row + column) of the first; num_targets less the rows of targets where
-  // it is below 0 or above them, else 0; unused.
+  // Rows ignored; kV8FirstFault - (6 * row + column) of the first; num_targets less rows outside of it, else 0; unused.
   int64_t* status;
 };
 
@@ -67,7 +66,7 @@ struct V8LossBackwardParams {
 
 constexpr uint32_t kV8Shared = uint32_t{1} << 31;
 
-// What the assignment asks about targets and boxes. v8_obb_loss.h answers for oriented boxes; all else is shared.
+// The assignment's questions about targets and boxes. v8_obb_loss.h answers for oriented boxes; all else is shared.
 
 TORCH_FASTDET_HOST_DEVICE const float* v8_row(const V8LossParams& params, int64_t row) {
   return params.targets + 6 * row;
@@ -88,7 +87,6 @@ TORCH_FASTDET_HOST_DEVICE arithmetic_t<scalar_t> v8_overlap_of(const V8LossParam
   return v8_overlap(target, box);
 }
 
-// The box of the distances to an anchor of an image, in pixels.
 template <typename scalar_t>
 TORCH_FASTDET_HOST_DEVICE CornerBox<arithmetic_t<scalar_t>> v8_place_box(const V8LossParams&, int64_t, int64_t,
                                                                          int64_t column, int64_t row,
@@ -100,7 +98,6 @@ TORCH_FASTDET_HOST_DEVICE CornerBox<arithmetic_t<scalar_t>> v8_place_box(const V
           (y + distance[3]) * stride};
 }
 
-// `Params`: of the loss.
 template <typename Params>
 TORCH_FASTDET_HOST_DEVICE bool v8_anchor_inside(const Params& params, const V8Target& target, const V8Anchor& at) {
   if ((target.levels >> at.level & 1u) == 0) return false;
@@ -108,7 +105,7 @@ TORCH_FASTDET_HOST_DEVICE bool v8_anchor_inside(const Params& params, const V8Ta
   return v8_holds(params, target, v8_center(at.column, stride), v8_center(at.row, stride));
 }
 
-// How an anchor that is inside of a target ranks among those; 0 if it does not fit.
+// Return the rank of an anchor among those that are inside of a target; 0 if it does not fit.
 template <typename scalar_t, typename Params>
 TORCH_FASTDET_HOST_DEVICE uint64_t v8_anchor_key(const Params& params, const V8Target& target, const V8Anchor& at) {
   using T = arithmetic_t<scalar_t>;
@@ -124,8 +121,7 @@ TORCH_FASTDET_HOST_DEVICE uint64_t v8_anchor_key(const Params& params, const V8T
                 anchor);
 }
 
-// The best key among targets first, first + step, ... of those of the anchor's image that it lies in: of the greatest
-// overlap, the target of the lowest number.
+// Return the greatest overlap's key of targets first, first + step, ... around the anchor; ties: the lowest target.
 template <typename scalar_t, typename Params>
 TORCH_FASTDET_HOST_DEVICE uint64_t v8_best_target(const Params& params, int64_t anchor, int first, int step) {
   using T = arithmetic_t<scalar_t>;
@@ -144,8 +140,7 @@ TORCH_FASTDET_HOST_DEVICE uint64_t v8_best_target(const Params& params, int64_t 
   return best;
 }
 
-// Gives a slot's anchor to a target: the slot's own, or where several want it (`shared`) the one of key `best`; if it
-// fits none of those (0), without weight the first of its image.
+// Give a slot's anchor to its target or, `shared`, to that of `best`; if 0, without weight to the image's first.
 template <typename scalar_t, typename Params>
 TORCH_FASTDET_HOST_DEVICE void v8_settle(const Params& params, int64_t slot, bool shared, uint64_t best) {
   using T = arithmetic_t<scalar_t>;
@@ -166,6 +161,47 @@ TORCH_FASTDET_HOST_DEVICE void v8_settle(const Params& params, int64_t slot, boo
   scratch.winner[slot] = static_cast<int32_t>(winner);
   static_cast<T*>(scratch.overlap)[slot] = overlap;
   static_cast<T*>(scratch.alignment)[slot] = alignment;
+}
+
+// Set loss, items and scales from the sums of the scores and of the terms of each part.
+template <typename T, int kParts>
+TORCH_FASTDET_HOST_DEVICE void v8_finish(const V8LossParams& params, double score_sum, const double (&sums)[kParts]) {
+  const double scores = score_sum < 1 ? 1 : score_sum;  // NaN stays
+  const double all = static_cast<double>(params.heads.bs) * params.settings[kV8Weight];
+  for (int part = 0; part < kParts; ++part) {
+    const double gain = params.settings[part < 3 ? kV8Box + part : kV8Settings] / scores;  // the angle's is the last
+    static_cast<T*>(params.items)[part] = static_cast<T>(sums[part] * gain);
+    static_cast<T*>(params.loss)[part] = static_cast<T>(sums[part] * gain * all);
+    static_cast<T*>(params.slots.scales)[part] = static_cast<T>(gain * all);
+  }
+}
+
+// Write the gradients of one side of an anchor's box: `by_distance` of the box part, `scale` of the distance part.
+template <typename scalar_t, typename T = arithmetic_t<scalar_t>>
+TORCH_FASTDET_HOST_DEVICE void v8_write_side(const V8Heads& heads, int64_t image, const V8Anchor& at, int side,
+                                             const V8Side<T>& predicted, T wanted, T by_distance, T scale) {
+  const V8Level& level = heads.levels[at.level];
+  const V8Tensor& boxes = heads.tensors[level.boxes];
+  const auto logits = side_logits<scalar_t>(heads, image, at, side);
+  const T share = cell_share<T>(heads, at, side);
+  const int64_t step = v8_gradient_step(boxes);
+  scalar_t* out = static_cast<scalar_t*>(boxes.gradient) +
+                  v8_gradient(boxes, image, side * heads.reg_max, level.first_in_tensor + at.index);
+  for (int i = 0; i < heads.reg_max; ++i) {
+    out[i * step] = from_arithmetic<scalar_t>(
+        v8_side_gradient(predicted, wanted, share, heads.reg_max, logits, i, by_distance, scale));
+  }
+}
+
+template <typename scalar_t, typename T = arithmetic_t<scalar_t>>
+TORCH_FASTDET_HOST_DEVICE void v8_write_class(const V8LossBackwardParams& params, int64_t image, const V8Anchor& at,
+                                              int label, T score, T scale) {
+  const V8Level& level = params.heads.levels[at.level];
+  const V8Tensor& classes = params.heads.tensors[level.classes];
+  const T logit = class_logit<scalar_t>(params.heads, image, at, label);
+  const int64_t place = v8_gradient(classes, image, classes.box_channels + label, level.first_in_tensor + at.index);
+  static_cast<scalar_t*>(classes.gradient)[place] =
+      from_arithmetic<scalar_t>((sigmoid(logit) - score) * scale * class_weight<T>(params.class_weights, label));
 }
 
 int64_t v8_slot_blocks(const V8LossParams& params);

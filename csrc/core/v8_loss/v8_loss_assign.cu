@@ -1,5 +1,4 @@
-// The assignment of a v8 loss: a block a target finds its best anchors, then a warp a slot settles anchors that several
-// targets want, and keeps a target's topk2 best.
+// The assignment of a v8 loss: a block a target finds its best anchors, then a warp a slot settles shared ones.
 #include "core/v8_loss/v8_best_anchors.cuh"
 #include "core/v8_loss/v8_loss_launch.h"
 #include "core/v8_loss/v8_masked_loss.h"
@@ -18,9 +17,7 @@ __device__ void claim_anchor(uint32_t* owner, uint32_t key) {
   atomicMax(owner, (unmarked > key ? unmarked : key) | kV8Shared);
 }
 
-// Where fewer than topk anchors fit, the first anchors of the image that do not fit are named too, if they lie inside
-// of the target, as a top-k over all anchors does whose ties go by index. They have no weight, but others may want
-// them.
+// Name the first anchors of the image that do not fit, where fewer than topk do, as in the loops.
 template <typename scalar_t, typename Params>
 __device__ void name_misfits(const Params& params, const V8Target& target, int64_t first_slot, int found) {
   const V8Heads& heads = params.heads;
@@ -62,8 +59,7 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const __grid_constant_
   if (threadIdx.x < kWarp && found < params.topk) name_misfits<scalar_t>(params, target, first_slot, found);
 }
 
-// A slot's anchor goes to the target that it fits best, if several want it; if it fits none, without weight to the
-// first of its image. A warp a slot.
+// Give a slot's anchor to the target that it fits best; if none, without weight to its image's first. A warp a slot.
 template <typename scalar_t, typename Params>
 __global__ void __launch_bounds__(kThreads) resolve_kernel(const __grid_constant__ Params params) {
   using T = arithmetic_t<scalar_t>;
@@ -89,7 +85,7 @@ __global__ void __launch_bounds__(kThreads) resolve_kernel(const __grid_constant
   raise_to(of_winner + 1, static_cast<const T*>(scratch.overlap)[slot]);
 }
 
-// Of the anchors that a target got, its topk2 best are kept, as in the loops. A warp a slot.
+// Keep a target's topk2 best anchors, as in the loops. A warp a slot.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) filter_kernel(const __grid_constant__ V8LossParams params) {
   const V8Scratch& scratch = params.scratch;

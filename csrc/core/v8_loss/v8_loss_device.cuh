@@ -1,4 +1,4 @@
-// What the kernels of the v8 losses share: how blocks are cut, and how a warp walks over a tensor.
+// The sizes of blocks, and the walk of a warp over a tensor, for the kernels of the v8 losses.
 #pragma once
 
 #include "core/common/device.cuh"
@@ -28,8 +28,7 @@ __device__ inline void raise_to(uint64_t* place, double value) {
   atomicMax(reinterpret_cast<unsigned long long*>(place), static_cast<unsigned long long>(v8_order(value)));
 }
 
-// Pieces of a tensor, for a warp each: of its class planes, of all its planes, or of its elements where it lies in
-// rows.
+// Pieces of a tensor, for a warp each: of its class planes, of all its planes, or of its rows.
 __host__ __device__ inline int64_t plane_pieces(const V8Tensor& tensor) {
   return ceil_div(tensor.anchors, kChunk);
 }
@@ -48,15 +47,14 @@ __host__ __device__ inline int64_t gradient_pieces(const V8Tensor& tensor, int64
   return tensor.layout == V8Layout::kPlanes ? bs * tensor.channels * plane_pieces(tensor) : row_pieces(tensor, bs);
 }
 
-// Whether a tensor can be taken in vectors of `size` elements, none of which spans planes, or boxes and classes.
+// Return whether vectors of `size` elements can cover a tensor, none of which spans planes, or boxes and classes.
 __device__ inline bool in_vectors(const V8Tensor& tensor, int size) {
   if (!tensor.dense || !is_vector_aligned(tensor.logits) || !is_vector_aligned(tensor.gradient)) return false;
   return tensor.layout == V8Layout::kPlanes ? tensor.anchors % size == 0
                                             : tensor.channels % size == 0 && tensor.box_channels % size == 0;
 }
 
-// Calls vector(e, channel) for vectors and element(e, channel) for single elements of a warp's piece: e counts in the
-// tensor's own layout, `channel` is the first element's.
+// Call vector(e, channel) and element(e, channel) for a warp's vectors and single elements, e in tensor order.
 template <int kSize, typename OnVector, typename OnElement>
 __device__ void visit_piece(const V8Tensor& tensor, int64_t piece, int first_channel, int64_t total, OnVector vector,
                             OnElement element) {
@@ -88,7 +86,7 @@ __device__ void visit_piece(const V8Tensor& tensor, int64_t piece, int first_cha
   }
 }
 
-// Where element e of the gradient's layout has its logit.
+// Return where element e of the gradient's layout has its logit.
 __device__ inline int64_t logit_of_element(const V8Tensor& tensor, int64_t e, int channel) {
   if (tensor.dense) return e;
   const int64_t planes = static_cast<int64_t>(tensor.channels) * tensor.anchors;

@@ -1,5 +1,4 @@
-// The backward pass of a v8 loss: every gradient element once in memory order as if there were no targets, then the
-// elements of the anchors in slots.
+// The backward pass of a v8 loss: all gradients as if there were no targets, then those of anchors in slots.
 #include "core/v8_loss/v8_loss_device.cuh"
 #include "core/v8_loss/v8_loss_launch.h"
 
@@ -72,14 +71,12 @@ __global__ void __launch_bounds__(kTermThreads)
   V8Anchor at{};
   V8Target target{};
   V8Side<T> mine{};
-  V8Logits<scalar_t> logits{};
   int64_t image = 0;
   if (anchor >= 0) {
     image = anchor / heads.anchors;
     at = v8_anchor(heads, anchor % heads.anchors);
     v8_target(params.targets + 6 * params.slots.row[slot], heads.image_w, heads.image_h, {}, heads.nc, target);
-    logits = side_logits<scalar_t>(heads, image, at, side);
-    mine = v8_side<T>(heads.reg_max, logits);
+    mine = v8_side<T>(heads.reg_max, side_logits<scalar_t>(heads, image, at, side));
   }
   T distance[kSides], by_distance[kSides];
   exchange_sides(mine.distance, distance);
@@ -92,23 +89,9 @@ __global__ void __launch_bounds__(kTermThreads)
                      : side == 2 ? by_distance[2]
                                  : by_distance[3]) *
                     (score * gradient_scale<T>(params, 0));
-  const T scale = score * gradient_scale<T>(params, 2);
-  const T wanted = v8_wanted_distance(pair, side), share = cell_share<T>(heads, at, side);
-  const V8Level& level = heads.levels[at.level];
-  const V8Tensor& boxes = heads.tensors[level.boxes];
-  const int64_t in_tensor = level.first_in_tensor + at.index, step = v8_gradient_step(boxes);
-  scalar_t* out = static_cast<scalar_t*>(boxes.gradient) + v8_gradient(boxes, image, side * heads.reg_max, in_tensor);
-  for (int i = 0; i < heads.reg_max; ++i) {
-    out[i * step] =
-        from_arithmetic<scalar_t>(v8_side_gradient(mine, wanted, share, heads.reg_max, logits, i, by_side, scale));
-  }
-  if (side != 0) return;
-  const V8Tensor& classes = heads.tensors[level.classes];
-  const T logit = class_logit<scalar_t>(heads, image, at, target.label);
-  static_cast<scalar_t*>(
-      classes.gradient)[v8_gradient(classes, image, classes.box_channels + target.label, in_tensor)] =
-      from_arithmetic<scalar_t>((sigmoid(logit) - score) * gradient_scale<T>(params, 1) *
-                                class_weight<T>(params.class_weights, target.label));
+  v8_write_side<scalar_t>(heads, image, at, side, mine, v8_wanted_distance(pair, side), by_side,
+                          score * gradient_scale<T>(params, 2));
+  if (side == 0) v8_write_class<scalar_t>(params, image, at, target.label, score, gradient_scale<T>(params, 1));
 }
 
 }  // namespace

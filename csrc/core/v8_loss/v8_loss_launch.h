@@ -5,17 +5,14 @@
 
 namespace torch_fastdet::core {
 
-// Of V8LossParams and V8ObbLossParams.
 template <typename Params>
 cudaError_t launch_v8_start(const Params& params, int64_t class_blocks, cudaStream_t stream);
 template <typename Params>
 cudaError_t launch_v8_assign(const Params& params, cudaStream_t stream);
 
-// Of the detection loss alone.
 cudaError_t launch_v8_terms(const V8LossParams& params, cudaStream_t stream);
 cudaError_t launch_v8_finish(const V8LossParams& params, int64_t class_blocks, cudaStream_t stream);
 
-// Every gradient of boxes and classes as if there were no targets.
 cudaError_t launch_v8_dense(const V8LossBackwardParams& params, cudaStream_t stream);
 
 }  // namespace torch_fastdet::core

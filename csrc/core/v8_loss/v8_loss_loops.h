@@ -9,8 +9,6 @@
 
 namespace torch_fastdet::core::v8_loops {
 
-// ---- Sums ----------------------------------------------------------------------------------------------------------
-
 struct Sums {
   double scores = 0, box = 0, cls = 0, distance = 0;
 };
@@ -83,7 +81,6 @@ inline Run run_at(const V8Tensor& tensor, int64_t index) {
   return {index / classes, 0, tensor.box_channels + static_cast<int>(index % classes), tensor.anchors};
 }
 
-// Offset of element i of a run among the logits.
 inline int64_t logit_in_run(const V8Tensor& tensor, const Run& run, int64_t i) {
   const bool rows = tensor.layout == V8Layout::kRows;
   return v8_logit(tensor, run.image, run.anchor + (rows ? 0 : i)) + (run.channel + (rows ? i : 0)) * tensor.stride_c;
@@ -106,7 +103,6 @@ const T* load_block(const V8Tensor& tensor, const Run& run, int64_t begin, Block
   return buffer;
 }
 
-// Sum of the class entropies if no class is to be found.
 template <typename scalar_t, typename ParallelFor>
 double class_sum(const V8LossParams& params, const ParallelFor& parallel_for) {
   using T = arithmetic_t<scalar_t>;
@@ -124,7 +120,10 @@ double class_sum(const V8LossParams& params, const ParallelFor& parallel_for) {
         Block<T> sums = {}, buffer = {};
         int64_t i = 0;
         for (; i + kBlock <= run.count && !(rows && params.class_weights); i += kBlock) {
-          softplus_block(load_block<scalar_t>(tensor, run, i, buffer), sums);
+          const T* values = load_block<scalar_t>(tensor, run, i, buffer);
+          vectorised([&] {
+            for (int k = 0; k < kBlock; ++k) sums[k] += v8_softplus(values[k]);
+          });
         }
         for (; i < run.count; i += kBlock) {
           const auto count = static_cast<int>(std::min<int64_t>(kBlock, run.count - i));
@@ -145,20 +144,12 @@ double class_sum(const V8LossParams& params, const ParallelFor& parallel_for) {
   return total;
 }
 
-// Loss and items of what has been assigned.
 template <typename scalar_t, typename ParallelFor>
 void add_up(const V8LossParams& params, const ParallelFor& parallel_for) {
   using T = arithmetic_t<scalar_t>;
   const Sums sums = slot_sums<scalar_t>(params, parallel_for);
-  const double scores = sums.scores < 1 ? 1 : sums.scores;  // NaN stays
   const double raw[3] = {sums.box, sums.cls + class_sum<scalar_t>(params, parallel_for), sums.distance};
-  const double all = static_cast<double>(params.heads.bs) * params.settings[kV8Weight];
-  for (int part = 0; part < 3; ++part) {
-    const double gain = params.settings[kV8Box + part] / scores;
-    static_cast<T*>(params.items)[part] = static_cast<T>(raw[part] * gain);
-    static_cast<T*>(params.loss)[part] = static_cast<T>(raw[part] * gain * all);
-    static_cast<T*>(params.slots.scales)[part] = static_cast<T>(gain * all);
-  }
+  v8_finish<T>(params, sums.scores, raw);
 }
 
 // `count`: rows of targets in use, which have been checked. `Params`: V8LossParams or V8PosedLossParams.
@@ -168,9 +159,7 @@ void forward(const Params& params, int64_t count, const ParallelFor& parallel_fo
   add_up<scalar_t>(params, parallel_for);
 }
 
-// ---- Backward ------------------------------------------------------------------------------------------------------
-
-// Gradients as if there were no targets: zeros for the boxes, sigmoids for the classes.
+// Set gradients as if there were no targets: zeros for the boxes, sigmoids for the classes.
 template <typename scalar_t, typename ParallelFor>
 void dense_gradients(const V8LossBackwardParams& params, arithmetic_t<scalar_t> scale,
                      const ParallelFor& parallel_for) {
@@ -196,7 +185,10 @@ void dense_gradients(const V8LossBackwardParams& params, arithmetic_t<scalar_t> 
         Block<T> buffer = {}, values;
         for (int64_t i = 0; i < run.count; i += kBlock) {
           const auto count = static_cast<int>(std::min<int64_t>(kBlock, run.count - i));
-          sigmoid_block(load_block<scalar_t>(tensor, run, i, buffer), plane, values);
+          const T* logits = load_block<scalar_t>(tensor, run, i, buffer);
+          vectorised([&values, logits, plane] {
+            for (int k = 0; k < kBlock; ++k) values[k] = sigmoid(logits[k]) * plane;
+          });
           for (int k = 0; k < count; ++k) {
             const T weight = rows ? class_weight<T>(params.class_weights, static_cast<int>(i) + k) : T(1);
             out[i + k] = from_arithmetic<scalar_t>(values[k] * weight);
@@ -223,11 +215,10 @@ void backward(const V8LossBackwardParams& params, const ParallelFor& parallel_fo
       if (anchor < 0) continue;
       const int64_t image = anchor / heads.anchors;
       const V8Anchor at = v8_anchor(heads, anchor % heads.anchors);
-      const V8Level& level = heads.levels[at.level];
       V8Target target;
       v8_target(params.targets + 6 * params.slots.row[slot], heads.image_w, heads.image_h, {}, heads.nc, target);
       const T score = static_cast<const T*>(params.slots.score)[slot];
-      const V8Pair<T> pair = v8_pair(target, at.column, at.row, T(level.stride));
+      const V8Pair<T> pair = v8_pair(target, at.column, at.row, T(heads.levels[at.level].stride));
       T distance[4], by_distance[4];
       V8Side<T> sides[4];
       for (int side = 0; side < 4; ++side) {
@@ -235,25 +226,11 @@ void backward(const V8LossBackwardParams& params, const ParallelFor& parallel_fo
         distance[side] = sides[side].distance;
       }
       v8_box_term(pair, distance, by_distance);
-      const V8Tensor& boxes = heads.tensors[level.boxes];
-      const int64_t in_tensor = level.first_in_tensor + at.index, step = v8_gradient_step(boxes);
       for (int side = 0; side < 4; ++side) {
-        const auto logits = side_logits<scalar_t>(heads, image, at, side);
-        const T wanted = v8_wanted_distance(pair, side), share = cell_share<T>(heads, at, side);
-        scalar_t* out =
-            static_cast<scalar_t*>(boxes.gradient) + v8_gradient(boxes, image, side * heads.reg_max, in_tensor);
-        for (int i = 0; i < heads.reg_max; ++i) {
-          out[i * step] =
-              from_arithmetic<scalar_t>(v8_side_gradient(sides[side], wanted, share, heads.reg_max, logits, i,
-                                                         by_distance[side] * (score * scales[0]), score * scales[2]));
-        }
+        v8_write_side<scalar_t>(heads, image, at, side, sides[side], v8_wanted_distance(pair, side),
+                                by_distance[side] * (score * scales[0]), score * scales[2]);
       }
-      const V8Tensor& classes = heads.tensors[level.classes];
-      const T logit = class_logit<scalar_t>(heads, image, at, target.label);
-      static_cast<scalar_t*>(
-          classes.gradient)[v8_gradient(classes, image, classes.box_channels + target.label, in_tensor)] =
-          from_arithmetic<scalar_t>((sigmoid(logit) - score) * scales[1] *
-                                    class_weight<T>(params.class_weights, target.label));
+      v8_write_class<scalar_t>(params, image, at, target.label, score, scales[1]);
     }
   });
 }

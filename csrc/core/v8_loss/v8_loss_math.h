@@ -14,8 +14,7 @@
 
 namespace torch_fastdet::core {
 
-// What the loss reads from device memory, so that a captured graph follows changes: gains, the weight of this loss in a
-// sum of several, and the settings of the assignment.
+// Settings in device memory, which captured graphs follow: gains, this loss' weight in a sum, the assignment's.
 enum V8Setting : int {
   kV8Box,
   kV8Cls,
@@ -39,8 +38,7 @@ TORCH_FASTDET_HOST_DEVICE V8Sides v8_sides(const double* settings) {
 
 constexpr float kV8Inside = 1e-9f;  // how far inside of a box an anchor has to be, in pixels
 
-// A target in pixels. All in fp32, each step rounded as in eager PyTorch, so that anchors on a box's edge go the same
-// way.
+// A target in pixels, in fp32. Each step is rounded as in eager PyTorch: anchors on a box's edge go the same way.
 struct alignas(16) V8Target {
   float x1, y1, x2, y2;
   float low_x, low_y, high_x, high_y;  // where anchors may be: the box, its short sides enlarged
@@ -51,7 +49,7 @@ struct alignas(16) V8Target {
   uint32_t levels = ~0u;  // a bit a level where its anchors may be
 };
 
-// Why a row cannot be used: the column to blame + 1, 0 for a good row. Image and class are truncated, as in eager.
+// Return the bad column + 1 of a row, else 0. Indices are truncated, as in eager; boxes may lie outside of the image.
 TORCH_FASTDET_HOST_DEVICE int v8_target_fault(const float row[6], int64_t batch_size, int64_t classes) {
   if (!(row[0] > -1.0f && row[0] < static_cast<float>(batch_size))) return 1;
   if (!(row[1] > -static_cast<float>(classes) - 1.0f && row[1] < static_cast<float>(classes))) return 2;
@@ -66,8 +64,7 @@ TORCH_FASTDET_HOST_DEVICE void v8_grow(float low, float high, V8Sides sides, flo
   grown_high = add_rn(center, half);
 }
 
-// False for a box that the original leaves out: corners that add up to 0 or less (padding, far outside of the image),
-// or to NaN. `row` has no fault.
+// Return false for a box that the original drops: corners that add up to 0 or less, or to NaN. `row` has no fault.
 TORCH_FASTDET_HOST_DEVICE bool v8_target(const float row[6], float image_w, float image_h, V8Sides sides,
                                          int64_t classes, V8Target& target) {
   const float x = mul_rn(row[2], image_w), y = mul_rn(row[3], image_h);
@@ -103,7 +100,6 @@ TORCH_FASTDET_HOST_DEVICE V8Range v8_range(const V8Target& target, float stride,
   return range;
 }
 
-// The center of column or row i, in pixels.
 TORCH_FASTDET_HOST_DEVICE float v8_center(int64_t i, float stride) {
   return mul_rn(static_cast<float>(i) + 0.5f, stride);
 }
@@ -132,7 +128,6 @@ TORCH_FASTDET_HOST_DEVICE T v8_power(T x, T exponent) {
   return pow(x, exponent);
 }
 
-// How well an anchor's prediction fits a target.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_alignment(T logit, T overlap, T alpha, T beta) {
   return mul_rn(v8_power(sigmoid(logit), alpha), v8_power(overlap, beta));
@@ -199,8 +194,7 @@ TORCH_FASTDET_HOST_DEVICE V8Pair<T> v8_pair(const V8Target& target, int64_t colu
           T(target.y1) / stride, T(target.x2) / stride, T(target.y2) / stride};
 }
 
-// CIoU of the predicted and the wanted box, and the gradient of 1 - CIoU by the four distances (left, top, right,
-// bottom) of the former.
+// CIoU of the predicted and the wanted box, and the gradient of 1 - CIoU by the former's four distances.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_box_term(const V8Pair<T>& pair, const T (&distance)[4], T (&gradient)[4]) {
   constexpr T kEps = T(1e-7);
@@ -218,7 +212,7 @@ TORCH_FASTDET_HOST_DEVICE T v8_box_term(const V8Pair<T>& pair, const T (&distanc
   return ciou;
 }
 
-// Where side 0 to 3 (left, top, right, bottom) of the target lies, in cells from the anchor.
+// Return where side 0 to 3 (left, top, right, bottom) of the target lies, in cells from the anchor.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_wanted_distance(const V8Pair<T>& pair, int side) {
   const T far = side == 0 ? pair.x1 : side == 1 ? pair.y1 : side == 2 ? pair.x2 : pair.y2;
@@ -243,43 +237,7 @@ TORCH_FASTDET_HOST_DEVICE V8Bins<T> v8_bins(T distance, int reg_max) {
   return bins;
 }
 
-// What a softmax over bins needs: the highest logit, the sum of exp(logit - highest), and that sum with each term times
-// its bin. `logit(i)` gives logit i.
-template <typename A>
-struct SoftmaxBins {
-  A highest, total, weighted;
-};
-
-template <typename A, typename Logit>
-TORCH_FASTDET_HOST_DEVICE SoftmaxBins<A> softmax_bins(int count, Logit logit) {
-  SoftmaxBins<A> bins{logit(0), 0, 0};
-  if (count == 16) {  // the usual head: every logit is loaded once, all at the same time
-    A values[16];
-    TORCH_FASTDET_UNROLL
-    for (int i = 0; i < 16; ++i) values[i] = logit(i);
-    TORCH_FASTDET_UNROLL
-    for (int i = 1; i < 16; ++i) bins.highest = values[i] > bins.highest ? values[i] : bins.highest;
-    TORCH_FASTDET_UNROLL
-    for (int i = 0; i < 16; ++i) {
-      const A weight = exp_rn(sub_rn(values[i], bins.highest));
-      bins.total = add_rn(bins.total, weight);
-      bins.weighted = add_rn(bins.weighted, mul_rn(weight, A(i)));
-    }
-    return bins;
-  }
-  for (int i = 1; i < count; ++i) {
-    const A value = logit(i);
-    bins.highest = value > bins.highest ? value : bins.highest;
-  }
-  for (int i = 0; i < count; ++i) {
-    const A weight = exp_rn(sub_rn(logit(i), bins.highest));
-    bins.total = add_rn(bins.total, weight);
-    bins.weighted = add_rn(bins.weighted, mul_rn(weight, A(i)));
-  }
-  return bins;
-}
-
-// What the box part wants of one side: its value, and what its gradient needs.
+// One side of a box: its value, and what its gradient needs.
 template <typename T>
 struct V8Side {
   T distance;  // predicted

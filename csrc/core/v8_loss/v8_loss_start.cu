@@ -1,5 +1,4 @@
-// The first launch of a v8 loss: prepares the targets, decodes every box, and adds up the class entropy as if there
-// were no targets.
+// The first launch of a v8 loss: targets, boxes, and the class entropy as if there were no targets.
 #include "core/v8_loss/v8_loss_device.cuh"
 #include "core/v8_loss/v8_loss_launch.h"
 #include "core/v8_loss/v8_obb_loss.h"
@@ -12,8 +11,7 @@ constexpr int kMostClassBlocks = 1024;
 
 // ---- Targets -------------------------------------------------------------------------------------------------------
 
-// Targets of image `image`, in the order of their rows; how many come before, and whether rows are bad, every block
-// finds out itself. One block.
+// List the targets of an image, in the order of their rows. Every block counts those before, and bad rows, itself.
 template <typename Params>
 __device__ void prepare_image(const Params& params, int64_t image) {
   __shared__ int64_t sums[kWarps][4];

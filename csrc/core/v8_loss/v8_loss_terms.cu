@@ -65,7 +65,6 @@ __global__ void __launch_bounds__(kTermThreads) terms_kernel(const __grid_consta
   static_cast<T*>(scratch.slot_partials)[static_cast<int64_t>(blockIdx.x) * kTerms + threadIdx.x] = sum;
 }
 
-// One block.
 template <typename T>
 __global__ void __launch_bounds__(kFinishThreads)
     finish_kernel(const __grid_constant__ V8LossParams params, int64_t slot_blocks, int64_t class_blocks) {
@@ -80,15 +79,8 @@ __global__ void __launch_bounds__(kFinishThreads)
   }
   block_sum<kFinishThreads>(sums);
   if (threadIdx.x != 0) return;
-  const double scores = sums[0] < 1 ? 1 : sums[0];  // NaN stays
   const double raw[3] = {sums[1], sums[2] + sums[kTerms], sums[3]};
-  const double all = static_cast<double>(params.heads.bs) * params.settings[kV8Weight];
-  for (int part = 0; part < 3; ++part) {
-    const double gain = params.settings[kV8Box + part] / scores;
-    static_cast<T*>(params.items)[part] = static_cast<T>(raw[part] * gain);
-    static_cast<T*>(params.loss)[part] = static_cast<T>(raw[part] * gain * all);
-    static_cast<T*>(params.slots.scales)[part] = static_cast<T>(gain * all);
-  }
+  v8_finish<T>(params, sums[0], raw);
 }
 
 }  // namespace

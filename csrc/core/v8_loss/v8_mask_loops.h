@@ -136,9 +136,7 @@ void mask_backward(const V8MaskLossBackwardParams& params, const ParallelFor& pa
     }
     auto* at = static_cast<scalar_t*>(by_coefficient.at) + positive.anchor / p.anchors * by_coefficient.stride_b +
                positive.anchor % p.anchors * by_coefficient.stride_a;
-    for (int64_t c = 0; c < p.channels; ++c) {
-      at[c * by_coefficient.stride_c] = from_arithmetic<scalar_t>(of_anchor[c]);
-    }
+    for (int64_t c = 0; c < p.channels; ++c) at[c * by_coefficient.stride_c] = from_arithmetic<scalar_t>(of_anchor[c]);
   }
   const V8Prototypes& by_proto = params.proto_gradients;
   parallel_for(0, by_proto.at ? p.bs * p.height : 0, 1, [&](int64_t begin, int64_t end) {

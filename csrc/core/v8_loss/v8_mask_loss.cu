@@ -1,8 +1,7 @@
-// Kernels of the segmentation loss' mask part. Forward: a block a group (an image; an image's level) lists its
-// positives; blocks share the pixels of each positive's box, and add up entropies and their gradient by the
-// coefficients; one launch adds what they left. Backward: the coefficients' gradients are written from those sums; a
-// block a tile of an image's prototypes walks over the image's positives, in one order, and keeps the tile's gradients
-// in registers.
+// Kernels of the segmentation loss' mask part. Forward: a block a group (an image's level) lists its positives; blocks
+// share the pixels of each positive's box, and add up entropies and their gradient by the coefficients; one launch adds
+// what they left. Backward: those sums give the coefficients' gradients; a block a tile of an image's prototypes walks
+// over its positives in one order, with the tile's gradients in registers.
 #include "core/v8_loss/v8_loss_device.cuh"
 #include "core/v8_loss/v8_mask_loss.h"
 
@@ -13,7 +12,7 @@ constexpr int kFinishThreads = 1024;
 constexpr int kTileWidth = 32, kTileHeight = kThreads / kTileWidth;
 constexpr int kGroup = 8;  // positives whose coefficients are in shared memory at a time
 
-// Places of those threads of the block whose `take` is true, in their order from `next` on; moves `next` past them.
+// Return the places, from `next` on, of the threads whose `take` is true; move `next` past them.
 __device__ int64_t ordered_place(bool take, int64_t& next) {
   __shared__ int counts[kWarps];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -111,7 +110,7 @@ __device__ T dot(const T (&a)[kMost], const T* b) {
   return sum;
 }
 
-// Adds each of 32 values over a warp; lane i gets the sum of value i. Half of the values change hands at each step.
+// Add each of 32 values over a warp; lane i gets the sum of value i. Half of the values change hands at each step.
 template <typename T>
 __device__ T transposed_sum(T* values) {
   const int lane = threadIdx.x % kWarp;
@@ -308,7 +307,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Calls f with the least of the sizes of arrays in registers that holds `channels`, as a type's `value`.
+// Call f with the least of the sizes of arrays in registers that holds `channels`, as a type's `value`.
 template <typename F>
 cudaError_t with_most_channels(int channels, F&& f) {
   if (channels <= 32) return f(std::integral_constant<int, 32>());

@@ -1,6 +1,5 @@
 // The mask part of the segmentation losses, Ultralytics' and YOLOv5's: for each anchor that got a target, the entropy
-// of its mask (coefficients x prototypes) and the target's, over the pixels of the target's box. No mask is ever in
-// memory.
+// of its mask (coefficients x prototypes) and the target's within the target's box. No mask is ever in memory.
 #pragma once
 
 #include <cstdint>
@@ -98,7 +97,6 @@ TORCH_FASTDET_HOST_DEVICE float v8_mask_value(const V8MaskProblem& p, int64_t el
   return static_cast<const float*>(p.masks)[element];
 }
 
-// What the mask of `positive` should be at a pixel.
 TORCH_FASTDET_HOST_DEVICE float v8_wanted_mask(const V8MaskProblem& p, const V8MaskPositive& positive, int64_t image,
                                                int64_t y, int64_t x) {
   const int64_t pixel = y * p.width + x;
@@ -129,8 +127,7 @@ TORCH_FASTDET_HOST_DEVICE void v8_mask_side(float low, float high, int64_t size,
   if (end < first) end = first;
 }
 
-// The positive of a slot that has an anchor. `number`: of its row among the image's. `group`: positives of its group.
-// Each step is rounded as in eager PyTorch, so that pixels on a box's edge go the same way.
+// A slot's positive; `number` of its image's row, `group` of its group's. Rounded as eager does, for pixels on edges.
 TORCH_FASTDET_HOST_DEVICE V8MaskPositive v8_mask_positive(const V8MaskLossParams& params, int64_t slot, int32_t number,
                                                           int64_t group) {
   const V8MaskProblem& p = params.problem;
@@ -185,13 +182,13 @@ TORCH_FASTDET_HOST_DEVICE int64_t v8_row_image(const float* targets, int64_t row
   return image > -1.f && image < static_cast<float>(bs) ? static_cast<int64_t>(image) : -1;
 }
 
-// What a positive's sum over pixels counts in the item, but for its gain.
+// Return what a positive's sum over pixels counts in the item, but for its gain.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_mask_share(const V8MaskProblem& p, const V8MaskPositive& positive) {
   return T(1) / (T(p.height) * T(p.width) * T(positive.area));
 }
 
-// How many blocks there are for a positive's pixels, and how many of them its box keeps busy.
+// Return how many blocks there are for a positive's pixels, and how many of them its box keeps busy.
 TORCH_FASTDET_HOST_DEVICE int64_t v8_mask_parts(int64_t slots) {
   return slots >= 16384 ? 1 : slots >= 4096 ? 4 : 8;
 }

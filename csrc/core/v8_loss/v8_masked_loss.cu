@@ -1,5 +1,4 @@
-// The masks' overlaps of YOLO26's segmentation: a block a target lists its best anchors by score and CIoU, and measures
-// its mask; a block for each of these anchors compares both masks.
+// YOLO26's mask overlaps: a block a target lists its best anchors and measures it; a block an anchor compares.
 #include "core/v8_loss/v8_masked_loss.h"
 
 #include "core/v8_loss/v8_best_anchors.cuh"

@@ -20,7 +20,7 @@ struct V8MaskedLossParams : V8LossParams {
   int32_t* mask_number;  // scratch (n) of the row among its image's, from 1
 };
 
-// Ranks by CIoU alone those anchors of a target whose masks are to be compared; never 0, also without overlap.
+// Rank by CIoU alone those anchors of a target whose masks are to be compared; never 0, also without overlap.
 template <typename scalar_t>
 TORCH_FASTDET_HOST_DEVICE uint64_t v8_near_key(const V8MaskedLossParams& params, const V8Target& target,
                                                const V8Anchor& at) {
@@ -46,8 +46,7 @@ TORCH_FASTDET_HOST_DEVICE arithmetic_t<scalar_t> v8_overlap_of(const V8MaskedLos
   return sum * T(0.5);
 }
 
-// Whether the mask of a row of targets covers a pixel of the prototypes: 1 or 0. Masks of another size are resized by
-// nearest; without overlap a pixel above 0.5 is covered.
+// Return whether a target's mask (nearest; without overlap above 0.5) covers a pixel of the prototypes: 1 or 0.
 TORCH_FASTDET_HOST_DEVICE float v8_near_mask(const V8MaskedLossParams& params, int64_t image, int64_t row,
                                              int32_t number, int64_t y, int64_t x) {
   const V8MaskProblem& p = params.masks;
@@ -83,7 +82,6 @@ TORCH_FASTDET_HOST_DEVICE V8Pixels v8_box_pixels(const V8MaskedLossParams& param
   return pixels;
 }
 
-// IoU of two masks from their intersection and areas.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_mask_iou(T both, T predicted, T wanted) {
   const T all = predicted + wanted - both;

@@ -23,7 +23,6 @@ __global__ void __launch_bounds__(kSlotThreads) obb_terms_kernel(const __grid_co
   for (int term = 0; term < kV8ObbTerms; ++term) out[term] = terms[term];
 }
 
-// One block.
 template <typename T>
 __global__ void __launch_bounds__(kFinishThreads)
     obb_finish_kernel(const __grid_constant__ V8ObbLossParams params, int64_t slot_blocks, int64_t class_blocks) {

@@ -7,11 +7,10 @@
 
 namespace torch_fastdet::core {
 
-constexpr int kV8ObbColumns = 7;       // of a target: image, class, x, y, w, h, angle
-constexpr int kV8ObbTerms = 5;         // sums over slots: scores, box, class, distance, angle
-constexpr int kV8ObbParts = 4;         // of the loss: box, class, distance, angle
-constexpr int kV8Angle = kV8Settings;  // the gain of the angle, behind the other settings
-constexpr int kV8ObbSettings = kV8Settings + 1;
+constexpr int kV8ObbColumns = 7;                 // of a target: image, class, x, y, w, h, angle
+constexpr int kV8ObbTerms = 5;                   // sums over slots: scores, box, class, distance, angle
+constexpr int kV8ObbParts = 4;                   // of the loss: box, class, distance, angle
+constexpr int kV8ObbSettings = kV8Settings + 1;  // the gain of the angle is behind the other settings
 
 // (bs, 1, anchors), in radians.
 struct V8Angles {
@@ -67,7 +66,6 @@ TORCH_FASTDET_HOST_DEVICE arithmetic_t<scalar_t> v8_overlap_of(const V8ObbLossPa
   return overlap < T(0) ? T(0) : overlap;
 }
 
-// The box of the distances to an anchor, in pixels.
 template <typename scalar_t>
 TORCH_FASTDET_HOST_DEVICE CornerBox<arithmetic_t<scalar_t>> v8_place_box(const V8ObbLossParams& params, int64_t image,
                                                                          int64_t anchor, int64_t column, int64_t row,
@@ -122,7 +120,6 @@ TORCH_FASTDET_HOST_DEVICE V8ObbPair<scalar_t> v8_obb_pair(const V8Heads& heads, 
   return pair;
 }
 
-// The terms of a slot; leaves its row and score.
 template <typename scalar_t>
 TORCH_FASTDET_HOST_DEVICE void v8_obb_terms(const V8ObbLossParams& params, int64_t slot,
                                             arithmetic_t<scalar_t> (&terms)[kV8ObbTerms]) {
@@ -158,21 +155,12 @@ TORCH_FASTDET_HOST_DEVICE void v8_obb_terms(const V8ObbLossParams& params, int64
   terms[4] = score * v8_angle_term(pair.wanted.w, pair.wanted.h, pair.box.angle - pair.wanted.angle, by_angle);
 }
 
-// Sums of the terms as loss, items and scales.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE void v8_obb_finish(const V8ObbLossParams& params, const double (&sums)[kV8ObbTerms]) {
-  constexpr int kGains[kV8ObbParts] = {kV8Box, kV8Cls, kV8Dfl, kV8Angle};
-  const double scores = sums[0] < 1 ? 1 : sums[0];  // NaN stays
-  const double all = static_cast<double>(params.heads.bs) * params.settings[kV8Weight];
-  for (int part = 0; part < kV8ObbParts; ++part) {
-    const double gain = params.settings[kGains[part]] / scores;
-    static_cast<T*>(params.items)[part] = static_cast<T>(sums[1 + part] * gain);
-    static_cast<T*>(params.loss)[part] = static_cast<T>(sums[1 + part] * gain * all);
-    static_cast<T*>(params.slots.scales)[part] = static_cast<T>(gain * all);
-  }
+  const double raw[kV8ObbParts] = {sums[1], sums[2], sums[3], sums[4]};
+  v8_finish<T>(params, sums[0], raw);
 }
 
-// The gradients of a slot's anchor: its box, its class, its angle.
 template <typename scalar_t>
 TORCH_FASTDET_HOST_DEVICE void v8_obb_gradient(const V8ObbLossBackwardParams& params, int64_t slot) {
   using T = arithmetic_t<scalar_t>;
@@ -200,25 +188,11 @@ TORCH_FASTDET_HOST_DEVICE void v8_obb_gradient(const V8ObbLossBackwardParams& pa
   const T turn =
       by.y * (pair.along * d.cosine - pair.across * d.sine) - by.x * (pair.along * d.sine + pair.across * d.cosine);
   const T by_side[4] = {by.w - along, by.h - across, by.w + along, by.h + across};
-  const V8Level& level = heads.levels[pair.at.level];
-  const V8Tensor& boxes = heads.tensors[level.boxes];
-  const int64_t in_tensor = level.first_in_tensor + pair.at.index, step = v8_gradient_step(boxes);
   for (int side = 0; side < 4; ++side) {
-    const auto logits = side_logits<scalar_t>(heads, pair.image, pair.at, side);
-    scalar_t* out =
-        static_cast<scalar_t*>(boxes.gradient) + v8_gradient(boxes, pair.image, side * heads.reg_max, in_tensor);
-    for (int i = 0; i < heads.reg_max; ++i) {
-      out[i * step] = from_arithmetic<scalar_t>(v8_side_gradient(pair.sides[side], pair.wanted_distance[side],
-                                                                 cell_share<T>(heads, pair.at, side), heads.reg_max,
-                                                                 logits, i, by_side[side], score * by_part[2]));
-    }
+    v8_write_side<scalar_t>(heads, pair.image, pair.at, side, pair.sides[side], pair.wanted_distance[side],
+                            by_side[side], score * by_part[2]);
   }
-  const V8Tensor& classes = heads.tensors[level.classes];
-  const T logit = class_logit<scalar_t>(heads, pair.image, pair.at, target.label);
-  static_cast<scalar_t*>(
-      classes.gradient)[v8_gradient(classes, pair.image, classes.box_channels + target.label, in_tensor)] =
-      from_arithmetic<scalar_t>((sigmoid(logit) - score) * by_part[1] *
-                                class_weight<T>(params.class_weights, target.label));
+  v8_write_class<scalar_t>(params, pair.image, pair.at, target.label, score, by_part[1]);
   static_cast<scalar_t*>(
       params.angles.gradient)[pair.image * params.angles.gradient_b + pair.anchor * params.angles.gradient_a] =
       from_arithmetic<scalar_t>(by.angle + turn + score * by_part[3] * by_angle);

@@ -38,7 +38,6 @@ TORCH_FASTDET_HOST_DEVICE V8Gaussian<T> v8_gaussian(const V8Obb<T>& box, T floor
           d};
 }
 
-// What of probiou is needed for its gradient.
 template <typename T>
 struct V8Probiou {
   T value;
@@ -75,7 +74,7 @@ TORCH_FASTDET_HOST_DEVICE V8Probiou<T> v8_probiou(const V8Obb<T>& box, const V8G
   return r;
 }
 
-// Adds `gradient` times d(probiou) / d(box) to x, y, w, h, angle.
+// Add `gradient` times d(probiou) / d(box) to x, y, w, h, angle.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE void v8_probiou_gradient(const V8Probiou<T>& r, const V8Obb<T>& box, const V8Gaussian<T>& g,
                                                    const V8Gaussian<T>& h, T gradient, V8Obb<T>& by) {
@@ -98,9 +97,8 @@ TORCH_FASTDET_HOST_DEVICE void v8_probiou_gradient(const V8Probiou<T>& r, const 
   by.angle += scale * (g.along - g.across) * (T(2) * both * (by_b - by_a) + by_c * (cos2 - sin2));
 }
 
-// A target in pixels: x1, y1, x2, y2 hold center, width and height; low and high are where anchors may be. False for
-// one that the original leaves out: a side below two pixels, or numbers that add up to 0 or less. `row` has seven
-// columns.
+// Read a target in pixels: x1, y1, x2, y2 hold center, width and height; low and high are where anchors may be. False
+// for one that the original leaves out: a side below two pixels, or numbers that add up to 0 or less.
 TORCH_FASTDET_HOST_DEVICE bool v8_obb_target(const float row[7], float image_w, float image_h, V8Sides sides,
                                              int64_t classes, V8Target& target) {
   target.x1 = mul_rn(row[2], image_w);
@@ -124,7 +122,7 @@ TORCH_FASTDET_HOST_DEVICE bool v8_obb_target(const float row[7], float image_w, 
   return target.x2 >= kV8LeastObbSide && target.y2 >= kV8LeastObbSide && sum > 0.f;
 }
 
-// Whether a point lies inside of a target, its border included; short sides are enlarged.
+// Return whether a point lies inside of a target, its border included; short sides are enlarged.
 TORCH_FASTDET_HOST_DEVICE bool v8_obb_inside(const V8Target& target, float angle, V8Sides sides, float x, float y) {
   if (!(x >= target.low_x - 1.f && x <= target.high_x + 1.f && y >= target.low_y - 1.f && y <= target.high_y + 1.f)) {
     return false;
@@ -136,7 +134,7 @@ TORCH_FASTDET_HOST_DEVICE bool v8_obb_inside(const V8Target& target, float angle
   return fabsf(dx * d.cosine + dy * d.sine) <= w * 0.5f && fabsf(dy * d.cosine - dx * d.sine) <= h * 0.5f;
 }
 
-// How much an angle that is off counts: nothing for a square. And d by the predicted angle.
+// Return how much an angle that is off counts: nothing for a square. And d by the predicted angle.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_angle_term(T w, T h, T difference, T& gradient) {
   const T stretch = log(w / h);

@@ -1,5 +1,4 @@
-// Kernels of the YOLOv5 loss. Forward: a warp a candidate, a thread a cell, one block for the sums. Backward: every
-// gradient element once in memory order, then the rows of matched cells.
+// The YOLOv5 loss. Forward: a warp a candidate, a thread a cell, one block for sums. Backward: all, then matched cells.
 #include <cstring>
 
 #include "core/common/device.cuh"
@@ -25,7 +24,7 @@ __host__ __device__ int64_t slot_count(const Params& params) {
   return static_cast<int64_t>(kYolov5CellOffsets) * params.na * params.nt;
 }
 
-// Notes the row, once for all its candidates. Integer atomics: the order does not show.
+// Note the row, once for all its candidates. Integer atomics: the order does not show.
 __device__ void note_fault(const Yolov5LossParams& params, int64_t target, int fault) {
   const auto first = static_cast<unsigned long long>(kYolov5FirstFault - (6 * target + fault - 1));
   atomicAdd(reinterpret_cast<unsigned long long*>(params.status), 1ULL);
@@ -213,7 +212,6 @@ __global__ void __launch_bounds__(kYolov5MaxLevels* kSums* kWarp)
   }
 }
 
-// The objectness gradients of a level, as they are stored.
 template <typename scalar_t>
 struct ObjectGradient {
   using T = arithmetic_t<scalar_t>;
@@ -331,9 +329,7 @@ __device__ void write_planes(const Yolov5LossBackwardParams& params, int level, 
   using Vector = Pack<scalar_t>;
   const ObjectGradient<scalar_t> object(params, level);
   if (is_object || plane_size % Vector::kSize != 0 || reinterpret_cast<uintptr_t>(head.gradient) % 16 != 0) {
-    for (int64_t i = begin + lane; i < end; i += kWarp) {
-      out[i] = is_object ? object(first_cell + i) : zero;
-    }
+    for (int64_t i = begin + lane; i < end; i += kWarp) out[i] = is_object ? object(first_cell + i) : zero;
     return;
   }
   for (int64_t i = begin + lane * Vector::kSize; i < end; i += kWarp * Vector::kSize) {
@@ -353,8 +349,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) dense_kernel(const __grid_const
   }
 }
 
-// Box and class gradients of the cells that were matched: the match that owns a cell adds up, in a fixed order, what
-// all matches of the cell give. They have one anchor, so the slots of that anchor hold them.
+// Gradients of matched cells: a cell's owner adds its matches' (all in the slots of one anchor) in a fixed order.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kWarps* kWarp)
     matched_kernel(const __grid_constant__ Yolov5LossBackwardParams params) {

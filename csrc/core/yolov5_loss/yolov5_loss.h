@@ -14,7 +14,7 @@ namespace torch_fastdet::core {
 constexpr int kYolov5MaxLevels = 8;
 constexpr int kYolov5StatusSize = 4;
 
-// How a head's gradient lies in memory; `cell` numbers cells in this order.
+// The layouts of a head's gradient; `cell` numbers cells in this order.
 enum class Yolov5Layout : int32_t {
   kAnchorRows,  // (bs, na, ny, nx, no) contiguous
   kCellRows,    // (bs, ny, nx, na, no) contiguous: a channels_last (bs, na*no, ny, nx) head
@@ -32,7 +32,7 @@ struct Yolov5Head {
   bool dense;  // the strides are those of `layout`
 };
 
-// What a forward pass leaves for its backward pass. Scalars have the arithmetic type of the heads' dtype.
+// The results of a forward pass for its backward pass. Scalars have the arithmetic type of the heads' dtype.
 struct Yolov5LossState {
   // (cells of all levels), and behind them the status: 0 for a background cell, else the key of the match that gives
   // the cell its objectness (the greatest key wins), with kShared set where several matches share the cell.
@@ -65,8 +65,7 @@ struct Yolov5LossParams {
   void* object_partials;  // (nl, object blocks): objectness entropy
   void* loss;             // (1)
   void* items;            // (3) box, objectness, class
-  // Number of rows ignored; greatest kYolov5FirstFault - (6 * row + column); num_targets less the rows of targets where
-  // it is below 0 or above them, else 0; unused.
+  // Rows ignored; greatest kYolov5FirstFault - (6 * row + column); num_targets less rows outside of it, else 0; unused.
   int64_t* status;
 };
 
@@ -85,8 +84,7 @@ struct Yolov5LossBackwardParams {
 constexpr uint64_t kYolov5Shared = uint64_t{1} << 63;
 constexpr int64_t kYolov5FirstFault = int64_t{1} << 62;
 
-// A key sorts by CIoU first where the matches are to be sorted, by slot otherwise; it is never 0 and leaves kShared
-// free.
+// A key sorts by CIoU where matches are to be sorted, then by slot; it is never 0 and leaves kShared free.
 TORCH_FASTDET_HOST_DEVICE uint64_t yolov5_key(bool sort_obj_iou, float iou, int64_t slot) {
   const uint32_t bits = sort_obj_iou && iou > 0.0f ? float_bits(iou) : 0;
   return (static_cast<uint64_t>(bits) << 32) | static_cast<uint64_t>(slot + 1);
@@ -96,7 +94,6 @@ TORCH_FASTDET_HOST_DEVICE int64_t yolov5_key_slot(uint64_t key) {
   return static_cast<int64_t>(key & 0xffffffffu) - 1;
 }
 
-// Where a level's cell lies: b, a, y, x.
 struct Yolov5Cell {
   int64_t b, a, y, x;
 };
@@ -147,7 +144,7 @@ TORCH_FASTDET_HOST_DEVICE int64_t yolov5_gradient_step(const Yolov5Head& head) {
 // Rows a level of match_partials and of object_partials.
 int64_t yolov5_match_blocks(const Yolov5LossParams& params);
 int64_t yolov5_object_blocks(const Yolov5LossParams& params);
-// Clears owner and status itself.
+// Clear owner and status itself.
 cudaError_t launch_yolov5_loss(const Yolov5LossParams& params, cudaStream_t stream);
 cudaError_t launch_yolov5_loss_backward(const Yolov5LossBackwardParams& params, cudaStream_t stream);
 

@@ -1,10 +1,8 @@
-// The YOLOv5 loss on the CPU: candidates and cells in parallel, by parallel_for(begin, end, grain, f); sums in a fixed
-// order.
+// The YOLOv5 loss on the CPU: candidates and cells by parallel_for(begin, end, grain, f), sums in a fixed order.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 #include <vector>
 
 #include "core/common/instruction_set.h"
@@ -49,21 +47,6 @@ void slope_loop(int64_t count, const T* logits, const T* positives, T matches, T
   }
 }
 
-#ifdef TORCH_FASTDET_AVX2
-TORCH_FASTDET_AVX2 __attribute__((flatten)) inline void entropy_loop_avx2(int64_t count, const float* logits,
-                                                                          const float* targets, float positive_weight,
-                                                                          float* values, float* gradients) {
-  entropy_loop(count, logits, targets, positive_weight, values, gradients);
-}
-
-TORCH_FASTDET_AVX2 __attribute__((flatten)) inline void slope_loop_avx2(int64_t count, const float* logits,
-                                                                        const float* positives, float matches,
-                                                                        float positive, float negative,
-                                                                        float positive_weight, float* slopes) {
-  slope_loop(count, logits, positives, matches, positive, negative, positive_weight, slopes);
-}
-#endif
-
 template <typename T>
 void entropies(int64_t count, const T* logits, const T* targets, T positive_weight, T gamma, T* values, T* gradients) {
   if (gamma > 0) {
@@ -74,12 +57,7 @@ void entropies(int64_t count, const T* logits, const T* targets, T positive_weig
     }
     return;
   }
-#ifdef TORCH_FASTDET_AVX2
-  if constexpr (std::is_same_v<T, float>) {
-    if (has_avx2()) return entropy_loop_avx2(count, logits, targets, positive_weight, values, gradients);
-  }
-#endif
-  entropy_loop(count, logits, targets, positive_weight, values, gradients);
+  vectorised([&] { entropy_loop(count, logits, targets, positive_weight, values, gradients); });
 }
 
 template <typename T>
@@ -98,14 +76,7 @@ void entropy_slopes(int64_t count, const T* logits, const T* positives, T matche
     }
     return;
   }
-#ifdef TORCH_FASTDET_AVX2
-  if constexpr (std::is_same_v<T, float>) {
-    if (has_avx2()) {
-      return slope_loop_avx2(count, logits, positives, matches, positive, negative, positive_weight, slopes);
-    }
-  }
-#endif
-  slope_loop(count, logits, positives, matches, positive, negative, positive_weight, slopes);
+  vectorised([&] { slope_loop(count, logits, positives, matches, positive, negative, positive_weight, slopes); });
 }
 
 // One level of a forward pass: its part of the tensors, and what its matches give.
@@ -129,7 +100,6 @@ struct Level {
   Level(const Yolov5LossParams& params, int level, int64_t targets)
       : params(params), level(level), targets(targets), ciou(slots), class_terms(slots) {}
 
-  // Every candidate: where it matches, its box and class terms.
   template <typename ParallelFor>
   void match(const ParallelFor& parallel_for) {
     parallel_for(0, slots, 64, [&](int64_t begin, int64_t end) {
@@ -183,7 +153,6 @@ struct Level {
     }
   }
 
-  // Every cell: the entropy of its objectness.
   template <typename ParallelFor>
   void add_objectness(const ParallelFor& parallel_for) {
     std::vector<double> partials(ceil_div(head.cells, kCellChunk));
@@ -280,8 +249,7 @@ void backward(const Yolov5LossBackwardParams& params, const ParallelFor& paralle
       });
     }
 
-    // Matched cells: the match that owns a cell writes its box and class gradients, in slot order where others share
-    // it. A cell's matches have one anchor, so a walk over that anchor's slots finds them.
+    // Matched cells: a cell's owner writes its gradients, adding its matches in the order of one anchor's slots.
     parallel_for(0, slots, 64, [&](int64_t begin, int64_t end) {
       std::vector<T> positives(params.nc), class_logits(params.nc), slopes(params.nc);
       for (int64_t slot = begin; slot < end; ++slot) {

@@ -11,8 +11,7 @@
 
 namespace torch_fastdet::core {
 
-// A target may be matched in its own cell and in the neighbours that its centre leans to: centre, left, up, right,
-// down.
+// The cells that may match a target, its own and those that its centre leans to: centre, left, up, right, down.
 constexpr int kYolov5CellOffsets = 5;
 
 struct Yolov5Match {
@@ -27,9 +26,7 @@ TORCH_FASTDET_HOST_DEVICE int64_t clamped_cell(float position, int64_t cells) {
   return position >= static_cast<float>(cells) ? cells - 1 : static_cast<int64_t>(position);
 }
 
-// box: the target's x, y, w, h, normalised. offset: 0 .. 4 in the order above. Arithmetic is fp32 whatever the heads'
-// dtype and rounded at each step, as in eager PyTorch: a fused multiply-add would send a target on a grid line
-// elsewhere.
+// box: normalised x, y, w, h. offset: as above. fp32 rounded as in eager: an fma would move targets on grid lines.
 TORCH_FASTDET_HOST_DEVICE Yolov5Match yolov5_match(const float box[4], const float anchor[2], int64_t nx, int64_t ny,
                                                    float anchor_t, int offset) {
   Yolov5Match match{};
@@ -78,8 +75,7 @@ TORCH_FASTDET_HOST_DEVICE Yolov5Match yolov5_match(const float box[4], const flo
   return match;
 }
 
-// Why a row of targets cannot be used; the value is the column to blame + 1, 0 for a good row. A batch index or a class
-// is truncated to an integer, as in eager; a box may lie outside the image, even with negative sides.
+// Return the bad column + 1 of a row, else 0. Indices are truncated, as in eager; boxes may lie outside of the image.
 TORCH_FASTDET_HOST_DEVICE int yolov5_target_fault(const float row[6], int64_t batch_size, int64_t classes) {
   if (!(row[0] > -1.0f && row[0] < static_cast<float>(batch_size))) return 1;
   if (!(row[1] > -1.0f && row[1] < static_cast<float>(classes))) return 2;
@@ -124,8 +120,7 @@ struct Yolov5Box {
   T gradient[4];  // d(1 - ciou) / d(logits)
 };
 
-// Decodes x, y, w, h of one cell and compares them with the target: centre 2 sigmoid - 0.5 from the cell's corner,
-// sides (2 sigmoid)^2 anchors.
+// Decode a cell and compare it with the target: centre 2 sigmoid - 0.5 from its corner, sides (2 sigmoid)^2 anchors.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE Yolov5Box<T> yolov5_box(const T logits[4], const Yolov5Match& match, const float anchor[2]) {
   const T x = sigmoid(logits[0]), y = sigmoid(logits[1]), w = sigmoid(logits[2]), h = sigmoid(logits[3]);
@@ -144,7 +139,6 @@ TORCH_FASTDET_HOST_DEVICE Yolov5Box<T> yolov5_box(const T logits[4], const Yolov
   return box;
 }
 
-// A cell's objectness target from its match's CIoU.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T yolov5_objectness_target(T ciou, T gr) {
   const T positive = ciou < T(0) ? T(0) : ciou;

@@ -58,7 +58,7 @@ inline Dims row_major(const Dims& shape) {
   return stride;
 }
 
-// Copies elements of `size` bytes into row-major order.
+// Copy elements of `size` bytes into row-major order.
 inline std::vector<char> gathered(const char* data, const Dims& shape, const Dims& stride, size_t size) {
   int64_t count = 1;
   for (int64_t extent : shape) count *= extent;
@@ -116,7 +116,7 @@ struct Stage {
   }
 };
 
-// Writes a tensor as .npy, which numpy.load reads.
+// Write a tensor as .npy, which numpy.load reads.
 inline void save_npy(const std::filesystem::path& path, const View& tensor) {
   if (tensor.shape.size() != tensor.stride.size()) {
     detail::fail("stride must have one entry for each dimension of shape " + format(tensor.shape) + ", but is " +
@@ -136,7 +136,7 @@ inline void save_npy(const std::filesystem::path& path, const View& tensor) {
   if (!file) detail::fail("cannot write " + path.string());
 }
 
-// Reads an .npy file of one of golden's dtypes, its elements in row-major order.
+// Read an .npy file of one of golden's dtypes, its elements in row-major order.
 inline Stage load_npy(const std::filesystem::path& path) {
   if (!std::filesystem::is_regular_file(path)) detail::fail("there is no file " + path.string());
   const auto bad = [&](const std::string& why) { detail::fail(path.string() + " is not an .npy file: " + why); };
@@ -191,7 +191,7 @@ inline bool is_in(const std::vector<File>& files, const std::string& stage) {
   return std::any_of(files.begin(), files.end(), [&](const File& file) { return file.stage == stage; });
 }
 
-// Returns the files of a folder. No list names a file that a writer does not write.
+// Return the files of a folder. No list names a file that a writer does not write.
 inline std::vector<File> files(const std::filesystem::path& folder) {
   std::ifstream index(folder / kIndex);
   if (!index) fail(folder.string() + " has no " + kIndex + ": it is not a folder of stage tensors");
@@ -240,7 +240,7 @@ inline double number(const Stage& stage, int64_t i) {
 // Saves stages one by one. The folder is complete after each, so a program that dies leaves what it had.
 class Writer {
  public:
-  // Makes the folder, or empties it of the stages that an earlier writer left there.
+  // Make the folder, or empty it of the stages that an earlier writer left there.
   explicit Writer(std::filesystem::path folder) : folder_(std::move(folder)) {
     std::filesystem::create_directories(folder_);
     if (std::filesystem::exists(folder_ / detail::kIndex)) {
@@ -269,7 +269,7 @@ class Writer {
   std::filesystem::path folder_;
 };
 
-// Returns the stages of a folder, in the order in which they were saved.
+// Return the stages of a folder, in the order in which they were saved.
 inline std::vector<Stage> load(const std::filesystem::path& folder) {
   std::vector<Stage> stages;
   for (const detail::File& file : detail::files(folder)) {
@@ -288,7 +288,7 @@ struct Row {
 struct Comparison {
   std::vector<Row> rows;  // in the order of the pipeline
 
-  // Returns the first stage that differs, or null: what comes after it inherits its error.
+  // Return the first stage that differs, or null: what comes after it inherits its error.
   const Row* first_difference() const {
     const auto differs = [](const Row& row) { return !row.difference.empty(); };
     const auto found = std::find_if(rows.begin(), rows.end(), differs);
@@ -297,8 +297,7 @@ struct Comparison {
 
   bool equal() const { return first_difference() == nullptr; }
 
-  // Returns a line on the first difference, then a line for each stage, as Python does; only Python says what would
-  // explain it.
+  // Return a line on the first difference, then a line for each stage, as Python does.
   std::string table() const {
     const auto line = [](const Row& row) {
       return row.stage + ": " + (row.difference.empty() ? "equal" : row.difference) + "\n";
@@ -350,7 +349,7 @@ inline std::string difference(const Stage& a, const Stage& b, double rtol, doubl
 
 }  // namespace detail
 
-// Compares folder b with folder a, the reference. Elements are equal where |a - b| <= atol + rtol * |a|, by default
+// Compare folder b with folder a, the reference. Elements are equal where |a - b| <= atol + rtol * |a|, by default
 // only where they are the same number; NaN equals NaN. Shape and dtype must be the same.
 inline Comparison compare(const std::filesystem::path& a, const std::filesystem::path& b, double rtol = 0,
                           double atol = 0) {

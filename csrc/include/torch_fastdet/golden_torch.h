@@ -8,28 +8,13 @@
 namespace torch_fastdet::golden {
 
 inline std::string dtype_of(at::ScalarType type) {
-  switch (type) {
-    case at::kHalf:
-      return "<f2";
-    case at::kFloat:
-      return "<f4";
-    case at::kDouble:
-      return "<f8";
-    case at::kChar:
-      return "|i1";
-    case at::kByte:
-      return "|u1";
-    case at::kShort:
-      return "<i2";
-    case at::kInt:
-      return "<i4";
-    case at::kLong:
-      return "<i8";
-    case at::kBool:
-      return "|b1";
-    default:
-      return c10::toString(type);  // which Writer refuses
+  constexpr std::pair<at::ScalarType, const char*> kNames[] = {
+      {at::kHalf, "<f2"},  {at::kFloat, "<f4"}, {at::kDouble, "<f8"}, {at::kChar, "|i1"}, {at::kByte, "|u1"},
+      {at::kShort, "<i2"}, {at::kInt, "<i4"},   {at::kLong, "<i8"},   {at::kBool, "|b1"}};
+  for (const auto& [known, name] : kNames) {
+    if (type == known) return name;
   }
+  return c10::toString(type);  // which Writer refuses
 }
 
 // bfloat16 is saved as float32.

@@ -1,5 +1,4 @@
-// Autograd of bn_act: the convolution's output and two vectors a channel are kept; the activation's input is
-// recomputed.
+// Autograd of bn_act: it keeps the convolution's output and two vectors, and computes the activation's input again.
 #include "ops/common/autograd.h"
 #include "ops/bn_act/run.h"
 
@@ -18,7 +17,6 @@ BnActResult call_backward(AutogradContext* context, const at::Tensor& grad_y, co
                                                context->saved_data["slope"].toDouble());
 }
 
-// Save what both functions keep, and return their results.
 variable_list save(AutogradContext* context, const BnActResult& result, variable_list saved,
                    const Activation& activation, const OptionalTensor& residual) {
   const auto& [y, mean, invstd] = result;

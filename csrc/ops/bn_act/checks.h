@@ -39,7 +39,6 @@ inline core::Activation parse_activation(std::string_view activation, const char
   return core::Activation::kIdentity;
 }
 
-// Check a vector of one value a channel of x.
 inline void check_bn_act_vector(const at::Tensor& x, const OptionalTensor& vector, const char* op, const char* name) {
   if (!is_given(vector)) return;
   check_operand(x, "x", *vector, op, name);
@@ -286,7 +285,6 @@ inline void check_bn_act_parts_backward(at::TensorList grad_y, const at::Tensor&
   check_bn_act_statistics(x, mean, invstd, op);
 }
 
-// The elements between images, pixels and channels.
 struct ImageStrides {
   int64_t image, pixel, channel;
 };

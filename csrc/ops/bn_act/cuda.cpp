@@ -26,6 +26,30 @@ core::BnActStrides strides_of(const core::BnActPlan& plan, const at::Tensor& ten
   return {strides.image, plan.vector, strides.channel};
 }
 
+// Add the parts' images and x's slices that they meet.
+template <typename Part>
+void add_parts(std::vector<core::BnActImage>& images, const at::Tensor& x, const std::vector<Part>& parts,
+               at::Tensor Part::*image) {
+  int64_t first = 0;
+  for (const Part& part : parts) {
+    const at::Tensor& own = part.*image;
+    images.push_back(image_of(own));
+    images.push_back(image_of(x.narrow(1, first, own.size(1))));
+    first += own.size(1);
+  }
+}
+
+// Fill in what all kernels want: the plan, x and the activation.
+template <typename Params, typename Arguments>
+void fill(Params& p, const Arguments& a, const core::BnActPlan& plan) {
+  p.plan = plan;
+  p.dtype = core_dtype(a.x.scalar_type());
+  p.x = a.x.const_data_ptr();
+  p.x_strides = strides_of(p.plan, a.x);
+  p.activation = a.activation;
+  p.slope = a.slope;
+}
+
 at::Tensor partials_of(const core::BnActPlan& plan, const at::Tensor& x) {
   return at::empty({plan.partials(), 2}, x.options().dtype(arithmetic_type(x)));
 }
@@ -34,19 +58,11 @@ struct Cuda : OnDevice {
   static void forward(const BnActForward& a, const char* op) {
     core::BnActForwardParams p{};
     std::vector<core::BnActImage> images{image_of(a.residual)};
-    int64_t first = 0;
-    for (const BnActForward::Part& part : a.parts) {
-      images.push_back(image_of(part.y));
-      images.push_back(image_of(a.x.narrow(1, first, part.y.size(1))));
-      first += part.y.size(1);
-    }
-    p.plan = plan_of(a.channels_last, a.x, images, op);
-    p.dtype = core_dtype(a.x.scalar_type());
-    p.x = a.x.const_data_ptr();
-    p.x_strides = strides_of(p.plan, a.x);
+    add_parts(images, a.x, a.parts, &BnActForward::Part::y);
+    fill(p, a, plan_of(a.channels_last, a.x, images, op));
     if (a.residual.defined()) p.residual = a.residual.const_data_ptr();
     p.residual_strides = strides_of(p.plan, a.residual);
-    first = 0;
+    int64_t first = 0;
     for (const BnActForward::Part& part : a.parts) {
       const at::Tensor& batches = part.num_batches_tracked;
       p.parts[p.part_count++] = {first,
@@ -65,8 +81,6 @@ struct Cuda : OnDevice {
     p.partials = partials.mutable_data_ptr();
     p.momentum = a.momentum;
     p.eps = a.eps;
-    p.activation = a.activation;
-    p.slope = a.slope;
     check_launch(core::launch_bn_act_forward(p, current_stream()), op);
   }
 
@@ -77,10 +91,7 @@ struct Cuda : OnDevice {
       images.push_back(image_of(a.last));
       images.push_back(image_of(a.x.narrow(1, a.last_first(), a.last.size(1))));
     }
-    p.plan = plan_of(a.channels_last, a.x, images, op, core::kBnActEvalAccesses);
-    p.dtype = core_dtype(a.x.scalar_type());
-    p.x = a.x.const_data_ptr();
-    p.x_strides = strides_of(p.plan, a.x);
+    fill(p, a, plan_of(a.channels_last, a.x, images, op, core::kBnActEvalAccesses));
     if (a.residual.defined()) p.residual = a.residual.const_data_ptr();
     p.residual_strides = strides_of(p.plan, a.residual);
     p.y = a.y.mutable_data_ptr();
@@ -93,25 +104,15 @@ struct Cuda : OnDevice {
     p.mean = vector_of(a.mean);
     p.variance = vector_of(a.variance);
     p.eps = a.eps;
-    p.activation = a.activation;
-    p.slope = a.slope;
     check_launch(core::launch_bn_act_eval(p, current_stream()), op);
   }
 
   static void backward(const BnActBackward& a, const char* op) {
     core::BnActBackwardParams p{};
     std::vector<core::BnActImage> images{image_of(a.grad_x)};
+    add_parts(images, a.x, a.parts, &BnActBackward::Part::grad_y);
+    fill(p, a, plan_of(a.channels_last, a.x, images, op));
     int64_t first = 0;
-    for (const BnActBackward::Part& part : a.parts) {
-      images.push_back(image_of(part.grad_y));
-      images.push_back(image_of(a.x.narrow(1, first, part.grad_y.size(1))));
-      first += part.grad_y.size(1);
-    }
-    p.plan = plan_of(a.channels_last, a.x, images, op);
-    p.dtype = core_dtype(a.x.scalar_type());
-    p.x = a.x.const_data_ptr();
-    p.x_strides = strides_of(p.plan, a.x);
-    first = 0;
     for (const BnActBackward::Part& part : a.parts) {
       p.parts[p.part_count++] = {first,
                                  part.grad_y.const_data_ptr(),
@@ -128,8 +129,6 @@ struct Cuda : OnDevice {
     p.invstd = a.invstd.const_data_ptr();
     const at::Tensor partials = partials_of(p.plan, a.x);
     p.partials = partials.mutable_data_ptr();
-    p.activation = a.activation;
-    p.slope = a.slope;
     check_launch(core::launch_bn_act_backward(p, current_stream()), op);
   }
 };

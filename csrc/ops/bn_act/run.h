@@ -10,8 +10,7 @@
 
 namespace torch_fastdet {
 
-// Tensors in a layout that the backends walk; those that are not given are undefined. Each part is a norm of its own on
-// its channels of x, which are as many as its result or gradient has.
+// Tensors as the backends walk them, undefined where not given; each part is a norm of its own channels of x.
 struct BnActForward {
   struct Part {
     at::Tensor weight, bias, running_mean, running_var, num_batches_tracked;  // as they come
@@ -79,7 +78,7 @@ inline BnActForward::Part forward_part(const OptionalTensor& weight, const Optio
           y};
 }
 
-// Fills y, mean and invstd, which may be parts of larger tensors; y is in that layout.
+// Fill y, mean and invstd, which may be parts of larger tensors; y is in that layout.
 template <class Backend>
 void bn_act_into(const BnActResult& result, bool channels_last, const at::Tensor& x, const OptionalTensor& weight,
                  const OptionalTensor& bias, const BnActNorm& norm, core::Activation activation, double slope,

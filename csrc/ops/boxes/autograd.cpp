@@ -1,5 +1,4 @@
-// Gradients of bbox_iou and iou_loss. The backward recomputes from the boxes: they are alive anyway, and a saved
-// gradient would cost 32 bytes a pair to write in the forward pass and as many to read again.
+// Gradients of bbox_iou and iou_loss, computed from the boxes again: a saved one costs 64 bytes a pair.
 #include "ops/common/autograd.h"
 #include "ops/boxes/run.h"
 #include "ops/common/autocast.h"
@@ -92,8 +91,7 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   first_gradient_only(m, "iou_loss_backward", "iou_loss", "PyTorch operations");
 }
 
-// The original CIoU and DIoU square and sum, and pow and sum are on PyTorch's float32 list: boxes of half precision
-// give a float32 result.
+// CIoU and DIoU of tensors use pow and sum, which are on PyTorch's float32 list: halves give a float32 result.
 TORCH_LIBRARY_IMPL(torch_fastdet, AutocastCPU, m) {
   in_float32_under_autocast(m, {"bbox_iou", "iou_loss"});
 }

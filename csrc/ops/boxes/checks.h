@@ -1,5 +1,4 @@
-// Checks of bbox_iou, iou_loss and their backwards, and the launch parameters that follow from the checked tensors.
-// Shared by the CPU, CUDA and Meta kernels.
+// Checks of bbox_iou, iou_loss and their backwards, and the launch parameters of what was checked.
 #pragma once
 
 #include <ATen/ExpandUtils.h>
@@ -122,8 +121,7 @@ inline core::BoxesIn boxes_in(const at::Tensor& box) {
   return {box.const_data_ptr(), box.stride(-1), core_dtype(box.scalar_type()), vectorised};
 }
 
-// Return the row stride of `tensor` (whose last dimension is not iterated) along dimension d of `dims` leading
-// dimensions, aligned at the right as broadcasting does.
+// Return the row stride of `tensor` along dimension d of `dims` leading dimensions, broadcast from the right.
 inline int64_t broadcast_stride(const at::Tensor& tensor, int64_t d, int64_t dims) {
   const int64_t own = d - (dims - (tensor.dim() - 1));
   return own < 0 || tensor.size(own) == 1 ? 0 : tensor.stride(own);

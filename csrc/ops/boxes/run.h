@@ -1,6 +1,5 @@
-// bbox_iou, iou_loss and their backwards, except the loop over the pairs: check, allocate, fill in the parameters, and
-// hand them to Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
-// Backend::loss_partials(pairs) is the size of the workspace that iou_loss wants.
+// bbox_iou, iou_loss and their backwards, but for the loops: Backend::run(params, op) of cpu.cpp and cuda.cpp.
+// Backend::loss_partials(pairs) is the size of iou_loss' workspace.
 #pragma once
 
 #include <array>
@@ -10,7 +9,6 @@
 
 namespace torch_fastdet {
 
-// The options of the loss of box pairs.
 struct IouLossOptions {
   std::string_view kind;
   bool xywh;
@@ -37,7 +35,6 @@ inline at::Tensor empty_iou(const at::Tensor& box1, const at::Tensor& box2, core
   return at::empty_symint(shape, box1.options().dtype(iou_dtype(box1, box2)));
 }
 
-// Return one value a pair: the IoU, or its loss.
 template <class Backend>
 at::Tensor iou_of_pairs(const at::Tensor& box1, const at::Tensor& box2, const core::IouConfig& config, bool loss,
                         const char* op) {
@@ -52,7 +49,6 @@ at::Tensor iou_of_pairs(const at::Tensor& box1, const at::Tensor& box2, const co
   return out;
 }
 
-// Return one value for all of them.
 template <class Backend>
 at::Tensor iou_loss_of_all(const at::Tensor& box1, const at::Tensor& box2, const core::IouConfig& config,
                            core::IouReduction reduction, const char* op) {

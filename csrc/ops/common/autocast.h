@@ -1,5 +1,4 @@
-// For operators that run in another type under autocast. An operator that is not registered here takes its inputs as
-// they come.
+// Operators that run in another type under autocast. An operator without it takes its inputs as they come.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,4 @@
-// Helpers of the families' autograd.cpp: call an operator below the Autograd key, and register operators that have no
-// gradient, or a first one only.
+// Helpers of autograd.cpp: call below the Autograd key; register operators with no gradient, or a first one only.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -44,7 +43,6 @@ auto call_gradient(const char* name, Arguments&&... arguments) {
                                     : call_below_autograd<kFunction>(name, std::forward<Arguments>(arguments)...);
 }
 
-// Return the operator's name as the user types it.
 inline std::string operator_name(const c10::OperatorHandle& op) {
   return op.schema().name().substr(sizeof("torch_fastdet::") - 1);
 }
@@ -63,8 +61,7 @@ void for_each_tensor(const c10::OperatorHandle& op, const torch::jit::Stack& sta
   }
 }
 
-// Call an operator without a gradient. Its results are detached, so that backward() through them says that they do not
-// require grad. A sparse tensor is refused here: PyTorch's error would list its backends.
+// Call an operator without a gradient; results are detached, so that backward() says so. Sparse tensors are refused.
 inline void detached(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   for_each_tensor(op, *stack, [&](const at::Tensor& tensor, const c10::Argument& argument) {
     if (tensor.defined() && tensor.layout() != at::kStrided) {

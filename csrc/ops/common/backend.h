@@ -1,4 +1,4 @@
-// What every family's run.h needs: the backend that it is instantiated for, and how to register what it defines.
+// Headers and backends for every family's run.h.
 #pragma once
 
 #include <c10/core/DeviceGuard.h>

@@ -12,7 +12,6 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
-#include <tuple>
 
 #include "core/common/dtype.h"
 
@@ -56,7 +55,6 @@ inline void check_strided(const at::Tensor& tensor, const char* op, const char* 
               ", but a dense (strided) tensor is expected");
 }
 
-// Check a floating point tensor on the device of `first`.
 inline void check_operand(const at::Tensor& first, const char* first_name, const at::Tensor& tensor, const char* op,
                           const char* name) {
   check_strided(tensor, op, name);
@@ -95,8 +93,7 @@ inline void check_num_targets(const at::Tensor& first, const char* first_name,
   check_same_device(first, first_name, *num_targets, op, "num_targets");
 }
 
-// Return whether no size is symbolic. Where some are, a Meta function leaves the checks that want plain numbers to the
-// call that runs.
+// Return whether no size is symbolic. Else a Meta function leaves checks of plain numbers to the call that runs.
 inline bool has_plain_sizes(std::initializer_list<at::Tensor> tensors, at::TensorList list = {}) {
   const auto plain = [](const at::Tensor& tensor) {
     return !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
@@ -111,7 +108,6 @@ inline c10::SymBool all_true(std::initializer_list<c10::SymBool> conditions) {
   return all;
 }
 
-// Return whether both tensors have the same size in each of `dims`.
 inline c10::SymBool same_sizes(const at::Tensor& a, const at::Tensor& b, std::initializer_list<int64_t> dims) {
   c10::SymBool same = a.sym_size(*dims.begin()).sym_eq(b.sym_size(*dims.begin()));
   for (const int64_t d : dims) same = same.sym_and(a.sym_size(d).sym_eq(b.sym_size(d)));
@@ -137,7 +133,6 @@ inline core::DType core_dtype(at::ScalarType type) {
   }
 }
 
-// Return the type that values of `type` are computed in.
 inline at::ScalarType arithmetic_type(at::ScalarType type) {
   return type == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -146,7 +141,6 @@ inline at::ScalarType arithmetic_type(const at::Tensor& tensor) {
   return arithmetic_type(tensor.scalar_type());
 }
 
-// Return the options of dense tensors in that type, on the device of `tensor`.
 inline at::TensorOptions arithmetic_options(const at::Tensor& tensor) {
   return tensor.options().memory_format(std::nullopt).requires_grad(std::nullopt).dtype(arithmetic_type(tensor));
 }

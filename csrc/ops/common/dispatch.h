@@ -1,5 +1,4 @@
-// From what is known when an operator runs (a dtype, the processor's instruction set) to what is known when it is
-// compiled. CPU glue; kernels use core/common/dtype.cuh.
+// From an operator's dtype and the instruction set to compile-time types, on the CPU (kernels: core/common/dtype.cuh).
 #pragma once
 
 #include <c10/util/BFloat16.h>

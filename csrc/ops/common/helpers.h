@@ -17,10 +17,10 @@ namespace torch_fastdet {
 
 class Helpers {
  public:
-  // How many the caller may have: none where PyTorch is to use one thread.
+  // Return how many the caller may have: none where PyTorch is to use one thread.
   static int count() { return std::min(at::get_num_threads() - 1, kMost); }
 
-  // Runs the task in some other thread, soon, late or never.
+  // Run the task in some other thread, soon, late or never.
   static void ask(std::function<void()> task) {
     static Helpers* const helpers = new Helpers;  // never destroyed: its threads run to the end
     if (helpers->process_ != getpid()) return;    // a forked process has no threads

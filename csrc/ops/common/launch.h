@@ -1,4 +1,4 @@
-// What every CUDA backend does: launch on the current stream, and report a launch that failed.
+// Launch on the current stream, and report a launch that failed.
 #pragma once
 
 #include <c10/cuda/CUDAGuard.h>

@@ -22,8 +22,7 @@
 
 namespace torch_fastdet {
 
-// What a parameter P of a function is in the schema: its fields' types for a struct of options (or a tuple of them,
-// which autograd passes on), else itself.
+// The types of a parameter P in the schema: the fields' of a struct of options, or a tuple of them, else itself.
 template <typename P, typename = void>
 struct SchemaTypes {
   using type = std::tuple<P>;
@@ -57,7 +56,7 @@ template <auto kFunction, typename Result, typename... Parameters>
 struct Unpacked<kFunction, Result (*)(Parameters...)> {
   using Types = decltype(std::tuple_cat(std::declval<typename SchemaTypes<Parameters>::type>()...));
 
-  // Where each parameter's values begin.
+  // The beginning of each parameter's values.
   static constexpr auto kFirst = [] {
     constexpr size_t sizes[] = {std::tuple_size_v<typename SchemaTypes<Parameters>::type>...};
     std::array<size_t, sizeof...(Parameters)> first{};

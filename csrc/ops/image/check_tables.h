@@ -1,5 +1,4 @@
-// The rows of the image operators' tables, looked at one by one: the CPU's side, where that costs no host sync. What
-// fails here is read as nothing by the GPU.
+// Checks of the image operators' tables, row by row, on the CPU; the GPU reads what fails here as nothing.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -15,6 +14,11 @@ inline void check_picture(const core::Storages& storages, const int64_t* row, in
   TORCH_CHECK(core::picture_bytes(storages, row[0], row[1], row[2], row_bytes, pitch), op, ": ", table, "[", index,
               "] is a picture of ", row[2], " rows of ", row_bytes, " bytes, ", pitch, " apart, at offset ", row[1],
               ", which does not lie within the ", storages.size[row[0]], " bytes of storages[", row[0], "]");
+}
+
+// Return the bytes of a row of pixels, 0 where the table's width makes no sense.
+inline int64_t row_bytes(int64_t width, int64_t channels) {
+  return width > 0 && width <= core::kMaxSide ? width * channels : 0;
 }
 
 inline void check_target(int64_t height, int64_t width, const char* op, int64_t index) {
@@ -45,9 +49,8 @@ inline void check_layer(const core::AugmentParams& p, int64_t index, const char*
 inline void check_rows(const core::AugmentParams& p, const char* op) {
   for (int64_t i = 0; i < p.placement_rows; ++i) {
     const int64_t* row = p.placements + i * core::kPlacementColumns;
-    const bool wide = row[3] > 0 && row[3] <= core::kMaxSide;
-    check_picture(p.storages, row, wide ? row[3] * p.out.channels : 0, wide ? row[3] * p.out.channels : 0, op,
-                  "placements", i);
+    const int64_t bytes = row_bytes(row[3], p.out.channels);
+    check_picture(p.storages, row, bytes, bytes, op, "placements", i);
     for (int column = 4; column < core::kPlacementColumns; ++column) {
       TORCH_CHECK(row[column] >= -core::kMaxSide && row[column] <= core::kMaxSide, op, ": placements[", i, "][", column,
                   "] is ", row[column], ", but at most ", core::kMaxSide, " either way is expected");
@@ -69,8 +72,7 @@ inline void check_rows(const core::AugmentParams& p, const char* op) {
 inline void check_rows(const core::LetterboxParams& p, const char* op) {
   for (int64_t i = 0; i < p.out.batch; ++i) {
     const int64_t* row = p.plan + i * core::kLetterboxColumns;
-    const bool wide = row[3] > 0 && row[3] <= core::kMaxSide;
-    check_picture(p.storages, row, row[4], wide ? row[3] * p.out.channels : 0, op, "plan", i);
+    check_picture(p.storages, row, row[4], row_bytes(row[3], p.out.channels), op, "plan", i);
     check_target(row[5], row[6], op, i);
     check_interpolation(row[9], op, i);
     TORCH_CHECK(std::abs(row[7]) <= core::kMaxSide && std::abs(row[8]) <= core::kMaxSide, op, ": plan[", i,
@@ -82,8 +84,8 @@ inline void check_rows(const core::LetterboxParams& p, const char* op) {
 inline void check_rows(const core::ResizeParams& p, const char* op) {
   for (int64_t i = 0; i < p.pictures; ++i) {
     const int64_t* row = p.plan + i * core::kResizeColumns;
-    const bool wide = row[3] > 0 && row[3] <= core::kMaxSide;
-    check_picture(p.storages, row, wide ? row[3] * p.channels : 0, wide ? row[3] * p.channels : 0, op, "plan", i);
+    const int64_t bytes = row_bytes(row[3], p.channels);
+    check_picture(p.storages, row, bytes, bytes, op, "plan", i);
     check_target(row[5], row[6], op, i);
     check_interpolation(row[7], op, i);
     TORCH_CHECK(row[4] >= 0 && row[4] <= p.out_bytes && row[5] <= (p.out_bytes - row[4]) / (row[6] * p.channels), op,

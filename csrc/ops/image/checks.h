@@ -51,7 +51,6 @@ inline void check_pixel_dtype(at::ScalarType dtype, const char* op, const char* 
               dtype_name(dtype), ", but uint8, float16 or float32 is expected");
 }
 
-// A batch to write into.
 inline void check_batch_out(const at::Tensor& out, const c10::SymInt& batch, const at::Tensor& like, const char* op) {
   TORCH_CHECK(out.dim() == 4, op, ": out has shape ", out.sym_sizes(), ", but (B, C, H, W) is expected");
   check_pixel_dtype(out.scalar_type(), op, "out's dtype");
@@ -64,7 +63,6 @@ inline void check_batch_out(const at::Tensor& out, const c10::SymInt& batch, con
   check_same_device(like, "storages[0]", out, op, "out");
 }
 
-// The tensors of an augmentation, as the schema names them.
 struct AugmentTensors {
   at::TensorList storages;
   const at::Tensor &placements, &layers, &matrices, &pictures;
@@ -80,7 +78,6 @@ struct AugmentOptions {
   using Types = std::tuple<std::string_view, int64_t>;
 };
 
-// The batch that an operator makes.
 struct BatchOptions {
   c10::SymIntArrayRef size;
   int64_t channels;

@@ -10,19 +10,19 @@ namespace torch_fastdet::image_cpu {
 namespace {
 
 struct Cpu : OnDevice {
-  static void run(const core::AugmentParams& p, const char* op) {
-    check_rows(p, op);
-    if (p.out.height == 0 || p.out.width == 0) return;
-    const int threads = at::get_num_threads();
-    p.out.channels == 1 ? core::augment_batch<c10::Half, 1>(p, threads, parallel_for)
-                        : core::augment_batch<c10::Half, 3>(p, threads, parallel_for);
+  template <int kChannels>
+  static void fill(const core::AugmentParams& p) {
+    core::augment_batch<c10::Half, kChannels>(p, at::get_num_threads(), parallel_for);
   }
-  static void run(const core::LetterboxParams& p, const char* op) {
+  template <int kChannels>
+  static void fill(const core::LetterboxParams& p) {
+    core::letterbox_batch<c10::Half, kChannels>(p, at::get_num_threads(), parallel_for);
+  }
+  template <typename Params>
+  static void run(const Params& p, const char* op) {
     check_rows(p, op);
     if (p.out.height == 0 || p.out.width == 0) return;
-    const int threads = at::get_num_threads();
-    p.out.channels == 1 ? core::letterbox_batch<c10::Half, 1>(p, threads, parallel_for)
-                        : core::letterbox_batch<c10::Half, 3>(p, threads, parallel_for);
+    p.out.channels == 1 ? fill<1>(p) : fill<3>(p);
   }
   static void run(const core::ResizeParams& p, const char* op) {
     check_rows(p, op);
@@ -30,8 +30,7 @@ struct Cpu : OnDevice {
   }
 };
 
-// Bytes that a thread copies at least: 3 ms. To share less would wake all of PyTorch's threads, which then spin for a
-// while, beside a loop that wants the cores.
+// Bytes that a thread copies at least (3 ms): PyTorch's threads spin for a while after less, and take cores.
 constexpr int64_t kGatherGrain = int64_t{32} << 20;
 
 void image_gather_(at::Tensor& out, at::TensorList storages, const at::Tensor& pieces) {
@@ -42,9 +41,7 @@ void image_gather_(at::Tensor& out, at::TensorList storages, const at::Tensor& p
   check_table(pieces, core::kPieceColumns, at::kLong, storages[0], kOp, "pieces");
   const core::Storages from = core_storages(storages);
   const auto* rows = pieces.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < pieces.size(0); ++i) {
-    check_piece(from, rows + i * core::kPieceColumns, out.numel(), kOp, i);
-  }
+  for (int64_t i = 0; i < pieces.size(0); ++i) check_piece(from, rows + i * core::kPieceColumns, out.numel(), kOp, i);
   core::gather_pieces(from, rows, pieces.size(0), out.mutable_data_ptr<uint8_t>(), kGatherGrain, parallel_for);
 }
 

@@ -1,7 +1,6 @@
 // JPEG files on the CPU: threads over files.
 #include <ATen/ops/empty.h>
 
-#include <functional>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -32,7 +31,6 @@ struct Cpu : OnDevice {
   }
 };
 
-// Columns of the table that jpeg_pack gives.
 enum : int { kOffset, kBytes, kHeight, kWidth, kHead, kPackColumns };
 
 std::tuple<at::Tensor, at::Tensor, std::vector<std::string>> jpeg_pack(at::TensorList files, bool pin_memory,

@@ -1,6 +1,5 @@
-// jpeg_decode_ except the loops over pixels: check, guard the device, fill in the parameters, and hand them to
-// Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run. jpeg_pack and
-// jpeg_plan read bytes on the host: they are in cpu.cpp alone.
+// jpeg_decode_ but for the loops: Backend::run(params, op) of cpu.cpp and cuda.cpp. jpeg_pack and jpeg_plan read bytes
+// on the host, in cpu.cpp.
 #pragma once
 
 #include "ops/common/backend.h"

@@ -1,5 +1,4 @@
-// Linear assignment but for the search: check, allocate, fill in the parameters, and hand them to Backend::run(params,
-// op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
+// Linear assignment but for the search, which is Backend::run(params, op) of cpu.cpp and cuda.cpp.
 #pragma once
 
 #include "core/linear_assignment/linear_assignment.h"

@@ -7,7 +7,6 @@
 
 namespace torch_fastdet {
 
-// Which detections and labels the confusion matrix matches.
 struct ConfusionOptions {
   double conf, iou_thres;
   std::string_view rule;

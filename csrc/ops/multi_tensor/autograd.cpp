@@ -1,5 +1,4 @@
-// multi_tensor and autograd: nothing is recorded. Norms are detached, so that backward() through them says that they do
-// not require grad, and what a recorded operation made cannot be written behind its back.
+// multi_tensor records no gradient: norms are detached, and what a recorded operation made cannot be written.
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>

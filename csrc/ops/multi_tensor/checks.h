@@ -15,13 +15,11 @@ inline void check_length(const char* op, const char* name, size_t length, const 
               "; both lists must be of one length");
 }
 
-// Return whether it is a tensor subclass in Python without memory of its own. Operators never see one: its own dispatch
-// unwraps it before.
+// Return whether it is a tensor subclass in Python without memory of its own, which operators never see.
 inline bool wraps_others(const at::Tensor& tensor) {
   return tensor.key_set().has(c10::DispatchKey::Python);
 }
 
-// Check type, layout and memory of one tensor.
 inline void check_tensor(const at::Tensor& tensor, bool written, const char* op, const std::string& name) {
   TORCH_CHECK(!wraps_others(tensor), op, ": ", name,
               " is a tensor subclass that wraps others (DTensor, as FSDP2 makes it, a fake tensor), but a plain tensor "
@@ -38,7 +36,6 @@ inline void check_tensor(const at::Tensor& tensor, bool written, const char* op,
   }
 }
 
-// Check a tensor beside the first one of its row.
 inline void check_beside(const at::Tensor& tensor, const at::Tensor& first, const char* op, const std::string& name,
                          const std::string& first_name) {
   TORCH_CHECK(tensor.sym_sizes().equals(first.sym_sizes()), op, ": ", name, " has shape ", tensor.sym_sizes(), ", but ",

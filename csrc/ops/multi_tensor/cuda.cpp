@@ -83,9 +83,8 @@ struct Cache {
   RecentlyUsed<Plan> plans;
 };
 
-// Plans of destroyed graphs. CUDA's callback, which must not call CUDA and so must not free them, leaves them here. The
-// mutex is held for a swap and a push alone: a thread that holds it never calls CUDA, so the callback never waits for
-// one that waits for CUDA.
+// Plans of destroyed graphs. CUDA's callback, which must not call CUDA and so must not free them, leaves them here. A
+// thread that holds the mutex never calls CUDA: the callback never waits for one that waits for CUDA.
 struct Retired {
   std::mutex mutex;
   std::vector<std::shared_ptr<Plan>> plans;
@@ -107,8 +106,7 @@ void free_retired() {
   plans.swap(retired().plans);
 }
 
-// The stream that work lists of graphs are uploaded on, one a device. Not of torch's pool: it hands out 32 streams in
-// turn, and one of them may be the very stream that is capturing.
+// A device's stream for uploads of graphs' work lists: one of torch's pool might be the one that is capturing.
 c10::cuda::CUDAStream upload_stream(c10::DeviceIndex device) {
   static std::mutex mutex;
   static std::array<cudaStream_t, C10_COMPILE_TIME_MAX_GPUS> streams{};

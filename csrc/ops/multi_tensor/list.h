@@ -1,4 +1,4 @@
-// What the multi_tensor operators and MultiTensorState share on every device: checked lists of tensors as core rows.
+// Checked lists of tensors as core rows, for the multi_tensor operators and MultiTensorState on every device.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,17 +32,15 @@ struct List {
   std::optional<at::ScalarType> grad_type;  // what the tensors in kGrad promote to; none if there are none
   bool meta = false;
   bool narrow_second = false;  // bfloat16 in kSecond does not count against float32_only
-  // Where the reduction leaves what the update reads, if other lists read it too; null: memory of this list's own.
+  // The memory where the reduction leaves what the update reads, if other lists read it too; null: this list's own.
   core::Workspace* workspace = nullptr;
-  // What the device keeps for these rows, and the stream it serves; set by a run, good as long as the rows are the
-  // same.
+  // The work list of the device, and the stream it serves; set by a run, good as long as the rows are the same.
   mutable std::shared_ptr<const void> plan;
   mutable int64_t plan_stream = 0;
-  // What a graph that captures a run on these rows must keep alive besides them.
+  // Tensors that a graph that captures a run on these rows must keep alive besides them.
   std::vector<at::Tensor> owned_by_graph;
 
-  // Appends a row whose tensors (undefined or null: no such tensor) lie in the given slots; one without any has nothing
-  // to do. `name(slot)` names a tensor in an error.
+  // Append a row of tensors in slots, undefined where missing; without any, none. `name(slot)` names one in an error.
   void add(const char* op, const at::Tensor* const tensors[core::kSlots], const bool written[core::kSlots],
            int32_t group, const std::function<std::string(int)>& name);
 
@@ -50,7 +48,7 @@ struct List {
   void add_grad_type(const at::Tensor& grad);
 };
 
-// Checks the lists of an operator against one another and returns their rows, all of group `group`.
+// Check the lists of an operator against one another and return their rows, all of group `group`.
 List make_list(const char* op, std::initializer_list<Operand> operands, int32_t group, bool meta);
 
 core::Scalar scalar(double value);
@@ -59,8 +57,7 @@ core::Scalar scalar(const at::Tensor& tensor, const List& list, const char* op, 
 // A one-element float32 tensor (a scale, a flag) on the list's device; null for none.
 float* float_pointer(const std::optional<at::Tensor>& tensor, const List& list, const char* op, const char* name);
 
-// Runs either step or both (the update then uses what the reduction found) on the list's device. `groups` may be longer
-// than one launch takes.
+// Run either step or both, the update with what the reduction found. `groups` may be longer than one launch takes.
 void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
          c10::ArrayRef<core::Group> groups);
 void run_cpu(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
@@ -78,7 +75,7 @@ inline bool is_capturing(const List&) {
 core::ReduceParams reduction();
 // The norm that `params` will leave: float64 where a gradient is, else float32.
 at::Tensor empty_norm(const List& list, core::ReduceParams& params);
-// The same in the type that torch's functions return, which is that of the gradients.
+// Return it in the type that torch's functions return, which is that of the gradients.
 at::Tensor as_torch_returns(const at::Tensor& norm, const List& list);
 core::UpdateParams update();
 

@@ -10,7 +10,6 @@
 
 namespace torch_fastdet::multi_tensor {
 
-// The options of multi_tensor_sgd_ besides its lists, learning rate and momentum.
 struct SgdOptions {
   double dampening, weight_decay;
   bool nesterov, maximize, is_first_step;

@@ -1,6 +1,5 @@
-// torch.classes.torch_fastdet.MultiTensorState: the tensors of an optimizer and of a moving average on one device, held
-// in C++. Python keeps the object and says once a step what to do; the walk over parameters, gradients and buffers, and
-// the question whether any of them moved, take microseconds here.
+// torch.classes.torch_fastdet.MultiTensorState: the tensors of an optimizer and a moving average on one device, so that
+// the walk over parameters and the question whether any moved take microseconds.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -22,8 +21,7 @@ using OptionalTensors = std::vector<std::optional<at::Tensor>>;
 constexpr int64_t kNesterov = 1, kMaximize = 2, kHasMomentum = 4, kDecoupled = 8;
 constexpr size_t kNumbers = 5;  // of a group: those of core::Group
 
-// What Python passes as a tuple. Of each group: the numbers of core::Group; the tensors (or an empty list) that replace
-// them; flags.
+// The tuple that Python passes: each group's numbers of core::Group, the tensors (or none) that replace them, flags.
 struct Hyper {
   using Types = std::tuple<std::vector<double>, OptionalTensors, std::vector<int64_t>>;
   const std::vector<double>& numbers;
@@ -33,8 +31,7 @@ struct Hyper {
   double dampening(int64_t group) const { return numbers[kNumbers * group + 2]; }
 };
 
-// The look at all gradients: GradScaler's scale, growth tracker and (growth factor, backoff factor, growth interval),
-// the norm to clip to, and where the norm and the flag for infinite gradients go.
+// The look at all gradients: GradScaler's scale, growth tracker and numbers, the norm's limit, norm, infinity's flag.
 struct Reduction {
   using Types = std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>, std::vector<double>,
                            std::optional<double>, at::Tensor, at::Tensor>;
@@ -52,8 +49,7 @@ struct Reduction {
   bool needed() const { return scale || max_norm; }
 };
 
-// The moving average. Decay below 0: none. Tau above 0: the decay ramps over `updates`, this update's number, or over
-// the number in `counter` where updates is -1.
+// The moving average. Decay < 0: none; tau > 0: it ramps over `updates`, or over the number in `counter` where -1.
 struct Averaging {
   using Types = std::tuple<double, double, int64_t, std::optional<at::Tensor>>;
   const double decay, tau;
@@ -65,9 +61,8 @@ struct Averaging {
 
 class State : public torch::CustomClassHolder {
  public:
-  // params[i] belongs to group groups[i] and, where averages[i] is given, has that moving average; values have only
-  // value_averages. `name` begins each error, which calls params[i] by places[i]: its place among parameters that may
-  // be on several devices.
+  // params[i] is of group groups[i], named places[i] in errors, which begin with `name`, and averaged in averages[i]
+  // where given; values have only value_averages.
   State(std::string name, std::vector<at::Tensor> params, std::vector<int64_t> groups, std::vector<int64_t> places,
         OptionalTensors averages, std::vector<at::Tensor> values, std::vector<at::Tensor> value_averages)
       : name_(std::move(name)),
@@ -113,8 +108,7 @@ class State : public torch::CustomClassHolder {
     }
   }
 
-  // From here on parameters move by another rule than SGD (a core::Rule's number), with these tensors in kMomentum and
-  // kSecond, and Adam's counts of steps; none of them is made here.
+  // From here on parameters move by another core::Rule, with these tensors in kMomentum, kSecond and Adam's steps.
   void set_buffers(int64_t rule, const OptionalTensors& first, const OptionalTensors& second,
                    const OptionalTensors& steps) {
     rule_ = static_cast<core::Rule>(rule);
@@ -131,7 +125,7 @@ class State : public torch::CustomClassHolder {
     }
   }
 
-  // Where reduce() leaves scale, clip and overflow for this object, and for others that are given it.
+  // Return the memory where reduce() leaves scale, clip and overflow for this object, and for others that are given it.
   at::Tensor workspace() {
     if (!workspace_.defined()) {
       const c10::InferenceMode writable(false);
@@ -146,7 +140,7 @@ class State : public torch::CustomClassHolder {
     listed_ = false;
   }
 
-  // Of the gradients: 1 there is one, 2 one is float16, 4 one is sparse.
+  // Return, of the gradients: 1 there is one, 2 one is float16, 4 one is sparse.
   int64_t gradients() const {
     int64_t found = 0;
     for (const at::Tensor& param : params_) {
@@ -185,14 +179,13 @@ class State : public torch::CustomClassHolder {
     return as_torch_returns(norm, list);
   }
 
-  // Raises what step() would raise, and writes nothing: where a step has several devices, all are looked at first.
+  // Raise what step() would raise, and write nothing: where a step has several devices, all are looked at first.
   void check_step(const Hyper::Types& hyper, bool unscales) {
     missing_buffers(hyper);
     make_groups(rows(unscales), hyper);
   }
 
-  // One step. With `use_workspace` gradients are scaled, clipped and skipped as reduce() found; Muon's are never
-  // written. Returns how many momentum buffers it made.
+  // One step. `use_workspace`: apply reduce()'s scale, clip and skip. Return how many momentum buffers were made.
   int64_t step(const Hyper::Types& hyper, const std::optional<at::Tensor>& grad_scale,
                const std::optional<at::Tensor>& found_inf, bool use_workspace) {
     const bool write_grads = grad_scale.has_value() && rule_ != core::Rule::kMuon;
@@ -258,8 +251,7 @@ class State : public torch::CustomClassHolder {
   }
 
  private:
-  // Where a tensor lies and how: what a row depends on. Two contiguous tensors of one size are alike to a kernel,
-  // whatever their shape.
+  // The address and layout that a row depends on; contiguous tensors of one size are alike, whatever their shape.
   struct Stamp {
     const void* data = nullptr;
     uint64_t layout = 0;
@@ -283,8 +275,7 @@ class State : public torch::CustomClassHolder {
     return {tensor->const_data_ptr(), layout};
   }
 
-  // Calls f(row, tensors, group) for each row. A parameter without a gradient has only its average; one without that,
-  // too, may be of any type, as in torch.optim.SGD.
+  // Call f(row, tensors, group) for each row; without a gradient it has only its average, without both any type.
   template <typename F>
   void for_rows(const F& f) const {
     for (size_t i = 0; i < params_.size(); ++i) {
@@ -304,8 +295,7 @@ class State : public torch::CustomClassHolder {
     }
   }
 
-  // Rows of all that this object holds, whatever the call needs, so that all calls of a step share one work list. It is
-  // made again only if the address, layout or dtype of a tensor has changed since the last call.
+  // All rows, so that a step's calls share a work list; made again if a tensor's address, layout or dtype changed.
   const List& rows(bool grads_written) {
     bool same = listed_ && (list_grads_written_ || !grads_written);
     if (same) {
@@ -346,7 +336,7 @@ class State : public torch::CustomClassHolder {
     return list_;
   }
 
-  // Where Adam counts the steps of a row; null for one that takes none.
+  // Return where Adam counts the steps of a row; null for one that takes none.
   float* step_of(size_t row, const at::Tensor* const tensors[]) const {
     if (row >= params_.size() || !steps_[row].defined() || !tensors[core::kGrad]->defined()) return nullptr;
     return static_cast<float*>(steps_[row].mutable_data_ptr());
@@ -434,9 +424,8 @@ class State : public torch::CustomClassHolder {
     return missing;
   }
 
-  // Runs `step` with the missing buffers made; where it throws, they are as missing as before. They start at zero, so a
-  // skipped first step leaves zeros; where dampening makes the first step a different one, a byte on the device tells
-  // it apart.
+  // Run `step` with the missing buffers made; where it throws, they are missing again. They start at zero, which a
+  // skipped first step leaves; where dampening makes that step a different one, a byte on the device tells it apart.
   template <typename F>
   void with_buffers(const std::vector<size_t>& missing, const Hyper& hyper, const F& step) {
     try {

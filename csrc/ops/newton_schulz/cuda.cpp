@@ -1,5 +1,4 @@
-// torch.classes.torch_fastdet.NewtonSchulz: matrices that MuSGD orthogonalises on one GPU, and the memory for that. The
-// shapes stay, so that a call is its launches and nothing else, and can be captured.
+// torch.classes.torch_fastdet.NewtonSchulz: MuSGD's matrices on a GPU, and memory, so that calls can be captured.
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
@@ -65,11 +64,11 @@ class NewtonSchulz : public torch::CustomClassHolder {
     params_.squared = static_cast<float*>(workspace_[4].mutable_data_ptr());
   }
 
-  // Where the matrices are read, one behind the other, bfloat16.
+  // Return the matrices, one behind the other, bfloat16.
   at::Tensor source() const { return source_; }
-  // Where the results are written, in the same places, float32.
+  // Return the results, in the same places, float32.
   at::Tensor result() const { return result_; }
-  // The element of both that each matrix begins at.
+  // Return the element of both that each matrix begins at.
   std::vector<int64_t> places() const { return places_; }
 
   void run() {

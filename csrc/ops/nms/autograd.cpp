@@ -1,5 +1,5 @@
-// Post-processing and autograd. Decoding has a gradient. Suppression and what follows it have none: their results are
-// detached, so that backward() through them says that they do not require grad.
+// Post-processing and autograd. Decoding has a gradient; suppression's results are detached, so that backward() says
+// so.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/sigmoid.h>

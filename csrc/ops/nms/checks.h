@@ -45,7 +45,6 @@ struct NmsRequest {
   at::Tensor labels, anchors, letterboxes;
 };
 
-// The results of an operator: rows, counts and the anchor of each row.
 using Detections = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 inline Detections empty_detections(const at::Tensor& input, const c10::SymInt& images, int64_t max_det,
@@ -109,7 +108,6 @@ inline void check_most(int64_t max_det, const char* op) {
   TORCH_CHECK_VALUE(max_det >= 0, op, ": max_det is ", max_det, ", but 0 or more detections an image are expected");
 }
 
-// Check the arguments that every suppression operator has, beside its input.
 inline void check_arguments(const at::Tensor& input, const char* input_name, const NmsArguments& a,
                             const NmsLastArguments& last, const char* op) {
   check_confidence(a.conf_thres, op);
@@ -284,12 +282,7 @@ inline void check_levels(at::TensorList heads, at::ArrayRef<double> strides, con
 }
 
 inline core::HeadMap head_map(const at::Tensor& map) {  // (B, channels, rows, columns)
-  core::HeadMap result;
-  result.image = map.stride(0);
-  result.channel = map.stride(1);
-  result.row = map.stride(2);
-  result.column = map.stride(3);
-  return result;
+  return {nullptr, map.stride(0), 0, map.stride(1), map.stride(2), map.stride(3)};
 }
 
 // heads: (B, na * no, ny, nx) or (B, na, ny, nx, no); anchors (levels, na, 2) in cells

@@ -1,6 +1,4 @@
-// The post-processing operators but for the work itself: check, guard the device, allocate, fill in what the core
-// wants, and hand it to Backend::run(), which cpu.cpp and cuda.cpp each define for suppression, decode and scale_boxes.
-// On Meta there is nothing to run.
+// The post-processing operators but for the work, which are Backend::run() of cpu.cpp and cuda.cpp.
 #pragma once
 
 #include "core/nms/decode.h"
@@ -16,9 +14,7 @@ Detections suppress(NmsRequest& request, const at::Tensor& input, const NmsArgum
   fill_options(request, arguments, last, input.scalar_type(), op);
   TORCH_CHECK_VALUE(request.source.images <= Backend::kMaxImages, op, ": a batch of ", request.source.images,
                     " images came, but at most ", Backend::kMaxImages, " are taken at once");
-  if (request.letterboxes.defined()) {
-    request.letterboxes = as_contiguous(request.letterboxes, arithmetic_type(input));
-  }
+  if (request.letterboxes.defined()) request.letterboxes = as_contiguous(request.letterboxes, arithmetic_type(input));
   Detections detections = empty_detections(input, request.source.images, arguments.max_det, request.source.extra);
   Backend::run(request, nms_output(request, detections), input, op);
   return detections;

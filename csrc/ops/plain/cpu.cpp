@@ -38,7 +38,7 @@ struct DeformableAttention : OnDevice {
   }
 };
 
-// What cannot be assigned is an error at once.
+// Problems that cannot be solved are an error at once.
 struct LinearAssignment : OnDevice {
   static int64_t scratch(int64_t, int64_t) { return 0; }
   static void run(const core::LinearAssignmentParams& p, const char* op) {

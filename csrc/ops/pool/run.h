@@ -7,7 +7,6 @@
 
 namespace torch_fastdet {
 
-// Return the channels of the tensor from `first` on.
 inline core::PoolTensor pool_part(const at::Tensor& tensor, int64_t first) {
   core::PoolTensor part{};
   for (int64_t d = 0; d < 4; ++d) part.stride[d] = tensor.size(d) > 1 ? tensor.stride(d) : 0;
@@ -17,7 +16,6 @@ inline core::PoolTensor pool_part(const at::Tensor& tensor, int64_t first) {
   return part;
 }
 
-// Return the parameters of a pooling that keeps the size of `target`.
 inline core::MaxPoolParams max_pool_params(const at::Tensor& target, int64_t kernel_size, bool channels_last) {
   core::MaxPoolParams params{};
   params.batch = target.size(0);

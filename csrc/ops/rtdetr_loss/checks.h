@@ -13,13 +13,11 @@ struct RtdetrLossOptions {
   using Types = std::tuple<double, double, double, double, double, double>;
 };
 
-// The tensors that a forward pass leaves for the backward pass.
 struct RtdetrLossState {
   at::Tensor owner, quality, scales;
   using Types = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 };
 
-// Check boxes and scores of prediction sets; `prefix` is "" or "dn_".
 inline void check_rtdetr_sets(const at::Tensor& boxes, const at::Tensor& scores, const std::string& prefix) {
   const std::string boxes_name = prefix + "boxes", scores_name = prefix + "scores";
   check_operand(boxes, boxes_name.c_str(), boxes, kRtdetrLoss, boxes_name.c_str());

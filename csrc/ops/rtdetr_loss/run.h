@@ -10,7 +10,6 @@
 
 namespace torch_fastdet {
 
-// Loss, terms, status and the state.
 using RtdetrLossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 inline RtdetrLossResult empty_rtdetr_loss(const at::Tensor& boxes, const at::Tensor& scores,

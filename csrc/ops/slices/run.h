@@ -1,5 +1,4 @@
-// sum_slices, pad_and_sum and sum_rows but for the loops: check, find the rows, and hand them to Backend::run(params,
-// op), which cpu.cpp and cuda.cpp each define.
+// sum_slices, pad_and_sum and sum_rows but for the loops, which are Backend::run(params, op) of cpu.cpp and cuda.cpp.
 #pragma once
 
 #include <vector>
@@ -25,8 +24,7 @@ inline void check_sum_slices(at::TensorList x, const at::Tensor& out) {
   }
 }
 
-// Return the elements from one pixel's channels to the next pixel's (channels_last), or from image to image; -1 where
-// there are no such rows. A dimension of one element may have any stride.
+// Return the stride of pixels (channels_last) or images, -1 without such rows; one element may have any stride.
 inline int64_t row_pitch(const at::Tensor& tensor, bool channels_last) {
   const auto lies = [&](int64_t dimension, int64_t stride) {
     return tensor.size(dimension) == 1 || tensor.stride(dimension) == stride;
@@ -98,7 +96,6 @@ std::tuple<at::Tensor, at::Tensor> pad_and_sum(const at::Tensor& x, int64_t chan
   return {out, sums};
 }
 
-// Return the sum of x (..., width) over all dimensions but the last.
 template <class Backend>
 at::Tensor sum_rows(const at::Tensor& x) {
   constexpr const char* op = "sum_rows";

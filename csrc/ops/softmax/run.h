@@ -1,5 +1,4 @@
-// softmax_backward but for the loops: check, allocate, and hand the parameters to Backend::run(params, op), which
-// cpu.cpp and cuda.cpp each define.
+// softmax_backward but for the loops, which are Backend::run(params, op) of cpu.cpp and cuda.cpp.
 #pragma once
 
 #include "core/softmax/softmax.h"
@@ -25,7 +24,6 @@ inline void check_softmax_backward(const at::Tensor& grad, const at::Tensor& y) 
                   " columns, but at most ", core::kMostSoftmaxColumns, " are expected");
 }
 
-// Return the gradient of x in y = softmax(x, -1).
 template <class Backend>
 at::Tensor softmax_backward(const at::Tensor& grad_y, const at::Tensor& y) {
   check_softmax_backward(grad_y, y);

@@ -6,7 +6,6 @@
 
 namespace torch_fastdet {
 
-// Check that `other` has the type and the device of squares.
 inline void check_beside_squares(const at::Tensor& squares, const at::Tensor& other, const char* op, const char* name) {
   check_same_device(squares, "squares", other, op, name);
   TORCH_CHECK(other.scalar_type() == squares.scalar_type(), op, ": ", name, " has dtype ",

@@ -38,7 +38,7 @@ void backward(const core::UpsampleBackwardParams& p) {
   });
 }
 
-// Calls f with an unsigned integer of the element's size: forward moves values and never computes with them.
+// Call f with an unsigned integer of the element's size: forward moves values and never computes with them.
 template <typename F>
 void dispatch_itemsize(int64_t itemsize, F&& f) {
   itemsize == 2 ? f(uint16_t{}) : itemsize == 4 ? f(uint32_t{}) : f(uint64_t{});

@@ -19,8 +19,7 @@ std::pair<std::vector<double>, std::vector<c10::SymInt>> saved_levels(AutogradCo
   return {context->saved_data["strides"].toDoubleVector(), context->saved_data["sizes"].toSymIntVector()};
 }
 
-// The losses that HeadLoss computes: the operator, how it takes the heads, what it takes between them and the targets
-// (Inputs) and at the end (Rest), and the heads' gradients.
+// The losses of HeadLoss: the operator, the heads, Inputs between them and the targets, the Rest, the gradients.
 struct Upright {
   static auto unpacked(at::TensorList heads) { return std::make_tuple(heads); }
   template <typename... Each>
@@ -102,8 +101,7 @@ struct HeadLoss : torch::autograd::Function<HeadLoss<Task>> {
 template <class Task>
 constexpr auto head_loss = unpack<&Applied<HeadLoss<Task>, V8LossResult>::call>;
 
-// The mask parts of both frameworks: the operator, whether several positives may be of one anchor, and what comes
-// behind the masks.
+// The mask parts of both frameworks: operator, whether positives may share an anchor, arguments behind the masks.
 struct OfSlots {
   static constexpr auto kName = "v8_mask_loss";
   static constexpr auto kLoss = &v8_mask_loss<Meta>;

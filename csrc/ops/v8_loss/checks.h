@@ -19,8 +19,7 @@ namespace torch_fastdet {
 // loss, items, scales, slot_anchor, slot_row, slot_score, status
 using V8LossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// The levels of the heads. `sizes` holds ny, nx of each level where the heads are two joined tensors. Int is
-// c10::SymInt where torch.compile or torch.export keeps sizes symbolic.
+// The heads' levels; `sizes` holds ny, nx of each where the heads are joined. Int is c10::SymInt while exporting.
 template <typename Int = int64_t>
 struct V8Levels {
   at::ArrayRef<double> strides;
@@ -49,7 +48,6 @@ struct V8LossArguments {
   V8Levels<Int> levels() const { return {strides, sizes}; }
 };
 
-// The tensors that the forward pass leaves for the backward pass.
 struct V8LossTensors {
   const at::Tensor &scales, &slot_anchor, &slot_row, &slot_score;
   using Types = std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&>;
@@ -195,8 +193,7 @@ void check_v8_loss(at::TensorList heads, const V8Levels<>& levels, const V8LossA
   check_v8_arguments(heads[0], "heads[0]", v8_classes(heads, a.reg_max), a, op);
 }
 
-// Call check(levels). On Meta, sizes that are still symbolic cannot be compared with numbers in a message; the kernel
-// checks them when it runs.
+// Call check(levels), but for symbolic sizes on Meta: they cannot be in a message; the kernel checks them when it runs.
 template <class Backend, typename Check>
 void check_plain(const V8LevelsOn<Backend>& levels, std::initializer_list<at::Tensor> tensors, at::TensorList heads,
                  const Check& check) {

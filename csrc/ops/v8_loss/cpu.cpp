@@ -18,7 +18,7 @@ namespace {
 
 using namespace core;
 
-// How many rows are in use, all of which are good.
+// Return how many rows are in use, and check them.
 template <typename Params>
 int64_t checked_rows(const Params& params, const char* op) {
   const int64_t count = targets_in_use(params.num_targets, params.n, op);

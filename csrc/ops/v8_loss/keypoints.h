@@ -1,5 +1,4 @@
-// The keypoint parts of the pose loss and their backward, except the arithmetic: as run.h has it for the detection
-// loss. They are given the slots that v8_loss left.
+// The keypoint parts of the pose loss, of v8_loss' slots, except the arithmetic, as run.h has it for detection.
 #pragma once
 
 #include "core/v8_loss/v8_keypoint_loss.h"
@@ -8,7 +7,7 @@
 
 namespace torch_fastdet {
 
-// What the loss is of, beside the predictions. labels (n, keypoints, 2 or 3) float32, sigmas (keypoints) float32.
+// The labels of the loss. labels (n, keypoints, 2 or 3) float32, sigmas (keypoints) float32.
 struct V8KeypointLabels {
   const at::Tensor &labels, &sigmas, &targets, &slot_anchor, &slot_row;
   using Types =
@@ -145,14 +144,12 @@ at::Tensor v8_keypoint_loss_backward(const at::Tensor& grad_loss, const at::Tens
   return gradient;
 }
 
-// Predictions, labels and sigmas, as of V8KeypointLabels.
 struct V8PoseInputs {
   const at::Tensor &predictions, &labels, &sigmas;
   using Types = std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&>;
 };
 
-// The detection loss whose assignment compares keypoints, except the arithmetic: as run.h has it for the detection
-// loss, whose backward it shares.
+// The detection loss whose assignment compares keypoints, as run.h has it for detection, whose backward it shares.
 template <class Backend>
 V8LossResult v8_posed_loss(at::TensorList heads, const V8PoseInputs& inputs,
                            const V8LossArguments<V8Int<Backend>>& arguments) {

@@ -1,5 +1,4 @@
-// The detection loss whose assignment compares masks, except the arithmetic: as run.h has it for the detection loss,
-// whose backward it shares.
+// The detection loss whose assignment compares masks, but for the arithmetic. It shares the detection loss' backward.
 #pragma once
 
 #include "core/v8_loss/v8_masked_loss.h"
@@ -8,7 +7,6 @@
 
 namespace torch_fastdet {
 
-// What the masks are made of, and the targets'.
 struct V8MaskInputs {
   const at::Tensor &coefficients, &protos, &masks;
   using Types = std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&>;

@@ -1,5 +1,4 @@
-// The mask parts of the segmentation losses and their backward, except the arithmetic: as run.h has it for the
-// detection loss. They are given the slots that v8_loss left, or the matches of yolov5_loss.
+// The mask parts of the segmentation losses, but for the arithmetic, of v8_loss' slots or yolov5_loss' matches.
 #pragma once
 
 #include <array>
@@ -13,7 +12,6 @@ namespace torch_fastdet {
 // loss, item, scale, positives, first_positive, unit_gradients
 using V8MaskLossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// What the forward pass leaves for the backward pass.
 struct V8MaskTensors {
   const at::Tensor &scale, &positives, &first_positive, &unit_gradients;
   using Types = std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&>;
@@ -160,7 +158,7 @@ inline core::V8MaskProblem v8_mask_problem(const at::Tensor& coefficients, const
   return problem;
 }
 
-// Fills in what both losses share, and runs. `params` has its settings or gain, and where the slots lie.
+// Fill in what both losses share, and run. `params` has its settings or gain, and where the slots lie.
 template <class Backend>
 void v8_run_mask_loss(core::V8MaskLossParams& params, const at::Tensor& coefficients, const at::Tensor& protos,
                       const at::Tensor& masks, const at::Tensor& targets, const at::Tensor& slot_anchor,
@@ -243,8 +241,7 @@ V8MaskLossResult yolov5_mask_loss(const at::Tensor& coefficients, const at::Tens
   }
 }
 
-// Gradients of coefficients and prototypes, each if `output_mask` asks for it, in the memory format of what they belong
-// to where that is dense.
+// Return gradients of coefficients and prototypes, each if `output_mask` asks for it, in their memory format if dense.
 template <class Backend>
 std::tuple<at::Tensor, at::Tensor> v8_mask_loss_backward(const at::Tensor& grad_loss, const at::Tensor& coefficients,
                                                          const at::Tensor& protos, const at::Tensor& masks,

@@ -1,5 +1,4 @@
-// The loss of oriented boxes and its backward, except the arithmetic: as run.h has it for the detection loss, with a
-// third tensor of raw outputs, the angles.
+// The loss of oriented boxes, as run.h has it for detection, with a third tensor of raw outputs, the angles.
 #pragma once
 
 #include "core/v8_loss/v8_obb_loss.h"

@@ -1,6 +1,5 @@
-// The v8 detection loss and its backward, except the arithmetic: check, allocate, fill in the parameters, and hand them
-// to Backend::run(params), which cpu.cpp and cuda.cpp each define. Backend::slot_blocks and class_blocks are the rows
-// of partial sums that it wants. On Meta there is nothing to run.
+// The v8 detection loss and its backward, but for Backend::run(params, op) of cpu.cpp and cuda.cpp;
+// Backend::slot_blocks and class_blocks are the rows of partial sums that it wants.
 #pragma once
 
 #include "ops/v8_loss/keypoints.h"

@@ -6,8 +6,7 @@
 
 namespace torch_fastdet {
 
-// Allocate the scratch of a forward pass, which lives until the kernels are launched: the caching allocator gives its
-// memory to later work of the same stream only. `terms` is the number of sums over slots.
+// Allocate a forward pass' scratch, freed when launched: only this stream reuses it. `terms`: sums over slots.
 template <class Backend, typename Params>
 at::Tensor v8_scratch(Params& params, const at::Tensor& head, int64_t terms) {
   const int64_t anchors = params.heads.bs * params.heads.anchors, slots = params.n * params.topk;

@@ -23,15 +23,13 @@ struct Yolov5ClassOptions {
   using Types = std::tuple<double, double, double>;
 };
 
-// The tensors that the forward pass leaves for the backward pass.
 struct Yolov5LossTensors {
   const at::Tensor &levels, &owner, &match_cell, &match_values, &object_gradient;
   using Types =
       std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&>;
 };
 
-// A head's sizes and strides as (bs, na, ny, nx, no), whichever of its two forms was given. Int is int64_t, or
-// c10::SymInt where torch.compile or torch.export keeps sizes symbolic.
+// A head's sizes and strides as (bs, na, ny, nx, no), of either form. Int: int64_t, or c10::SymInt while exporting.
 template <typename Int = int64_t>
 struct Yolov5HeadView {
   std::array<Int, 5> sizes, strides;
@@ -201,8 +199,7 @@ inline core::Yolov5LossState yolov5_loss_state(const Yolov5LossTensors& t) {
           t.match_values.data_ptr(), t.object_gradient.data_ptr(), t.levels.data_ptr()};
 }
 
-// Set what the forward and the backward parameters share. `gradients` is empty in the forward pass; targets is
-// contiguous.
+// Set what forward and backward parameters share. `gradients` is empty in the forward pass; targets is contiguous.
 template <typename Params>
 void fill_yolov5_loss_params(Params& params, at::TensorList heads, at::TensorList gradients, int64_t na,
                              const at::Tensor& targets, const Yolov5ClassOptions& options) {

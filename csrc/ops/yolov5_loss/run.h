@@ -1,6 +1,5 @@
-// yolov5_loss and its backward, except the arithmetic: check, allocate, fill in the parameters, and hand them to
-// Backend::run(), which cpu.cpp and cuda.cpp each define. Backend::scratch(params) is how many numbers of
-// the arithmetic type the forward pass wants besides. On Meta there is nothing to run.
+// yolov5_loss and its backward, but for Backend::run() of cpu.cpp and cuda.cpp. Backend::scratch(params) is how many
+// numbers of the arithmetic type the forward pass wants besides.
 #pragma once
 
 #include "ops/common/backend.h"
