@@ -35,7 +35,7 @@ void check(uint64_t seed) {
   Backend::seed(seed);
   DeformableAttentionParams p{};
   p.dtype = random.one_of(kEveryDtype);
-  const DType arithmetic = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  const DType arithmetic = arithmetic_dtype(p.dtype);
   p.batch = 1 + random.below(2);
   p.queries = static_cast<int32_t>(random.below(random.chance(20) ? 90 : 12));
   p.heads = static_cast<int32_t>(1 + random.below(3));

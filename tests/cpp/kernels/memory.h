@@ -23,6 +23,11 @@ inline int64_t dtype_bytes(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
+// Return the type that values of this type are computed in.
+constexpr DType arithmetic_dtype(DType dtype) {
+  return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
+
 inline double load_as(DType dtype, const void* at) {
   return with_dtype<Halves>(dtype, [&](auto zero) {
     using T = decltype(zero);

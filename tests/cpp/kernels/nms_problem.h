@@ -55,9 +55,7 @@ struct Found {
  private:
   bool scales;
 
-  static DType wide(const Problem& problem) {
-    return problem.source.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  }
+  static DType wide(const Problem& problem) { return arithmetic_dtype(problem.source.dtype); }
 };
 
 // Returns the GPU's plan, and how many were kept.

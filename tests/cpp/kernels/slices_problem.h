@@ -70,8 +70,7 @@ void check_rows(uint64_t seed) {
   Tensor x(p.dtype, {p.rows, p.width}, {p.width, 1}, random.chance(60) ? 0 : random.below(9));
   for (int64_t at = 0; at < x.numel(); ++at) x.set(at, random.normal());
   Tensor sums(p.dtype, {p.width}, {1}, random.below(9));
-  Tensor partials(p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32, {p.splits(), p.width}, {p.width, 1},
-                  0);
+  Tensor partials(arithmetic_dtype(p.dtype), {p.splits(), p.width}, {p.width, 1}, 0);
   p.x = x.data();
   p.sums = sums.data();
   p.partials = partials.data();
@@ -108,7 +107,7 @@ void check_pad(uint64_t seed) {
   for (int64_t at = 0; at < x.numel(); ++at) x.set(at, random.normal());
   Tensor out(dtype, {p.batch, p.pixels, p.padded}, Tensor::dense({p.batch, p.pixels, p.padded}), random.below(9));
   Tensor sums(dtype, {p.padded}, {1}, random.below(9));
-  const DType arithmetic = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  const DType arithmetic = arithmetic_dtype(dtype);
   Tensor partials(arithmetic, {p.splits(), p.padded}, Tensor::dense({p.splits(), p.padded}), 0);
   p.x = x.data();
   p.out = out.data();

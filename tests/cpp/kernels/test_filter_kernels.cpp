@@ -27,7 +27,7 @@ TEST(FilterKernels, RandomRows) {
   for_each_seed(24, kEveryDtype, [](auto, uint64_t seed, DType dtype) {
     Random random(seed);
     emulator::seed(seed);
-    const DType wide = dtype == DType::kFloat64 ? dtype : DType::kFloat32;
+    const DType wide = arithmetic_dtype(dtype);
     FilterParams p;
     p.images = 1 + random.below(3);
     p.count = random.one_of({0, 1, 255, 300, 600});

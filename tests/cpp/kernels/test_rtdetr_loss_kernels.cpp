@@ -74,7 +74,7 @@ void check(uint64_t seed) {
   emulator::seed(seed);
   RtdetrLossParams p{};
   p.dtype = random.one_of(kEveryDtype);
-  const DType arithmetic = p.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  const DType arithmetic = arithmetic_dtype(p.dtype);
   p.images = 1 + random.below(3);
   p.classes = 1 + random.below(9);
   p.most = random.below(random.chance(20) ? 90 : 6);
