@@ -149,9 +149,6 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __bool__(self) -> bool:
-        return bool(self.real("the truth of an image"))
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         real = self.real("what reads pixels")
         return real.astype(dtype) if dtype is not None and dtype != real.dtype else real.copy() if copy else real
@@ -440,15 +437,11 @@ class Chosen(StandIn):
     __slots__ = ("image", "mask")
 
     def __init__(self, image: Recorded, mask: Mask | np.ndarray) -> None:
-        self.recorder, self._real = image.recorder, None
+        self.recorder, self._real = image.recorder, None  # its shape is the real array's
         self.image, self.mask = image, mask
 
     def made(self) -> np.ndarray:
         return self.image.made()[self.mask.made() if type(self.mask) is Mask else self.mask]
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.made().shape
 
 
 class Weighted(StandIn):
@@ -637,15 +630,9 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
     return {function.__name__: function for function in recorded} | warps
 
 
-_STAND_INS = frozenset((Recorded, Planes, Mask, Chosen, Weighted, HSV, Channel))
-
-
 def _holds(values: Any) -> bool:
-    for value in values:
-        kind = type(value)
-        if kind in _STAND_INS or ((kind is tuple or kind is list) and _holds(value)):
-            return True
-    return False
+    """Return whether there is a stand-in among these values, or in a list or tuple among them."""
+    return any(issubclass(type(value), StandIn) or (type(value) in (tuple, list) and _holds(value)) for value in values)
 
 
 def _recording(name: str, function: Callable, noted: Callable | None) -> Callable:
@@ -726,14 +713,6 @@ def _is_foreign(thing: object) -> bool:
     return (thing.__module__ or "").partition(".")[0] in _FOREIGN
 
 
-def _function_in(cell: types.CellType) -> types.FunctionType | None:
-    try:
-        content = cell.cell_contents
-    except ValueError:  # nothing is in it yet
-        return None
-    return content if isinstance(content, types.FunctionType) else None
-
-
 class Copies:
     """Make copies of functions in which OpenCV, numpy and torch, wherever their code names them, are recorders."""
 
@@ -766,18 +745,10 @@ class Copies:
         if _is_foreign(function) or STORE_GLOBAL in code.co_code[::2]:
             return function
         names = self._names.setdefault(id(known), {**known})
-        inner = {i: f for i, cell in enumerate(function.__closure__ or ()) if (f := _function_in(cell)) is not None}
-        cells = tuple(types.CellType() if i in inner else cell for i, cell in enumerate(function.__closure__ or ()))
-        made = types.FunctionType(code, names, function.__name__, function.__defaults__, cells)
+        made = types.FunctionType(code, names, function.__name__, function.__defaults__, function.__closure__)
         made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
         self._made[id(function)] = function, made  # functions may call each other
-        self._record(names_in(code), known, names)
-        for i, called in inner.items():
-            cells[i].cell_contents = self.of(called)
-        return made
-
-    def _record(self, used: set[str], known: dict[str, object], names: dict[str, object]) -> None:
-        """Replace what a function finds under the names that it uses by recorders and copies."""
+        used = names_in(code)
         for name in used & known.keys():
             value = known[name]
             if id(value) in self._modules:
@@ -787,3 +758,4 @@ class Copies:
                     setattr(recording, attribute, getattr(recording, attribute))
             elif isinstance(value, types.FunctionType):
                 names[name] = self.of(value)
+        return made
