@@ -31,7 +31,7 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def is_capturing() -> bool:
-    # Without a driver asking raises.
+    # Without a driver the question raises.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -49,7 +49,7 @@ def uncached_autocast(dtype: torch.dtype | None) -> torch.autocast:
     return torch.autocast("cuda", dtype, enabled=dtype is not None, cache_enabled=False)
 
 
-# Streams whose owners are gone.
+# Streams, by address, whose owners are gone.
 _idle: defaultdict[torch.device, list[int]] = defaultdict(list)
 
 
@@ -62,7 +62,7 @@ def new_stream(device: torch.device, owner: object) -> torch.cuda.Stream:
         address = _idle[device].pop()
     except IndexError:
         address = _make_stream(device)
-    # Not of the stream: torch's streams do not tell their weak references that they are gone.
+    # A finalizer of the stream would never run: torch's streams do not tell their weak references that they are gone.
     weakref.finalize(owner, _idle[device].append, address).atexit = False
     return torch.cuda.ExternalStream(address, device)
 
@@ -207,7 +207,7 @@ def _begin_without_generator(graph: torch.cuda.CUDAGraph, pool: Any, generator: 
         generator.graphsafe_set_state(state)
 
 
-# Torch's allocator of pinned memory asks them at each allocation whether they are capturing.
+# Kept, because torch's allocator of pinned memory asks them at each allocation whether they are capturing.
 _abandoned: list[torch.cuda.CUDAGraph] = []
 
 

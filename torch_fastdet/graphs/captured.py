@@ -37,10 +37,10 @@ class CapturedCallable(Generic[G]):
         #: Why nothing is captured any more.
         self.reason: str | None = None
         self._told: set[str] = set()
-        # Weakly: together they would outlive their last user until the cycle collector runs.
+        # Weak, because a cycle would outlive its last user until the cycle collector runs.
         own = weakref.ref(self)
 
-        # Who gives memory back holds the pool, which may outlive its owner there.
+        # The pool may outlive its owner while another thread frees memory.
         def tell(line: str) -> None:
             if (owner := own()) is not None:
                 owner.say(line)
@@ -164,11 +164,11 @@ class CapturedPasses(CapturedCallable[Passes]):
         return self._pool.memory if self.lends() and len(self._pool) and self._pool.device == device else None
 
     def _replay_forward(self, captured: Passes, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Write the inputs and replay; the outputs."""
+        """Write the inputs, replay, and return the outputs."""
         raise NotImplementedError
 
     def _replay_backward(self, captured: Passes, count: int) -> tuple[Tensor | None, ...]:
-        """Replay behind the outputs' gradients; the gradients of what ``_replay_forward`` was given, of ``count`` rows."""
+        """Replay, and return the gradients of the tensors that ``_replay_forward`` was given, of ``count`` rows."""
         raise NotImplementedError
 
     def _replay(self, captured: Passes, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from torch_fastdet.graphs import capture as _capture
 _READS = {"item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__format__"}
 _VIEWS = {"unbind", "detach"}
 _MEANS = {"mul", "add", "div"}
-# What hands out the memory, to be written unseen.
+# Methods that hand out the memory, to be written unseen.
 _HANDS_OUT = {"data_ptr", "untyped_storage", "__dlpack__"}
 _GET_DATA = inspect.getattr_static(Tensor, "data").__get__
 
@@ -36,7 +36,7 @@ class LossItems(Tensor):
     _written: int | None  # how often, then
     _beside: bool
 
-    # What asks for the name of an object's type, as Weights & Biases does, finds torch.Tensor.
+    # Libraries that ask for the name of an object's type, as Weights & Biases does, find torch.Tensor.
     __class__ = property(lambda self: Tensor)
 
     @classmethod
@@ -104,7 +104,7 @@ def _known_at(items: Tensor, event: torch.cuda.Event, beside: bool) -> LossItems
 
 
 def _event(items: LossItems) -> torch.cuda.Event:
-    if writes(items) != items._written:  # somebody wrote to it since
+    if writes(items) != items._written:  # it was written to since
         return torch.cuda.current_stream(items.device).record_event()
     return items._known
 
@@ -123,7 +123,7 @@ def _on_host(items: LossItems) -> Tensor:
 
 
 def _mean(func: Callable[..., Tensor], args: tuple, plain: tuple) -> LossItems:
-    """Sum, product or quotient: known when the items are that it is made of, where it is made of items and numbers alone."""
+    """Return a sum, product or quotient. One of items and numbers alone is known when those items are."""
     items = [arg for arg in args if type(arg) is LossItems]
     current, beside = torch.cuda.current_stream(items[0].device), items[0]._beside
     if beside and sum(isinstance(arg, Tensor) for arg in args) == len(items):

@@ -290,7 +290,7 @@ class TrainStep(CapturedCallable[_Phase]):
         self.fused.step(self.model)
 
     def _set_gradients(self, totals: dict[int, torch.Tensor]) -> None:
-        # Of frozen parameters too: the optimizer steps what has a gradient.
+        # Frozen parameters lose theirs, too: the optimizer steps whatever has a gradient.
         for parameter in (*self.model.parameters(), *(p for g in self.optimizer.param_groups for p in g["params"])):
             parameter.grad = None
         for i, total in totals.items():

@@ -57,15 +57,15 @@ def packed_size(files: Files) -> int:
     """Return bytes that files will take when they are packed, or somewhat more. What is not there takes none."""
     total = 0
     for path, beside in zip(files.paths, files.beside().tolist(), strict=True):
-        with contextlib.suppress(OSError):  # stock says what is wrong when it reads it
+        with contextlib.suppress(OSError):  # the framework says what is wrong when it reads the file
             total += os.stat(path).st_size + beside if path else 0
     return total
 
 
 def pack_jpeg(file: np.ndarray, head: np.ndarray | None = None) -> tuple[np.ndarray, tuple[int, int], int] | str:
-    """Return a file, packed; height and width of its image; and the bytes before its scan. Or why OpenCV has to decode it.
+    """Return a file, packed; height and width of its image; and the bytes before its scan; or why OpenCV has to decode it.
 
-    ``head`` is these bytes of an earlier pass over the file, which spare that over the scan.
+    ``head`` is these bytes from an earlier pass over the file: with them the scan is not read again.
     """
     heads = None if head is None else [torch.from_numpy(head)]
     storage, images, refusals = ops.jpeg_pack([torch.from_numpy(file)], heads=heads)
@@ -79,9 +79,9 @@ def pack_jpeg(file: np.ndarray, head: np.ndarray | None = None) -> tuple[np.ndar
 class Wanted:
     """List images to decode, one a row, in arrays of int64."""
 
-    #: Where their files begin in the storage.
+    #: (n,) offsets of their files in the storage.
     places: np.ndarray
-    #: Where the images begin in the output.
+    #: (n,) offsets of the images in the output.
     to: np.ndarray
     #: (n, 2) height and width in the file, and in the output.
     sizes: np.ndarray

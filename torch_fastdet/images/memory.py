@@ -81,7 +81,7 @@ class SharedFile(Owner):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in self.kept}
-        # For a process that is spawned. A copy of the data set (deepcopy, a file) gets a file of its own.
+        # A process that is spawned gets this file; a copy of the data set (deepcopy, a pickle on the disk) gets one of its own.
         spawning = multiprocessing.context.get_spawning_popen() is not None
         return {**kept, "fd": multiprocessing.reduction.DupFd(self.fileno()) if spawning else None}
 
@@ -202,7 +202,7 @@ class ImageMemory(SharedFile):
         if not self.has(index):
             if self._is_full():
                 return False
-            # Two processes may write the same image at once: the same bytes.
+            # Two processes may write an image at once, with the same bytes.
             self.pixels[start : start + image.size] = image.reshape(-1)
             self._sizes[index] = (*image.shape[:2], *original)
             fence()
@@ -276,9 +276,9 @@ class JpegFiles(SharedFile):
         return size, offset
 
     def read(self, index: int) -> bool:
-        """Read an image's file unless it is there. Whether it is there: kept, or for the batch that is planned.
+        """Read an image's file unless it is there, and return whether it is: kept, or for the batch that is planned.
 
-        It is not where OpenCV has to decode it. A file that has not changed since it was judged is not judged again.
+        OpenCV has to decode the others. A file that has not changed since it was judged is not judged again.
         """
         kept, head, judged = self._rows[index, 0], self._rows[index, 2], self._rows[index, 4:].tolist()
         if kept or index in self.sent:

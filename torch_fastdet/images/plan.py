@@ -17,9 +17,9 @@ from torch_fastdet.images.memory import ImageMemory
 NO_WARP, AFFINE, PERSPECTIVE = 0, 1, 2
 FLIP_LEFT_RIGHT, FLIP_UP_DOWN, KEEP_BGR = 1, 2, 4
 
-#: What canvases show where nothing is placed, in all channels.
+#: Value of a canvas, in all channels, where nothing is placed.
 GREY = 114
-#: Of one layer.
+#: A layer has so many placements at most.
 MOST_PLACEMENTS = 16
 
 #: Storages of a packed plan, in this order: the shared memory (or what the GPU keeps), what travels with the batch, and on a GPU
@@ -192,14 +192,14 @@ def pack(
     )
 
 
-# What a batch shows of each source image: of a mosaic 37% of the pixels, on average ---------------------------------
+# The parts of the source images that a batch shows: of a mosaic 37% of the pixels, on average -------------------------
 
 #: Pixels around what the corners of an image say: bilinear interpolation's neighbours, and rounding.
 SHOWN_MARGIN = 2
 
 
 def shown_of_canvases(plan: Plan) -> np.ndarray:
-    """Return what is seen of each layer's canvas: (layers, 4) x0, y0, x1, y1. What a paste or an odd map shows is taken whole."""
+    """Return the visible part of each layer's canvas, (layers, 4) x0, y0, x1, y1: all of it behind a paste or an odd map."""
     canvas = np.zeros((len(plan.layers), 4))
     canvas[:, 2:] = plan.layers[:, [3, 2]]
     mapped = np.flatnonzero((plan.layers[:, 4] != NO_WARP) & (plan.layers[:, 5] < 0))
@@ -219,7 +219,7 @@ def shown_of_canvases(plan: Plan) -> np.ndarray:
 
 
 def shown(plan: Plan) -> np.ndarray:
-    """Return what is seen of each placement's source, in the source's pixels: (placements, 4) int64 x0, y0, x1, y1; empty where x1 <= x0."""
+    """Return the visible part of each placement's source, in its pixels: (placements, 4) int64 x0, y0, x1, y1; empty where x1 <= x0."""
     counts = plan.layers[:, 1]
     layer = np.repeat(np.arange(len(counts)), counts)
     placement = np.repeat(plan.layers[:, 0] - np.cumsum(counts) + counts, counts) + np.arange(len(layer))
@@ -245,6 +245,6 @@ def around(rectangles: np.ndarray, group: np.ndarray, groups: int) -> np.ndarray
 
 
 def shown_of(plan: Plan, indices: np.ndarray) -> np.ndarray:
-    """Return what a plan shows of each of these images, which ascend, in its pixels: (n, 4) int64."""
+    """Return the part of each of these images, which ascend, that a plan shows, in its pixels: (n, 4) int64."""
     wanted = np.flatnonzero(np.isin(plan.sources, indices))
     return around(shown(plan)[wanted], np.searchsorted(indices, plan.sources[wanted]), len(indices))

@@ -114,7 +114,7 @@ def canvas(recorder: Recorder, height: int, width: int) -> Recorded:
 
 
 class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
-    """Pass for an array. What it does not know, it does with the array itself."""
+    """Stand for an array. Any operation that it does not know makes the array, and runs on that."""
 
     __slots__ = ("__weakref__", "_real", "recorder", "shape")
     dtype: Any = _UINT8
@@ -195,7 +195,7 @@ class Recorded(StandIn):
         self.recorder = recorder
         self._real = None
         self.image = image
-        #: What looks into the same pixels, this one included; None where nothing ever did.
+        #: Stand-ins that share its pixels, this one included; None if there never were others.
         self._views: list[weakref.ref] | None = None
 
     @property
@@ -258,8 +258,6 @@ class Recorded(StandIn):
         image = ImagePlan(old.height, old.width, layers, old.blend, old.tables, old.flags ^ flags)
         return Recorded(self.recorder, image)
 
-    # Views
-
     def _view(self, view: Recorded) -> Recorded:
         """Return ``view`` of this image, which looks into the same pixels."""
         if self._views is None:
@@ -278,8 +276,6 @@ class Recorded(StandIn):
     def _writing(self) -> None:
         if self._is_seen():
             raise CannotRecord("it writes to an image of which a view is in use.")
-
-    # What arrays do
 
     def _is_mask(self, key: object) -> bool:
         """Return whether ``key`` chooses whole pixels."""
@@ -374,7 +370,7 @@ class Recorded(StandIn):
         return super().__array_function__(function, kinds, arguments, options)
 
 
-#: What may follow on rows and columns in an index of whole pixels.
+#: An index of whole pixels may have one of these behind rows and columns.
 _ALL_CHANNELS = ((), (slice(None),), (Ellipsis,))
 _FLIPS: dict[object, int] = {np.flipud: FLIP_UP_DOWN, np.fliplr: FLIP_LEFT_RIGHT}
 
@@ -519,7 +515,7 @@ def _is_grey(value: object) -> bool:
 
 
 def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
-    """Return what of OpenCV is recorded, by its name. Each gives None where it is not for a plan."""
+    """Return the functions of OpenCV that are recorded, by name. Each returns None for a call that a plan cannot say."""
 
     def resize(src: Any, dsize: Any, dst: object = None, *arguments: Any, **options: Any) -> Any:
         if _is(Recorded, src) and dst is None:
@@ -705,7 +701,7 @@ def _torch() -> types.ModuleType:
 
 # Copies of functions --------------------------------------------------------------------------------------------------
 
-#: Code of these is never copied: it is given no images, or takes stand-ins for arrays.
+#: Code of these packages is never copied: it is given no images, or takes stand-ins for arrays.
 _FOREIGN = {*sys.stdlib_module_names, "numpy", "torch", "torchvision", "cv2", "torch_fastdet"}
 
 

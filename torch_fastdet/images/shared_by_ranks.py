@@ -6,6 +6,7 @@ files are; the others open these under ``/proc``.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -60,7 +61,7 @@ def shared_by_ranks(
         if group_size() == 1:
             return alone()
         digest = hashlib.sha256(os.fsencode("\n".join(what))).hexdigest()
-        # Where images have their places depends on whether files are kept, which need not be the same on each rank.
+        # The images' places depend on whether files are kept, which may differ between ranks.
         kind = "decoded" if files is None else "files"
         try:
             return _of_machine(f"torch_fastdet/images/{_machine()}/{kind}/{digest}", lambda: make(budget()), take)
@@ -111,7 +112,7 @@ def _of_machine(name: str, make: Callable[[], ImageMemory], take: Callable[..., 
 
 
 def _offer(store: Any, key: str) -> Any:
-    """Process, files and sizes of a memory."""
+    """Return process, files and sizes of a memory."""
     end = time.monotonic() + WAIT
     while not store.check([key]):  # store.wait() would not see Ctrl-C
         if time.monotonic() > end:
@@ -126,22 +127,21 @@ def _offer(store: Any, key: str) -> Any:
 def _open(process: int, files: Sequence[tuple[int, int]]) -> list[int]:
     """Open these files of another process, of which number and inode are given; none where it has closed them."""
     fds: list[int] = []
+    if process == _number():
+        return fds
     try:
-        for fd, inode in files if process != _number() else ():
-            path = f"/proc/{process}/fd/{fd}"
-            if os.stat(path).st_ino != inode:  # it may be a socket now, which cannot be opened
-                break
-            fds.append(os.open(path, os.O_RDWR))
-            if os.fstat(fds[-1]).st_ino != inode:
-                break
-        else:
-            opened, fds = fds, []
-            return opened
+        with contextlib.ExitStack() as opened:
+            for fd, inode in files:
+                path = f"/proc/{process}/fd/{fd}"
+                if os.stat(path).st_ino != inode:  # it may be a socket now, which cannot be opened
+                    return []
+                fds.append(os.open(path, os.O_RDWR))
+                opened.callback(os.close, fds[-1])
+                if os.fstat(fds[-1]).st_ino != inode:
+                    return []
+            opened.pop_all()
+            return fds
     except FileNotFoundError:
-        pass
+        return []
     except OSError as error:
         raise _NotShared(f"it cannot open the memory of its machine's first rank: {error}") from None
-    finally:
-        for fd in fds:
-            os.close(fd)
-    return []

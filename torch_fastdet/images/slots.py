@@ -18,7 +18,7 @@ import torch
 from torch_fastdet._say import saying_once, warn
 from torch_fastdet.images.fence import fence
 
-#: Who has a slot: nobody, or a batch.
+#: A slot is free, or lent to a batch.
 FREE, LENT = range(2)
 #: Slots that a process keeps for later batches.
 SPARE = 1
@@ -82,7 +82,7 @@ def _take(size: int) -> _OwnSlot:
     return found
 
 
-# Of the process that gets batches -------------------------------------------------------------------------------------
+# The process that gets batches ----------------------------------------------------------------------------------------
 
 _say_once = saying_once("loader_optim", warn)
 
@@ -93,7 +93,7 @@ def _receive(handle: Any, size: int, shape: tuple[int, ...]) -> torch.Tensor:
         slot = Slot(fd, size)
     finally:
         os.close(fd)
-    # Whatever looks into the slot holds this object.
+    # Every array and tensor that looks into the slot keeps this object alive.
     pixels = slot.pixels[: math.prod(shape)]
     weakref.finalize(pixels, _release, slot.state, os.getpid()).atexit = False
     return torch.from_numpy(pixels).view(shape)
@@ -105,7 +105,7 @@ def _receive_copy(pixels: np.ndarray, refusal: str) -> torch.Tensor:
 
 
 def _release(state: np.ndarray, process: int) -> None:
-    if process == os.getpid():  # not in a process that was forked meanwhile
+    if process == os.getpid():  # a process that was forked meanwhile must not free it
         fence()
         state[0] = FREE
 

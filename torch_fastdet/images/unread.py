@@ -57,7 +57,7 @@ class _Files:
 
 
 class _Reader:
-    """Go in front of a data set's class."""
+    """Override attributes of a data set's class."""
 
     __slots__ = ()
     im_files = npy_files = property(lambda self: self.unread_files)

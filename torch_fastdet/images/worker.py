@@ -14,7 +14,7 @@ from torch_fastdet.images.on_cpu import finish, run_on_cpu
 from torch_fastdet.images.plan import Bytes, ImagePlan, Plan, pack
 from torch_fastdet.images.slots import Parcel
 
-#: What travels with a plan goes through shared memory from this size on, and in the message itself below it.
+#: Pixels and files of a plan go through shared memory if they take more bytes than this, else in the message itself.
 SMALL = 1 << 16
 
 
@@ -66,7 +66,7 @@ class Collate:
         self.key = key
 
     def __call__(self, items: Sequence[Any]) -> Any:
-        if isinstance(items[0][self.key], torch.Tensor):  # the framework has made them
+        if isinstance(items[0][self.key], torch.Tensor):  # the framework has made the images
             self.memory.take_sent()
             return self.stock(list(items))
         images, pixel = [item[self.key] for item in items], torch.empty((1, 1, 1), dtype=torch.uint8)

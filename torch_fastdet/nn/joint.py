@@ -18,7 +18,7 @@ JOINT = "torch_fastdet_joint"
 #: Attribute of a head while it is captured: lists of blocks that read one input.
 OF_ONE_INPUT = "torch_fastdet_one_input"
 
-#: What norms that share an operator have in common: momentum, eps, activation and slope.
+#: Norms that share an operator have these in common: momentum, eps, activation and slope.
 Options = tuple[float, float, str, float]
 
 

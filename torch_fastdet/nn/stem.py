@@ -18,11 +18,10 @@ from torch_fastdet._torch.private import runs_plainly
 _SHAPES: dict[tuple[int, ...], tuple[int, ...]] = {(6, 6): (2, 2), (3, 3): (1, 1)}
 _CHANNELS = 16  # of the squares: 12, and 4 of zeros; on an H200 half the time of 12
 _FORWARD = nn.Conv2d.forward
-# Where this was measured to be faster. In float32 the original convolution runs.
+# This was measured to be faster in these dtypes. In float32 the original convolution runs.
 DTYPES = (torch.float16, torch.bfloat16)
 DEVICES = ("cuda",)
-# What stem_conv2d has kernels for (core::stem_conv_has and stem_conv_fits): these outputs, and so many pixels of a batch and elements
-# of an image.
+# stem_conv2d has kernels for these outputs, and so many pixels of a batch and elements of an image (core::stem_conv_has, stem_conv_fits).
 _OUTPUTS, _MOST = range(16, 97, 16), 2**31 - 1
 
 

@@ -35,7 +35,7 @@ class _Softmax(torch.autograd.Function):
 
 def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x.softmax(-1).to(dtype)``, x of this dtype."""
-    # Autocast's softmax is in float32 on a GPU alone.
+    # Autocast runs softmax in float32 on a GPU alone.
     in_float32 = x.dtype in (torch.float32, torch.float64) or (x.is_cuda and torch.is_autocast_enabled("cuda"))
     ours = in_float32 and torch.is_grad_enabled() and x.shape[-1] <= MOST_POSITIONS
     return _Softmax.apply(x, dtype) if ours else x.softmax(-1).to(dtype)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +18,14 @@ from torch_fastdet.nn.bn_act import (
     rep_conv_forward,
     sppf_forward,
 )
-from torch_fastdet.patching.evidence import Asks, Evidence, Formula
+from torch_fastdet.patching.evidence import Asks, Formula
 from torch_fastdet.patching.protocols import Function, Model
 from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
 from torch_fastdet.switches.frameworks import ultralytics, yolov5
 
 
 def _c2f(self: Model, x: Tensor) -> Tensor:
-    # What each block makes of the one before it, beginning with the second half.
+    # Each block reads the result of the one before it, the first one the second half.
     first, second = self.cv1(x).chunk(2, 1)
     row = itertools.accumulate(self.m, lambda y, block: block(y), initial=second)
     return self.cv2(torch.cat([first, *row], 1))
@@ -39,7 +38,7 @@ def _hg_block(self: Model, x: Tensor) -> Tensor:
 
 
 def _sppf(self: Model, x: Tensor) -> Tensor:
-    # A pyramid: each pooling pools the one before it.
+    # Each pooling pools the result of the one before it.
     pyramid = itertools.accumulate(range(getattr(self, "n", 3)), lambda y, _: self.m(y), initial=self.cv1(x))
     y = self.cv2(torch.cat(list(pyramid), 1))
     if getattr(self, "add", False):
@@ -100,12 +99,19 @@ def _of_light_convs(stock: Function, light: Function, conv: Function) -> Functio
     return hg_block_forward(stock, light if LIGHT_CONV.is_that_of(light) else None, conv)
 
 
-# Class, what makes its forward, the classes whose forwards that takes, and evidence. The last class was replaced before.
-_BLOCKS: tuple[tuple[str, Function, tuple[str, ...], Formula], ...] = (
-    ("Bottleneck", bottleneck_forward, ("Conv",), BOTTLENECK),
-    ("C3", c3_forward, ("Conv", "Bottleneck"), C3),
-    ("C2f", c2f_forward, ("Conv", "Bottleneck", "C3"), C2F),
-    ("HGBlock", _of_light_convs, ("LightConv", "Conv"), HG_BLOCK),
+# Method, what makes it, the classes whose forwards that takes, and evidence. Without one of these only fused models, the sum, or the
+# concatenation, stay the original. Conv.forward, or that of the last class, is replaced before.
+_Row = tuple[str, Function, tuple[str, ...], Formula]
+_CONVS: tuple[_Row, ...] = (
+    ("Conv.forward_fuse", conv_forward_fuse, (), CONV_FUSE),
+    ("RepConv.forward_fuse", conv_forward_fuse, (), CONV_FUSE),
+    ("RepConv.forward", rep_conv_forward, ("Conv",), REP_CONV),
+)
+_BLOCKS: tuple[_Row, ...] = (
+    ("Bottleneck.forward", bottleneck_forward, ("Conv",), BOTTLENECK),
+    ("C3.forward", c3_forward, ("Conv", "Bottleneck"), C3),
+    ("C2f.forward", c2f_forward, ("Conv", "Bottleneck", "C3"), C2F),
+    ("HGBlock.forward", _of_light_convs, ("LightConv", "Conv"), HG_BLOCK),
 )
 
 
@@ -120,71 +126,39 @@ def _method(name: str, make: Function, *parts: str) -> Make:
     return made
 
 
-def _switch(
-    conv: tuple[str, ...], blocks: tuple[str, ...], evidence: tuple[Evidence, ...] = (), **options: Any
-) -> Switch:
-    """Return the switch of a host.
+def _targets(where: tuple[str, ...], rows: tuple[_Row, ...]) -> list[Target]:
+    return [
+        Target(
+            where,
+            name,
+            make=_method(name.partition(".")[0], make, *parts),
+            evidence=(formula,),
+            after=f"{parts[-1] if parts else 'Conv'}.forward",
+            otherwise="nothing",
+        )
+        for name, make, parts, formula in rows
+    ]
 
-    Args:
-        conv: full names of the modules that may define ``Conv``.
-        blocks: of those that may define ``Bottleneck``, ``C3``, ``C2f`` and ``SPPF``.
-        evidence: beside a GPU.
-    """
+
+def _switch(conv: tuple[str, ...], blocks: tuple[str, ...], modules: tuple[str, ...]) -> Switch:
+    """Return the switch of a framework, by full names of the modules that may define ``Conv``, and its other blocks."""
+    sppf = _method("SPPF", lambda stock, conv: sppf_forward(stock, SPPF_N.is_that_of(stock), conv), "Conv")
+    pools = Asks(f"it computes {_SPPF}", lambda f: None if SPPF.is_that_of(f) else SPPF_N.obstacle(f))
     return Switch(
         "bn_act_optim",
         "BatchNorm, or bias, and activation as one operator, with the shortcut's sum and the concatenations of C3, C2f and HGBlock; the stem; SPPF; needs a GPU",
         (
             Target(conv, "Conv.forward", make=_method("Conv", conv_forward), evidence=(CONV,)),
-            # Without these only fused models, the sum, or the concatenation, stay the original.
-            Target(
-                conv,
-                "Conv.forward_fuse",
-                make=_method("Conv", conv_forward_fuse),
-                evidence=(CONV_FUSE,),
-                after="Conv.forward",
-                otherwise="nothing",
-            ),
-            Target(
-                conv,
-                "RepConv.forward_fuse",
-                make=_method("RepConv", conv_forward_fuse),
-                evidence=(CONV_FUSE,),
-                after="Conv.forward",
-                otherwise="nothing",
-            ),
-            Target(
-                conv,
-                "RepConv.forward",
-                make=_method("RepConv", rep_conv_forward, "Conv"),
-                evidence=(REP_CONV,),
-                after="Conv.forward",
-                otherwise="nothing",
-            ),
-            *(
-                Target(
-                    blocks,
-                    f"{name}.forward",
-                    make=_method(name, make, *parts),
-                    evidence=(formula,),
-                    after=f"{parts[-1]}.forward",
-                    otherwise="nothing",
-                )
-                for name, make, parts, formula in _BLOCKS
-            ),
-            Target(
-                blocks,
-                "SPPF.forward",
-                make=_method("SPPF", lambda stock, conv: sppf_forward(stock, SPPF_N.is_that_of(stock), conv), "Conv"),
-                evidence=(Asks(f"it computes {_SPPF}", lambda f: None if SPPF.is_that_of(f) else SPPF_N.obstacle(f)),),
-                otherwise="nothing",
-            ),
+            *_targets(conv, _CONVS),
+            *_targets(blocks, _BLOCKS),
+            Target(blocks, "SPPF.forward", make=sppf, evidence=(pools,), otherwise="nothing"),
         ),
-        evidence=(GPU, *evidence),
-        **options,
+        evidence=(GPU,),
+        modules=modules,
     )
 
 
-YOLOV5 = _switch(yolov5("models.common"), yolov5("models.common"), modules=("models.common",))
+YOLOV5 = _switch(yolov5("models.common"), yolov5("models.common"), ("models.common",))
 ULTRALYTICS = _switch(
-    ultralytics("nn.modules.conv"), ultralytics("nn.modules.block"), modules=("nn.modules.conv", "nn.modules.block")
+    ultralytics("nn.modules.conv"), ultralytics("nn.modules.block"), ("nn.modules.conv", "nn.modules.block")
 )

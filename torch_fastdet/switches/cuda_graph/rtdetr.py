@@ -30,7 +30,6 @@ from torch_fastdet.switches.cuda_graph.ultralytics import training_graphs, train
 from torch_fastdet.switches.frameworks import ALL_READ
 from torch_fastdet.switches.loss.rtdetr import RTDETRLoss, padded_targets
 
-PREDICT = Signature(("self", "x", "profile", "batch", "augment", "embed"))
 LOSS = SameCode({"": ("b45e893b",)}, ALL_READ)
 DRAW = SameCode({"": ("254e921d",)}, ALL_READ)
 PREPROCESS = Signature(("self", "batch"))
@@ -74,7 +73,7 @@ class Queries(NamedTuple):
         embed = _Embedded.apply(self.classes, class_embed)
         room = self.classes.shape[1]
         kinds = torch.arange(room + queries, device=self.mask.device).clamp(max=room)
-        # As nn.MultiheadAttention makes it of such a mask, in each layer.
+        # nn.MultiheadAttention makes this of such a mask in each layer.
         mask = torch.zeros_like(self.mask, dtype=torch.float32).masked_fill(self.mask, -torch.inf)[
             kinds[:, None], kinds
         ]
@@ -151,14 +150,11 @@ def _groups(owner: Tensor, images: int) -> list[int]:
     return owner.bincount(minlength=images)[:images].tolist()
 
 
-class _Drawn(NamedTuple):
-    queries: Queries
-    used: int
-    meta: Names | None
+def _draw(draw: Any, head: Head, targets: Names) -> tuple[Queries, int, Names | None]:
+    """Draw denoising queries by Ultralytics' ``get_cdn_group``, with classes instead of their embeddings.
 
-
-def _draw(draw: Any, head: Head, targets: Names) -> _Drawn:
-    """Draw denoising queries by Ultralytics' ``get_cdn_group``, with classes in the place of their embeddings."""
+    Returns the queries, how many of them are in use, and what else Ultralytics returns.
+    """
     device, images, room = targets["bboxes"].device, len(targets["gt_groups"]), 2 * head.num_denoising
     names = torch.arange(1, head.nc + 1, dtype=torch.float32, device=device).unsqueeze(1)
     found, boxes, seen, meta = draw(
@@ -177,7 +173,7 @@ def _draw(draw: Any, head: Head, targets: Names) -> _Drawn:
         mask[:count, :room] = used
         mask[:count, room] = seen[:count, count]
         mask[room, :count] = seen[count, :count]
-    return _Drawn(Queries(classes, padded, mask), count, meta)
+    return Queries(classes, padded, mask), count, meta
 
 
 def network(model: nn.Module, x: Tensor, *queries: Tensor) -> tuple[Tensor, ...]:

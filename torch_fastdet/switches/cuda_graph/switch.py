@@ -9,19 +9,29 @@ from torch_fastdet.patching.evidence import Signature
 from torch_fastdet.patching.switch import GPU, Switch, Target, needs_gpu
 from torch_fastdet.rewrites import registry
 from torch_fastdet.rewrites.registry import lines
-from torch_fastdet.switches.cuda_graph import rtdetr
 from torch_fastdet.switches.cuda_graph import ultralytics as of_ultralytics
 from torch_fastdet.switches.cuda_graph import yolov5 as of_yolov5
 from torch_fastdet.switches.cuda_graph.common import timer
+from torch_fastdet.switches.cuda_graph.rtdetr import (
+    DRAW,
+    DRAWS,
+    LOSS,
+    PREPROCESS,
+    get_cdn_group,
+    model_loss,
+    preprocess_batch,
+)
+from torch_fastdet.switches.cuda_graph.ultralytics import PREDICT, model_predict
 from torch_fastdet.switches.frameworks import SELF, VERSION, ultralytics, yolov5
 
-CLASSIFIER = "ClassificationModel"  # segmentation's derives from DetectionModel
+_TASKS = ultralytics("nn.tasks")
 YOLOV5 = Switch(
     "cuda_graph",
     "train, detect and validate with the model's passes as CUDA graphs, one for each image size; needs a GPU",
     (
+        # Segmentation's model derives from it.
         Target(yolov5("models.yolo"), "DetectionModel.forward", make=of_yolov5.model_forward),
-        Target(yolov5("models.yolo"), f"{CLASSIFIER}.forward", make=of_yolov5.model_forward, otherwise="say"),
+        Target(yolov5("models.yolo"), "ClassificationModel.forward", make=of_yolov5.model_forward, otherwise="say"),
         Target(yolov5("models.common"), "DetectMultiBackend.forward", make=of_yolov5.backend_forward),
         timer(yolov5("utils.general"), (Signature(("self",)),)),
     ),
@@ -42,39 +52,15 @@ ULTRALYTICS = Switch(
     "cuda_graph",
     "train, predict and validate with the model's passes as CUDA graphs, one for each image size; needs a GPU",
     (
-        Target(
-            ultralytics("nn.tasks"),
-            "DetectionModel.predict",
-            make=of_ultralytics.model_predict,
-            evidence=(of_ultralytics.PREDICT,),
-        ),
-        Target(
-            ultralytics("nn.tasks"),
-            "ClassificationModel.predict",
-            make=of_ultralytics.model_predict,
-            evidence=(of_ultralytics.PREDICT,),
-            otherwise="say",
-        ),
-        Target(
-            ultralytics("nn.tasks"),
-            "RTDETRDetectionModel.loss",
-            make=rtdetr.model_loss,
-            evidence=(rtdetr.LOSS,),
-            otherwise="say",
-        ),
-        Target(
-            (rtdetr.DRAWS,),
-            "get_cdn_group",
-            make=rtdetr.get_cdn_group,
-            evidence=(rtdetr.DRAW,),
-            otherwise="say",
-            quiet=True,
-        ),
+        Target(_TASKS, "DetectionModel.predict", make=model_predict, evidence=(PREDICT,)),
+        Target(_TASKS, "ClassificationModel.predict", make=model_predict, evidence=(PREDICT,), otherwise="say"),
+        Target(_TASKS, "RTDETRDetectionModel.loss", make=model_loss, evidence=(LOSS,), otherwise="say"),
+        Target((DRAWS,), "get_cdn_group", make=get_cdn_group, evidence=(DRAW,), otherwise="say", quiet=True),
         Target(
             ultralytics("models.yolo.detect.train"),
             "DetectionTrainer.preprocess_batch",
-            make=rtdetr.preprocess_batch,
-            evidence=(rtdetr.PREPROCESS,),
+            make=preprocess_batch,
+            evidence=(PREPROCESS,),
             otherwise="nothing",
             quiet=True,
         ),
@@ -89,7 +75,7 @@ ULTRALYTICS = Switch(
         ),
         Target(ultralytics("nn.backends.pytorch"), "PyTorchBackend.forward", make=of_ultralytics.backend_forward),
         Target(
-            ultralytics("nn.tasks"),
+            _TASKS,
             "BaseModel.forward",
             make=of_ultralytics.model_forward,
             evidence=(Signature(("self", "x", "args", "kwargs")),),
@@ -107,8 +93,8 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("models.yolo.detect.val"),
             "DetectionValidator.preprocess",
-            make=rtdetr.preprocess_batch,
-            evidence=(rtdetr.PREPROCESS,),
+            make=preprocess_batch,
+            evidence=(PREPROCESS,),
             otherwise="nothing",
             quiet=True,
         ),

@@ -1,10 +1,9 @@
 """Holds what ``cuda_graph`` puts in the place of Ultralytics' methods.
 
-The trainer computes predictions and loss in one call, ``model(batch)``. Replaced is ``predict`` of detectors and classifiers, which
-that call comes to; the loss stays outside of the graphs, whichever it is. The RLE part of our PoseLoss26 has graphs of its own.
-Predictors and validators run the model by way of ``PyTorchBackend.forward``, which is replaced too, and a trainer's validations by way of
-``BaseModel.forward``. Graphs live beside the model, not
-in it: copies of it, such as the moving average, are plain, and checkpoints hold nothing of torch_fastdet.
+The trainer computes predictions and loss in one call, ``model(batch)``. It calls ``predict`` of detectors and classifiers, which is replaced;
+the loss stays outside of the graphs. Predictors and validators call ``PyTorchBackend.forward``, and a trainer's validations ``BaseModel.forward``,
+which are replaced too. Graphs live beside the model: copies of it, such as the moving average, are plain, and checkpoints hold nothing of
+torch_fastdet.
 """
 
 from __future__ import annotations
