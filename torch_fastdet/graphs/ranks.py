@@ -93,8 +93,9 @@ class _Packed:
 
 
 class BufferBroadcast:
-    """Send the buffers of the group's first rank to all ranks, without the running statistics of batch norm in training mode, which no
-    training pass reads: each rank keeps its own.
+    """Send the buffers of the group's first rank to all ranks.
+
+    No training pass reads the running statistics of batch norm in training mode: each rank keeps its own.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -1,10 +1,8 @@
 """Runs norm and activation behind a convolution as one operator, in training and in evaluation.
 
-In evaluation without gradients the framework may have fused the norm into the convolution: then its bias and the activation are that
-operator. YOLOv5 and Ultralytics both have such a ``Conv``, a ``Bottleneck`` of two of them with a shortcut, a ``C3`` of three and of
-bottlenecks, a ``C2f`` of two and of either, and an ``SPPF`` of two with max poolings in between. The functions here make forward methods for such classes. They
-look at the modules at each call, because anything may have changed since the last one. What one operator cannot do with the original
-results and in the original order stays as it is.
+Where the framework has fused the norm into the convolution, its bias and the activation are that operator. The functions here make forward
+methods for the frameworks' ``Conv``, ``Bottleneck``, ``C3``, ``C2f``, ``HGBlock`` and ``SPPF``. They look at the modules at each call, because
+anything may have changed since the last one. What one operator cannot do with the original results and in the original order stays as it is.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 # Torch's own, to see whether somebody has put another one on the class.
 _KINDS: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d, nn.Sequential, *ACTIVATIONS)
 _FORWARDS = {kind: kind.forward for kind in _KINDS}
-# Where the operator is the faster one.
+# The operator is faster on these.
 DEVICES = ("cuda",)
 # Channels of half precision that one access moves: slices of other numbers of channels are copied one by one.
 _VECTOR = 8
@@ -176,7 +174,7 @@ def _convolve(conv: Block, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _vectors(block: Block) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, float]:
-    """Weight, bias, mean and variance of an evaluated block's norm, and its eps; the bias alone where the convolution holds the norm."""
+    """Return weight, bias, mean and variance of an evaluated block's norm, and its eps; the bias alone where the convolution holds the norm."""
     norm = getattr(block, "bn", None)
     if norm is None:
         return None, block.conv.bias, None, None, 0.0
@@ -451,7 +449,7 @@ def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
 
 
 def rep_conv_forward(stock: Forward, conv: Forward) -> Forward:
-    """Stand for the forward of a block that computes ``act(conv1(x) + conv2(x))``, plus ``bn(x)`` in the sum if there is one.
+    """Stand in for the forward of a block that computes ``act(conv1(x) + conv2(x))``, plus ``bn(x)`` in the sum if there is one.
 
     Without one, the sum joins the second block's norm where that block's forward is ``conv``, one of :func:`conv_forward`.
     """

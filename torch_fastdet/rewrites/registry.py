@@ -1,4 +1,4 @@
-"""Lists every rewrite of the frameworks' models, in the order in which they are applied, by what the doctor says of it."""
+"""Lists every rewrite of the frameworks' models in the order in which they are applied, with the line that the doctor prints of it."""
 
 from __future__ import annotations
 
