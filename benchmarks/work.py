@@ -381,11 +381,6 @@ def yolov5_statistics(model: str) -> int:
     return sum(2 * layer.outputs for layer in yolov5_convolutions(model) if layer.activated) + 3 * 3 * 2
 
 
-def yolov5_inference(model: str, batch: int = 1, image: int = 640) -> Work:
-    """Forward convolutions alone."""
-    return sum((layer.forward(batch) for layer in yolov5_convolutions(model, image)), Work(0, 0, "fp16"))
-
-
 def batch_norm_silu(elements: int, itemsize: int = 2) -> Work:
     """Forward and backward, fused: 8 passes. Forward reads x for the statistics and again to write y (3); backward reads x and
     dy for the two sums, reads both again and writes dx (5)."""

@@ -75,15 +75,5 @@ def adam(
     return param - lr * corrected[0] / (corrected[1].sqrt() + eps), first, second
 
 
-def update_scale(
-    scale: float, tracker: int, overflow: bool, growth: float, backoff: float, interval: int
-) -> tuple[float, int]:
-    """GradScaler.update()."""
-    if overflow:
-        return scale * backoff, 0
-    tracker += 1
-    return (scale * growth, 0) if tracker == interval else (scale, tracker)
-
-
 def finite(tensors: list[Tensor]) -> bool:
     return all(bool(torch.isfinite(t).all()) for t in tensors)

@@ -2,8 +2,6 @@
 
 import argparse
 import pickle
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -38,10 +36,6 @@ def test_flags_are_the_registry():
     assert {name for name, on in vars(opt).items() if on} == {"bbox_iou_optim"}
     assert {name for name in vars(opt) if not name.startswith("no_")} == {*SWITCHES, ALL, "letterbox_optim"}
     assert drop_in.apply(argparse.Namespace(epochs=3)) == ()
-
-
-def run_in(folder, program):
-    return subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True)
 
 
 def test_without_any_yolov5_what_was_asked_for_is_an_error(fake_yolov5):
