@@ -1,5 +1,5 @@
 // torch_fastdet._C.read_labels: image and label files read by threads, with the GIL released.
-#include "python/labels.h"
+#include "python/bind.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>

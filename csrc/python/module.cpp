@@ -2,8 +2,7 @@
 #include <pybind11/pybind11.h>
 
 #include "build_config.h"
-#include "python/labels.h"
-#include "python/trackers.h"
+#include "python/bind.h"
 
 namespace py = pybind11;
 
@@ -11,13 +10,10 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "build_info",
       [] {
-        py::dict info;
-        info["version"] = TORCH_FASTDET_BUILD_VERSION;
-        info["torch"] = TORCH_FASTDET_BUILD_TORCH;
-        info["cuda"] = TORCH_FASTDET_BUILD_CUDA;
-        info["architectures"] = TORCH_FASTDET_BUILD_ARCHITECTURES;
-        info["compiler"] = __VERSION__;
-        return info;
+        return py::dict(py::arg("version") = TORCH_FASTDET_BUILD_VERSION, py::arg("torch") = TORCH_FASTDET_BUILD_TORCH,
+                        py::arg("cuda") = TORCH_FASTDET_BUILD_CUDA,
+                        py::arg("architectures") = TORCH_FASTDET_BUILD_ARCHITECTURES,
+                        py::arg("compiler") = __VERSION__);
       },
       "What this module was compiled with: version, torch, CUDA, architectures and compiler.");
   bind_labels(m);

@@ -1,5 +1,5 @@
 // torch_fastdet._C.Tracker: the trackers of csrc/core/track with NumPy arrays. A frame is computed without the GIL.
-#include "python/trackers.h"
+#include "python/bind.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>

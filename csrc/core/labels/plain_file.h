@@ -1,5 +1,4 @@
-// Image and label files about which the frameworks' own checks have nothing to say. What is not proven plain here is
-// left to them: a file that they would mend, warn about or refuse, and also many that they would take.
+// Image and label files that the frameworks' own checks pass without a word; what is not proven plain is theirs.
 #pragma once
 
 #include <errno.h>
@@ -49,7 +48,6 @@ struct ImageSize {
   int32_t width = 0, height = 0;
 };
 
-// The header of a JPEG file, read as far as it is needed.
 class JpegHeader {
  public:
   explicit JpegHeader(const OpenFile& file) : file_(file) {}
@@ -175,7 +173,6 @@ struct Labels {
   std::vector<float> points;     // x and y of all polygons
 };
 
-// The box around a polygon, behind its class.
 inline LabelRow around(float kind, const float* points, size_t count) {
   float left = points[0], top = points[1], right = left, bottom = top;
   for (size_t i = 1; i < count; i++) {

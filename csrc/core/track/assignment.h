@@ -1,5 +1,4 @@
-// Sparse linear assignment with a cost limit: the pairs with the least sum of (cost - limit), none of them forced.
-// That is what lapjv(cost, extend_cost=True, cost_limit=limit) solves as a dense square of rows + columns.
+// Sparse linear assignment with a cost limit: the pairs of least sum of (cost - limit), as lapjv solves densely.
 #pragma once
 
 #include <algorithm>

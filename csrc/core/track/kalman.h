@@ -1,6 +1,5 @@
-// The Kalman filter of SORT's descendants: constant velocity, four coordinates (centre x and y, aspect or width,
-// height). Noise is diagonal, so the 8x8 covariance is four 2x2 blocks, computed side by side. Camera motion mixes x
-// with y and width with height; then `cross` holds the covariance of such a pair.
+// The Kalman filter of SORT's descendants: centre, aspect or width, height, and velocities. Diagonal noise makes the
+// covariance 2x2 blocks, computed side by side; camera motion mixes x with y and width with height (`cross`).
 #pragma once
 
 #include <cmath>
@@ -43,7 +42,6 @@ struct KalmanState : StillState {
   Covariance cross;  // of each coordinate with swap()'s; zero until a camera moves
 };
 
-// An affine motion of the image: (x, y) becomes rotation * (x, y) + translation.
 struct CameraMotion {
   double rotation[2][2];
   double translation[2];
@@ -75,7 +73,6 @@ class KalmanFilter {
     if (mixed) step(state.cross, single);
   }
 
-  // doubt: factor of the measurement's variance.
   void correct(KalmanState& state, const Lanes& measured, bool mixed, double doubt = 1) const {
     const Lanes deviation = noise(state, kPosition, 1e-1);
     const Lanes innovation = measured - state.position;
@@ -93,8 +90,7 @@ class KalmanFilter {
     own.vv = own.vv - gain_v * back_v;
   }
 
-  // Positions and velocities turn with the image; positions are shifted, too. Sizes become those of the box around the
-  // turned box, or are scaled alone, as those of a rotated box are, or an aspect and a height.
+  // Move positions, turn velocities too. Sizes become those of the turned box's bounds, or are `scaled` alone.
   static void move(KalmanState& state, const CameraMotion& motion, bool scaled) {
     const auto& r = motion.rotation;
     auto size = [&](double value, double scale) { return scaled ? scale : std::abs(value); };
@@ -122,7 +118,6 @@ class KalmanFilter {
     return xywh_ ? Lanes{{w, h, w, h}} : Lanes{{h, h, aspect, h}};
   }
 
-  // position += velocity, for a covariance.
   static void step(Covariance& c, bool single) {
     const Lanes pv = c.pv + c.vv, vp = c.vp + c.vv;
     c.pp = single ? (c.pp + c.pv) + vp : (c.pp + c.vp) + pv;

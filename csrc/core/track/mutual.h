@@ -1,5 +1,5 @@
-// TrackTrack (2025): low scores and recovered detections join the first association at a price, pairs match in rounds
-// of mutual choice, and a new track starts only where neither a track nor a better detection is.
+// TrackTrack (2025): low scores and recovered detections match at a price, in rounds of mutual choice; new tracks keep
+// off.
 #pragma once
 
 #include <algorithm>
@@ -129,7 +129,6 @@ class MutualTracker : public Tracker {
     }
   }
 
-  // Fill pairs_ with those below the limit.
   void find_pairs(const std::vector<int>& slots, float limit, bool priced) {
     pairs_.clear(), tracked_shapes_.clear(), origins_.clear();
     for (int s : slots) {
@@ -178,7 +177,6 @@ class MutualTracker : public Tracker {
     return clip(cost + (column < high_count_ + low_count_ ? kind_.low_price : kind_.recovered_price), 0);
   }
 
-  // Return the cost of the boxes, or of boxes and looks where both have some.
   float placed_at(float cost, int slot, const Detection& d) const {
     if (!looks_.costs || d.index < 0) return cost;
     const float far = look(slot, d);

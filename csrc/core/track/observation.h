@@ -1,6 +1,5 @@
-// OC-SORT (2023), which trusts observations more than the filter: a track's direction is that between observations,
-// what the filter has missed is looked for at the last observation, and a track that is found again there has its
-// filter run through the gap on a line of virtual observations.
+// OC-SORT (2023): tracks head as their observations do, what the filter missed is looked for at the last one, and a
+// track found again has its filter run through the gap on a line of virtual observations.
 #pragma once
 
 #include <algorithm>
@@ -158,7 +157,6 @@ class ObservationTracker : public Tracker {
     }
   }
 
-  // Return the place of a box in a frame between its last observation and this frame.
   TrackBox on_line(const Observation& from, const TrackBox& to, int64_t frame) const {
     const double part = static_cast<double>(frame - from.frame) / static_cast<double>(frame_ - from.frame);
     const float a = static_cast<float>(1 - part), b = static_cast<float>(part);

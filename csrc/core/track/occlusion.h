@@ -45,7 +45,6 @@ class OcclusionTracker : public Tracker {
     return Tracker::stale(slot) && !(covered_at >= 0 && frame_ - covered_at <= kind_.window);
   }
 
-  // Return whether it has been covered since it was last seen.
   bool waits(int slot) const { return pasts_[slot].covered_at > tracks_[slot].frame; }
 
   Past& new_past(int slot) {

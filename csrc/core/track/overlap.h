@@ -63,9 +63,8 @@ struct TrackShapes {
   }
 };
 
-// Each axis is cut into slices. For a slice, one set of bits holds the boxes that begin in it or before, another those
-// that end in it or later; four ANDs give the boxes that may meet a query. The bits are in the order of the boxes'
-// upper edges, so that a query reads few words of a long set.
+// Each axis is cut into slices; a slice has bits for the boxes that begin in it or before and those that end in it or
+// later. Four ANDs give the boxes that may meet a query, in the order of upper edges, of which it reads few words.
 class BoxIndex {
  public:
   void build(const TrackBox* boxes, int count) {

@@ -98,7 +98,6 @@ class Tracker {
     return std::count_if(tracked_.begin(), tracked_.end(), [&](int s) { return shown(tracks_[s]); });
   }
 
-  // Columns of an output row: x1 y1 x2 y2 (x y width height angle) id score class index.
   int64_t output_columns() const { return rotated_ ? 9 : 8; }
 
   void write(float* out) const {
@@ -200,7 +199,6 @@ class Tracker {
   BoxIndex index_;
   SparseAssignment assignment_;
 
-  // Computes the cost of a row and a column in float32, given their overlap.
   struct Costs {
     bool fuse;
     float operator()(int, int, float overlap, const Detection& d) const {
@@ -209,7 +207,6 @@ class Tracker {
     }
   };
 
-  // Return how little a track looks like a detection.
   float look(int slot, const Detection& d) const { return looks_.costs[look_row_[slot] * looks_.columns + d.index]; }
 
   // Return a pair's cost, or that of the looks where boxes are near and it is smaller.
@@ -217,7 +214,6 @@ class Tracker {
     return !looks_.costs || 1.f - overlap > looks_.near ? cost : std::min(cost, look(slot, d));
   }
 
-  // Return a function for match() that does so for the tracks in these slots.
   auto looking_costs(const std::vector<int>& slots) const {
     return [this, &slots, costs = Costs{options_.fuse_score}](int i, int j, float overlap, const Detection& d) {
       return with_looks(costs(i, j, overlap, d), slots[i], overlap, d);
@@ -434,8 +430,7 @@ class Tracker {
     return s;
   }
 
-  // Set used_ for detections of fresh_ that refuses(i, k) keeps from starting: box k of near_ is of a track or an
-  // earlier.
+  // Set used_ for the detections of fresh_ that refuses(i, k) by box k of near_, of a track or an earlier one.
   template <class Refuses>
   void keep_apart(const Refuses& refuses) {
     const int count = static_cast<int>(fresh_.size());
@@ -560,7 +555,6 @@ class Tracker {
     list.resize(kept);
   }
 
-  // A removed track may still be in another list.
   void note_removed(const Track& track) {
     int slot = -1;
     for (const std::vector<int>* list : {&tracked_, &lost_})

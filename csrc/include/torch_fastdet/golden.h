@@ -1,5 +1,4 @@
-// Golden stage tensors in C++: saves, loads and compares the folders of torch_fastdet.golden (Python). Standard library
-// only: no Torch, nothing to link. golden_torch.h saves at::Tensor.
+// Save, load and compare the folders of torch_fastdet.golden with the standard library; golden_torch.h: at::Tensor.
 //
 //   torch_fastdet::golden::Writer writer("port");
 //   writer.save("raw.0", torch_fastdet::golden::view(data, {1, 255, 80, 80}));            // row-major
@@ -7,8 +6,8 @@
 //   auto comparison = torch_fastdet::golden::compare("reference", "port");
 //   std::cout << comparison.table(); return comparison.equal() ? 0 : 1;
 //
-// A folder holds an NN_stage.npy for each stage (elements in row-major order, little-endian), and stages.txt, which
-// lists these files in the order of the pipeline, one a line. A dtype is named as numpy does: "<f4" is float32.
+// A folder holds a little-endian NN_stage.npy for each stage, and stages.txt, which lists them in the pipeline's order.
+// A dtype is named as numpy does: "<f4" is float32.
 // What cannot be done throws std::runtime_error with a one-line message.
 #pragma once
 
@@ -19,6 +18,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <iomanip>
 #include <limits>
 #include <sstream>
 #include <stdexcept>
@@ -58,7 +58,6 @@ inline Dims row_major(const Dims& shape) {
   return stride;
 }
 
-// Copy elements of `size` bytes into row-major order.
 inline std::vector<char> gathered(const char* data, const Dims& shape, const Dims& stride, size_t size) {
   int64_t count = 1;
   for (int64_t extent : shape) count *= extent;
@@ -314,10 +313,8 @@ namespace detail {
 
 inline std::string difference(const Stage& a, const Stage& b, double rtol, double atol) {
   std::ostringstream text;
-  text.precision(9);
   if (a.shape != b.shape || a.dtype != b.dtype) {
-    text << "A is " << a.dtype << format(a.shape) << ", B is " << b.dtype << format(b.shape);
-    return text.str();
+    return "A is " + a.dtype + format(a.shape) + ", B is " + b.dtype + format(b.shape);
   }
   int64_t differing = 0, first = 0;
   double largest = 0;
@@ -339,18 +336,15 @@ inline std::string difference(const Stage& a, const Stage& b, double rtol, doubl
     index.push_back(rest / step);
     rest %= step;
   }
-  text << differing << " of " << a.elements() << " elements differ, by at most ";
-  text.precision(6);
-  text << largest << "; at " << format(index) << " A is ";
-  text.precision(9);
-  text << number(a, first) << ", B is " << number(b, first);
+  text << differing << " of " << a.elements() << " elements differ, by at most " << std::setprecision(6) << largest
+       << "; at " << format(index) << " A is " << std::setprecision(9) << number(a, first) << ", B is "
+       << number(b, first);
   return text.str();
 }
 
 }  // namespace detail
 
-// Compare folder b with folder a, the reference. Elements are equal where |a - b| <= atol + rtol * |a|, by default
-// only where they are the same number; NaN equals NaN. Shape and dtype must be the same.
+// Compare folder b with the reference a: elements are equal where |a - b| <= atol + rtol * |a|, NaN where both are.
 inline Comparison compare(const std::filesystem::path& a, const std::filesystem::path& b, double rtol = 0,
                           double atol = 0) {
   if (!(rtol >= 0) || !(atol >= 0)) detail::fail("rtol and atol must be numbers of at least 0");

@@ -1,5 +1,0 @@
-#pragma once
-
-#include <pybind11/pybind11.h>
-
-void bind_trackers(pybind11::module_& m);
