@@ -111,13 +111,13 @@ def _plan(images: list[Any], placings: list[Placing], where: list[tuple[int, int
     return torch.tensor(rows, device="cpu")
 
 
-def one_after_another(images: list[np.ndarray], pin_memory: bool) -> tuple[Tensor, list[int]]:
-    """Return bytes that hold these images, and where each image begins, and the last one ends."""
+def one_after_another(images: list[np.ndarray], pin_memory: bool, threads: int = COPIERS) -> tuple[Tensor, list[int]]:
+    """Return bytes that hold these images, and where each image begins, and the last one ends. Several threads copy what is large."""
     ends = list(itertools.accumulate((im.size for im in images), initial=0))
     buffer = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
     whole = buffer.numpy()
     places = [whole[first:last].reshape(im.shape) for im, first, last in zip(images, ends, ends[1:])]
-    threads = max(min(COPIERS, len(images), ends[-1] >> 20), 1)
+    threads = max(min(threads, len(images), ends[-1] >> 20), 1)
 
     def copy(number: int) -> None:
         for to, image in zip(places[number::threads], images[number::threads]):
