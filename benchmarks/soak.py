@@ -202,7 +202,8 @@ class Training:
     def writes(self, since: float) -> bool:
         """Whether a process that began then is writing a checkpoint, or was killed in it. Older files are of an earlier one."""
         with contextlib.suppress(FileNotFoundError):
-            return any(file.stat().st_mtime > since for file in (self.last.parent / files.WRITING).iterdir())
+            folders = self.last.parent.glob(f"{files.WRITING}*")
+            return any(file.stat().st_mtime > since for folder in folders for file in folder.iterdir())
         return False
 
 
