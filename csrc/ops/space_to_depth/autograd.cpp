@@ -10,9 +10,9 @@ constexpr const char* kName = kBackward ? "space_to_depth_backward" : "space_to_
 
 template <bool kBackward>
 at::Tensor call(const at::Tensor& x, int64_t channels, bool border, std::optional<at::ScalarType> dtype) {
-  return call_operator < kBackward
-             ? &torch_fastdet::space_to_depth_backward<Meta>
-             : &torch_fastdet::space_to_depth < Meta >> (kName<kBackward>, x, channels, border, dtype);
+  constexpr auto* kOperator =
+      kBackward ? &torch_fastdet::space_to_depth_backward<Meta> : &torch_fastdet::space_to_depth<Meta>;
+  return call_operator<kOperator>(kName<kBackward>, x, channels, border, dtype);
 }
 
 template <bool kBackward>

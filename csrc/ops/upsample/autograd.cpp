@@ -11,8 +11,9 @@ constexpr const char* kName = kBackward ? "upsample_nearest2x_backward" : "upsam
 
 template <bool kBackward>
 at::Tensor call(const at::Tensor& x) {
-  return call_operator < kBackward ? &torch_fastdet::upsample_nearest2x_backward<Meta>
-                                   : &torch_fastdet::upsample_nearest2x < Meta >> (kName<kBackward>, x);
+  constexpr auto* kOperator =
+      kBackward ? &torch_fastdet::upsample_nearest2x_backward<Meta> : &torch_fastdet::upsample_nearest2x<Meta>;
+  return call_operator<kOperator>(kName<kBackward>, x);
 }
 
 template <bool kBackward>
