@@ -6,6 +6,7 @@ That file's name holds the checkpoint's checksum, and it is written first: it is
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import os
@@ -22,15 +23,17 @@ MAGIC = b"torch_fastdet resume 1\n"
 SUFFIX = ".resume"
 #: The name of a folder beside the checkpoint that exists during a write begins so.
 WRITING = ".torch_fastdet_writing_"
-#: Seconds after which such a folder is one that a killed process left.
-LEFT_AFTER = 600.0
+#: Seconds after which such a folder is one that a killed process left, where its lock does not show it, as on NFS.
+LEFT_AFTER = 3600.0
+#: Seconds in which a process surely locks the folder that it has made.
+TO_LOCK = 1.0
 T = TypeVar("T")
 #: The parts of a training between two epochs.
 State: TypeAlias = dict[str, Any]
 
 
 class NotOurs(Exception):
-    """Say why no file belongs to a checkpoint, or why it cannot be used."""
+    """Raise where there is no file that belongs to a checkpoint, or it is damaged: why, in a sentence."""
 
 
 @contextlib.contextmanager
@@ -39,7 +42,10 @@ def whole(path: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     folder = Path(tempfile.mkdtemp(prefix=WRITING, dir=target.parent))
     made = folder / path.name  # torch.save writes the file's name into the file
+    lock = os.open(folder, os.O_RDONLY)
     try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield made
         if target.exists():
             shutil.copymode(target, made)
@@ -49,14 +55,22 @@ def whole(path: Path) -> Iterator[Path]:
             _to_disk(target.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
 def _remove_left(path: Path) -> None:
-    """Remove what killed processes have left beside a checkpoint."""
+    """Remove what processes that are gone have left beside a checkpoint. A link is no such folder."""
     for left in Path(os.path.realpath(path)).parent.glob(f"{WRITING}*"):
         with contextlib.suppress(OSError):
-            if time.time() - left.lstat().st_mtime >= LEFT_AFTER:
-                shutil.rmtree(left)  # raises for a link, which may lead to somebody's files
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                age = time.time() - os.fstat(lock).st_mtime
+                if age < LEFT_AFTER:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error where its process lives
+                if age >= min(TO_LOCK, LEFT_AFTER):
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _to_disk(path: Path) -> None:
