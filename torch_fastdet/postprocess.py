@@ -271,7 +271,9 @@ class UltralyticsPostProcess(_PostProcess):
         """Take separate maps, as :func:`torch_fastdet.ops.ultralytics_postprocess` does; also return indices.
 
         Args:
-            boxes, scores, extra: As of the operator.
+            boxes: As of the operator.
+            scores: As of the operator.
+            extra: As of the operator.
             letterboxes: As of :meth:`forward`.
         """
         options = self._options(letterboxes)

@@ -344,7 +344,6 @@ CHANGES = {
     "balance": lambda model, loss, optimizer, scaler, ema, fused: setattr(loss, "balance", [1.0, 1.0, 1.0]),
     "maximize": lambda model, loss, optimizer, scaler, ema, fused: optimizer.param_groups[0].update(maximize=True),
     "momentum": lambda model, loss, optimizer, scaler, ema, fused: optimizer.param_groups[0].update(momentum=0.0),
-    "other decay": lambda model, loss, optimizer, scaler, ema, fused: setattr(ema, "decay", lambda updates: 0.9),
 }
 
 
@@ -376,6 +375,16 @@ def test_train_step_follows_settings(gpu, change):
     same_state(model, plain)
     same_state(ema.ema, want_ema.ema)
     assert scaler.get_scale() == want_scaler.get_scale()
+
+
+def test_a_decay_of_ones_own_is_an_error(cuda):
+    model = Detector().to_device()
+    loss_of_batch, optimizer, scaler, ema = make_training(model)
+    ema.decay = lambda updates: 0.9
+    step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
+    with pytest.raises(CaptureError, match=r"ema\.decay was replaced"):
+        for images, targets in some_batches(5):
+            step(images, targets)
 
 
 OPTIMIZERS = {
