@@ -42,6 +42,7 @@ def train(model, stop, **arguments):
 
     def at_epoch_end(trainer):
         parts = training.take(trainer.model, trainer.optimizer, trainer.scaler, trainer.ema, trainer.stopper)
+        parts |= {f"random numbers of {name}": state for name, state in parts.pop("random").items()}
         seen[trainer.epoch] = {name: checksum(value) for name, value in parts.items()}
         seen[trainer.epoch]["batches"] = checksum([batch.cpu() for batch in batches])
         batches.clear()
