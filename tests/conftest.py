@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Collection, Iterable
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -38,6 +40,11 @@ def cuda_missing() -> str | None:
     if torch_fastdet.build_info()["cuda"] is None:
         return "torch_fastdet is built for the CPU only"
     return None
+
+
+def some_slow(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
+    """Return the cases for ``parametrize``; all but the quick ones are marked slow."""
+    return [pytest.param(case, marks=[pytest.mark.slow] * (case not in quick)) for case in cases]
 
 
 def with_trapz(patch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from tests.conftest import some_slow
 from tests.launches import no_sync
 from tests.ops import (
     test_deformable_attention,
@@ -339,7 +340,7 @@ SCHEMAS = (
     "bn_act_cat",
 )
 #: `make test` compiles these alone; test_opcheck traces all.
-FEWER = [pytest.param(name, marks=[pytest.mark.slow] * (name not in SCHEMAS)) for name in CALLS]
+FEWER = some_slow(CALLS, SCHEMAS)
 
 
 @pytest.mark.parametrize("name", FEWER)

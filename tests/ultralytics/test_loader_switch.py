@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 import torch_fastdet.ultralytics as drop_in
+from tests.conftest import some_slow
 from tests.forks import exit_status, fork
 from tests.images import pretended
 from tests.images.leftovers import closes, open_memories, orphans, started
@@ -106,10 +107,6 @@ QUICK = (
     *("train", "workers", "mosaic9", "close_mosaic", "rect", "ram", "val", "segment", "pose", "obb", "bad_segment"),
     *("files", "files_val", "rtdetr", "little_memory"),
 )
-
-
-def some_slow(cases):
-    return [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in cases]
 
 
 @pytest.fixture(scope="module")
@@ -296,7 +293,7 @@ def error_of(function, *arguments, **options):
     return type(error.value), str(error.value).strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("case", some_slow(CASES))
+@pytest.mark.parametrize("case", some_slow(CASES, QUICK))
 def test_batches_are_stocks(ultralytics, root, device, case, monkeypatch, capsys):
     options = {"root": "boxes", **CASES[case]}
     if "environment" in options:
@@ -316,7 +313,7 @@ PLANNED += [case for case in CASES if case.startswith("files")]
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("case", some_slow(PLANNED))
+@pytest.mark.parametrize("case", some_slow(PLANNED, QUICK))
 def test_the_training_process_makes_batches_of_plans(ultralytics, root, case, monkeypatch, request, capsys):
     options = {"root": "boxes", **CASES[case]}
     kept = "23 of 24" if options["root"] == "files" else "of 24"

@@ -4,6 +4,8 @@ import functools
 
 import pytest
 
+from tests.conftest import some_slow
+
 FAMILIES = ("yolov8n", "yolo26n", "yolov10n", "segment", "segment26", "pose", "obb", "classify", "rtdetr")
 QUICK = ("yolov8n", "segment", "odd", "augment", "hooks")  # for each change
 ON_THE_CPU = ("yolov8n", "yolo26n", "segment", "pose", "obb", "classify", "rtdetr")  # one of each kind of head
@@ -26,11 +28,7 @@ def predicted(program, digits):
     return lambda case: run(*(QUICK if case in QUICK else others))[case]
 
 
-def some_slow(cases):
-    return [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in cases]
-
-
-@pytest.mark.parametrize("family", some_slow(ON_THE_CPU))
+@pytest.mark.parametrize("family", some_slow(ON_THE_CPU, QUICK))
 def test_families(predicted, family):
     found = predicted(family)
     check(found)
@@ -39,7 +37,7 @@ def test_families(predicted, family):
     assert found["said"][-1].endswith(BEGUN)
 
 
-@pytest.mark.parametrize("case", some_slow(CASES))
+@pytest.mark.parametrize("case", some_slow(CASES, QUICK))
 def test_cases(predicted, case):
     found = predicted(case)
     check(found)

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 import torch_fastdet.ultralytics as drop_in
+from tests.conftest import some_slow
 from tests.test_trackers import Camera
 from tests.track_scenes import looks, motions, namespace, options_of, recovered, rotated, scene
 from torch_fastdet.switches.track.trial import CLASSES
 
 LISTS = ("tracked_stracks", "lost_stracks", "removed_stracks", "removed_stracks_frame")
 NAMES = ("BYTETracker", "BOTSORT", "OCSORT", "DeepOCSORT", "FASTTracker", "TRACKTRACK")
-SOME = [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("BYTETracker", "TRACKTRACK"))) for name in NAMES]
+SOME = some_slow(NAMES, ("BYTETracker", "TRACKTRACK"))
 LOOKING = ("BOTSORT", "DeepOCSORT", "TRACKTRACK")
 KEY = "torch_fastdet_core"
 

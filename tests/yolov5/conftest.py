@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import some_slow
 from tests.yolov5 import real
 
 IMAGE = 64
@@ -30,7 +31,7 @@ def real_yolov5(tmp_path_factory):
     return make
 
 
-@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name != "package")) for name in real.LAYOUTS])
+@pytest.fixture(params=some_slow(real.LAYOUTS, ("package",)))
 def yolov5(request, real_yolov5) -> real.YOLOv5:
     """The test runs once in each layout; `make test` takes PyPI's package alone."""
     return real_yolov5(request.param)

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.conftest import some_slow
 from tests.yolov5 import real
 from torch_fastdet.ops import opencv_rules
 
@@ -48,9 +49,7 @@ def outcome(real_yolov5, tmp_path_factory):
     return outcome
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in ON_CPU]
-)
+@pytest.mark.parametrize("case", some_slow(ON_CPU, QUICK))
 def test_batches_are_stocks(case, outcome):
     said = outcome("package", "cpu", case, [other for other in ON_CPU if (other in QUICK) == (case in QUICK)])
     assert said.splitlines()[0] == "ok", said
