@@ -2,16 +2,19 @@
 
 import contextlib
 import copy
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.bn_act_models import Operators, tensors
+from torch_fastdet import rewrites
 from torch_fastdet.nn import bn_act
 from torch_fastdet.nn.joint import JOINT, OF_ONE_INPUT
 from torch_fastdet.rewrites.casts import weights_cast_once
 from torch_fastdet.rewrites.heads import first_blocks, head_rows
+from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.rewrites.rewrite import rewritten
 
 ultralytics = pytest.importorskip("ultralytics", exc_type=ImportError)
@@ -182,3 +185,21 @@ def test_first_convolutions_that_are_alike_among_others(device, same_convolution
     head = ultralytics.YOLO("yolov8n-seg.yaml").model.model[-1].train()
     change(head)
     compare_first_blocks(head, device, monkeypatch, 3)
+
+
+@pytest.mark.parametrize("name", ["yolov8n.yaml", "yolo26n.yaml"])
+@pytest.mark.parametrize("training", [True, False])
+def test_evidence_of_rewrites_draws_no_random_numbers(fused_blocks, name, training):
+    """It is taken in the middle of a training."""
+    model = make(name).train(training)
+    known = [value for module in vars(rewrites).values() for value in getattr(module, "__dict__", {}).values()]
+    caches = [
+        value for value in known if hasattr(value, "cache_clear") and value.__module__.startswith(rewrites.__name__)
+    ]
+    assert len(caches) > 3
+    for cache in caches:
+        cache.cache_clear()
+    states = torch.get_rng_state(), random.getstate()
+    with fewer_copies(model):
+        pass
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]

@@ -79,7 +79,8 @@ def _distances(dfl: Head, x: Tensor) -> Tensor:
 
 @functools.cache
 def _is_dfl(forward: object) -> bool:
-    bins = nn.Conv2d(2, 1, 1, bias=False).double().requires_grad_(False)
+    # A training goes on meanwhile, whose random numbers initial weights would take.
+    bins = nn.utils.skip_init(nn.Conv2d, 2, 1, 1, bias=False, dtype=torch.double).requires_grad_(False)
     bins.weight.data[:] = torch.arange(2).view(1, 2, 1, 1)
     return agree(cast(Any, forward), _distances, {"conv": bins, "c1": 2}, pictures(8).flatten(2))
 
