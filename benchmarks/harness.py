@@ -80,6 +80,8 @@ WANTS = {
     "pictures": ("yolov5", "ultralytics", "cv2", "sklearn"),
     "latency": ("yolov5", "cv2"),
     "predict": ("ultralytics", "cv2", "sklearn"),
+    "serving": ("ultralytics", "cv2", "sklearn"),
+    "evaluation": ("ultralytics",),
     "rtdetr": ("ultralytics", "scipy"),
     "training_truth": REAL_SCRIPTS,
 }
