@@ -27,6 +27,7 @@ def measure(report: harness.Report) -> None:
             images = torch.rand(batch, 3, 640, 640, device=report.device).half()
             images = images.contiguous(memory_format=torch.channels_last)
             replays: dict[str, Any] = {}
+            networks = []  # whose memory the graphs read
             for variant in ("stock", harness.OURS):
                 try:
                     if variant != "stock":
@@ -34,7 +35,7 @@ def measure(report: harness.Report) -> None:
                     torch.manual_seed(0)
                     network: Any = YOLO(f"{name}.yaml").model
                     network = network.to(report.device).eval().fuse(verbose=False).half()
-                    network = network.to(memory_format=torch.channels_last)
+                    networks.append(network := network.to(memory_format=torch.channels_last))
                     changed = contextlib.nullcontext() if variant == "stock" else fewer_copies(network)
                     with torch.no_grad(), changed:
                         replays[variant] = harness.graph(lambda network=network, images=images: network(images))

@@ -158,7 +158,7 @@ def network(report: harness.Report) -> None:
                 drop_in.patch()
             torch.manual_seed(0)
             model = RTDETRDetectionModel("rtdetr-l.yaml", verbose=False).eval()
-            backend = AutoBackend(model, device=report.device, fp16=True, verbose=False)
+            backend = AutoBackend(model, device=report.device, fp16=True, verbose=False).eval()
             for batch in (1, 16):
                 images = torch.rand(batch, 3, 640, 640, device=report.device).half()
 

@@ -22,7 +22,7 @@ from benchmarks.bench_predict import BATCH, model, options
 from torch_fastdet import ultralytics as drop_in
 from torch_fastdet.serving import Batcher
 
-THREADS, IMAGES, WARM = 8, 200, 100
+THREADS, IMAGES, WARM = 8, 150, 50
 
 
 def play(answers: list[Callable[[np.ndarray], Any]], images: list[np.ndarray], count: int) -> list[float]:

@@ -16,6 +16,8 @@ from torch_fastdet.graphs.loss import Offer
 from torch_fastdet.optim import FusedStep
 
 _training = operator.attrgetter("training")
+# They compute the same in either mode. Frameworks make new convolutions where they fuse a model, in training mode.
+_OF_NO_MODE = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear, nn.Identity)
 
 
 class BakedModule:
@@ -57,12 +59,16 @@ class BakedForward(BakedModule):
         self._settings: list[object] = []
         self._known: Walk | None = None
         self._hooks: list[object] = []
+        self._with_modes: list[nn.Module] = []
 
     def moved(self, module: nn.Module) -> bool:
         moved = super().moved(module)
-        if self._walk is not self._known:
-            self._known = self._walk
+        walk = self._walk
+        assert walk is not None
+        if walk is not self._known:
+            self._known = walk
             self._hooks = [hooks for child in module.modules() for hooks in forward_hooks(child)]
+            self._with_modes = [child for child in walk.submodules if type(child) not in _OF_NO_MODE]
         settings = list(self._read(module))
         moved |= not _same(settings, self._settings)
         self._settings = settings  # the objects themselves: another object could get the identity of one that is gone
@@ -72,9 +78,8 @@ class BakedForward(BakedModule):
         return any(self._hooks)
 
     def trains(self, module: nn.Module) -> bool:
-        """Return whether the module or a part of it is in training mode; call :meth:`moved` before."""
-        assert self._walk is not None
-        return module.training or any(map(_training, self._walk.submodules))
+        """Return whether the module or a part of it, other than a convolution, is in training mode; call :meth:`moved` before."""
+        return module.training or any(map(_training, self._with_modes))
 
 
 def _same(left: list[object], right: list[object]) -> bool:
