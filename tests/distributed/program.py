@@ -451,7 +451,7 @@ def switch_of_ultralytics():
 
 
 def what_the_switch_leaves_to_stock():
-    """A communication hook, and a training without DistributedDataParallel: a line on each rank, and stock's results."""
+    """A communication hook, SyncBatchNorm, and a training without DistributedDataParallel: a line on each rank, and stock's results."""
     from yolov5.models import yolo
 
     import torch_fastdet.yolov5 as host
@@ -476,6 +476,10 @@ def what_the_switch_leaves_to_stock():
         with pytest.raises(host.SwitchError, match="runs as it is: it has a communication hook"):
             hooked(x)
         loss_of(hooked(x)).backward()  # the decision is made: stock from now on
+        synced = ddp(copy.deepcopy(model))
+        torch.nn.SyncBatchNorm.convert_sync_batchnorm(synced)  # before, DistributedDataParallel asks for GPUs
+        with pytest.raises(host.SwitchError, match=r"\(SyncBatchNorm\) exchanges statistics with other processes"):
+            synced(x)
     finally:
         host.unpatch()
 
