@@ -150,7 +150,6 @@ def test_whatever_the_default_device_is(patched, device):
 
 @pytest.mark.parametrize("shapes", [[], [(40, 30)], [(800, 900), (1, 7), (900, 800), (640, 640)]])
 def test_arrays_in_one_buffer(shapes):
-    """Several threads copy what is large."""
     images = [picture(*shape, seed=seed)[:, :: 1 - 2 * (seed % 2)] for seed, shape in enumerate(shapes)]
     buffer, ends = common.one_after_another(images, pin_memory=False)
     assert ends == [0, *np.cumsum([image.size for image in images])] and buffer.shape == (ends[-1],)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from torch_fastdet.ops.letterbox import letterbox as place_of
 
 MOST_STORAGES = 8
 UPLOAD = 64 << 20  # bytes of images that are copied to a GPU at once, or one image
-COPIERS = 4  # threads; PyTorch's own would spin after a copy, beside threads that have work
 LARGEST_SIDE = 1 << 24
 
 
@@ -111,22 +109,14 @@ def _plan(images: list[Any], placings: list[Placing], where: list[tuple[int, int
     return torch.tensor(rows, device="cpu")
 
 
-def one_after_another(images: list[np.ndarray], pin_memory: bool, threads: int = COPIERS) -> tuple[Tensor, list[int]]:
-    """Return bytes that hold these images, and where each image begins, and the last one ends. Several threads copy what is large."""
+def one_after_another(images: list[np.ndarray], pin_memory: bool) -> tuple[Tensor, list[int]]:
+    """Return bytes that hold these images, and where each image begins, and the last one ends.
+
+    NumPy copies, in this thread: PyTorch's threads would spin after a copy, beside threads that have work.
+    """
     ends = list(itertools.accumulate((im.size for im in images), initial=0))
     buffer = torch.empty(ends[-1], dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
     whole = buffer.numpy()
-    places = [whole[first:last].reshape(im.shape) for im, first, last in zip(images, ends, ends[1:])]
-    threads = max(min(threads, len(images), ends[-1] >> 20), 1)
-
-    def copy(number: int) -> None:
-        for to, image in zip(places[number::threads], images[number::threads]):
-            np.copyto(to, image)
-
-    others = [threading.Thread(target=copy, args=(number,)) for number in range(1, threads)]
-    for other in others:
-        other.start()
-    copy(0)
-    for other in others:
-        other.join()
+    for image, first, last in zip(images, ends, ends[1:]):
+        np.copyto(whole[first:last].reshape(image.shape), image)
     return buffer, ends

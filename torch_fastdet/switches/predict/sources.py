@@ -27,7 +27,7 @@ from torch_fastdet.memory import is_out_of_memory
 from torch_fastdet.ops.jpeg import decode_packed
 from torch_fastdet.patching.protocols import Loader
 from torch_fastdet.patching.replace import is_code_of
-from torch_fastdet.switches.predict.common import COPIERS, UPLOAD, fits, one_after_another
+from torch_fastdet.switches.predict.common import UPLOAD, fits, one_after_another
 from torch_fastdet.switches.predict.results import Images, Pixels
 
 READERS = 4  # threads
@@ -98,8 +98,7 @@ class Stager:
         if not known or (arrays and decoded and arrays[0].shape[2] != 3) or sum(a.size for a in arrays) > UPLOAD:
             return made
         with self._on_stream():
-            threads = COPIERS if self._stream is None else 1  # on a stream of its own nobody waits for this
-            buffer, ends = one_after_another(arrays, self.cuda and bool(arrays), threads)
+            buffer, ends = one_after_another(arrays, self.cuda and bool(arrays))
             made.storages = [buffer.to(self.device, non_blocking=True)] if arrays else []
             if decoded:  # views of one allocation
                 first = next(iter(decoded.values()))
