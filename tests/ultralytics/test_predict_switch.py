@@ -336,6 +336,17 @@ def test_every_source_gives_stocks_results(ahead, detector, folder, device, tmp_
 
 
 @pytest.fixture(scope="module")
+@pytest.mark.parametrize("source", ["many arrays", "glob"])
+def test_each_batch_goes_through_the_network_once(ahead, detector, folder, device, tmp_path, monkeypatch, source):
+    """...also where it has more bytes than are uploaded ahead."""
+    monkeypatch.setattr(sources, "UPLOAD", 1000)
+    launched, launch = [], pipeline.Feed._launch
+    monkeypatch.setattr(pipeline.Feed, "_launch", lambda *args: launched.append(args[2]) or launch(*args))
+    make, options = SOURCES[source]
+    found = run(detector, make(*folder), device, tmp_path, True, **options)
+    assert len(launched) == -(-len(found) // options.get("batch", sources.LIST_BATCH))
+
+
 def transformer():
     """An RT-DETR whose scores and boxes differ from query to query."""
     from ultralytics import RTDETR

@@ -216,6 +216,7 @@ class Feed:
             layout = None if batch.images.touched or not batch.storages else parts.layout(predictor, batch)
             if layout is None:
                 flight.input = parts.preprocess(predictor, list(batch.images))
+                batch.images.touched = False
             else:
                 dtype = torch.float16 if predictor.model.fp16 else torch.float32
                 flight.input, letterboxes = layout.letterbox(batch.storages, batch.where, self.device, dtype, stream)
@@ -255,7 +256,6 @@ class Feed:
         assert flight is not None
         if flight.settings != vars(predictor.args) or flight.batch.images.touched:
             self._launch(predictor, flight)
-            flight.batch.images.touched = False
         return flight.input
 
 
