@@ -486,6 +486,14 @@ def test_images_of_results(ahead, detector, folder, device, tmp_path, monkeypatc
 
 
 def tree(folder):
+def test_images_of_a_batch_are_arrays():
+    """...for code in C and in copies, too."""
+    arrays = [picture(4, 5, seed=seed) for seed in range(2)]
+    images = results.Images([results.Pixels(torch.from_numpy(array), torch.empty(0)) for array in arrays])
+    assert np.array_equal(np.array(images), arrays) and np.array_equal(np.array(images, np.float32), arrays)
+    assert {type(image) for image in images.copy()} == {np.ndarray}
+
+
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 

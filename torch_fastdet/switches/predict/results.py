@@ -52,6 +52,11 @@ class Pixels:
         assert self._array is not None
         return self._array
 
+    def __array__(
+        self, dtype: Any = None, copy: bool | None = None
+    ) -> np.ndarray:  # for numpy.array(images), which reads no list
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return self.numpy().__reduce_ex__(protocol)
 
@@ -93,6 +98,9 @@ class Images(list):
 
     def __iter__(self) -> Iterator[Any]:
         return map(self._array, super().__iter__())
+
+    def copy(self) -> list[Any]:
+        return list(self)
 
 
 def lazy_image(*_: object) -> property:
