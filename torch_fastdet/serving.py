@@ -28,6 +28,9 @@ class Batcher:
     batches, or when its first image has waited for ``max_wait_ms`` since the thread was free. So callers who wait for their results before
     they submit again share one batch, and need not wait for the clock. While a batch is being predicted the next one fills up.
 
+    YOLOv5 and Ultralytics pad images of several shapes to one size, so what a caller gets may depend on the others' images where cameras have
+    several shapes. With ``rect=False`` Ultralytics pads every image to ``imgsz``, whatever the batch holds.
+
     Args:
         predict: Takes a list of images and returns a list of as many results, such as a ``YOLO`` or any other callable; for a model of
             YOLOv5's hub ``lambda images: model(images).tolist()``.

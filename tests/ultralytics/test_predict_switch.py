@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fastdet import ultralytics as drop_in
 from torch_fastdet.ops.letterbox import place
+from torch_fastdet.serving import Batcher
 from torch_fastdet.switches.predict import common, pipeline, results, sources
 from torch_fastdet.switches.predict import ultralytics as predictors
 
@@ -335,7 +336,6 @@ def test_every_source_gives_stocks_results(ahead, detector, folder, device, tmp_
     assert_same(run(detector, source(*folder), device, tmp_path, True, **options), stock)
 
 
-@pytest.fixture(scope="module")
 @pytest.mark.parametrize("source", ["many arrays", "glob"])
 def test_each_batch_goes_through_the_network_once(ahead, detector, folder, device, tmp_path, monkeypatch, source):
     """...also where it has more bytes than are uploaded ahead."""
@@ -347,6 +347,7 @@ def test_each_batch_goes_through_the_network_once(ahead, detector, folder, devic
     assert len(launched) == -(-len(found) // options.get("batch", sources.LIST_BATCH))
 
 
+@pytest.fixture(scope="module")
 def transformer():
     """An RT-DETR whose scores and boxes differ from query to query."""
     from ultralytics import RTDETR
@@ -485,7 +486,6 @@ def test_images_of_results(ahead, detector, folder, device, tmp_path, monkeypatc
         assert type(vars(result)["orig_img"]) is np.ndarray and np.array_equal(result.orig_img, image)
 
 
-def tree(folder):
 def test_images_of_a_batch_are_arrays():
     """...for code in C and in copies, too."""
     arrays = [picture(4, 5, seed=seed) for seed in range(2)]
@@ -494,6 +494,7 @@ def test_images_of_a_batch_are_arrays():
     assert {type(image) for image in images.copy()} == {np.ndarray}
 
 
+def tree(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
@@ -662,6 +663,26 @@ def test_two_predictors_at_once(ahead, detector, folder, device, tmp_path):
         drop_in.unpatch()
     for ours, its in zip(found, stock):
         assert_same(ours, its)
+
+
+def test_callers_of_a_batcher_get_what_predict_gives(ahead, detector, device):
+    """...or the error that their own image causes."""
+    images = [picture(60, 90, seed=seed) for seed in range(6)]
+    given = {**OPTIONS_OF_RUN, "device": str(device)}
+    detector.predictor = None
+    drop_in.patch(predict_optim=True)
+    try:
+        want = [detector.predict(image, **given)[0] for image in images]
+        with Batcher(lambda batch: detector.predict(batch, **given), max_batch=4, max_wait_ms=50) as batcher:
+            futures = [batcher.submit(image) for image in (*images[:3], picture(20, 30)[:0], *images[3:])]
+            with pytest.raises(ValueError, match="got array of shape"):
+                futures.pop(3).result(timeout=60)
+            found = [future.result(timeout=60) for future in futures]
+    finally:
+        drop_in.unpatch()
+    for result, its in zip(found, want, strict=True):
+        assert np.array_equal(result.orig_img, its.orig_img) and len(its.boxes)
+        torch.testing.assert_close(result.boxes.data, its.boxes.data, rtol=1e-4, atol=1e-3)
 
 
 def test_settings_and_models_that_change_between_calls(ahead, detector, folder, device, tmp_path):

@@ -11,6 +11,7 @@ from PIL import Image
 
 from torch_fastdet import yolov5 as drop_in
 from torch_fastdet.patching.switch import SwitchError
+from torch_fastdet.serving import Batcher
 from torch_fastdet.switches.predict import auto_shape
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning")
@@ -145,6 +146,15 @@ def test_the_same_errors(device, pictures):
         STOCK(model, pictures, 64)
     with pytest.raises(type(want.value)):
         ours_on(device)(model, pictures, 64)
+
+
+def test_callers_of_a_batcher_share_a_hub_model(device):
+    model, forward, images = make(device), ours_on(device), [picture(64, 96, seed) for seed in range(5)]
+    with Batcher(lambda batch: forward(model, batch, 96).tolist(), max_batch=4) as batcher:
+        found = [future.result(timeout=60) for future in [batcher.submit(image) for image in images]]
+    for image, its in zip(images, found, strict=True):
+        assert its.n == 1 and np.array_equal(its.ims[0], image)
+        torch.testing.assert_close(its.xyxy[0], STOCK(model, image, 96).xyxy[0])
 
 
 @pytest.fixture
