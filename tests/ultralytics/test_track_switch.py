@@ -165,40 +165,43 @@ def test_changes_of_the_lists_count(trackers):
     assert np.array_equal(found[0], wanted[0]) and found[1] == wanted[1]
 
 
-def compare_tracktrack(trackers, seeds):
+def compare_updates(trackers, name, seeds):
     """Compare sequences of all kinds: of recovered detections, rotated, under a moving camera, with boxes without area and NaN."""
-    original = trackers.TRACKTRACK.update
+    kind = getattr(trackers, name)
+    original = kind.update
     drop_in.patch(track_optim=True)
-    by_core = trackers.TRACKTRACK.update
+    by_core = kind.update
     for seed in seeds:
         frames = scene(seed, (4, 8, 16, 30)[seed % 4], 30, (0.5, 1.0, 3.0, 8.0)[seed // 4 % 4])
         if seed % 7 == 3:
             for rows in frames:
                 rows[seed % 3 :: 5, 2] = np.nan
         frames = rotated(frames, seed) if seed % 3 == 0 else frames
-        options = options_of("TrackTrack", seed)
-        stock, core = (trackers.TRACKTRACK(namespace(**options)) for _ in range(2))
-        if seed % 2:
+        options = options_of(CLASSES[name].__name__, seed)
+        stock, core = (kind(namespace(**options)) for _ in range(2))
+        if seed % 2 and name in LOOKING:
             stock.gmc, core.gmc = (Camera(motions(seed, 25)) for _ in range(2))  # then they fail
         for t, (rows, dropped) in enumerate(recovered(frames, seed)):
             if t == 20 and seed % 5 == 0:
                 stock.reset(), core.reset()
-            extras = {} if seed % 4 == 3 else {"dets_del": dropped}
+            extras = {"dets_del": dropped} if name == "TRACKTRACK" and seed % 4 != 3 else {}
             image = np.zeros((2, 2, 3), np.uint8)
             wanted = original(stock, boxes(rows), image, **extras)
             found = by_core(core, boxes(rows), image, **extras)
             assert np.array_equal(found, wanted, equal_nan=True), (seed, t)
 
 
-def test_tracktrack_with_recovered_detections(trackers):
-    compare_tracktrack(trackers, range(12))
+@pytest.mark.parametrize("name", NAMES)
+def test_updates_are_the_originals(trackers, name):
+    compare_updates(trackers, name, range(12 if name == "TRACKTRACK" else 6))
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.cpu
-def test_tracktrack_in_many_sequences(trackers):
-    compare_tracktrack(trackers, range(100, 1100))
+@pytest.mark.parametrize("name", NAMES)
+def test_updates_in_many_sequences(trackers, name):
+    compare_updates(trackers, name, range(100, 1100))
 
 
 def compare_looks(trackers, name, seeds):
