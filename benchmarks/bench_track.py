@@ -1,8 +1,8 @@
 """``update`` of Ultralytics' trackers, stock and with track_optim, a frame of 20, 200 and 1,000 objects, on one core.
 
-Both get what ``YOLO.track`` gives them: ``Boxes`` of float32 rows in NumPy. They run without camera motion, whose optical flow
-would be most of the time. Frames alternate between the two, as they do with a detector's work in a pipeline, so caches are cold; a
-row is the distribution over the frames of the best of some passes.
+Both get what ``YOLO.track`` gives them: ``Boxes`` of float32 rows in NumPy. They run without re-identification and without camera motion,
+whose optical flow would be most of the time. Frames alternate between the two, as they do with a detector's work in a pipeline, so
+caches are cold; a row is the distribution over the frames of the best of some passes.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def measure(report: Report) -> None:
         "ByteTrack": trackers.BYTETracker,
         "BoT-SORT": trackers.BOTSORT,
         "OC-SORT": trackers.OCSORT,
+        "Deep OC-SORT": trackers.DeepOCSORT,
         "FastTracker": trackers.FASTTracker,
         "TrackTrack": trackers.TRACKTRACK,
     }
