@@ -390,6 +390,28 @@ def test_videos_by_a_yaml_file(trackers, tmp_path, persist, lines):
     assert followed() == wanted and len(wanted) == (2 if "ours" in lines else 24)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_odd_options_are_the_originals(trackers, name):
+    kind, frames = getattr(trackers, name), scene(3, 8, 14)
+    ways = [{"track_buffer": value} for value in ("a", None, 7.5, float("inf"))]
+    ways += [{option: value} for option in ("match_thresh", "new_track_thresh") for value in (1, float("nan"), True)]
+    ways += [{"use_byte": "yes"}, {"inertia": float("inf")}, {"proximity_thresh": "a"}, {"min_track_len": 2.5}]
+
+    def outputs():
+        found = []
+        for way in ways:
+            try:
+                tracker = kind(namespace(**way))
+                found += [run(tracker, rows).tolist() for rows in frames]
+            except Exception as error:
+                found.append(str(error))
+        return found
+
+    wanted = outputs()
+    drop_in.patch(track_optim=True)
+    assert outputs() == wanted
+
+
 def test_options_that_are_no_numbers(trackers):
     rows = scene(8, 5, 1)[0]
     errors = []

@@ -88,34 +88,38 @@ class Kind(NamedTuple):
         """Return why the core cannot do what a tracker does; None if it can."""
         name = type(tracker).__name__
         for option in self.numbers:
-            if not isinstance(value := getattr(tracker.args, option), Real):
+            if not _is_number(value := getattr(tracker.args, option)):
                 return f"{option} of {name} is {value!r}, and not a number."
         kinds = {option: kind for option, (_, kind) in self.options.items()}
         for option, kind in {**kinds, **dict.fromkeys(self.checked, float)}.items():
             value = getattr(tracker, option)
-            number = isinstance(value, int if kind is int else Real)
-            if kind is not bool and not (number and value >= 0):
+            if kind is not bool and not (_is_number(value, kind) and value >= 0):
                 return f"{option} of {name} is {value!r}, and no {'integer' if kind is int else 'number'} from 0."
-        for option in ("match_thr", "lost_match_thr", "match_thresh"):
-            value = getattr(tracker, option, getattr(tracker.args, option, 0))
-            if value > 1:
+        for option in ("match_thr", "lost_match_thr"):
+            if (value := getattr(tracker, option, 0)) > 1:
                 return f"{option} of {name} is {value!r}, and above 1."
+        # From 1 on, all pairs of boxes that do not meet are as good.
+        if not hasattr(tracker, "match_thr") and (value := tracker.args.match_thresh) >= 1:
+            return f"match_thresh of {name} is {value!r}, and not below 1."
         for option in ("max_frames_lost", "max_time_lost"):
-            if getattr(tracker, option, 0) < 0:
-                return f"track_buffer of {name} is below 0."
+            if not (_is_number(value := getattr(tracker, option, 0), int) and value >= 0):
+                return f"track_buffer of {name} is {value!r}, and no integer from 0."
         if getattr(tracker, "init_iou_suppress", 1) == 0:
             return f"init_iou_suppress of {name} is 0."
-        if getattr(tracker.args, "with_reid", False):
-            for option in ("proximity_thresh", "appearance_thresh"):
-                value = getattr(tracker, option, 1)  # TrackTrack has none of them
-                if not (isinstance(value, Real) and float(value) > 0):
-                    return f"{option} of {name} is {value!r}, and no number above 0."
+        for option in ("proximity_thresh", "appearance_thresh"):
+            value = getattr(tracker, option, 1)  # TrackTrack has none of them
+            if not _is_number(value) or (getattr(tracker.args, "with_reid", False) and value <= 0):
+                return f"{option} of {name} is {value!r}, and no number above 0."
         if not self.moves and getattr(getattr(tracker, "gmc", None), "method", None) is not None:
             return f"{name} follows a moving camera (gmc_method)."
         return None
 
     def make(self, tracker: Tracker) -> _C.Tracker:
-        return self.core(**{name: getattr(tracker, option) for option, (name, _) in self.options.items()})
+        return self.core(**{name: kind(getattr(tracker, option)) for option, (name, kind) in self.options.items()})
+
+
+def _is_number(value: object, kind: type = float) -> bool:
+    return isinstance(value, int) if kind is int else isinstance(value, Real) and bool(np.isfinite(float(value)))
 
 
 def _filter(row: Row) -> tuple[Row, Row]:
