@@ -128,10 +128,11 @@ def task_validator(task):
     return val, getattr(val, f"{TASKS.get(task, ('Detection',))[0]}Validator")
 
 
-def metrics_of(task, device, case="", counts=IMAGES, pretend=False, overlap=True, size=32, kind=lambda stock: stock, prepare=None, files=None):  # fmt: skip
+def metrics_of(task, device, case="", counts=IMAGES, pretend=False, overlap=True, size=32, kind=lambda stock: stock, prepare=None, files=None, alive=()):  # fmt: skip
     """Return the statistics and the confusion matrix that a task's validator gathers of these images, or the error, and write its files."""
     metrics = importlib.import_module("ultralytics.utils.metrics")
     validator = object.__new__(kind(task_validator(task)[1]))
+    alive += type(alive)([validator])
     names = {i: str(i) for i in range(3)}
     options = dict.fromkeys(("save_json", "save_txt", "save_conf"), files is not None) | {
         "visualize": False,
@@ -373,10 +374,20 @@ def test_a_batch_waits_until_the_gpu_has_the_next_one(ultralytics, device, monke
         metrics_of("detect", device, pretend=device.type == "cpu"), stock
     )  # the model may not tell of the next one
     meanwhile.launched()
-    stats, matrix, seen = metrics_of("detect", device, pretend=device.type == "cpu")
+    alive = []
+    stats, matrix, seen = metrics_of("detect", device, pretend=device.type == "cpu", alive=alive)
     assert seen == 0 and not stats["conf"] and not matrix.any()
     meanwhile.launched()
     assert_same((stats, matrix, stock[2]), stock)
+
+
+def test_an_interrupted_validation_leaves_the_next_one_alone(ultralytics, device, monkeypatch):
+    stock = metrics_of("detect", device)
+    drop_in.patch(val_optim=True)
+    monkeypatch.setattr(validation, "_may_wait", lambda validator: True)
+    meanwhile.launched()
+    metrics_of("detect", device, "class out of range", pretend=device.type == "cpu")  # nobody asks for its last batch
+    assert_same(metrics_of("detect", device, pretend=device.type == "cpu"), stock)
 
 
 def test_a_batch_waits_only_where_nobody_looks(ultralytics):
@@ -394,7 +405,6 @@ def test_a_batch_waits_only_where_nobody_looks(ultralytics):
     assert not may_wait(plots=True, batch=2), "the first batches are drawn"
     assert not may_wait(on_val_batch_end=[print]) and not may_wait(on_val_batch_start=[print])
     assert not may_wait(type("Mine", (ultralytics.validator,), {"__module__": __name__}))
-    done = []
     done = []
     meanwhile.postpone(lambda: done.append(True))
     validator = object.__new__(ultralytics.validator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import Any, NamedTuple
@@ -329,11 +330,12 @@ def update_on_host(
         if not (meanwhile.may_postpone() and preds and _may_wait(self)):
             update_now(self, preds, batch)
             return
-        beside = _beside(preds[0]["conf"])
+        beside, validator = _beside(preds[0]["conf"]), weakref.ref(self)
 
         def update_later() -> None:
-            with beside:
-                update_now(self, preds, batch)
+            if (alive := validator()) is not None:  # or it was interrupted, and another one runs
+                with beside:
+                    update_now(alive, preds, batch)
 
         meanwhile.postpone(update_later)
 
