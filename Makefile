@@ -19,6 +19,9 @@ STAMP := $(VENV)/.installed-$(shell cat $(PINS) 2>/dev/null | sha256sum | cut -c
 FORMATTED = $(shell find csrc tests examples -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 
 GPU := $(shell command -v nvidia-smi)
+# The system's CMake compiles GoogleTests while pip makes the environment.
+CMAKE := $(or $(shell command -v cmake),$(BIN)/cmake)
+FOR_CMAKE := $(if $(filter $(BIN)/cmake,$(CMAKE)),$(STAMP))
 
 # A .venv of another Python is not replaced unasked. Targets that make do without it go on.
 IN_VENV := $(filter-out help clean test-gpu fuzz-operators-gpu gpu-report-check wheels $(if $(GPU),bench),$(or $(MAKECMDGOALS),help))
@@ -74,7 +77,7 @@ test: build test-cpp test-python ## the tests for every change, without a GPU; T
 
 test-all: SLOW = not nightly
 test-all: PART = 1
-test-all: test ## `make test` and the tests marked slow, as continuous integration runs them
+test-all: test ## `make test` and the tests marked slow
 
 test-nightly: SLOW = nightly
 test-nightly: test-python ## the tests marked nightly
@@ -99,8 +102,10 @@ test-alone: build ## each file of the Python tests of `make test` in a process o
 
 # Of the random problems of a kernel `make test` tries a quarter, and `make test-all` all.
 PART = 4
-test-cpp: $(STAMP) ## the GoogleTests of `make test`
-	@$(call googletest,build/cpp,OFF,$(BIN)/cmake)
+# CORE=OFF: the kernels alone, where `make test-asan` runs the tests of csrc/core.
+CORE = ON
+test-cpp: $(FOR_CMAKE) ## the GoogleTests of `make test`
+	@$(call googletest,build/cpp,-DSANITIZE=OFF,$(filter ON,$(CORE)))
 
 # Triton's environment: nvidia-pytriton wants numpy below 2, so it is apart, and sees the torch of .venv behind its own packages.
 # It brings early releases of Python 3.8 to 3.13, which load their standard library from the Python that made this environment: the
@@ -125,8 +130,8 @@ test-versions: build ## the tests of the Ultralytics drop-ins on 8.4.169, 8.4.18
 canary: build ## the switches with the newest YOLOv5, Ultralytics, OpenCV and NumPy (downloads them); TORCH=...: on that torch
 	$(BIN)/python -m tools.canary
 
-test-asan: $(STAMP) ## the GoogleTests under AddressSanitizer and UndefinedBehaviorSanitizer
-	@$(call googletest,build/cpp-asan,ON -DKERNELS=OFF,$(BIN)/cmake)
+test-asan: $(FOR_CMAKE) ## the GoogleTests of csrc/core under AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(call googletest,build/cpp-asan,-DSANITIZE=ON -DKERNELS=OFF,ON)
 
 COUNT ?= 1000000
 fuzz: $(STAMP) ## damaged JPEG files through the decoder under AddressSanitizer (COUNT=1000000)
@@ -171,11 +176,11 @@ test-aarch64: $(STAMP) ## the GoogleTests of csrc/core compiled for aarch64, run
 test-aarch64-extension: $(STAMP) ## the CPU extension compiled for aarch64, operator tests under QEMU (downloads 3 GB, takes half an hour or more)
 	$(BIN)/python -m tools.aarch64
 
-# $(1) build folder, $(2) sanitizers ON or OFF (and other options), $(3) cmake
+# $(1) build folder, $(2) options of cmake, $(3) ON, or empty without the tests of csrc/core
 define googletest
-mkdir -p $(1) && { $(3) -S tests/cpp -B $(1) -DSANITIZE=$(2) && $(3) --build $(1) -j $(JOBS); } > $(1)/build.log 2>&1 \
-  || { tail -n 40 $(1)/build.log; exit 1; }; $(1)/core_tests --gtest_brief=1 \
-  && { [ ! -x $(1)/kernel_tests ] || seq 0 $$(($(JOBS) - 1)) \
+mkdir -p $(1) && { $(CMAKE) -S tests/cpp -B $(1) $(2) -DCORE=$(or $(3),OFF) && $(CMAKE) --build $(1) -j $(JOBS); } > $(1)/build.log 2>&1 \
+  || { tail -n 40 $(1)/build.log; exit 1; }; $(if $(3),$(1)/core_tests --gtest_brief=1 &&) \
+  { [ ! -x $(1)/kernel_tests ] || seq 0 $$(($(JOBS) - 1)) \
     | xargs -P $(JOBS) -I{} env GTEST_TOTAL_SHARDS=$(JOBS) GTEST_SHARD_INDEX={} EMULATOR_PART=$(PART) $(1)/kernel_tests --gtest_brief=1; }
 endef
 
