@@ -1,5 +1,5 @@
-// The trackers' core: the filter against 8x8 matrices, candidates against all pairs, the assignment against all
-// assignments, and trackers that go on from saved lists. tests/test_trackers.py compares tracks with the originals'.
+// The trackers' core: candidates against all pairs, the assignment against all assignments, and trackers that go on
+// from saved lists. tests/test_trackers.py compares tracks with the originals'.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -16,132 +16,11 @@
 namespace torch_fastdet::core {
 namespace {
 
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN(), kInf = std::numeric_limits<float>::infinity();
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 using Matrix = std::vector<std::vector<double>>;
 
 Matrix zeros(size_t rows, size_t columns) {
   return Matrix(rows, std::vector<double>(columns));
-}
-Matrix operator*(const Matrix& a, const Matrix& b) {
-  Matrix c = zeros(a.size(), b[0].size());
-  for (size_t i = 0; i < a.size(); i++)
-    for (size_t j = 0; j < b[0].size(); j++)
-      for (size_t k = 0; k < b.size(); k++) c[i][j] += a[i][k] * b[k][j];
-  return c;
-}
-Matrix operator+(Matrix a, const Matrix& b) {
-  for (size_t i = 0; i < a.size(); i++)
-    for (size_t j = 0; j < a[0].size(); j++) a[i][j] += b[i][j];
-  return a;
-}
-Matrix transposed(const Matrix& a) {
-  Matrix t = zeros(a[0].size(), a.size());
-  for (size_t i = 0; i < a.size(); i++)
-    for (size_t j = 0; j < a[0].size(); j++) t[j][i] = a[i][j];
-  return t;
-}
-Matrix inverse(Matrix a) {  // Gauss-Jordan with pivots
-  const size_t n = a.size();
-  Matrix b = zeros(n, n);
-  for (size_t i = 0; i < n; i++) b[i][i] = 1;
-  for (size_t k = 0; k < n; k++) {
-    size_t pivot = k;
-    for (size_t i = k; i < n; i++)
-      if (std::abs(a[i][k]) > std::abs(a[pivot][k])) pivot = i;
-    std::swap(a[k], a[pivot]), std::swap(b[k], b[pivot]);
-    const double d = a[k][k];
-    for (size_t j = 0; j < n; j++) a[k][j] /= d, b[k][j] /= d;
-    for (size_t i = 0; i < n; i++) {
-      const double f = a[i][k];
-      if (i == k) continue;
-      for (size_t j = 0; j < n; j++) a[i][j] -= f * a[k][j], b[i][j] -= f * b[k][j];
-    }
-  }
-  return b;
-}
-
-// The textbook filter on 8x8 matrices.
-struct NaiveFilter {
-  bool xywh;
-  Matrix mean = zeros(8, 1), covariance = zeros(8, 8);
-
-  Matrix noise(double position, double velocity, double aspect, double aspect_velocity) const {
-    const double w = mean[2][0], h = mean[3][0], first = xywh ? w : h;
-    const double d[8] = {position * first, position * h, xywh ? position * w : aspect,          position * h,
-                         velocity * first, velocity * h, xywh ? velocity * w : aspect_velocity, velocity * h};
-    Matrix q = zeros(8, 8);
-    for (int i = 0; i < 8; i++) q[i][i] = d[i] * d[i];
-    return q;
-  }
-  void start(const Lanes& z) {
-    for (int i = 0; i < 4; i++) mean[i][0] = z[i];
-    covariance = noise(0.1, 1.0 / 16, 1e-2, 1e-5);
-  }
-  void predict() {
-    Matrix f = zeros(8, 8);
-    for (int i = 0; i < 8; i++) f[i][i] = 1, f[i % 4][i % 4 + 4] = 1;
-    const Matrix q = noise(0.05, 1.0 / 160, 1e-2, 1e-5);
-    mean = f * mean, covariance = f * covariance * transposed(f) + q;
-  }
-  void correct(const Lanes& z) {
-    Matrix h = zeros(4, 8), r = zeros(4, 4), innovation = zeros(4, 1), minus = zeros(8, 8);
-    const Matrix n = noise(0.05, 0, 1e-1, 0);
-    for (int i = 0; i < 4; i++) h[i][i] = 1, r[i][i] = n[i][i], innovation[i][0] = z[i] - mean[i][0];
-    const Matrix gain = covariance * transposed(h) * inverse(h * covariance * transposed(h) + r);
-    for (int i = 0; i < 8; i++) minus[i][i] = -1;
-    mean = mean + gain * innovation;
-    covariance = covariance + minus * gain * h * covariance;
-  }
-  void move(const CameraMotion& m) {
-    Matrix r = zeros(8, 8);
-    for (int k = 0; k < 4; k++)
-      for (int i = 0; i < 2; i++)
-        for (int j = 0; j < 2; j++) r[2 * k + i][2 * k + j] = k % 2 ? std::abs(m.rotation[i][j]) : m.rotation[i][j];
-    mean = r * mean, covariance = r * covariance * transposed(r);
-    for (int i = 0; i < 2; i++) mean[i][0] += m.translation[i];
-  }
-};
-
-void expect_same(const NaiveFilter& wanted, const KalmanState& s) {
-  auto near = [](double a, double b) { EXPECT_NEAR(a, b, 1e-9 * (1 + std::abs(a))); };
-  const Lanes* parts[2][2][2] = {{{&s.own.pp, &s.own.pv}, {&s.own.vp, &s.own.vv}},
-                                 {{&s.cross.pp, &s.cross.pv}, {&s.cross.vp, &s.cross.vv}}};
-  for (int i = 0; i < 4; i++) near(wanted.mean[i][0], s.position[i]), near(wanted.mean[4 + i][0], s.velocity[i]);
-  for (int i = 0; i < 8; i++)
-    for (int j = 0; j < 8; j++) {
-      const int a = i % 4, b = j % 4;
-      const bool own = a == b, cross = a == (b ^ 1);
-      near(wanted.covariance[i][j], own || cross ? (*parts[cross][i / 4][j / 4])[a] : 0.0);
-    }
-}
-
-TEST(Track, FilterEqualsMatrices) {
-  for (bool xywh : {false, true}) {
-    for (bool moving : {false, true}) {  // with a moving camera, x and y are no longer independent
-      if (moving && !xywh) continue;
-      std::mt19937 random(3);
-      std::normal_distribution<double> normal;
-      const KalmanFilter filter(xywh);
-      KalmanState state;
-      NaiveFilter naive{xywh};
-      const Lanes first = {{100, 50, xywh ? 40 : 0.8, 50}};
-      filter.start(state, first), naive.start(first);
-      expect_same(naive, state);
-      for (int t = 0; t < 20; t++) {
-        filter.predict(state, moving), naive.predict();
-        expect_same(naive, state);
-        if (moving) {
-          const CameraMotion motion{{{0.99, -0.1 + 0.01 * t}, {0.1, 1.01}}, {3, -4}, 1, 0};
-          filter.move(state, motion, false), naive.move(motion);
-          expect_same(naive, state);
-        }
-        const Lanes z = {{100 + 2. * t + normal(random), 50 - t + normal(random), xywh ? 40 + normal(random) : 0.8,
-                          50 + normal(random)}};
-        if (t % 3 != 2) filter.correct(state, z, moving), naive.correct(z);
-        expect_same(naive, state);
-      }
-    }
-  }
 }
 
 TEST(Track, IndexFindsEveryPairThatMeets) {

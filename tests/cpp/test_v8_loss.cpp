@@ -14,19 +14,17 @@
 namespace torch_fastdet::core {
 namespace {
 
-constexpr auto serial_for = [](int64_t begin, int64_t end, int64_t, const auto& f) { f(begin, end); };
-
 template <typename T>
 struct Loops {
   static constexpr bool kFaults = false;
   static int64_t slot_blocks(const V8LossParams&) { return 0; }
   static int64_t class_blocks(const V8LossParams&) { return 0; }
   static bool forward(const V8LossParams& params, int64_t count) {
-    v8_loops::forward<T>(params, count, serial_for);
+    v8_loops::forward<T>(params, count, in_order);
     return true;
   }
   static bool backward(const V8LossBackwardParams& params) {
-    v8_loops::backward<T>(params, serial_for);
+    v8_loops::backward<T>(params, in_order);
     return true;
   }
 };
@@ -40,11 +38,11 @@ TEST(V8LossLoops, RandomHeadsAndTargets) {
 template <typename T>
 struct MaskLoops {
   static bool forward(const V8MaskLossParams& params, int64_t count) {
-    v8_loops::mask_forward<T>(params, count, serial_for);
+    v8_loops::mask_forward<T>(params, count, in_order);
     return true;
   }
   static bool backward(const V8MaskLossBackwardParams& params) {
-    v8_loops::mask_backward<T>(params, serial_for);
+    v8_loops::mask_backward<T>(params, in_order);
     return true;
   }
 };

@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 
+#include "backwards.h"
 #include "core/nms/candidates.h"
 #include "core/nms/decode.h"
 #include "core/nms/nms_loops.h"
@@ -16,8 +17,6 @@
 #include "random.h"
 
 namespace torch_fastdet::core::nms_problem {
-
-constexpr auto in_order = [](int64_t begin, int64_t end, int64_t, const auto& f) { f(begin, end); };
 
 struct Problem {
   CandidateSource source;
@@ -30,8 +29,8 @@ struct Problem {
 };
 
 // The CPU loops, which the Python tests compare with an oracle. `threads`: a single image is threaded inside.
-template <typename ParallelFor>
-void suppress_by_loops(const Problem& problem, const NmsOutput& output, int64_t threads, const ParallelFor& parallel) {
+inline void suppress_by_loops(const Problem& problem, const NmsOutput& output, int64_t threads,
+                              const Pieces& parallel) {
   nms_loops::suppress<Halves>(problem.source, problem.options, problem.filter, output, threads, parallel);
 }
 
