@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import ast
-import functools
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -16,7 +12,6 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -148,26 +143,7 @@ def test_python_that_patches_runs(package, tmp_path):
     assert result.returncode == 0, result.stdout[-4000:]
 
 
-# C++ and CMake: lines of files that `make test` builds ------------------------------------------------------------------
-
-
-def code_lines(text: str) -> list[str]:
-    return [line for line in (" ".join(line.split()) for line in text.splitlines()) if line not in ("", "...")]
-
-
-@functools.cache
-def tree() -> str:
-    files = [*(ROOT / "csrc").rglob("*.*"), *(ROOT / "examples/cpp").glob("*.*")]
-    return "\n".join(" ".join(file.read_text().split()) for file in files)
-
-
-@pytest.mark.parametrize("page", with_snippets("cpp", "cmake"), ids=title)
-def test_cpp_stands_in_the_tree(page):
-    for text in snippets(page, "cpp", "cmake"):
-        if "golden::Writer" in text:
-            continue  # test_stages_page runs it
-        for line in code_lines(text):
-            assert line in tree(), f"{page.name}: {line}"
+# C++ ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_stages_page(tmp_path, monkeypatch):
@@ -198,8 +174,8 @@ def test_stages_page(tmp_path, monkeypatch):
 # Commands --------------------------------------------------------------------------------------------------------------
 
 RUN = {r"python -m torch_fastdet": "torch_fastdet ", r"make help": "gpu-report-check"}  # as they stand; what they print
-#: Those whose own parser reads the arguments, and is stopped where it has understood them: they would run for minutes.
-OPTIONS = r"python3? -m (benchmarks|examples|tools\.(gpu_report|canary|cuda12))\b.*"
+
+
 #: Whose words the launcher shares out.
 LAUNCHED = r"(\w+=\w+ )?(python|torchrun( --\w+ \S+)+) -m torch_fastdet\.yolov5 (doctor )?\S+\.py .*"
 
@@ -244,92 +220,6 @@ def test_command_runs(command):
     result = run(command, ROOT)
     assert result.returncode == 0, result.stdout + result.stderr
     assert RUN[command] in result.stdout
-
-
-# One process for all commands: importing torch is what takes the time.
-READ = """
-import argparse, contextlib, io, json, runpy, sys, torch
-
-
-class Read(BaseException):
-    pass
-
-
-def read_and_stop(*arguments):
-    read(*arguments)
-    raise Read
-
-
-read, argparse.ArgumentParser.parse_args = argparse.ArgumentParser.parse_args, read_and_stop
-said = []
-for module, *sys.argv[1:] in json.loads(sys.argv[1]):
-    with contextlib.redirect_stderr(io.StringIO()) as error:
-        try:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-            print("it ended without reading its arguments", file=sys.stderr)
-        except Read:
-            error.truncate(0)
-        except SystemExit as ended:
-            print("exit status", ended.code, file=sys.stderr)
-    said.append(error.getvalue())
-print(json.dumps(said))
-"""
-
-
-@pytest.fixture(scope="module")
-def refusals(tmp_path_factory) -> dict[str, str]:
-    """Why a command's own parser refuses its arguments; empty where it does not."""
-    commands, folder = all_commands(OPTIONS), tmp_path_factory.mktemp("tmp")
-    for name in ("yolov5s.pt", "build/detector/pictures.ts"):  # which parsers look for
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [
-        sys.executable,
-        "-c",
-        READ,
-        json.dumps([shlex.split(command)[2:] for command in commands]),
-    ]
-    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
-    return dict(zip(commands, json.loads(result.stdout)))
-
-
-@pytest.mark.parametrize("command", all_commands(OPTIONS))
-def test_arguments_are_read(command, refusals):
-    assert refusals[command] == ""
-
-
-@pytest.mark.parametrize("command", all_commands(r"python -m torch_fastdet\.ultralytics .*"))
-def test_the_yolo_command_gets_its_own_words(command):
-    """The launcher takes its flags; what is left are words of Ultralytics' command."""
-    _, words = ULTRALYTICS.split([word for word in shlex.split(command)[3:] if word != "..."])
-    assert all(re.fullmatch(r"doctor|train|val|predict|track|resume|\w+=\S+", word) for word in words), words
-
-
-def parser_of(script: str) -> Callable[[], argparse.Namespace]:
-    """``parse_opt`` of a script of YOLOv5, without what the script imports."""
-    spec = importlib.util.find_spec("yolov5")
-    if spec is None or spec.origin is None:
-        pytest.skip("yolov5 is not installed")
-    tree = ast.parse((Path(spec.origin).parent / script).read_text())
-    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "parse_opt")
-    names = {"argparse": argparse, "ROOT": Path(), "RANK": -1, "check_yaml": str, "print_args": lambda *_: None}
-    exec(ast.unparse(function), names)
-    return names["parse_opt"]
-
-
-@pytest.mark.parametrize("command", all_commands(LAUNCHED))
-def test_a_script_gets_its_own_words(command, monkeypatch):
-    """The launcher takes its flags, and the real script's parser understands the rest."""
-    words = shlex.split(command.partition(" torch_fastdet.yolov5 ")[2].removeprefix("doctor "))
-    chosen, words = YOLOV5.split([word for word in words if word != "..."])
-    assert chosen
-    monkeypatch.setattr(sys, "argv", words)
-    given = vars(parser_of(words[0])())
-    for option, value in re.findall(r"--(\w+) ([\w.]+)(?= |$)", " ".join(words)):
-        name = {"img": "imgsz", "batch": "batch_size"}.get(option, option)
-        assert str(given[name]) in (value, str([value])), (name, given)
 
 
 # Links -----------------------------------------------------------------------------------------------------------------

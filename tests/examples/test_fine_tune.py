@@ -3,7 +3,6 @@
 import importlib.machinery
 import importlib.util
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -68,32 +67,6 @@ def test_stand_ins_beside_yolov5(tmp_path, monkeypatch):
     (tmp_path / "roboflow/__init__.py").write_text("the real one")
     yolov5_env.main()
     assert (tmp_path / "roboflow/__init__.py").read_text() == "the real one"
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.cpu
-@pytest.mark.parametrize("framework, model", [("ultralytics", "yolo11n.yaml"), ("yolov5", "yolov5n.yaml")])
-def test_script(tmp_path, framework, model):
-    """A real training of each framework, whose lines of ours are few: one for all switches, those of the loader, and the block."""
-    pytest.importorskip(framework, exc_type=ImportError)
-    # Not environment(): .venv has what both frameworks need, and the script makes the rest. No font is downloaded.
-    config = {"YOLOV5_CONFIG_DIR": str(tmp_path / "config"), "YOLO_CONFIG_DIR": str(tmp_path / "config")}
-    environment(tmp_path)
-    env = os.environ | config | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "YOLO_OFFLINE": "true"}
-    env["TORCH_FASTDET_LOG"] = "info"
-    words = (
-        f"--host {framework} --draw 10 --epochs 1 --img 64 --weights {model} --device cpu --out {tmp_path}/out".split()
-    )
-    command = [sys.executable, "-m", "examples.fine_tune", *words]
-    result = subprocess.run(command, cwd=EXAMPLES.parent, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    assert (tmp_path / "out/train/weights/best.pt").is_file() and "trained: " in result.stdout
-    said = [line for line in (result.stdout + result.stderr).splitlines() if "torch_fastdet: " in line]
-    assert 2 <= len(said) <= 6, said
-    assert sum("switches on" in line for line in said) == 1
-    blocks = {"yolov5": 1, "ultralytics": 2}[framework]  # the second calls val() after train()
-    assert sum("this run, by switch" in line for line in said) == blocks
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from torch import nn
 import torch_fastdet.yolov5 as drop_in
 from tests.launches import launched
 from tests.yolov5 import real
-from tests.yolov5.conftest import TRAIN
 from tests.yolov5.test_real_scripts import LOSSES, weights
 from torch_fastdet import optim
 from torch_fastdet._torch.private import NORM_LAYERS
@@ -179,7 +178,7 @@ def test_eight_launches_and_no_sync(cuda, patched):
     assert len(names) <= 8, names
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train):
     checkout = real_yolov5("checkout")
     fast, stock = train(checkout, FLAG), train(checkout, stock=True)
@@ -195,60 +194,3 @@ def test_training_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train):
     for name, value in mine.items():
         # Checkpoints hold float16: one last bit of it.
         torch.testing.assert_close(value, wanted[name], rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Adam", "AdamW"])
-def test_adam_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train, name):
-    """Fused steps differ in last bits, and where a gradient is close to zero Adam makes a whole step of them."""
-    checkout, flags = real_yolov5("checkout"), ("--optimizer", name)
-    fast, stock = train(checkout, FLAG, *flags), train(checkout, *flags, stock=True)
-    expected, got = real.results(stock.folder), real.results(fast.folder)
-    for column in LOSSES:
-        assert got[column] == pytest.approx(expected[column], rel=2e-3, abs=2e-5), column
-    assert "does not apply: the optimizer" not in fast.output
-    mine, wanted = weights(checkout, fast.checkpoint, stock.checkpoint)
-    assert mine.keys() == wanted.keys()
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_freeze_and_accumulation(real_yolov5, train):
-    checkout = real_yolov5("checkout")
-    runs = [train(checkout, *flags, "--freeze", "3", stock=not flags) for flags in ((FLAG,), ())]
-    expected, got = real.results(runs[1].folder), real.results(runs[0].folder)
-    for column in LOSSES:
-        assert got[column] == pytest.approx(expected[column], **PRINTED), column
-
-
-@pytest.fixture(scope="module")
-def resumed(real_yolov5, data, tmp_path_factory):
-    """Stops a training after its first epoch and resumes it, once for each pair of flags."""
-    checkout, project = real_yolov5("checkout"), tmp_path_factory.mktemp("resumed")
-    made: dict[tuple, dict] = {}
-
-    def run(first: tuple = (), second: tuple = ()) -> dict:
-        if (first, second) not in made:
-            name = f"run{len(made)}"
-            arguments = [*TRAIN, "--cfg", "yolov5n.yaml", "--data", data.boxes, "--epochs", 3]
-            arguments += ["--project", project, "--name", name]
-            stopped = checkout.program("stop_after_first_epoch.py", *arguments, *first, ok=False)
-            assert stopped.returncode == 7, stopped.stdout[-3000:]
-            start = checkout.fast if second else checkout.stock
-            start("train", "--resume", project / name / "weights" / "last.pt", *second)
-            made[first, second] = real.results(project / name)
-        return made[first, second]
-
-    return run
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize("first, second", [((), (FLAG,)), ((FLAG,), ())], ids=["stock to ours", "ours to stock"])
-def test_resume_across(first, second, resumed):
-    """A run that stock began is resumed with the switch, and the other way round, with the results of stock alone."""
-    mixed, stock = resumed(first, second), resumed()
-    assert mixed["epoch"] == [0, 1, 2]
-    for column in LOSSES:
-        assert mixed[column] == pytest.approx(stock[column], **PRINTED), column
