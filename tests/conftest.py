@@ -42,9 +42,9 @@ def cuda_missing() -> str | None:
     return None
 
 
-def some_slow(cases: Iterable[Any], quick: Collection[Any]) -> list[Any]:
-    """Return the cases for ``parametrize``; all but the quick ones are marked slow."""
-    return [pytest.param(case, marks=[pytest.mark.slow] * (case not in quick)) for case in cases]
+def some_slow(cases: Iterable[Any], quick: Collection[Any], mark: Any = pytest.mark.slow) -> list[Any]:
+    """Return the cases for ``parametrize``; all but the quick ones are marked slow, or ``mark``."""
+    return [pytest.param(case, marks=[mark] * (case not in quick)) for case in cases]
 
 
 def with_trapz(patch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def mark(items: list[pytest.Item]) -> set[pytest.Item]:
     return on_gpu
 
 
-MOST_CASES = 6
+MOST_CASES = 3
 
 
 def leave_to_the_nightly_job(items: list[pytest.Item]) -> None:
@@ -145,17 +145,19 @@ def leave_to_the_nightly_job(items: list[pytest.Item]) -> None:
         seen: set[tuple[int, int]] = set()
         for item in sorted(cases, key=lambda item: (not on_diagonal[item], places[item])):
             if seen.issuperset(enumerate(places[item])):
-                item.add_marker("slow")
                 item.add_marker("nightly")
             seen.update(enumerate(places[item]))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("loadgroup", False):  # in a process of pytest-xdist: long tests begin first
-        items.sort(key=lambda item: (shared(item.nodeid) is None, item.get_closest_marker("slow") is None))
     on_gpu = mark(items)
     leave_to_the_nightly_job([item for item in items if item not in on_gpu])
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker("slow")
+    if config.getoption("loadgroup", False):  # in a process of pytest-xdist: long tests begin first
+        items.sort(key=lambda item: (shared(item.nodeid) is None, item.get_closest_marker("slow") is None))
     if len(on_gpu) < len(items) and cuda_missing():  # some thousands: one line of pytest's in place of one each
         config.hook.pytest_deselected(items=list(on_gpu))
         items[:] = [item for item in items if item not in on_gpu]

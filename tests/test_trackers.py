@@ -128,7 +128,6 @@ def test_overlaps_are_wider_after_the_first_new_track_of_a_frame(stock, order, t
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.parametrize("name", NAMES)
 def test_many_tracks_are_the_originals(stock, name):

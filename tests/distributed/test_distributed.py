@@ -126,7 +126,7 @@ on_both = pytest.mark.parametrize(
 
 @pytest.mark.parametrize(
     "backend, cases, case",
-    [*of_both(QUICK), *of_both(FURTHER, pytest.mark.slow, pytest.mark.nightly), *of_both(HOSTS, pytest.mark.slow)],
+    [*of_both(QUICK), *of_both(FURTHER, pytest.mark.nightly), *of_both(HOSTS, pytest.mark.slow)],
 )
 def test_training_is_that_of_distributed_data_parallel(runs, backend, cases, case):
     if cases is HOSTS and (reason := real.missing()):
@@ -137,7 +137,6 @@ def test_training_is_that_of_distributed_data_parallel(runs, backend, cases, cas
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @on_both
 def test_four_ranks(variables, tmp_path, backend):
     """Sums of four, whose order differs from DistributedDataParallel's."""
@@ -160,7 +159,6 @@ def torchrun(*arguments):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.cpu
 def test_two_machines(variables, tmp_path):
     """Two agents of torchrun, as on two hosts, with one rank each."""

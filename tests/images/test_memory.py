@@ -211,6 +211,7 @@ def _rank(rank, pipe, path):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_ranks_share_one_memory(tmp_path):
     context = multiprocessing.get_context("spawn")
     pipes, processes = [], []

@@ -315,7 +315,21 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", CALLS)
+#: One of each kind of schema: lists, optional tensors and numbers, several results, results that are written.
+SCHEMAS = (
+    "bbox_iou",
+    "upsample_nearest2x_cat",
+    "yolov5_postprocess",
+    "v8_loss",
+    "multi_tensor_norm",
+    "multi_tensor_sgd_",
+    "bn_act_cat",
+)
+#: `make test` traces and compiles these alone.
+FEWER = some_slow(CALLS, SCHEMAS)
+
+
+@pytest.mark.parametrize("name", FEWER)
 def test_opcheck(device, name):
     """The schema, the gradients' registration and the shapes that are foretold, also of the backward pass."""
     sample = Sample(name, device)
@@ -327,20 +341,6 @@ def test_opcheck(device, name):
         but = ("test_aot_dispatch_dynamic",) if "_mask_loss" in operator.name() else ()
         tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(operator, args, kwargs, test_utils=[test for test in tests if test not in but])
-
-
-#: One of each kind of schema: lists, optional tensors and numbers, several results, results that are written.
-SCHEMAS = (
-    "bbox_iou",
-    "upsample_nearest2x_cat",
-    "yolov5_postprocess",
-    "v8_loss",
-    "multi_tensor_norm",
-    "multi_tensor_sgd_",
-    "bn_act_cat",
-)
-#: `make test` compiles these alone; test_opcheck traces all.
-FEWER = some_slow(CALLS, SCHEMAS)
 
 
 @pytest.mark.parametrize("name", FEWER)

@@ -48,7 +48,7 @@ def test_a_run_that_fails_shows_its_end(tmp_path, monkeypatch):
         benchmark.in_its_own_process("stock", [], tmp_path / "data.yaml", tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.cpu
 def test_on_a_cpu(tmp_path):
     pytest.importorskip("ultralytics", exc_type=ImportError)

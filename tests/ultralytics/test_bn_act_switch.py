@@ -2,13 +2,9 @@
 
 import pytest
 
-NIGHTLY = pytest.mark.nightly
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "model", ["yolov8n", pytest.param("yolo11n", marks=NIGHTLY), pytest.param("yolo26n", marks=NIGHTLY)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", ["yolov8n", "yolo11n", "yolo26n"])
 def test_models_train_as_stocks(model, program):
     assert program("bn_act.py", model)["as stock"]
 

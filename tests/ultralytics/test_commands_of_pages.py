@@ -41,7 +41,6 @@ def folder(ultralytics_environment, tmp_path_factory):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_runs(command, folder, ultralytics_environment):

@@ -293,7 +293,7 @@ def error_of(function, *arguments, **options):
     return type(error.value), str(error.value).strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("case", some_slow(CASES, QUICK))
+@pytest.mark.parametrize("case", some_slow(CASES, QUICK, pytest.mark.nightly))
 def test_batches_are_stocks(ultralytics, root, device, case, monkeypatch, capsys):
     options = {"root": "boxes", **CASES[case]}
     if "environment" in options:
@@ -313,7 +313,7 @@ PLANNED += [case for case in CASES if case.startswith("files")]
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("case", some_slow(PLANNED, QUICK))
+@pytest.mark.parametrize("case", some_slow(PLANNED, QUICK, pytest.mark.nightly))
 def test_the_training_process_makes_batches_of_plans(ultralytics, root, case, monkeypatch, request, capsys):
     options = {"root": "boxes", **CASES[case]}
     kept = "23 of 24" if options["root"] == "files" else "of 24"
@@ -577,7 +577,7 @@ def test_what_a_user_draws_stays_in_no_image(ultralytics, root, cache):
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", some_slow(["fork", "spawn"], ("fork",)))
 def test_a_process_sees_the_data_set(ultralytics, root, method, tmp_path):
     """A user's worker_init_fn reads it, and may change it."""
 
@@ -748,6 +748,7 @@ def test_control_c_ends_the_loop_and_the_workers(ultralytics, root, device, inte
     assert closes(before)
 
 
+@pytest.mark.slow
 def test_spawned_workers_share_the_pictures(ultralytics, root, device):
     def spawning(loader):
         loader.multiprocessing_context = "spawn"
@@ -766,6 +767,7 @@ def test_nothing_stays_open(ultralytics, root, device):
     assert closes(before) and len(processes) >= 4 and not orphans(processes)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 def test_control_c_with_a_gpu(ultralytics, root, pretended_gpu, interruptible):
     test_control_c_ends_the_loop_and_the_workers(ultralytics, root, torch.device("cuda"), interruptible)

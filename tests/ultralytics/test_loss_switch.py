@@ -2,9 +2,8 @@
 
 import copy
 import io
+import os
 import pickle
-import subprocess
-import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -19,8 +18,10 @@ import ultralytics.nn.tasks as tasks
 import ultralytics.utils.loss as stock_loss
 from ultralytics.cfg import get_cfg
 
+from tests import starter
 from tests.conftest import cuda_missing
 from tests.references import v8_loss as reference
+from tests.yolov5.real import with_torch_fastdet
 from torch_fastdet.switches.loss import trial as loss_optim
 from torch_fastdet.switches.loss import ultralytics as ours_module
 from torch_fastdet.switches.loss.trial import CRITERION
@@ -340,8 +341,8 @@ def test_what_is_pickled_is_stock(models, name, while_patched, protocol, tmp_pat
         f"criterion = torch.load({str(file)!r}, weights_only=False)\n"
         "print(type(criterion).__module__, type(criterion).__name__, criterion.__dict__.get('_fastdet'))"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    result = starter.python(["-c", program], tmp_path, with_torch_fastdet(dict(os.environ)), seconds=200)
+    assert result.returncode == 0, result.stdout
     assert result.stdout.split()[-3:] == ["ultralytics.utils.loss", type(model.criterion).__name__, "None"]
     again = torch.load(file, weights_only=False)
     torch.testing.assert_close(run(again, preds, batch)[0], loss, rtol=LOSS, atol=LOSS)

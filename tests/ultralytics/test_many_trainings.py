@@ -35,7 +35,6 @@ def check(found, more=0):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_trainings_leave_nothing(program, digits, tmp_path):
     """A model that stays is 12 MiB, its gradients and momentum as much again; a captured shape has 11."""
     check(program("many.py", digits, tmp_path, COUNT, *STOCK, seconds=SECONDS)["found"])

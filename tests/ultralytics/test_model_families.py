@@ -25,7 +25,6 @@ FAMILIES = [
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_of_two_epochs(program, digits, tmp_path, family):
     ran = program("train_task.py", digits, tmp_path, family)
@@ -34,7 +33,6 @@ def test_training_of_two_epochs(program, digits, tmp_path, family):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_on_a_gpu(cuda, program, digits, tmp_path, family):
     """In mixed precision: captured steps and rounding of half precision are in it."""

@@ -89,13 +89,14 @@ def test_what_switches_did_is_said_behind_val_and_when_predictions_have_ended(ul
     assert done.stdout.endswith(f"{validated}behind val\nthe end\n{predicted}")
 
 
+@pytest.mark.slow
 def test_processes_of_several_gpus_are_patched(patching):
     result = subprocess.run([sys.executable, patching["script"]], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1].startswith("torch_fastdet.")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_val_predict_and_track_give_the_same(program, digits, weights, tmp_path):
     ran = program("evaluate.py", digits, weights, tmp_path)
     stock, patched, again = ran["stock"], ran["patched"], ran["again"]

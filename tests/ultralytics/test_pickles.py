@@ -52,7 +52,7 @@ def test_optimizers_of_the_user_stay_ours():
     assert type(pickle.loads(pickle.dumps(own))) is optim.SGD
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_average_and_optimizer_load_without_us(tmp_path, ultralytics_environment):
     """Both frameworks' averages, which cannot be pickled without us, become objects of their classes."""
     program = """

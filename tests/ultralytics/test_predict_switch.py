@@ -291,16 +291,13 @@ SOURCES = {
     "text file": (lambda folder, good: folder / "list.txt", {"batch": 2}),
     "paths": (lambda folder, good: good, {}),
     "many paths": (lambda folder, good: [*good, *good[::-1]], {}),  # more than one batch
-    "paths of one shape": (lambda folder, good: [good[0]] * 18, {}),
     "all kinds in a list": (lambda folder, good: [Path(good[0]), cv2.imread(good[1]), Image.open(good[2])], {}),
     "arrays": (lambda folder, good: pictures(good), {}),
     "many arrays": (lambda folder, good: [cv2.imread(good[0])] * 17 + pictures(good), {}),
-    "array": (lambda folder, good: pictures(good)[0], {}),
     "images of Pillow": (lambda folder, good: [Image.open(good[0]), Image.open(good[1])], {}),
     "tensor": (lambda folder, good: torch.rand(2, 3, 64, 96, generator=torch.Generator().manual_seed(0)), {}),
     "video": (lambda folder, good: folder / "v.avi", {"batch": 2}),
     "folder with a video": (lambda folder, good: folder / "mixed", {"batch": 2, "vid_stride": 2}),
-    "another size": (lambda folder, good: folder, {"batch": 4, "imgsz": (64, 128), "rect": False}),
     "classes": (lambda folder, good: folder, {"batch": 4, "classes": [0, 3], "agnostic_nms": True}),
     "augment": (lambda folder, good: good[0], {"augment": True}),
 }
@@ -362,12 +359,7 @@ def transformer():
 
 @pytest.mark.parametrize(
     "name, options",
-    [
-        ("folder, batch 4", {}),
-        ("paths", {"classes": [1, 3, 40], "max_det": 5}),
-        ("file", {"conf": 1.0}),
-        ("tensor", {}),
-    ],
+    [("folder, batch 4", {}), ("paths", {"classes": [1, 3, 40], "max_det": 5}), ("file", {"conf": 1.0})],
 )
 def test_rtdetr(ahead, transformer, folder, device, tmp_path, name, options):
     source, batch = SOURCES[name]
@@ -420,14 +412,12 @@ def test_a_list_is_decoded_as_pillow_does(ahead, detector, tmp_path, device):
     assert_same(run(detector, paths, device, tmp_path, True), stock)
 
 
-@pytest.mark.parametrize(
-    "bad", ["cut", "no end", "empty", "nonsense", "missing", "http://localhost:9/a.jpg", 3], ids=str
-)
+@pytest.mark.parametrize("bad", ["cut", "empty", "missing", "http://localhost:9/a.jpg", 3], ids=str)
 def test_a_list_with_a_bad_file_is_stocks_error(ahead, detector, tmp_path, device, bad):
     whole = cv2.imencode(".jpg", picture(40, 60))[1].tobytes()
     good, path = tmp_path / "good.jpg", tmp_path / "bad.jpg"
     good.write_bytes(whole)
-    kinds = {"cut": whole[: len(whole) // 2], "no end": whole[:-2], "empty": b"", "nonsense": b"no image"}
+    kinds = {"cut": whole[: len(whole) // 2], "empty": b""}
     if bad in kinds:
         path.write_bytes(kinds[bad])
     source = [str(good), bad if bad == 3 or "//" in str(bad) else str(path), str(good)]

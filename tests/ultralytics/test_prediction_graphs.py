@@ -22,13 +22,13 @@ def check(found):
 
 @pytest.fixture(scope="module")
 def predicted(program, digits):
-    """Run the cases for each change, or all others, once."""
+    """Run the cases for each change, all others, or all other families, once."""
     run = functools.cache(lambda *cases: program("predictions.py", digits, *cases))
-    others = [case for case in (*ON_THE_CPU, *CASES) if case not in QUICK]
-    return lambda case: run(*(QUICK if case in QUICK else others))[case]
+    groups = [QUICK, *([case for case in cases if case not in QUICK] for cases in (CASES, ON_THE_CPU))]
+    return lambda case: run(*next(group for group in groups if case in group))[case]
 
 
-@pytest.mark.parametrize("family", some_slow(ON_THE_CPU, QUICK))
+@pytest.mark.parametrize("family", some_slow(ON_THE_CPU, QUICK, pytest.mark.nightly))
 def test_families(predicted, family):
     found = predicted(family)
     check(found)

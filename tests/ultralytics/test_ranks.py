@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.conftest import cuda_missing
+from tests.conftest import cuda_missing, some_slow
 from tests.ultralytics.conftest import PROGRAMS
 
 CAPTURED = "captured forward and backward of"
 
 
-@pytest.mark.parametrize("model", ["yolov8n", "yolov8n-rtdetr"])
+@pytest.mark.parametrize("model", some_slow(["yolov8n", "yolov8n-rtdetr"], ("yolov8n",), pytest.mark.nightly))
 @pytest.mark.parametrize(
     "backend",
     [

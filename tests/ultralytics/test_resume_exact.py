@@ -87,6 +87,7 @@ def test_killed_training_ends_with_the_bits_of_one_run(train, tmp_path):
     same_end(tmp_path, 3)
 
 
+@pytest.mark.nightly
 def test_training_that_was_over_is_not_trained_on(train, tmp_path):
     """Stopped early, and killed after that epoch's files, before the end of the training."""
     train("whole", 0, "stop_at=1")
@@ -110,6 +111,7 @@ def test_loader_of_ones_own_is_one_line(program, digits, tmp_path):
     assert errors == {"plain": line, "sampler": line}
 
 
+@pytest.mark.nightly
 def test_damaged_file_is_one_line_and_stocks_resume(program, digits, tmp_path):
     run = program("resume_exact.py", digits, tmp_path, 3, "--damage", "--stocks")
     line = r"torch_fastdet: resume_exact: the training resumes as without the switch: last\.[0-9a-f]{16}\.resume is damaged\."

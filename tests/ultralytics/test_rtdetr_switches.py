@@ -19,7 +19,7 @@ from ultralytics.nn.modules.conv import Conv, RepConv
 from ultralytics.nn.tasks import RTDETRDetectionModel
 from ultralytics.utils.torch_utils import fuse_conv_and_bn
 
-from tests.conftest import cuda_missing
+from tests.conftest import cuda_missing, some_slow
 from tests.graphs import fake_gpu
 from torch_fastdet.nn import bn_act, widened
 from torch_fastdet.patching import switch
@@ -144,6 +144,7 @@ def test_steps_in_graphs_are_stocks(kind, on, capfd, monkeypatch):
     assert "captured forward and backward of RTDETRDetectionModel for input (2, 3, 64, 64)" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_each_shape_has_its_own_anchors(on):
     batches = [make_batch([2, 1], i, size=size) for i, size in enumerate((64, 96, 64, 96, 64, 96))]
     stock = train(make_model(), batches)
@@ -172,7 +173,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("name", some_slow(ODD, ("that are no numbers", "more than queries"), pytest.mark.nightly))
 def test_odd_objects_cost_what_they_cost_in_stock(name, on, monkeypatch):
     groups, change = ODD[name]
     if name == "of one class":

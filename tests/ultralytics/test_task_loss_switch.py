@@ -530,7 +530,6 @@ def test_training_of_two_epochs(program, digits, tmp_path, model):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.parametrize("model", CRITERIA)
 def test_training_without_any_object(program, digits, tmp_path, model):
     ran = two_epochs(program, digits, tmp_path, model, (1e-4, 1e-4), "--unlabelled")

@@ -197,7 +197,6 @@ def test_updates_are_the_originals(trackers, name):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.parametrize("name", NAMES)
 def test_updates_in_many_sequences(trackers, name):
@@ -241,13 +240,12 @@ def compare_looks(trackers, name, seeds):
     return matched_by_looks
 
 
-@pytest.mark.parametrize("name", LOOKING)
+@pytest.mark.parametrize("name", some_slow(LOOKING, ("TRACKTRACK",)))
 def test_tracks_are_found_again_by_their_looks(trackers, name):
     assert compare_looks(trackers, name, range(12)) > 30
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.parametrize("name", LOOKING)
 def test_looks_in_many_sequences(trackers, name):

@@ -117,7 +117,7 @@ FURTHER = (
         ("yolov8n.yaml", "own"),
         ("yolov8n.yaml", "v8DetectionLoss"),
         ("yolo26n-seg.yaml", f"E2ELoss of {SEGMENT26}"),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in FURTHER),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in FURTHER),
     ],
 )
 def test_equals_the_separate_calls(gpu, same_convolutions, name, kind):

@@ -126,7 +126,6 @@ Tuner(dict(words, data=sys.argv[1], project=sys.argv[2], task="detect", model="y
 """
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_trials_train_as_programs_of_their_own(ultralytics_environment, digits, tmp_path):
     """The second trial, which has waited, has the results of the same command that starts alone."""

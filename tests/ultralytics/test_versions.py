@@ -87,7 +87,6 @@ def test_trials_accept_the_installed_version():
     assert {name for name, obstacle in found.items() if obstacle} == OTHERS.get(INSTALLED, set()), found
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("version", check_versions.VERSIONS)
 def test_trials_tell_the_known_versions_apart(version):

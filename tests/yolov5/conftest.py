@@ -31,7 +31,7 @@ def real_yolov5(tmp_path_factory):
     return make
 
 
-@pytest.fixture(params=some_slow(real.LAYOUTS, ("package",)))
+@pytest.fixture(params=["package", *some_slow(["head"], ()), *some_slow(["checkout"], (), pytest.mark.nightly)])
 def yolov5(request, real_yolov5) -> real.YOLOv5:
     """The test runs once in each layout; `make test` takes PyPI's package alone."""
     return real_yolov5(request.param)

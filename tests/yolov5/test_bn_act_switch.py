@@ -3,7 +3,7 @@
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_trains_as_stocks(real_yolov5):
     yolov5 = real_yolov5("package")
     assert "as stock" in yolov5.program("bn_act.py", yolov5.prefix).stdout

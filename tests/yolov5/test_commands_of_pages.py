@@ -43,7 +43,6 @@ def clone(real_yolov5, data):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 @pytest.mark.cpu
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_runs(command, clone):

@@ -50,6 +50,7 @@ def test_misuse_is_a_sentence(argv, sentence, capsys):
     launcher.HOST.unpatch()  # which hides its lines, too
 
 
+@pytest.mark.slow
 def test_a_script_sees_what_it_sees_without_us(fake_yolov5):
     """argv, path, __main__, exit code; multiprocessing by spawn; and utils.loss with the drop-in."""
     arguments = ("--epochs", "1", "--exit", "3")
@@ -92,15 +93,8 @@ def test_only_one_rank_speaks(fake_yolov5):
         assert ("torch_fastdet: " in out) == speaks
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("-h", "--bbox_iou_optim", "train.py", "--epochs", "5"),
-        ("--help", "-m", "train", "--epochs", "5"),
-    ],
-)
-def test_help_is_ours_then_the_scripts(fake_yolov5, command):
-    out = fake_yolov5.python("-m", "torch_fastdet.yolov5", *command).stdout
+def test_help_is_ours_then_the_scripts(fake_yolov5):
+    out = fake_yolov5.python("-m", "torch_fastdet.yolov5", "--help", "-m", "train", "--epochs", "5").stdout
     assert 0 < out.index("--bbox_iou_optim") < out.index("--fastdet") < out.index("the script's own epochs")
     assert " -> " not in out
     assert "replaced nothing" not in out
@@ -108,7 +102,7 @@ def test_help_is_ours_then_the_scripts(fake_yolov5, command):
 
 def test_doctor(fake_yolov5):
     command = ("-m", "torch_fastdet.yolov5", "doctor", "--json", "train.py", "--img", 640, "--optimizer", "RMSProp")
-    for flags, code in ((["--bbox_iou_optim"], 0), (["--multi_tensor_optimizer"], 2), (["--cuda_graph"], 2), ([], 0)):
+    for flags, code in ((["--bbox_iou_optim"], 0), (["--multi_tensor_optimizer"], 2)):
         out = fake_yolov5.python(*map(str, command), *flags, code=code, CUDA_VISIBLE_DEVICES="").stdout
         found = json.loads(out[out.index("{\n") :])
         rows = {row["name"]: row for row in found["switches"]}
@@ -117,12 +111,6 @@ def test_doctor(fake_yolov5):
         assert rows["multi_tensor_optimizer"]["why_not"].startswith("the optimizer is RMSProp")
         assert not rows["cuda_graph"]["applies"]
         assert [name for name, row in rows.items() if row["asked"]] == [flag[2:] for flag in flags]
-
-
-def test_help_without_a_script(fake_yolov5):
-    ours = fake_yolov5.python("-m", "torch_fastdet.yolov5", "--help").stdout
-    assert "--upsample_optim" in ours
-    assert "the script's own" not in ours
 
 
 def test_a_switch_that_cannot_apply_or_does_not_exist_stops_the_run(fake_yolov5, tmp_path):

@@ -21,7 +21,6 @@ QUICK = (
     *("segmentation", "bad_segments", "changed_code", "mosaic9", "fork_unknown"),
 )
 ON_CPU = [case for case in CASES if "gpu" not in case]
-IN_A_CHECKOUT = ["train", "val"]
 # Cases that one process runs, one after the other: it imports YOLOv5 for four seconds and spends less than one on most cases. `make test-gpu`
 # gives the tests of a module to all processes, each of which would run all of them.
 TOGETHER = {"cpu": 40, "cuda": 1}
@@ -32,15 +31,15 @@ def outcome(real_yolov5, tmp_path_factory):
     """What the program said of a case: "ok", or what went wrong."""
     made: dict[tuple, str] = {}
 
-    def outcome(layout: str, device: str, case: str, cases: list[str]) -> str:
+    def outcome(device: str, case: str, cases: list[str]) -> str:
         first = cases.index(case) // TOGETHER[device] * TOGETHER[device]
         chosen = cases[first : first + TOGETHER[device]]
-        key = (layout, device, *chosen)
+        key = (device, *chosen)
         if key not in made:
-            yolov5 = real_yolov5(layout)
+            yolov5 = real_yolov5("package")
             hide = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
             yolov5 = real.YOLOv5(yolov5.layout, yolov5.folder, yolov5.prefix, {**yolov5.environment, **hide})
-            folder = tmp_path_factory.mktemp(f"loaders_{layout}_{device}")
+            folder = tmp_path_factory.mktemp(f"loaders_{device}")
             made[key] = "nothing: it did not end"
             made[key] = yolov5.program("loaders.py", yolov5.prefix, folder, *chosen, ok=False).stdout
         found = re.search(rf"^CASE {case}: (.*?)(?=^CASE |\Z)", made[key], re.M | re.S)
@@ -49,26 +48,19 @@ def outcome(real_yolov5, tmp_path_factory):
     return outcome
 
 
-@pytest.mark.parametrize("case", some_slow(ON_CPU, QUICK))
+@pytest.mark.parametrize("case", some_slow(ON_CPU, QUICK, pytest.mark.nightly))
 def test_batches_are_stocks(case, outcome):
-    said = outcome("package", "cpu", case, [other for other in ON_CPU if (other in QUICK) == (case in QUICK)])
-    assert said.splitlines()[0] == "ok", said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", IN_A_CHECKOUT)
-def test_batches_are_stocks_in_a_checkout(case, outcome):
-    said = outcome("checkout", "cpu", case, IN_A_CHECKOUT)
+    said = outcome("cpu", case, [other for other in ON_CPU if (other in QUICK) == (case in QUICK)])
     assert said.splitlines()[0] == "ok", said
 
 
 @pytest.mark.parametrize("case", ON_GPU)
 def test_batches_on_the_gpu_are_stocks(case, outcome, cuda):
-    said = outcome("package", "cuda", case, ON_GPU)
+    said = outcome("cuda", case, ON_GPU)
     assert said.splitlines()[0] == "ok", said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_has_the_losses_of_stock(real_yolov5, train):
     """The real train.py with two loader processes: the same batches, so the same losses to rounding."""
     package = real_yolov5("package")

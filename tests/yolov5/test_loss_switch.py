@@ -112,7 +112,6 @@ def test_other_signature_is_an_error(stock, monkeypatch):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_real_training_gives_the_losses_of_stock(real_yolov5, train):
     """The real train.py and its validation, from one seed: the sums' order differs, carried through eight steps."""
     checkout = real_yolov5("checkout")

@@ -108,7 +108,7 @@ def test_val_without_its_matcher_says_so(digits, weights, tmp_path):
     ("layout", "flags"),
     [
         ("checkout", ("--save-txt", "--save-conf")),
-        ("package", ("--save-hybrid",)),
+        pytest.param("package", ("--save-hybrid",), marks=pytest.mark.nightly),
         pytest.param("checkout", ("--augment", "--single-cls", "--iou-thres", 0.2), marks=pytest.mark.nightly),
     ],
     ids=["plain", "hybrid", "augment"],
@@ -126,7 +126,6 @@ def test_val_prints_the_same_numbers(layout, flags, real_yolov5, digits, weights
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_detect_writes_the_same_boxes(real_yolov5, digits, weights, tmp_path):
     source = digits.parent / "images/train"
     common = ("--weights", weights, "--source", source, "--img", SIZE, "--device", "cpu", "--save-txt", "--save-conf")
@@ -135,7 +134,7 @@ def test_detect_writes_the_same_boxes(real_yolov5, digits, weights, tmp_path):
     assert 0 < assert_same_boxes(tmp_path / "few") <= 5 * 16
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_segment_scripts_give_the_same(real_yolov5, train, data, tmp_path):
     package = real_yolov5("package")
     weights = train(package, "--nms_optim", script="segment/train").checkpoint
@@ -153,7 +152,6 @@ def test_segment_scripts_give_the_same(real_yolov5, train, data, tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_validation_inside_train_gives_the_same(real_yolov5, digits, weights, tmp_path):
     """From trained weights: a random model gives many boxes of one confidence, whose order stock leaves to chance."""
     hyperparameters = {
@@ -178,7 +176,7 @@ def test_validation_inside_train_gives_the_same(real_yolov5, digits, weights, tm
     assert ours == stock
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_checkpoints_of_segmentation_hold_nothing_of_ours(real_yolov5, train):
     """A Segment module pickles its Detect.forward: by stock's name."""
     package = real_yolov5("package")
@@ -189,7 +187,6 @@ def test_checkpoints_of_segmentation_hold_nothing_of_ours(real_yolov5, train):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_segmentation_models_are_pickled_before_during_and_after(real_yolov5, tmp_path):
     """Their heads keep Detect.forward, which pickle must find under its name: stock's, and no other, at any time."""
     package = real_yolov5("package")

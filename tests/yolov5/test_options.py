@@ -6,13 +6,13 @@ from tests.yolov5 import real
 from tests.yolov5.test_real_scripts import LOSSES, SWITCHES
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [
         # Not smaller: at 32 pixels and two images batch norm sees two values, whose sign is a matter of rounding.
         ("--multi-scale", "--img", "128", "--batch", "4", "--image-weights", "--label-smoothing", "0.1", "--cos-lr"),
-        pytest.param(("--rect", "--single-cls", "--quad", "--batch", "4"), marks=pytest.mark.nightly),
+        ("--rect", "--single-cls", "--quad", "--batch", "4"),
     ],
     ids=["several sizes", "one size for each batch"],
 )
@@ -31,7 +31,6 @@ def test_options_give_the_losses_of_stock(options, real_yolov5, train):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_evolve_trains_generation_after_generation(real_yolov5, train):
     """In one process: each generation has a model, an EMA and a loss of its own."""
     run = train(real_yolov5("checkout"), "--fastdet", "--evolve", "2", "--epochs", "1")

@@ -73,7 +73,6 @@ def test_all_switches_together_give_the_losses_of_stock(real_yolov5, train):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_nothing_changes_without_a_switch(real_yolov5, train):
     checkout = real_yolov5("checkout")
     plain = train(checkout)
@@ -97,7 +96,6 @@ def test_segment_training_gives_the_losses_of_stock(real_yolov5, train):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_classify_training_gives_the_losses_of_stock(real_yolov5, tmp_path):
     from PIL import Image
 
@@ -118,8 +116,8 @@ def test_classify_training_gives_the_losses_of_stock(real_yolov5, tmp_path):
         assert found[1][column] == pytest.approx(found[0][column], rel=2e-3, abs=2e-5), column
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["package", pytest.param("checkout", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["package", "checkout"])
 def test_val_and_detect_run_on_a_patched_checkpoint(layout, real_yolov5, train, data, tmp_path):
     yolov5 = real_yolov5(layout)
     common = ("--weights", train(yolov5, *FLAGS).checkpoint, "--project", tmp_path, "--img", IMAGE, "--device", "cpu")
@@ -135,7 +133,7 @@ def test_val_and_detect_run_on_a_patched_checkpoint(layout, real_yolov5, train, 
     assert len(list((tmp_path / "detect").glob("*.png"))) == 4, found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_resume_goes_on_where_the_run_stopped(real_yolov5, train, data, tmp_path):
     checkout = real_yolov5("checkout")
     arguments = [*SMALL, "--weights", "", "--cfg", "yolov5n.yaml", "--data", data.boxes, "--epochs", 3, "--noplots"]

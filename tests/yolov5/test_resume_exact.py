@@ -77,6 +77,7 @@ def test_killed_training_ends_with_the_bits_of_one_run(real_yolov5, trainings):
     assert not any("resumes as without the switch" in output for output in outputs)
 
 
+@pytest.mark.nightly
 def test_training_that_was_over_is_not_trained_on(real_yolov5, trainings):
     """Killed after the last epoch's files, before last.pt is stripped; as early stopping leaves it, too."""
     once, ended, _, outputs = trainings(1, "cpu", [("KILL", 11)])

@@ -75,7 +75,6 @@ def test_trials_accept_both_layouts(trials, layout):
     assert len(found) > 12 and not any(found.values()), found
 
 
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_trials_accept_the_newest_commit(trials):
     """It has no process_mask_upsample, which no script of YOLOv5 called."""

@@ -133,11 +133,8 @@ COUNTS = [3, 0, 6, 1, 2, 0]  # labels of each picture
     "overlap, ratio, counts, plots",
     [
         (True, 4, COUNTS, True),
-        (True, 1, COUNTS, False),
-        (False, 4, COUNTS, False),
         (False, 1, COUNTS, False),
-        (True, 4, [0] * 3, False),
-        (False, 1, [0] * 3, False),
+        (True, 1, [0] * 3, False),
     ],
 )
 @pytest.mark.parametrize("half", [False, True])
