@@ -325,11 +325,11 @@ SCHEMAS = (
     "multi_tensor_sgd_",
     "bn_act_cat",
 )
-#: `make test` traces and compiles these alone.
-FEWER = some_slow(CALLS, SCHEMAS)
+#: Compiled by day; opcheck, which compiles with dynamic shapes, is run with all.
+FEWER = some_slow(CALLS, SCHEMAS, pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("name", FEWER)
+@pytest.mark.parametrize("name", some_slow(CALLS, SCHEMAS))
 def test_opcheck(device, name):
     """The schema, the gradients' registration and the shapes that are foretold, also of the backward pass."""
     sample = Sample(name, device)
@@ -360,7 +360,7 @@ def test_script_and_export(device, name):
     assert same(program.module()(*tensors), wanted[: len(sample(*tensors))])
 
 
-@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dynamic", some_slow([True, False], [True]))
 @pytest.mark.parametrize("name", FEWER)
 def test_compile(device, name, dynamic):
     sample = Sample(name, device)
