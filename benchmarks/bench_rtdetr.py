@@ -170,7 +170,7 @@ def network(report: harness.Report) -> None:
                     for _ in range(5):
                         run()
                     times = harness.time_cpu({variant: run}, 30)[variant]
-                report.add(f"network in evaluation, batch {batch}, fp16", variant, "call", times)
+                report.add(f"rtdetr-l as a predictor runs it, half, batch {batch}", variant, "call", times)
         finally:
             drop_in.unpatch()
     report.write()

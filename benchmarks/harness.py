@@ -112,6 +112,7 @@ class Row:
     host_syncs: int | None = None
     peak_mib: float | None = None
     p99_us: float | None = None  # 99th percentile, where latency is the question
+    images_per_s: int | None = None  # of all threads together
     map50: float | None = None
     map50_95: float | None = None
     environment: dict[str, str] = field(default_factory=dict)

@@ -91,6 +91,7 @@ SHOWN = {
         "segment/val.py, yolov5s, half, batch 32, 1024 JPEGs of 640x640: the whole command",
     ),
     "gpu-pictures": ("YOLO(yolov8n).predict, one 1080p picture in memory",),
+    "gpu-rtdetr": tuple(f"rtdetr-l as a predictor runs it, half, batch {batch}" for batch in (16, 1)),
     "gpu-training_truth_small": ("mAP50-95", "val obj loss"),
     "gpu-summary": ("yolov5s, batch 16, loop", "yolov5s, batch 64, loop", "suppression, batch 32, conf .25"),
     "cpu-summary": ("yolov5n, batch 16, train.py at 128", "validation, batch 32 of 128x128, CPU fp32"),
@@ -196,7 +197,7 @@ SECTIONS = {
     "results.md": ("gpu-truths", "all-rows"),
     "results_yolov5.md": ("gpu-dataset", "h100-dataset", "gpu-train", "h100-train", "gpu-val"),
     "results_ultralytics.md": ("gpu-ultralytics", "gpu-rtdetr_training", "h100-ultralytics"),
-    "results_prediction.md": ("gpu-pictures", "gpu-predict", "gpu-serving", "gpu-evaluation"),
+    "results_prediction.md": ("gpu-pictures", "gpu-predict", "gpu-serving", "gpu-evaluation", "gpu-rtdetr"),
     "results_operators.md": ("gpu-summary", "gpu-operators", "cpu-summary"),
 }
 EDGE = re.compile(r"(?<!\w)_|_(?!\w)")  # which Markdown takes for emphasis
@@ -421,7 +422,7 @@ def shortened(cases: Iterable[str]) -> tuple[str, dict[str, str]]:
 def comparison_table(rows: list[dict]) -> str:
     """Stock beside torch_fastdet: each case is a line, call to call. tables.md has other variants too."""
     rows = [row for row in rows if row["variant"] in ("stock", OURS)]
-    peaks = any(row.get("peak_mib") is not None for row in rows)
+    peaks = any(row.get("peak_mib") for row in rows)
     cases: dict[str, dict[bool, dict]] = {}
     for row in rows:
         if row["view"] == "call":
