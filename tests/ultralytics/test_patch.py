@@ -27,6 +27,11 @@ def test_every_holder_of_a_name_gets_the_drop_in(patching):
     assert patched["nms"].startswith("torch_fastdet."), "a wrapper of ours where an older version takes more"
 
 
+def test_what_no_training_needs_is_not_imported(patching):
+    assert patching["needless"] == []
+    assert (patching["tuner"], patching["tuner after"]) == ("torch_fastdet.ultralytics.trials", "builtins")
+
+
 def test_unpatch_puts_everything_back(patching):
     assert patching["same"]
     expected = patching["before"] | {"later": "ultralytics.utils.metrics"}

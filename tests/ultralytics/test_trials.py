@@ -34,7 +34,8 @@ def programs(monkeypatch):
         setattr(stand_in, name, getattr(subprocess, name))
     monkeypatch.setattr(trials, "subprocess", stand_in)
     drawn = []
-    made = trials.Subprocess(trials.Plots(lambda: drawn.append(threading.current_thread())))
+    made = trials.Subprocess()
+    made.plots = trials.Plots(lambda: drawn.append(threading.current_thread()))
     made.command = [sys.executable, "-c", "import sys; sys.exit(int(sys.argv[1]))"]
     made.started, made.drawn = started, drawn
     return made
@@ -96,9 +97,9 @@ def test_plots_are_drawn_beside_a_trial(programs, monkeypatch):
     matplotlib = pytest.importorskip("matplotlib")
     monkeypatch.setattr(matplotlib, "get_backend", lambda: "agg")
     with programs.ahead():
-        programs._plots()
+        programs.plots()
     monkeypatch.setattr(matplotlib, "get_backend", lambda: "TkAgg")
-    programs._plots()
+    programs.plots()
     beside, here = programs.drawn
     assert beside is not threading.main_thread() and here is threading.main_thread()
 

@@ -8,16 +8,21 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import ModuleType
+from typing import Any
 
 from torch_fastdet._say import counts, warn
 from torch_fastdet.patching.engine import ALL, Host
 from torch_fastdet.patching.evidence import Obstacle
+from torch_fastdet.patching.import_hook import is_run, namespace
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.frameworks import VERSION
 from torch_fastdet.switches.registry import ULTRALYTICS as SWITCHES
 from torch_fastdet.ultralytics import trials
 
 PACKAGE = "ultralytics"
+#: Only ``YOLO.tune`` imports it.
+TUNER = f"{PACKAGE}.engine.tuner"
 
 
 def _is_installed() -> bool:
@@ -103,17 +108,28 @@ class Ultralytics(Host):
             return
         flags = {name: on for request in self.requests for name, on in (request or {ALL: True}).items()}
         words = [f"--{name}" if on else f"--no-{name}" for name, on in flags.items() if on or name != ALL]
-        tuner = importlib.import_module(f"{PACKAGE}.engine.tuner")
         programs = trainer.subprocess
         if not isinstance(programs, trials.Subprocess):
-            plots = trials.Plots(tuner.plot_tune_results)
-            programs = trials.Subprocess(plots)
+            programs = trials.Subprocess()
             self.patches.replace("programs", trainer, "subprocess", programs, quietly=True)
-            self.patches.replace("programs", tuner, "plot_tune_results", plots, quietly=True)
-            ahead = trials.with_programs_ahead(tuner.Tuner.__call__, programs)
-            self.patches.replace("programs", tuner.Tuner, "__call__", ahead, quietly=True)
         programs.command = [sys.executable, "-m", self.door, *words]
         self.patches.replace("programs", trainer, "_YOLO_CLI_COMMAND", programs.command, quietly=True)
+        if is_run(TUNER):
+            self._patch_tuner(sys.modules[TUNER], programs)
+
+    def _visit(self, module: ModuleType) -> None:
+        super()._visit(module)
+        if namespace(module).get("__name__") == TUNER:
+            programs = getattr(sys.modules.get(f"{PACKAGE}.engine.trainer"), "subprocess", None)
+            if isinstance(programs, trials.Subprocess):
+                self._patch_tuner(module, programs)
+
+    def _patch_tuner(self, tuner: Any, programs: trials.Subprocess) -> None:
+        if not isinstance(tuner.plot_tune_results, trials.Plots):
+            programs.plots = trials.Plots(tuner.plot_tune_results)
+            self.patches.replace("programs", tuner, "plot_tune_results", programs.plots, quietly=True)
+            ahead = trials.with_programs_ahead(tuner.Tuner.__call__, programs)
+            self.patches.replace("programs", tuner.Tuner, "__call__", ahead, quietly=True)
 
 
 HOST = Ultralytics(SWITCHES, (PACKAGE,))

@@ -56,9 +56,9 @@ class Subprocess:
 
     #: The first words of a ``yolo`` program: Python, ``-m``, torch_fastdet.ultralytics, and the switches' flags.
     command: list[str]
+    plots: Plots
 
-    def __init__(self, plots: Plots) -> None:
-        self._plots = plots
+    def __init__(self) -> None:
         self._ahead = False
         self._next: Waiting | None = None
 
@@ -75,7 +75,7 @@ class Subprocess:
             if self._next:
                 self._next.end()
                 self._next = None
-            self._plots.finish()
+            self.plots.finish()
 
     def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
         length = len(self.command)
@@ -90,7 +90,7 @@ class Subprocess:
             except BaseException:
                 trial.kill()
                 raise
-        self._plots.finish()  # before the trainer draws
+        self.plots.finish()  # before the trainer draws
         if trial.returncode:
             raise subprocess.CalledProcessError(trial.returncode, command)
         return subprocess.CompletedProcess(command, 0)

@@ -13,6 +13,7 @@ from ultralytics.utils.metrics import bbox_iou  # a user's own module that impor
 from torch_fastdet import ultralytics as drop_in
 from torch_fastdet.ultralytics import bbox_iou as ours  # and ours, on purpose
 
+NEEDLESS = [f"ultralytics.{name}" for name in ("engine.tuner", "engine.exporter", "trackers", "solutions", "hub")]
 stock = bbox_iou
 users = types.ModuleType("a_module_that_is_imported_later")
 sys.modules[users.__name__] = users
@@ -48,12 +49,17 @@ def rotated():
 
 result = {"before": holders(), "rotated_stock": rotated()}
 result["lines"] = drop_in.patch()
+result["needless"] = [name for name in NEEDLESS if name in sys.modules]
+from ultralytics.engine import tuner  # noqa: E402
+
+result["tuner"] = type(tuner.plot_tune_results).__module__
 exec("from ultralytics.utils.metrics import bbox_iou as iou", vars(users))
 result["patched"] = holders()
 result["rotated"] = rotated()
 result["twice"] = drop_in.patch()
 drop_in.unpatch()
 result["after"] = holders()
+result["tuner after"] = type(tuner.plot_tune_results).__module__
 result["same"] = bbox_iou is stock and ultralytics.utils.loss.bbox_iou is stock and users.iou is stock
 drop_in.unpatch()
 
