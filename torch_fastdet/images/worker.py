@@ -11,8 +11,8 @@ from torch.utils.data import get_worker_info
 
 from torch_fastdet.images.memory import CHANNELS, ImageMemory
 from torch_fastdet.images.on_cpu import finish, run_on_cpu
+from torch_fastdet.images.parcel import Parcel
 from torch_fastdet.images.plan import Bytes, ImagePlan, Plan, pack
-from torch_fastdet.images.slots import Parcel
 
 #: Pixels and files of a plan go through shared memory if they take more bytes than this, else in the message itself.
 SMALL = 1 << 16
