@@ -157,131 +157,6 @@ TORCH_FASTDET_IMAGE_AVX2 inline void warp_points_avx2(const Layer& layer, const 
   warp_points<3>(layer, line, begin, end, out);
 }
 
-// Eight points of a row in fixed point: whole pixels, and points in 1/32 pixel.
-struct FixedPoints {
-  __m256i x, y, px, py;
-};
-
-TORCH_FASTDET_IMAGE_AVX2 inline __m256i blend_points(const Patch& patch, const FixedPoints& p) {
-  const __m128i low = fixed_pixels(patch, _mm256_castsi256_si128(p.px), _mm256_castsi256_si128(p.py));
-  const __m128i high = fixed_pixels(patch, _mm256_extracti128_si256(p.px, 1), _mm256_extracti128_si256(p.py, 1));
-  return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
-}
-
-TORCH_FASTDET_IMAGE_AVX2 inline __m128i round_four(__m256d x) {
-  x = _mm256_and_pd(x, _mm256_cmp_pd(x, x, _CMP_ORD_Q));
-  x = _mm256_min_pd(_mm256_max_pd(x, _mm256_set1_pd(-2147483648.)), _mm256_set1_pd(2147483647.));
-  return _mm256_cvtpd_epi32(x);
-}
-
-// Columns of a row whose points are worked out eight at a time: a block of perspective_point().
-class FixedBlock {
- public:
-  FixedBlock(const FixedPerspective& line, int first) : m_(line.map->m), first_(first) {
-    for (int i = 0; i < 3; ++i) start_[i] = m_[3 * i] * first + m_[3 * i + 1] * line.y + m_[3 * i + 2];
-  }
-
-  TORCH_FASTDET_IMAGE_AVX2 FixedPoints at(int x) const {
-    const __m256i rest = eight_from(x - first_);
-    __m128i px[2], py[2];
-    four(_mm256_castsi256_si128(rest), px[0], py[0]);
-    four(_mm256_extracti128_si256(rest, 1), px[1], py[1]);
-    const __m256i all_x = _mm256_setr_m128i(px[0], px[1]), all_y = _mm256_setr_m128i(py[0], py[1]);
-    return {_mm256_srai_epi32(all_x, kWarpBits), _mm256_srai_epi32(all_y, kWarpBits), all_x, all_y};
-  }
-
- private:
-  // x, y or w before the division.
-  TORCH_FASTDET_IMAGE_AVX2 __m256d ahead(int i, __m256d rest) const {
-    return _mm256_add_pd(_mm256_set1_pd(start_[i]), _mm256_mul_pd(_mm256_set1_pd(m_[3 * i]), rest));
-  }
-  TORCH_FASTDET_IMAGE_AVX2 void four(__m128i columns, __m128i& px, __m128i& py) const {
-    const __m256d rest = _mm256_cvtepi32_pd(columns), w = ahead(2, rest);
-    const __m256d scale =
-        _mm256_and_pd(_mm256_div_pd(_mm256_set1_pd(kWarpScale), w), _mm256_cmp_pd(w, _mm256_setzero_pd(), _CMP_NEQ_UQ));
-    px = round_four(_mm256_mul_pd(ahead(0, rest), scale));
-    py = round_four(_mm256_mul_pd(ahead(1, rest), scale));
-  }
-
-  const double* m_;
-  int first_;
-  double start_[3];
-};
-
-// The same as FixedBlock, for FloatLine::at().
-class FloatBlock {
- public:
-  FloatBlock(const FloatLine& line, int) : line_(line) {}
-
-  TORCH_FASTDET_IMAGE_AVX2 FloatPoints at(int x) const {
-    const __m256 column = _mm256_cvtepi32_ps(eight_from(x)), w = ahead(2, column);
-    return float_points(_mm256_div_ps(ahead(0, column), w), _mm256_div_ps(ahead(1, column), w));
-  }
-
- private:
-  TORCH_FASTDET_IMAGE_AVX2 __m256 ahead(int i, __m256 column) const {
-    return _mm256_fmadd_ps(_mm256_set1_ps(line_.step[i]), column, _mm256_set1_ps(line_.row[i]));
-  }
-
-  const FloatLine& line_;
-};
-
-// All bits of the lanes whose squares the box holds.
-template <typename Points>
-TORCH_FASTDET_IMAGE_AVX2 inline __m256i held(const SquareBox& box, const Points& p) {
-  const __m256i low = _mm256_or_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(box.x0), p.x),
-                                      _mm256_cmpgt_epi32(_mm256_set1_epi32(box.y0), p.y));
-  const __m256i high = _mm256_and_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(box.x1), p.x),
-                                        _mm256_cmpgt_epi32(_mm256_set1_epi32(box.y1), p.y));
-  return _mm256_andnot_si256(low, high);
-}
-
-// The patch that alone shows in all eight squares, or -1. `last`: one that is likely.
-template <typename Line, typename Points>
-TORCH_FASTDET_IMAGE_AVX2 inline int patch_of_points(const PerspectiveRow<Line>& r, const Points& points, int last) {
-  const __m256i all = _mm256_set1_epi32(-1);
-  if (_mm256_testc_si256(held(r.boxes->alone[last], points), all)) return last;
-  for (int i = 0; i < r.layer->count; ++i) {
-    if (_mm256_testc_si256(held(r.boxes->alone[i], points), all)) return i;
-  }
-  return -1;
-}
-
-// Eight columns at a time: of one patch or of the border; any others one by one.
-template <typename Block, typename Line>
-TORCH_FASTDET_IMAGE_AVX2 inline void perspective_avx2(const PerspectiveRow<Line>& r, int block) {
-  int last = 0;
-  for (int first = 0; first < r.width; first += block) {
-    const int end = std::min(first + block, r.width);
-    if (end - first < 8) {
-      warp_points<3>(*r.layer, *r.line, first, end, r.out);
-      continue;
-    }
-    const Block columns(*r.line, first);
-    for (int at = first; at < end; at += 8) {
-      const int x = std::min(at, end - 8);  // the last eight may be made twice
-      const auto points = columns.at(x);
-      __m256i* out = reinterpret_cast<__m256i*>(r.out + x);
-      const int patch = patch_of_points(r, points, last);
-      if (patch >= 0) {
-        last = patch;
-        _mm256_storeu_si256(out, blend_points(r.layer->patch[patch], points));
-      } else if (_mm256_movemask_epi8(held(r.boxes->around, points)) == 0) {
-        _mm256_storeu_si256(out, _mm256_set1_epi32(kBorderWord[1]));
-      } else {
-        warp_points<3>(*r.layer, *r.line, x, x + 8, r.out);
-      }
-    }
-  }
-}
-
-TORCH_FASTDET_IMAGE_AVX2 inline void perspective_fixed_avx2(const PerspectiveRow<FixedPerspective>& r) {
-  perspective_avx2<FixedBlock>(r, r.line->block);
-}
-TORCH_FASTDET_IMAGE_AVX2 inline void perspective_float_avx2(const PerspectiveRow<FloatLine>& r) {
-  perspective_avx2<FloatBlock>(r, r.width);
-}
-
 TORCH_FASTDET_IMAGE_AVX2 inline __m256i gather(const int* table, __m256i index) {
   return _mm256_i32gather_epi32(table, index, 4);
 }
@@ -388,8 +263,7 @@ TORCH_FASTDET_IMAGE_AVX2 inline void plane_avx2(const uint32_t* row, int width, 
 }
 
 inline RowKernels row_kernels_avx2() {
-  return {warp_fixed_avx2,        warp_float_avx2,   warp_points_avx2, perspective_fixed_avx2,
-          perspective_float_avx2, recolor_span_avx2, expand_avx2,      plane_avx2};
+  return {warp_fixed_avx2, warp_float_avx2, warp_points_avx2, recolor_span_avx2, expand_avx2, plane_avx2};
 }
 
 }  // namespace torch_fastdet::core

@@ -107,52 +107,6 @@ TORCH_FASTDET_HOST_DEVICE void warp_span(const WarpSpan<FloatLine>& s) {
   }
 }
 
-// Squares by their upper left pixels: columns [x0, x1) and rows [y0, y1).
-struct SquareBox {
-  int x0, y0, x1, y1;
-};
-
-struct SquareBoxes {
-  SquareBox alone[kMaxPlacements];  // where a patch alone shows, and eight bytes may be read from each pair on
-  SquareBox around;                 // outside of it the border alone shows
-};
-
-inline SquareBoxes square_boxes(const Layer& layer) {
-  SquareBoxes boxes{};
-  if (layer.mask) {
-    boxes.around = {-1, -1, layer.canvas_w, layer.canvas_h};
-    return boxes;
-  }
-  SquareBox& around = boxes.around;
-  for (int i = 0; i < layer.count; ++i) {
-    const Patch& patch = layer.patch[i];
-    const SquareBox shown{patch.x0 - 1, patch.y0 - 1, patch.x1, patch.y1};
-    around = i == 0 ? shown
-                    : SquareBox{std::min(around.x0, shown.x0), std::min(around.y0, shown.y0),
-                                std::max(around.x1, shown.x1), std::max(around.y1, shown.y1)};
-    for (int below = 0; below < i; ++below) {
-      SquareBox& box = boxes.alone[below];
-      if (shown.x0 < box.x1 && shown.x1 > box.x0 && shown.y0 < box.y1 && shown.y1 > box.y0) box = {};
-    }
-    boxes.alone[i] = {patch.x0, patch.y0, patch.x1 - 1, patch.y1 - (patch.tight ? 2 : 1)};
-  }
-  return boxes;
-}
-
-template <typename Line>
-struct PerspectiveRow {
-  const Layer* layer;
-  const SquareBoxes* boxes;
-  const Line* line;
-  int width;
-  uint32_t* out;
-};
-
-template <int kChannels, typename Line>
-inline void warp_row(const PerspectiveRow<Line>& r) {
-  warp_points<kChannels>(*r.layer, *r.line, 0, r.width, r.out);
-}
-
 inline void recolor_span(const ColorTables& tables, uint32_t* row, int begin, int end, bool round) {
   for (int x = begin; x < end; ++x) row[x] = pack_pixel(recolor(tables, unpack_pixel<3>(row[x]), round));
 }
@@ -172,15 +126,13 @@ struct RowKernels {
   void (*warp_fixed3)(const WarpSpan<FixedLine>&);
   void (*warp_float3)(const WarpSpan<FloatLine>&);
   void (*warp_points3)(const Layer&, const FloatLine&, int begin, int end, uint32_t* out);
-  void (*perspective_fixed3)(const PerspectiveRow<FixedPerspective>&);
-  void (*perspective_float3)(const PerspectiveRow<FloatLine>&);
   void (*recolor)(const ColorTables&, uint32_t* row, int begin, int end, bool round);
   void (*expand3)(const uint8_t* from, uint32_t* words, int count);
   void (*plane)(const uint32_t* row, int width, int shift, uint8_t* to);
 };
 
 inline RowKernels plain_row_kernels() {
-  return {warp_span<3>, warp_span<3>, warp_points<3>, warp_row<3>, warp_row<3>, recolor_span, expand, plane};
+  return {warp_span<3>, warp_span<3>, warp_points<3>, recolor_span, expand, plane};
 }
 
 template <int kChannels>
@@ -282,10 +234,7 @@ class AugmentPicture {
     for (int i = 0; i < layer.count; ++i) layer.patch[i] = read_layer_patch(p_, index, layer, i);
     if (layer.warp == WarpKind::kNone) return;
     layer.map = read_layer_map(p_, index, layer);
-    if (layer.warp == WarpKind::kPerspective) {
-      boxes_[which] = square_boxes(layer);
-      return;
-    }
+    if (layer.warp == WarpKind::kPerspective) return;
     for (int i = 0; i < layer.count; ++i) {
       add_edges(edges_x_[which], layer.patch[i].x0, layer.patch[i].x1);
       add_edges(edges_y_[which], layer.patch[i].y0, layer.patch[i].y1);
@@ -307,13 +256,13 @@ class AugmentPicture {
     } else if (p_.arithmetic == WarpArithmetic::kFloat) {
       const FloatLine line = float_line(layer.map, layer.warp, y);
       if (line.perspective) {
-        perspective_row(PerspectiveRow<FloatLine>{&layer, &boxes_[which], &line, width, row});
+        sample_points(layer, line, 0, width, row);
       } else {
         row_spans(layer, which, line, row);
       }
     } else if (layer.warp == WarpKind::kPerspective) {
       const FixedPerspective line{&layer.map, y, perspective_block(width, p_.out.height)};
-      perspective_row(PerspectiveRow<FixedPerspective>{&layer, &boxes_[which], &line, width, row});
+      sample_points(layer, line, 0, width, row);
     } else {
       const double* m = layer.map.m;
       const FixedLine line{column_x_[which].data(), column_y_[which].data(), affine_row(m[1], m[2], y),
@@ -400,21 +349,11 @@ class AugmentPicture {
     }
   }
 
-  template <typename Line>
-  void perspective_row(const PerspectiveRow<Line>& r) const {
-    if (kChannels == 3) {
-      perspective_row3(r);
-    } else {
-      warp_row<kChannels>(r);
-    }
-  }
-
-  void perspective_row3(const PerspectiveRow<FixedPerspective>& r) const { kernels_.perspective_fixed3(r); }
-  void perspective_row3(const PerspectiveRow<FloatLine>& r) const { kernels_.perspective_float3(r); }
   void warp_span3(const WarpSpan<FixedLine>& span) const { kernels_.warp_fixed3(span); }
   void warp_span3(const WarpSpan<FloatLine>& span) const { kernels_.warp_float3(span); }
 
-  void sample_points(const Layer& layer, const FixedLine& line, int begin, int end, uint32_t* row) const {
+  template <typename Line>
+  void sample_points(const Layer& layer, const Line& line, int begin, int end, uint32_t* row) const {
     warp_points<kChannels>(layer, line, begin, end, row);
   }
   void sample_points(const Layer& layer, const FloatLine& line, int begin, int end, uint32_t* row) const {
@@ -442,7 +381,6 @@ class AugmentPicture {
   int flags_;
   bool mixed_, recolored_;
   Layer layer_[2];
-  SquareBoxes boxes_[2];
   ColorTables colors_;
   std::vector<int> column_x_[2], column_y_[2], edges_x_[2], edges_y_[2], cuts_;
   std::vector<uint32_t> row_, second_row_;
