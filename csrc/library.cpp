@@ -160,7 +160,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
 
   // JPEG files with OpenCV's pixels. jpeg_pack and jpeg_plan, on the host, index a file (layout: core/jpeg/jpeg.h).
   m.def(
-      "jpeg_pack(Tensor[] files, bool pin_memory=False, Tensor[]? heads=None, int segment=4) -> (Tensor storage, "
+      "jpeg_pack(Tensor[] files, bool pin_memory=False, int segment=4) -> (Tensor storage, "
       "Tensor pictures, str[] refusals)");
   m.def("jpeg_plan(Tensor headers, Tensor asked) -> (Tensor plan, int[] sizes)");
   m.def("jpeg_decode_(Tensor(a!) out, Tensor storage, Tensor plan, int[3] sizes) -> ()");

@@ -326,27 +326,6 @@ def test_a_packed_jpeg_is_about_as_large_as_its_file(segment):
     assert pictures[0, 1] <= len(data) + pictures[0, 4]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_head_spares_the_pass_and_changes_nothing(seed):
-    """Neither where it is the file's own, nor one of another file, nor damaged, nor where the file has changed since."""
-    rng = np.random.default_rng(seed)
-    files = [tensor(random_file(rng)) for _ in range(12)]
-    files += [tensor(of_opencv(picture(rng, 40, 56), 90, interval=2)) for _ in range(4)]
-    storage, pictures, refusals = ops.jpeg_pack(files)
-    assert not any(refusals)
-    heads = [storage[offset : offset + head].clone() for offset, _, _, _, head in pictures.tolist()]
-    changed = [head.clone() for head in heads]
-    for head in changed:
-        head[int(rng.integers(len(head)))] ^= int(rng.integers(1, 256))
-    empty = torch.empty(0, dtype=torch.uint8)
-    for given in (heads, changed, heads[1:] + heads[:1], [empty] * len(files), [head[:50] for head in heads]):
-        again = ops.jpeg_pack(files, heads=given)
-        assert torch.equal(again[0], storage) and torch.equal(again[1], pictures) and again[2] == refusals
-    for file, head in zip(files, heads, strict=True):
-        cut = file[: len(file) * 3 // 4].contiguous()
-        assert ops.jpeg_pack([cut], heads=[head])[2] == ops.jpeg_pack([cut])[2] != [""]
-
-
 def test_threads_that_share_one_file_pack_the_same():
     """Damaged files are refused for the same reason."""
     rng = np.random.default_rng(0)
@@ -378,10 +357,6 @@ def test_wrong_arguments_are_named():
         ops.jpeg_pack([torch.zeros(3)])
     with pytest.raises(RuntimeError, match=r"jpeg_pack: files\[1\] has shape \[1, 3\], but one dimension is expected"):
         ops.jpeg_pack([data, torch.zeros(1, 3, dtype=torch.uint8)])
-    with pytest.raises(RuntimeError, match="jpeg_pack: heads has 1 tensors, but files has 2"):
-        ops.jpeg_pack([data, data], heads=[data])
-    with pytest.raises(RuntimeError, match=r"jpeg_pack: heads\[0\] has dtype float32, but uint8 is expected"):
-        ops.jpeg_pack([data], heads=[torch.zeros(3)])
     with pytest.raises(ValueError, match="jpeg_pack: segment is 3, but 1, 2 or 4 is expected"):
         ops.jpeg_pack([data], segment=3)
     with pytest.raises(RuntimeError, match="jpeg_plan: asked has dtype int32, but int64 is expected"):

@@ -161,9 +161,8 @@ class DeviceImages(Owner):
         if not decoded.all():
             taken[~decoded], begins[~decoded] = memory.files.rows(missing[~decoded]).T
         if len(come):
-            packed, rows = memory.files.pack(come, torch.as_tensor(plan.sent), pin_memory=self.device.type == "cuda")
-            (taken[sent], begins[sent]), storage[sent] = rows.T, len(hosts) + 1
-            hosts.append(packed)
+            taken[sent], begins[sent], storage[sent] = come[:, 1], come[:, 2], len(hosts) + 1
+            hosts.append(torch.as_tensor(plan.sent))
         places = one_after_another(taken, own.numel())
         staged = torch.empty(int(places[-1]), dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         pieces = np.stack((storage, begins, taken, places[:-1]), 1)

@@ -44,10 +44,6 @@ class Files:
         kept = [path if way != OTHERWISE and is_jpeg(path) else "" for path, way in zip(paths, ways, strict=True)]
         return Files(kept, np.array(sizes, dtype=np.int64).reshape(-1, 2), np.array(ways, dtype=np.int64))
 
-    def beside(self) -> np.ndarray:
-        """Return bytes that each file takes beside its own where it is packed, or somewhat more."""
-        return (BESIDE + self.sizes.prod(1) * INDEX).astype(np.int64)
-
 
 def is_jpeg(path: str) -> bool:
     return path.lower().endswith(SUFFIXES)
@@ -56,23 +52,19 @@ def is_jpeg(path: str) -> bool:
 def packed_size(files: Files) -> int:
     """Return bytes that files will take when they are packed, or somewhat more. What is not there takes none."""
     total = 0
-    for path, beside in zip(files.paths, files.beside().tolist(), strict=True):
+    for path, beside in zip(files.paths, (BESIDE + files.sizes.prod(1) * INDEX).astype(np.int64).tolist(), strict=True):
         with contextlib.suppress(OSError):  # the framework says what is wrong when it reads the file
             total += os.stat(path).st_size + beside if path else 0
     return total
 
 
-def pack_jpeg(file: np.ndarray, head: np.ndarray | None = None) -> tuple[np.ndarray, tuple[int, int], int] | str:
-    """Return a file, packed; height and width of its image; and the bytes before its scan; or why OpenCV has to decode it.
-
-    ``head`` is these bytes from an earlier pass over the file: with them the scan is not read again.
-    """
-    heads = None if head is None else [torch.from_numpy(head)]
-    storage, images, refusals = ops.jpeg_pack([torch.from_numpy(file)], heads=heads)
+def pack_jpeg(file: np.ndarray) -> tuple[np.ndarray, tuple[int, int]] | str:
+    """Return a file, packed, and height and width of its image; or why OpenCV has to decode it."""
+    storage, images, refusals = ops.jpeg_pack([torch.from_numpy(file)])
     if refusals[0]:
         return refusals[0]
-    offset, size, height, width, before = images[0].tolist()
-    return storage[offset : offset + size].numpy(), (height, width), before
+    offset, size, height, width, _ = images[0].tolist()
+    return storage[offset : offset + size].numpy(), (height, width)
 
 
 @dataclass

@@ -95,7 +95,7 @@ class PlannedLoading:
         files = 0 if memory.jpegs is None else int(memory.jpegs.may_keep.sum())
         parts = []
         if files:
-            room = words(memory.files.room)
+            room = words(memory.files.nbytes)
             parts.append(
                 f"{files:,} of {images:,} images are JPEG files, of which {room} are kept, decoded for each batch"
             )

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from torch_fastdet import ops
 from torch_fastdet._say import warn
 from torch_fastdet.images.fence import fence
 from torch_fastdet.images.jpeg import CHANNELS, Files, Wanted, pack_jpeg, packed_size
@@ -233,124 +232,85 @@ class ImageMemory(SharedFile):
 class JpegFiles(SharedFile):
     """Keep JPEG files with an index (:func:`torch_fastdet.ops.jpeg_pack`), one after another in the order in which they are first needed.
 
-    A file for which ``budget`` has no room is read for each batch and travels with it, as it is: who makes the batch packs it. Its index is
-    kept, as it takes 3% of a file. ``fd`` and ``nbytes``, of files and indices together, are those of such a memory in another process.
+    A file for which ``budget`` has no room is read for each batch and travels with it. ``fd`` and ``nbytes`` are those of such a memory in
+    another process.
     """
 
     what, label = "JPEG files", "torch_fastdet_jpegs"
-    kept = "files", "may_keep", "wanted", "room", "nbytes"
+    kept = "files", "may_keep", "nbytes"
     _rows: np.ndarray
     _told = 0
 
     def __init__(self, files: Files, budget: int, fd: int | None = None, nbytes: int | None = None) -> None:
         self.files = files
         self.may_keep = np.array([bool(path) for path in files.paths], dtype=bool)
-        self.wanted = packed_size(files) if nbytes is None else nbytes
-        self.room = min(budget, self.wanted)
-        heads = int(files.beside()[self.may_keep].sum()) if self.room < self.wanted else 0
-        self.nbytes = self.room + heads if nbytes is None else nbytes
+        self.nbytes = min(budget, packed_size(files)) if nbytes is None else nbytes
         self._begin(fd)
 
     def __len__(self) -> int:
         return len(self.files.paths)
 
     def held(self) -> int:
-        return self.room
+        return self.nbytes
 
     def used(self) -> int:
         return int(self._rows[len(self), 0])
 
     def has(self, index: int) -> bool:
-        return self._place(index, 0)[0] > 0 or index in self.sent
+        return self._place(index)[0] > 0 or index in self.sent
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """Return (n, 2) int64 of files that are kept: bytes and offset."""
-        return np.stack(self._place(indices, 0), 1)
+        return np.stack(self._place(indices), 1)
 
-    def _place(self, index: Any, column: int) -> tuple[Any, Any]:
-        """Return bytes and offset from this column of a row on. The offset is the one of these bytes, or of another copy of them."""
-        size = self._rows[index, column]
+    def _place(self, index: Any) -> tuple[Any, Any]:
+        """Return bytes and offset. The offset is the one of these bytes, or of another copy of them."""
+        size = self._rows[index, 0]
         fence()
-        offset = self._rows[index, column + 1]
+        offset = self._rows[index, 1]
         fence()
         return size, offset
 
     def read(self, index: int) -> bool:
         """Read an image's file unless it is there, and return whether it is: kept, or for the batch that is planned.
 
-        OpenCV has to decode the others. A file that has not changed since it was judged is not judged again.
+        OpenCV has to decode the others.
         """
-        kept, head, judged = self._rows[index, 0], self._rows[index, 2], self._rows[index, 4:].tolist()
-        if kept or index in self.sent:
+        if self._rows[index, 0] or index in self.sent:
             return self.has(index)
         if not self.may_keep[index]:
             return False
         try:
-            file, stamp = self._read(self.files.paths[index])
+            found = pack_jpeg(np.fromfile(self.files.paths[index], dtype=np.uint8))
         except OSError:
             return False  # now: the framework's own code tries, and raises its own error
-        if head and stamp == judged:
-            self.sent[index] = file
-            return True
-        found = pack_jpeg(file, self._head(index))
         if isinstance(found, str):
             self._refuse(index, found)
             return False
-        packed, size, head_size = found
+        packed, size = found
         if size != tuple(self.files.sizes[index]):
             self._refuse(index, "its size has changed")
             return False
-        offset = None if self._is_full() else self._take(0, packed.nbytes, self.room)
-        if offset is not None:
-            self._write(index, 0, offset, packed)  # two processes may read one file at once: either copy is right
-            return True
-        self._full = True
-        self.sent[index] = file
-        if not head:
-            begin = self._take(2, head_size, self.nbytes - self.room)
-            if begin is not None and not is_low():
-                self._write(index, 2, self.room + begin, packed[:head_size])
-        self._rows[index, 4:] = stamp
+        offset = None if self._is_full() else self._take(packed.nbytes)
+        if offset is None:
+            self._full = True
+            self.sent[index] = packed
+        else:
+            self._write(index, offset, packed)  # two processes may read one file at once: either copy is right
         return True
 
-    @staticmethod
-    def _read(path: str) -> tuple[np.ndarray, list[int]]:
-        """Return a file, and what tells whether it has changed: its size, and when it did last."""
-        with open(path, "rb", buffering=0) as opened:
-            status = os.fstat(opened.fileno())
-            return np.fromfile(opened, dtype=np.uint8), [status.st_size, status.st_ctime_ns]
-
-    def _head(self, index: int) -> np.ndarray | None:
-        """Return what an earlier pass over a file that is not kept has found."""
-        size, begin = self._place(index, 2)
-        return self.pixels[begin : begin + size] if size else None
-
-    def _write(self, index: int, column: int, offset: int, data: np.ndarray) -> None:
+    def _write(self, index: int, offset: int, data: np.ndarray) -> None:
         self.pixels[offset : offset + data.nbytes] = data
         fence()
-        self._rows[index, column + 1] = offset
+        self._rows[index, 1] = offset
         fence()
-        self._rows[index, column] = data.nbytes
+        self._rows[index, 0] = data.nbytes
 
     def packed(self, index: int) -> np.ndarray:
         if index in self.sent:
-            file = self.sent[index]
-            return self.pack(np.array([[index, file.nbytes, 0]]), torch.from_numpy(file))[0].numpy()
-        size, offset = self._place(index, 0)
+            return self.sent[index]
+        size, offset = self._place(index)
         return self.pixels[offset : offset + size]
-
-    def pack(self, files: np.ndarray, sent: torch.Tensor, pin_memory: bool = False) -> tuple[torch.Tensor, np.ndarray]:
-        """Return files that travel with a batch, packed, and (n, 2) bytes and offset of each. ``files``: index, bytes, offset in ``sent``."""
-        nothing = np.empty(0, dtype=np.uint8)
-        heads = [nothing if (head := self._head(index)) is None else head for index in files[:, 0].tolist()]
-        as_they_are = [sent[begin : begin + size] for _, size, begin in files.tolist()]
-        storage, table, refusals = ops.jpeg_pack(as_they_are, pin_memory, [*map(torch.from_numpy, heads)])
-        packed = table.numpy()
-        changed = (packed[:, 2:4] != self.files.sizes[files[:, 0]]).any(1)  # refused ones have no size
-        for row in np.flatnonzero(changed).tolist():
-            why = refusals[row] or "it has another size"
-            raise RuntimeError(f"{self.files.paths[files[row, 0]]} has changed while it was read: {why}")
-        return storage, packed[:, 1::-1]
 
     def decode(self, index: int, kept: np.ndarray) -> np.ndarray:
         """Return the image of a file that is there, resized to ``kept`` (height, width), made on the CPU."""
@@ -378,13 +338,13 @@ class JpegFiles(SharedFile):
         before, self._told = self._told, self.refused
         return self._told - before
 
-    def _take(self, column: int, size: int, room: int) -> int | None:
-        """Return the offset of so many bytes that nobody else gets, of ``room`` whose end is noted in the last row."""
+    def _take(self, size: int) -> int | None:
+        """Return the offset of so many bytes that nobody else gets; None where there is no room."""
         with self._locked():
-            begin = aligned(int(self._rows[len(self), column]))
-            if begin + size > room:
+            begin = aligned(int(self._rows[len(self), 0]))
+            if begin + size > self.nbytes:
                 return None
-            self._rows[len(self), column] = begin + size
+            self._rows[len(self), 0] = begin + size
             return begin
 
     @contextlib.contextmanager
@@ -398,13 +358,12 @@ class JpegFiles(SharedFile):
 
     def _map(self, fd: int | None) -> None:
         self._lock = threading.Lock()
-        #: Files that travel with the batch that this process plans, as they are on the disk.
+        #: Packed files that travel with the batch that this process plans.
         self.sent: dict[int, np.ndarray] = {}
-        # A row an image: bytes (0: not there, -1: refused; written last) and offset; the same of the index of one that is not
-        # kept, and the file's size and time when it was judged. Behind them: bytes that files take, files that were refused,
-        # bytes that indices take.
+        # A row an image: bytes (0: not there, -1: refused; written last) and offset. Behind them: bytes that files take, and files
+        # that were refused.
         n = len(self) + 1
-        self._rows = self._open(n * 48, fd)[: n * 48].view(np.int64).reshape(n, 6)
+        self._rows = self._open(n * 16, fd)[: n * 16].view(np.int64).reshape(n, 2)
 
 
 def aligned(end: int) -> int:

@@ -99,7 +99,7 @@ class Plan:
     sources: np.ndarray
     #: Pixels that travel with the batch.
     own: Any
-    #: Files that travel with the batch, as they are on the disk.
+    #: Packed files that travel with the batch.
     sent: Any
     #: (k, 3) of these files: index, bytes, offset in ``sent``.
     files: np.ndarray

@@ -23,14 +23,9 @@ from torch_fastdet._torch import private
 from torch_fastdet._torch.private import group_size
 from torch_fastdet.images.jpeg import Files
 from torch_fastdet.images.memory import ImageMemory, JpegFiles
-from torch_fastdet.memory import words
 
 #: How long a process waits for the one that makes the memory, in seconds. That one looks up the size of each file.
 WAIT = 600.0
-
-
-class _NotShared(Exception):
-    """Raise where another process of this machine was first, but its memory cannot be had."""
 
 
 def shared_by_ranks(
@@ -48,30 +43,19 @@ def shared_by_ranks(
 
     def make(room: int) -> ImageMemory:
         jpegs = None if files is None or not any(files.paths) else JpegFiles(files, room)
-        return ImageMemory(shapes, room if jpegs is None else room - jpegs.room, jpegs=jpegs)
+        return ImageMemory(shapes, room if jpegs is None else room - jpegs.nbytes, jpegs=jpegs)
 
     def take(fds: list[int], room: int, *of_files: int) -> ImageMemory:
-        jpegs = JpegFiles(files, of_files[0], fds[1], of_files[1]) if files is not None and of_files else None
+        jpegs = JpegFiles(files, 0, fds[1], of_files[0]) if files is not None and of_files else None
         return ImageMemory(shapes, room, fds[0], jpegs)
-
-    def alone() -> ImageMemory:
-        return make(budget() // int(os.environ.get("LOCAL_WORLD_SIZE", group_size())))
 
     try:
         if group_size() == 1:
-            return alone()
+            return make(budget() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
         digest = hashlib.sha256(os.fsencode("\n".join(what))).hexdigest()
         # The images' places depend on whether files are kept, which may differ between ranks.
         kind = "decoded" if files is None else "files"
-        try:
-            return _of_machine(f"torch_fastdet/images/{_machine()}/{kind}/{digest}", lambda: make(budget()), take)
-        except _NotShared as error:
-            memory = alone()
-            warn(
-                f"loader_optim: rank {dist.get_rank()} decodes images of its own, into {words(memory.nbytes)}, because {error}",
-                every_rank=True,
-            )
-            return memory
+        return _of_machine(f"torch_fastdet/images/{_machine()}/{kind}/{digest}", lambda: make(budget()), take)
     except OSError as error:
         where = f" on rank {dist.get_rank()}" if group_size() > 1 else ""
         warn(
@@ -104,8 +88,11 @@ def _of_machine(name: str, make: Callable[[], ImageMemory], take: Callable[..., 
     try:
         memory = make()
         kept = [file for file in (memory, memory.jpegs) if file is not None]
-        sizes = [memory.nbytes, *((memory.jpegs.room, memory.jpegs.nbytes) if memory.jpegs else ())]
-        offer = _number(), [(file.fileno(), os.fstat(file.fileno()).st_ino) for file in kept], sizes
+        offer = (
+            _number(),
+            [(file.fileno(), os.fstat(file.fileno()).st_ino) for file in kept],
+            [file.nbytes for file in kept],
+        )
         return memory
     finally:
         store.set(f"{name}/{turn}", json.dumps(offer))
@@ -116,11 +103,11 @@ def _offer(store: Any, key: str) -> Any:
     end = time.monotonic() + WAIT
     while not store.check([key]):  # store.wait() would not see Ctrl-C
         if time.monotonic() > end:
-            raise _NotShared(f"the first rank of its machine has made no memory within {WAIT:g} s")
+            raise OSError(f"the first rank of its machine has made none within {WAIT:g} s")
         time.sleep(0.05)
     offer = json.loads(store.get(key))
     if offer is None:
-        raise _NotShared("the first rank of its machine got no memory")
+        raise OSError("the first rank of its machine got none")
     return offer
 
 
@@ -143,5 +130,3 @@ def _open(process: int, files: Sequence[tuple[int, int]]) -> list[int]:
             return fds
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise _NotShared(f"it cannot open the memory of its machine's first rank: {error}") from None

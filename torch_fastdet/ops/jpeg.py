@@ -63,9 +63,7 @@ def decode_packed(storage: Tensor, pictures: list[list[int]], device: torch.devi
 
 
 @checked
-def jpeg_pack(
-    files: list[Tensor], pin_memory: bool = False, heads: list[Tensor] | None = None, segment: int = 4
-) -> tuple[Tensor, Tensor, list[str]]:
+def jpeg_pack(files: list[Tensor], pin_memory: bool = False, segment: int = 4) -> tuple[Tensor, Tensor, list[str]]:
     """Read JPEG files once and make packed JPEGs of them, on the host.
 
     A file that it takes decodes to OpenCV's pixels without any repair; others are refused. Files are read in parallel, by PyTorch's threads; a
@@ -74,8 +72,6 @@ def jpeg_pack(
     Args:
         files: one-dimensional uint8 tensors on the CPU, contiguous: the bytes of one file each.
         pin_memory: Give the storage in pinned memory, to copy it to a GPU.
-        heads: For each file the head of its packed JPEG, which an earlier call gave: its first bytes, as many as ``pictures`` says.
-            It spares most of the work. An empty one, and one that does not belong to the file, is not used.
         segment: The index has an entry for so many MCUs: 1, 2 or 4. With fewer a GPU decodes a few images faster.
 
     Returns:
@@ -86,11 +82,11 @@ def jpeg_pack(
 
     Raises:
         ValueError: another segment.
-        RuntimeError: a file or a head is no contiguous one-dimensional uint8 tensor on the CPU, or there are not as many heads as files.
+        RuntimeError: a file is no contiguous one-dimensional uint8 tensor on the CPU.
 
     Source: ITU-T T.81
     """
-    return torch.ops.torch_fastdet.jpeg_pack(files, pin_memory, heads, segment)
+    return torch.ops.torch_fastdet.jpeg_pack(files, pin_memory, segment=segment)
 
 
 @checked

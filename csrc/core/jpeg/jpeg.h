@@ -43,8 +43,8 @@ struct JpegComponent {
 
 struct JpegHeader {
   uint32_t magic;
-  uint32_t bytes;          // of the whole, a multiple of kJpegAlignment
-  uint64_t checksum;       // of what follows
+  uint32_t bytes;  // of the whole, a multiple of kJpegAlignment
+  uint64_t unused;
   uint16_t width, height;  // as stored
   uint8_t orientation;     // EXIF's, 1 to 8
   uint8_t components;      // 1 or 3

@@ -19,44 +19,6 @@
 
 namespace torch_fastdet::core {
 
-// A fast hash of memory: not against malice, but against writers that were killed and disks that fail.
-inline uint64_t jpeg_checksum(const void* data, size_t bytes) {
-  const auto* p = static_cast<const uint8_t*>(data);
-  uint64_t lanes[4] = {1, 2, 3, 4};
-  const auto mix = [](uint64_t lane, uint64_t word) {
-    lane = (lane ^ word) * 0x9e3779b97f4a7c15u;
-    return lane ^ lane >> 29;
-  };
-  size_t i = 0;
-  for (; i + 32 <= bytes; i += 32) {
-    for (int j = 0; j < 4; ++j) {
-      uint64_t word;
-      std::memcpy(&word, p + i + 8 * j, 8);
-      lanes[j] = mix(lanes[j], word);
-    }
-  }
-  for (; i < bytes; ++i) lanes[0] = mix(lanes[0], p[i]);
-  return mix(mix(mix(mix(bytes, lanes[0]), lanes[1]), lanes[2]), lanes[3]);
-}
-
-// The bytes that a checksum covers begin here.
-constexpr size_t kJpegChecked = offsetof(JpegHeader, width);
-
-// Return whether JpegPacker made these bytes, which were kept in a file.
-inline bool is_packed_jpeg(const uint8_t* data, int64_t bytes) {
-  JpegHeader header;
-  if (bytes < kJpegHeaderBytes) return false;
-  std::memcpy(&header, data, sizeof header);
-  return jpeg_is_sound(header, bytes) &&
-         header.checksum == jpeg_checksum(data + kJpegChecked, header.bytes - kJpegChecked);
-}
-
-// The part of a packed JPEG before its scan: of the same file, it spares the pass over the scan.
-struct JpegHead {
-  const uint8_t* data = nullptr;
-  int64_t bytes = 0;
-};
-
 class JpegPacker {
  public:
   // Has another thread run it, soon or never.
@@ -71,9 +33,9 @@ class JpegPacker {
         piece_bytes_(piece_bytes) {}
 
   // Null and the packed JPEG, or why the file is refused and an empty one.
-  const char* pack(const uint8_t* data, int64_t size, std::vector<uint8_t>& packed, JpegHead head = {}) {
+  const char* pack(const uint8_t* data, int64_t size, std::vector<uint8_t>& packed) {
     packed.clear();
-    const char* reason = pack_or_refuse(data, size, packed, head);
+    const char* reason = pack_or_refuse(data, size, packed);
     if (reason) packed.clear();
     return reason;
   }
@@ -86,7 +48,7 @@ class JpegPacker {
   // The most MCUs of a scan that several threads read: each takes up to 64 bytes of memory.
   static constexpr uint32_t kMostShared = 1 << 20;
 
-  const char* pack_or_refuse(const uint8_t* data, int64_t size, std::vector<uint8_t>& packed, JpegHead head) {
+  const char* pack_or_refuse(const uint8_t* data, int64_t size, std::vector<uint8_t>& packed) {
     file_ = JpegFile{};
     if (const char* reason = JpegParser(data, size).parse(file_)) return reason;
     const int64_t rest = data + size - file_.scan;
@@ -101,19 +63,10 @@ class JpegPacker {
     const int64_t whole = mcus / header_.interval, left = mcus % header_.interval;
     header_.segments = static_cast<uint32_t>(whole * header_.interval_segments + ceil_div(left, jpeg_segment(header_)));
     const size_t fixed = lay_out();
-    const auto read = [&] {
-      packed.resize(fixed + static_cast<size_t>(rest) + kAhead);
-      scan_ = packed.data() + header_.scan;
-      if (!destuff(data + size)) return false;
-      std::memset(scan_ + scan_bytes_, 0, kAhead);
-      return true;
-    };
-    if (!read()) return kShort;
-    if (head.bytes == header_.scan) {
-      if (is_made_with(head, packed)) return nullptr;
-      packed.clear();  // what lies between the parts is zero
-      read();
-    }
+    packed.resize(fixed + static_cast<size_t>(rest) + kAhead);
+    scan_ = packed.data() + header_.scan;
+    if (!destuff(data + size)) return kShort;
+    std::memset(scan_ + scan_bytes_, 0, kAhead);
     if (const char* reason = index(packed.data())) return reason;
     finish(packed);
     return nullptr;
@@ -287,17 +240,7 @@ class JpegPacker {
     return pieces;
   }
 
-  // Return whether the index of `head` is this file's, and make the packed JPEG with it then.
-  bool is_made_with(const JpegHead& head, std::vector<uint8_t>& packed) {
-    JpegHeader made{};
-    std::memcpy(&made, head.data, sizeof made);
-    std::memcpy(packed.data() + header_.starts, head.data + header_.starts, header_.scan - header_.starts);
-    used_bits_ = scan_bytes_ * 8;
-    finish(packed);
-    return header_.checksum == made.checksum;
-  }
-
-  // Cut off what was not read, turn bytes into words, and sign.
+  // Cut off what was not read, and turn bytes into words.
   void finish(std::vector<uint8_t>& packed) {
     JpegHeader& h = header_;
     const size_t words = static_cast<size_t>(ceil_div(used_bits_, 32)) + 2;
@@ -321,8 +264,6 @@ class JpegPacker {
       std::memcpy(packed.data() + h.table[i] + 16, tables_[i]->symbols, static_cast<size_t>(tables_[i]->codes()));
     }
     h.bytes = static_cast<uint32_t>(bytes);
-    std::memcpy(packed.data(), &h, sizeof h);
-    h.checksum = jpeg_checksum(packed.data() + kJpegChecked, bytes - kJpegChecked);
     std::memcpy(packed.data(), &h, sizeof h);
   }
 

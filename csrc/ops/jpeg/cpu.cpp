@@ -1,7 +1,6 @@
 // JPEG files on the CPU: threads over files.
 #include <ATen/ops/empty.h>
 
-#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -34,7 +33,6 @@ struct Cpu : OnDevice {
 enum : int { kOffset, kBytes, kHeight, kWidth, kHead, kPackColumns };
 
 std::tuple<at::Tensor, at::Tensor, std::vector<std::string>> jpeg_pack(at::TensorList files, bool pin_memory,
-                                                                       std::optional<at::TensorList> heads,
                                                                        int64_t segment) {
   constexpr const char* kOp = "jpeg_pack";
   const auto count = static_cast<int64_t>(files.size());
@@ -43,22 +41,13 @@ std::tuple<at::Tensor, at::Tensor, std::vector<std::string>> jpeg_pack(at::Tenso
     check_on_cpu(files[i], kOp, name);
     check_jpeg_bytes(files[i], kOp, name);
   }
-  const auto known = static_cast<int64_t>(heads ? heads->size() : 0);
-  TORCH_CHECK(!heads || known == count, kOp, ": heads has ", known, " tensors, but files has ", count);
-  for (int64_t i = 0; i < known; ++i) {
-    const std::string name = "heads[" + std::to_string(i) + "]";
-    check_on_cpu((*heads)[i], kOp, name);
-    check_jpeg_bytes((*heads)[i], kOp, name);
-  }
   TORCH_CHECK_VALUE(segment == 1 || segment == 2 || segment == 4, kOp, ": segment is ", segment,
                     ", but 1, 2 or 4 is expected");
   const int segment_bits = segment == 4 ? 2 : static_cast<int>(segment) - 1;
   std::vector<std::vector<uint8_t>> packed(files.size());
   std::vector<std::string> refusals(files.size());
   const auto pack = [&](core::JpegPacker& packer, int64_t i) {
-    core::JpegHead head;
-    if (heads) head = {(*heads)[i].const_data_ptr<uint8_t>(), (*heads)[i].numel()};
-    const char* reason = packer.pack(files[i].const_data_ptr<uint8_t>(), files[i].numel(), packed[i], head);
+    const char* reason = packer.pack(files[i].const_data_ptr<uint8_t>(), files[i].numel(), packed[i]);
     if (reason) refusals[i] = reason;
   };
   if (count == 1) {
