@@ -21,7 +21,7 @@ TEST(ImageColors, VectorCodeEqualsPlain) {
   ColorTables colors;
   for (int i = 0; i < 256; ++i) fill_color_tables(colors, tables.data(), i);
   std::vector<RowKernels> kernels;
-  if (has_image_avx2()) kernels.push_back(row_kernels_avx2());
+  if (has_avx2()) kernels.push_back(row_kernels_avx2());
   for (int count = 0; count < 70; ++count) {
     std::vector<uint32_t> row(static_cast<size_t>(count) + 16);
     for (uint32_t& word : row) word = random() >> 8;
@@ -56,7 +56,7 @@ TEST(ImageColors, VectorCodeEqualsPlain) {
 std::vector<RowKernels> all_row_kernels() {
   std::vector<RowKernels> kernels{plain_row_kernels()};
 #if defined(__x86_64__)
-  if (has_image_avx2()) kernels.push_back(row_kernels_avx2());
+  if (has_avx2()) kernels.push_back(row_kernels_avx2());
 #endif
   return kernels;
 }
@@ -195,7 +195,7 @@ void check_resized_rows(const ResizeKernels& kernels, Interpolation interpolatio
 TEST(ImageResize, RowsEqualPixels) {
   std::vector<ResizeKernels> all{plain_resize_kernels()};
 #if defined(__x86_64__)
-  if (has_image_avx2()) all.push_back(resize_kernels_avx2());
+  if (has_avx2()) all.push_back(resize_kernels_avx2());
 #endif
   for (const ResizeKernels& kernels : all) {
     for (const Interpolation interpolation : {Interpolation::kLinear, Interpolation::kArea}) {

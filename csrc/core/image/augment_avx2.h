@@ -3,30 +3,24 @@
 
 #include <immintrin.h>
 
+#include "core/common/instruction_set.h"
 #include "core/image/augment_rows.h"
-
-#define TORCH_FASTDET_IMAGE_AVX2 __attribute__((target("avx2,fma")))
 
 namespace torch_fastdet::core {
 
-inline bool has_image_avx2() {
-  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return has;
-}
-
 // Eight bytes at each address; the first six are two pixels.
-TORCH_FASTDET_IMAGE_AVX2 inline __m128i load_two_pairs(const uint8_t* base, const int64_t* offsets) {
+TORCH_FASTDET_AVX2 inline __m128i load_two_pairs(const uint8_t* base, const int64_t* offsets) {
   const __m128d low = _mm_castsi128_pd(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(base + offsets[0])));
   return _mm_castpd_si128(_mm_loadh_pd(low, reinterpret_cast<const double*>(base + offsets[1])));
 }
 
-TORCH_FASTDET_IMAGE_AVX2 inline __m256i load_pairs(const uint8_t* base, const int64_t* offsets) {
+TORCH_FASTDET_AVX2 inline __m256i load_pairs(const uint8_t* base, const int64_t* offsets) {
   const __m128i low = load_two_pairs(base, offsets), high = load_two_pairs(base, offsets + 2);
   return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 }
 
 // The offsets of four pixels from a patch's origin.
-TORCH_FASTDET_IMAGE_AVX2 inline void pixel_offsets(__m128i x, __m128i y, __m256i pitch, int64_t* offsets) {
+TORCH_FASTDET_AVX2 inline void pixel_offsets(__m128i x, __m128i y, __m256i pitch, int64_t* offsets) {
   // Both factors are below 2^31, the product is 64 bits wide.
   const __m256i rows = _mm256_mul_epi32(_mm256_cvtepi32_epi64(y), pitch);
   const __m256i columns = _mm256_mul_epi32(_mm256_cvtepi32_epi64(x), _mm256_set1_epi64x(3));
@@ -34,7 +28,7 @@ TORCH_FASTDET_IMAGE_AVX2 inline void pixel_offsets(__m128i x, __m128i y, __m256i
 }
 
 // Four pixels of a patch at points of 1/32 pixel. Reads up to eight bytes from a square's pixels on, which must exist.
-TORCH_FASTDET_IMAGE_AVX2 inline __m128i fixed_pixels(const Patch& patch, __m128i px, __m128i py) {
+TORCH_FASTDET_AVX2 inline __m128i fixed_pixels(const Patch& patch, __m128i px, __m128i py) {
   const uint8_t* base = patch.data + patch.origin;
   const __m128i fraction = _mm_set1_epi32(kWarpFraction), scale = _mm_set1_epi32(kWarpScale);
   // b0 b1 g0 g1 r0 r1 of each pair, and a pixel's weights for its four words or dwords.
@@ -59,7 +53,7 @@ TORCH_FASTDET_IMAGE_AVX2 inline __m128i fixed_pixels(const Patch& patch, __m128i
   return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi16(packed, packed), 0x08));
 }
 
-TORCH_FASTDET_IMAGE_AVX2 inline void warp_fixed_avx2(const WarpSpan<FixedLine>& s) {
+TORCH_FASTDET_AVX2 inline void warp_fixed_avx2(const WarpSpan<FixedLine>& s) {
   const Patch patch = *s.patch;
   const FixedLine line = *s.line;
   const __m128i row_x = _mm_set1_epi32(line.row_x), row_y = _mm_set1_epi32(line.row_y);
@@ -77,7 +71,7 @@ TORCH_FASTDET_IMAGE_AVX2 inline void warp_fixed_avx2(const WarpSpan<FixedLine>& 
 }
 
 // The low halves of 64-bit lanes: of each 128 bits two of `a`, then two of `b`.
-TORCH_FASTDET_IMAGE_AVX2 inline __m256i low_words(__m256i a, __m256i b) {
+TORCH_FASTDET_AVX2 inline __m256i low_words(__m256i a, __m256i b) {
   return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0x88));
 }
 
@@ -86,7 +80,7 @@ struct FloatPairs {
   __m256i left, right;
 };
 
-TORCH_FASTDET_IMAGE_AVX2 inline FloatPairs load_eight_pairs(const uint8_t* base, const int64_t* offsets) {
+TORCH_FASTDET_AVX2 inline FloatPairs load_eight_pairs(const uint8_t* base, const int64_t* offsets) {
   // Pairs 0 1 4 5 and 2 3 6 7, which low_words() brings in order.
   const __m256i a = _mm256_inserti128_si256(_mm256_castsi128_si256(load_two_pairs(base, offsets)),
                                             load_two_pairs(base, offsets + 4), 1);
@@ -96,7 +90,7 @@ TORCH_FASTDET_IMAGE_AVX2 inline FloatPairs load_eight_pairs(const uint8_t* base,
 }
 
 // The pairs' levels of a channel, blended along x.
-TORCH_FASTDET_IMAGE_AVX2 inline __m256 blend_pairs(const FloatPairs& pairs, int shift, __m256 fx) {
+TORCH_FASTDET_AVX2 inline __m256 blend_pairs(const FloatPairs& pairs, int shift, __m256 fx) {
   const __m256i byte = _mm256_set1_epi32(255);
   const __m128i by = _mm_cvtsi32_si128(shift);
   const __m256 left = _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srl_epi32(pairs.left, by), byte));
@@ -110,17 +104,17 @@ struct FloatPoints {
   __m256 fx, fy;
 };
 
-TORCH_FASTDET_IMAGE_AVX2 inline FloatPoints float_points(__m256 px, __m256 py) {
+TORCH_FASTDET_AVX2 inline FloatPoints float_points(__m256 px, __m256 py) {
   const __m256 x = _mm256_floor_ps(px), y = _mm256_floor_ps(py);
   return {_mm256_cvttps_epi32(x), _mm256_cvttps_epi32(y), _mm256_sub_ps(px, x), _mm256_sub_ps(py, y)};
 }
 
-TORCH_FASTDET_IMAGE_AVX2 inline __m256i eight_from(int x) {
+TORCH_FASTDET_AVX2 inline __m256i eight_from(int x) {
   return _mm256_add_epi32(_mm256_set1_epi32(x), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
 // Blend points as fixed_pixels() does.
-TORCH_FASTDET_IMAGE_AVX2 inline __m256i blend_points(const Patch& patch, const FloatPoints& p) {
+TORCH_FASTDET_AVX2 inline __m256i blend_points(const Patch& patch, const FloatPoints& p) {
   const uint8_t* base = patch.data + patch.origin;
   const __m256i pitch = _mm256_set1_epi64x(patch.pitch);
   alignas(32) int64_t offsets[8];
@@ -137,7 +131,7 @@ TORCH_FASTDET_IMAGE_AVX2 inline __m256i blend_points(const Patch& patch, const F
 }
 
 // Warp as warp_fixed_avx2(), in float32: eight pixels at a time.
-TORCH_FASTDET_IMAGE_AVX2 inline void warp_float_avx2(const WarpSpan<FloatLine>& s) {
+TORCH_FASTDET_AVX2 inline void warp_float_avx2(const WarpSpan<FloatLine>& s) {
   const Patch patch = *s.patch;
   const __m256 step_x = _mm256_set1_ps(s.line->step[0]), step_y = _mm256_set1_ps(s.line->step[1]);
   const __m256 row_x = _mm256_set1_ps(s.line->row[0]), row_y = _mm256_set1_ps(s.line->row[1]);
@@ -152,34 +146,34 @@ TORCH_FASTDET_IMAGE_AVX2 inline void warp_float_avx2(const WarpSpan<FloatLine>& 
 }
 
 // Compiled with FMA's instruction, where the plain build makes a call.
-TORCH_FASTDET_IMAGE_AVX2 inline void warp_points_avx2(const Layer& layer, const FloatLine& line, int begin, int end,
-                                                      uint32_t* out) {
+TORCH_FASTDET_AVX2 inline void warp_points_avx2(const Layer& layer, const FloatLine& line, int begin, int end,
+                                                uint32_t* out) {
   warp_points<3>(layer, line, begin, end, out);
 }
 
-TORCH_FASTDET_IMAGE_AVX2 inline __m256i gather(const int* table, __m256i index) {
+TORCH_FASTDET_AVX2 inline __m256i gather(const int* table, __m256i index) {
   return _mm256_i32gather_epi32(table, index, 4);
 }
-TORCH_FASTDET_IMAGE_AVX2 inline __m256 gather(const float* table, __m256i index) {
+TORCH_FASTDET_AVX2 inline __m256 gather(const float* table, __m256i index) {
   return _mm256_i32gather_ps(table, index, 4);
 }
 
 // A quotient of OpenCV's division tables: see saturation_factor() and hue_factor(). 0 divided by 0 is not used.
-TORCH_FASTDET_IMAGE_AVX2 inline __m256i factor(float numerator, __m256i by) {
+TORCH_FASTDET_AVX2 inline __m256i factor(float numerator, __m256i by) {
   const __m256 quotient = _mm256_div_ps(_mm256_set1_ps(numerator), _mm256_cvtepi32_ps(by));
   return _mm256_cvttps_epi32(_mm256_add_ps(quotient, _mm256_set1_ps(0.5f)));
 }
 
-TORCH_FASTDET_IMAGE_AVX2 inline __m256i levels_of(__m256 x, bool round) {
+TORCH_FASTDET_AVX2 inline __m256i levels_of(__m256 x, bool round) {
   const __m256 scaled = _mm256_mul_ps(x, _mm256_set1_ps(255.f));
   return round ? _mm256_cvtps_epi32(scaled) : _mm256_cvttps_epi32(scaled);
 }
 
-TORCH_FASTDET_IMAGE_AVX2 inline __m256i choose(__m256i mask, __m256i yes, __m256i no) {
+TORCH_FASTDET_AVX2 inline __m256i choose(__m256i mask, __m256i yes, __m256i no) {
   return _mm256_blendv_epi8(no, yes, mask);
 }
 
-TORCH_FASTDET_IMAGE_AVX2 inline __m256i recolor8(const ColorTables& t, __m256i pixels, bool round) {
+TORCH_FASTDET_AVX2 inline __m256i recolor8(const ColorTables& t, __m256i pixels, bool round) {
   const __m256i byte = _mm256_set1_epi32(255), one = _mm256_set1_epi32(1), rounding = _mm256_set1_epi32(2048);
   const __m256i b = _mm256_and_si256(pixels, byte), g = _mm256_and_si256(_mm256_srli_epi32(pixels, 8), byte);
   const __m256i r = _mm256_srli_epi32(pixels, 16);
@@ -220,8 +214,7 @@ TORCH_FASTDET_IMAGE_AVX2 inline __m256i recolor8(const ColorTables& t, __m256i p
 }
 
 // Whole vectors: the row has room for them, and what stands behind `end` is converted later or never used.
-TORCH_FASTDET_IMAGE_AVX2 inline void recolor_span_avx2(const ColorTables& t, uint32_t* row, int begin, int end,
-                                                       bool round) {
+TORCH_FASTDET_AVX2 inline void recolor_span_avx2(const ColorTables& t, uint32_t* row, int begin, int end, bool round) {
   for (int x = begin; x < end; x += 8) {
     alignas(32) uint32_t tail[8];
     __m256i* at = reinterpret_cast<__m256i*>(row + x);
@@ -236,7 +229,7 @@ TORCH_FASTDET_IMAGE_AVX2 inline void recolor_span_avx2(const ColorTables& t, uin
 }
 
 // 16 bytes hold five pixels: the last few of a row are left to the plain loop, which reads no byte too many.
-TORCH_FASTDET_IMAGE_AVX2 inline void expand_avx2(const uint8_t* from, uint32_t* words, int count) {
+TORCH_FASTDET_AVX2 inline void expand_avx2(const uint8_t* from, uint32_t* words, int count) {
   const __m128i spread = _mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1);
   int x = 0;
   for (; x + 6 <= count; x += 4) {
@@ -246,7 +239,7 @@ TORCH_FASTDET_IMAGE_AVX2 inline void expand_avx2(const uint8_t* from, uint32_t* 
   expand(from + 3 * x, words + x, count - x);
 }
 
-TORCH_FASTDET_IMAGE_AVX2 inline void plane_avx2(const uint32_t* row, int width, int shift, uint8_t* to) {
+TORCH_FASTDET_AVX2 inline void plane_avx2(const uint32_t* row, int width, int shift, uint8_t* to) {
   const __m256i byte = _mm256_set1_epi32(255);
   const __m128i by = _mm_cvtsi32_si128(shift);
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);

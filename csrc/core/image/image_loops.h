@@ -7,11 +7,11 @@
 #include <cstring>
 #include <vector>
 
+#include "core/common/instruction_set.h"
 #include "core/image/augment_rows.h"
 #include "core/image/resize_rows.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define TORCH_FASTDET_HAS_IMAGE_AVX2 1
+#ifdef TORCH_FASTDET_AVX2
 #include "core/image/augment_avx2.h"
 #include "core/image/resize_avx2.h"
 #endif
@@ -22,15 +22,15 @@ namespace torch_fastdet::core {
 constexpr int64_t kBand = 64;
 
 inline RowKernels row_kernels() {
-#ifdef TORCH_FASTDET_HAS_IMAGE_AVX2
-  if (has_image_avx2()) return row_kernels_avx2();
+#ifdef TORCH_FASTDET_AVX2
+  if (has_avx2()) return row_kernels_avx2();
 #endif
   return plain_row_kernels();
 }
 
 inline ResizeKernels resize_kernels() {
-#ifdef TORCH_FASTDET_HAS_IMAGE_AVX2
-  if (has_image_avx2()) return resize_kernels_avx2();
+#ifdef TORCH_FASTDET_AVX2
+  if (has_avx2()) return resize_kernels_avx2();
 #endif
   return plain_resize_kernels();
 }

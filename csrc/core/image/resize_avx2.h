@@ -11,7 +11,7 @@
 namespace torch_fastdet::core {
 
 // blend_columns() of a tap's pixels, in three of four words. Reads eight bytes at the first one, and uses six.
-TORCH_FASTDET_IMAGE_AVX2 inline __m128i blend_pair(const uint8_t* row, const ColumnTap& tap) {
+TORCH_FASTDET_AVX2 inline __m128i blend_pair(const uint8_t* row, const ColumnTap& tap) {
   const __m128i channels = _mm_setr_epi8(0, -1, 3, -1, 1, -1, 4, -1, 2, -1, 5, -1, -1, -1, -1, -1);
   const __m128i pair = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + tap.first));
   int weights;
@@ -21,8 +21,8 @@ TORCH_FASTDET_IMAGE_AVX2 inline __m128i blend_pair(const uint8_t* row, const Col
 
 // Taps rise, so that only the last ones' eight bytes end beyond the row. Rows are read from memory that no cache holds,
 // at distances that the processor does not foresee: what the next rows need is fetched meanwhile, half the time of all.
-TORCH_FASTDET_IMAGE_AVX2 inline void blend_columns3_avx2(const ColumnRow& row, const ColumnTap* taps, int count,
-                                                         int16_t* out) {
+TORCH_FASTDET_AVX2 inline void blend_columns3_avx2(const ColumnRow& row, const ColumnTap* taps, int count,
+                                                   int16_t* out) {
   const int last = 3 * row.width - 8;
   const __m128i together = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13, -1, -1, -1, -1);
   int x = 0;
@@ -35,16 +35,16 @@ TORCH_FASTDET_IMAGE_AVX2 inline void blend_columns3_avx2(const ColumnRow& row, c
   blend_columns_span<3>(row.data, taps, x, count, out);
 }
 
-TORCH_FASTDET_IMAGE_AVX2 inline __m256i blend_rows_16(const int16_t* top, const int16_t* bottom, __m256i top_weight,
-                                                      __m256i bottom_weight) {
+TORCH_FASTDET_AVX2 inline __m256i blend_rows_16(const int16_t* top, const int16_t* bottom, __m256i top_weight,
+                                                __m256i bottom_weight) {
   const __m256i t = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(top));
   const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bottom));
   const __m256i sum = _mm256_add_epi16(_mm256_mulhi_epi16(t, top_weight), _mm256_mulhi_epi16(b, bottom_weight));
   return _mm256_srai_epi16(_mm256_add_epi16(sum, _mm256_set1_epi16(2)), 2);
 }
 
-TORCH_FASTDET_IMAGE_AVX2 inline void blend_rows_avx2(const int16_t* top, const int16_t* bottom, int top_weight,
-                                                     int bottom_weight, uint8_t* out, int64_t count) {
+TORCH_FASTDET_AVX2 inline void blend_rows_avx2(const int16_t* top, const int16_t* bottom, int top_weight,
+                                               int bottom_weight, uint8_t* out, int64_t count) {
   const __m256i upper = _mm256_set1_epi16(static_cast<int16_t>(top_weight));
   const __m256i lower = _mm256_set1_epi16(static_cast<int16_t>(bottom_weight));
   int64_t i = 0;

@@ -118,7 +118,7 @@ std::vector<float> float_levels() {
 std::vector<RowKernels> all_row_kernels() {
   std::vector<RowKernels> kernels{plain_row_kernels()};
 #if defined(__x86_64__)
-  if (has_image_avx2()) kernels.push_back(row_kernels_avx2());
+  if (has_avx2()) kernels.push_back(row_kernels_avx2());
 #endif
   return kernels;
 }
