@@ -18,7 +18,7 @@ from torch_fastdet._say import count, say
 from torch_fastdet.images.finish import Finisher
 from torch_fastdet.images.memory import ImageMemory
 from torch_fastdet.images.plan import Indices
-from torch_fastdet.images.worker import Collate
+from torch_fastdet.images.worker import Collate, Sent
 from torch_fastdet.memory import is_out_of_memory, words
 
 #: Batches that are ready before the loop asks for them.
@@ -55,7 +55,7 @@ class PlannedLoading:
         workers: int,
         on_gpu: bool,
         device: torch.device | None = None,
-        key: Any = 0,
+        key: object = 0,
         uploads: bool = True,
     ) -> None:
         self.memory, self.workers, self.on_gpu = memory, workers, on_gpu
@@ -65,7 +65,7 @@ class PlannedLoading:
         if not on_gpu:
             self._say("made on the CPU")
 
-    def collate(self, stock: Callable[[list], Any]) -> Collate:
+    def collate(self, stock: Callable[[list], Sent]) -> Collate:
         """Return what loader processes call instead of the framework's own ``collate_fn``."""
         return Collate(stock, self.memory, self.on_gpu, self.key)
 
@@ -121,7 +121,7 @@ class Ahead:
     def __init__(
         self, source: Iterator[Any], finish: Callable[[Any], Any], device: torch.device, limited: bool = False
     ) -> None:
-        self._ready: queue.Queue[Any] = queue.Queue(maxsize=DEPTH)
+        self._ready: queue.Queue[tuple] = queue.Queue(maxsize=DEPTH)
         self._stop = threading.Event()
         self._asked = [0]  # batches that the loop has asked for
         self._permits = threading.Semaphore(0) if limited else None

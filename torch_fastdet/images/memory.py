@@ -23,6 +23,7 @@ from torch_fastdet._say import warn
 from torch_fastdet.images.fence import fence
 from torch_fastdet.images.jpeg import CHANNELS, Files, Wanted, pack_jpeg, packed_size
 from torch_fastdet.memory import HOST_BUDGET, Owner, is_low, register
+from torch_fastdet.patching.protocols import Names
 
 ALIGNMENT = 64
 
@@ -78,13 +79,13 @@ class SharedFile(Owner):
         self._map(fd)
         register(self)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> Names:
         kept = {name: getattr(self, name) for name in self.kept}
         # A process that is spawned gets this file; a copy of the data set (deepcopy, a pickle on the disk) gets one of its own.
         spawning = multiprocessing.context.get_spawning_popen() is not None
         return {**kept, "fd": multiprocessing.reduction.DupFd(self.fileno()) if spawning else None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: Names) -> None:
         fd = state.pop("fd")
         self.__dict__.update(state)
         self._begin(None if fd is None else fd.detach())
@@ -210,7 +211,7 @@ class ImageMemory(SharedFile):
 
     def load(
         self, load_image: Callable[..., tuple], index: int, *args: object, **kwargs: object
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[np.ndarray, tuple[int, int], tuple[int, ...]]:
         """Return what ``load_image``, a framework's own, returns: image, original size, size; it is called where the image is not there."""
         if not self.has(index):
             image, original, size = load_image(index, *args, **kwargs)

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -84,7 +83,7 @@ def _of_machine(name: str, make: Callable[[], ImageMemory], take: Callable[..., 
         if fds:
             return take(fds, *sizes)
         turn += 1  # that memory has ended
-    offer: Any = None
+    offer: tuple | None = None
     try:
         memory = make()
         kept = [file for file in (memory, memory.jpegs) if file is not None]
@@ -98,7 +97,7 @@ def _of_machine(name: str, make: Callable[[], ImageMemory], take: Callable[..., 
         store.set(f"{name}/{turn}", json.dumps(offer))
 
 
-def _offer(store: Any, key: str) -> Any:
+def _offer(store: dist.Store, key: str) -> list:
     """Return process, files and sizes of a memory."""
     end = time.monotonic() + WAIT
     while not store.check([key]):  # store.wait() would not see Ctrl-C

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils.data import get_worker_info
@@ -16,6 +16,8 @@ from torch_fastdet.images.plan import Bytes, ImagePlan, Plan, pack
 
 #: Pixels and files of a plan go through shared memory if they take more bytes than this, else in the message itself.
 SMALL = 1 << 16
+#: An item or a batch of a framework.
+Sent: TypeAlias = "dict | tuple"
 
 
 def _for_another_process(own: Bytes) -> object:
@@ -32,15 +34,15 @@ class PlannedBatch:
 
     plan: Plan
     #: The batch without its images. Small tensors are arrays.
-    rest: Any
+    rest: Sent
 
 
-def with_images(batch: Any, key: Any, images: object) -> Any:
+def with_images(batch: Sent, key: Any, images: object) -> Sent:
     """Return a tuple or dictionary with other ``images`` at ``key``."""
     return {**batch, key: images} if isinstance(batch, dict) else (*batch[:key], images, *batch[key + 1 :])
 
 
-def with_each(change: Callable[[Any], object], batch: Any) -> Any:
+def with_each(change: Callable[[Any], object], batch: Sent) -> Sent:
     """Return a tuple or dictionary whose values went through ``change``."""
     if isinstance(batch, dict):
         return {name: change(value) for name, value in batch.items()}
@@ -59,13 +61,13 @@ class Collate:
     result is for :class:`~torch_fastdet.images.finish.Finisher`.
     """
 
-    def __init__(self, stock: Callable[[list], Any], memory: ImageMemory, on_gpu: bool, key: object = 0) -> None:
+    def __init__(self, stock: Callable[[list], Sent], memory: ImageMemory, on_gpu: bool, key: object = 0) -> None:
         self.stock = stock
         self.memory = memory
         self.on_gpu = on_gpu
         self.key = key
 
-    def __call__(self, items: Sequence[Any]) -> Any:
+    def __call__(self, items: Sequence[Any]) -> Sent | PlannedBatch:
         if isinstance(items[0][self.key], torch.Tensor):  # the framework has made the images
             self.memory.take_sent()
             return self.stock(list(items))
@@ -84,7 +86,7 @@ class Collate:
         self.memory.take_sent()
         return plan
 
-    def make(self, images: list[ImagePlan]) -> Any:
+    def make(self, images: list[ImagePlan]) -> torch.Tensor | Parcel:
         """Return the images themselves, uint8 (n, 3, height, width); in a loader process, for the loop's process."""
         shape = (len(images), CHANNELS, images[0].height, images[0].width)
         parcel = Parcel(shape) if get_worker_info() is not None else None
