@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
+import torch
 from torch import nn
 
 
@@ -34,7 +35,7 @@ class GraphLoss(HasGraphKey, Protocol):
 class Offer:
     """Hold what a loss offers; for a loss that offers nothing, what stands in for it."""
 
-    def __init__(self, loss: Callable[..., Any]) -> None:
+    def __init__(self, loss: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.loss = loss
         full = loss if isinstance(loss, GraphLoss) else None
         #: None where the loss takes what comes.

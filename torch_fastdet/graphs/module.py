@@ -231,7 +231,7 @@ class ModuleGraphs(CapturedPasses):
         return (None,) * (len(captured.inputs) + 1)
 
 
-def _of_module(name: str) -> Any:
+def _of_module(name: str) -> Callable[..., Any]:
     def method(self: GraphedModule, *args: object, **kwargs: object) -> Any:
         return getattr(self.module, name)(*args, **kwargs)
 
@@ -336,10 +336,10 @@ class GraphedModule(nn.Module):
     def __len__(self) -> int:
         return len(self.module)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[nn.Module]:
         return iter(self.module)
 
-    def __getitem__(self, key: object) -> Any:
+    def __getitem__(self, key: object) -> nn.Module:
         return self.module[key]
 
     def train(self, mode: bool = True) -> GraphedModule:
@@ -365,7 +365,7 @@ class GraphedModule(nn.Module):
     def __deepcopy__(self, memo: dict) -> nn.Module:
         return copy.deepcopy(self.module, memo)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         return operator.getitem, ((self.module,), 0)  # the module itself, and nothing of this package to load it
 
     def __repr__(self) -> str:

@@ -48,7 +48,7 @@ class GraphPool(Owner, Generic[G]):
     ) -> None:
         self.max_graphs, self.warmup = max_graphs, warmup
         self._say, self._forget = say, forget
-        self._graphs: OrderedDict[Hashable, G] = OrderedDict()
+        self._graphs: OrderedDict[tuple, G] = OrderedDict()
         self._calls: Counter[Hashable] = Counter()
         self._too_large: set[Hashable] = set()
         self._thread = 0
@@ -59,14 +59,14 @@ class GraphPool(Owner, Generic[G]):
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[tuple]:
         """Return the keys, the most recently used last."""
         return iter(self._graphs)
 
-    def items(self) -> Iterator[tuple[Any, G]]:
+    def items(self) -> Iterator[tuple[tuple, G]]:
         return iter(self._graphs.items())
 
-    def get(self, key: Hashable, device: torch.device) -> G | None:
+    def get(self, key: tuple, device: torch.device) -> G | None:
         """Return the graph of this key, which is now the most recently used; ``device`` is that of all that follows."""
         self._thread, self.device = threading.get_ident(), device
         graph = self._graphs.get(key)

@@ -105,7 +105,7 @@ class TrainStep(CapturedCallable[_Phase]):
         amp: torch.dtype | Literal["auto"] | None = "auto",
         max_graphs: int = 144,
         say: Callable[[str], None] = print_line,
-        process_group: Any = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
         broadcast_buffers: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module):

@@ -19,7 +19,7 @@ from torch_fastdet._say import say, warn
 from torch_fastdet.images.jpeg import Wanted, one_after_another
 from torch_fastdet.images.memory import ImageMemory, hand_out
 from torch_fastdet.images.plan import FILES, OWN, SHARED, Plan, shown_of
-from torch_fastdet.images.worker import PlannedBatch, with_each, with_images
+from torch_fastdet.images.worker import PlannedBatch, Sent, with_each, with_images
 from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, waits_for_steps, with_room, words
 
 #: Batches that are made before images are kept: what steps on the first of them, and their graphs, take goes first.
@@ -35,7 +35,7 @@ class Finisher:
         self.key = key
         self.uploads = uploads
 
-    def __call__(self, batch: object) -> Any:
+    def __call__(self, batch: Sent | PlannedBatch) -> Sent:
         if isinstance(batch, PlannedBatch):  # else the framework has made it
             batch = with_images(batch.rest, self.key, self.images(batch.plan))
         return with_each(self._moved, batch)

@@ -156,7 +156,7 @@ class ImageMemory(SharedFile):
     def is_decoded(self, index: int) -> bool:
         return bool(self.decoded(index))
 
-    def decoded(self, indices: Any = slice(None)) -> Any:
+    def decoded(self, indices: int | slice | np.ndarray = slice(None)) -> Any:
         """Return whether an image is there, decoded, or for each of some: a copy, because other processes set marks meanwhile."""
         marked = self._marks[indices] != 0
         fence()
@@ -264,7 +264,7 @@ class JpegFiles(SharedFile):
         """Return (n, 2) int64 of files that are kept: bytes and offset."""
         return np.stack(self._place(indices), 1)
 
-    def _place(self, index: Any) -> tuple[Any, Any]:
+    def _place(self, index: int | np.ndarray) -> tuple[Any, Any]:
         """Return bytes and offset. The offset is the one of these bytes, or of another copy of them."""
         size = self._rows[index, 0]
         fence()

@@ -6,6 +6,7 @@ import math
 import mmap
 import os
 from multiprocessing.reduction import DupFd
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ def _mapped(fd: int, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(mmap.mmap(fd, math.prod(shape)), dtype=np.uint8)).view(shape)
 
 
-def _receive(handle: DupFd, shape: tuple[int, ...]) -> torch.Tensor:
+def _receive(handle: Any, shape: tuple[int, ...]) -> torch.Tensor:
     fd = handle.detach()
     try:
         return _mapped(fd, shape)

@@ -159,7 +159,7 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
         what = f"numpy.{ufunc.__name__}"
         return getattr(ufunc, method)(*_reals(arrays, what), **_reals(options, what))
 
-    def __array_function__(self, function: Function, kinds: object, arguments: object, options: object) -> Any:
+    def __array_function__(self, function: Function, kinds: object, arguments: tuple, options: object) -> Any:
         what = f"numpy.{function.__name__}"
         return function(*_reals(arguments, what), **_reals(options, what))
 
@@ -349,7 +349,7 @@ class Recorded(StandIn):
             layer.mask = np.ascontiguousarray(plane).view(np.uint8)
         return True
 
-    def transpose(self, *axes: object) -> StandIn | np.ndarray:
+    def transpose(self, *axes: Any) -> StandIn | np.ndarray:
         if axes in (((2, 0, 1),), (2, 0, 1)):
             return Planes(self, reverse=False)
         return self.real("numpy.ndarray.transpose").transpose(*axes)
@@ -453,12 +453,13 @@ class Weighted(StandIn):
         return made[0] if len(made) == 1 else made[0] + made[1]
 
     def __add__(self, other: object) -> Any:
-        alike = type(other) is Weighted and other.shape == self.shape
-        if alike and len(self.parts) == len(other.parts) == 1 and other.parts[0][1] == 1 - self.parts[0][1]:
-            return Weighted(*self.parts, *other.parts)
-        return super().__add__(other)
+        if type(other) is not Weighted or other.shape != self.shape or not len(self.parts) == len(other.parts) == 1:
+            return super().__add__(other)
+        if other.parts[0][1] != 1 - self.parts[0][1]:
+            return super().__add__(other)
+        return Weighted(*self.parts, *other.parts)
 
-    def astype(self, dtype: np.dtype, **options: object) -> Recorded | np.ndarray:
+    def astype(self, dtype: np.dtype, **options: Any) -> Recorded | np.ndarray:
         if options or np.dtype(dtype) != _UINT8 or len(self.parts) == 1:
             return self.real("numpy.ndarray.astype").astype(dtype, **options)
         height, width, _ = self.shape
@@ -665,7 +666,7 @@ def _numpy(recorder: Recorder) -> types.ModuleType:
     def shape_of_image(shape: object) -> bool:
         return type(shape) is tuple and shape[2:] == (CHANNELS,) and min(shape) > 0
 
-    def full(shape: Any, fill_value: object, dtype: object = None, *arguments: Any, **options: Any) -> object:
+    def full(shape: Any, fill_value: Any, dtype: Any = None, *arguments: Any, **options: Any) -> object:
         is_grey = type(fill_value) is int and fill_value == GREY and dtype == np.uint8
         if is_grey and not arguments and not options and shape_of_image(shape):
             return canvas(recorder, int(shape[0]), int(shape[1]))

@@ -160,7 +160,7 @@ def convolved(branch: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return what a branch makes of x but for the bias of the convolution that it ends in, and that bias; its result and None otherwise."""
     if type(branch) is not nn.Sequential or not len(branch) or not runs_plainly(branch, _FORWARDS[nn.Sequential]):
         return branch(x), None
-    layers: list[Any] = list(branch)
+    layers: list[Block] = list(branch)
     last = layers.pop()
     for layer in layers:
         x = layer(x)
@@ -642,14 +642,14 @@ def window_of(pool: nn.Module) -> int:
     return size if type(size) is int and size <= 15 and known else 0
 
 
-def can_pool(pool: Any) -> bool:
+def can_pool(pool: Block) -> bool:
     """Return whether this is a max pooling that :func:`torch_fastdet.ops.max_pools_cat` knows, unobserved."""
     size = window_of(pool)
     keeps_size = size % 2 == 1 and pool.padding == size // 2 and not pool.ceil_mode
     return keeps_size and fuses() and not is_watched()
 
 
-def _pooled(cv1: Block, pool: Any, pools: int, x: Tensor, conv: Forward) -> Tensor:
+def _pooled(cv1: Block, pool: Block, pools: int, x: Tensor, conv: Forward) -> Tensor:
     """Return the concatenation of ``cv1(x)`` and of ``pools`` poolings, each of the one before it."""
     if pools > 0 and not cv1.training and _ends_in(cv1, conv):
         y = _begun(cv1, x)

@@ -64,7 +64,7 @@ class Binding:
         return current
 
     @classmethod
-    def numbers(cls, optimizer: Any, device: torch.device) -> Numbers:
+    def numbers(cls, optimizer: torch.optim.Optimizer, device: torch.device) -> Numbers:
         """Return all groups' numbers, the device tensors that replace some of them ([] for none), and the groups' flags."""
         groups = [cls.numbers_of(optimizer, group) for group in optimizer.param_groups]
         given = [value for numbers, _ in groups for value in numbers]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_fastdet._torch.private import Context
+from torch_fastdet.nn.bn_act import Block
 from torch_fastdet.patching.evidence import agree, pictures
-from torch_fastdet.patching.protocols import Names
+from torch_fastdet.patching.protocols import Function, Names
 from torch_fastdet.rewrites.rewrite import Changes, adds_freely, is_in_nhwc, plain_modules
 
 MODULE = "ultralytics.nn.modules.block"
@@ -41,7 +41,7 @@ def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
     return _Softmax.apply(x, dtype) if ours else x.softmax(-1).to(dtype)
 
 
-def _attend(block: Any, x: Tensor, areas: int, key: int, scale: float) -> Tensor:
+def _attend(block: Block, x: Tensor, areas: int, key: int, scale: float) -> Tensor:
     """Attend within each of ``areas`` horizontal parts of x; queries and keys have ``key`` channels a head.
 
     The matrix products have the original's operands, and so its bits. Images are channels_last on the way.
@@ -59,7 +59,7 @@ def _attend(block: Any, x: Tensor, areas: int, key: int, scale: float) -> Tensor
     return block.proj(image(y) + block.pe(image(v)))
 
 
-def _with_channels(*parts: Any) -> object:
+def _with_channels(*parts: Function) -> object:
     return lambda t: torch.cat([part(t) for part in parts], 1)
 
 
@@ -68,7 +68,7 @@ def _with_channels(*parts: Any) -> object:
 _SAME, _SQUARE, _NEXT = (lambda t: t), (lambda t: t * t), (lambda t: t + 1)
 _SCALES = pictures().flatten() + 1
 _PARTS = {"proj": lambda t: t * t + 1, "pe": lambda t: t * t + 2, "num_heads": 2, "head_dim": 2}
-_KNOWN: dict[str, tuple[Any, tuple[Names, ...]]] = {
+_KNOWN: dict[str, tuple[Function, tuple[Names, ...]]] = {
     "Attention": (
         lambda block, x: _attend(block, x, 1, block.key_dim, block.scale),
         ({**_PARTS, "qkv": _with_channels(_SAME, _SQUARE), "key_dim": 1, "scale": _SCALES, "format": None},),
@@ -83,7 +83,7 @@ _KNOWN: dict[str, tuple[Any, tuple[Names, ...]]] = {
 
 
 @functools.cache
-def _is_stocks(name: str, forward: Any) -> bool:
+def _is_stocks(name: str, forward: Function) -> bool:
     ours, cases = _KNOWN[name]
     return all(agree(forward, ours, case, pictures(4)) for case in cases)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch_fastdet._torch.private import runs_plainly
 from torch_fastdet.nn.bn_act import blocks_of_one_input, convolved
 from torch_fastdet.nn.joint import OF_ONE_INPUT
 from torch_fastdet.patching.evidence import agree, pictures, stand_ins
-from torch_fastdet.patching.protocols import Head, Model, Names
+from torch_fastdet.patching.protocols import Function, Head, Model, Names
 from torch_fastdet.rewrites.rewrite import (
     ULTRALYTICS_HEADS,
     YOLOV5,
@@ -35,7 +34,7 @@ def raw_heads(detect: Head, x: list[Tensor]) -> list[Tensor]:
 
 
 @functools.cache
-def _makes_views(forward: Any) -> bool:
+def _makes_views(forward: Function) -> bool:
     """Return whether this is what YOLOv5's ``Detect.forward`` computes in training: forks change it under the same name."""
     attributes = {"nl": 2, "na": 2, "no": 3, "m": list(stand_ins("0", "1").values()), "training": True, "export": False}
     return agree(forward, raw_heads, attributes, [pictures(6), -pictures(6)])
@@ -78,11 +77,11 @@ def _distances(dfl: Head, x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _is_dfl(forward: object) -> bool:
+def _is_dfl(forward: Function) -> bool:
     # A training goes on meanwhile, whose random numbers initial weights would take.
     bins = nn.utils.skip_init(nn.Conv2d, 2, 1, 1, bias=False, dtype=torch.double).requires_grad_(False)
     bins.weight.data[:] = torch.arange(2).view(1, 2, 1, 1)
-    return agree(cast(Any, forward), _distances, {"conv": bins, "c1": 2}, pictures(8).flatten(2))
+    return agree(forward, _distances, {"conv": bins, "c1": 2}, pictures(8).flatten(2))
 
 
 def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head: object = None) -> Names:
@@ -95,12 +94,12 @@ def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head:
 
 
 @functools.cache
-def _makes_outputs(forward_head: object) -> bool:
+def _makes_outputs(forward_head: Function) -> bool:
     """Return whether this is what Ultralytics' ``Detect.forward_head`` computes: forks change it under the same name."""
     boxes = [lambda t: t + 1, lambda t: t * t]
     classes = [lambda t: t[:, :3] + 2, lambda t: t[:, 1:] * t[:, :3]]
 
-    def whole(method: Any) -> Any:
+    def whole(method: Function) -> Function:
         return lambda self, x: [method(self, x, boxes, classes), method(self, x, boxes), method(self, x)]
 
     attributes: dict[str, object] = {"nl": 2, "reg_max": 1, "nc": 3}

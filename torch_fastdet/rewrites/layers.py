@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch_fastdet import ops
 from torch_fastdet._torch.private import runs_plainly
 from torch_fastdet.nn.bn_act import begins_with_stem, forward_of_bytes
 from torch_fastdet.patching.evidence import agree, pictures
-from torch_fastdet.patching.protocols import Model
+from torch_fastdet.patching.protocols import Function, Model
 from torch_fastdet.rewrites.rewrite import Changes, Framework, layers_of
 from torch_fastdet.switches.upsample.switch import doubles, upsample_forward
 
@@ -26,7 +25,7 @@ def _cat(concat: Model, parts: list[Tensor]) -> Tensor:
 
 
 @functools.cache
-def _concatenates(forward: Any) -> bool:
+def _concatenates(forward: Function) -> bool:
     return agree(forward, _cat, {"d": 1}, [pictures(), -pictures()])
 
 

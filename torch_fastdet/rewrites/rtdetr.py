@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch_fastdet import ops
 from torch_fastdet._torch.private import runs_plainly
 from torch_fastdet.nn.bn_act import window_of
 from torch_fastdet.patching.evidence import alike
-from torch_fastdet.patching.protocols import Stock
+from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.replace import with_names
 from torch_fastdet.rewrites.rewrite import Changes, adds_freely, plain_modules
 
@@ -33,7 +32,7 @@ def attend(value: Tensor, shapes: list[list[int]], locations: Tensor, weights: T
     )
 
 
-def _samples(function: Any) -> bool:
+def _samples(function: Function) -> bool:
     wave = (torch.arange(2 * 10 * 2 * 4, device="cpu") * 0.7).sin()
     value, shapes = wave.view(2, 10, 2, 4), [[2, 3], [2, 2]]
     locations, weights = wave[:96].view(2, 3, 2, 4, 2) * 0.7 + 0.5, wave[:48].view(2, 3, 2, 4)
@@ -59,7 +58,7 @@ def deformable_attention(model: nn.Module) -> Changes:
 
 def without_averaged_weights(model: nn.Module) -> Changes:
     """Let self-attention of RT-DETR's layers compute no averaged weights, which nothing reads, and so may be fused."""
-    forward: Any = functools.partial(nn.MultiheadAttention.forward, need_weights=False)
+    forward: Function = functools.partial(nn.MultiheadAttention.forward, need_weights=False)
     for layer in model.modules() if adds_freely(model) else ():
         name = _SELF_ATTENTION.get(type(layer).__name__) if type(layer).__module__ == _MODULE else None
         attention = getattr(layer, name) if name else None

@@ -50,7 +50,7 @@ class Planner:
         return Planner, self._made_of
 
     def _planned(self, indices: list[int]) -> list[Names]:
-        kept: Any = self.stock.ims
+        kept = self.stock.ims
         if isinstance(kept, list):
             return [self._item(i) for i in indices]
         kept.is_planned = True

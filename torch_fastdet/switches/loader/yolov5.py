@@ -197,7 +197,7 @@ def loader_classes(stock: type) -> tuple[type, type]:
             DataLoader.__init__(self, dataset, *args, **kwargs)
             object.__setattr__(self, "batch_sampler", PlanBatches(self.batch_sampler, repeat=True))
             self.iterator = DataLoader.__iter__(self)
-            self._batches: Any = None
+            self._batches: Iterator[tuple] | None = None
 
         def __iter__(self) -> Iterator[tuple]:
             if self._plans is None:

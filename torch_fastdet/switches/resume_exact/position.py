@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
 from torch_fastdet._torch.private import after_each_fetch
+from torch_fastdet.patching.protocols import UltralyticsDataset
 from torch_fastdet.switches.resume_exact.files import NotOurs, State
 from torch_fastdet.switches.resume_exact.state import random_states, set_random_states
 
@@ -34,7 +35,7 @@ def _loaded(dataset: object) -> list[int]:
     return list(vars(dataset).get("buffer") or ())
 
 
-def _load(dataset: Any, numbers: list[int]) -> None:
+def _load(dataset: UltralyticsDataset, numbers: list[int]) -> None:
     for number in numbers:
         dataset.load_image(number)
 
