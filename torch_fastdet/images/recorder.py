@@ -220,13 +220,20 @@ class Recorded(StandIn):
 
     def _finish(self) -> None:
         self.image = finish(self.image, self.recorder.memory)
+        self._kept()  # nobody has this array
+
+    def _piece(self) -> Source | None:
+        """Return the whole image if it is in one piece."""
+        image, layer = self.image, self.image.layers[0]
+        if len(image.layers) != 1 or image.tables is not None or image.flags or layer.warp != NO_WARP:
+            return None
+        places = [(source.height, source.width, *where) for source, *where in layer.placements]
+        is_piece = layer.mask is None and places == [(image.height, image.width, 0, 0, 0, 0, image.width, image.height)]
+        return layer.placements[0][0] if is_piece else None
 
     def source(self) -> Source:
         """Return the whole image in one piece: it is made now if it is not."""
-        placements = self.canvas().placements
-        height, width, _ = self.shape
-        is_whole = len(placements) == 1 and placements[0][1:] == (0, 0, 0, 0, width, height)
-        if not is_whole or (placements[0][0].height, placements[0][0].width) != (height, width):
+        if self._piece() is None:
             self._finish()
         return self.image.layers[0].placements[0][0]
 
@@ -299,6 +306,9 @@ class Recorded(StandIn):
         return (x0, y0, max(x1 - x0, 0), max(y1 - y0, 0)) if y_step == x_step == 1 else None
 
     def __getitem__(self, key: object) -> Any:
+        piece = self._piece()
+        if piece is not None and piece.pixels is not None and piece.pixels.flags.writeable:  # of real()
+            return piece.pixels[_reals(key, "an index")]
         if self._is_mask(key):
             return Chosen(self.changed(), key)
         rectangle = self._rectangle(key)
