@@ -84,6 +84,7 @@ def kept_before(out):
     out[3:9, 4:10] = (1, 2, 3)
     kept = out.copy()
     out[5:50, 6:50] = 7
+    out[40:60, 30:50] = out[10:30, 20:40]
     return np.stack([kept, cv2.flip(out, 1)])
 
 
