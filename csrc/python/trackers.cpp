@@ -80,6 +80,17 @@ void load(Tracker& tracker, const std::array<std::optional<Doubles>, 3>& lists, 
   tracker.load(rows, count, frame, last_id);
 }
 
+// solve(costs, limit) returns the column of each row.
+void break_ties_by(Tracker& tracker, const py::function& solve) {
+  tracker.break_ties_by([solve](const std::vector<float>& costs, int rows, double limit) {
+    py::gil_scoped_acquire acquire;
+    const Floats matrix({static_cast<py::ssize_t>(rows), static_cast<py::ssize_t>(costs.size()) / rows}, costs.data());
+    auto found = solve(matrix, limit).cast<std::vector<int>>();
+    if (found.size() != static_cast<size_t>(rows)) throw py::value_error("expected a column for each row");
+    return found;
+  });
+}
+
 }  // namespace
 
 void bind_trackers(py::module_& m) {
@@ -91,6 +102,7 @@ void bind_trackers(py::module_& m) {
       .def("save", save, py::arg("list"))
       .def("load", load, py::arg("lists"), py::arg("frame"), py::arg("last_id"))
       .def("reset", &Tracker::reset)
+      .def("break_ties_by", break_ties_by, py::arg("solve"))
       .def_property_readonly("frame", &Tracker::frame)
       .def_property_readonly("removed_now", &Tracker::removed_now)
       .def_property_readonly("columns", &Tracker::columns)

@@ -91,6 +91,18 @@ double best_sum(const Matrix& cost, double limit, size_t row, std::vector<bool>&
   return best;
 }
 
+int ways_to(double sum, const Matrix& cost, double limit, size_t row, std::vector<bool>& used) {
+  if (row == cost.size()) return std::abs(sum) < 1e-12;
+  int ways = ways_to(sum, cost, limit, row + 1, used);
+  for (size_t j = 0; j < used.size(); j++) {
+    if (used[j] || std::isnan(cost[row][j])) continue;
+    used[j] = true;
+    ways += ways_to(sum - (cost[row][j] - limit), cost, limit, row + 1, used);
+    used[j] = false;
+  }
+  return ways;
+}
+
 TEST(Track, AssignmentIsTheBestOfAll) {
   std::mt19937 random(7);
   std::uniform_real_distribution<double> uniform(0, 1);
@@ -118,6 +130,7 @@ TEST(Track, AssignmentIsTheBestOfAll) {
     }
     std::vector<bool> used(m);
     ASSERT_NEAR(sum, best_sum(cost, limit, 0, used), 1e-12) << trial;
+    ASSERT_EQ(assignment.tied(), ways_to(sum, cost, limit, 0, used) > 1) << trial;
   }
 }
 

@@ -49,13 +49,49 @@ class SparseAssignment {
   }
 
   int column_of(int row) const { return column_of_[row]; }
+  void set(int row, int column) { column_of_[row] = column; }
+
+  // Return whether another assignment is as good, but for rounding. Then pairs without slack form a cycle, in which an
+  // additional node stands for what may stay unmatched.
+  bool tied() {
+    const int rows = static_cast<int>(column_of_.size());
+    std::vector<int>& before = from_;  // how many nodes come before a node
+    before.assign(rows + 1, 0);
+    for (int node = 0; node <= rows; node++) visit_tight(node, [&](int next) { before[next]++; });
+    pending_.clear();
+    for (int node = 0; node <= rows; node++)
+      if (!before[node]) pending_.push_back(node);
+    for (size_t done = 0; done < pending_.size(); done++)
+      visit_tight(pending_[done], [&](int next) {
+        if (!--before[next]) pending_.push_back(next);
+      });
+    return static_cast<int>(pending_.size()) <= rows;
+  }
 
  private:
+  static constexpr double kSlack = 1e-12;
   enum Mark : uint8_t { kNew, kReached, kScanned };
   int columns_ = 0, used_ = 0;
   std::vector<int> start_, column_, row_of_, column_of_, from_, pending_, reached_;
   std::vector<double> weight_, row_price_, column_price_, distance_;
   std::vector<uint8_t> mark_;
+
+  // Visit the rows whose column a row could take without loss, or who could lose theirs; `rows` is the additional node.
+  template <class Visit>
+  void visit_tight(int node, const Visit& visit) const {
+    const int rows = static_cast<int>(column_of_.size());
+    if (node == rows) {
+      for (int i = 0; i < rows; i++)
+        if (column_of_[i] < 0 || column_price_[column_of_[i]] >= -kSlack) visit(i);
+      return;
+    }
+    if (column_of_[node] >= 0 && row_price_[node] >= -kSlack) visit(rows);
+    for (int e = start_[node]; e < start_[node + 1]; e++) {
+      const int j = column_[e];
+      if (j == column_of_[node] || weight_[e] - row_price_[node] - column_price_[j] > kSlack) continue;
+      visit(row_of_[j] < 0 ? rows : row_of_[j]);
+    }
+  }
 
   // Find the shortest augmenting path from an unmatched row (Dijkstra), to a free column or a row to unmatch.
   void augment(int first) {

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <stdexcept>
 #include <utility>
@@ -67,6 +68,11 @@ class Tracker {
     frame_ = last_id_ = 0, mixed_ = false;
     tracks_.clear(), free_slots_.clear(), tracked_.clear(), lost_.clear(), removed_.clear(), removed_now_.clear();
   }
+  // Let another function choose where several assignments are best: the column of each row, or -1, of costs and a
+  // limit.
+  using Solve = std::function<std::vector<int>(const std::vector<float>& costs, int rows, double limit)>;
+  void break_ties_by(Solve solve) { solve_ = std::move(solve); }
+
   int64_t frame() const { return frame_; }
   int64_t last_id() const { return last_id_; }
   int64_t removed_now() const { return removed_now_.size(); }  // the newest of the removed tracks, from the last update
@@ -198,6 +204,9 @@ class Tracker {
   TrackShapes near_;        // their boxes, and then those of tracks
   BoxIndex index_;
   SparseAssignment assignment_;
+  Solve solve_;
+  std::vector<int> columns_;
+  std::vector<float> costs_;
 
   struct Costs {
     bool fuse;
@@ -380,6 +389,14 @@ class Tracker {
       assignment_.edge(i, j, static_cast<double>(cost(i, j, overlap, stage.rows[j])) - limit);
     }
     assignment_.solve();
+    if (!solve_ || !assignment_.tied()) return;
+    columns_.clear(), costs_.clear();
+    for (int j = 0; j < m; j++)
+      if (!skip_used || !used_[j]) columns_.push_back(j);
+    for (int i = 0; i < n; i++)
+      for (int j : columns_) costs_.push_back(cost(i, j, tracked_shapes_.overlap(i, stage.shapes, j), stage.rows[j]));
+    const std::vector<int> found = solve_(costs_, n, limit);
+    for (int i = 0; i < n; i++) assignment_.set(i, found[i] < 0 ? -1 : columns_[found[i]]);
   }
 
   void associate_high() {

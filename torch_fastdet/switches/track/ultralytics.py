@@ -8,6 +8,7 @@ update.
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import weakref
 from collections.abc import Callable
@@ -45,10 +46,20 @@ class _Held:
     def __init__(self, kind: Kind, tracker: Tracker) -> None:
         self.kind = kind
         self.core = kind.make(tracker)
+        self.core.break_ties_by(_assigned)
         self.outside = {*LIVE, *REMOVED}
         self.ids: object = None
         #: The live tracks by id, as the framework's objects, which hold what they look like; None without re-identification.
         self.looks: dict[int, Track] | None = {} if _looks(tracker) else None
+
+
+def _assigned(costs: NDArray[np.float32], limit: float) -> list[int]:
+    """Return the column of each row, or -1, as the framework assigns them."""
+    linear_assignment = importlib.import_module("ultralytics.trackers.utils.matching").linear_assignment
+    columns = [-1] * len(costs)
+    for row, column in linear_assignment(costs, limit)[0]:
+        columns[int(row)] = int(column)
+    return columns
 
 
 def obstacle_to(tracker: Tracker, known: Stock) -> Obstacle | None:
