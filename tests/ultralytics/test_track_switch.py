@@ -389,7 +389,7 @@ def test_videos_by_a_yaml_file(trackers, tmp_path, persist, lines):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equal_boxes_are_the_originals(trackers, name):
+def test_equal_boxes_and_infinite_ones_are_the_originals(trackers, name):
     """End-to-end heads give a box once for each class that it may be: then several assignments are as good."""
     wanted = []
     for patched in (False, True):
@@ -401,6 +401,8 @@ def test_equal_boxes_are_the_originals(trackers, name):
             for t, rows in enumerate(scene(seed, 12, 20)):
                 twice = np.repeat(rows, 2, 0)
                 twice[1::2, 4:] = twice[::2, 4:] * 0.9 + (0, 1)
+                if seed == 3:
+                    twice[t % 5 :: 7, t % 4] = (np.inf, np.nan, -np.inf)[t % 3]
                 found.append(run(tracker, twice).tolist())
         wanted = wanted or found
         assert str(found) == str(wanted)

@@ -116,13 +116,16 @@ def updating(active: Active, stock: Function, known: type) -> Function:
         if recovered is not None:
             recovered = np.column_stack(recovered)
         known_rows = type(rows) is np.ndarray and rows.dtype == np.float32
-        if not known_rows or (recovered is not None and recovered.dtype != np.float32):
-            active.tell(f"{active.name}: the original update runs for {describe_rows(results)}.")
+        finite = known_rows and (kind.recovers or np.isfinite(rows).all())
+        if not finite or (recovered is not None and recovered.dtype != np.float32):
+            odd = ", not all finite" if known_rows and not finite else ""
+            active.tell(f"{active.name}: the original update runs for {describe_rows(results)}{odd}.")
             give_back(self)
             return own(self, results, img, *args, **kwargs)
         core = held.core
-        if held.outside or held.ids is not self._ids or core.frame != self.frame_id:
-            take_over(self, held)
+        moved = held.outside or held.ids is not self._ids or core.frame != self.frame_id
+        if moved and not take_over(self, held):
+            return own(self, results, img, *args, **kwargs)
         looks: dict[str, Any] = {}
         seen: dict[int, Track] = {}
         if held.looks is not None:
@@ -287,19 +290,22 @@ def _tracks(
     return made
 
 
-def take_over(tracker: Tracker, held: _Held) -> None:
-    """Load the core from the lists of tracks that the tracker's attributes hold."""
+def take_over(tracker: Tracker, held: _Held) -> bool:
+    """Load the core from the lists of tracks that the tracker's attributes hold; return False if a track is not finite."""
     if held.ids is not tracker._ids or held.core.frame != tracker.frame_id:
         give_out(tracker, LIVE + REMOVED)
     attributes = tracker.__dict__
     columns = held.core.columns
-    lists: list[NDArray[np.float64] | None] = [_rows(attributes[name], columns, held.kind) for name in LIVE]
+    lists: list[Any] = [_rows(attributes[name], columns, held.kind) for name in LIVE]
+    if not (held.kind.recovers or all(np.isfinite(rows[:, :8]).all() for rows in lists)):
+        return False
     lists.append(_rows(attributes[REMOVED[0]], columns, None) if REMOVED[0] in held.outside else None)
     held.core.load(lists, tracker.frame_id, next(copy.copy(tracker._ids)) - 1)
     held.ids = tracker._ids
     if held.looks is not None and not held.outside.isdisjoint(LIVE):
         held.looks = {track.track_id: track for name in LIVE for track in attributes[name]}
     held.outside.clear()
+    return True
 
 
 def _rows(tracks: list[Any], columns: int, kind: Kind | None) -> NDArray[np.float64]:
