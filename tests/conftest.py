@@ -59,7 +59,7 @@ PROGRAMS = {"real_yolov5", "ultralytics_environment"}
 
 # Modules whose tests share what takes long to make: each runs in one process of pytest-xdist, where all of it is made once.
 # The first group shares the trainings of tests/yolov5/conftest.py's `train`.
-TRAININGS = re.compile(r"tests/yolov5/test_(loss_switch|optimizer_switch|options|real_scripts)\.py")
+TRAININGS = re.compile(r"tests/yolov5/test_(options|real_scripts)\.py")
 SHARING = re.compile(
     r"tests/(distributed|examples|golden|ultralytics)/|tests/yolov5/test_(loader|nms)_switch\.py|"
     r"tests/packaging/test_cmake\.py|tests/test_(readme|stock_kinds)\.py"

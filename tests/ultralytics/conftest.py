@@ -71,10 +71,3 @@ def digits(tmp_path_factory) -> Path:
     data = make(tmp_path_factory.mktemp("digits") / "data", Recipe(image_size=96, train=16, val=1))
     data.write_text(data.read_text().replace("val: images/val", "val: images/train"))
     return data
-
-
-@pytest.fixture(scope="session")
-def weights(program, digits, tmp_path_factory) -> Path:
-    """yolov8n, trained by stock Ultralytics until it finds digits in those pictures."""
-    folder = tmp_path_factory.mktemp("weights")
-    return Path(program("train.py", digits, folder, "--epochs", 25, "--overfit", 40)["weights"])

@@ -17,8 +17,8 @@ ON_GPU = [
 ]
 #: What differs between the frameworks, for each change.
 QUICK = (
-    *("train", "val", "ram", "quad", "segments", "copy_paste", "files", "missing_file", "pickled", "changed_size"),
-    *("segmentation", "bad_segments", "changed_code", "mosaic9", "fork_unknown"),
+    *("train", "val", "quad", "copy_paste", "files", "pickled", "changed_size", "segmentation", "bad_segments"),
+    *("changed_code", "fork_unknown"),
 )
 ON_CPU = [case for case in CASES if "gpu" not in case]
 # Cases that one process runs, one after the other: it imports YOLOv5 for four seconds and spends less than one on most cases. `make test-gpu`

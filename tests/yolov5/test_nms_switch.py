@@ -11,7 +11,6 @@ from torch import nn
 from examples.demo.dataset import Recipe, make
 from tests.yolov5 import real
 from tests.yolov5.conftest import IMAGE
-from tests.yolov5.real import results
 from torch_fastdet.switches.nms.yolov5 import decoding as _decoding
 
 SIZE = 96
@@ -126,15 +125,6 @@ def test_val_prints_the_same_numbers(layout, flags, real_yolov5, digits, weights
 
 
 @pytest.mark.nightly
-def test_detect_writes_the_same_boxes(real_yolov5, digits, weights, tmp_path):
-    source = digits.parent / "images/train"
-    common = ("--weights", weights, "--source", source, "--img", SIZE, "--device", "cpu", "--save-txt", "--save-conf")
-    few = ("--conf-thres", 0.01, "--classes", 1, 2, 3, "--agnostic-nms", "--max-det", 5)
-    both(real_yolov5(LAYOUT), "detect", *common, *few, project=tmp_path / "few")
-    assert 0 < assert_same_boxes(tmp_path / "few") <= 5 * 16
-
-
-@pytest.mark.nightly
 def test_segment_scripts_give_the_same(real_yolov5, train, data, tmp_path):
     package = real_yolov5("package")
     weights = train(package, "--nms_optim", script="segment/train").checkpoint
@@ -152,31 +142,6 @@ def test_segment_scripts_give_the_same(real_yolov5, train, data, tmp_path):
 
 
 @pytest.mark.nightly
-def test_validation_inside_train_gives_the_same(real_yolov5, digits, weights, tmp_path):
-    """From trained weights: a random model gives many boxes of one confidence, whose order stock leaves to chance."""
-    hyperparameters = {
-        "lr0": 1e-4,
-        "lrf": 0.1,
-        "momentum": 0.9,
-        "weight_decay": 0,
-        "warmup_epochs": 0,
-        "warmup_momentum": 0.8,
-    }
-    hyperparameters |= {"warmup_bias_lr": 0, "box": 0.05, "cls": 0.5, "obj": 1.0, "anchor_t": 4.0}
-    hyperparameters |= dict.fromkeys(("cls_pw", "obj_pw", "iou_t"), 1.0)
-    zero = ("fl_gamma", "hsv_h", "hsv_s", "hsv_v", "degrees", "translate", "scale", "shear", "perspective", "flipud")
-    hyperparameters |= dict.fromkeys((*zero, "fliplr", "mosaic", "mixup", "copy_paste"), 0.0)
-    (tmp_path / "hyp.yaml").write_text("".join(f"{name}: {value}\n" for name, value in hyperparameters.items()))
-    options = ("--data", digits, "--weights", weights, "--hyp", tmp_path / "hyp.yaml", "--img", SIZE, "--batch", 8)
-    options += ("--epochs", 1, "--workers", 0, "--device", "cpu", "--noautoanchor", "--noplots", "--seed", 1)
-    _, fast = both(real_yolov5(LAYOUT), "train", *options, project=tmp_path)
-    assert "val.non_max_suppression -> torch_fastdet." in fast
-    stock, ours = (results(tmp_path / name) for name in ("stock", "fast"))
-    assert stock["metrics/mAP_0.5"][0] > 0.2
-    assert ours == stock
-
-
-@pytest.mark.nightly
 def test_checkpoints_of_segmentation_hold_nothing_of_ours(real_yolov5, train):
     """A Segment module pickles its Detect.forward: by stock's name."""
     package = real_yolov5("package")
@@ -184,16 +149,6 @@ def test_checkpoints_of_segmentation_hold_nothing_of_ours(real_yolov5, train):
     assert "Detect.forward" in run.output
     load = "import sys, torch; sys.modules['torch_fastdet'] = None; torch.load(sys.argv[1])['model'].float().eval()"
     package.python("-c", f"{load}(torch.zeros(1, 3, 64, 64))", run.checkpoint)
-
-
-@pytest.mark.nightly
-def test_segmentation_models_are_pickled_before_during_and_after(real_yolov5, tmp_path):
-    """Their heads keep Detect.forward, which pickle must find under its name: stock's, and no other, at any time."""
-    package = real_yolov5("package")
-    package.program("segmentation.py", package.prefix, tmp_path)
-    files = sorted(tmp_path.iterdir())
-    assert len(files) == 4
-    package.program("load_in_stock.py", *files)
 
 
 def test_gradients_in_eval_mode_are_stocks():

@@ -1,4 +1,4 @@
-"""multi_tensor_optimizer: the parts under stock's names, and the real train.py with it, stock and patched on one seed."""
+"""multi_tensor_optimizer: the parts under stock's names."""
 
 import logging
 import sys
@@ -10,15 +10,10 @@ from torch import nn
 
 import torch_fastdet.yolov5 as drop_in
 from tests.launches import launched
-from tests.yolov5 import real
-from tests.yolov5.test_real_scripts import LOSSES, weights
 from torch_fastdet import optim
 from torch_fastdet._torch.private import NORM_LAYERS
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.yolov5.host import HOST
-
-FLAG = "--multi_tensor_optimizer"
-PRINTED = {"rel": 2e-5, "abs": 2e-6}  # results.csv has five digits: two of the last one
 
 
 @pytest.fixture
@@ -176,21 +171,3 @@ def test_eight_launches_and_no_sync(cuda, patched):
 
     names = launched(take)
     assert len(names) <= 8, names
-
-
-@pytest.mark.nightly
-def test_training_gives_the_losses_and_checkpoints_of_stock(real_yolov5, train):
-    checkout = real_yolov5("checkout")
-    fast, stock = train(checkout, FLAG), train(checkout, stock=True)
-    expected, got = real.results(stock.folder), real.results(fast.folder)
-    for column in LOSSES:
-        assert got[column] == pytest.approx(expected[column], **PRINTED), column
-    for name in ("smart_optimizer", "ModelEMA"):
-        assert fast.output.count(f"utils.torch_utils.{name} -> torch_fastdet.") == 1, fast.output
-    lines = [[line for line in run.output.splitlines() if "with parameter groups" in line] for run in (fast, stock)]
-    assert lines[0] == lines[1] and len(lines[0]) == 1
-    mine, wanted = weights(checkout, fast.checkpoint, stock.checkpoint)
-    assert mine.keys() == wanted.keys()
-    for name, value in mine.items():
-        # Checkpoints hold float16: one last bit of it.
-        torch.testing.assert_close(value, wanted[name], rtol=1e-3, atol=1e-5)

@@ -10,7 +10,7 @@ import torch
 
 from examples.yolov5_env import CLASSIFIER
 from tests.yolov5 import real
-from tests.yolov5.conftest import IMAGE, SMALL
+from tests.yolov5.conftest import IMAGE
 
 FLAGS = ("--bbox_iou_optim", "--upsample_optim")
 # Stock repeats itself bitwise here, so what differs is our rounding in the last bit of an IoU, carried through eight
@@ -72,16 +72,6 @@ def test_all_switches_together_give_the_losses_of_stock(real_yolov5, train):
         torch.testing.assert_close(value, stock_weights[name], rtol=5e-3, atol=5e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.nightly
-def test_nothing_changes_without_a_switch(real_yolov5, train):
-    checkout = real_yolov5("checkout")
-    plain = train(checkout)
-    assert (plain.folder / "results.csv").read_text() == (
-        train(checkout, stock=True).folder / "results.csv"
-    ).read_text()
-    assert "no switch is given" in plain.output
-
-
 @pytest.mark.slow
 def test_segment_training_gives_the_losses_of_stock(real_yolov5, train):
     checkout = real_yolov5("checkout")
@@ -114,37 +104,6 @@ def test_classify_training_gives_the_losses_of_stock(real_yolov5, tmp_path):
     assert re.search(r"^  multi_tensor_optimizer: \d+ ", output, re.MULTILINE), output[-1500:]
     for column in ("train/loss", "val/loss", "metrics/accuracy_top1"):
         assert found[1][column] == pytest.approx(found[0][column], rel=2e-3, abs=2e-5), column
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", ["package", "checkout"])
-def test_val_and_detect_run_on_a_patched_checkpoint(layout, real_yolov5, train, data, tmp_path):
-    yolov5 = real_yolov5(layout)
-    common = ("--weights", train(yolov5, *FLAGS).checkpoint, "--project", tmp_path, "--img", IMAGE, "--device", "cpu")
-    outputs = [
-        start("val", *common, "--data", data.boxes, "--batch", 2, "--workers", 0, *flags).stdout
-        for start, flags in ((yolov5.stock, ()), (yolov5.fast, FLAGS))
-    ]
-    rows = [re.findall(r"\ball((?:\s+[\d.e-]+){6})", output) for output in outputs]  # perhaps behind a progress bar
-    assert len(rows[0]) == 1
-    assert rows[1] == rows[0]
-    detect = ("detect", *common, "--source", data.images, "--conf-thres", 0.001, "--name", "detect")
-    found = yolov5.fast(*detect, "--fastdet").stdout
-    assert len(list((tmp_path / "detect").glob("*.png"))) == 4, found
-
-
-@pytest.mark.nightly
-def test_resume_goes_on_where_the_run_stopped(real_yolov5, train, data, tmp_path):
-    checkout = real_yolov5("checkout")
-    arguments = [*SMALL, "--weights", "", "--cfg", "yolov5n.yaml", "--data", data.boxes, "--epochs", 3, "--noplots"]
-    arguments += ["--noautoanchor", "--project", tmp_path, "--name", "run", *FLAGS]
-    # The process ends after the first epoch, as if it had been killed.
-    stopped = checkout.program("stop_after_first_epoch.py", *arguments, ok=False)
-    assert stopped.returncode == 7, stopped.stdout[-3000:]
-    last = tmp_path / "run" / "weights" / "last.pt"
-    resumed = checkout.fast("train", "--resume", last, *FLAGS).stdout
-    assert "utils.loss.bbox_iou -> torch_fastdet." in resumed
-    assert real.results(tmp_path / "run")["epoch"] == [0, 1, 2]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import argparse
 import json
 
-import torch
 from ultralytics import YOLO
 
 parser = argparse.ArgumentParser()
@@ -13,7 +12,6 @@ parser.add_argument("--epochs", type=int)
 parser.add_argument("--patch", action="store_true")
 parser.add_argument("--optimizer", default="AdamW")
 parser.add_argument("--device", default="cpu")
-parser.add_argument("--overfit", type=int, default=0, help="epochs with fixed batch statistics after the training")
 options = parser.parse_args()
 replaced = ()
 if options.patch:
@@ -53,31 +51,6 @@ model.train(
     **augmentation,
 )
 weights = f"{model.trainer.save_dir}/weights/last.pt"
-if options.overfit:
-    # The running statistics of a hundred steps lag behind: take those of the pictures, hold them, and go on.
-    trainer = model.trainer
-    network, batches = trainer.model.train(), [trainer.preprocess_batch(batch) for batch in trainer.train_loader]
-    norms = [module for module in network.modules() if isinstance(module, torch.nn.BatchNorm2d)]
-    for module in norms:
-        module.reset_running_stats()
-        module.momentum = None
-    with torch.no_grad():
-        for batch in batches:
-            network(batch["img"])
-    for module in norms:
-        module.momentum = 0.03
-        module.eval()
-    optimizer = torch.optim.AdamW([p for p in network.parameters() if p.requires_grad], lr=1e-3)
-    for _ in range(options.overfit):
-        for batch in batches:
-            optimizer.zero_grad()
-            network(batch)[0].sum().backward()
-            torch.nn.utils.clip_grad_norm_(network.parameters(), 10)
-            optimizer.step()
-    checkpoint = torch.load(weights, weights_only=False)
-    network.criterion = None
-    checkpoint["model"] = network.eval().half()
-    torch.save(checkpoint, weights)
 print(
     json.dumps(
         {
