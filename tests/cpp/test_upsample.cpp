@@ -1,10 +1,9 @@
-// The plans of 2x upsampling, and the loops that walk them, against nested loops over (n, c, h, w).
+// The plans of 2x upsampling and its vector code; tests/ops/test_upsample.py compares what the loops give.
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <numeric>
 #include <random>
 #include <vector>
 
@@ -24,10 +23,6 @@ Strides nchw(int64_t c, int64_t h, int64_t w) {
 }
 Strides nhwc(int64_t c, int64_t h, int64_t w) {
   return {{h * w * c, 1, w * c, c}};
-}
-
-int64_t at(const Strides& s, int64_t n, int64_t c, int64_t h, int64_t w) {
-  return n * s.value[0] + c * s.value[1] + h * s.value[2] + w * s.value[3];
 }
 
 struct Case {
@@ -59,34 +54,6 @@ class Upsample : public testing::TestWithParam<Case> {
   Strides large = channels_last ? nhwc(buffer, 2 * h, 2 * w) : nchw(buffer, 2 * h, 2 * w);
   UpsamplePlan plan = make_upsample_plan(GetParam().size, small.value, large.value, channels_last);
 };
-
-TEST_P(Upsample, ForwardFillsItsChannelsAndNoOthers) {
-  std::vector<uint32_t> x(n * c * h * w), out(n * buffer * 4 * h * w, 0xdeadbeef), expected = out;
-  std::iota(x.begin(), x.end(), 1u);
-  for (int64_t i = 0; i < n; ++i)
-    for (int64_t j = 0; j < c; ++j)
-      for (int64_t y = 0; y < 2 * h; ++y)
-        for (int64_t z = 0; z < 2 * w; ++z) expected[at(large, i, j, y, z)] = x[at(small, i, j, y / 2, z / 2)];
-  // Two uneven ranges, as two threads would take them.
-  const int64_t lines = upsample_lines(plan), cut = lines / 3;
-  upsample_forward_lines(plan, x.data(), out.data(), cut, lines);
-  upsample_forward_lines(plan, x.data(), out.data(), 0, cut);
-  EXPECT_EQ(out, expected);
-}
-
-TEST_P(Upsample, BackwardSumsSquaresOfASlice) {
-  std::vector<float> grad(n * buffer * 4 * h * w), out(n * c * h * w, -1), expected = out;
-  std::iota(grad.begin(), grad.end(), 1.0f);
-  for (int64_t i = 0; i < n; ++i)
-    for (int64_t j = 0; j < c; ++j)
-      for (int64_t y = 0; y < h; ++y)
-        for (int64_t z = 0; z < w; ++z) {
-          const auto value = [&](int64_t dy, int64_t dx) { return grad[at(large, i, j, 2 * y + dy, 2 * z + dx)]; };
-          expected[at(small, i, j, y, z)] = value(0, 0) + value(0, 1) + value(1, 0) + value(1, 1);
-        }
-  upsample_backward_lines<SumSquares<float, float>>(plan, grad.data(), out.data(), 0, upsample_lines(plan));
-  EXPECT_EQ(out, expected);
-}
 
 // Known bug 16: every address that a kernel forms lies inside the tensors, whatever the vector width.
 TEST_P(Upsample, VectorsDivideEveryAddress) {
@@ -193,24 +160,6 @@ TEST(UpsampleVector, IsAsWideAsTheShapeAllows) {
   EXPECT_EQ(width(3, 13, 13, false, 2).large, 2);
   EXPECT_EQ(width(3, 13, 13, false, 8).large, 2);
   EXPECT_EQ(width(6, 8, 8, true, 4).small, 2);
-}
-
-TEST(CopyPlan, CopiesASliceOfASliceAndNothingElse) {
-  const int64_t n = 2, c = 3, h = 4, w = 5;
-  const int64_t size[4] = {n, c, h, w};
-  for (const bool channels_last : {false, true}) {
-    const Strides src = channels_last ? nhwc(c + 1, h + 2, w) : nchw(c + 1, h + 2, w);
-    const Strides dst = channels_last ? nhwc(c + 4, h, w) : nchw(c + 4, h, w);
-    std::vector<uint16_t> from(n * (c + 1) * (h + 2) * w), to(n * (c + 4) * h * w, 0), expected = to;
-    std::iota(from.begin(), from.end(), uint16_t{1});
-    for (int64_t i = 0; i < n; ++i)
-      for (int64_t j = 0; j < c; ++j)
-        for (int64_t y = 0; y < h; ++y)
-          for (int64_t z = 0; z < w; ++z) expected[at(dst, i, j, y, z)] = from[at(src, i, j, y, z)];
-    const CopyPlan plan = make_copy_plan(size, src.value, dst.value, channels_last);
-    copy_lines_of(plan, from.data(), to.data(), 0, copy_lines(plan));
-    EXPECT_EQ(to, expected);
-  }
 }
 
 TEST(IndexBlocks, CoverEveryIndexOnce) {
