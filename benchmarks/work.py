@@ -1,8 +1,8 @@
 """Bytes and operations by stated formula: what an algorithm must move and compute, before anybody measures it.
 
 Pure functions. An operation is one add or one multiply (a fused multiply-add is two), as in the arithmetic-intensity literature;
-torch_fastdet/flops.py says which others count. Bytes count each pass over a tensor that cannot be left out, once:
-inputs read and outputs written; again where autograd calls forward and backward apart, so that both read what they need
+so is a comparison or a transcendental function; selections, conversions and sign changes are none. Bytes count each pass over
+a tensor that cannot be left out, once: inputs read and outputs written; again where autograd calls forward and backward apart, so that both read what they need
 (iou_loss, upsample2x_cat_step, batch_norm_silu); and again where a value depends on all of a tensor that is larger than
 any cache, so that it is read for the value and once more for the result (clip, fused_step, batch_norm_silu).
 """
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-
-from torch_fastdet import flops
 
 
 @dataclass(frozen=True)
@@ -94,19 +92,25 @@ def linear(batch: int, inputs: int, outputs: int, itemsize: int = 2) -> Work:
     return Work(2.0 * batch * inputs * outputs, elements * itemsize, "fp16" if itemsize == 2 else "fp32")
 
 
-# Our operators. torch_fastdet/flops.py has the operations, for torch's FlopCounterMode too; the bytes are here.
+# Our operators.
 
 BOX = 4  # coordinates
+CIOU = 12 + 55  # corners of two boxes from centres and sides, and the CIoU from corners
+CIOU_BACKWARD = CIOU + 94 + 16  # the terms again, the gradients from them, and those of centres and sides
+SIGMOID = 3
+ENTROPY = 16  # value and gradient of one logit, and its part of the sum
+UPSAMPLE_BACKWARD, EMA, SGD, UNSCALE, CLIP = 3, 3, 9, 2, 3  # of one element
+SCALE_BOX = 16  # a box in the original image's pixels, clipped
 
 
 def iou(pairs: int, itemsize: int = 4) -> Work:
     """CIoU of box pairs: two boxes in, a number out."""
-    return Work(flops.iou(pairs), pairs * (2 * BOX + 1) * itemsize)
+    return Work(CIOU * pairs, pairs * (2 * BOX + 1) * itemsize)
 
 
 def iou_loss(pairs: int, itemsize: int = 4) -> Work:
     """CIoU loss, reduced, and its gradient to the first box: both passes read both boxes, the second writes a gradient."""
-    count = flops.iou_loss(pairs) + flops.iou_backward(pairs)
+    count = (CIOU + 2 + CIOU_BACKWARD) * pairs
     return Work(count, pairs * (2 * BOX + 2 * BOX + BOX) * itemsize, launches=2)
 
 
@@ -117,7 +121,7 @@ def upsample2x(elements: int, itemsize: int = 2) -> Work:
 
 def upsample2x_backward(elements: int, itemsize: int = 2) -> Work:
     """4 units read, 1 written."""
-    return Work(flops.UPSAMPLE_BACKWARD * elements, 5 * elements * itemsize)
+    return Work(UPSAMPLE_BACKWARD * elements, 5 * elements * itemsize)
 
 
 def upsample2x_cat(elements: int, skip_elements: int, itemsize: int = 2) -> Work:
@@ -132,17 +136,17 @@ def upsample2x_cat_step(elements: int, skip_elements: int, itemsize: int = 2) ->
 
 def ema(elements: int, itemsize: int = 4) -> Work:
     """e = d e + (1 - d) p: two reads, one write."""
-    return Work(flops.EMA * elements, 3 * elements * itemsize)
+    return Work(EMA * elements, 3 * elements * itemsize)
 
 
 def sgd(parameters: int, itemsize: int = 4) -> Work:
     """Weight decay, momentum, Nesterov: reads p, g, m and writes p, m."""
-    return Work(flops.sgd(parameters), 5 * parameters * itemsize)
+    return Work(SGD * parameters, 5 * parameters * itemsize)
 
 
 def clip(parameters: int, itemsize: int = 4) -> Work:
     """Reads g for the norm; then reads and writes g."""
-    return Work(flops.CLIP * parameters, 3 * parameters * itemsize, launches=2)
+    return Work(CLIP * parameters, 3 * parameters * itemsize, launches=2)
 
 
 def fused_step(parameters: int, statistics: int = 0, itemsize: int = 4) -> Work:
@@ -150,7 +154,7 @@ def fused_step(parameters: int, statistics: int = 0, itemsize: int = 4) -> Work:
 
     `statistics`: entries of batch norms that the EMA follows too.
     """
-    count = (flops.UNSCALE + flops.CLIP) * parameters + flops.sgd(parameters) + flops.EMA * (parameters + statistics)
+    count = (UNSCALE + CLIP) * parameters + SGD * parameters + EMA * (parameters + statistics)
     return Work(count, (8 * parameters + 3 * statistics) * itemsize, launches=2)
 
 
@@ -171,7 +175,7 @@ def yolov5_head_elements(batch: int, image: int = 640, classes: int = 80) -> int
 def yolov5_decode(batch: int, image: int = 640, classes: int = 80, itemsize: int = 2) -> Work:
     """Raw heads in, the prediction tensor out."""
     anchors = batch * yolov5_anchors(image)
-    return Work(flops.decode(anchors, 5 + classes), 2 * yolov5_head_elements(batch, image, classes) * itemsize)
+    return Work(anchors * (SIGMOID * (5 + classes) + 12), 2 * yolov5_head_elements(batch, image, classes) * itemsize)
 
 
 SECTOR = 32  # bytes: the least that a GPU reads of its memory
@@ -228,7 +232,7 @@ def greedy_suppression(candidates: int, kept: int, pairs: int, itemsize: int = 4
 
 def scale_boxes(boxes: int, itemsize: int = 4) -> Work:
     """Six columns in, six out."""
-    return Work(boxes * flops.SCALE_BOX[False], 2 * 6 * boxes * itemsize)
+    return Work(boxes * SCALE_BOX, 2 * 6 * boxes * itemsize)
 
 
 def augmented_pictures(batch: int, side: int) -> Work:
@@ -250,7 +254,8 @@ def letterboxed_pictures(batch: int, side: int, itemsize: int = 2) -> Work:
 
 def instance_masks(masks: int, height: int, width: int, channels: int = 32, side: int = 160, itemsize: int = 2) -> Work:
     """Prototypes read, one byte a pixel written; operations of boxes that cover the image."""
-    count = flops.instance_masks(masks, channels, side * side, height * width)
+    # Logits of the prototypes' pixels, and of the masks' pixels, each mixed of four and compared.
+    count = masks * (side * side * 2 * channels + height * width * 9)
     return Work(count, channels * side * side * itemsize + masks * (height * width + 4 * (channels + BOX)))
 
 
@@ -266,7 +271,9 @@ def deformable_attention(
     """Forward and backward: places and weights are read twice and their gradients written, so are the result's; the value's gradient
     is written. What is read of the value depends on the places, and is left out."""
     count = batch * queries * heads * points
-    operations = flops.deformable_attention(count, channels) + flops.deformable_attention_backward(count, channels)
+    # Forward the place and shares of four pixels (16), and their channels, weighted and added. Backward that of the place, products
+    # with four pixels, the gradients of place and weight (24), and four shares of the gradient, added up.
+    operations = count * (2 * (16 + 4 * (1 + 2 * channels)) + 4 * 2 * channels + 24)
     numbers = batch * heads * channels * (pixels + 2 * queries)
     return Work(operations, 3 * 12 * count + numbers * itemsize, launches=3)
 
@@ -274,7 +281,7 @@ def deformable_attention(
 def yolov5_loss(batch: int, image: int = 640, classes: int = 80, itemsize: int = 2) -> Work:
     """Objectness of every anchor read, the dense gradient of the heads written once; forward and backward."""
     anchors = batch * yolov5_anchors(image)
-    count = (flops.ENTROPY + 1) * anchors
+    count = (ENTROPY + 1) * anchors
     return Work(count, (yolov5_head_elements(batch, image, classes) + anchors) * itemsize, launches=2)
 
 
@@ -395,7 +402,7 @@ def stem(batch: int, kernel: int, outputs: int, image: int = 640, itemsize: int 
 
 def max_pools_cat(elements: int, pools: int = 3, itemsize: int = 2) -> Work:
     """Poolings of poolings beside x, forward and backward: x or its gradient, the concatenation, and a byte a pooled value."""
-    count = 2 * flops.max_pools(elements * pools)
+    count = 2 * elements * pools * 5**2
     return Work(count, 2 * elements * ((pools + 2) * itemsize + pools), launches=2 * pools)
 
 
