@@ -60,15 +60,17 @@ class _PostProcess(nn.Module):
 
     classes: list[int] | None
 
-    def _take(self, options: nms.NmsOptions) -> None:
-        # TorchScript types attributes by their values, which are of the plain types that the operator wants.
-        self.conf_thres, self.iou_thres, self.classes = options[:3]
-        self.agnostic, self.multi_label, self.max_det = options[3:6]
-        self.per_class, self.max_nms, self.max_wh = options[7:]
+    def _take(self, *options: Any) -> None:
+        # The operator's own errors, now.
+        nms.non_max_suppression_padded(torch.empty(0, 0, 6, device="cpu"), *options[:6], 0, None, None, *options[6:])
+        # TorchScript wants attributes of plain types.
+        self.conf_thres, self.iou_thres, self.max_wh = float(options[0]), float(options[1]), float(options[8])
+        self.agnostic, self.multi_label, self.per_class = bool(options[3]), bool(options[4]), str(options[6])
+        self.max_det, self.max_nms = int(options[5]), int(options[7])
+        self.classes = [options[2]] if isinstance(options[2], int) else options[2]
 
-    def _options(self, letterboxes: Tensor | None) -> nms.NmsOptions:
-        of_classes = self.conf_thres, self.iou_thres, self.classes, self.agnostic, self.multi_label, self.max_det
-        return nms.NmsOptions(*of_classes, letterboxes, self.per_class, self.max_nms, self.max_wh)
+    def _limits(self) -> tuple[float, float, list[int] | None, bool, bool, int]:
+        return self.conf_thres, self.iou_thres, self.classes, self.agnostic, self.multi_label, self.max_det
 
 
 class YOLOv5PostProcess(_PostProcess):
@@ -101,8 +103,7 @@ class YOLOv5PostProcess(_PostProcess):
     ):
         super().__init__()
         op = "YOLOv5PostProcess"
-        options = conf_thres, iou_thres, classes, agnostic, multi_label, max_det, None, per_class, max_nms, max_wh
-        self._take(nms.checked_options(op, nms.NmsOptions(*options)))
+        self._take(conf_thres, iou_thres, classes, agnostic, multi_label, max_det, per_class, max_nms, max_wh)
         _check_count(op, "nc", nc, 1, "classes")
         _check_count(op, "nm", nm, 0, "masks")
         self.strides = _stride_list(op, strides)
@@ -155,8 +156,8 @@ class YOLOv5PostProcess(_PostProcess):
                     f"YOLOv5PostProcess: a head map has {outputs} channels an anchor, but nc + 5 + nm = "
                     f"{self.nc + 5 + self.nm} are expected"
                 )
-        options = self._options(letterboxes)
-        return nms.yolov5_postprocess(heads, self.anchors, self.strides, *options[:6], self.nm, *options[6:])
+        rest = letterboxes, self.per_class, self.max_nms, self.max_wh
+        return nms.yolov5_postprocess(heads, self.anchors, self.strides, *self._limits(), self.nm, *rest)
 
     def extra_repr(self) -> str:
         return f"nc={self.nc}, strides={self.strides}, conf_thres={self.conf_thres}, iou_thres={self.iou_thres}"
@@ -202,8 +203,7 @@ class UltralyticsPostProcess(_PostProcess):
     ):
         super().__init__()
         op = "UltralyticsPostProcess"
-        options = conf_thres, iou_thres, classes, agnostic, multi_label, max_det, None, per_class, max_nms, max_wh
-        self._take(nms.checked_options(op, nms.NmsOptions(*options)))
+        self._take(conf_thres, iou_thres, classes, agnostic, multi_label, max_det, per_class, max_nms, max_wh)
         if end2end:  # which needs no suppression: no IoU is above 1
             self.iou_thres, self.multi_label = 1.0, not agnostic
         _check_count(op, "nc", nc, 1, "classes")
@@ -276,8 +276,8 @@ class UltralyticsPostProcess(_PostProcess):
             extra: As of the operator.
             letterboxes: As of :meth:`forward`.
         """
-        options = self._options(letterboxes)
-        return nms.ultralytics_postprocess(boxes, scores, extra, self.strides, *options, self.rotated, self.extra_kind)
+        rest = letterboxes, self.per_class, self.max_nms, self.max_wh, self.rotated, self.extra_kind
+        return nms.ultralytics_postprocess(boxes, scores, extra, self.strides, *self._limits(), *rest)
 
     def extra_repr(self) -> str:
         return (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -98,11 +97,11 @@ def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tens
     return torch.cat(rows) if rows else None
 
 
-def _room(max_det: object) -> tuple[Any, Any]:
-    """Return max_det as the operators take it, and the end of a slice of their rows, which a negative max_det is."""
-    if max_det is None or (isinstance(max_det, Integral) and max_det < 0):
-        return sys.maxsize, max_det
-    return max_det, None
+def _room(max_det: int | None, *most: int) -> tuple[int, int | None]:
+    """Return how many rows there can be, of max_det and ``most``, and the end of a slice of them, which a negative max_det is."""
+    check_type("non_max_suppression", "max_det", max_det, int | None)
+    end = max_det if max_det is None or max_det < 0 else None
+    return min(*most, sys.maxsize if max_det is None or max_det < 0 else int(max_det)), end
 
 
 def _split(detections: Tensor, counts: list[int], end: int | None) -> list[Tensor]:
@@ -142,28 +141,23 @@ def yolov5_non_max_suppression(
         For each image (n, 6 + nm): x1, y1, x2, y2, confidence, class, mask coefficients.
 
     Raises:
-        ValueError: a threshold outside 0..1 (also an AssertionError, as in the original), an unknown per_class, no device.
+        ValueError: a threshold outside 0..1, an unknown per_class, no device.
         RuntimeError: a wrong shape.
         TypeError: an argument is of another type.
     """
     op = "non_max_suppression"
     prediction = _first(op, prediction, "N, 5 + classes + nm")
     check_type(op, "nm", nm, int)
-    listed, (most, end) = _stock_class_list(op, classes), _room(max_det)
-    options = nms.NmsOptions(conf_thres, iou_thres, listed, agnostic, multi_label, most, per_class=per_class)
-    options = nms.checked_options(op, options)
     home = prediction.device
     end_of_scores = prediction.shape[2] - int(nm)
     scores, objectness = prediction[..., 5:end_of_scores], prediction[..., 4:5]
-    where = _computing_device(op, scores, objectness, device, options.conf_thres, options.multi_label)
+    where = _computing_device(op, scores, objectness, device, conf_thres, multi_label)
     prediction = prediction.to(where)
     label_rows = _label_rows(op, labels, prediction.shape[0], prediction.device)
     rows = prediction.shape[1] + (0 if label_rows is None else label_rows.shape[0])
-    candidates = rows * (prediction.shape[2] if multi_label else 1)
-    capacity = min(options.max_det, options.max_nms, candidates)  # no more than there can be
-    detections, counts = nms.non_max_suppression_padded(
-        prediction, *options[:5], capacity, int(nm), label_rows, *options[6:]
-    )
+    capacity, end = _room(max_det, 30000, rows * (prediction.shape[2] if multi_label else 1))
+    limits = conf_thres, iou_thres, _stock_class_list(op, classes), bool(agnostic), bool(multi_label), capacity
+    detections, counts = nms.non_max_suppression_padded(prediction, *limits, nm, label_rows, per_class=per_class)
     return _split(detections.to(home), counts.tolist(), end)
 
 
@@ -191,9 +185,10 @@ def rows_of_rtdetr(prediction: object, sizes: list[list[int]], options: Any) -> 
     rows = prediction[0] if isinstance(prediction, (list, tuple)) else prediction
     if not isinstance(rows, Tensor) or rows.dtype != torch.float32 or rows.shape[2:] != (6,) or len(rows) != len(sizes):
         return None
-    listed, (most, end) = _stock_class_list("postprocess", options.classes), _room(options.max_det)
+    capacity, end = _room(options.max_det, rows.shape[1])
     table = torch.tensor(sizes, dtype=torch.float32, device="cpu").view(-1, 2).to(rows.device, non_blocking=True)
-    return Padded(*nms.filter_detections(rows, options.conf, listed, min(most, rows.shape[1]), table), end)
+    listed = _stock_class_list("postprocess", options.classes)
+    return Padded(*nms.filter_detections(rows, options.conf, listed, capacity, table), end)
 
 
 def ultralytics_non_max_suppression(
@@ -245,28 +240,21 @@ def ultralytics_non_max_suppression(
         raise RuntimeError(
             f"{op}: prediction has shape {tuple(prediction.shape)}, but end2end wants (images, N, 6 + extra)"
         )
-    listed, (most, end) = _stock_class_list(op, classes), _room(max_det)
-    options = nms.NmsOptions(
-        conf_thres, iou_thres, listed, agnostic, multi_label, most, None, per_class, max_nms, max_wh
-    )
-    options = nms.checked_options(op, options)
-    home = prediction.device
+    check_type(op, "max_nms", max_nms, int)
+    listed, home = _stock_class_list(op, classes), prediction.device
     where = home
     if device is not None and not (filters and device == "auto"):
         scores = prediction[:, 4 : 4 + int(nc)] if nc else prediction[:, 4:]
-        where = _computing_device(op, scores.transpose(1, 2), None, device, options.conf_thres, options.multi_label)
+        where = _computing_device(op, scores.transpose(1, 2), None, device, conf_thres, multi_label)
     if filters:
-        capacity = min(options.max_det, prediction.shape[1])
-        detections, counts, indices = nms.filter_detections(
-            prediction, options.conf_thres, options.classes, capacity, finite=True
-        )
+        capacity, end = _room(max_det, prediction.shape[1])
+        detections, counts, indices = nms.filter_detections(prediction, conf_thres, listed, capacity, finite=True)
         detections = detections.float()  # as the original, of float64 too
     else:
         prediction = prediction.to(where)
-        candidates = prediction.shape[2] * (prediction.shape[1] if multi_label else 1)
-        capacity = min(options.max_det, options.max_nms, candidates)
-        detections, counts, indices = nms.ultralytics_non_max_suppression_padded(
-            prediction, *options[:5], capacity, int(nc or 0), *options[6:], rotated_rule if rotated else "none"
-        )
+        capacity, end = _room(max_det, max_nms, prediction.shape[2] * (prediction.shape[1] if multi_label else 1))
+        limits = conf_thres, iou_thres, listed, bool(agnostic), bool(multi_label), capacity
+        rest = None, per_class, max_nms, max_wh, rotated_rule if rotated else "none"
+        detections, counts, indices = nms.ultralytics_non_max_suppression_padded(prediction, *limits, nc or 0, *rest)
     found = Padded(detections.to(home), counts, indices.to(home), end)
     return found if padded else found.rows(counts.tolist(), return_idxs)

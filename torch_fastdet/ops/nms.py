@@ -3,10 +3,9 @@
 Every operator works without a host sync, is capturable in a CUDA graph and gives the same result on the CPU and the GPU.
 """
 
-# No "from __future__ import annotations": TorchScript reads the types of NmsOptions as they stand.
-import operator
+# No "from __future__ import annotations": TorchScript reads the types as they stand.
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,61 +14,6 @@ from torch_fastdet.ops._checks import check_type, checked
 from torch_fastdet.ops.letterbox import letterbox
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class _ThresholdError(ValueError, AssertionError):
-    """Raise for a threshold that is not between 0 and 1: YOLOv5 and Ultralytics assert it, which programs may catch."""
-
-
-class NmsOptions(NamedTuple):
-    """Hold what all suppressing operators take (:func:`non_max_suppression_padded`), in the order of their schemas."""
-
-    conf_thres: float = 0.25
-    iou_thres: float = 0.45
-    classes: list[int] | None = None
-    agnostic: bool = False
-    multi_label: bool = False
-    max_det: int = 300
-    letterboxes: Tensor | None = None
-    per_class: str = "offset"
-    max_nms: int = 30000
-    max_wh: float = 7680.0
-
-
-_NUMBERS: dict[object, tuple[Callable[[Any], Any], str]] = {
-    float: (float, "a number"),
-    int: (operator.index, "an integer"),
-    bool: (bool, "a number"),
-}
-
-
-def checked_options(op: str, options: NmsOptions) -> NmsOptions:
-    """Return the options in the operators' types, which numbers of other types become; raise the errors of the operators."""
-    converted: dict[str, Any] = {"classes": _class_list(options.classes)}
-    for option, kind in NmsOptions.__annotations__.items():
-        if kind not in _NUMBERS:
-            continue
-        convert, expected = _NUMBERS[kind]
-        value = getattr(options, option)
-        try:
-            if isinstance(value, str):
-                raise TypeError
-            converted[option] = convert(value)
-        except (TypeError, ValueError, OverflowError):
-            raise TypeError(f"{op}: {option} is {value!r}, but {expected} is expected") from None
-    options = options._replace(**converted)
-    check_type(op, "classes", options.classes, list[int] | None)
-    for option in ("conf_thres", "iou_thres"):
-        value = getattr(options, option)
-        if not 0 <= value <= 1:
-            raise _ThresholdError(f"{op}: {option} is {value}, but a threshold between 0 and 1 is expected")
-    for option in ("max_det", "max_nms"):
-        value = getattr(options, option)
-        if value < 0:
-            raise ValueError(f"{op}: {option} is {value}, but 0 or more is expected")
-    if options.per_class not in ("offset", "exact"):
-        raise ValueError(f"{op}: per_class is {options.per_class!r}, but 'offset' or 'exact' is expected")
-    return options
 
 
 def _class_list(classes: list[int] | None) -> list[int] | None:
@@ -160,11 +104,9 @@ def non_max_suppression_padded(
 
     Behaviour: ``non_max_suppression`` of YOLOv5 v7.0, without its time limit.
     """
-    classes = _class_list(classes)
-    options = NmsOptions(
-        conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
-    )
-    return torch.ops.torch_fastdet.non_max_suppression_padded(prediction, *options[:6], nm, labels, *options[6:])
+    limits = conf_thres, iou_thres, _class_list(classes), agnostic, multi_label, max_det
+    rest = letterboxes, per_class, max_nms, max_wh
+    return torch.ops.torch_fastdet.non_max_suppression_padded(prediction, *limits, nm, labels, *rest)
 
 
 @_suppressing
@@ -206,13 +148,9 @@ def ultralytics_non_max_suppression_padded(
 
     Behaviour: ``non_max_suppression`` of ultralytics 8.4, without its time limit; probiou, https://arxiv.org/abs/2106.06072.
     """
-    classes = _class_list(classes)
-    options = NmsOptions(
-        conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
-    )
-    return torch.ops.torch_fastdet.ultralytics_non_max_suppression_padded(
-        prediction, *options[:6], nc, *options[6:], rotated
-    )
+    limits = conf_thres, iou_thres, _class_list(classes), agnostic, multi_label, max_det
+    rest = letterboxes, per_class, max_nms, max_wh, rotated
+    return torch.ops.torch_fastdet.ultralytics_non_max_suppression_padded(prediction, *limits, nc, *rest)
 
 
 @_suppressing
@@ -239,11 +177,9 @@ def yolov5_postprocess(
 
     Behaviour: ``Detect.forward`` and ``non_max_suppression`` of YOLOv5 v7.0.
     """
-    classes = _class_list(classes)
-    options = NmsOptions(
-        conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
-    )
-    return torch.ops.torch_fastdet.yolov5_postprocess(heads, anchors, strides, *options[:6], nm, *options[6:])
+    limits = conf_thres, iou_thres, _class_list(classes), agnostic, multi_label, max_det
+    rest = letterboxes, per_class, max_nms, max_wh
+    return torch.ops.torch_fastdet.yolov5_postprocess(heads, anchors, strides, *limits, nm, *rest)
 
 
 @_suppressing
@@ -290,11 +226,9 @@ def ultralytics_postprocess(
 
     Behaviour: ``Detect`` of ultralytics 8.4 (distribution focal loss, https://arxiv.org/abs/2006.04388).
     """
-    classes = _class_list(classes)
-    options = NmsOptions(
-        conf_thres, iou_thres, classes, agnostic, multi_label, max_det, letterboxes, per_class, max_nms, max_wh
-    )
-    return torch.ops.torch_fastdet.ultralytics_postprocess(boxes, scores, extra, strides, *options, rotated, extra_kind)
+    limits = conf_thres, iou_thres, _class_list(classes), agnostic, multi_label, max_det
+    rest = letterboxes, per_class, max_nms, max_wh, rotated, extra_kind
+    return torch.ops.torch_fastdet.ultralytics_postprocess(boxes, scores, extra, strides, *limits, *rest)
 
 
 @checked
