@@ -24,7 +24,7 @@ class Yolov5LossOptions(NamedTuple):
     sort_obj_iou: bool = False
 
 
-def _detection(
+def yolov5_detection(
     heads: list[torch.Tensor],
     targets: torch.Tensor,
     anchors: torch.Tensor,
@@ -32,6 +32,7 @@ def _detection(
     num_targets: torch.Tensor | None,
     options: Yolov5LossOptions,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Call :func:`yolov5_loss`, and also return the cell of each match."""
     loss, items, levels, owner, matches, _, _ = torch.ops.torch_fastdet.yolov5_loss(
         heads,
         targets,
@@ -107,7 +108,7 @@ def yolov5_loss(
     Behaviour: that of ComputeLoss in YOLOv5 v7.0.
     """
     options = Yolov5LossOptions(box, obj, cls, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou)
-    return _detection(heads, targets, anchors, balance, num_targets, options)[:4]
+    return yolov5_detection(heads, targets, anchors, balance, num_targets, options)[:4]
 
 
 @checked
@@ -159,7 +160,7 @@ def yolov5_segmentation_loss(
     """
     options = Yolov5LossOptions(box, obj, cls, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou)
     detection, coefficients, sizes = split_coefficients(heads, protos)
-    loss, items, levels, status, matches = _detection(detection, targets, anchors, balance, num_targets, options)
+    loss, items, levels, status, matches = yolov5_detection(detection, targets, anchors, balance, num_targets, options)
     part, item = yolov5_mask_part(coefficients, protos, masks, targets, matches, sizes, num_targets, box, overlap)
     items = torch.cat((items[:1], item.to(items.dtype), items[1:]))
     return loss + part.to(loss.dtype), items, levels, status

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
+from torch import nn
 
 from torch_fastdet._deferred import DeferredStatus
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
 from torch_fastdet.patching.protocols import Names
+from torch_fastdet.rewrites.registry import fewer_copies
 
 TARGET_COLUMNS = ("image", "class", "x", "y", "w", "h")
 WANTED = ("an image index of the batch", "a class index below the number of classes", *["a finite number"] * 4)
@@ -88,3 +90,28 @@ class TargetStatus:
                 f"{self._loss}: num_targets was not from 0 to the rows of targets, and {abs(beyond)} targets were left out since "
                 "the last check; give targets more rows (and capture graphs again)"
             )
+
+
+class Checked:
+    """Give a loss what a TrainStep and a user ask about its targets."""
+
+    _status: TargetStatus
+
+    @property
+    def ignored_targets(self) -> int:
+        """Return the number of bad rows of targets ignored in CUDA graphs and inside of counting() so far. Reading it is a host sync."""
+        return self._status.ignored
+
+    def counting(self) -> contextlib.AbstractContextManager[None]:
+        """Ignore and count bad targets on a GPU while inside, as in a CUDA graph. Outside they are an error."""
+        return self._status.counting()
+
+    @contextlib.contextmanager
+    def in_step(self, model: nn.Module) -> Iterator[None]:
+        """Return a context for the model and this loss in a TrainStep: bad targets are counted, and copies are avoided."""
+        with fewer_copies(model), self.counting():
+            yield
+
+    def check(self) -> None:
+        """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row, or more than its rows."""
+        self._status.check()

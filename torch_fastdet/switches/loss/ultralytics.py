@@ -26,9 +26,8 @@ from torch_fastdet.ops.v8_loss import V8Arguments, V8Found, v8_detection, v8_obb
 from torch_fastdet.patching.protocols import Batch, Function, Stock
 from torch_fastdet.patching.replace import defined_in
 from torch_fastdet.patching.stand_in import stand_in
-from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.switches.loss import rtdetr
-from torch_fastdet.switches.loss.common import TARGET_COLUMNS, Criterion, TargetStatus
+from torch_fastdet.switches.loss.common import TARGET_COLUMNS, Checked, Criterion, TargetStatus
 
 STOCK_MODULE = "ultralytics.utils.loss"
 DETECTION_SETTINGS = len(ops.v8_loss_settings())
@@ -54,7 +53,7 @@ def _alike(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(dtype) for tensor in tensors]
 
 
-class _DetectionLoss(Criterion):
+class _DetectionLoss(Checked, Criterion):
     """Compute Ultralytics' ``v8DetectionLoss`` as one operator: no host synchronisation, a few launches, capturable.
 
     These attributes are read at each call, as in the original: ``hyp.box``, ``hyp.cls``, ``hyp.dfl``, ``class_weights``, and of
@@ -90,6 +89,10 @@ class _DetectionLoss(Criterion):
         if state is None:
             state = vars(self)["_fastdet"] = _State()
         return state
+
+    @property
+    def _status(self) -> TargetStatus:  # type: ignore[override]
+        return self._state.status
 
     def __call__(self, preds: object, batch: object, num_targets: Tensor | None = None, **labels: Tensor) -> object:
         """Return the loss (3) times the batch size, and the items by their names."""
@@ -135,17 +138,16 @@ class _DetectionLoss(Criterion):
         batch: Batch | None = None,
     ) -> LossItems:
         """Return the loss, times batch size and ``weight``, and the items. ``batch`` has the labels that are not in ``targets``."""
-        state = self._state
         boxes, scores = _alike(preds["boxes"], preds["scores"])
-        settings = state.settings.upload(self.settings(weight), scores.device)
-        state.status.prepare(scores.device)
+        settings = self._state.settings.upload(self.settings(weight), scores.device)
+        self._status.prepare(scores.device)
         targets = targets.to(device=scores.device, dtype=torch.float32)
         sizes = [side for feature in preds["feats"] for side in feature.shape[2:]]
         assigner = self.assigner
         numbers = num_targets, self.class_weights, self.reg_max, assigner.topk, assigner.topk2
         given = V8Arguments(targets, settings[: self.operator_settings], self.strides(), sizes, *numbers)
         found = self.found(preds, batch or {}, [boxes, scores], given, settings[self.operator_settings :])
-        state.status.note(found.status, targets.shape[0], found.status.is_cuda)
+        self._status.note(found.status, targets.shape[0], found.status.is_cuda)
         return found.loss.float(), found.items.float()
 
     def found(self, preds: Outputs, batch: Batch, heads: list[Tensor], given: V8Arguments, gains: Tensor) -> V8Found:
@@ -177,21 +179,6 @@ class _DetectionLoss(Criterion):
             self._state.settings.upload(self.settings(weight))
         weights = None if self.class_weights is None else self.class_weights.data_ptr()
         return self.assigner.topk, self.assigner.topk2, self.reg_max, weights, tuple(self.strides())
-
-    @contextlib.contextmanager
-    def in_step(self, model: nn.Module) -> Iterator[None]:
-        """Return a context for the model and this loss in a TrainStep: bad targets are counted, and copies are avoided."""
-        with fewer_copies(model), self._state.status.counting():
-            yield
-
-    @property
-    def ignored_targets(self) -> int:
-        """Return the number of bad rows of targets ignored in CUDA graphs so far. Reading it waits for the device."""
-        return self._state.status.ignored
-
-    def check(self) -> None:
-        """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row, or more than its rows."""
-        self._state.status.check()
 
     def update(self) -> None:
         """Call :meth:`check`. The trainer calls this method at the end of each epoch, if a criterion has it."""

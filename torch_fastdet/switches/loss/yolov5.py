@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import NoReturn, SupportsIndex
 
@@ -14,12 +12,12 @@ from torch_fastdet import ops
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import DeviceNumbers, unwrap
 from torch_fastdet.graphs.loss_items import read_early
-from torch_fastdet.ops.yolov5_loss import split_coefficients, yolov5_mask_part
+from torch_fastdet.ops._checks import check_type
+from torch_fastdet.ops.yolov5_loss import Yolov5LossOptions, split_coefficients, yolov5_detection, yolov5_mask_part
 from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
 from torch_fastdet.patching.protocols import Head, Model, Names, Stock
 from torch_fastdet.patching.stand_in import stand_in
-from torch_fastdet.rewrites.registry import fewer_copies
-from torch_fastdet.switches.loss.common import TARGET_COLUMNS, TargetStatus
+from torch_fastdet.switches.loss.common import TARGET_COLUMNS, Checked, TargetStatus
 
 #: A loss reads these of ``hyp`` when it is made.
 _ENTROPY = ("cls_pw", "obj_pw", "fl_gamma", "label_smoothing")
@@ -32,7 +30,7 @@ def _not_apart(*_: object) -> NoReturn:
     )
 
 
-class ComputeLoss:
+class ComputeLoss(Checked):
     """Compute YOLOv5's ``utils.loss.ComputeLoss`` as one operator, with its constructor, call, results, and attributes that are data.
 
     ``ComputeLoss(model)(p, targets)`` returns ``(loss (1), items (3))``: the loss times the batch size, and the detached box, objectness and
@@ -130,21 +128,6 @@ class ComputeLoss:
         self._on_device.values = []
         self._on_device.upload(self._balance)  # now, where graphs read it
 
-    @property
-    def ignored_targets(self) -> int:
-        """Return the number of bad targets ignored in CUDA graphs and inside of counting() so far. Reading it is a host sync."""
-        return self._status.ignored
-
-    def counting(self) -> contextlib.AbstractContextManager[None]:
-        """Ignore and count bad targets on a GPU while inside, as in a CUDA graph. Outside they are an error."""
-        return self._status.counting()
-
-    @contextlib.contextmanager
-    def in_step(self, model: nn.Module) -> Iterator[None]:
-        """Enter the context of model and loss in a TrainStep: bad targets are counted, and copies spared."""
-        with fewer_copies(model), self.counting():
-            yield
-
     def graph_key(self) -> tuple:
         """Return what changes when a call that is captured now would do something else than before."""
         hyp = self.hyp
@@ -154,10 +137,6 @@ class ComputeLoss:
         place = held.data_ptr(), held.numel()
         balance = self.ssi if self.autobalance else tuple(self._balance)
         return gains, anchors, self.gr, self.sort_obj_iou, self.autobalance, balance, place
-
-    def check(self) -> None:
-        """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row, or more than its rows."""
-        self._status.check()
 
     def __call__(
         self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None = None
@@ -170,37 +149,23 @@ class ComputeLoss:
     def _detection(
         self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        if not isinstance(targets, torch.Tensor):
-            raise TypeError(f"ComputeLoss: targets is a {type(targets).__name__}, but a tensor (nt, 6) is expected")
-        if num_targets is not None and not isinstance(num_targets, torch.Tensor):
-            raise TypeError(
-                f"ComputeLoss: num_targets is a {type(num_targets).__name__}, but a tensor of one int64 on the device is expected"
-            )
+        check_type("ComputeLoss", "targets", targets, torch.Tensor)
+        check_type("ComputeLoss", "num_targets", num_targets, torch.Tensor | None)
         if not (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._status.checks.raise_arrived()
             count("loss_optim", "losses")
         balance = self._on_device.upload(self._balance, targets.device)
         hyp = self.hyp
-        # The operator itself: ops.yolov5_loss also cuts out what only autobalance and bad rows need.
-        loss, items, values, owner, matches, _, _ = torch.ops.torch_fastdet.yolov5_loss.default(
-            p,
-            targets.float(),
-            self.anchors.to(targets.device, torch.float32),
-            balance,
-            num_targets,
-            box_gain=float(hyp["box"]),
-            obj_gain=float(hyp["obj"]),
-            cls_gain=float(hyp["cls"]),
-            anchor_t=float(hyp["anchor_t"]),
-            gr=float(self.gr),
-            sort_obj_iou=self.sort_obj_iou,
-            **self._entropy,
+        gains = {name: float(hyp[name]) for name in ("box", "obj", "cls", "anchor_t")}
+        options = Yolov5LossOptions(**gains, **self._entropy, gr=float(self.gr), sort_obj_iou=self.sort_obj_iou)
+        anchors = self.anchors.to(targets.device, torch.float32)
+        loss, items, levels, status, matches = yolov5_detection(
+            p, targets.float(), anchors, balance, num_targets, options
         )
         if self.autobalance:
-            levels = values.shape[0]
-            balance[:levels].mul_(0.9999).add_(0.0001 / values[:, 0].double())
+            balance[: len(levels)].mul_(0.9999).add_(0.0001 / levels.double())
             balance.div_(balance[self.ssi].clone())
-        self._status.note(owner[-4:], targets.shape[0], targets.is_cuda)
+        self._status.note(status, targets.shape[0], targets.is_cuda)
         return loss, items, matches
 
     def _check_heads(self, p: list[torch.Tensor]) -> None:
@@ -259,8 +224,7 @@ class SegmentationLoss(ComputeLoss):
             raise TypeError(
                 "SegmentationLoss: preds is not a list of heads and a tensor of prototypes, the Segment layer's outputs in training mode"
             )
-        if not isinstance(masks, torch.Tensor):
-            raise TypeError(f"SegmentationLoss: masks is a {type(masks).__name__}, but a tensor is expected")
+        check_type("SegmentationLoss", "masks", masks, torch.Tensor)
         p, protos = preds
         self._check_heads(p)
         detection, coefficients, sizes = split_coefficients(p, protos)
