@@ -21,39 +21,14 @@ from torch_fastdet.switches.track import switch as track
 from torch_fastdet.switches.upsample import switch as upsample
 from torch_fastdet.switches.val import switch as val
 
-
-def _by_name(*switches: Switch) -> dict[str, Switch]:
-    return {switch.name: switch for switch in switches}
-
-
-YOLOV5 = _by_name(
-    bbox_iou.YOLOV5,
-    upsample.YOLOV5,
-    loss.YOLOV5,
-    nms.YOLOV5,
-    mask.YOLOV5,
-    predict.YOLOV5,
-    val.YOLOV5,
-    loader.YOLOV5,
-    optimizer.YOLOV5,
-    bn_act.YOLOV5,
-    channels_last.YOLOV5,
-    cuda_graph.YOLOV5,  # after channels_last, whose forward it captures
-    resume_exact.YOLOV5,
-)
-ULTRALYTICS = _by_name(
-    bbox_iou.ULTRALYTICS,
-    upsample.ULTRALYTICS,
-    bn_act.ULTRALYTICS,
-    loss.ULTRALYTICS,
-    loader.ULTRALYTICS,
-    optimizer.ULTRALYTICS,
-    nms.ULTRALYTICS,
-    mask.ULTRALYTICS,
-    predict.ULTRALYTICS,
-    val.ULTRALYTICS,
-    track.ULTRALYTICS,
-    channels_last.ULTRALYTICS,
-    cuda_graph.ULTRALYTICS,  # after channels_last, whose predict it captures
-    resume_exact.ULTRALYTICS,
-)
+# cuda_graph comes after channels_last, whose forward it captures.
+_SHARED = nms, mask, predict, val
+YOLOV5: dict[str, Switch] = {
+    row.YOLOV5.name: row.YOLOV5
+    for row in (bbox_iou, upsample, loss, *_SHARED, loader, optimizer, bn_act, channels_last, cuda_graph, resume_exact)
+}
+_TRAINED = bn_act, loss, loader, optimizer
+ULTRALYTICS: dict[str, Switch] = {
+    row.ULTRALYTICS.name: row.ULTRALYTICS
+    for row in (bbox_iou, upsample, *_TRAINED, *_SHARED, track, channels_last, cuda_graph, resume_exact)
+}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch_fastdet._torch.private import Context, writes
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.loss_items import read_early
-from torch_fastdet.patching.evidence import SameCode, Signature
+from torch_fastdet.patching.evidence import SameCode
 from torch_fastdet.patching.protocols import Batch, Function, Head, Model, Names, Stock
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
@@ -32,7 +32,6 @@ from torch_fastdet.switches.loss.rtdetr import RTDETRLoss, padded_targets
 
 LOSS = SameCode({"": ("b45e893b",)}, ALL_READ)
 DRAW = SameCode({"": ("254e921d",)}, ALL_READ)
-PREPROCESS = Signature(("self", "batch"))
 DRAWS = "ultralytics.models.utils.ops"
 _LABELS = ("batch_idx", "cls", "bboxes")
 _NOTE = "torch_fastdet_labels"

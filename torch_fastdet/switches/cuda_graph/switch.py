@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,16 +13,8 @@ from torch_fastdet.rewrites.registry import lines
 from torch_fastdet.switches.cuda_graph import ultralytics as of_ultralytics
 from torch_fastdet.switches.cuda_graph import yolov5 as of_yolov5
 from torch_fastdet.switches.cuda_graph.common import timer
-from torch_fastdet.switches.cuda_graph.rtdetr import (
-    DRAW,
-    DRAWS,
-    LOSS,
-    PREPROCESS,
-    get_cdn_group,
-    model_loss,
-    preprocess_batch,
-)
-from torch_fastdet.switches.cuda_graph.ultralytics import PREDICT, model_predict
+from torch_fastdet.switches.cuda_graph.rtdetr import DRAW, DRAWS, LOSS, get_cdn_group, model_loss, preprocess_batch
+from torch_fastdet.switches.cuda_graph.ultralytics import FORWARD, PREDICT, model_predict
 from torch_fastdet.switches.frameworks import SELF, VERSION, ultralytics, yolov5
 
 _TASKS = ultralytics("nn.tasks")
@@ -48,6 +41,8 @@ def setup_train_target(own_objection: Callable[[Any], str | None]) -> Target:
     return Target(ultralytics("engine.trainer"), "BaseTrainer._setup_train", make=make, evidence=(SELF,), quiet=True)
 
 
+_TRAINER = ultralytics("engine.trainer")
+_beside = functools.partial(Target, otherwise="nothing", quiet=True)  # the graphs do without it
 ULTRALYTICS = Switch(
     "cuda_graph",
     "train, predict and validate with the model's passes as CUDA graphs, one for each image size; needs a GPU",
@@ -56,48 +51,18 @@ ULTRALYTICS = Switch(
         Target(_TASKS, "ClassificationModel.predict", make=model_predict, evidence=(PREDICT,), otherwise="say"),
         Target(_TASKS, "RTDETRDetectionModel.loss", make=model_loss, evidence=(LOSS,), otherwise="say"),
         Target((DRAWS,), "get_cdn_group", make=get_cdn_group, evidence=(DRAW,), otherwise="say", quiet=True),
-        Target(
-            ultralytics("models.yolo.detect.train"),
-            "DetectionTrainer.preprocess_batch",
-            make=preprocess_batch,
-            evidence=(PREPROCESS,),
-            otherwise="nothing",
-            quiet=True,
+        *(
+            _beside(ultralytics(module), method, make=preprocess_batch, evidence=(Signature(("self", "batch")),))
+            for module, method in (
+                ("models.yolo.detect.train", "DetectionTrainer.preprocess_batch"),
+                ("models.yolo.detect.val", "DetectionValidator.preprocess"),
+            )
         ),
         setup_train_target(of_ultralytics.compiles),
-        Target(
-            ultralytics("engine.trainer"),
-            "BaseTrainer._build_train_pipeline",
-            make=of_ultralytics.begin_again,
-            evidence=(SELF,),
-            otherwise="nothing",
-            quiet=True,
-        ),
+        _beside(_TRAINER, "BaseTrainer._build_train_pipeline", make=of_ultralytics.begin_again, evidence=(SELF,)),
+        _beside(_TRAINER, "BaseTrainer.validate", make=of_ultralytics.validate, evidence=(SELF,)),
         Target(ultralytics("nn.backends.pytorch"), "PyTorchBackend.forward", make=of_ultralytics.backend_forward),
-        Target(
-            _TASKS,
-            "BaseModel.forward",
-            make=of_ultralytics.model_forward,
-            evidence=(Signature(("self", "x", "args", "kwargs")),),
-            otherwise="nothing",
-            quiet=True,
-        ),
-        Target(
-            ultralytics("engine.trainer"),
-            "BaseTrainer.validate",
-            make=of_ultralytics.validate,
-            evidence=(SELF,),
-            otherwise="nothing",
-            quiet=True,
-        ),
-        Target(
-            ultralytics("models.yolo.detect.val"),
-            "DetectionValidator.preprocess",
-            make=preprocess_batch,
-            evidence=(PREPROCESS,),
-            otherwise="nothing",
-            quiet=True,
-        ),
+        _beside(_TASKS, "BaseModel.forward", make=of_ultralytics.model_forward, evidence=(FORWARD,)),
         timer(ultralytics("utils.ops"), (SELF,)),
     ),
     modules=("nn.tasks", "engine.trainer", "nn.backends.pytorch", "utils.ops"),

@@ -30,6 +30,7 @@ from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
 from torch_fastdet.switches.loss.ultralytics import KINDS
 
 PREDICT = Signature(("self", "x", "profile", "augment", "embed"))
+FORWARD = Signature(("self", "x", "args", "kwargs"))
 
 
 def trains(model: nn.Module, x: object) -> bool:
