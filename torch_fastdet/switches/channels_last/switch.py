@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from torch_fastdet.patching.evidence import installed_version
-from torch_fastdet.patching.protocols import Trainer
 from torch_fastdet.patching.switch import GPU, Switch, needs_gpu
 from torch_fastdet.switches.channels_last.common import layout_targets
-from torch_fastdet.switches.cuda_graph.switch import setup_train_target
 from torch_fastdet.switches.frameworks import VERSION, yolov5
 
 YOLOV5 = Switch(
@@ -22,17 +20,10 @@ YOLOV5 = Switch(
 )
 
 
-def two_layouts(trainer: Trainer) -> str | None:
-    if trainer.args.channels_last is False:
-        return "channels_last=False is given too; leave one of the two out."
-    return None
-
-
 ULTRALYTICS = Switch(
     "channels_last",
     "train on channels_last (NHWC) memory, which ultralytics does itself; needs a GPU",
-    (setup_train_target(two_layouts),),
-    modules=("engine.trainer",),
+    (),
     evidence=(GPU, VERSION),
     options={"device": needs_gpu},
     notice=lambda: f"ultralytics {installed_version('ultralytics')} trains on NHWC memory itself; nothing is replaced",

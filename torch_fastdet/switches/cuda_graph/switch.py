@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 from torch_fastdet.patching.evidence import Signature
 from torch_fastdet.patching.switch import GPU, Switch, Target, needs_gpu
@@ -35,18 +33,13 @@ YOLOV5 = Switch(
 )
 
 
-def setup_train_target(own_objection: Callable[[Any], str | None]) -> Target:
-    """Return the target in the base of all trainers (segmentation, pose and OBB models derive from ``DetectionModel``)."""
-    make = of_ultralytics.checking_trainer(own_objection)
-    return Target(ultralytics("engine.trainer"), "BaseTrainer._setup_train", make=make, evidence=(SELF,), quiet=True)
-
-
 _TRAINER = ultralytics("engine.trainer")
 _beside = functools.partial(Target, otherwise="nothing", quiet=True)  # the graphs do without it
 ULTRALYTICS = Switch(
     "cuda_graph",
     "train, predict and validate with the model's passes as CUDA graphs, one for each image size; needs a GPU",
     (
+        # Segmentation, pose and OBB models derive from it.
         Target(_TASKS, "DetectionModel.predict", make=model_predict, evidence=(PREDICT,)),
         Target(_TASKS, "ClassificationModel.predict", make=model_predict, evidence=(PREDICT,), otherwise="say"),
         Target(_TASKS, "RTDETRDetectionModel.loss", make=model_loss, evidence=(LOSS,), otherwise="say"),
@@ -58,7 +51,7 @@ ULTRALYTICS = Switch(
                 ("models.yolo.detect.val", "DetectionValidator.preprocess"),
             )
         ),
-        setup_train_target(of_ultralytics.compiles),
+        Target(_TRAINER, "BaseTrainer._setup_train", make=of_ultralytics.setup_train, evidence=(SELF,), quiet=True),
         _beside(_TRAINER, "BaseTrainer._build_train_pipeline", make=of_ultralytics.begin_again, evidence=(SELF,)),
         _beside(_TRAINER, "BaseTrainer.validate", make=of_ultralytics.validate, evidence=(SELF,)),
         Target(ultralytics("nn.backends.pytorch"), "PyTorchBackend.forward", make=of_ultralytics.backend_forward),

@@ -24,7 +24,7 @@ from torch_fastdet.graphs.rows import RowGraphs
 from torch_fastdet.patching.evidence import Signature
 from torch_fastdet.patching.protocols import Function, Stock, Trainer
 from torch_fastdet.patching.replace import in_place_of
-from torch_fastdet.patching.switch import Active, Make
+from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
 from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
 from torch_fastdet.switches.loss.ultralytics import KINDS
@@ -40,31 +40,23 @@ def trains(model: nn.Module, x: object) -> bool:
     return isinstance(x, torch.Tensor) and _capture.on_gpu(x)
 
 
-def objection(trainer: Trainer, own: Callable[[Trainer], str | None]) -> str | None:
-    """Return why a switch cannot apply to this training: its ``own`` reason, or that there is no GPU; None where it can."""
-    reason = own(trainer)
-    if reason is None and trainer.device.type != "cuda":
-        return f"the model trains on {trainer.device.type}, not on a GPU."
-    return reason
+def objection(trainer: Trainer) -> str | None:
+    """Return why the switch cannot apply to this training; None where it can."""
+    if trainer.args.compile and (reason := compile_objection(str(trainer.args.compile))) is not None:
+        return reason
+    return None if trainer.device.type == "cuda" else f"the model trains on {trainer.device.type}, not on a GPU."
 
 
-def checking_trainer(own: Callable[[Trainer], str | None]) -> Make:
-    """Make a ``BaseTrainer._setup_train`` that asks first for an :func:`objection`."""
+def setup_train(active: Active, stock: Callable[[Trainer], object], _: object) -> Callable[[Trainer], object]:
+    """Return ``BaseTrainer._setup_train`` that asks first for an :func:`objection`."""
 
-    def make(active: Active, stock: Callable[[Trainer], object], _: object) -> Callable[[Trainer], object]:
-        @functools.wraps(stock)
-        def _setup_train(trainer: Trainer) -> object:
-            if (reason := objection(trainer, own)) is not None:
-                active.cannot_apply(reason)
-            return stock(trainer)
+    @functools.wraps(stock)
+    def _setup_train(trainer: Trainer) -> object:
+        if (reason := objection(trainer)) is not None:
+            active.cannot_apply(reason)
+        return stock(trainer)
 
-        return _setup_train
-
-    return make
-
-
-def compiles(trainer: Trainer) -> str | None:
-    return compile_objection(str(trainer.args.compile)) if trainer.args.compile else None
+    return _setup_train
 
 
 def compile_objection(value: str) -> str | None:
