@@ -15,7 +15,7 @@ from torch_fastdet.ops._checks import check_type
 __all__ = ["ultralytics_non_max_suppression", "yolov5_non_max_suppression"]
 
 
-def _first(op: str, prediction: Any, columns: str) -> Tensor:
+def _first(op: str, prediction: object, columns: str) -> Tensor:
     """Return the decoded tensor (images, ``columns``) of a prediction; models in validation mode give (decoded, raw)."""
     if isinstance(prediction, (list, tuple)):
         if not prediction:
@@ -50,7 +50,12 @@ def _faster_device(scores: Tensor, objectness: Tensor | None, conf_thres: float,
 
 
 def _computing_device(
-    op: str, scores: Tensor, objectness: Tensor | None, device: Any, conf_thres: float, multi_label: bool
+    op: str,
+    scores: Tensor,
+    objectness: Tensor | None,
+    device: torch.device | str | None,
+    conf_thres: float,
+    multi_label: bool,
 ) -> torch.device:
     if device is None:
         return scores.device

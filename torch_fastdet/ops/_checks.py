@@ -35,12 +35,12 @@ _RULES: dict[object, _Rule] = {
     torch.dtype: _Rule((torch.dtype,), "a dtype"),
     torch.device: _Rule((torch.device,), "a device"),
     types.NoneType: _Rule((types.NoneType,), "None"),
-    Any: _Rule((object,), "anything"),
+    object: _Rule((object,), "anything"),
 }
 
 
 @functools.cache
-def _rule(hint: Any) -> _Rule:
+def _rule(hint: object) -> _Rule:
     inner = typing.get_args(hint)
     if typing.get_origin(hint) in (list, tuple):
         item = _rule(inner[0])
@@ -65,7 +65,7 @@ def _converts(value: object, method: str) -> bool:
     return value is not None
 
 
-def _fault(name: str, value: Any, rule: _Rule) -> str:
+def _fault(name: str, value: object, rule: _Rule) -> str:
     if not isinstance(value, rule.classes) and not (rule.method and _converts(value, rule.method)):
         return f"{name} is a {type(value).__name__}, but {rule.expected} is expected"
     if rule.item is not None and isinstance(value, (list, tuple)):
@@ -86,7 +86,7 @@ def checked(function: F, lone: str = "") -> F:
     """
     hints = typing.get_type_hints(function)
     parameters = inspect.signature(function).parameters.values()
-    rules = {p.name: _rule(hints.get(p.name, Any)) for p in parameters if p.kind is not p.VAR_KEYWORD}
+    rules = {p.name: _rule(hints.get(p.name, object)) for p in parameters if p.kind is not p.VAR_KEYWORD}
     # The error of a constructor names its class.
     spoken = function.__qualname__.partition(".")[0] if function.__name__ == "__init__" else function.__name__
     if lone:

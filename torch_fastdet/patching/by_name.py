@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import copyreg
 import importlib
-from typing import Any
+
+from typing_extensions import Self
 
 from torch_fastdet.patching.protocols import Names
 
@@ -37,12 +38,12 @@ class CopiedAsItIs:
     def __getstate__(self) -> Names:
         return vars(self)
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> Self:
         copied = object.__new__(type(self))
         vars(copied).update(self.__getstate__())
         return copied
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         copied = memo[id(self)] = object.__new__(type(self))
         vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
         return copied

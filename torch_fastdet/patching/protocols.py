@@ -12,22 +12,22 @@ Stock: TypeAlias = Any
 Names: TypeAlias = dict[str, Any]
 
 #: A model of either framework, its last layer, and a batch or an image's labels.
-Model: TypeAlias = Any
-Head: TypeAlias = Any
-Batch: TypeAlias = dict[str, Any]
+Model: TypeAlias = Stock
+Head: TypeAlias = Stock
+Batch: TypeAlias = Names
 
 #: YOLOv5's ``Detect`` and ``LoadImagesAndLabels``, the latter with the memory of ``loader_optim``.
-AnchorHead: TypeAlias = Any
-YOLOv5Dataset: TypeAlias = Any
+AnchorHead: TypeAlias = Stock
+YOLOv5Dataset: TypeAlias = Stock
 
 #: Ultralytics' ``YOLODataset``, ``InfiniteDataLoader``, ``BasePredictor``, ``BaseTrainer``, ``DetectionValidator``, ``ConfusionMatrix``, ``STrack``, trackers and
 #: what they get of a frame, ``Boxes`` or ``OBB``.
-UltralyticsDataset: TypeAlias = Any
-Loader: TypeAlias = Any
-Predictor: TypeAlias = Any
-Trainer: TypeAlias = Any
-Validator: TypeAlias = Any
-ConfusionMatrix: TypeAlias = Any
-Track: TypeAlias = Any
-Tracker: TypeAlias = Any
-Results: TypeAlias = Any
+UltralyticsDataset: TypeAlias = Stock
+Loader: TypeAlias = Stock
+Predictor: TypeAlias = Stock
+Trainer: TypeAlias = Stock
+Validator: TypeAlias = Stock
+ConfusionMatrix: TypeAlias = Stock
+Track: TypeAlias = Stock
+Tracker: TypeAlias = Stock
+Results: TypeAlias = Stock

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch_fastdet._say import warn
-from torch_fastdet.patching.protocols import Function, Names
+from torch_fastdet.patching.protocols import Function, Names, Stock
 
 
 def stand_in(switch: str, stock: type, ours: type, make: Function | None = None) -> type:
@@ -16,7 +14,7 @@ def stand_in(switch: str, stock: type, ours: type, make: Function | None = None)
     made: list[type] = []
 
     class StandIn(type):
-        def __new__(mcs, name: str, bases: tuple[type, ...], body: Names, **keywords: object) -> Any:
+        def __new__(mcs, name: str, bases: tuple[type, ...], body: Names, **keywords: object) -> Stock:
             if not made:
                 return super().__new__(mcs, name, bases, body)
             warn(f"{switch}: {name} derives from {stock.__module__}.{stock.__name__}, and runs the original code")

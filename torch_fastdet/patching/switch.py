@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -201,7 +201,7 @@ class Active:
         self.told: set[str] = set()
         # Maps name and definer to the original, its replacement, or the reason why there is none.
         self._found: dict[tuple[str, str], tuple[object, object, Obstacle | None]] = {}
-        self._shared: dict[Callable[[Active], Any], Any] = {}
+        self._shared: dict[object, Stock] = {}
 
     @property
     def name(self) -> str:

@@ -16,23 +16,23 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 
 from torch_fastdet import memory
 from torch_fastdet._build_info import build_info
 from torch_fastdet.patching.evidence import installed_version
+from torch_fastdet.patching.protocols import Function, Trainer
 
 PROG = "python -m torch_fastdet benchmark"
 VARIANTS = ("stock", "ours")
 FRAMES = 60
 
 
-def drawn(number: int) -> tuple[Any, str]:
+def drawn(number: int) -> tuple[np.ndarray, str]:
     """Return an image of 640x480 with one to six plain rectangles, and the lines of its labels."""
     import cv2
-    import numpy as np
 
     rng = np.random.default_rng(number)
     coarse = rng.integers(0, 256, (12, 16, 3), dtype=np.uint8)
@@ -65,7 +65,6 @@ def draw_pictures(folder: Path, count: int) -> Path:
 def draw_video(file: Path) -> Path:
     """Write a video of 1920x1080 in which twenty plain rectangles move."""
     import cv2
-    import numpy as np
 
     rng = np.random.default_rng(0)
     place, way = rng.uniform(0, (1700, 900), (20, 2)), rng.normal(0, 6, (20, 2))
@@ -86,16 +85,16 @@ class Clock:
     def __init__(self, epochs: int) -> None:
         self.last = epochs - 1
         self.ends: dict[int, list[float]] = {}
-        self.profiler: Any = None
+        self.profiler: torch.profiler.profile | None = None
         self.busy: float | None = None
 
-    def epoch(self, trainer: Any) -> None:
+    def epoch(self, trainer: Trainer) -> None:
         if trainer.epoch == self.last and torch.cuda.is_available():
             torch.cuda.synchronize()
             self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             self.profiler.__enter__()
 
-    def iteration(self, trainer: Any) -> None:
+    def iteration(self, trainer: Trainer) -> None:
         self.ends.setdefault(trainer.epoch, []).append(time.perf_counter())
 
     def end(self, _: object) -> None:
@@ -143,7 +142,7 @@ def measure(variant: str, options: argparse.Namespace, data: str, folder: Path) 
     paths = sorted(map(str, folder_of_images.iterdir()))
     given = {"imgsz": options.imgsz, "device": options.device, "batch": options.batch, "verbose": False, **precision}
 
-    def an_image(run: Any, source: object, count: int, repeat: int = 3) -> float:
+    def an_image(run: Function, source: object, count: int, repeat: int = 3) -> float:
         """Return the seconds of an image of a source that has ``count``, in the best of some runs."""
         times = []
         for _ in range(repeat):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal
+from typing import Literal
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fastdet._say import say, saying_once
 from torch_fastdet.graphs.capture import on_gpu
-from torch_fastdet.patching.protocols import Function
+from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active, Target
 from torch_fastdet.switches.channels_last.layout import place, to_channels_last
@@ -23,7 +24,7 @@ def _in_layout(active: Active, stock: Function, model_class: type[nn.Module]) ->
     active.shared(wrapped_in_layout).append(model_class)
 
     @in_place_of(stock, "channels_last.forward")
-    def forward(model: nn.Module, x: Any, *args: object, **kwargs: object) -> object:
+    def forward(model: nn.Module, x: torch.Tensor, *args: object, **kwargs: object) -> object:
         return stock(model, place(model, x, once) if trains(active, model, x) else x, *args, **kwargs)
 
     return forward
@@ -35,7 +36,7 @@ def wrapped_in_layout(active: Active) -> list[type[nn.Module]]:
     stock = DistributedDataParallel.__init__
 
     @in_place_of(stock, "channels_last.ddp_init")
-    def __init__(ddp: DistributedDataParallel, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def __init__(ddp: DistributedDataParallel, module: nn.Module, *args: Stock, **kwargs: Stock) -> None:
         weights = next(module.parameters(), None)
         if isinstance(module, tuple(classes)) and weights is not None and on_gpu(weights):
             to_channels_last(module)
@@ -53,7 +54,7 @@ def _make_contiguous(model: nn.Module) -> None:
 
 def plain_copy(model: nn.Module, memo: dict[int, object]) -> nn.Module:
     """Run ``copy.deepcopy`` of a model, with contiguous parameters: YOLOv5 averages and saves copies, whose ``fuse()`` calls ``.view``."""
-    reduced: Any = model.__reduce_ex__(4)  # as copy.deepcopy, so that a class may leave something out
+    reduced: Stock = model.__reduce_ex__(4)  # as copy.deepcopy, so that a class may leave something out
     make, arguments, *state = reduced
     result = memo[id(model)] = make(*copy.deepcopy(arguments, memo))
     if state and state[0] is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from torch_fastdet.graphs import CaptureError, ModuleGraphs, no_capture
 from torch_fastdet.graphs.ranks import GradientAverage
 from torch_fastdet.nn import bn_act
 from torch_fastdet.patching.evidence import Evidence
-from torch_fastdet.patching.protocols import Function
+from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.switch import Active, Target
 from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.switches.cuda_graph.ddp import GraphedDDP
@@ -41,7 +40,7 @@ class TrainingGraphs:
         #: Returns the graphs of the last training pass, if they are still there.
         self.last: Callable[[], ModuleGraphs | None] = lambda: None
 
-    def __call__(self, model: nn.Module, x: torch.Tensor, stock: Function, *others: torch.Tensor) -> Any:
+    def __call__(self, model: nn.Module, x: torch.Tensor, stock: Function, *others: torch.Tensor) -> Stock:
         """Return ``stock(model, x, *others)``, by a replay where that can be."""
         if x.requires_grad:  # a measurement of how much memory a batch needs
             with bn_act.captured():
@@ -73,7 +72,7 @@ class TrainingGraphs:
         return graphs is not None and graphs.reason is not None
 
     def _new(self, model: nn.Module, average: GradientAverage | None, stock: Function) -> ModuleGraphs:
-        alive: Any = weakref.ref(model)  # the values of a WeakKeyDictionary must not hold its keys
+        alive: Function = weakref.ref(model)  # the values of a WeakKeyDictionary must not hold its keys
         name = self._switch.name
         return ModuleGraphs(
             model,

@@ -7,7 +7,6 @@ of a switch: :class:`torch_fastdet.graphs.ranks.Ranks` sends buffers and average
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import torch
 from torch import nn
@@ -85,7 +84,9 @@ class GraphedDDP:
         return self._ranks[ddp]
 
 
-def _forward(ddp: Any, ranks: Ranks, inputs: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _forward(
+    ddp: DistributedDataParallel, ranks: Ranks, inputs: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     ranks.sync, ranks.synced = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
     # torch 2.13 calls it forward_sync_buffers.
     ranks.broadcast_buffers = getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True))

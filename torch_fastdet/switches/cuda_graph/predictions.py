@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch_fastdet._torch.private import inside_compiled, is_compiled_in_place
 from torch_fastdet.graphs import InferenceGraphs
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.captured import CapturedPasses
+from torch_fastdet.patching.protocols import Function
 from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.switches.channels_last.layout import FASTER_IN_NHWC, to_channels_last
 
@@ -36,7 +36,7 @@ class PredictionGraphs:
         self._graphs: weakref.WeakKeyDictionary[nn.Module, InferenceGraphs] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def __call__(self, model: object, x: Any, forward: Callable[[Tensor], object]) -> object:
+    def __call__(self, model: object, x: object, forward: Callable[[Tensor], object]) -> object:
         """Return ``forward(x)``, which runs ``model``."""
         if not isinstance(model, nn.Module) or not isinstance(x, Tensor):
             return forward(x)
@@ -57,7 +57,7 @@ class PredictionGraphs:
             with torch.inference_mode(False):  # so that the weights can be trained
                 to_channels_last(model)
         # The values of a WeakKeyDictionary must not hold its keys, nor its owner: memory goes back without the cycle collector.
-        alive: Any = weakref.ref(model)
+        alive: Function = weakref.ref(model)
         return InferenceGraphs(
             model,
             settings=_settings_of,

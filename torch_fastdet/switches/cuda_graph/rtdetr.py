@@ -13,7 +13,7 @@ import functools
 import importlib
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -149,7 +149,7 @@ def _groups(owner: Tensor, images: int) -> list[int]:
     return owner.bincount(minlength=images)[:images].tolist()
 
 
-def _draw(draw: Any, head: Head, targets: Names) -> tuple[Queries, int, Names | None]:
+def _draw(draw: Stock, head: Head, targets: Names) -> tuple[Queries, int, Names | None]:
     """Draw denoising queries by Ultralytics' ``get_cdn_group``, with classes instead of their embeddings.
 
     Returns the queries, how many of them are in use, and what else Ultralytics returns.
@@ -194,7 +194,7 @@ def get_cdn_group(active: Active, stock: Function, _: object) -> Function:
 
     @in_place_of(stock, "cuda_graph.get_cdn_group")
     def drawn(
-        batch: Batch, num_classes: int, num_queries: int, class_embed: Tensor, *args: Any, **kwargs: Any
+        batch: Batch, num_classes: int, num_queries: int, class_embed: Tensor, *args: Stock, **kwargs: Stock
     ) -> object:
         if isinstance(batch, Queries):
             return batch.embedded(num_queries, class_embed)
@@ -249,7 +249,7 @@ def model_loss(active: Active, stock: Function, model_class: Stock) -> Function:
         value, terms = criterion.fused(outputs, scores, labels, denoising)
         return value, read_early(terms[len(outputs) - 1], beside=False)
 
-    def validate(model: Model, batch: Batch, preds: Any) -> tuple[Tensor, Tensor]:
+    def validate(model: Model, batch: Batch, preds: Stock) -> tuple[Tensor, Tensor]:
         boxes, scores, enc_boxes, enc_scores, _ = preds[1]
         boxes, scores = torch.cat([enc_boxes[None], boxes]), torch.cat([enc_scores[None], scores])
         groups = _groups(labels_on_host(batch)[0].long().view(-1), boxes.shape[1])
@@ -258,7 +258,7 @@ def model_loss(active: Active, stock: Function, model_class: Stock) -> Function:
         return value, terms[-1]
 
     @in_place_of(stock, "cuda_graph.loss")
-    def loss(model: Model, batch: Batch, preds: Any = None) -> object:
+    def loss(model: Model, batch: Batch, preds: Stock = None) -> object:
         trained = preds is None or model.training
         if not takes(model) or (trained and (preds is not None or not captures(model, batch))):
             return stock(model, batch, preds)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -91,7 +90,7 @@ def model_predict(active: Active, stock: Function, model_class: Stock) -> Functi
     graphs = active.shared(training_graphs)
 
     @in_place_of(stock, "cuda_graph.predict")
-    def predict(model: nn.Module, x: Any, *args: object, **kwargs: object) -> object:
+    def predict(model: nn.Module, x: torch.Tensor, *args: object, **kwargs: object) -> object:
         takes = getattr(x, "requires_grad", False) or trains(model, x)
         if torch.compiler.is_compiling() or args or kwargs or not takes:
             return stock(model, x, *args, **kwargs)
@@ -135,7 +134,7 @@ def model_forward(active: Active, stock: Function, _: object) -> Function:
     here, graphs = active.shared(_Validated), active.shared(_evaluation_graphs)
 
     @in_place_of(stock, "cuda_graph.forward")
-    def forward(model: object, x: Any, *args: object, **kwargs: object) -> object:
+    def forward(model: object, x: torch.Tensor, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling() or here.model is not model or args or any(kwargs.values()):
             return stock(model, x, *args, **kwargs)
         found = graphs(model, x, functools.partial(stock, model))
@@ -151,7 +150,7 @@ def backend_forward(active: Active, stock: Function, _: object) -> Function:
     graphs = active.shared(_evaluation_graphs)
 
     @in_place_of(stock, "cuda_graph.forward")
-    def forward(backend: Any, im: object, *args: object, **kwargs: object) -> object:
+    def forward(backend: Stock, im: object, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling() or not getattr(backend, "base_model", False):
             return stock(backend, im, *args, **kwargs)
         # augment=, embed= and what predict() hands on to the model

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
 from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
 
 
-def trains(active: Active, model: nn.Module, x: Any) -> bool:
+def trains(active: Active, model: nn.Module, x: torch.Tensor) -> bool:
     """Return whether this is a pass of a training script on a GPU. One on the CPU is YOLOv5's dry run, or an error."""
     if not model.training or not torch.is_grad_enabled():
         return False

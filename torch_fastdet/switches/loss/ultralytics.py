@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -383,7 +383,7 @@ class _OBBLoss(_DetectionLoss):
     def target_columns(self) -> int:
         return len(TARGET_COLUMNS) + 1
 
-    def takes(self, preds: Outputs, batch: Any) -> bool:
+    def takes(self, preds: Outputs, batch: Stock) -> bool:
         return isinstance(batch, Tensor) or batch["bboxes"].shape[-1] == self.target_columns - 2
 
     def settings(self, weight: float = 1.0) -> tuple[float, ...]:
@@ -410,7 +410,7 @@ class _E2ELoss(Criterion):
     def target_columns(self) -> int:
         return self.one2many.target_columns
 
-    def __call__(self, preds: object, batch: Any, num_targets: Tensor | None = None, **labels: Tensor) -> object:
+    def __call__(self, preds: object, batch: Stock, num_targets: Tensor | None = None, **labels: Tensor) -> object:
         """Return the weighted sum of both branches (3), and the items of the one-to-one branch by their names."""
         outputs = self.one2many.parse_output(preds)
         many, one = outputs["one2many"], outputs["one2one"]

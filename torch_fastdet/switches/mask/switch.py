@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -39,7 +38,7 @@ def _masks(function: Function, name: str) -> list[object]:
 
 
 def _switch(
-    where: tuple[str, ...], functions: dict[str, Callable[..., torch.Tensor]], reference: str, **options: Any
+    where: tuple[str, ...], functions: dict[str, Callable[..., torch.Tensor]], reference: str, modules: tuple[str, ...]
 ) -> Switch:
     """Return the switch of a host whose modules ``where`` define ``functions``, by their names, as ``reference`` does."""
 
@@ -53,7 +52,7 @@ def _switch(
         "mask_optim",
         "masks of detections in one pass, without float masks at full size, in the validation, prediction and loss of segmentation",
         tuple(target(name, ours) for name, ours in functions.items()),
-        **options,
+        modules=modules,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Container
-from typing import Any
 
 import torch
 
@@ -14,7 +13,7 @@ from torch_fastdet._torch.tensors import ModuleWatch, unwrap
 from torch_fastdet.optim.convert import is_stock_musgd
 from torch_fastdet.optim.gradients import OURS
 from torch_fastdet.patching.by_name import ByName
-from torch_fastdet.patching.protocols import Function, Trainer
+from torch_fastdet.patching.protocols import Function, Model, Trainer
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.optimizer.trial import MUSGD
@@ -28,7 +27,7 @@ class ModelEMA(ema.ModelEMA):
 
     def __init__(self, model: torch.nn.Module, decay: float = 0.9999, tau: float = 2000, updates: int = 0):
         super().__init__(model, decay, tau, updates)
-        ema: Any = self.ema
+        ema: Model = self.ema
         if hasattr(ema, "teacher_model"):
             ema.teacher_model = None
 
