@@ -3,8 +3,6 @@
 In evaluation the norm is a scale and a bias, or part of the convolution before it.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Computes multi-scale deformable attention, as in Deformable DETR and the detectors after it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Makes images as OpenCV does, a whole batch a call: resize, letterbox, and mosaic, warp, colours and flips in one pass."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

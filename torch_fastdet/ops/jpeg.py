@@ -6,8 +6,6 @@ files, so it also judges them; :func:`jpeg_decode_` decodes rectangles of many p
 its file. It holds no pointers, so it may be copied anywhere, from other processes too.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

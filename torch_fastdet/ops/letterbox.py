@@ -1,6 +1,5 @@
 """Computes where a letterbox puts an image: as large as the network's input allows, in the middle of a border."""
 
-# No "from __future__ import annotations": TorchScript reads the fields' types as they stand.
 from typing import NamedTuple
 
 import torch

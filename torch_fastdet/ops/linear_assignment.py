@@ -1,7 +1,5 @@
 """Assigns rows and columns at the least total cost, for many problems at once."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

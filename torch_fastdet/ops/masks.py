@@ -1,7 +1,5 @@
 """Makes masks of detections from mask coefficients and prototypes, and crops them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Matches detections with labels for validation: correct detections by IoU threshold, and the confusion matrix."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -10,7 +10,6 @@ Common errors (RuntimeError, raised before anything is written): lists of differ
 devices; integer, complex or sparse tensors; an expanded tensor that would be written. The message names the list and the index.
 """
 
-# No "from __future__ import annotations": TorchScript reads the types as they stand.
 import torch
 from torch import Tensor
 

@@ -3,7 +3,6 @@
 Every operator works without a host sync, is capturable in a CUDA graph and gives the same result on the CPU and the GPU.
 """
 
-# No "from __future__ import annotations": TorchScript reads the types as they stand.
 from collections.abc import Callable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Writes max poolings of max poolings into one concatenation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Computes RT-DETR's whole loss: costs, assignment, varifocal, box and GIoU terms of every prediction set, and all gradients."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

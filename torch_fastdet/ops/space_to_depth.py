@@ -1,7 +1,5 @@
 """Turns squares of 2x2 pixels into channels, which makes a strided convolution on few channels a dense one on more."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Computes the convolution that a detector's first layer is on squares of pixels, on tensor cores."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

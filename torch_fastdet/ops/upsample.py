@@ -1,7 +1,5 @@
 """Upsamples by 2 to the nearest neighbour, by itself and straight into a concatenation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,6 @@
 """Computes Ultralytics' whole losses: task-aligned assignment, CIoU, distribution focal loss or L1, class entropy, the task's own part, and
 all gradients."""
 
-# No "from __future__ import annotations": TorchScript reads the types of V8Arguments as they stand.
 from typing import NamedTuple
 
 import torch

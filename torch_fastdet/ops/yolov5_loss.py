@@ -1,6 +1,5 @@
 """Computes the whole YOLOv5 training loss: target assignment, CIoU, class and objectness entropy, masks, and the heads' gradients."""
 
-# No "from __future__ import annotations": TorchScript reads the types of Yolov5LossOptions as they stand.
 from typing import NamedTuple
 
 import torch
