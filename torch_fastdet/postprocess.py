@@ -62,7 +62,8 @@ class _PostProcess(nn.Module):
 
     def _take(self, *options: Any) -> None:
         # The operator's own errors, now.
-        nms.non_max_suppression_padded(torch.empty(0, 0, 6, device="cpu"), *options[:6], 0, None, None, *options[6:])
+        nothing, limits, rest = torch.empty(0, 0, 6, device="cpu"), options[:6], options[6:]
+        nms.non_max_suppression_padded(*(nothing, *limits, 0, None, None, *rest))
         # TorchScript wants attributes of plain types.
         self.conf_thres, self.iou_thres, self.max_wh = float(options[0]), float(options[1]), float(options[8])
         self.agnostic, self.multi_label, self.per_class = bool(options[3]), bool(options[4]), str(options[6])

@@ -15,7 +15,7 @@ from torch_fastdet.ops._checks import check_type
 __all__ = ["ultralytics_non_max_suppression", "yolov5_non_max_suppression"]
 
 
-def _first(op: str, prediction: object, columns: str) -> Tensor:
+def _first(op: str, prediction: Any, columns: str) -> Tensor:
     """Return the decoded tensor (images, ``columns``) of a prediction; models in validation mode give (decoded, raw)."""
     if isinstance(prediction, (list, tuple)):
         if not prediction:

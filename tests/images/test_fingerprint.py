@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from torch_fastdet.patching.fingerprint import fingerprint
+from torch_fastdet.patching.evidence import fingerprint
 
 ONE = "def f(a, b=1):\n    '''Doc.'''\n    x = {'k': [a, b]}  # note\n    return g(x['k'][0], 1E-3)\n"
 SAME = 'def f(a: int, b: int = 1) -> float:\n    x = {\n        "k": [a, b],\n    }\n    return g(x["k"][0], 0.001)\n'

@@ -38,7 +38,7 @@ from torch_fastdet.images.plan import (
     in_pixels,
     whole,
 )
-from torch_fastdet.patching.fingerprint import names_in
+from torch_fastdet.patching.evidence import names_in
 from torch_fastdet.patching.protocols import Function, Names
 
 _UINT8, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)

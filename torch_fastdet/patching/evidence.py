@@ -5,7 +5,9 @@ For a version that gives another answer, add another signature, hash or case to 
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -13,16 +15,16 @@ import inspect
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import CodeType, SimpleNamespace
 from typing import Protocol
 
 import torch
 
 from torch_fastdet._say import without_counts
 from torch_fastdet._torch.private import tree_flatten, without_dispatch_modes
-from torch_fastdet.patching.fingerprint import fingerprint, names_in
 from torch_fastdet.patching.protocols import Function, Names, Stock
 from torch_fastdet.patching.replace import describe, original
 
@@ -222,6 +224,37 @@ class Formula:
 
     def __str__(self) -> str:
         return f"it computes {self.text}"
+
+
+def fingerprint(function: Function) -> str:
+    """Return eight hexadecimal digits of what a function does, whatever its layout, comments and annotations; "" without a source."""
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+        tree = ast.parse(source)
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    return hashlib.sha256("\n".join(_words(tree)).encode()).hexdigest()[:8]
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Return the names that a function's code looks up, functions and comprehensions inside it included."""
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _words(node: ast.AST) -> Iterator[str]:
+    yield type(node).__name__
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "type_params", "type_ignores", "type_comment", "kind", "ctx"):
+            continue
+        if name == "body" and isinstance(value, list) and value and isinstance(value[0], ast.Expr):
+            docstring = isinstance(value[0].value, ast.Constant) and isinstance(value[0].value.value, str)
+            value = value[docstring:]
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, ast.AST):
+                yield from _words(part)
+            elif part is not None:
+                yield f"{name}={part!r}"
 
 
 @dataclass(frozen=True)

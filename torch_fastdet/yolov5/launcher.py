@@ -22,7 +22,7 @@ from torch_fastdet.patching import doctor as examination
 from torch_fastdet.patching.launcher import Launcher
 from torch_fastdet.patching.switch import SwitchError
 from torch_fastdet.switches.registry import YOLOV5 as SWITCHES
-from torch_fastdet.yolov5 import layout
+from torch_fastdet.yolov5 import host
 from torch_fastdet.yolov5.host import HOST
 
 PROG = "python -m torch_fastdet.yolov5"
@@ -82,7 +82,7 @@ def doctor(argv: list[str]) -> int:
         if option.startswith("--"):
             options[option[2:]] = given if equals else value
     asked = [name for name, on in command.switches.items() if on]
-    return examination.run(HOST, "yolov5", layout.version(), asked, options, as_json)
+    return examination.run(HOST, "yolov5", host.version(), asked, options, as_json)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -130,7 +130,7 @@ def _tell_unused(command: Command) -> None:
         for replacement in HOST.patches.replacements
         if not (SWITCHES[replacement.switch].needs_host and HOST.patches.is_outside(replacement))
     }
-    lost = not layout.is_loaded()
+    lost = not host.is_loaded()
     unused = [name for name in HOST.on if name not in used and (lost or command.switches.get(name))]
     if not unused:
         return

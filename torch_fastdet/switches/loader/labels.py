@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_fastdet.patching.fingerprint import fingerprint
+from torch_fastdet.patching.evidence import fingerprint
 from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.switch import Active
 

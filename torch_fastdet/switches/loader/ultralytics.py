@@ -23,7 +23,7 @@ from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.by_name import FiledAsStock
-from torch_fastdet.patching.fingerprint import fingerprint
+from torch_fastdet.patching.evidence import fingerprint
 from torch_fastdet.patching.protocols import Function, Loader, Stock, UltralyticsDataset
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.switches.loader.deferred import Planner, cannot_plan, view_class

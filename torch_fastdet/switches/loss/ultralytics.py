@@ -24,8 +24,7 @@ from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.graphs.rows import RowGraphs
 from torch_fastdet.ops.v8_loss import V8Arguments, V8Found, v8_detection, v8_obb, v8_pose, v8_segmentation
 from torch_fastdet.patching.protocols import Batch, Function, Stock
-from torch_fastdet.patching.replace import defined_in
-from torch_fastdet.patching.stand_in import stand_in
+from torch_fastdet.patching.replace import defined_in, stand_in
 from torch_fastdet.switches.loss import rtdetr
 from torch_fastdet.switches.loss.common import TARGET_COLUMNS, Checked, Criterion, TargetStatus
 

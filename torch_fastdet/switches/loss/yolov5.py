@@ -16,7 +16,7 @@ from torch_fastdet.ops._checks import check_type
 from torch_fastdet.ops.yolov5_loss import Yolov5LossOptions, split_coefficients, yolov5_detection, yolov5_mask_part
 from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
 from torch_fastdet.patching.protocols import Head, Model, Names, Stock
-from torch_fastdet.patching.stand_in import stand_in
+from torch_fastdet.patching.replace import stand_in
 from torch_fastdet.switches.loss.common import TARGET_COLUMNS, Checked, TargetStatus
 
 #: A loss reads these of ``hyp`` when it is made.

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_fastdet.patching.evidence import Obstacle
-from torch_fastdet.patching.fingerprint import fingerprint
+from torch_fastdet.patching.evidence import Obstacle, fingerprint
 from torch_fastdet.patching.protocols import Function, Names, Results, Stock, Track, Tracker
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active

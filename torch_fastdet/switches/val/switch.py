@@ -16,8 +16,7 @@ from torch_fastdet import ops
 from torch_fastdet.patching.evidence import Behaves, Obstacle, SameCode, Signature
 from torch_fastdet.patching.import_hook import namespace, top_level
 from torch_fastdet.patching.protocols import Function, Stock
-from torch_fastdet.patching.replace import defined_in, is_code_of
-from torch_fastdet.patching.stand_in import stand_in
+from torch_fastdet.patching.replace import defined_in, is_code_of, stand_in
 from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import ALL_READ, REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
 from torch_fastdet.switches.val import average_precision
