@@ -17,8 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-
-from torch_fastdet.patching.protocols import Stock
+from typing import Any
 
 #: A training imports these before its first iteration. ``deterministic=True`` asks for the second.
 MODULES = "ultralytics.models", "torch._inductor.config", "torchvision", "requests", "matplotlib.font_manager"
@@ -63,7 +62,7 @@ class Subprocess:
         self._ahead = False
         self._next: Waiting | None = None
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         return getattr(subprocess, name)
 
     @contextlib.contextmanager
@@ -78,7 +77,7 @@ class Subprocess:
                 self._next = None
             self.plots.finish()
 
-    def run(self, command: list[str], **options: Stock) -> subprocess.CompletedProcess[bytes]:
+    def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
         length = len(self.command)
         if not self._ahead or options != {"check": True} or command[:length] != self.command:
             return subprocess.run(command, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -82,6 +83,15 @@ class TrainingGraphs:
             say=lambda line: say(f"{name}: {line}"),
             average=average,
         )
+
+
+class InThread(threading.local):
+    """Hold the model that a backend runs, or a trainer validates, in this thread now."""
+
+    model: object = None
+
+    def __init__(self, _: Active) -> None:
+        """Make what each thread holds."""
 
 
 def timer(where: tuple[str, ...], evidence: tuple[Evidence, ...]) -> Target:

@@ -14,7 +14,7 @@ from torch_fastdet._torch.private import inside_compiled, is_compiled_in_place
 from torch_fastdet.graphs import InferenceGraphs
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.captured import CapturedPasses
-from torch_fastdet.patching.protocols import Function
+from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.switches.channels_last.layout import FASTER_IN_NHWC, to_channels_last
 
@@ -36,7 +36,7 @@ class PredictionGraphs:
         self._graphs: weakref.WeakKeyDictionary[nn.Module, InferenceGraphs] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def __call__(self, model: object, x: object, forward: Callable[[Tensor], object]) -> object:
+    def __call__(self, model: object, x: Stock, forward: Callable[[Tensor], object]) -> object:
         """Return ``forward(x)``, which runs ``model``."""
         if not isinstance(model, nn.Module) or not isinstance(x, Tensor):
             return forward(x)

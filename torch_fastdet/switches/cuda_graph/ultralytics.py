@@ -9,7 +9,6 @@ torch_fastdet.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 
 import torch
@@ -24,7 +23,7 @@ from torch_fastdet.patching.evidence import Signature
 from torch_fastdet.patching.protocols import Function, Stock, Trainer
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
-from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
+from torch_fastdet.switches.cuda_graph.common import InThread, TrainingGraphs
 from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
 from torch_fastdet.switches.loss.ultralytics import KINDS
 
@@ -105,18 +104,9 @@ def _evaluation_graphs(active: Active) -> PredictionGraphs:
     return PredictionGraphs(active.name, lambda: training.last())
 
 
-class _Validated(threading.local):
-    """Hold the model that this thread's trainer validates now."""
-
-    model: object = None
-
-    def __init__(self, _: Active) -> None:
-        """Make what each thread holds."""
-
-
 def validate(active: Active, stock: Callable[[Trainer], object], _: object) -> Callable[[Trainer], object]:
     """Return ``BaseTrainer.validate``, which validates the moving average of the weights."""
-    here = active.shared(_Validated)
+    here = active.shared(InThread)
 
     @functools.wraps(stock)
     def validate(trainer: Trainer) -> object:
@@ -131,7 +121,7 @@ def validate(active: Active, stock: Callable[[Trainer], object], _: object) -> C
 
 def model_forward(active: Active, stock: Function, _: object) -> Function:
     """Return ``BaseModel.forward``: by graphs while a trainer validates this model."""
-    here, graphs = active.shared(_Validated), active.shared(_evaluation_graphs)
+    here, graphs = active.shared(InThread), active.shared(_evaluation_graphs)
 
     @in_place_of(stock, "cuda_graph.forward")
     def forward(model: object, x: torch.Tensor, *args: object, **kwargs: object) -> object:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import nn
 
@@ -11,7 +9,7 @@ from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
-from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
+from torch_fastdet.switches.cuda_graph.common import InThread, TrainingGraphs
 from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
 
 
@@ -26,36 +24,29 @@ def trains(active: Active, model: nn.Module, x: torch.Tensor) -> bool:
     return _capture.on_gpu(x)
 
 
-class _Graphs(threading.local):
-    predicting: nn.Module | None = None
-
-    def __init__(self, _: Active) -> None:
-        """Make what each thread holds."""
-
-
 def backend_forward(active: Active, stock: Function, _: object) -> Function:
     """Return ``DetectMultiBackend.forward``: while it runs a model, the model's forward takes its graphs."""
-    here = active.shared(_Graphs)
+    here = active.shared(InThread)
 
     @in_place_of(stock, "cuda_graph.forward")
     def forward(backend: object, *args: object, **kwargs: object) -> object:
-        here.predicting = getattr(backend, "model", None) if getattr(backend, "pt", False) else None
+        here.model = getattr(backend, "model", None) if getattr(backend, "pt", False) else None
         try:
             return stock(backend, *args, **kwargs)
         finally:
-            here.predicting = None
+            here.model = None
 
     return forward
 
 
 def model_forward(active: Active, stock: Function, model_class: Stock) -> Function:
     """Return the ``forward`` of a model's class by graphs, in training and where a backend predicts."""
-    here = active.shared(_Graphs)
+    here = active.shared(InThread)
     graphs = active.shared(TrainingGraphs)
     answers = PredictionGraphs(active.name, lambda: graphs.last())
 
     def forward(model: nn.Module, x: torch.Tensor, *args: object, **kwargs: object) -> object:
-        if here.predicting is model and not model.training:
+        if here.model is model and not model.training:
             if any((*args, *kwargs.values())):
                 answers.tell("augment= and visualize=: such predictions run without graphs")
                 return stock(model, x, *args, **kwargs)
