@@ -62,11 +62,14 @@ class TargetStatus:
             with torch.inference_mode(False):  # validation may come first, and training writes here
                 self._ignored = torch.zeros(2, dtype=torch.int64, device=device)
 
-    def note(self, status: torch.Tensor, rows: int, on_gpu: bool) -> None:
+    def note(self, status: torch.Tensor, rows: int) -> None:
         """Arrange that bad rows are raised later; in a graph, and inside of :meth:`counting`, they are counted."""
-        if not on_gpu:  # the operator has raised the error itself
+        if not status.is_cuda:  # the operator has raised the error itself
             return
-        if self._counting or torch.cuda.is_current_stream_capturing():
+        capturing = torch.cuda.is_current_stream_capturing()
+        if not capturing:
+            self.prepare(status.device)
+        if self._counting or capturing:
             assert self._ignored is not None
             self._ignored.add_(status[:3:2])
         else:

@@ -6,11 +6,10 @@ for. So they have everything that the original classes have, and pickles contain
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -135,18 +134,22 @@ class _DetectionLoss(Checked, Criterion):
         num_targets: Tensor | None = None,
         weight: float = 1.0,
         batch: Batch | None = None,
+        noted: bool = False,
     ) -> LossItems:
-        """Return the loss, times batch size and ``weight``, and the items. ``batch`` has the labels that are not in ``targets``."""
+        """Return the loss, times batch size and ``weight``, and the items. ``batch`` has the labels that are not in ``targets``.
+
+        Bad rows that another branch has ``noted`` are not noted again.
+        """
         boxes, scores = _alike(preds["boxes"], preds["scores"])
         settings = self._state.settings.upload(self.settings(weight), scores.device)
-        self._status.prepare(scores.device)
         targets = targets.to(device=scores.device, dtype=torch.float32)
         sizes = [side for feature in preds["feats"] for side in feature.shape[2:]]
         assigner = self.assigner
         numbers = num_targets, self.class_weights, self.reg_max, assigner.topk, assigner.topk2
         given = V8Arguments(targets, settings[: self.operator_settings], self.strides(), sizes, *numbers)
         found = self.found(preds, batch or {}, [boxes, scores], given, settings[self.operator_settings :])
-        self._status.note(found.status, targets.shape[0], found.status.is_cuda)
+        if not noted:
+            self._status.note(found.status, targets.shape[0])
         return found.loss.float(), found.items.float()
 
     def found(self, preds: Outputs, batch: Batch, heads: list[Tensor], given: V8Arguments, gains: Tensor) -> V8Found:
@@ -393,7 +396,7 @@ class _OBBLoss(_DetectionLoss):
         return v8_obb(boxes, scores, angles, given)
 
 
-class _E2ELoss(Criterion):
+class _E2ELoss(Checked, Criterion):
     """Compute Ultralytics' ``E2ELoss``: two branches of :class:`v8DetectionLoss`, whose weights live on the device.
 
     A captured graph follows ``update()``, which changes the weights ``o2m`` and ``o2o`` once an epoch. With a ``loss_fn`` that is not
@@ -422,28 +425,16 @@ class _E2ELoss(Criterion):
         else:
             targets, others = packed_targets(batch, many["scores"].device), batch
         loss, _ = self.one2many.fused(many, targets, num_targets, self.o2m, others)
-        second, items = self.one2one.fused(one, targets, num_targets, self.o2o, others)
+        second, items = self.one2one.fused(one, targets, num_targets, self.o2o, others, noted=True)
         return loss + second, items if packed else self.one2one.named(items)
 
     def graph_key(self) -> tuple[object, ...]:
         """Return the keys of both branches. Write their settings and weights to where captured calls read them."""
         return self.one2many._key(self.o2m), self.one2one._key(self.o2o)
 
-    @contextlib.contextmanager
-    def in_step(self, model: nn.Module) -> Iterator[None]:
-        """Return a context for the model and this loss in a TrainStep: bad targets are counted."""
-        with self.one2many.in_step(model), self.one2one.in_step(model):
-            yield
-
     @property
-    def ignored_targets(self) -> int:
-        """Return the number of bad rows of targets ignored in CUDA graphs so far. Reading it waits for the device."""
-        return self.one2many.ignored_targets
-
-    def check(self) -> None:
-        """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row."""
-        self.one2many.check()
-        self.one2one.check()
+    def _status(self) -> TargetStatus:  # type: ignore[override]
+        return self.one2many._status
 
     def update(self) -> None:
         """Call :meth:`check`, and change the weights. The trainer calls this method at the end of each epoch."""

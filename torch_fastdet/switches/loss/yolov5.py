@@ -165,7 +165,7 @@ class ComputeLoss(Checked):
         if self.autobalance:
             balance[: len(levels)].mul_(0.9999).add_(0.0001 / levels.double())
             balance.div_(balance[self.ssi].clone())
-        self._status.note(status, targets.shape[0], targets.is_cuda)
+        self._status.note(status, targets.shape[0])
         return loss, items, matches
 
     def _check_heads(self, p: list[torch.Tensor]) -> None:
