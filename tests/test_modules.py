@@ -43,9 +43,9 @@ def test_iou_loss_takes_corners(device):
 
 
 def test_iou_loss_refuses_what_it_does_not_know():
-    with pytest.raises(ValueError, match="IoULoss: kind is 'siou', but one of iou, giou, diou, ciou is expected"):
+    with pytest.raises(ValueError, match="iou_loss: kind is 'siou', but 'iou', 'giou', 'diou' or 'ciou' is expected"):
         IoULoss("siou")
-    with pytest.raises(ValueError, match="IoULoss: reduction is 'max', but one of mean, sum, none is expected"):
+    with pytest.raises(ValueError, match="iou_loss: reduction is 'max', but 'none', 'mean' or 'sum' is expected"):
         IoULoss(reduction="max")
     assert str(IoULoss()) == "IoULoss(kind='ciou', xywh=True, reduction='mean', eps=1e-07)"
 
