@@ -16,7 +16,7 @@ __all__ = ["export", "translations"]
 OPSET = 18  # the oldest that torch writes without saying otherwise
 
 
-def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+def translations() -> dict[Callable[..., object], Callable[..., object]]:
     """Return the ``custom_translation_table`` by which ``torch.onnx.export(..., dynamo=True)`` writes torch_fastdet's operators.
 
     The table has operators whose ONNX form gives the same bits: ``upsample_nearest2x``, ``upsample_nearest2x_cat``, ``max_pools_cat``
@@ -65,7 +65,7 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
 def export(
     model: nn.Module | torch.export.ExportedProgram,
-    args: Sequence[Any] | torch.Tensor = (),
+    args: Sequence[object] | torch.Tensor = (),
     file: str | PathLike[str] | None = None,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:

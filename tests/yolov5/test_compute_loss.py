@@ -378,7 +378,7 @@ def test_what_is_no_head_or_target():
     _, compute, heads, targets = sample(count=3)
     with pytest.raises(TypeError, match="ComputeLoss: targets is a list, but a tensor"):
         compute(heads, [[0, 1, 0.5, 0.5, 0.1, 0.1]])
-    with pytest.raises(TypeError, match="ComputeLoss: num_targets is a int, but a tensor or None"):
+    with pytest.raises(TypeError, match="ComputeLoss: num_targets is a int, but a tensor"):
         compute(heads, targets, 3)
     with pytest.raises(TypeError, match="ComputeLoss: p is a NoneType, but the list of the Detect layer's outputs"):
         compute(None, targets)

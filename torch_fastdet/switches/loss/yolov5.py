@@ -12,7 +12,6 @@ from torch_fastdet import ops
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import DeviceNumbers, unwrap
 from torch_fastdet.graphs.loss_items import read_early
-from torch_fastdet.ops._checks import check_type
 from torch_fastdet.ops.yolov5_loss import Yolov5LossOptions, split_coefficients, yolov5_detection, yolov5_mask_part
 from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
 from torch_fastdet.patching.protocols import Head, Model, Names, Stock
@@ -149,8 +148,9 @@ class ComputeLoss(Checked):
     def _detection(
         self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        check_type("ComputeLoss", "targets", targets, torch.Tensor)
-        check_type("ComputeLoss", "num_targets", num_targets, torch.Tensor | None)
+        for name, value in {"targets": targets, "num_targets": num_targets}.items():
+            if not isinstance(value, torch.Tensor) and (value is not None or name == "targets"):
+                raise TypeError(f"ComputeLoss: {name} is a {type(value).__name__}, but a tensor is expected")
         if not (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._status.checks.raise_arrived()
             count("loss_optim", "losses")
@@ -224,7 +224,8 @@ class SegmentationLoss(ComputeLoss):
             raise TypeError(
                 "SegmentationLoss: preds is not a list of heads and a tensor of prototypes, the Segment layer's outputs in training mode"
             )
-        check_type("SegmentationLoss", "masks", masks, torch.Tensor)
+        if not isinstance(masks, torch.Tensor):
+            raise TypeError(f"SegmentationLoss: masks is a {type(masks).__name__}, but a tensor is expected")
         p, protos = preds
         self._check_heads(p)
         detection, coefficients, sizes = split_coefficients(p, protos)
