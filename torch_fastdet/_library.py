@@ -56,17 +56,16 @@ def load() -> dict[str, str]:
             f"torch_fastdet {config['version']} needs torch {oldest} or newer, but torch {torch.__version__} is running; type: "
             f'pip install -U "torch>={oldest}" (this build is for torch {_series(config["torch"])})'
         )
+    wrong = ""
     if _series(config["torch"]) != _series(torch.__version__):
-        raise ImportError(
-            f"torch_fastdet {config['version']} was built for torch {_series(config['torch'])} ({config['torch']}), but "
-            f"torch {torch.__version__} is running; type: pip install torch=={config['torch'].split('+')[0]} "
-            f"({_again(config['version'])})"
-        )
-    if config["cuda"] and config["cuda"].split(".")[0] != (torch.version.cuda or "").split(".")[0]:
+        wrong = f"torch {_series(config['torch'])} ({config['torch']}), but torch {torch.__version__} is running"
+    elif config["cuda"] and config["cuda"].split(".")[0] != (torch.version.cuda or "").split(".")[0]:
         kind = f"a build for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
+        wrong = f"CUDA {config['cuda']}, but torch {torch.__version__} is {kind}"
+    if wrong:
         raise ImportError(
-            f"torch_fastdet {config['version']} was built for CUDA {config['cuda']}, but torch {torch.__version__} is {kind}"
-            f"; type: pip install torch=={config['torch'].split('+')[0]} ({_again(config['version'])})"
+            f"torch_fastdet {config['version']} was built for {wrong}; type: pip install torch=={config['torch'].split('+')[0]} "
+            f"({_again(config['version'])})"
         )
     try:
         torch.ops.load_library(str(LIBRARY))

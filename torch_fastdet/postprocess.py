@@ -73,6 +73,10 @@ class _PostProcess(nn.Module):
     def _limits(self) -> tuple[float, float, list[int] | None, bool, bool, int]:
         return self.conf_thres, self.iou_thres, self.classes, self.agnostic, self.multi_label, self.max_det
 
+    def extra_repr(self) -> str:
+        names = ("task", "nc", "reg_max", "strides", "conf_thres", "iou_thres")
+        return ", ".join(f"{name}={getattr(self, name)}" for name in names if hasattr(self, name))
+
 
 class YOLOv5PostProcess(_PostProcess):
     """Apply :func:`torch_fastdet.ops.yolov5_postprocess` as a module; all options but these are its own.
@@ -159,9 +163,6 @@ class YOLOv5PostProcess(_PostProcess):
                 )
         rest = letterboxes, self.per_class, self.max_nms, self.max_wh
         return nms.yolov5_postprocess(heads, self.anchors, self.strides, *self._limits(), self.nm, *rest)
-
-    def extra_repr(self) -> str:
-        return f"nc={self.nc}, strides={self.strides}, conf_thres={self.conf_thres}, iou_thres={self.iou_thres}"
 
 
 class UltralyticsPostProcess(_PostProcess):
@@ -279,12 +280,6 @@ class UltralyticsPostProcess(_PostProcess):
         """
         rest = letterboxes, self.per_class, self.max_nms, self.max_wh, self.rotated, self.extra_kind
         return nms.ultralytics_postprocess(boxes, scores, extra, self.strides, *self._limits(), *rest)
-
-    def extra_repr(self) -> str:
-        return (
-            f"task={self.task}, nc={self.nc}, reg_max={self.reg_max}, strides={self.strides}, conf_thres={self.conf_thres}, "
-            f"iou_thres={self.iou_thres}"
-        )
 
 
 def _task_of(head: Any) -> dict[str, str]:
