@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from torch_fastdet import ops
 from torch_fastdet._deferred import DeferredStatus
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
@@ -18,7 +19,6 @@ from torch_fastdet.rewrites.registry import fewer_copies
 
 TARGET_COLUMNS = ("image", "class", "x", "y", "w", "h")
 WANTED = ("an image index of the batch", "a class index below the number of classes", *["a finite number"] * 4)
-FindFault = Callable[[list[int]], tuple[int, int]]
 
 
 class Criterion(CopiedAsItIs):
@@ -33,11 +33,11 @@ class Criterion(CopiedAsItIs):
         return filed_as(self.stock, self.__getstate__())
 
 
-def describe_bad_targets(op: str, find_fault: FindFault, status: list[int], rows: int) -> str | None:
+def describe_bad_targets(op: str, status: list[int], rows: int) -> str | None:
     """Return one line on what an operator's ``status`` says of so many rows of targets; None if they are right."""
     if status[2]:
         return f"{op}: num_targets is {rows + status[2]}, but targets has {rows} rows"
-    row, column = find_fault(status)
+    row, column = ops.yolov5_loss_fault(status)  # as v8_loss_fault
     if row < 0:
         return None
     more = f"; {status[0]} rows are bad, all of them were ignored" if status[0] > 1 else "; the row was ignored"
@@ -47,8 +47,8 @@ def describe_bad_targets(op: str, find_fault: FindFault, status: list[int], rows
 class TargetStatus:
     """Hold a GPU's errors of a loss's targets, which are raised later, and the number of those that captured graphs have ignored."""
 
-    def __init__(self, loss: str, op: str, find_fault: FindFault) -> None:
-        self._loss, self._describe = loss, functools.partial(describe_bad_targets, op, find_fault)
+    def __init__(self, loss: str, op: str) -> None:
+        self._loss, self._describe = loss, functools.partial(describe_bad_targets, op)
         self.checks = DeferredStatus(self._describe)
         self._ignored: torch.Tensor | None = None  # bad rows, and targets that had no row
         self._counting = False

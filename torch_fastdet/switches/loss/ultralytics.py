@@ -41,7 +41,7 @@ class _State:
     def __init__(self) -> None:
         self.settings = DeviceNumbers()
         self.strides: tuple[Tensor | None, list[float]] = (None, [])
-        self.status = TargetStatus("v8DetectionLoss", "v8_loss", ops.v8_loss_fault)
+        self.status = TargetStatus("v8DetectionLoss", "v8_loss")
         self.graphs: RowGraphs | None = None
 
 

@@ -8,7 +8,6 @@ from typing import NoReturn, SupportsIndex
 import torch
 from torch import nn
 
-from torch_fastdet import ops
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import DeviceNumbers, unwrap
 from torch_fastdet.graphs.loss_items import read_early
@@ -75,7 +74,7 @@ class ComputeLoss(Checked):
         self._entropy, self._balance = entropy, balance
         self._on_device = DeviceNumbers()  # the balance, which autobalance writes there
         self._on_device.upload(self._balance, self.device)  # now, for a graph capture cannot bring it there
-        self._status = TargetStatus("ComputeLoss", "yolov5_loss", ops.yolov5_loss_fault)
+        self._status = TargetStatus("ComputeLoss", "yolov5_loss")
         self._status.prepare(self.device)
 
     #: The framework's class, if the loss replaces it: files hold an object of that.
