@@ -105,11 +105,18 @@ def main(argv: list[str] | None = None) -> None:
     if not command.help:
         HOST.script = None if command.script is None else Path(command.script)
         LAUNCHER.switch_on(command.switches, import_now=False)
+    if command.script is None:
+        _check_module(str(command.module))
     sys.argv = [str(command.script), *command.arguments]
     try:
         # Only rank 0 of train.py validates after the last step, and sees there what was wrong in it.
         with raised_at_the_end():
-            _run_module(str(command.module)) if command.script is None else _run_script(command.script)
+            if command.script is not None:
+                _run_script(command.script)
+            else:
+                runpy.run_module(
+                    str(command.module), run_name="__main__", alter_sys=True
+                )  # which sets sys.argv[0], too
     except SystemExit as end:
         if end.code is None or (isinstance(end.code, int) and end.code == 0):
             _tell_unused(command)
@@ -158,11 +165,10 @@ def _run_script(script: str) -> None:
     exec(code, vars(module))
 
 
-def _run_module(name: str) -> None:
+def _check_module(name: str) -> None:
     try:
         found = importlib.util.find_spec(name)
     except ModuleNotFoundError:  # of a package that it is in
         found = None
     if found is None:
         LAUNCHER.fail(f"there is no module {name} to run.")
-    runpy.run_module(name, run_name="__main__", alter_sys=True)  # which sets sys.argv[0], too
