@@ -88,12 +88,12 @@ class ModelEMA:
         del state["decay"]
         return self._filed_as, (self.ema, ramp.decay, ramp.tau, self.updates), state
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = self.__dict__.copy()
         del state["_watches"], state["_states"], state["_model"]
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._model = None
         self._forget()

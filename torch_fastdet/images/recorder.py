@@ -155,11 +155,11 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
         real = self.real("what reads pixels")
         return real.astype(dtype) if dtype is not None and dtype != real.dtype else real.copy() if copy else real
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *arrays: object, **options: object) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *arrays: object, **options: object) -> object:
         what = f"numpy.{ufunc.__name__}"
         return getattr(ufunc, method)(*_reals(arrays, what), **_reals(options, what))
 
-    def __array_function__(self, function: Function, kinds: object, arguments: tuple, options: object) -> Any:
+    def __array_function__(self, function: Function, kinds: object, arguments: tuple, options: object) -> object:
         what = f"numpy.{function.__name__}"
         return function(*_reals(arguments, what), **_reals(options, what))
 
@@ -168,7 +168,7 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
             raise AttributeError(name)
         return getattr(self.real(f"numpy.ndarray.{name}"), name)
 
-    def __getitem__(self, key: object) -> Any:
+    def __getitem__(self, key: object) -> object:
         return self.real("a part of an image that is no rectangle")[_reals(key, "an index")]
 
     def __setitem__(self, key: object, value: object) -> None:
@@ -305,7 +305,7 @@ class Recorded(StandIn):
         x0, x1, x_step = columns.indices(image.width)
         return (x0, y0, max(x1 - x0, 0), max(y1 - y0, 0)) if y_step == x_step == 1 else None
 
-    def __getitem__(self, key: object) -> Any:
+    def __getitem__(self, key: object) -> object:
         piece = self._piece()
         if piece is not None and piece.pixels is not None and piece.pixels.flags.writeable:  # of real()
             return piece.pixels[_reals(key, "an index")]
@@ -364,14 +364,14 @@ class Recorded(StandIn):
             return Planes(self, reverse=False)
         return self.real("numpy.ndarray.transpose").transpose(*axes)
 
-    def __mul__(self, factor: object) -> Any:
+    def __mul__(self, factor: object) -> object:
         if isinstance(factor, float):
             return Weighted((self.changed(), float(factor)))
         return super().__mul__(factor)
 
     __rmul__ = __mul__
 
-    def __array_function__(self, function: Function, kinds: object, arguments: tuple, options: object) -> Any:
+    def __array_function__(self, function: Function, kinds: object, arguments: tuple, options: object) -> object:
         flags = _FLIPS.get(function)
         if flags and len(arguments) == 1 and not options:
             return self._view(self.changed(flags))
@@ -410,7 +410,7 @@ class Planes(StandIn):
         planes = self.of.made().transpose(2, 0, 1)
         return planes[::-1] if self.reverse else planes
 
-    def __getitem__(self, key: object) -> Any:
+    def __getitem__(self, key: object) -> object:
         if isinstance(key, slice) and key == slice(None, None, -1):
             return Planes(self.of, not self.reverse)
         return super().__getitem__(key)
@@ -462,7 +462,7 @@ class Weighted(StandIn):
         made = [image.made() * factor for image, factor in self.parts]
         return made[0] if len(made) == 1 else made[0] + made[1]
 
-    def __add__(self, other: object) -> Any:
+    def __add__(self, other: object) -> object:
         if type(other) is not Weighted or other.shape != self.shape or not len(self.parts) == len(other.parts) == 1:
             return super().__add__(other)
         if other.parts[0][1] != 1 - self.parts[0][1]:

@@ -36,7 +36,7 @@ from torch_fastdet.nn.joint import (
     room_like,
 )
 from torch_fastdet.nn.stem import convolve, convolve_squares, divided, has_stem_shape, is_stem
-from torch_fastdet.nn.widened import SLOW, WIDENED, is_slow, widened
+from torch_fastdet.nn.widened import is_slow, widened
 
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.SiLU: "silu",
@@ -222,14 +222,14 @@ def _finished(block: Block, x: Tensor, shortcut: Tensor | None = None) -> Tensor
             x = x + bias[:, None, None]
         y = block.act(x)
         return y if shortcut is None else shortcut + y
-    added, place = shortcut is not None and _is_added(shortcut, x), _place(x)
+    added, place = shortcut is not None and _is_added(shortcut, x), _place(block, x)
     _write(block, x, place, shortcut if added else None)
     return place if added or shortcut is None else shortcut + place
 
 
-def _place(x: Tensor) -> Tensor:
+def _place(block: Block, x: Tensor) -> Tensor:
     """Return where an evaluated block's result for x may be written: x, or a tensor without the channels that :func:`widened` adds."""
-    return room_like(x, x.shape[1]) if x.shape[1] == SLOW and x.stride(3) == WIDENED else x
+    return room_like(x, x.shape[1]) if is_slow(block.conv, x.dtype) else x
 
 
 def _is_added(shortcut: Tensor | None, x: Tensor) -> bool:
@@ -548,7 +548,7 @@ def _c2f_parts(c2f: Block, x: Tensor, conv: Forward, bottleneck: Forward, c3: Fo
         if goes_into and i == len(blocks) - 1:
             return _into(room, first, end, y, added)
         if goes_into and not end.training:
-            shortcut = _place(y)
+            shortcut = _place(end, y)
             _write(end, y, room, added, last=shortcut, first=first)
             y = shortcut
             continue
@@ -593,7 +593,7 @@ def _hg_parts(blocks: list[Block], x: Tensor, light: Forward | None, conv: Forwa
             return _chain([room[:, :first] if i else x, _finished(end, y)], blocks[i + 1 :])
         if i == 0:
             torch.ops.torch_fastdet.sum_slices([x], room.narrow(1, 0, first))
-        last = None if i == len(blocks) - 1 else _place(y)
+        last = None if i == len(blocks) - 1 else _place(end, y)
         _write(end, y, room, None, last, first)
         first += y.shape[1]
         y = y if last is None else last

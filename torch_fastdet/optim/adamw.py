@@ -61,7 +61,7 @@ class _Adam(BoundOptimizer, torch.optim.Adam):
         super().__init__(*args, **options | {"fused": True})
         self._stay_fused()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._binding = None
         self._stay_fused()

@@ -237,7 +237,7 @@ class MuSGD(BoundOptimizer):
         self.muon = muon
         self.sgd = sgd
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "muon": self.muon, "sgd": self.sgd}
 
     def __setstate__(self, state: dict[str, object]) -> None:
