@@ -18,7 +18,7 @@ from torch_fastdet._say import count, say
 from torch_fastdet.images.finish import Finisher
 from torch_fastdet.images.memory import ImageMemory
 from torch_fastdet.images.plan import Indices
-from torch_fastdet.images.worker import Collate, Sent
+from torch_fastdet.images.worker import Collate, PlannedBatch, Sent
 from torch_fastdet.memory import is_out_of_memory, words
 
 #: Batches that are ready before the loop asks for them.
@@ -77,7 +77,7 @@ class PlannedLoading:
                 self._say(f"made on the GPU, which keeps {self._finisher.images.how_many()}")
             return self._finisher
 
-    def batches(self, source: Iterator[object], limited: bool = False) -> Iterator[Any]:
+    def batches(self, source: Iterator[Sent | PlannedBatch], limited: bool = False) -> Iterator[Any]:
         """Return the finished batches of a ``DataLoader``'s iterator; with ``limited`` no further ahead than the :class:`Ahead` may go."""
         if not self.on_gpu:
             return source

@@ -32,7 +32,7 @@ def attend(value: Tensor, shapes: list[list[int]], locations: Tensor, weights: T
     )
 
 
-def _samples(function: Function) -> bool:
+def _samples(function: Stock) -> bool:
     wave = (torch.arange(2 * 10 * 2 * 4, device="cpu") * 0.7).sin()
     value, shapes = wave.view(2, 10, 2, 4), [[2, 3], [2, 2]]
     locations, weights = wave[:96].view(2, 3, 2, 4, 2) * 0.7 + 0.5, wave[:48].view(2, 3, 2, 4)
