@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ class Tracker:
     @property
     def removed_now(self) -> int: ...
     def reset(self) -> None: ...
+    def break_ties_by(self, solve: Callable[[NDArray[np.float32], float], list[int]]) -> None: ...
     def update(
         self,
         detections: NDArray[np.float32],

@@ -110,7 +110,7 @@ def updating(active: Active, stock: Function, known: type) -> Function:
         if held is None:
             return own(self, results, img, *args, **kwargs)
         rotated = type(results) is OBB
-        rows = results.data if type(results) in (Boxes, OBB) else None
+        rows: Any = results.data if type(results) in (Boxes, OBB) else None
         recovered = kwargs.get("dets_del", args[0] if args else None) if kind.recovers else None
         if recovered is not None:
             recovered = np.column_stack(recovered)
