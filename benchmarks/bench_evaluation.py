@@ -8,6 +8,7 @@ GPU only.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def measure(report: harness.Report) -> None:
                     networks.append(network := network.to(memory_format=torch.channels_last))
                     changed = contextlib.nullcontext() if variant == "stock" else fewer_copies(network)
                     with torch.no_grad(), changed:
-                        replays[variant] = harness.graph(lambda network=network, images=images: network(images))
+                        replays[variant] = harness.graph(functools.partial(network, images))
                 finally:
                     drop_in.unpatch()
             case = f"{name}, batch {batch}: the fused network alone, half, 640x640, in a CUDA graph"
