@@ -1,7 +1,6 @@
 """Show on mkdocs' site, as its hook, files that live elsewhere in the repository, under the links that the pages have there.
 
-The tables of ``benchmarks/results/`` become ``results/``, ``benchmarks/NOTES.md`` becomes ``notes.md``, and the README of each switch
-becomes a page under ``switches/``. Links of ``reference.md`` to sources are left out: their docstrings stand there.
+The tables of ``benchmarks/results/`` become ``results/``, and the README of each switch becomes a page under ``switches/``. In ``reference.md``, the docstrings take the place of the links to their sources.
 On a narrow screen, options such as ``--fastdet`` and numbers with their units stay on one line, and names in tables break behind "_".
 """
 
@@ -15,8 +14,9 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results"
 SWITCHES = "torch_fastdet/switches"
-NOTES = "benchmarks/NOTES.md"
-SOURCE = re.compile(r"^(Code: )?\[torch_fastdet/[\w/]+\.py\](: .*)?\n+", re.MULTILINE)
+# It stays in the repository.
+NOTES = re.compile(r"^\[benchmarks/NOTES\.md\]: .*\n?|\[(benchmarks/NOTES\.md)\]", re.MULTILINE)
+SOURCE = re.compile(r"^- \[(torch_fastdet\.[\w.]+)\]\(\S+\.py\)$", re.MULTILINE)
 CODE = re.compile(r"(?<=<code>).*?(?=</code>)", re.DOTALL)
 NAME = re.compile(r"(?<=<code>)[^<]*_[^<]*(?=</code>)")
 OPTION = re.compile(r"(?<![\w!/-])--?[a-z][\w-]*")
@@ -48,24 +48,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for path in sorted((ROOT / RESULTS).glob("*/*.md")):
         target = f"results/{path.relative_to(ROOT / RESULTS)}"
         files.append(File.generated(config, target, abs_src_path=str(path)))
-    files.append(File.generated(config, "notes.md", abs_src_path=str(ROOT / NOTES)))
     for path in switches():
         files.append(File.generated(config, page_of(path), abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    if page.file.src_uri.startswith("results/") or page.file.src_uri == "notes.md":
+    if page.file.src_uri.startswith("results/"):
         page.meta["search"] = {"exclude": True}  # their rows would answer most searches
     elif page.file.src_uri == "reference.md":
         page.meta["search"] = {"boost": 0.3}
-        markdown = SOURCE.sub("", markdown)
+        markdown = SOURCE.sub(r"\n::: \1\n", markdown)
     if page.file.src_uri.startswith("switches/"):
         markdown = markdown.replace("../../../docs/", "../")
         markdown = re.sub(r"\]\(\.\./(\w+)/README\.md", r"](\1.md", markdown)
         return re.sub(r"\[([^\]]+)\]\(\.\./\.\./[^)]*\)", r"\1", markdown)  # files of the repository that are no pages
     up = "../" * (1 + page.file.src_uri.count("/"))
-    markdown = markdown.replace(f"{up}{RESULTS}/", f"{up[3:]}results/").replace(f"{up}{NOTES}", f"{up[3:]}notes.md")
+    markdown = NOTES.sub(lambda link: link[1] or "", markdown.replace(f"{up}{RESULTS}/", f"{up[3:]}results/"))
     return re.sub(rf"{re.escape(up)}{SWITCHES}/(\w+)/README\.md", rf"{up[3:]}switches/\1.md", markdown)
 
 
