@@ -52,10 +52,8 @@ class Pixels:
         assert self._array is not None
         return self._array
 
-    def __array__(
-        self, dtype: Any = None, copy: bool | None = None
-    ) -> np.ndarray:  # for numpy.array(images), which reads no list
-        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.numpy(), dtype)  # numpy.array(images) does not ask Images
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         return self.numpy().__reduce_ex__(protocol)
