@@ -211,11 +211,9 @@ def pytest_fixture_setup(fixturedef, request):
         traces.seed()
 
 
-@pytest.fixture(params=["cpu", "cuda"])
+@pytest.fixture(params=["cpu"] if cuda_missing() else ["cpu", "cuda"])
 def device(request) -> torch.device:
     """The test runs once on the CPU and once on the GPU, where there is one."""
-    if request.param == "cuda" and (reason := cuda_missing()):
-        pytest.skip(reason)
     return torch.device(request.param)
 
 
