@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.conftest import some_slow
 from tests.forks import exit_status, fork
 from tests.ops.test_v8_loss import SIZES, STRIDES, flat, make_joined, make_targets, settings_on
 from tests.optim.samples import Loop
@@ -24,7 +25,7 @@ def limited():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host", ["yolov5", "ultralytics"])
+@pytest.mark.parametrize("host", some_slow(["yolov5", "ultralytics"], ("ultralytics",), pytest.mark.nightly))
 def test_doctor_under_limits(host, tmp_path):
     """256 open files, a home that is not there, no nvidia-smi on the path, no visible GPU: it says that there is no GPU."""
     pytest.importorskip("ultralytics", reason="not installed (requirements/yolov5.txt)")
