@@ -22,7 +22,7 @@ from torch_fastdet.patching.protocols import Function, Names, Results, Stock, Tr
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.frameworks import REFERENCE
-from torch_fastdet.switches.track.kinds import KINDS, Kind
+from torch_fastdet.switches.track.kinds import KINDS, STATE, Kind
 
 LIVE, REMOVED = ("tracked_stracks", "lost_stracks"), ("removed_stracks", "removed_stracks_frame")
 #: Columns 72 to 81 of a row of the core, as attributes of a track.
@@ -296,15 +296,22 @@ def take_over(tracker: Tracker, held: _Held) -> bool:
     attributes = tracker.__dict__
     columns = held.core.columns
     lists: list[Any] = [_rows(attributes[name], columns, held.kind) for name in LIVE]
-    if not (held.kind.recovers or all(np.isfinite(rows[:, :8]).all() for rows in lists)):
+    if not (held.kind.recovers or all(_finite(rows).all() for rows in lists)):
         return False
-    lists.append(_rows(attributes[REMOVED[0]], columns, None) if REMOVED[0] in held.outside else None)
+    removed = _rows(attributes[REMOVED[0]], columns, None) if REMOVED[0] in held.outside else None
+    if removed is not None:  # where they were does not matter any more
+        removed[~_finite(removed), :STATE] = 0
+    lists.append(removed)
     held.core.load(lists, tracker.frame_id, next(copy.copy(tracker._ids)) - 1)
     held.ids = tracker._ids
     if held.looks is not None and not held.outside.isdisjoint(LIVE):
         held.looks = {track.track_id: track for name in LIVE for track in attributes[name]}
     held.outside.clear()
     return True
+
+
+def _finite(rows: NDArray[np.float64]) -> NDArray[np.bool_]:
+    return np.isfinite(rows[:, :STATE]).all(1)
 
 
 def _rows(tracks: list[Any], columns: int, kind: Kind | None) -> NDArray[np.float64]:
