@@ -149,7 +149,7 @@ class Switch:
         name: the word.
         help: what it does, for ``--help``.
         targets: what it replaces, in this order.
-        modules: modules of the framework, without its package's prefix, that ``patch()`` imports.
+        modules: modules of the framework, without its package's prefix, that ``patch()`` imports; others are looked at when they are imported.
         on_demand: a training needs none of them: ``patch()`` imports them where the switch is asked for by name.
         evidence: what must hold for the switch as a whole. It must not touch CUDA: a script chooses its device later.
         needs_host: whether the framework must be installed.

@@ -9,9 +9,10 @@ from torch_fastdet.patching.replace import defined_in
 from torch_fastdet.patching.switch import GPU, Target
 
 HOST = importlib.import_module(f"torch_fastdet.{sys.argv[1]}.host").HOST
+LATER = "utils.segment.loss", "utils.segment.dataloaders", "segment.val"  # patch() leaves them to the script
 found = {}
 for switch in HOST.switches.values():
-    HOST.import_modules(switch.modules)
+    HOST.import_modules([*switch.modules, *LATER])
     for target in switch.targets:
         for place in target.places if isinstance(target, Target) else ():
             if (module := sys.modules.get(place)) is None:

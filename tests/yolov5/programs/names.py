@@ -106,6 +106,10 @@ def check_model(model):
     return image, expected
 
 
+drop_in.patch()
+needless = [name for name in sys.modules if name in IMPORTERS[1:] or name.startswith(f"{prefix}segment")]
+assert not needless, f"no training of boxes needs {needless}"
+importlib.import_module(IMPORTERS[1])
 patched, *patched_step = check_patched(drop_in.patch())
 general = importlib.import_module(f"{prefix}utils.general")
 assert general.non_max_suppression is drop_in.non_max_suppression

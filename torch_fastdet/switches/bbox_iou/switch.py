@@ -19,7 +19,7 @@ YOLOV5 = Switch(
             evidence=(iou(bbox_iou, YOLOV5_REFERENCE),),
         ),
     ),
-    modules=("utils.metrics", "utils.loss", "utils.segment.loss"),
+    modules=("utils.metrics", "utils.loss"),
 )
 
 ULTRALYTICS = Switch(

@@ -60,7 +60,7 @@ YOLOV5 = Switch(
             )
         ),
     ),
-    modules=("utils.torch_utils", "utils.dataloaders", "utils.segment.dataloaders"),
+    modules=("utils.torch_utils", "utils.dataloaders"),
     evidence=(MEMFD, OPENCV),
 )
 

@@ -42,7 +42,7 @@ YOLOV5 = Switch(
             otherwise="say",  # without it, detection's goes on
         ),
     ),
-    modules=("utils.loss", "utils.segment.loss"),
+    modules=("utils.loss",),
 )
 
 

@@ -147,7 +147,7 @@ YOLOV5 = Switch(
             of_yolov5.plotted,
         ),
     ),
-    modules=("utils.metrics", "utils.general", "val", "segment.val"),
+    modules=("utils.metrics", "utils.general", "val"),
 )
 
 
