@@ -172,10 +172,6 @@ def is_transforming() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
-def operator_arguments(operator: torch._ops.OpOverload) -> list[torch.Argument]:
-    return operator._schema.arguments
-
-
 def after_each_fetch(callback: Callable[[], None]) -> None:
     """Call ``callback()`` in a loader process after each batch; ask before its first one."""
     fetcher: Any = torch.utils.data._utils.fetch._MapDatasetFetcher

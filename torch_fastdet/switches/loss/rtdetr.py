@@ -36,13 +36,6 @@ class Targets(NamedTuple):
     matches: Tensor | None
 
 
-def uploaded(numbers: Tensor, device: torch.device) -> Tensor:
-    """Return numbers of the host on the device, without waiting for it."""
-    if device.type != "cuda":
-        return numbers.to(device)
-    return numbers.pin_memory().to(device, non_blocking=True)
-
-
 def padded_targets(
     classes: Tensor, boxes: Tensor, groups: Sequence[int], matched: list[tuple[Tensor, Tensor]] | None, queries: int
 ) -> Targets:
@@ -58,7 +51,10 @@ def padded_targets(
     owners = torch.full((images, queries if matched is not None else 0), -1)
     for owner, start, (query, row) in zip(owners, first, matched or ()):
         owner[query] = row - start
-    numbers = uploaded(torch.cat([counts, index.flatten(), owners.flatten()]), boxes.device)
+    numbers = torch.cat([counts, index.flatten(), owners.flatten()])
+    if boxes.is_cuda:  # which is not waited for
+        numbers = numbers.pin_memory()
+    numbers = numbers.to(boxes.device, non_blocking=True)
     counts, index, owners = numbers.split([images, images * most, owners.numel()])
     rows = torch.cat([classes.view(-1, 1).to(torch.float32), boxes.to(torch.float32)], 1)
     rows = torch.cat([rows, rows.new_zeros(1, 5)])[index].view(images, most, 5)
