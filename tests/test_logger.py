@@ -19,7 +19,6 @@ CASES = {
     "nobody": (WARN, "slow\n"),
     "shown": ("_say.show('host'); " + WARN, "torch_fastdet: slow\ntorch_fastdet: fast\n"),
     "hidden again": ("_say.show('host'); _say.hide('host'); " + WARN, "slow\n"),
-    "two hosts": ("_say.show(1); _say.show(2); _say.hide(1); " + WARN, "torch_fastdet: slow\ntorch_fastdet: fast\n"),
     "configured": (ROOT_AT.format("INFO") + "_say.show('host'); " + WARN, "mine slow\nmine fast\n"),
     "configured later": ("_say.show('host'); " + ROOT_AT.format("WARNING") + WARN, "mine slow\n"),
     "own handler": (
@@ -33,7 +32,6 @@ CASES = {
         "torch_fastdet: slow\n",
     ),
     "quiet": ("import os; os.environ['TORCH_FASTDET_LOG'] = 'quiet'; _say.show('host'); " + WARN, ""),
-    "own level": ("_say.logger.setLevel(40); _say.show('host'); " + WARN, ""),
 }
 
 

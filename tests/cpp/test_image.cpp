@@ -232,14 +232,6 @@ std::vector<uint8_t> noise(size_t size) {
   return bytes;
 }
 
-std::vector<uint8_t> resized(const uint8_t* source, int w, int h, int new_w, int new_h) {
-  const Resize resize = make_resize(w, h, new_w, new_h, Interpolation::kLinear);
-  ResizeRows<3> rows(source, int64_t{w} * 3, resize, plain_resize_kernels());
-  std::vector<uint8_t> out(static_cast<size_t>(new_w) * new_h * 3);
-  for (int y = 0; y < new_h; ++y) rows.row(y, out.data() + static_cast<size_t>(y) * new_w * 3);
-  return out;
-}
-
 TEST(ImageLoops, Augment) {
   constexpr int kSide = 40, kHeight = 2 * kBand + 9, kWidth = 30;
   const std::vector<uint8_t> bytes = noise(kSide * kSide * 3);
@@ -255,49 +247,6 @@ TEST(ImageLoops, Augment) {
   for (int n = 0; n < 2; ++n)
     AugmentPicture<3>(p, n, RowStore{p.out, levels.data(), plain_row_kernels()}).run(0, kHeight);
   EXPECT_EQ(bands, whole);
-}
-
-TEST(ImageLoops, Letterbox) {
-  constexpr int kSide = 50, kNew = 120, kHeight = 2 * kBand + 20, kWidth = 100, kTop = 7, kLeft = -4;
-  const std::vector<uint8_t> bytes = noise(kSide * kSide * 3), want = resized(bytes.data(), kSide, kSide, kNew, kNew);
-  const int64_t plan[] = {0, 0, kSide, kSide, kSide * 3, kNew, kNew, kTop, kLeft, 0};
-  std::vector<Float16> out(size_t{kHeight} * kWidth * 3);
-  LetterboxParams p{whole_storage(bytes), plan, /*keep_bgr=*/true, {}};
-  p.out = {out.data(), PixelType::kFloat16, /*channels_last=*/true, false, 1, 3, kHeight, kWidth};
-  letterbox_batch<Float16, 3>(p, kManyThreads, backwards);
-  for (int i = 0; i < kHeight * kWidth * 3; ++i) {
-    const int x = i / 3 % kWidth - kLeft, y = i / 3 / kWidth - kTop;
-    const bool inside = x >= 0 && y >= 0 && x < kNew && y < kNew;
-    const int level = inside ? want[static_cast<size_t>((y * kNew + x) * 3 + i % 3)] : kBorder;
-    ASSERT_EQ(out[static_cast<size_t>(i)].bits, Float16(normalised(level, false)).bits) << i;
-  }
-}
-
-TEST(ImageLoops, Resize) {
-  const std::vector<uint8_t> bytes = noise(30 * 40 * 3 + 50 * 20 * 3);
-  const int64_t plan[] = {0, 0, 40, 30, 0, 150, 70, 0, 0, 30 * 40 * 3, 20, 50, 150 * 70 * 3, 65, 9, 0};
-  std::vector<uint8_t> want = resized(bytes.data(), 30, 40, 70, 150);
-  const std::vector<uint8_t> second = resized(bytes.data() + 30 * 40 * 3, 50, 20, 9, 65);
-  want.insert(want.end(), second.begin(), second.end());
-  std::vector<uint8_t> out(want.size());
-  const Storages storages = whole_storage(bytes);
-  resize_pictures<3>({storages, plan, 2, 3, out.data(), static_cast<int64_t>(out.size())}, backwards);
-  EXPECT_EQ(out, want);
-}
-
-TEST(ImageLoops, Gather) {
-  const std::vector<uint8_t> first = noise(100), second = noise(70);
-  const Storages storages{{first.data(), second.data()}, {100, 70}, 2};
-  const int64_t rows[] = {1, 3, 60, 40, 0, 90, 10, 0, 0, 5, 0, 20, 0, 0, 30, 10};  // the third is empty
-  std::vector<uint8_t> want(100, 9);
-  std::copy_n(second.data() + 3, 60, want.data() + 40);
-  std::copy_n(first.data() + 90, 10, want.data());
-  std::copy_n(first.data(), 30, want.data() + 10);
-  for (const int64_t grain : {1, 7, 1000}) {
-    std::vector<uint8_t> out(100, 9);
-    gather_pieces(storages, rows, 4, out.data(), grain, backwards);
-    EXPECT_EQ(out, want) << grain;
-  }
 }
 
 }  // namespace

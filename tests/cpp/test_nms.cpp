@@ -68,22 +68,6 @@ TEST(Sigmoid, IsMonotonicAndSaturates) {
   EXPECT_EQ(sigmoid(kInfinity), 1.f);
 }
 
-TEST(Dfl, IsTheExpectationOfTheSoftmax) {
-  std::mt19937 random(0);
-  std::normal_distribution<float> normal(0, 3);
-  for (const int bins : {1, 2, 7, 16, 17}) {
-    std::vector<float> logits(bins);
-    for (float& logit : logits) logit = normal(random);
-    double total = 0, weighted = 0;
-    for (int i = 0; i < bins; ++i) {
-      total += std::exp(static_cast<double>(logits[i]));
-      weighted += i * std::exp(static_cast<double>(logits[i]));
-    }
-    const double want = bins == 1 ? logits[0] : weighted / total;
-    EXPECT_NEAR(expected_bin<float>(bins, [&](int i) { return logits[i]; }), want, 1e-5) << bins << " bins";
-  }
-}
-
 CornerBox<float> box(float x1, float y1, float x2, float y2) {
   return {x1, y1, x2, y2};
 }
@@ -152,34 +136,6 @@ TEST(Rotated, NearHoldsForWhateverOverlaps) {
   const auto flat = place_rotated(RotatedCandidate<float>{{0, 0, 0, 0}, 0}, 0.f, 1.f);
   EXPECT_FALSE(rotated_boxes_near(nothing, nothing) || rotated_boxes_near(nothing, flat));
   EXPECT_TRUE(rotated_boxes_overlap(flat, flat, 0.99f));  // to stock, too, boxes without sides are all alike
-}
-
-TEST(Locate, FindsEveryAnchorOfUnevenMaps) {
-  CandidateSource source;
-  source.levels = 3;
-  source.anchors_per_cell = 2;
-  const int rows[] = {3, 2, 1}, columns[] = {5, 1, 4};
-  for (int level = 0; level < 3; ++level) {
-    source.level[level].rows = rows[level];
-    source.level[level].columns = columns[level];
-    source.level[level].first_anchor = source.anchors;
-    source.anchors += 2 * rows[level] * columns[level];
-  }
-  int64_t n = 0;
-  for (int level = 0; level < 3; ++level) {
-    for (int anchor = 0; anchor < 2; ++anchor) {
-      for (int row = 0; row < rows[level]; ++row) {
-        for (int column = 0; column < columns[level]; ++column, ++n) {
-          const Cell cell = locate(source, n);
-          EXPECT_EQ(cell.level, level);
-          EXPECT_EQ(cell.anchor, anchor);
-          EXPECT_EQ(cell.row, row);
-          EXPECT_EQ(cell.column, column);
-        }
-      }
-    }
-  }
-  EXPECT_EQ(n, source.anchors);
 }
 
 NmsPlan plan(int64_t anchors, int64_t classes, bool multi_label, int64_t max_det = 300, int64_t max_nms = 30000,

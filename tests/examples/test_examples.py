@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from examples import command_line, draw, export, serve, train_step
+from examples import command_line, export, serve, train_step
 from examples.pictures import PictureDetector, detector_of, find_pictures, read
 from tests import starter, stock
 
@@ -105,43 +105,6 @@ def test_serving_finds_what_is_labelled(shapes, no_yolov5):
             found += any(d["name"] == name and iou(d["box"], box) > 0.5 for d in answer["detections"])
     # To a few, the ones that the training script counted: it rounds nothing and letterboxes nothing, and nor does this.
     assert f"{found} of {total} shapes found" in printed
-
-
-@pytest.mark.slow
-def test_serving_from_standard_input(shapes, no_yolov5, tmp_path):
-    """Other sizes are letterboxed; a picture that cannot be read is answered, and the loop goes on."""
-    folder, _ = shapes
-    small = find_pictures([folder / "pictures"])[0]
-    tall = tmp_path / "tall.png"  # four times as large, with a quarter more of noise above it
-    noise = np.random.default_rng(0).integers(0, 110, (5 * train_step.SIZE // 4, train_step.SIZE, 3), dtype=np.uint8)
-    with Image.open(small) as picture:
-        canvas = Image.fromarray(noise)
-        canvas.paste(picture, (0, train_step.SIZE // 4))
-        canvas.resize((4 * canvas.width, 4 * canvas.height)).save(tall)
-    (tmp_path / "broken.png").write_text("not a picture")
-    names = f"{tall}\n{tmp_path / 'broken.png'}\n\n{tmp_path / 'missing.jpg'}\n{small}\n"
-    ran = run("examples.serve", folder / "detector.ts", "-", stdin=names, code=1, without=no_yolov5)
-    answers = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert "UnidentifiedImageError" in answers[1]["error"] and "FileNotFoundError" in answers[2]["error"]
-    assert [set(answer) for answer in answers[::3]] == [{"picture", "milliseconds", "detections"}] * 2
-    for answer, scale, top in ((answers[0], 4, train_step.SIZE), (answers[3], 1, 0)):
-        for name, box in truth(folder, small):
-            placed = [scale * x + (top if i % 2 else 0) for i, x in enumerate(box)]
-            assert any(d["name"] == name and iou(d["box"], placed) > 0.5 for d in answer["detections"]), (answer, name)
-
-
-@pytest.mark.slow
-def test_drawing_marks_the_detections(shapes, tmp_path):
-    folder, _ = shapes
-    picture = find_pictures([folder / "pictures"])[1]
-    printed = run("examples.draw", folder / "detector.ts", picture, "--out", tmp_path).stdout
-    (detections,) = PictureDetector(folder / "detector.ts")([Image.open(picture)])
-    assert f"{len(detections)} detections -> {tmp_path / picture.name}" in printed and detections
-    before, after = Image.open(picture).convert("RGB"), Image.open(tmp_path / picture.name)
-    assert after.size == before.size
-    name, _, (_, _, right, bottom) = detections[0][:3]  # drawn last, so its corner lies on top
-    corner = (min(round(right), after.width) - 1, min(round(bottom), after.height) - 1)
-    assert after.getpixel(corner) == draw.color(train_step.NAMES.index(name)) != before.getpixel(corner)
 
 
 def test_pictures_ts_is_drawn_and_served_too(tmp_path):

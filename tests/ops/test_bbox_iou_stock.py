@@ -52,22 +52,3 @@ def test_value_and_gradients_equal_stock(stock, device, kind, xywh):
     tolerance = {"rtol": 1e-10, "atol": 1e-12} if xywh else {"rtol": 1e-6, "atol": 1e-6}
     for got, wanted in zip(actual, expected, strict=True):
         close(got, wanted, **tolerance)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_float32_as_in_training(stock, device, kind):
-    """YOLOv5 under AMP compares float32 with float32; Ultralytics float16 with float32."""
-    box1, box2 = boxes(2000, device=device)
-    box2 = box2 + torch.rand_like(box2) / 8 + 0.01  # stock is NaN for some equal boxes
-    weight = torch.rand(2000, 1, device=device)
-    for first in (box1, box1.half()):
-        expected = gradients(lambda a, b: stock(a, b, **KINDS[kind]), first, box2, weight)
-        actual = gradients(lambda a, b: ops.bbox_iou(a, b, **KINDS[kind]), first, box2, weight)
-        # Stock's corners of float16 boxes are rounded to float16: 1/32 px at 40 px, on sides of a few pixels.
-        loose = first.dtype == torch.float16
-        for got, wanted in zip(actual, expected, strict=True):
-            assert got.dtype == wanted.dtype
-            if loose:
-                assert (got.double() - wanted.double()).abs().median() < 5e-3
-            else:
-                close(got, wanted, rtol=1e-4, atol=1e-5)
