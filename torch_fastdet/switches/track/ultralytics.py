@@ -311,7 +311,7 @@ def take_over(tracker: Tracker, held: _Held) -> bool:
 
 
 def _finite(rows: NDArray[np.float64]) -> NDArray[np.bool_]:
-    return np.isfinite(rows[:, :STATE]).all(1)
+    return np.asarray(np.isfinite(rows[:, :STATE]).all(1), np.bool_)
 
 
 def _rows(tracks: list[Any], columns: int, kind: Kind | None) -> NDArray[np.float64]:
