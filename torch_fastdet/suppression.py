@@ -102,6 +102,17 @@ def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tens
     return torch.cat(rows) if rows else None
 
 
+class _ThresholdError(ValueError, AssertionError):
+    """Raise for a threshold outside of 0 to 1. The frameworks assert it, which programs may catch."""
+
+
+def _check_thresholds(op: str, **thresholds: float) -> None:
+    for name, value in thresholds.items():
+        check_type(op, name, value, float)
+        if not 0 <= value <= 1:
+            raise _ThresholdError(f"{op}: {name} is {value}, but a threshold between 0 and 1 is expected")
+
+
 def _room(max_det: int | None, *most: int) -> tuple[int, int | None]:
     """Return how many rows there can be, of max_det and ``most``, and the end of a slice of them, which a negative max_det is."""
     check_type("non_max_suppression", "max_det", max_det, int | None)
@@ -146,11 +157,12 @@ def yolov5_non_max_suppression(
         For each image (n, 6 + nm): x1, y1, x2, y2, confidence, class, mask coefficients.
 
     Raises:
-        ValueError: a threshold outside 0..1, an unknown per_class, no device.
+        ValueError: a threshold outside 0..1 (also an AssertionError, as in the original), an unknown per_class, no device.
         RuntimeError: a wrong shape.
         TypeError: an argument is of another type.
     """
     op = "non_max_suppression"
+    _check_thresholds(op, conf_thres=conf_thres, iou_thres=iou_thres)
     prediction = _first(op, prediction, "N, 5 + classes + nm")
     check_type(op, "nm", nm, int)
     home = prediction.device
@@ -236,6 +248,7 @@ def ultralytics_non_max_suppression(
         return_idxs a pair of that and, for each image, (n,) int64. With padded, both of the batch, and counts on the device.
     """
     op = "non_max_suppression"
+    _check_thresholds(op, conf_thres=conf_thres, iou_thres=iou_thres)
     prediction = _first(op, prediction, "4 + classes + extra, N")
     check_type(op, "nc", nc, int | None)
     filters = prediction.shape[-1:] == (6,) or end2end

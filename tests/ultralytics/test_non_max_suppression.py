@@ -153,6 +153,7 @@ def test_scale_boxes(device, shape, ratio_pad, padding, xywh):
     [
         ("iou_thres is 7", lambda p: ultralytics_non_max_suppression(p, 0.25, 7)),
         ("conf_thres is -1", lambda p: ultralytics_non_max_suppression(p, -1, end2end=True)),
+        ("iou_thres is 7", lambda p: ultralytics_non_max_suppression(p, 0.25, 7, end2end=True)),
         ("per_class is 'x'", lambda p: ultralytics_non_max_suppression(p, per_class="x")),
         ("rotated_rule is 'x'", lambda p: ultralytics_non_max_suppression(p, rotated=True, rotated_rule="x")),
         ("end2end wants \\(images, N, 6", lambda p: ultralytics_non_max_suppression(p[..., :5], end2end=True)),
@@ -164,3 +165,10 @@ def test_scale_boxes(device, shape, ratio_pad, padding, xywh):
 def test_bad_input_is_a_sentence(device, message, call):
     with pytest.raises((RuntimeError, ValueError), match=message):
         call(channels_first(clustered(2, 20, 3)).to(device))
+
+
+@pytest.mark.parametrize("thresholds", [(1.2, 0.45), (-0.1, 0.45), (0.25, 7), (0.25, float("nan"))])
+def test_thresholds_outside_of_0_and_1_are_stocks_kind_of_error(thresholds):
+    for suppress in (stock.ultralytics().non_max_suppression, ultralytics_non_max_suppression):
+        with pytest.raises(AssertionError):
+            suppress(channels_first(clustered(1, 20, 3)), *thresholds)
