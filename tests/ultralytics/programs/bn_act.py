@@ -13,7 +13,7 @@ from torch_fastdet import ultralytics as drop_in
 from torch_fastdet.rewrites.registry import fewer_copies
 
 name, *device = sys.argv[1:]
-cats = {"yolov8n": (10, 10), "yolo26n": (11, 13)}.get(name)
+cats = {"yolov8n": (10, 10), "yolo11n": (11, 11), "yolo26n": (11, 13)}[name]
 concatenations = {"yolov8n": 0, "yolo11n": 3, "yolo26n": 5}[name]  # of C3k
 
 
@@ -24,15 +24,13 @@ def build():
 
 if device:
     compare_on_a_gpu(build, drop_in)
-    if cats:
-        compare_in_evaluation(build, drop_in, cats, "cuda", (torch.float16,))
+    compare_in_evaluation(build, drop_in, cats, "cuda", (torch.float16,))
 elif name == "yolo11n":
     compare(build, drop_in, uses=("trace",), concatenations=concatenations)
 else:
     compare(build, drop_in, layouts=FORMATS[:1], concatenations=concatenations)
-if not device and cats:
-    compare_in_evaluation(build, drop_in, cats)
 if not device:
+    compare_in_evaluation(build, drop_in, cats)
     # A level each; boxes and classes of the others begin with convolutions of two kinds.
     of_heads = 3 if name == "yolov8n" else 0
     compare_in_a_step(build, drop_in, concatenations + of_heads, fewer_copies)
