@@ -81,40 +81,19 @@ def select(stock: Function) -> Function:
     return postprocess
 
 
-def _moved(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return tensors on a device, by one copy of the bytes of all that are elsewhere."""
-    # A slice of bytes becomes numbers of a larger size only where it begins at a multiple of that.
-    names = sorted((n for n in tensors if tensors[n].device != device), key=lambda n: -tensors[n].element_size())
-    if not names:
-        return tensors
-    parts = [tensors[name].flatten().view(torch.uint8) for name in names]
-    parts = list(torch.cat(parts).to(device).split([len(part) for part in parts]))
-    there = {n: part.view(tensors[n].dtype).view(tensors[n].shape) for n, part in zip(names, parts)}
-    return {name: there.get(name, tensor) for name, tensor in tensors.items()}
-
-
 class _Table(NamedTuple):
     rows: Tensor  # (images, n, 6)
     counts: Tensor  # the rows of each image
-    at: Tensor  # the place of each row among all of the table
+    at: tuple[Tensor, Tensor]  # image and place of each row
 
 
-def _table(rows: Tensor, sizes: list[int], **others: Tensor) -> tuple[_Table, dict[str, Tensor]]:
-    """Return a table of the rows of images of these sizes, and other tensors on its device."""
-    most = max(1, *sizes)
-    first = np.arange(len(sizes)) * most - np.cumsum(sizes) + sizes
-    at = torch.from_numpy(np.arange(len(rows)) + np.repeat(first, sizes))
-    there = _moved({"at": at, "counts": torch.tensor(sizes), **others}, rows.device)
-    table = rows.new_zeros(len(sizes) * most, rows.shape[1]).index_copy_(0, there["at"], rows)
-    return _Table(table.unflatten(0, (len(sizes), most)), there["counts"], there["at"]), there
-
-
-class Matched(NamedTuple):
-    """Hold what all images of a batch get at once."""
-
-    prepare: Function  #: the validator's ``_prepare_batch``
-    labels: list[Batch]  #: what it returns, if there are matches
-    correct: dict[str, Tensor]  #: (detections of all images, t), by the names that ``_process_batch`` gives them
+def _table(rows: Tensor, sizes: list[int]) -> _Table:
+    counts = torch.tensor(sizes)
+    place = torch.from_numpy(np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes))
+    at = _image_of(sizes).to(rows.device), place.to(rows.device)
+    table = rows.new_zeros(len(sizes), max(1, *sizes), rows.shape[1])
+    table[at] = rows
+    return _Table(table, counts.to(rows.device), at)
 
 
 def match_all(
@@ -123,8 +102,8 @@ def match_all(
     preparing: tuple[Function, Function] | None,
     overlaps: Overlaps | None = None,
     function: Callable[[], Callable[..., Tensor]] | None = None,
-) -> Callable[[Validator, list[dict[str, Tensor]], Batch], Matched | None]:
-    """Make a validator's ``_prepare_batch``, and the matches of all images of a batch, by one launch.
+) -> Callable[[Validator, list[dict[str, Tensor]], Batch], Function | None]:
+    """Make a validator's ``_prepare_batch``, with the matches of all images of a batch from one launch and one copy.
 
     The matches are of the rows that came from the model. A validator of boxes whose methods say otherwise keeps its own
     ``_prepare_batch``; for other tasks the result is then None, and so it is if masks are needed on the host.
@@ -137,11 +116,11 @@ def match_all(
         function: returns the framework's function that computes these.
     """
 
-    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> Matched | None:
+    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> Function | None:
         own = validator._prepare_batch
         rows_stay = getattr(validator._prepare_pred, "__func__", None) is keeping_rows
         if type(validator).match_predictions is not matching or not rows_stay or _shows_masks(validator, preds[0]):
-            return Matched(own, [], {}) if overlaps is None else None
+            return own if overlaps is None else None
         with own_attributes([(validator, "device", HOST)]):
             if preparing is not None and getattr(own, "__func__", None) is preparing[0]:
                 prepared = _prepared_at_once(validator, preparing[1], batch, len(preds))
@@ -149,11 +128,11 @@ def match_all(
                 prepared = [own(number, batch) for number in range(len(preds))]
         sizes = [len(pred["cls"]) for pred in preds]
         rows = _rows({name: torch.cat([pred[name] for pred in preds]) for name in ("bboxes", "conf", "cls")})
+        table, device = _table(rows, sizes), rows.device
         image = _image_of([len(label["cls"]) for label in prepared])
         truth = _labels({name: torch.cat([label[name] for label in prepared]) for name in ("cls", "bboxes")})
-        truth = torch.cat([image.to(truth)[:, None], truth], 1)
-        table, there = _table(rows, sizes, truth=truth, iouv=validator.iouv)
-        given = table.rows, there["truth"], there["iouv"], table.counts, RULE
+        truth = torch.cat([image.to(truth)[:, None], truth], 1).to(device)
+        given = table.rows, truth, validator.iouv.to(device), table.counts, RULE
         found = {}
         if overlaps is None or overlaps.matches != "tp":
             found["tp"] = ops.match_detections(*given)
@@ -161,8 +140,12 @@ def match_all(
             iou = _of_each_image(validator, overlaps, function(), prepared, preds, table.rows.shape[1])
             found[overlaps.matches] = ops.match_detections(*given, iou)
         count("val_optim", "images matched", len(prepared))
-        correct = {name: of_rows.flatten(0, 1)[table.at] for name, of_rows in found.items()}
-        return Matched(lambda number, _: prepared[number], prepared, correct)
+        for label in prepared:
+            label[MATCHED] = {}
+        for name, correct in found.items():
+            for label, part in zip(prepared, correct[table.at].cpu().split(sizes)):
+                label[MATCHED][name] = part.numpy()
+        return lambda number, _: prepared[number]
 
     return prepare_all
 
@@ -233,15 +216,15 @@ def _count_together(stock: Function, matrix: Any, calls: list[tuple[Any, ...]]) 
         for call in calls:
             stock(matrix, *call)
         return
+    table = _table(_rows(found), [len(call[0]["cls"]) for call in calls])
+    # Suppression sorts; end-to-end heads do not.
+    confidence = table.rows.new_full(table.rows.shape[:2], -torch.inf)
+    confidence[table.at] = table.rows[table.at][:, 4]
+    order = confidence.argsort(dim=1, descending=True, stable=True)
+    rows = table.rows.gather(1, order[..., None].expand_as(table.rows))
     labels = _labels(truth)
     image = _image_of([call[1]["cls"].numel() for call in calls])
-    labels = torch.cat([image.to(labels)[:, None], labels], 1)
-    rows = _rows(found)
-    table, there = _table(rows, [len(call[0]["cls"]) for call in calls], labels=labels)
-    # Suppression sorts; end-to-end heads do not.
-    confidence = rows.new_full((table.rows[..., 4].numel(),), -torch.inf).index_copy_(0, table.at, rows[:, 4])
-    order = confidence.view(table.rows.shape[:2]).argsort(dim=1, descending=True, stable=True)
-    rows, labels = table.rows.gather(1, order[..., None].expand_as(table.rows)), there["labels"]
+    labels = torch.cat([image.to(labels)[:, None], labels], 1).to(rows.device)
     conf, iou_thres = calls[0][2:]
     matrix.matrix += confusions(rows, labels, matrix.nc, conf, iou_thres, table.counts).numpy()
 
@@ -284,7 +267,7 @@ def match_overlaps(stock: Function) -> Function:
 
 
 def update_on_host(
-    stock: Function, processing: Function, prepare_all: Callable[[Validator, Any, Any], Matched | None] | None = None
+    stock: Function, processing: Function, prepare_all: Callable[[Validator, Any, Any], Function | None] | None = None
 ) -> Function:
     """Return a validator's ``update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
 
@@ -300,27 +283,21 @@ def update_on_host(
         if self.args.single_cls:  # in place, as the original does, for the plots that come later
             for pred in preds:
                 pred["cls"].zero_()
-        labels = batch | _moved({n: batch[n] for n in ("batch_idx", "cls", "bboxes", "keypoints") if n in batch}, HOST)
-        found = Matched(self._prepare_batch, [], {}) if prepare_all is None else prepare_all(self, preds, labels)
-        if found is None:
-            stock(self, preds, batch)
-            return
-        saves = self.args.save_json or self.args.save_txt
-        names = ["bboxes", "conf", "cls"]  # nobody reads what else a task has but to save it, or to match
-        if saves or not found.correct:
-            names = [name for name in preds[0] if name != "masks"]
-        joined = {name: torch.cat([pred[name] for pred in preds]) for name in names}
-        sizes = [len(pred["cls"]) for pred in preds]
-        parts = {name: each.split(sizes) for name, each in _moved(joined | found.correct, HOST).items()}
-        for i, label in enumerate(found.labels):
-            label[MATCHED] = {name: parts[name][i].numpy() for name in found.correct}
-        own = [(self, "device", HOST), (self, "_prepare_batch", found.prepare)]
+        labels = batch | {n: batch[n].cpu() for n in ("batch_idx", "cls", "bboxes", "keypoints") if n in batch}
+        own: list[tuple[object, str, object]] = [(self, "device", HOST)]
+        if prepare_all is not None:
+            prepare = prepare_all(self, preds, labels)
+            if prepare is None:
+                stock(self, preds, batch)
+                return
+            own.append((self, "_prepare_batch", prepare))
+            preds = [{name: pred[name] for name in pred if name != "masks"} for pred in preds]
         waiting: list[Any] = []
         matrix = getattr(self, "confusion_matrix", None)
-        if matrix is not None and not saves:  # these scale rows
+        if matrix is not None and not (self.args.save_json or self.args.save_txt):  # these scale rows
             own.append((matrix, WAITING, waiting))
         with own_attributes(own):
-            stock(self, [{name: parts[name][i] for name in names} for i in range(len(preds))], labels)
+            stock(self, _to_host(preds), labels)
         if waiting:
             _count_together(waiting[0][0], matrix, [call for _, call in waiting])
 
@@ -379,6 +356,16 @@ def _beside(tensor: Tensor) -> Any:
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # little work, for which the host waits
+
+
+def _to_host(preds: list[dict[str, Tensor]]) -> list[dict[str, object]]:
+    """Return the tensors of all images in one copy for each name and dtype."""
+    host: list[dict[str, object]] = [{} for _ in preds]
+    for name in preds[0]:
+        parts = torch.cat([pred[name] for pred in preds]).cpu().split([len(pred[name]) for pred in preds])
+        for image, part in zip(host, parts):
+            image[name] = part
+    return host
 
 
 class Overlaps(NamedTuple):
