@@ -271,7 +271,10 @@ inline void check_levels(at::TensorList heads, at::ArrayRef<double> strides, con
   for (size_t i = 0; i < heads.size(); ++i) {
     TORCH_CHECK_VALUE(std::isfinite(strides[i]) && strides[i] > 0, op, ": strides[", i, "] is ", strides[i],
                       ", but a positive number of pixels is expected");
-    check_operand(heads[0], name, heads[i], op, name);
+    check_float(heads[i], op, name);
+    check_strided(heads[i], op, name);
+    TORCH_CHECK(heads[i].device() == heads[0].device(), op, ": ", name, "[", i, "] is on ", heads[i].device(), ", but ",
+                name, "[0] is on ", heads[0].device(), "; both must be on one device");
     TORCH_CHECK(heads[i].scalar_type() == heads[0].scalar_type(), op, ": ", name, "[", i, "] has dtype ",
                 dtype_name(heads[i].scalar_type()), ", but ", name, "[0] has ", dtype_name(heads[0].scalar_type()),
                 "; all maps must have one dtype");
