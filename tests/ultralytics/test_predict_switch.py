@@ -759,9 +759,10 @@ def test_memory_does_not_grow_with_a_list_of_names(ahead, detector, device, tmp_
     finally:
         drop_in.unpatch()
     image, files = 3 * 160 * 200, path.stat().st_size
-    assert peaks[2][0] - peaks[1][0] < 16 * files and peaks[2][1] - peaks[1][1] < 16 * image, (peaks, files)
+    # 384 more files: how many batches are ahead at the peak varies by some.
+    assert peaks[2][0] - peaks[1][0] < 48 * files and peaks[2][1] - peaks[1][1] < 16 * image, (peaks, files)
     # Lists of the names: the argument's slice, its copies and the batches' paths.
-    assert peaks[3][0] - peaks[1][0] < 16 * files + 40 * len(names) and peaks[3][1] - peaks[1][1] < 16 * image, peaks
+    assert peaks[3][0] - peaks[1][0] < 48 * files + 40 * len(names) and peaks[3][1] - peaks[1][1] < 16 * image, peaks
 
 
 def test_track(ahead, detector, folder, device, tmp_path):
