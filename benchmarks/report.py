@@ -28,7 +28,6 @@ PLOT = DOCS / "headlines.png"
 # What users run who tune nothing, as the benchmarks call it; "stock loop" in older results.
 STOCK = ("stock", "stock decode + suppression", "eager", "stock loop")
 COCO_CASE = "yolov5s, batch 64, train.py, 118,287 JPEGs of 640x480, 83 kB"  # of every epoch but the first
-RTDETR_CASE = "rtdetr-l, batch 16, 320 JPEGs (stock: 160)"
 # Cases in which the others begin with files on the host, and torch_fastdet with packed JPEGs on the GPU or with less to do: no ratio.
 UNLIKE = re.compile(r"\d+ JPEGs of|a file's index")
 
@@ -52,7 +51,7 @@ HEADLINES = [
     Headline("train.py of YOLOv5: an epoch of 118,287 images (COCO's size), yolov5s", "h100:dataset", COCO_CASE, times=EPOCH),
     Headline("Ultralytics' trainer: an iteration of yolov8s, batch 16", "ultralytics", "yolov8s, batch 16"),
     Headline("Ultralytics' trainer: an iteration of yolo26s, batch 16", "ultralytics", "yolo26s, batch 16"),
-    Headline("Ultralytics' trainer: an iteration of rtdetr-l, batch 16", "rtdetr_training", RTDETR_CASE),
+    Headline("Ultralytics' trainer: an iteration of rtdetr-l, batch 16", "ultralytics", "rtdetr-l, batch 16"),
     Headline("val.py of YOLOv5: the whole command on 5,000 JPEGs, yolov5s", "val",
              "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command"),
     Headline("YOLO(\"yolov8n\").predict of one image in memory", "pictures",
@@ -76,7 +75,7 @@ SHOWN = {
         *("yolo11s, batch 16", "yolo12s, batch 16", "yolo26s, batch 16"),
         *("yolov8s-seg, batch 16", "yolo26s-seg, batch 16", "yolov8s-pose, batch 16", "yolo26s-pose, batch 16"),
         *("yolov8s-obb, batch 16", "yolo26s-obb, batch 16", "yolov8s-cls, batch 64"),
-        "yolov8s, batch 16 a GPU, 2 GPUs",
+        *("rtdetr-l, batch 16", "yolov8s, batch 16 a GPU, 2 GPUs"),
     ),
     "h100-ultralytics": tuple(
         f"{model}: validation's pass over 1024 pictures"
