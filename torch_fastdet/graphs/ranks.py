@@ -57,19 +57,39 @@ def start_alike(module: nn.Module, group: dist.ProcessGroup) -> None:
             f"rank {dist.get_rank(group)}: the ranks have different models; names, shapes, strides, dtypes and requires_grad "
             f"of {type(module).__name__}'s parameters and buffers must be equal on all of them"
         )
-    _broadcast([tensor for _, tensor in tensors], group)
+    _Packed([tensor.detach() for _, tensor in tensors], group).broadcast()
 
 
-@torch.no_grad()
-def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Give every rank the tensors of the group's first rank."""
-    source = dist.get_global_rank(group, 0)
-    for tensor in tensors:
-        sent = tensor.detach().contiguous()
-        if sent.numel():  # as bytes: gloo does not know every dtype
-            _wait(dist.broadcast(sent.view(-1).view(torch.uint8), source, group, async_op=True))
-        if sent.data_ptr() != tensor.data_ptr():
-            tensor.copy_(sent)
+class _Packed:
+    """Pack tensors of any dtype in one flat tensor of bytes, to be sent at once."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._tensors = [tensor for tensor in tensors if tensor.numel()]
+        starts, end = [], 0
+        for tensor in self._tensors:
+            starts.append(end)
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        device = tensors[0].device if tensors else torch.device("cpu")
+        with torch.inference_mode(False):
+            self._flat = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._places = [
+            self._flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for tensor, start in zip(self._tensors, starts)
+        ]
+
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        """Give every rank the tensors of the group's first rank."""
+        if not self._tensors:
+            return
+        source = dist.get_global_rank(self._group, 0)
+        sends = dist.get_rank() == source
+        if sends:
+            _copy(self._places, self._tensors)
+        _wait(dist.broadcast(self._flat, source, self._group, async_op=True))
+        if not sends:
+            _copy(self._tensors, self._places)
 
 
 class BufferBroadcast:
@@ -84,6 +104,8 @@ class BufferBroadcast:
         self._norms: list[nn.Module] = []
         self._own: list[bool] = []  # norms that were in training mode
         self._sent: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._send: _Packed | None = None
         self.sent = False  # since the last forward pass
 
     def suffices(self) -> bool:
@@ -91,13 +113,16 @@ class BufferBroadcast:
         return self.sent and not any(own and not norm.training for own, norm in zip(self._own, self._norms))
 
     def __call__(self, walk: Walk) -> None:
+        if walk is not self._walk:
+            self._walk, self._send = walk, None
+            self._norms = [child for child in walk.submodules if isinstance(child, NORMS)]
         own = [norm.training for norm in self._norms]
-        if walk is not self._walk or own != self._own:
-            self._walk, self._norms = walk, [child for child in walk.submodules if isinstance(child, NORMS)]
-            self._own = [norm.training for norm in self._norms]
+        if self._send is None or own != self._own or [b.data_ptr() for b in self._sent] != self._addresses:
             kept = {id(b) for norm in self._norms if norm.training for b in norm.buffers(recurse=False)}
-            self._sent = [b for b in walk.buffers if id(b) not in kept]
-        _broadcast(self._sent, self._group)
+            self._own, self._sent = own, [b for b in walk.buffers if id(b) not in kept]
+            self._addresses = [b.data_ptr() for b in self._sent]
+            self._send = _Packed([b.detach() for b in self._sent], self._group)
+        self._send.broadcast()
         self.sent = True
 
 
