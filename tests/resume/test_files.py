@@ -1,6 +1,7 @@
 """A checkpoint and the file of ours beside it: whole or not at all, and of each other."""
 
 import errno
+import fcntl
 import hashlib
 import os
 import pickle
@@ -55,25 +56,30 @@ def test_killed_while_writing_leaves_a_checkpoint_and_its_file(tmp_path, operati
     assert len(list(tmp_path.glob("*.resume"))) == 1, "files of earlier checkpoints are left"
 
 
-def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path):
-    """A link with the name of such a folder leads to somebody's files, which stay; so does what may be being written now."""
+def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
+    """A link with the name of such a folder leads to somebody's files, which stay; so does what is being written now."""
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim/thesis.tex").write_text("x")
     for name in (".torch_fastdet_writing", f"{files.WRITING}link"):
         (tmp_path / name).symlink_to("victim")
-    ages = {"killed": files.LEFT_AFTER, "lives": 9}
+    ages = {"killed": 9, "lives": 9, "new": -60, "old": files.LEFT_AFTER}  # the last lives too, as far as its lock says
     for name, age in ages.items():
         folder = tmp_path / f"{files.WRITING}{name}"
         folder.mkdir()
         (folder / "last.pt").write_text("half of it")
         os.utime(folder, (time.time() - age,) * 2)
     os.utime(tmp_path / f"{files.WRITING}link", (0, 0), follow_symlinks=False)
+    locks = [os.open(tmp_path / f"{files.WRITING}{name}", os.O_RDONLY) for name in ("lives", "old")]
+    for lock in locks:
+        fcntl.flock(lock, fcntl.LOCK_EX)
     save(tmp_path / "last.pt", 1)
     assert files.read(tmp_path / "last.pt")["number"] == 1
-    assert [name for name in ages if (tmp_path / f"{files.WRITING}{name}/last.pt").exists()] == ["lives"]
-    files.forget(tmp_path / "last.pt")  # the training is over
-    assert not any((tmp_path / f"{files.WRITING}{name}").exists() for name in ages)
     assert (tmp_path / "victim/thesis.tex").read_text() == "x"
+    assert [name for name in ages if (tmp_path / f"{files.WRITING}{name}/last.pt").exists()] == ["lives", "new"]
+    for lock in locks:
+        os.close(lock)
+    files.forget(tmp_path / "last.pt")  # the training is over
+    assert [name for name in ages if (tmp_path / f"{files.WRITING}{name}/last.pt").exists()] == ["new"]
 
 
 def test_two_trainings_in_one_folder(tmp_path):

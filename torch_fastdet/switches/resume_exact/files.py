@@ -6,6 +6,7 @@ That file's name holds the checkpoint's checksum, and it is written first: it is
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import io
 import os
@@ -22,8 +23,10 @@ MAGIC = b"torch_fastdet resume 1\n"
 SUFFIX = ".resume"
 #: The name of a folder beside the checkpoint that exists during a write begins so.
 WRITING = ".torch_fastdet_writing_"
-#: Seconds after which such a folder is one that a killed process left.
+#: Seconds after which such a folder is one that a killed process left, where its lock does not show it, as on NFS.
 LEFT_AFTER = 3600.0
+#: Seconds in which a process surely locks the folder that it has made.
+TO_LOCK = 1.0
 T = TypeVar("T")
 #: The parts of a training between two epochs.
 State: TypeAlias = dict[str, Any]
@@ -39,7 +42,10 @@ def whole(path: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(path))
     folder = Path(tempfile.mkdtemp(prefix=WRITING, dir=target.parent))
     made = folder / path.name  # torch.save writes the file's name into the file
+    lock = os.open(folder, os.O_RDONLY)
     try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield made
         if target.exists():
             shutil.copymode(target, made)
@@ -49,14 +55,22 @@ def whole(path: Path) -> Iterator[Path]:
             _to_disk(target.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
 
 
-def _remove_left(path: Path, after: float) -> None:
-    """Remove what processes that are gone have left beside a checkpoint, ``after`` so many seconds. A link is no such folder."""
+def _remove_left(path: Path) -> None:
+    """Remove what processes that are gone have left beside a checkpoint. A link is no such folder."""
     for left in Path(os.path.realpath(path)).parent.glob(f"{WRITING}*"):
         with contextlib.suppress(OSError):
-            if time.time() - left.lstat().st_mtime >= after:
-                shutil.rmtree(left)  # raises for a link
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                age = time.time() - os.fstat(lock).st_mtime
+                if age < LEFT_AFTER:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error where its process lives
+                if age >= min(TO_LOCK, LEFT_AFTER):
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _to_disk(path: Path) -> None:
@@ -69,7 +83,7 @@ def _to_disk(path: Path) -> None:
 
 def write_checkpoint(path: Path, write: Callable[[Path], T], state: Callable[[], State]) -> T:
     """Write a checkpoint by ``write(path)``, and first the file with ``state()`` that belongs to it; returns what ``write`` returns."""
-    _remove_left(path, LEFT_AFTER)
+    _remove_left(path)
     with whole(path) as made:
         result = write(made)
         digest = _digest(made)
@@ -104,7 +118,7 @@ def _write(path: Path, digest: bytes, state: State) -> None:
 def forget(path: Path, but: Path | None = None) -> None:
     """Remove the files of torch_fastdet beside a checkpoint, ``but`` one; with none, the training is over, and nothing half stays."""
     if but is None:
-        _remove_left(path, 0)
+        _remove_left(path)
     for other in path.parent.glob(f"{path.stem}.{'[0-9a-f]' * 16}{SUFFIX}"):
         if other != but:
             other.unlink(missing_ok=True)
