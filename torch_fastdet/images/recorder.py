@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 import cv2
 import numpy as np
@@ -39,7 +39,6 @@ from torch_fastdet.images.plan import (
     whole,
 )
 from torch_fastdet.patching.evidence import names_in
-from torch_fastdet.patching.protocols import Function, Names
 
 _UINT8, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
 #: At an even place of a code: an instruction takes two bytes, and so does each of its caches, which ``co_code`` shows as zeros.
@@ -65,12 +64,10 @@ class Recorder:
         height, width = self.memory.shape(index)
         return Recorded(self, whole(Source(int(index), height, width)))
 
-    def of_pixels(self, pixels: np.ndarray) -> Recorded | np.ndarray:
+    def of_pixels(self, pixels: np.ndarray) -> Any:
         """Return an image of pixels that nobody writes to; the same array where it is not uint8 (height, width, 3)."""
         if pixels.dtype != np.uint8 or pixels.shape[2:] != (CHANNELS,):
             return pixels
-        pixels = pixels.view()
-        pixels.flags.writeable = False
         return Recorded(self, whole(in_pixels(pixels)))
 
     def plan_of(self, made: object) -> ImagePlan:
@@ -117,16 +114,17 @@ def canvas(recorder: Recorder, height: int, width: int) -> Recorded:
 
 
 class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
-    """Stand for an array. Any operation that it does not know runs on the array, which only an image's may be written to."""
+    """Stand for an array. Any operation that it does not know makes the array, and runs on that."""
 
-    __slots__ = ("__weakref__", "recorder", "shape")
-    dtype: np.dtype = _UINT8
+    __slots__ = ("__weakref__", "_real", "recorder", "shape")
+    dtype: Any = _UINT8
 
     def __init__(self, recorder: Recorder, shape: tuple[int, ...]) -> None:
         self.recorder, self.shape = recorder, shape
+        self._real: np.ndarray | None = None
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # for isinstance(..., np.ndarray)
+    def __class__(self) -> Any:  # for isinstance(..., np.ndarray)
         return np.ndarray
 
     def made(self) -> np.ndarray:
@@ -134,11 +132,11 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
         raise NotImplementedError
 
     def real(self, what: str) -> np.ndarray:
-        """Return the array. ``what`` has asked for it."""
-        self.recorder.told(what)
-        made = self.made()
-        made.flags.writeable = False  # a write would be lost; as an error it leaves the batch to the framework
-        return made
+        """Return the array, which the framework may write to: from now on it is what counts. ``what`` has asked for it."""
+        if self._real is None:
+            self.recorder.told(what)
+            self._real = self.made()
+        return self._real
 
     @property
     def ndim(self) -> int:
@@ -151,15 +149,15 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         real = self.real("what reads pixels")
         return real.astype(dtype) if dtype is not None and dtype != real.dtype else real.copy() if copy else real
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *arrays: object, **options: object) -> object:
+    def __array_ufunc__(self, ufunc: Any, method: str, *arrays: Any, **options: Any) -> Any:
         what = f"numpy.{ufunc.__name__}"
         return getattr(ufunc, method)(*_reals(arrays, what), **_reals(options, what))
 
-    def __array_function__(self, function: Function, kinds: object, arguments: tuple, options: object) -> object:
+    def __array_function__(self, function: Callable, kinds: object, arguments: object, options: object) -> Any:
         what = f"numpy.{function.__name__}"
         return function(*_reals(arguments, what), **_reals(options, what))
 
@@ -168,11 +166,12 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
             raise AttributeError(name)
         return getattr(self.real(f"numpy.ndarray.{name}"), name)
 
-    def __getitem__(self, key: object) -> object:
+    def __getitem__(self, key: object) -> Any:
         return self.real("a part of an image that is no rectangle")[_reals(key, "an index")]
 
     def __setitem__(self, key: object, value: object) -> None:
-        raise CannotRecord("it assigns to a part of what it has computed of an image.")
+        what = "an assignment to a part of an image"
+        self.real(what)[_reals(key, what)] = value.made() if type(value) is Recorded else _reals(value, what)
 
 
 def _reals(value: Any, what: str) -> Any:
@@ -194,6 +193,7 @@ class Recorded(StandIn):
 
     def __init__(self, recorder: Recorder, image: ImagePlan) -> None:
         self.recorder = recorder
+        self._real = None
         self.image = image
         #: Stand-ins that share its pixels, this one included; None if there never were others.
         self._views: list[weakref.ref] | None = None
@@ -220,56 +220,43 @@ class Recorded(StandIn):
 
     def _finish(self) -> None:
         self.image = finish(self.image, self.recorder.memory)
-        self._kept()  # nobody has this array
-
-    def _piece(self) -> Source | None:
-        """Return the whole image if it is in one piece."""
-        image, layer = self.image, self.image.layers[0]
-        if len(image.layers) != 1 or image.tables is not None or image.flags or layer.warp != NO_WARP:
-            return None
-        places = [(source.height, source.width, *where) for source, *where in layer.placements]
-        is_piece = layer.mask is None and places == [(image.height, image.width, 0, 0, 0, 0, image.width, image.height)]
-        return layer.placements[0][0] if is_piece else None
 
     def source(self) -> Source:
         """Return the whole image in one piece: it is made now if it is not."""
-        if self._piece() is None:
+        placements = self.canvas().placements
+        height, width, _ = self.shape
+        is_whole = len(placements) == 1 and placements[0][1:] == (0, 0, 0, 0, width, height)
+        if not is_whole or (placements[0][0].height, placements[0][0].width) != (height, width):
             self._finish()
         return self.image.layers[0].placements[0][0]
 
     def made(self) -> np.ndarray:
+        if self._real is not None:
+            return self._real
         source = self.source()
         found = self.recorder.memory.get(source.index) if source.pixels is None else source.pixels
         assert found is not None
         return found
 
     def real(self, what: str) -> np.ndarray:
-        """Return the array, which is the image from now on, so that the framework may write to it."""
-        self.recorder.told(what)
-        pixels = self.source().pixels
-        if self._is_seen():
-            return super().real(what)  # writes would have to show in what else looks into these pixels
-        if pixels is None or not pixels.flags.writeable:
+        if self._real is None:
+            self.recorder.told(what)
             pixels = self.made().copy()
-            self.image = whole(in_pixels(pixels))
-        return pixels
+            if self._is_seen():
+                pixels.flags.writeable = False  # writes would have to show in what else looks into them
+                return pixels
+            self._real = pixels
+        return self._real
 
-    def copy(self, order: str = "C") -> Recorded:
-        return self.changed()
+    def copy(self, order: str = "C") -> Any:
+        return self._real.copy() if self._real is not None else self.changed()
 
     def changed(self, flags: int = 0) -> Recorded:
         """Return a copy, flipped."""
-        old = self._kept()
+        old = self.image
         layers = [Layer(x.height, x.width, [*x.placements], x.warp, x.matrix, x.mask) for x in old.layers]
         image = ImagePlan(old.height, old.width, layers, old.blend, old.tables, old.flags ^ flags)
         return Recorded(self.recorder, image)
-
-    def _kept(self) -> ImagePlan:
-        """Return its plan for another image, which shows these pixels whatever is written to this one later."""
-        for placement in (placement for layer in self.image.layers for placement in layer.placements):
-            if placement[0].pixels is not None:
-                placement[0].pixels.flags.writeable = False
-        return self.image
 
     def _view(self, view: Recorded) -> Recorded:
         """Return ``view`` of this image, which looks into the same pixels."""
@@ -281,14 +268,16 @@ class Recorded(StandIn):
 
     def _is_seen(self) -> bool:
         """Return whether something else that is still there looks into these pixels."""
-        seen = (view() for view in self._views or ())
+        if self._views is None:
+            return False
+        seen = (view() for view in self._views)
         return any(view is not None and view is not self for view in seen)
 
     def _writing(self) -> None:
         if self._is_seen():
             raise CannotRecord("it writes to an image of which a view is in use.")
 
-    def _is_mask(self, key: object) -> TypeGuard[Mask | np.ndarray]:
+    def _is_mask(self, key: object) -> bool:
         """Return whether ``key`` chooses whole pixels."""
         plane = key.plane if type(key) is Mask else key
         return type(plane) is np.ndarray and plane.dtype == np.bool_ and plane.shape == self.shape[:2]
@@ -305,10 +294,9 @@ class Recorded(StandIn):
         x0, x1, x_step = columns.indices(image.width)
         return (x0, y0, max(x1 - x0, 0), max(y1 - y0, 0)) if y_step == x_step == 1 else None
 
-    def __getitem__(self, key: object) -> object:
-        piece = self._piece()
-        if piece is not None and piece.pixels is not None and piece.pixels.flags.writeable:  # of real()
-            return piece.pixels[_reals(key, "an index")]
+    def __getitem__(self, key: Any) -> Any:
+        if self._real is not None:
+            return self._real[_reals(key, "an index")]
         if self._is_mask(key):
             return Chosen(self.changed(), key)
         rectangle = self._rectangle(key)
@@ -321,15 +309,18 @@ class Recorded(StandIn):
         return self._view(Recorded(self.recorder, ImagePlan(height, width, [part])))
 
     def __setitem__(self, key: object, value: object) -> None:
+        if self._real is not None:
+            self._real[_reals(key, "an index")] = value.made() if type(value) is Recorded else value
+            return
         self._writing()
         if type(value) is Chosen and value.mask is key and self._is_mask(key) and self.paste(value.image, key):
             return
         rectangle = self._rectangle(key)
         if rectangle is not None and type(value) is Recorded and value.shape[:2] == rectangle[:1:-1]:
             self.put(rectangle, value)
-        elif rectangle is None or 0 not in rectangle[2:]:
-            what = "an assignment to a part of an image"
-            self.real(what)[_reals(key, what)] = value.made() if type(value) is Recorded else _reals(value, what)
+            return
+        if rectangle is None or 0 not in rectangle[2:]:
+            super().__setitem__(key, value)
 
     def put(self, rectangle: tuple[int, int, int, int], value: Recorded) -> None:
         """Show another image in a rectangle of its size: x, y, width and height."""
@@ -340,40 +331,41 @@ class Recorded(StandIn):
         if len(placements) != 1 or placements[0][3:] != (0, 0, width, height):
             value.source()  # its border would not cover what is there
             placements = value.image.layers[0].placements
-        value._kept()
         placed = self.canvas().placements
         if len(placed) == MOST_PLACEMENTS:
             self._finish()
             placed = self.image.layers[0].placements
         placed.append((*placements[0][:3], x, y, width, height))
 
-    def paste(self, mirrored: Recorded, mask: Mask | np.ndarray) -> bool:
+    def paste(self, mirrored: Recorded, mask: Any) -> bool:
         """Show the mirror image of this image where ``mask`` (height, width) is not 0, if ``mirrored`` is that."""
         layer, other = self.canvas(), mirrored.image
-        plane = mask.plane if type(mask) is Mask else mask
+        mask = mask.plane if type(mask) is Mask else mask
         if other.flags != FLIP_LEFT_RIGHT or len(other.layers) != 1 or other.tables is not None:
             return False
         if other.layers[0].placements != layer.placements or other.layers[0].mask is not None:
             return False
-        if plane.any():
-            layer.mask = np.ascontiguousarray(plane).view(np.uint8)
+        if mask.any():
+            layer.mask = np.ascontiguousarray(mask).view(np.uint8)
         return True
 
-    def transpose(self, *axes: Any) -> StandIn | np.ndarray:
+    def transpose(self, *axes: Any) -> Any:
+        if self._real is not None:
+            return self._real.transpose(*axes)
         if axes in (((2, 0, 1),), (2, 0, 1)):
             return Planes(self, reverse=False)
         return self.real("numpy.ndarray.transpose").transpose(*axes)
 
-    def __mul__(self, factor: object) -> object:
-        if isinstance(factor, float):
+    def __mul__(self, factor: object) -> Any:
+        if self._real is None and isinstance(factor, float):
             return Weighted((self.changed(), float(factor)))
         return super().__mul__(factor)
 
     __rmul__ = __mul__
 
-    def __array_function__(self, function: Function, kinds: object, arguments: tuple, options: object) -> object:
+    def __array_function__(self, function: Callable, kinds: object, arguments: Any, options: object) -> Any:
         flags = _FLIPS.get(function)
-        if flags and len(arguments) == 1 and not options:
+        if flags and self._real is None and len(arguments) == 1 and not options:
             return self._view(self.changed(flags))
         return super().__array_function__(function, kinds, arguments, options)
 
@@ -407,11 +399,11 @@ class Planes(StandIn):
         self.of, self.reverse = of, reverse
 
     def made(self) -> np.ndarray:
-        planes = self.of.made().transpose(2, 0, 1)
+        planes = self.of.real("planes of an image").transpose(2, 0, 1)
         return planes[::-1] if self.reverse else planes
 
-    def __getitem__(self, key: object) -> object:
-        if isinstance(key, slice) and key == slice(None, None, -1):
+    def __getitem__(self, key: object) -> Any:
+        if self._real is None and isinstance(key, slice) and key == slice(None, None, -1):
             return Planes(self.of, not self.reverse)
         return super().__getitem__(key)
 
@@ -431,8 +423,8 @@ class Mask(StandIn):
     def made(self) -> np.ndarray:
         return np.repeat(self.plane[..., None], CHANNELS, 2)
 
-    def astype(self, dtype: np.dtype) -> Mask:
-        return Mask(self.recorder, self.plane.astype(dtype))
+    def astype(self, dtype: Any) -> Any:
+        return self._real.astype(dtype) if self._real is not None else Mask(self.recorder, self.plane.astype(dtype))
 
 
 class Chosen(StandIn):
@@ -441,7 +433,7 @@ class Chosen(StandIn):
     __slots__ = ("image", "mask")
 
     def __init__(self, image: Recorded, mask: Mask | np.ndarray) -> None:
-        self.recorder = image.recorder  # its shape is the real array's
+        self.recorder, self._real = image.recorder, None  # its shape is the real array's
         self.image, self.mask = image, mask
 
     def made(self) -> np.ndarray:
@@ -462,15 +454,14 @@ class Weighted(StandIn):
         made = [image.made() * factor for image, factor in self.parts]
         return made[0] if len(made) == 1 else made[0] + made[1]
 
-    def __add__(self, other: object) -> object:
-        if type(other) is not Weighted or other.shape != self.shape or not len(self.parts) == len(other.parts) == 1:
-            return super().__add__(other)
-        if other.parts[0][1] != 1 - self.parts[0][1]:
-            return super().__add__(other)
-        return Weighted(*self.parts, *other.parts)
+    def __add__(self, other: Any) -> Any:
+        alike = self._real is None and _is(Weighted, other) and other.shape == self.shape
+        if alike and len(self.parts) == len(other.parts) == 1 and other.parts[0][1] == 1 - self.parts[0][1]:
+            return Weighted(*self.parts, *other.parts)
+        return super().__add__(other)
 
-    def astype(self, dtype: np.dtype, **options: Any) -> Recorded | np.ndarray:
-        if options or np.dtype(dtype) != _UINT8 or len(self.parts) == 1:
+    def astype(self, dtype: Any, **options: Any) -> Any:
+        if self._real is not None or options or np.dtype(dtype) != _UINT8 or len(self.parts) == 1:
             return self.real("numpy.ndarray.astype").astype(dtype, **options)
         height, width, _ = self.shape
         layers = [image.layer() for image, _ in self.parts]
@@ -515,20 +506,24 @@ class Channel(StandIn):
 # Modules that record --------------------------------------------------------------------------------------------------
 
 
+def _is(kind: type[StandIn], value: object) -> bool:
+    return type(value) is kind and value._real is None
+
+
 def _is_grey(value: object) -> bool:
     return isinstance(value, tuple) and value[:CHANNELS] == (GREY,) * CHANNELS
 
 
-def _cv2_functions(recorder: Recorder) -> dict[str, Function]:
+def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
     """Return the functions of OpenCV that are recorded, by name. Each returns None for a call that a plan cannot say."""
 
-    def resize(src: object, dsize: Any, dst: object = None, *arguments: Any, **options: Any) -> object:
-        if type(src) is Recorded and dst is None:
+    def resize(src: Any, dsize: Any, dst: object = None, *arguments: Any, **options: Any) -> Any:
+        if _is(Recorded, src) and dst is None:
             return recorder.of_pixels(cv2.resize(src.made(), dsize, None, *arguments, **options))
         return None
 
     def copyMakeBorder(
-        src: object,
+        src: Any,
         top: int,
         bottom: int,
         left: int,
@@ -536,8 +531,8 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Function]:
         borderType: int,
         dst: object = None,
         value: object = None,
-    ) -> object:
-        if type(src) is not Recorded or borderType != cv2.BORDER_CONSTANT or dst is not None or not _is_grey(value):
+    ) -> Any:
+        if not _is(Recorded, src) or borderType != cv2.BORDER_CONSTANT or dst is not None or not _is_grey(value):
             return None
         if min(top, bottom, left, right) < 0:
             return None
@@ -548,15 +543,15 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Function]:
 
     def warp(
         kind: int,
-        src: object,
-        M: np.ndarray,
+        src: Any,
+        M: Any,
         dsize: Any,
         dst: object = None,
         flags: int = cv2.INTER_LINEAR,
         borderMode: int = cv2.BORDER_CONSTANT,
         borderValue: object = 0,
-    ) -> object:
-        if type(src) is not Recorded or dst is not None or not _is_grey(borderValue):
+    ) -> Any:
+        if not _is(Recorded, src) or dst is not None or not _is_grey(borderValue):
             return None
         if flags != cv2.INTER_LINEAR or borderMode != cv2.BORDER_CONSTANT:
             return None
@@ -568,58 +563,56 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Function]:
         width, height = map(int, dsize)
         return Recorded(recorder, ImagePlan(height, width, [layer]))
 
-    def cvtColor(src: object, code: int, dst: object = None, dstCn: int = 0) -> object:
-        if code == cv2.COLOR_BGR2HSV and dst is None and type(src) is Recorded:
+    def cvtColor(src: Any, code: int, dst: Any = None, dstCn: int = 0) -> Any:
+        if code == cv2.COLOR_BGR2HSV and dst is None and _is(Recorded, src):
             return HSV(src.changed())
-        if code != cv2.COLOR_HSV2BGR or type(src) is not HSV or src.tables is None:
+        if code != cv2.COLOR_HSV2BGR or not _is(HSV, src) or src.tables is None:
             return None
         if dst is None:
             return Recorded(recorder, src.bgr())
-        if type(dst) is not Recorded or dst.shape != src.shape:
+        if not _is(Recorded, dst) or dst.shape != src.shape:
             return None
         dst._writing()
         dst.image = src.bgr()
         return dst
 
-    def split(m: object) -> object:
-        return tuple(Channel(m, number) for number in range(CHANNELS)) if type(m) is HSV and m.tables is None else None
+    def split(m: Any) -> Any:
+        return tuple(Channel(m, number) for number in range(CHANNELS)) if _is(HSV, m) and m.tables is None else None
 
-    def LUT(src: object, lut: object, dst: object = None) -> object:
+    def LUT(src: Any, lut: object, dst: object = None) -> Any:
         if dst is not None or not isinstance(lut, np.ndarray) or lut.dtype != np.uint8:
             return None
-        if type(src) is Channel and src.table is None and lut.shape == (256,):
+        if _is(Channel, src) and src.table is None and lut.shape == (256,):
             return Channel(src.of, src.number, lut)
-        if type(src) is HSV and src.tables is None and lut.shape == (1, 256, CHANNELS):
+        if _is(HSV, src) and src.tables is None and lut.shape == (1, 256, CHANNELS):
             return HSV(src.image, np.ascontiguousarray(lut[0].T))
         return None
 
-    def merge(mv: Any, dst: object = None) -> object:
-        if dst is not None or len(mv) != CHANNELS or not all(type(x) is Channel for x in mv):
+    def merge(mv: Any, dst: object = None) -> Any:
+        if dst is not None or len(mv) != CHANNELS or not all(_is(Channel, x) for x in mv):
             return None
         if any(x.of is not mv[0].of or x.number != number or x.table is None for number, x in enumerate(mv)):
             return None
         return HSV(mv[0].of.image, np.array([x.table for x in mv]))
 
-    def flip(src: object, flipCode: int, dst: object = None) -> object:
+    def flip(src: Any, flipCode: int, dst: object = None) -> Any:
         if dst is not None or flipCode not in (0, 1):
             return None
-        if type(src) is Mask:
+        if _is(Mask, src):
             return Mask(recorder, cv2.flip(src.plane, flipCode))
-        if type(src) is not Recorded:
+        if not _is(Recorded, src):
             return None
         src.canvas()
         return src.changed(FLIP_LEFT_RIGHT if flipCode else FLIP_UP_DOWN)
 
-    def drawContours(
-        image: object, contours: Any, contourIdx: int, color: object, *arguments: Any, **options: Any
-    ) -> object:
-        if type(image) is not Mask or not isinstance(color, tuple) or len(color) != CHANNELS or len(set(color)) != 1:
+    def drawContours(image: Any, contours: Any, contourIdx: int, color: object, *arguments: Any, **options: Any) -> Any:
+        if not _is(Mask, image) or not isinstance(color, tuple) or len(color) != CHANNELS or len(set(color)) != 1:
             return None
         cv2.drawContours(image.plane, contours, contourIdx, color[:1], *arguments, **options)
         return image
 
-    def copyTo(src: object, mask: object, dst: object = None) -> object:
-        if type(src) is not Recorded or type(dst) is not Recorded or dst.shape != src.shape:
+    def copyTo(src: Any, mask: object, dst: Any = None) -> Any:
+        if not _is(Recorded, src) or not _is(Recorded, dst) or dst.shape != src.shape:
             return None
         if not isinstance(mask, np.ndarray) or mask.dtype != np.uint8 or mask.shape != src.shape[:2]:
             return None
@@ -638,11 +631,11 @@ def _holds(values: Any) -> bool:
     return any(issubclass(type(value), StandIn) or (type(value) in (tuple, list) and _holds(value)) for value in values)
 
 
-def _recording(name: str, function: Function, noted: Function | None) -> Function:
+def _recording(name: str, function: Callable, noted: Callable | None) -> Callable:
     """Return a function of OpenCV that may be given stand-ins; ``noted`` records it, or returns None."""
 
     @functools.wraps(function, updated=())
-    def call(*arguments: object, **options: object) -> object:
+    def call(*arguments: object, **options: object) -> Any:
         if not _holds(arguments) and not (options and _holds(options.values())):
             return function(*arguments, **options)
         found = None if noted is None else noted(*arguments, **options)
@@ -651,9 +644,7 @@ def _recording(name: str, function: Function, noted: Function | None) -> Functio
     return call
 
 
-def recording_module(
-    module: types.ModuleType, changed: Mapping[str, object], other: Function | None = None
-) -> types.ModuleType:
+def recording_module(module: types.ModuleType, changed: Mapping[str, object], other: Callable | None = None) -> Any:
     """Return a module like another one in all but ``changed``; ``other(name)`` looks up what is not there."""
     made = types.ModuleType(module.__name__)
     vars(made).update(changed, __getattr__=other or functools.partial(getattr, module))
@@ -663,7 +654,7 @@ def recording_module(
 def _opencv(recorder: Recorder) -> types.ModuleType:
     noted = _cv2_functions(recorder)
 
-    def look_up(name: str) -> object:
+    def look_up(name: str) -> Any:
         value = getattr(cv2, name)
         if callable(value) and not isinstance(value, type):
             value = _recording(f"cv2.{name}", value, noted.get(name))
@@ -676,23 +667,23 @@ def _numpy(recorder: Recorder) -> types.ModuleType:
     def shape_of_image(shape: object) -> bool:
         return type(shape) is tuple and shape[2:] == (CHANNELS,) and min(shape) > 0
 
-    def full(shape: Any, fill_value: Any, dtype: Any = None, *arguments: Any, **options: Any) -> object:
+    def full(shape: Any, fill_value: object, dtype: object = None, *arguments: Any, **options: Any) -> Any:
         is_grey = type(fill_value) is int and fill_value == GREY and dtype == np.uint8
         if is_grey and not arguments and not options and shape_of_image(shape):
             return canvas(recorder, int(shape[0]), int(shape[1]))
         return np.full(shape, fill_value, dtype, *arguments, **options)
 
-    def zeros(shape: Any, *arguments: Any, **options: Any) -> object:
+    def zeros(shape: Any, *arguments: Any, **options: Any) -> Any:
         dtype = arguments[0] if len(arguments) == 1 else options.get("dtype")
         if dtype is np.uint8 and len(arguments) + len(options) == 1 and shape_of_image(shape):
             return Mask(recorder, np.zeros(shape[:2], np.uint8))
         return np.zeros(shape, *arguments, **options)
 
-    def ascontiguousarray(a: object, *arguments: Any, **options: Any) -> object:
+    def ascontiguousarray(a: Any, *arguments: Any, **options: Any) -> Any:
         if not arguments and not options:
-            if type(a) is Planes:
-                return Planes(a.of.changed(), a.reverse)
-            if type(a) is Recorded:
+            if _is(Planes, a):
+                return Planes(a.of.changed(), a.reverse) if a.of._real is None else np.ascontiguousarray(a.made())
+            if _is(Recorded, a):
                 return a
         return np.ascontiguousarray(_reals(a, "numpy.ascontiguousarray"), *arguments, **options)
 
@@ -700,8 +691,8 @@ def _numpy(recorder: Recorder) -> types.ModuleType:
 
 
 def _torch() -> types.ModuleType:
-    def from_numpy(array: object) -> object:
-        if type(array) is Planes:
+    def from_numpy(array: Any) -> Any:
+        if _is(Planes, array) and array.of._real is None:
             return array.tensor()
         return torch.from_numpy(_reals(array, "torch.from_numpy"))
 
@@ -723,15 +714,13 @@ class Copies:
 
     def __init__(self, recorder: Recorder) -> None:
         recorders = ((cv2, _opencv(recorder)), (np, _numpy(recorder)), (torch, _torch()))
-        self._modules: dict[int, tuple[types.ModuleType, types.ModuleType]] = {
-            id(module): (module, r) for module, r in recorders
-        }
+        self._modules: dict[int, tuple[Any, types.ModuleType]] = {id(module): (module, r) for module, r in recorders}
         self._made: dict[int, tuple[types.FunctionType, types.FunctionType]] = {}
-        self._names: dict[int, Names] = {}
+        self._names: dict[int, dict[str, Any]] = {}
 
-    def methods(self, cls: type) -> Names:
+    def methods(self, cls: type) -> dict[str, Any]:
         """Return copies of a class's own and inherited methods that use OpenCV, numpy or torch."""
-        found: Names = {}
+        found: dict[str, Any] = {}
         for owner in reversed(cls.__mro__):
             for name, value in vars(owner).items():
                 found.pop(name, None)
