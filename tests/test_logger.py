@@ -31,6 +31,14 @@ CASES = {
         "import os; os.environ['TORCH_FASTDET_LOG'] = 'warning'; _say.show('host'); " + WARN,
         "torch_fastdet: slow\n",
     ),
+    "disabled": (
+        "import logging; _say.show('host'); logging.disable(logging.INFO); " + WARN,
+        "torch_fastdet: slow\n",
+    ),
+    "filtered": (
+        "_say.show('host'); _say.logger.addFilter(lambda record: record.levelno > 20); " + WARN,
+        "torch_fastdet: slow\n",
+    ),
     "quiet": ("import os; os.environ['TORCH_FASTDET_LOG'] = 'quiet'; _say.show('host'); " + WARN, ""),
 }
 

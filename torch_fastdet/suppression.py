@@ -259,6 +259,10 @@ def ultralytics_non_max_suppression(
             f"{op}: prediction has shape {tuple(prediction.shape)}, but end2end wants (images, N, 6 + extra)"
         )
     check_type(op, "max_nms", max_nms, int)
+    if max_nms < 0:
+        raise ValueError(f"{op}: max_nms is {max_nms}, but 0 or more is expected")
+    if per_class not in ("offset", "exact"):
+        raise ValueError(f"{op}: per_class is {per_class!r}, but 'offset' or 'exact' is expected")
     listed, home = _stock_class_list(op, classes), prediction.device
     where = home
     if device is not None and not (filters and device == "auto"):

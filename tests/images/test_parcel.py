@@ -4,11 +4,14 @@ import gc
 import os
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from torch_fastdet.images import worker
 from torch_fastdet.images.parcel import Parcel
+from torch_fastdet.images.plan import Bytes
 
 
 class Batches(Dataset):
@@ -36,7 +39,7 @@ def test_batches_of_loader_processes(method):
         batch.mul_(0)  # the loop's own
 
 
-def test_too_many_open_files_are_one_error(monkeypatch):
+def test_too_many_open_files_are_one_error(monkeypatch, caplog):
     def full(*_):
         raise OSError(24, "Too many open files")
 
@@ -47,3 +50,7 @@ def test_too_many_open_files_are_one_error(monkeypatch):
         Parcel((8,))
     gc.collect()
     assert not unraisable
+    own = Bytes()
+    own.add(np.arange(worker.SMALL, dtype=np.uint32).view(np.uint8))
+    assert np.array_equal(worker._for_another_process(own), own.joined()), "through the pipe"
+    assert "copied through a pipe: [Errno 24] Too many open files" in caplog.text

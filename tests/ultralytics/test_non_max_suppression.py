@@ -155,6 +155,8 @@ def test_scale_boxes(device, shape, ratio_pad, padding, xywh):
         ("conf_thres is -1", lambda p: ultralytics_non_max_suppression(p, -1, end2end=True)),
         ("iou_thres is 7", lambda p: ultralytics_non_max_suppression(p, 0.25, 7, end2end=True)),
         ("per_class is 'x'", lambda p: ultralytics_non_max_suppression(p, per_class="x")),
+        ("per_class is 'x'", lambda p: ultralytics_non_max_suppression(p, per_class="x", end2end=True)),
+        ("max_nms is -1", lambda p: ultralytics_non_max_suppression(p, max_nms=-1)),
         ("rotated_rule is 'x'", lambda p: ultralytics_non_max_suppression(p, rotated=True, rotated_rule="x")),
         ("end2end wants \\(images, N, 6", lambda p: ultralytics_non_max_suppression(p[..., :5], end2end=True)),
         ("end2end wants \\(images, N, 6", lambda p: ultralytics_non_max_suppression(p[..., :3], end2end=True)),

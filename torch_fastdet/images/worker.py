@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import get_worker_info
 
+from torch_fastdet._say import warn
 from torch_fastdet.images.memory import CHANNELS, ImageMemory
 from torch_fastdet.images.on_cpu import finish, run_on_cpu
 from torch_fastdet.images.parcel import Parcel
@@ -21,11 +22,20 @@ Sent: TypeAlias = "dict | tuple"
 
 
 def _for_another_process(own: Bytes) -> object:
-    if own.size <= SMALL:
+    parcel = _parcel((own.size,)) if own.size > SMALL else None
+    if parcel is None:
         return own.joined()
-    parcel = Parcel((own.size,))
     own.joined(parcel.tensor.numpy())
     return parcel
+
+
+def _parcel(shape: tuple[int, ...]) -> Parcel | None:
+    """Return a parcel; None if the system refuses it, as a process's limits may: then the pixels go through the pipe of the process."""
+    try:
+        return Parcel(shape)
+    except OSError as error:
+        warn(f"loader_optim: batches of a loader process are copied through a pipe: {error}")
+        return None
 
 
 @dataclass
@@ -89,7 +99,7 @@ class Collate:
     def make(self, images: list[ImagePlan]) -> torch.Tensor | Parcel:
         """Return the images themselves, uint8 (n, 3, height, width); in a loader process, for the loop's process."""
         shape = (len(images), CHANNELS, images[0].height, images[0].width)
-        parcel = Parcel(shape) if get_worker_info() is not None else None
+        parcel = _parcel(shape) if get_worker_info() is not None else None
         out = torch.empty(shape, dtype=torch.uint8) if parcel is None else parcel.tensor
         run_on_cpu(pack(images, self.memory), self.memory, out)
         self.memory.take_sent()
