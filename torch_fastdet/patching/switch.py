@@ -199,8 +199,8 @@ class Active:
         #: The outcome of each target, by its id.
         self.outcomes: dict[int, Outcome] = {}
         self.told: set[str] = set()
-        # Maps name and definer to the original, and its replacement or the reason why there is none.
-        self._found: dict[tuple[str, str], tuple[object, object]] = {}
+        # Maps name and definer to the original, its replacement, or the reason why there is none.
+        self._found: dict[tuple[str, str], tuple[object, object, Obstacle | None]] = {}
         self._shared: dict[object, Stock] = {}
 
     @property
@@ -309,11 +309,18 @@ class Active:
         if stock is None:
             return
         key = target.name, definer
-        known, new = self._found.get(key, (None, None))
+        known, new, obstacle = self._found.get(key, (None, None, None))
         if known is not stock:
-            self._found[key] = stock, new = stock, self._replacement(target, stock, module)
+            obstacle = target.obstacle(module, stock)
+            new = None if obstacle is not None else self._make(target, stock, module)
+            if isinstance(new, Obstacle):
+                new, obstacle = None, new
+            self._found[key] = stock, new, obstacle
             modules = self.patches.modules()  # some may have taken it while its module was being imported
-        if self._may_replace(target, new, definer, describe(stock)):
+        self.outcomes[id(target)] = Outcome(f"{definer}.{target.name}", obstacle)
+        if obstacle is not None:
+            self._stays(target, obstacle, describe(stock))
+        elif new is not None:
             self.patches.replace_everywhere(self.name, stock, new, modules)
 
     def _look_for_method(self, target: Target, module: ModuleType) -> None:
@@ -332,21 +339,16 @@ class Active:
             missing = Obstacle(f"{where} has no {class_name if owner is None else target.name}.")
             self.is_missing(target, where, missing)
             return
-        new = self._replacement(target, stock, owner)
-        if self._may_replace(target, new, where, f"{describe(owner)}.{method}"):
+        obstacle = target.obstacle(owner, stock)
+        new = self._make(target, stock, owner) if obstacle is None else obstacle
+        self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", new if isinstance(new, Obstacle) else None)
+        if isinstance(new, Obstacle):
+            self._stays(target, new, f"{describe(owner)}.{method}")
+        elif new is not None:
             self.replace(owner, method, new, target.note, target.quiet)
 
-    def _replacement(self, target: Target, stock: object, owner: object) -> object:
-        if (obstacle := target.obstacle(owner, stock)) is not None:
-            return obstacle
+    def _make(self, target: Target, stock: object, owner: object) -> object:
         return target.drop_in if target.make is None else target.make(self, stock, owner)
-
-    def _may_replace(self, target: Target, new: object, where: str, stock: str) -> bool:
-        obstacle = new if isinstance(new, Obstacle) else None
-        self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", obstacle)
-        if obstacle is not None:
-            self._stays(target, obstacle, stock)
-        return new is not None and obstacle is None
 
     def is_missing(self, target: Target, where: str, obstacle: Obstacle, runs_now: bool = False) -> None:
         """Say that ``where`` has no such name. Where it ``runs_now``, that is an error of a switch asked for by name, whatever the target says."""

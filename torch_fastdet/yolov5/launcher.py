@@ -6,7 +6,6 @@ It runs in this process as ``python train.py`` would run it, without our flags a
 from __future__ import annotations
 
 import builtins
-import importlib.util
 import io
 import itertools
 import logging
@@ -15,7 +14,7 @@ import sys
 from dataclasses import dataclass, field
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from torch_fastdet._deferred import raised_at_the_end
 from torch_fastdet._say import say
@@ -105,18 +104,12 @@ def main(argv: list[str] | None = None) -> None:
     if not command.help:
         HOST.script = None if command.script is None else Path(command.script)
         LAUNCHER.switch_on(command.switches, import_now=False)
-    if command.script is None:
-        _check_module(str(command.module))
-    sys.argv = [str(command.script), *command.arguments]
+    code, names = _load_script(command.script) if command.script is not None else _load_module(str(command.module))
+    sys.argv = [command.script or str(names["__file__"]), *command.arguments]
     try:
         # Only rank 0 of train.py validates after the last step, and sees there what was wrong in it.
         with raised_at_the_end():
-            if command.script is not None:
-                _run_script(command.script)
-            else:
-                runpy.run_module(
-                    str(command.module), run_name="__main__", alter_sys=True
-                )  # which sets sys.argv[0], too
+            _run_as_main(code, names)
     except SystemExit as end:
         if end.code is None or (isinstance(end.code, int) and end.code == 0):
             _tell_unused(command)
@@ -154,21 +147,33 @@ def _check_script(script: str) -> None:
         LAUNCHER.fail(f"there is no script {script} in {Path.cwd()}.")
 
 
-def _run_script(script: str) -> None:
+def _load_script(script: str) -> tuple[CodeType, dict[str, object]]:
     path = str(Path(script).absolute())
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
+    return code, {"__file__": path, "__loader__": SourceFileLoader("__main__", path), "__cached__": None}
+
+
+class _NoModule(Exception):
+    pass
+
+
+def _load_module(name: str) -> tuple[CodeType, dict[str, object]]:
+    try:  # as Python's own -m, and pdb's
+        _, spec, code = vars(runpy)["_get_module_details"](name, _NoModule)
+    except _NoModule:
+        LAUNCHER.fail(f"there is no module {name} to run.")
+    return code, {
+        "__file__": spec.origin,
+        "__loader__": spec.loader,
+        "__package__": spec.parent,
+        "__spec__": spec,
+        "__cached__": spec.cached,
+    }
+
+
+def _run_as_main(code: CodeType, names: dict[str, object]) -> None:
     # It stays __main__ to the end of the process: worker processes, pickles and exit handlers look there.
     sys.modules["__main__"] = module = ModuleType("__main__")
-    loader = SourceFileLoader("__main__", path)
-    vars(module).update(__file__=path, __loader__=loader, __cached__=None, __builtins__=builtins)
+    vars(module).update(names, __builtins__=builtins)
     exec(code, vars(module))
-
-
-def _check_module(name: str) -> None:
-    try:
-        found = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # of a package that it is in
-        found = None
-    if found is None:
-        LAUNCHER.fail(f"there is no module {name} to run.")
