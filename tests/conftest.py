@@ -1,9 +1,7 @@
 """What every test shares: the device fixture, and a fixed seed."""
 
-import logging
 import os
 import re
-import sys
 from collections.abc import Collection, Iterable
 from typing import Any
 from unittest import mock
@@ -33,18 +31,6 @@ def spread_over_gpus() -> None:
 spread_over_gpus()
 # Tests look at what is replaced, line by line.
 os.environ.setdefault(_say.LEVEL, "debug")
-
-
-class Shown(logging.Handler):
-    """Prints lines as they are printed where nobody has configured logging, as pytest has. So caplog has them, too."""
-
-    def emit(self, record):
-        if record.levelno >= _say._chosen_level():
-            print(f"torch_fastdet: {record.getMessage()}", file=sys.stderr)
-
-
-_say.logger.addHandler(Shown())
-_say.logger.setLevel(logging.DEBUG)
 
 
 def cuda_missing() -> str | None:
@@ -246,11 +232,14 @@ def _environment():
 
 @pytest.fixture(autouse=True)
 def _lines_on_stderr():
-    for of_other_tests in (_say.counts, _say.fallbacks, _say._showing):
-        of_other_tests.clear()
-    _say.show("tests")
-    yield
-    _say.hide("tests")
+    """Lines of the package are shown as after ``patch()``: pytest's own handlers are not a user's."""
+    with pytest.MonkeyPatch.context() as patch:  # apart from the tests' own, which they may undo
+        patch.setattr(_say, "is_configured", lambda: False)
+        for of_other_tests in (_say.counts, _say.fallbacks, _say._showing):
+            of_other_tests.clear()
+        _say.show("tests")
+        yield
+        _say.hide("tests")
 
 
 @pytest.fixture(autouse=True)

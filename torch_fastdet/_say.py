@@ -1,7 +1,7 @@
-"""Prints the lines of the package on stderr, once a launcher or ``patch()`` shows them.
+"""Prints the lines of the package: records of ``torch_fastdet.logger``, which launchers and ``patch()`` show on stderr.
 
 The variable ``TORCH_FASTDET_LOG`` chooses which: ``debug`` (each replaced name, too), ``info`` (the default), ``warning`` (only what does
-not apply or falls back), ``error``, or ``quiet``. A user who configures logging gets records of ``torch_fastdet.logger`` instead.
+not apply or falls back), ``error``, or ``quiet``. A user who configures logging gets the records instead.
 """
 
 from __future__ import annotations
@@ -20,6 +20,16 @@ from typing import Any, TypeVar, cast
 F = TypeVar("F", bound=Callable[..., Any])
 
 logger = logging.getLogger("torch_fastdet")
+
+
+class _Lines(logging.Handler):
+    """Write ``torch_fastdet: <message>`` to whatever ``sys.stderr`` is now."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if sys.stderr is not None and not is_configured():
+            # A closed terminal or file must not end a training.
+            with contextlib.suppress(OSError, ValueError):
+                print(f"torch_fastdet: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
 #: Counts what each switch did since ``patch()``, by its name and what it did.
@@ -74,7 +84,9 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}"
 
 
+_lines = _Lines()
 _showing: set[object] = set()
+_level = logging.NOTSET  # the logger's own level, before show()
 LEVEL = "TORCH_FASTDET_LOG"
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")}
 LEVELS["quiet"] = logging.CRITICAL
@@ -88,22 +100,35 @@ def _chosen_level() -> int:
 
 
 def is_configured() -> bool:
-    """Return whether the user has configured logging: the root logger or torch_fastdet's has a handler."""
-    return bool(logging.getLogger().handlers or logger.handlers)
+    """Return whether the user has configured logging: the root logger or torch_fastdet's has a handler that is not from here."""
+    return bool(logging.getLogger().handlers) or any(handler is not _lines for handler in logger.handlers)
 
 
 def show(owner: object) -> None:
     """Show lines on stderr until ``hide(owner)``, unless the user configures logging, before or later."""
-    _chosen_level()  # which may be an error
+    global _level
+    level = _chosen_level()
+    if not _showing and not is_configured():
+        _level = logger.level
+        logger.addHandler(_lines)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(level)
     _showing.add(owner)
 
 
 def hide(owner: object) -> None:
-    """Show no lines, and forget what was counted, where no other owner needs it."""
+    """Leave logging as :func:`show` found it, and forget what was counted, where no other owner needs it."""
     _showing.discard(owner)
     if not _showing:
         counts.clear()
         fallbacks.clear()
+        _remove()
+
+
+def _remove() -> None:
+    if _lines in logger.handlers:
+        logger.removeHandler(_lines)
+        logger.setLevel(_level)
 
 
 def rank() -> str:
@@ -114,15 +139,12 @@ def rank() -> str:
 
 def say(line: str, level: int = logging.INFO, every_rank: bool = False) -> None:
     """Log one line; in a distributed run on rank 0 alone, unless ``every_rank``."""
-    if not every_rank and rank() not in ("", "0"):
-        return
-    # Names of files that are not UTF-8 have characters that a handler could not write.
-    line = line.encode(errors="backslashreplace").decode()
-    if is_configured() or not _showing:
+    if every_rank or rank() in ("", "0"):
+        # Names of files that are not UTF-8 have characters that a handler could not write.
+        line = line.encode(errors="backslashreplace").decode()
+        if is_configured():
+            _remove()  # before the record goes on to the user's handlers, whose level decides
         logger.log(level, line)
-    elif level >= (logger.level or _chosen_level()) and sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):  # a closed terminal or file must not end a training
-            print(f"torch_fastdet: {line}", file=sys.stderr, flush=True)
 
 
 def warn(line: str, every_rank: bool = False) -> None:

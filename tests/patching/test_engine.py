@@ -366,6 +366,7 @@ def test_one_line_says_what_is_on(loaded, host, capsys, monkeypatch):
     for name in ("a", "b"):
         host.switches[name] = Switch(name, "", (), evidence=(Asks("a GPU", lambda _: "there is no GPU."),))
     _say._showing.clear()
+    _say._remove()  # of other tests in this process
     host.patch({})
     said = capsys.readouterr().err
     assert said.count("\n") == 1

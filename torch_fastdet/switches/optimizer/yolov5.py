@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from torch_fastdet import optim
-from torch_fastdet._say import say
+from torch_fastdet._say import logger
 from torch_fastdet._torch.private import NORM_LAYERS
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.optim import SGD, Adam, AdamW
@@ -57,7 +57,7 @@ def smart_optimizer(
         groups["bias" if leaf == "bias" else "norm" if normalises else "rest"]["params"].append(parameter)
     optimizer = OPTIMIZERS[name](list(groups.values()), lr, momentum)
     counts = ", ".join(f"{len(group['params'])} {title}" for title, group in groups.items())
-    say(f"{type(optimizer).__name__}, lr {lr:g}, parameters by group: {counts} (decay {decay:g})")
+    logger.info("%s, lr %g, parameters by group: %s (decay %g)", type(optimizer).__name__, lr, counts, decay)
     return optimizer
 
 
