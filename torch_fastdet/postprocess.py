@@ -62,7 +62,8 @@ class _PostProcess(nn.Module):
 
     def _take(self, *options: Any) -> None:
         # The operator's own errors, now.
-        nothing, limits, rest = torch.empty(0, 0, 6, device="cpu"), options[:6], options[6:]
+        nothing, flags = torch.empty(0, 0, 6, device="cpu"), map(bool, options[3:5])
+        limits, rest = (*options[:3], *flags, options[5]), options[6:]
         nms.non_max_suppression_padded(*(nothing, *limits, 0, None, None, *rest))
         # TorchScript wants attributes of plain types.
         self.conf_thres, self.iou_thres, self.max_wh = float(options[0]), float(options[1]), float(options[8])

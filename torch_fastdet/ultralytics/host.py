@@ -125,7 +125,9 @@ class Ultralytics(Host):
                 self._patch_tuner(module, programs)
 
     def _patch_tuner(self, tuner: Any, programs: trials.Subprocess) -> None:
-        if not isinstance(tuner.plot_tune_results, trials.Plots):
+        if not hasattr(tuner, "plot_tune_results"):
+            warn("YOLO.tune() of this version draws its plots between two trials")
+        elif not isinstance(tuner.plot_tune_results, trials.Plots):
             programs.plots = trials.Plots(tuner.plot_tune_results)
             self.patches.replace("programs", tuner, "plot_tune_results", programs.plots, quietly=True)
             ahead = trials.with_programs_ahead(tuner.Tuner.__call__, programs)

@@ -124,6 +124,7 @@ def updating(active: Active, stock: Function, known: type) -> Function:
         core = held.core
         moved = held.outside or held.ids is not self._ids or core.frame != self.frame_id
         if moved and not take_over(self, held):
+            active.tell(f"{active.name}: the original update runs: a track is not finite.")
             return own(self, results, img, *args, **kwargs)
         looks: dict[str, Any] = {}
         seen: dict[int, Track] = {}
