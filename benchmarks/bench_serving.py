@@ -57,18 +57,17 @@ def measure(report: harness.Report) -> None:
         began = time.perf_counter()
         took = play(answers, images, IMAGES)
         rate = round(len(took) / (time.perf_counter() - began))
-        case = f"{THREADS} threads, yolov8s, half, images of 640x480 in memory"
         p99 = round(sorted(took)[int(0.99 * len(took))], 3)
-        report.add(case, variant, "call", took, p99_us=p99, images_per_s=rate)
+        report.add(f"{THREADS} threads", variant, "call", took, p99_us=p99, images_per_s=rate)
 
-    add("stock, a model for each thread", [own() for _ in range(THREADS)])
+    add("stock, a model each", [own() for _ in range(THREADS)])
     try:
         drop_in.patch()
-        add(f"{harness.OURS}, a model for each thread", [own() for _ in range(THREADS)])
+        add(f"{harness.OURS}, a model each", [own() for _ in range(THREADS)])
         yolo = model(report.device, images[:BATCH])
         with Batcher(lambda batch: yolo.predict(batch, **chosen), max_batch=BATCH) as batcher:
             shared = [lambda image: batcher.submit(image).result()] * THREADS
-            add(f"{harness.OURS}, one model through a Batcher", shared)
+            add(f"{harness.OURS}, one Batcher", shared)
     finally:
         drop_in.unpatch()
     report.write()
