@@ -58,7 +58,7 @@ class Batcher:
         #: Tells the thread to end, once: in close(), or when nobody has the Batcher any more.
         self._end = weakref.finalize(self, self._line.close)
 
-    def submit(self, image: Any) -> Future[Any]:
+    def submit(self, image: object) -> Future[Any]:
         """Return a future of the image's result. An error of ``predict`` for this image is raised by ``future.result()``.
 
         Args:
@@ -88,12 +88,12 @@ class _Line:
     """Hold what callers have submitted. The thread that predicts sleeps until enough have come, and not for each of them."""
 
     def __init__(self) -> None:
-        self.waiting: deque[tuple[Any, Future[Any], float]] = deque()
+        self.waiting: deque[tuple[object, Future[Any], float]] = deque()
         self.changed = threading.Condition()
         self.enough = 1
         self.closed = False
 
-    def join(self, image: Any, future: Future[Any]) -> None:
+    def join(self, image: object, future: Future[Any]) -> None:
         with self.changed:
             if self.closed:
                 raise RuntimeError("Batcher: submit() was called after close()")
@@ -111,7 +111,7 @@ class _Line:
         left = None if end is None else max(end - time.monotonic(), 0)
         return self.changed.wait_for(lambda: len(self.waiting) >= enough or self.closed, left)
 
-    def take(self, most: int, enough: int, free: float, max_wait: float) -> list[tuple[Any, Future[Any]]]:
+    def take(self, most: int, enough: int, free: float, max_wait: float) -> list[tuple[object, Future[Any]]]:
         """Return at most ``most`` images, in order; an empty list at the end.
 
         Wait for ``enough`` of them until the first has waited for ``max_wait`` seconds since it came, and since ``free``.
@@ -136,7 +136,7 @@ def _run(predict: Callable[[list[Any]], Any], max_batch: int, max_wait: float, l
         free = time.monotonic()
 
 
-def _answers(predict: Callable[[list[Any]], Any], batch: list[tuple[Any, Future[Any]]]) -> list[Callable[[], None]]:
+def _answers(predict: Callable[[list[Any]], Any], batch: list[tuple[object, Future[Any]]]) -> list[Callable[[], None]]:
     """Return what sets each future. If the batch fails, its images are tried one by one, so that only the cause of an error gets it."""
     try:
         results = list(predict([image for image, _ in batch])) if batch else []

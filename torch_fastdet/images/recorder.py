@@ -64,7 +64,7 @@ class Recorder:
         height, width = self.memory.shape(index)
         return Recorded(self, whole(Source(int(index), height, width)))
 
-    def of_pixels(self, pixels: np.ndarray) -> Any:
+    def of_pixels(self, pixels: np.ndarray) -> object:
         """Return an image of pixels that nobody writes to; the same array where it is not uint8 (height, width, 3)."""
         if pixels.dtype != np.uint8 or pixels.shape[2:] != (CHANNELS,):
             return pixels
@@ -153,20 +153,20 @@ class StandIn(np.lib.mixins.NDArrayOperatorsMixin):
         real = self.real("what reads pixels")
         return real.astype(dtype) if dtype is not None and dtype != real.dtype else real.copy() if copy else real
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *arrays: Any, **options: Any) -> Any:
+    def __array_ufunc__(self, ufunc: Any, method: str, *arrays: Any, **options: Any) -> object:
         what = f"numpy.{ufunc.__name__}"
         return getattr(ufunc, method)(*_reals(arrays, what), **_reals(options, what))
 
-    def __array_function__(self, function: Callable, kinds: object, arguments: object, options: object) -> Any:
+    def __array_function__(self, function: Callable, kinds: object, arguments: tuple, options: object) -> object:
         what = f"numpy.{function.__name__}"
         return function(*_reals(arguments, what), **_reals(options, what))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__") and name not in ("__array_interface__", "__array_struct__"):
             raise AttributeError(name)
         return getattr(self.real(f"numpy.ndarray.{name}"), name)
 
-    def __getitem__(self, key: object) -> Any:
+    def __getitem__(self, key: object) -> object:
         return self.real("a part of an image that is no rectangle")[_reals(key, "an index")]
 
     def __setitem__(self, key: object, value: object) -> None:
@@ -248,7 +248,7 @@ class Recorded(StandIn):
             self._real = pixels
         return self._real
 
-    def copy(self, order: str = "C") -> Any:
+    def copy(self, order: str = "C") -> object:
         return self._real.copy() if self._real is not None else self.changed()
 
     def changed(self, flags: int = 0) -> Recorded:
@@ -294,7 +294,7 @@ class Recorded(StandIn):
         x0, x1, x_step = columns.indices(image.width)
         return (x0, y0, max(x1 - x0, 0), max(y1 - y0, 0)) if y_step == x_step == 1 else None
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Any) -> object:
         if self._real is not None:
             return self._real[_reals(key, "an index")]
         if self._is_mask(key):
@@ -349,21 +349,21 @@ class Recorded(StandIn):
             layer.mask = np.ascontiguousarray(mask).view(np.uint8)
         return True
 
-    def transpose(self, *axes: Any) -> Any:
+    def transpose(self, *axes: Any) -> object:
         if self._real is not None:
             return self._real.transpose(*axes)
         if axes in (((2, 0, 1),), (2, 0, 1)):
             return Planes(self, reverse=False)
         return self.real("numpy.ndarray.transpose").transpose(*axes)
 
-    def __mul__(self, factor: object) -> Any:
+    def __mul__(self, factor: object) -> object:
         if self._real is None and isinstance(factor, float):
             return Weighted((self.changed(), float(factor)))
         return super().__mul__(factor)
 
     __rmul__ = __mul__
 
-    def __array_function__(self, function: Callable, kinds: object, arguments: Any, options: object) -> Any:
+    def __array_function__(self, function: Callable, kinds: object, arguments: tuple, options: object) -> object:
         flags = _FLIPS.get(function)
         if flags and self._real is None and len(arguments) == 1 and not options:
             return self._view(self.changed(flags))
@@ -402,7 +402,7 @@ class Planes(StandIn):
         planes = self.of.real("planes of an image").transpose(2, 0, 1)
         return planes[::-1] if self.reverse else planes
 
-    def __getitem__(self, key: object) -> Any:
+    def __getitem__(self, key: object) -> object:
         if self._real is None and isinstance(key, slice) and key == slice(None, None, -1):
             return Planes(self.of, not self.reverse)
         return super().__getitem__(key)
@@ -423,7 +423,7 @@ class Mask(StandIn):
     def made(self) -> np.ndarray:
         return np.repeat(self.plane[..., None], CHANNELS, 2)
 
-    def astype(self, dtype: Any) -> Any:
+    def astype(self, dtype: Any) -> object:
         return self._real.astype(dtype) if self._real is not None else Mask(self.recorder, self.plane.astype(dtype))
 
 
@@ -454,13 +454,13 @@ class Weighted(StandIn):
         made = [image.made() * factor for image, factor in self.parts]
         return made[0] if len(made) == 1 else made[0] + made[1]
 
-    def __add__(self, other: Any) -> Any:
+    def __add__(self, other: Any) -> object:
         alike = self._real is None and _is(Weighted, other) and other.shape == self.shape
         if alike and len(self.parts) == len(other.parts) == 1 and other.parts[0][1] == 1 - self.parts[0][1]:
             return Weighted(*self.parts, *other.parts)
         return super().__add__(other)
 
-    def astype(self, dtype: Any, **options: Any) -> Any:
+    def astype(self, dtype: Any, **options: Any) -> object:
         if self._real is not None or options or np.dtype(dtype) != _UINT8 or len(self.parts) == 1:
             return self.real("numpy.ndarray.astype").astype(dtype, **options)
         height, width, _ = self.shape
@@ -517,7 +517,7 @@ def _is_grey(value: object) -> bool:
 def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
     """Return the functions of OpenCV that are recorded, by name. Each returns None for a call that a plan cannot say."""
 
-    def resize(src: Any, dsize: Any, dst: object = None, *arguments: Any, **options: Any) -> Any:
+    def resize(src: Any, dsize: Any, dst: object = None, *arguments: Any, **options: Any) -> object:
         if _is(Recorded, src) and dst is None:
             return recorder.of_pixels(cv2.resize(src.made(), dsize, None, *arguments, **options))
         return None
@@ -531,7 +531,7 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
         borderType: int,
         dst: object = None,
         value: object = None,
-    ) -> Any:
+    ) -> object:
         if not _is(Recorded, src) or borderType != cv2.BORDER_CONSTANT or dst is not None or not _is_grey(value):
             return None
         if min(top, bottom, left, right) < 0:
@@ -550,7 +550,7 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
         flags: int = cv2.INTER_LINEAR,
         borderMode: int = cv2.BORDER_CONSTANT,
         borderValue: object = 0,
-    ) -> Any:
+    ) -> object:
         if not _is(Recorded, src) or dst is not None or not _is_grey(borderValue):
             return None
         if flags != cv2.INTER_LINEAR or borderMode != cv2.BORDER_CONSTANT:
@@ -563,7 +563,7 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
         width, height = map(int, dsize)
         return Recorded(recorder, ImagePlan(height, width, [layer]))
 
-    def cvtColor(src: Any, code: int, dst: Any = None, dstCn: int = 0) -> Any:
+    def cvtColor(src: Any, code: int, dst: Any = None, dstCn: int = 0) -> object:
         if code == cv2.COLOR_BGR2HSV and dst is None and _is(Recorded, src):
             return HSV(src.changed())
         if code != cv2.COLOR_HSV2BGR or not _is(HSV, src) or src.tables is None:
@@ -576,10 +576,10 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
         dst.image = src.bgr()
         return dst
 
-    def split(m: Any) -> Any:
+    def split(m: Any) -> object:
         return tuple(Channel(m, number) for number in range(CHANNELS)) if _is(HSV, m) and m.tables is None else None
 
-    def LUT(src: Any, lut: object, dst: object = None) -> Any:
+    def LUT(src: Any, lut: object, dst: object = None) -> object:
         if dst is not None or not isinstance(lut, np.ndarray) or lut.dtype != np.uint8:
             return None
         if _is(Channel, src) and src.table is None and lut.shape == (256,):
@@ -588,14 +588,14 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
             return HSV(src.image, np.ascontiguousarray(lut[0].T))
         return None
 
-    def merge(mv: Any, dst: object = None) -> Any:
+    def merge(mv: Any, dst: object = None) -> object:
         if dst is not None or len(mv) != CHANNELS or not all(_is(Channel, x) for x in mv):
             return None
         if any(x.of is not mv[0].of or x.number != number or x.table is None for number, x in enumerate(mv)):
             return None
         return HSV(mv[0].of.image, np.array([x.table for x in mv]))
 
-    def flip(src: Any, flipCode: int, dst: object = None) -> Any:
+    def flip(src: Any, flipCode: int, dst: object = None) -> object:
         if dst is not None or flipCode not in (0, 1):
             return None
         if _is(Mask, src):
@@ -605,13 +605,15 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
         src.canvas()
         return src.changed(FLIP_LEFT_RIGHT if flipCode else FLIP_UP_DOWN)
 
-    def drawContours(image: Any, contours: Any, contourIdx: int, color: object, *arguments: Any, **options: Any) -> Any:
+    def drawContours(
+        image: Any, contours: Any, contourIdx: int, color: object, *arguments: Any, **options: Any
+    ) -> object:
         if not _is(Mask, image) or not isinstance(color, tuple) or len(color) != CHANNELS or len(set(color)) != 1:
             return None
         cv2.drawContours(image.plane, contours, contourIdx, color[:1], *arguments, **options)
         return image
 
-    def copyTo(src: Any, mask: object, dst: Any = None) -> Any:
+    def copyTo(src: Any, mask: object, dst: Any = None) -> object:
         if not _is(Recorded, src) or not _is(Recorded, dst) or dst.shape != src.shape:
             return None
         if not isinstance(mask, np.ndarray) or mask.dtype != np.uint8 or mask.shape != src.shape[:2]:
@@ -635,7 +637,7 @@ def _recording(name: str, function: Callable, noted: Callable | None) -> Callabl
     """Return a function of OpenCV that may be given stand-ins; ``noted`` records it, or returns None."""
 
     @functools.wraps(function, updated=())
-    def call(*arguments: object, **options: object) -> Any:
+    def call(*arguments: object, **options: object) -> object:
         if not _holds(arguments) and not (options and _holds(options.values())):
             return function(*arguments, **options)
         found = None if noted is None else noted(*arguments, **options)
@@ -654,7 +656,7 @@ def recording_module(module: types.ModuleType, changed: Mapping[str, object], ot
 def _opencv(recorder: Recorder) -> types.ModuleType:
     noted = _cv2_functions(recorder)
 
-    def look_up(name: str) -> Any:
+    def look_up(name: str) -> object:
         value = getattr(cv2, name)
         if callable(value) and not isinstance(value, type):
             value = _recording(f"cv2.{name}", value, noted.get(name))
@@ -667,19 +669,19 @@ def _numpy(recorder: Recorder) -> types.ModuleType:
     def shape_of_image(shape: object) -> bool:
         return type(shape) is tuple and shape[2:] == (CHANNELS,) and min(shape) > 0
 
-    def full(shape: Any, fill_value: object, dtype: object = None, *arguments: Any, **options: Any) -> Any:
+    def full(shape: Any, fill_value: Any, dtype: Any = None, *arguments: Any, **options: Any) -> object:
         is_grey = type(fill_value) is int and fill_value == GREY and dtype == np.uint8
         if is_grey and not arguments and not options and shape_of_image(shape):
             return canvas(recorder, int(shape[0]), int(shape[1]))
         return np.full(shape, fill_value, dtype, *arguments, **options)
 
-    def zeros(shape: Any, *arguments: Any, **options: Any) -> Any:
+    def zeros(shape: Any, *arguments: Any, **options: Any) -> object:
         dtype = arguments[0] if len(arguments) == 1 else options.get("dtype")
         if dtype is np.uint8 and len(arguments) + len(options) == 1 and shape_of_image(shape):
             return Mask(recorder, np.zeros(shape[:2], np.uint8))
         return np.zeros(shape, *arguments, **options)
 
-    def ascontiguousarray(a: Any, *arguments: Any, **options: Any) -> Any:
+    def ascontiguousarray(a: Any, *arguments: Any, **options: Any) -> object:
         if not arguments and not options:
             if _is(Planes, a):
                 return Planes(a.of.changed(), a.reverse) if a.of._real is None else np.ascontiguousarray(a.made())
@@ -691,7 +693,7 @@ def _numpy(recorder: Recorder) -> types.ModuleType:
 
 
 def _torch() -> types.ModuleType:
-    def from_numpy(array: Any) -> Any:
+    def from_numpy(array: Any) -> object:
         if _is(Planes, array) and array.of._real is None:
             return array.tensor()
         return torch.from_numpy(_reals(array, "torch.from_numpy"))
@@ -714,13 +716,13 @@ class Copies:
 
     def __init__(self, recorder: Recorder) -> None:
         recorders = ((cv2, _opencv(recorder)), (np, _numpy(recorder)), (torch, _torch()))
-        self._modules: dict[int, tuple[Any, types.ModuleType]] = {id(module): (module, r) for module, r in recorders}
+        self._modules: dict[int, tuple[object, types.ModuleType]] = {id(module): (module, r) for module, r in recorders}
         self._made: dict[int, tuple[types.FunctionType, types.FunctionType]] = {}
         self._names: dict[int, dict[str, Any]] = {}
 
-    def methods(self, cls: type) -> dict[str, Any]:
+    def methods(self, cls: type) -> dict[str, object]:
         """Return copies of a class's own and inherited methods that use OpenCV, numpy or torch."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         for owner in reversed(cls.__mro__):
             for name, value in vars(owner).items():
                 found.pop(name, None)
