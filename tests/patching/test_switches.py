@@ -63,7 +63,7 @@ def test_a_switch_reads_no_attribute_of_other_modules(monkeypatch, case):
     for full, module in (*made.items(), ("lazy", others[0]), ("silent", others[1])):
         monkeypatch.setitem(sys.modules, full, module)
     monkeypatch.setattr(Target, "obstacle", lambda *_: None)
-    monkeypatch.setattr(Active, "_replacement", lambda *_: object())
+    monkeypatch.setattr(Active, "_make", lambda *_: object())
     patches = Patches((), (), lambda module: None)
     active = Active(switch, patches)
     try:
