@@ -102,9 +102,8 @@ SETTINGS = {
 }
 
 
-@functools.cache
 def usual_lines(drop_in):
-    try:
+    try:  # at each call: what other tests have imported is patched, too
         return sorted(drop_in.patch())
     finally:
         drop_in.unpatch()
