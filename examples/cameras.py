@@ -38,26 +38,28 @@ def frames(path: str | None, seed: int) -> Iterator[np.ndarray]:
     return itertools.cycle(known)
 
 
-def play(answers: list[Answer], paths: list[str], count: int) -> tuple[float, np.ndarray]:
-    """Let each camera ask for ``count`` frames; return frames a second, and how long each answer took in milliseconds."""
+def cameras(paths: list[str], count: int) -> list[Iterator[np.ndarray]]:
+    """Return the frames of so many cameras, which play the files one after another."""
+    return [frames(paths[i % len(paths)] if paths else None, i) for i in range(count)]
+
+
+def play(answers: list[Answer], images: list[Iterator[np.ndarray]], count: int) -> tuple[float, np.ndarray]:
+    """Let each camera ask for ``count`` of its images; return images a second, and how long each answer took in milliseconds."""
     took = np.zeros((len(answers), count))
     start = threading.Barrier(len(answers) + 1)
     failed: list[BaseException] = []
 
-    def camera(number: int, answer: Answer, images: Iterator[np.ndarray]) -> None:
+    def camera(number: int, answer: Answer, own: Iterator[np.ndarray]) -> None:
         start.wait()
         try:
             for i in range(count):
                 began = time.perf_counter()
-                answer(next(images))
+                answer(next(own))
                 took[number, i] = time.perf_counter() - began
         except BaseException as error:
             failed.append(error)
 
-    threads = [
-        threading.Thread(target=camera, args=(i, answer, frames(paths[i % len(paths)] if paths else None, i)))
-        for i, answer in enumerate(answers)
-    ]
+    threads = [threading.Thread(target=camera, args=each) for each in zip(itertools.count(), answers, images)]
     for thread in threads:
         thread.start()
     start.wait()
@@ -99,8 +101,8 @@ def main(argv: list[str] | None = None) -> None:
             ("a model each", [own_model() for _ in range(opt.cameras)]),
             ("one Batcher", [lambda image: batcher.submit(image).result()] * opt.cameras),
         ):
-            play(answers, opt.paths, min(opt.frames, 20))  # graphs are captured
-            rate, took = play(answers, opt.paths, opt.frames)
+            play(answers, cameras(opt.paths, opt.cameras), min(opt.frames, 20))  # graphs are captured
+            rate, took = play(answers, cameras(opt.paths, opt.cameras), opt.frames)
             print(f"{name:20} {rate:10.0f} {np.percentile(took, 50):8.1f} {np.percentile(took, 99):8.1f}", flush=True)
 
 

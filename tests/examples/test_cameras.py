@@ -33,6 +33,6 @@ def test_a_camera_that_fails_is_an_error(tmp_path):
         raise ValueError(f"no answer to {image.shape}")
 
     with pytest.raises(ValueError, match=r"no answer to \(480, 640, 3\)"):
-        cameras.play([answer] * 2, [], 2)
+        cameras.play([answer] * 2, cameras.cameras([], 2), 2)
     with pytest.raises(SystemExit, match="has no frames that OpenCV reads"):
-        cameras.play([answer], [str(tmp_path / "none.avi")], 1)
+        cameras.play([answer], cameras.cameras([str(tmp_path / "none.avi")], 1), 1)
