@@ -91,6 +91,7 @@ SHOWN = {
     ),
     "gpu-pictures": ("YOLO(yolov8n).predict, one 1080p picture in memory",),
     "gpu-rtdetr": tuple(f"rtdetr-l as a predictor runs it, half, batch {batch}" for batch in (16, 1)),
+    "gpu-rtdetr_training": ("rtdetr-l, batch 4", "rtdetr-x, batch 16", "rtdetr-resnet50, batch 16"),
     "gpu-training_truth_small": ("mAP50-95", "val obj loss"),
     "gpu-summary": ("yolov5s, batch 16, loop", "yolov5s, batch 64, loop", "suppression, batch 32, conf .25"),
     "cpu-summary": ("yolov5n, batch 16, train.py at 128", "validation, batch 32 of 128x128, CPU fp32"),
