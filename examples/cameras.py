@@ -12,7 +12,7 @@ import copy
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cv2
@@ -43,7 +43,7 @@ def cameras(paths: list[str], count: int) -> list[Iterator[np.ndarray]]:
     return [frames(paths[i % len(paths)] if paths else None, i) for i in range(count)]
 
 
-def play(answers: list[Answer], images: list[Iterator[np.ndarray]], count: int) -> tuple[float, np.ndarray]:
+def play(answers: list[Answer], images: Sequence[Iterator[np.ndarray]], count: int) -> tuple[float, np.ndarray]:
     """Let each camera ask for ``count`` of its images; return images a second, and how long each answer took in milliseconds."""
     took = np.zeros((len(answers), count))
     start = threading.Barrier(len(answers) + 1)
