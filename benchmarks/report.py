@@ -47,8 +47,8 @@ COCO = 118_287  # images
 EPOCH = -(-COCO // 64)
 # The first eight of these that were measured. `make bench` measures most of them.
 HEADLINES = [
-    Headline("train.py of YOLOv5: an epoch of 118,287 images (COCO's size), yolov5s", "dataset", COCO_CASE, times=EPOCH),
-    Headline("train.py of YOLOv5: an epoch of 118,287 images (COCO's size), yolov5s", "h100:dataset", COCO_CASE, times=EPOCH),
+    Headline("train.py of YOLOv5, yolov5s, batch 64: an epoch of 118,287 images (COCO's size)", "dataset", COCO_CASE, times=EPOCH),
+    Headline("train.py of YOLOv5, yolov5s, batch 64: an epoch of 118,287 images (COCO's size)", "h100:dataset", COCO_CASE, times=EPOCH),
     Headline("Ultralytics' trainer: an iteration of yolov8s, batch 16", "ultralytics", "yolov8s, batch 16"),
     Headline("Ultralytics' trainer: an iteration of yolo26s, batch 16", "ultralytics", "yolo26s, batch 16"),
     Headline("Ultralytics' trainer: an iteration of rtdetr-l, batch 16", "ultralytics", "rtdetr-l, batch 16"),
@@ -317,6 +317,10 @@ def _time(microseconds: float) -> str:
     return f"{microseconds / 1e3:.2f} ms" if microseconds >= 1000 else f"{microseconds:.1f} us"
 
 
+def _ratio(ratio: float) -> str:
+    return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.1f}x"
+
+
 def _span(row: dict) -> str:
     """A row's spread; the unit once where both ends have the same."""
     low, high = _time(row["low_us"]), _time(row["high_us"])
@@ -432,8 +436,8 @@ def comparison_table(rows: list[dict]) -> str:
     for case, found in cases.items():
         both = [found.get(ours) for ours in (False, True)]
         cells = [names[case], *(NOT_MEASURED if row is None else _with_span(row) for row in both)]
-        ratio = (
-            len(found) == 2 and f"{found[False]['median_us'] / found[True]['median_us']:.1f}x{_marks(found.values())}"
+        ratio = len(found) == 2 and _ratio(found[False]["median_us"] / found[True]["median_us"]) + _marks(
+            found.values()
         )
         cells.append(ratio or NOT_MEASURED)
         cells += [_number("{:,.0f}", row["peak_mib"] if row else None) for row in both] if peaks else []
@@ -444,7 +448,7 @@ def comparison_table(rows: list[dict]) -> str:
 def _ours(row: dict, alternative: float) -> tuple[str, str]:
     """Returns a row of torch_fastdet as (what and how long, how many times as fast as the alternative)."""
     name, time = row["variant"].removeprefix(OURS).lstrip(" ,"), _with_span(row)
-    return f"{name}: {time}" if name else time, f"{alternative / row['median_us']:.1f}x"
+    return f"{name}: {time}" if name else time, _ratio(alternative / row["median_us"])
 
 
 def _beside_the_best(rows: list[dict]) -> Iterable[tuple[str, dict, list[dict]]]:
@@ -486,7 +490,7 @@ def operators_table(benchmarks: dict[str, list[dict]]) -> str:
             ratio = best["median_us"] / ours["median_us"]
             other = EDGE.sub(r"\_", best["variant"])
             cells = f"{case} ({name})" if name else case, f"{_time(best['median_us'])} ({other})"
-            found.append((ratio, *cells, _time(ours["median_us"]), f"{ratio:.1f}x{_marks([best, ours])}"))
+            found.append((ratio, *cells, _time(ours["median_us"]), _ratio(ratio) + _marks([best, ours])))
         body += [[family, *max(found)[1:]], ["", *min(found)[1:]]]
     return table(["operators", "case", "fastest alternative", OURS, "faster"], body)
 
@@ -513,7 +517,7 @@ def headline_table(rows: list[dict]) -> str:
     for row in rows:
         single = [" (n = 1)" * (of_it.get("n") == 1) for of_it in row["from"]]
         before, ours = _time(row["before"]) + single[0], f"**{_time(row['ours'])}**{single[1]}"
-        ratio = f"{row['before'] / row['ours']:.1f}x{row['marks']}"
+        ratio = _ratio(row["before"] / row["ours"]) + row["marks"]
         body.append([row["title"], _gpu(row["from"][0]), before, ours, ratio])
     text = table(["", "GPU", "before", f"with {OURS}", "faster"], body)
     return measured(text, {"": [of_it for row in rows for of_it in row["from"]]})
@@ -546,7 +550,7 @@ def plot_headlines(rows: list[dict], path: Path, about: str) -> bool:
         axes.barh([i + offset for i in range(len(rows))], shares, 0.38, color=color, label=label)
         for i, (row, share) in enumerate(zip(rows, shares)):
             marks = row["marks"].replace(APART, "*")
-            faster = f" ({row['before'] / row['ours']:.1f}x{marks})" if key == "ours" else ""
+            faster = f" ({_ratio(row['before'] / row['ours'])}{marks})" if key == "ours" else ""
             axes.text(share, i + offset, f" {_time(row[key])}{faster}", va="center", fontsize=10)
     titles = [textwrap.fill(f"{row['title']} ({_gpu(row['from'][0])})", 44) for row in rows]
     axes.set_yticks(range(len(rows)), titles, fontsize=10)
@@ -584,7 +588,7 @@ def floor_table(rows: list[dict]) -> str:
             [case, variant.removeprefix(OURS).strip(" ,") or OURS, f"{moved:,g} MB", _time(floor),
              _time(row["median_us"]), f"{100 * floor / row['median_us']:.0f}%", str(row["launches"])]
         )  # fmt: skip
-    return table(["case", "variant", "moves", "floor", "graph", "floor / graph", "launches"], body)
+    return table(["case", "variant", "moves", "memory floor", "graph", "floor / graph", "launches"], body)
 
 
 def largest_batch(peaks: tuple[float, float], card: int) -> int:
@@ -738,7 +742,7 @@ def folder_list() -> str:
 
 
 def section(name: str) -> str:
-    """What a marker stands for: all-rows, gpu-headlines, gpu-memory, gpu-truths, <gpu|h100|cpu>-summary, -operators, -<benchmark>, -<benchmark>-floor, or a file of a folder."""
+    """What a marker stands for: all-rows, gpu-headlines, gpu-memory, gpu-rates, gpu-truths, <gpu|h100|cpu>-summary, -operators, -<benchmark>, -<benchmark>-floor, or a file of a folder."""
     if name == "all-rows":
         return folder_list()
     kind, _, what = name.partition("-")
@@ -748,6 +752,9 @@ def section(name: str) -> str:
 
         rows = of_any_gpu(what)
         return measured(small_table(rows), {what: rows}, "The largest batch, and its speed,")
+    if what == "rates" and (folder := newest(kind, "roofline.md")):
+        rates = (folder / "roofline.md").read_text().partition("\n")[0]
+        return f"{rates} [All cases](benchmarks/results/{folder.name}/roofline.md)\n"
     if folder := newest(kind, f"{what}.md"):  # roofline, training_truth, machine
         lines = (folder / f"{what}.md").read_text().splitlines(keepends=True)
         if shown:
