@@ -1,28 +1,30 @@
 """What cards of 8 to 24 GB train at with the frameworks' own trainers: the largest batch and its speed, stock and with ``patch()``. GPU only.
 
-    python -m benchmarks.small_cards [--models yolov8s rtdetr-l yolov5s] [--cards 8 12 16] [--seconds 600] [--out FOLDER]
+    python -m benchmarks.small_cards [--models yolov8s rtdetr-l yolov5s] [--cards 8 12 16] [--seconds 240] [--out FOLDER]
 
-A batch of ``BATCHES`` fits if two epochs of it train and one batch is validated, and Ultralytics did not halve it. PyTorch's allocator gets
-what the card leaves (benchmarks/report.py: APART_MIB less, for CUDA, its libraries and a desktop), and what asks for the card's memory
-hears of that card, as the default budget of kept images does: so searches run side by side. ``beside_mib`` of a row is what CUDA took beside the
-allocator, which APART_MIB must cover. Images a second are those of the largest batch, behind its first 16 batches, with the GPU and the host to itself.
+A batch of ``BATCHES`` is the largest if it trains and validates, and the next one runs out of memory (or Ultralytics halves it). PyTorch's
+allocator gets what the card leaves (benchmarks/report.py: APART_MIB less, for CUDA, its libraries and a desktop), and what asks for the
+card's memory hears of that card, as the default budget of kept images does. A process for each model and variant tries batches beside the
+others, where memory alone is looked at. Before the epochs that are timed, all wait, and each has the GPU and the host to itself in turn.
+``beside_mib`` of a row is what the process held beside the allocator, which APART_MIB must cover.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import gc
 import json
 import math
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from benchmarks.harness import OURS, ROOT, WORK, add_place, at_least, environment
@@ -31,27 +33,53 @@ from benchmarks.report import APART_MIB, as_json, results_folder, table
 MODELS = ("yolov8s", "yolov8n", "yolo26s", "rtdetr-l", "yolov8m", "yolo11s", "yolov5s")
 CARDS = (8, 10, 12, 16, 24)
 BATCHES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+PROBED = (8, 16)  # a straight line through their peaks says where to search
 #: Batches of an epoch, and epochs.
-SEARCHED, MEASURED = (4, 1), (8, 3)
-WARM = 2  # epochs: images are kept behind the 16th batch
+SEARCHED, MEASURED = (4, 1), (12, 3)
+TIMED = 2  # the epoch: images are kept behind the 16th batch
+#: Images to validate for each of a batch. The frameworks validate twice as many at a time, and the second time captures a graph.
+VALIDATED = 4
 CLASSES = 80
 MIB = 2**20
-SIDE_BY_SIDE = 8
 
 
 class Enough(Exception):
     """End a training, from one of its callbacks."""
 
 
+class Turn:
+    """Let this process measure alone. The parent gives turns when every process asks."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.asked, self.given = folder / f"{name}.asked", folder / f"{name}.given"
+        self.leave()
+
+    def take(self) -> None:
+        self.asked.touch()
+        while not self.given.exists():
+            time.sleep(0.02)
+        for _ in range(15):  # loader processes of those that wait fill their queues
+            if psutil.cpu_percent(0.2) < 5:
+                return
+
+    def leave(self) -> None:
+        self.asked.unlink(missing_ok=True)
+        self.given.unlink(missing_ok=True)
+
+
 class Clock:
     """Take the time of iterations, and end a training when it has shown what is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, epochs: int, turn: Turn) -> None:
+        self.epochs, self.turn = epochs, turn
         self.ends: list[list[float]] = []
 
     def begin(self, trainer: Any = None) -> None:
         if getattr(trainer, "_oom_retries", 0):
             raise Enough  # the trainer goes on with half of the batch
+        if len(self.ends) == TIMED - 1:
+            torch.cuda.synchronize()
+            self.turn.take()
         self.ends.append([])
 
     def note(self, *_: object) -> None:
@@ -59,93 +87,66 @@ class Clock:
 
     def end(self, *_: object, **__: object) -> None:
         torch.cuda.synchronize()
+        if len(self.ends) == self.epochs:
+            self.turn.leave()
+
+    def last(self, *_: object, **__: object) -> None:
+        if len(self.ends) == self.epochs:
+            raise Enough
 
     def seconds(self) -> float:
-        """Return the mean time of an iteration, without the first of each epoch."""
-        spans = [(ends[-1] - ends[0]) / (len(ends) - 1) for ends in self.ends[WARM:]]
-        return sum(spans) / len(spans)
-
-
-def make_images(folder: Path) -> Path:
-    """Draw the images once; a data set is a list of them."""
-    from torch_fastdet.ultralytics.benchmark import draw_pictures
-
-    if not (folder / "data.yaml").exists():
-        draw_pictures(folder, MEASURED[0] * max(BATCHES))
-    return folder
+        """Return the mean time of an iteration of the timed epoch, without its first."""
+        ends = self.ends[TIMED]
+        return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
 def data_set(images: Path, folder: Path, batch: int, length: int) -> Path:
-    """Write a data set of an epoch's images, and of one batch to validate."""
-    files = sorted((images / "images").glob("*.jpg"))
-    place = folder / f"data{batch}-{length}"
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "train.txt").write_text("\n".join(map(str, files[: length * batch])))
-    (place / "val.txt").write_text("\n".join(map(str, files[: 2 * batch])))
+    """Write a data set of an epoch's images. Its label caches are this process's own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in ("images", "labels"):
+        if not (folder / part).exists():
+            (folder / part).symlink_to(images / part)
+    files = sorted((folder / "images").glob("*.jpg"))
+    for split, count in (("train", length), ("val", VALIDATED)):
+        (folder / f"{split}.txt").write_text("\n".join(map(str, files[: count * batch])))
     names = "".join(f"  {number}: c{number}\n" for number in range(CLASSES))
-    (place / "data.yaml").write_text(f"path: {place}\ntrain: train.txt\nval: val.txt\nnames:\n{names}")
-    return place / "data.yaml"
+    (folder / "data.yaml").write_text(f"path: {folder}\ntrain: train.txt\nval: val.txt\nnames:\n{names}")
+    return folder / "data.yaml"
 
 
-def train_ultralytics(model: str, batch: int, data: Path, folder: Path, epochs: int, clock: Clock) -> bool:
+def train_ultralytics(model: str, batch: int, data: Path, clock: Clock) -> bool:
     import ultralytics
-
-    def last(trainer: Any) -> None:
-        clock.end()
-        if trainer.epoch + 1 == epochs:
-            raise Enough
 
     network = (ultralytics.RTDETR if model.startswith("rtdetr") else ultralytics.YOLO)(f"{model}.yaml")
     network.add_callback("on_train_epoch_start", clock.begin)
     network.add_callback("on_train_batch_end", clock.note)
     network.add_callback("on_train_epoch_end", clock.end)
-    network.add_callback("on_fit_epoch_end", last)
+    network.add_callback("on_fit_epoch_end", clock.last)
     with contextlib.suppress(Enough):
         network.train(
-            data=data, batch=batch, epochs=epochs, imgsz=640, device=0, workers=8, cache="ram", plots=False, val=False,
-            save=False, optimizer="SGD", project=folder, name="run", exist_ok=True, verbose=False,
+            data=data, batch=batch, epochs=clock.epochs, imgsz=640, device=0, workers=8, cache="ram", plots=False, val=False,
+            save=False, close_mosaic=0, optimizer="SGD", project=data.parent, name="run", exist_ok=True, verbose=False,
         )  # fmt: skip
     return not network.trainer._oom_retries  # type: ignore[attr-defined]
 
 
-def train_yolov5(model: str, batch: int, data: Path, folder: Path, epochs: int, clock: Clock) -> bool:
+def train_yolov5(model: str, batch: int, data: Path, clock: Clock) -> bool:
     from yolov5 import train
     from yolov5.utils.callbacks import Callbacks
 
-    def last(_: object, epoch: int, *__: object) -> None:
-        if epoch + 1 == epochs:
-            raise Enough
-
     options = train.parse_opt(True)
     vars(options).update(
-        weights="", cfg=f"{model}.yaml", data=str(data), epochs=epochs, batch_size=batch, imgsz=640, device="0", workers=8,
-        cache="ram", nosave=True, noplots=True, project=folder, name="run", exist_ok=True,
+        weights="", cfg=f"{model}.yaml", data=str(data), epochs=clock.epochs, batch_size=batch, imgsz=640, device="0", workers=8,
+        cache="ram", nosave=True, noplots=True, project=data.parent, name="run", exist_ok=True,
     )  # fmt: skip
     callbacks = Callbacks()
     callbacks.register_action("on_train_epoch_start", callback=clock.begin)
     callbacks.register_action("on_train_batch_end", callback=clock.note)
     callbacks.register_action("on_train_epoch_end", callback=clock.end)
-    callbacks.register_action("on_fit_epoch_end", callback=last)
+    callbacks.register_action("on_fit_epoch_end", callback=clock.last)
     with contextlib.suppress(Enough):
         train.main(options, callbacks)
     return True
-
-
-def trains(model: str, batch: int, images: Path, folder: Path, length: int, epochs: int) -> Clock | None:
-    """Return the clock of a training, or None if the batch does not fit."""
-    from torch_fastdet.memory import is_out_of_memory
-
-    gc.collect()  # models hold themselves by cycles
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    data, clock = data_set(images, folder, batch, length), Clock()
-    train = train_yolov5 if model.startswith("yolov5") else train_ultralytics
-    try:
-        return clock if train(model, batch, data, folder, epochs, clock) else None
-    except RuntimeError as error:
-        if is_out_of_memory(error):
-            return None
-        raise
 
 
 class Card:
@@ -153,20 +154,32 @@ class Card:
 
     def __init__(self) -> None:
         torch.zeros(1, device="cuda")
-        self.about, self._free = torch.cuda.get_device_properties(0), torch.cuda.mem_get_info
+        self.about = torch.cuda.get_device_properties(0)
 
     def pretend(self, size: int) -> None:
-        apart = APART_MIB * MIB
-        torch.cuda.set_per_process_memory_fraction((size - apart) / self.about.total_memory)
+        """Give trainings from now on what a card of that size has. What an earlier one left is not theirs."""
+        gc.collect()  # models hold themselves by cycles
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self.left = torch.cuda.memory_allocated()
+        most = size - APART_MIB * MIB + self.left
+        torch.cuda.set_per_process_memory_fraction(most / self.about.total_memory)
         # Whoever asks hears of the small card: the budget of kept images, and Ultralytics before it empties the allocator's cache.
-        torch.cuda.mem_get_info = lambda device=None: (size - apart - torch.cuda.memory_reserved(), size)
+        torch.cuda.mem_get_info = lambda device=None: (most - torch.cuda.memory_reserved(), size)
         torch.cuda.get_device_properties = lambda device=None: Properties(self.about, size)  # type: ignore[assignment, return-value]
 
-    def beside(self) -> float:
-        """Return what the whole GPU holds beside this process's allocator, in MiB."""
-        torch.cuda.synchronize()
-        free, total = self._free()
-        return (total - free - torch.cuda.memory_reserved()) / MIB
+    def peak(self) -> float:
+        return torch.cuda.max_memory_allocated() - self.left
+
+    @staticmethod
+    def beside() -> dict[str, float]:
+        """Return what this process holds beside its allocator, if the driver names processes."""
+        command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+        said = []
+        with contextlib.suppress(OSError):
+            said = subprocess.run(command, capture_output=True, text=True).stdout.replace(",", "").split()
+        held = dict(zip(said[::2], said[1::2])).get(str(os.getpid()), "")
+        return {"beside_mib": int(held) - torch.cuda.memory_reserved() / MIB} if held.isdecimal() else {}
 
 
 class Properties:
@@ -177,81 +190,60 @@ class Properties:
         return getattr(self._real, name)
 
 
-@contextlib.contextmanager
-def turn(folder: Path, alone: bool) -> Iterator[None]:
-    """Search beside others, or measure alone."""
-    with open(folder / "turn", "a") as file, open(folder / "queue", "a") as queue:
-        fcntl.flock(queue, fcntl.LOCK_EX)  # who waits for the others keeps new ones out
-        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(queue, fcntl.LOCK_UN)
-        yield
+def line(peaks: dict[int, float]) -> Callable[[int], float]:
+    """Return what a batch needs, by a straight line through the largest two peaks, or through one and zero."""
+    (first, low), (last, high) = sorted([(0, 0.0), *peaks.items()])[-2:]
+    return lambda batch: high + (batch - last) * (high - low) / (last - first)
 
 
-def search(fits: Callable[[int], bool], known: int, guess: Callable[[], float]) -> int:
-    """Return the largest of BATCHES that fits, 0 if none does. ``known`` fits; ``guess`` says where to try next."""
-    low, high = [0, *BATCHES].index(known), len(BATCHES)
-    while low < high:
-        near = sum(batch <= guess() for batch in BATCHES)
-        middle = min(max(near if near > low else low + 1, low + 1), high)
-        low, high = (middle, high) if fits(BATCHES[middle - 1]) else (low, middle - 1)
-    return [0, *BATCHES][low]
-
-
-def work(model: str, variant: str, cards: list[int], folder: Path, context: float, deadline: float) -> None:
+def work(model: str, variant: str, cards: list[int], folder: Path, deadline: float) -> None:
     """Find and measure the batches of one model and variant; each row is a line on stdout."""
-    shared, place = folder, folder / f"{model}-{variant.partition(' ')[0]}"
+    name = f"{model}-{variant}"
+    turn, card = Turn(folder, name), Card()
     family = "yolov5" if model.startswith("yolov5") else "ultralytics"
-    card = Card()
     if variant == OURS:
         __import__(f"torch_fastdet.{family}", fromlist=["patch"]).patch()
-    peaks: dict[int, float] = {}
-    batch = 0
+    from torch_fastdet.memory import is_out_of_memory
 
-    def fits(batch: int) -> bool:
+    train = train_yolov5 if family == "yolov5" else train_ultralytics
+    while not (folder / "images/data.yaml").exists():
+        time.sleep(0.1)
+
+    def trains(size: int, batch: int, length: int, epochs: int) -> Clock | None:
+        """Return the clock of a training, or None if the batch does not fit."""
         if time.time() > deadline:
             raise TimeoutError
-        with turn(shared, alone=False):
-            clock = trains(model, batch, shared / "images", place, *SEARCHED)
-        peaks[batch] = torch.cuda.max_memory_allocated() if clock else math.inf
-        print(
-            f"  {model}, {variant}, {size} GB, batch {batch}: {'fits' if clock else 'no'}", file=sys.stderr, flush=True
-        )
-        return clock is not None
+        began, fits, clock = time.time(), False, Clock(epochs, turn)
+        card.pretend(size << 30)
+        try:
+            fits = train(model, batch, data_set(folder / "images", folder / name, batch, length), clock)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            turn.leave()
+            how = f"{time.time() - began:.1f} s, peak {card.peak() / MIB:.0f} MiB, {card.left / MIB:.0f} left before"
+            print(f"  {size} GB, batch {batch}: {'fits' if fits else 'no'}, {how}", file=sys.stderr, flush=True)
+        return clock if fits else None
 
-    def guess() -> float:
-        """Return the batch that a straight line through the peaks so far ends at."""
-        known = sorted((batch, peak) for batch, peak in peaks.items() if peak < math.inf)
-        if len(known) < 2:
-            return (8, 16)[len(known)]
-        (first, low), (last, high) = known[-2:]
-        each = (high - low) / (last - first)
-        return last + ((size << 30) - APART_MIB * MIB - high) / each * 0.97
-
-    def measure(row: dict[str, Any]) -> None:
-        while row["batch"]:
-            if time.time() > deadline:
-                raise TimeoutError
-            before = card.beside()
-            if clock := trains(model, row["batch"], shared / "images", place, *MEASURED):
+    peaks = {batch: card.peak() for batch in PROBED if trains(cards[-1], batch, *SEARCHED)}
+    need = line(peaks or {PROBED[0]: math.inf})
+    index = 0
+    for size in cards:
+        most = 0.97 * ((size << 30) - APART_MIB * MIB)
+        index = max(index, sum(need(batch) <= most for batch in BATCHES))
+        while index < len(BATCHES) and trains(size, BATCHES[index], *SEARCHED):
+            index += 1
+        row: dict[str, Any] = {"model": model, "variant": variant, "card": size, "batch": 0}
+        while index:  # a longer training may hold more
+            if clock := trains(size, BATCHES[index - 1], *MEASURED):
+                row["batch"] = BATCHES[index - 1]
                 row["images_per_s"] = row["batch"] / clock.seconds()
                 row["peak_mib"] = torch.cuda.max_memory_reserved() / MIB
-                row["beside_mib"] = context + card.beside() - before
-                return
-            row["batch"] = [0, *BATCHES][BATCHES.index(row["batch"])]  # a longer training holds more
-
-    rows: list[dict[str, Any]] = []
-    try:
-        for size in cards:
-            card.pretend(size << 30)
-            batch = search(fits, batch, guess)
-            rows.append({"model": model, "variant": variant, "card": size, "batch": batch})
-        with turn(shared, alone=True):
-            for row in rows:
-                card.pretend(row["card"] << 30)
-                measure(row)
-    finally:
-        for row in rows:
-            print(json.dumps(row), flush=True)
+                row |= card.beside()
+                break
+            index -= 1
+        print(json.dumps(row), flush=True)
 
 
 def small_table(rows: list[dict[str, Any]]) -> str:
@@ -272,45 +264,54 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--cards", type=int, nargs="+", default=CARDS)
     parser.add_argument("--seconds", type=at_least(1), default=3600, help="after which nothing new begins")
-    parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=3, help=argparse.SUPPRESS)
     add_place(
         parser, "--out", "folder of small_cards.json and small_cards.md (default: benchmarks/results/<machine>-<date>)"
     )
     options = parser.parse_args()
+    folder = WORK / "small_cards"
     if options.work:
-        model, variant, *numbers = options.work
+        model, variant, deadline = options.work
+        del sys.argv[1:]  # train.py of YOLOv5 reads them
         with contextlib.suppress(TimeoutError):
-            work(model, variant, sorted(options.cards), WORK / "small_cards", *map(float, numbers))
+            work(model, variant, sorted(options.cards), folder, float(deadline))
         return
     if options.device == "cpu" or not torch.cuda.is_available():
         print("nothing to do: memory is limited on a GPU only")
         return
     from examples.yolov5_env import environment as yolov5_environment
+    from torch_fastdet.ultralytics.benchmark import draw_pictures
 
-    deadline, folder, context = time.time() + options.seconds, WORK / "small_cards", Card().beside()
+    deadline = time.time() + options.seconds
     folder.mkdir(parents=True, exist_ok=True)
-    make_images(folder / "images")
     env = yolov5_environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore", "YOLO_OFFLINE": "true"}
-    waiting = [(model, variant) for model in options.models for variant in ("stock", OURS)]
-    running: list[subprocess.Popen] = []
-    logs: list[Path] = []
-    while waiting or running:
-        while waiting and len(running) < SIDE_BY_SIDE and time.time() < deadline:
-            model, variant = waiting.pop(0)
-            logs.append(folder / f"{model}-{variant}.log")
+    running: dict[str, subprocess.Popen] = {}
+    for model in options.models:
+        for variant in ("stock", OURS):
+            name = f"{model}-{variant}"
             command = [sys.executable, "-m", "benchmarks.small_cards", "--cards", *map(str, options.cards)]
-            command += ["--work", model, variant, str(context), str(deadline)]
-            with open(logs[-1], "w") as log, open(logs[-1].with_suffix(".err"), "w") as errors:
-                running.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=errors))
+            command += ["--work", model, variant, str(deadline)]
+            with open(folder / f"{name}.log", "w") as log, open(folder / f"{name}.err", "w") as errors:
+                running[name] = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=errors)
+    logs = [folder / f"{name}.log" for name in running]
+    if not (folder / "images/data.yaml").exists():  # the processes wait for it
+        draw_pictures(folder / "images", MEASURED[0] * max(BATCHES))
+    turns: list[Path] = []
+    while running:
         if time.time() > deadline + 8:
-            for process in running:
+            for process in running.values():
                 process.kill()
-        running = [process for process in running if process.poll() is None]
-        if time.time() > deadline:
-            waiting.clear()
-        time.sleep(0.2)
+        running = {name: process for name, process in running.items() if process.poll() is None}
+        asking = [path for name in running if (path := folder / f"{name}.asked").exists()]
+        if not any((folder / f"{name}.given").exists() for name in running):
+            if not turns and len(asking) == len(running):
+                turns = asking
+            turns = [path for path in turns if path in asking]
+            if turns:
+                (path := turns.pop(0)).rename(path.with_suffix(".given"))
+        time.sleep(0.02)
     about = environment(torch.device("cuda"))
-    rows = [json.loads(line) | about for log in logs for line in log.read_text().splitlines() if line[:1] == "{"]
+    rows = [json.loads(line) | about for log in logs for line in log.read_text().splitlines() if line[:8] == '{"model"']
     out = options.out or results_folder(about)
     out.mkdir(parents=True, exist_ok=True)
     (out / "small_cards.json").write_text(as_json(rows))
