@@ -35,7 +35,7 @@ UNLIKE = re.compile(r"\d+ JPEGs of|a file's index")
 class Headline(NamedTuple):
     """A row of README's table and plot: a case of a benchmark, and the two variants that it compares."""
 
-    title: str
+    title: str  # {torch} is the PyTorch of the variant before
     benchmark: str  # "h100:" before it takes it from another machine, if it was measured there
     case: str
     ours: str = OURS
@@ -56,7 +56,7 @@ HEADLINES = [
              "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command"),
     Headline("YOLO(\"yolov8n\").predict of one image in memory", "pictures",
              "YOLO(yolov8n).predict, one 1080p picture in memory"),
-    Headline("your own loop: a step of yolov5s, batch 16 (before: torch.compile)", "step", "yolov5s, batch 16, loop",
+    Headline("your own loop: a step of yolov5s, batch 16 (before: torch.compile of PyTorch {torch})", "step", "yolov5s, batch 16, loop",
              "torch_fastdet TrainStep", "stock, tuned, torch.compile, reduce-overhead"),
 ]  # fmt: skip
 # What docs/results*.md show of a section, in this order; the folders' tables.md have every row.
@@ -507,7 +507,8 @@ def headlines() -> list[dict]:
         if before is not None and ours is not None:
             times = {name: headline.times * row["median_us"] for name, row in (("before", before), ("ours", ours))}
             marks = _marks([before, ours]) + COMPUTED * (headline.times > 1)
-            found.append({"title": headline.title, **times, "marks": marks, "from": [before, ours]})
+            title = headline.title.format(torch=before["torch"].partition("+")[0])
+            found.append({"title": title, **times, "marks": marks, "from": [before, ours]})
     return found[:8]
 
 
