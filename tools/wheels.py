@@ -26,7 +26,7 @@ from urllib.parse import quote
 from tools import check_wheel, cuda12
 
 ROOT = Path(__file__).resolve().parents[1]
-PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13")
+PYTHONS = ("python3.10", "python3.11", "python3.12", "python3.13", "python3.14")
 TORCHES = ("2.10.0", "2.11.0", "2.12.0", "2.13.0", "2.14.1", "2.15.0")
 TOOLS = ("setuptools>=77", "wheel", "pybind11>=2.13", "ninja", "numpy")
 TRIAL = """
