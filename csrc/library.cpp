@@ -129,7 +129,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "Tensor? iou=None) -> Tensor");
   m.def(
       "confusion_matrix_(Tensor(a!) matrix, Tensor detections, Tensor labels, Tensor? counts=None, float conf=0.25, "
-      "float iou_thres=0.45, str rule=\"best\") -> ()");
+      "float iou_thres=0.45, str rule=\"best\", Tensor? iou=None) -> ()");
 
   // YOLOv5's loss. cls_gain is not called cls: torch.compile passes keywords to a class method, which has its own cls.
   m.def(

@@ -140,9 +140,16 @@ def _by_image(a: Any) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
+def _overlaps(a: Any) -> np.ndarray | None:
+    """Overlaps other than those of boxes, of a single image."""
+    assert a.iou is None or a.detections.shape[:-2].numel() == 1
+    return None if a.iou is None else a.iou.float().numpy()
+
+
 def _confusion(a: Any) -> list[Tensor]:
-    for detections, labels in _by_image(a):
-        metrics.confusion(a.matrix.numpy(), detections, labels, a.conf, a.iou_thres, a.rule)
+    images, overlaps = _by_image(a), _overlaps(a)
+    for detections, labels in images:
+        metrics.confusion(a.matrix.numpy(), detections, labels, a.conf, a.iou_thres, a.rule, overlaps)
     return [a.matrix]
 
 
@@ -293,9 +300,7 @@ def _ultralytics_postprocess(a: Any) -> list[Tensor]:
 
 
 def _matches(a: Any) -> list[Tensor]:
-    images = _by_image(a)
-    assert a.iou is None or len(images) == 1
-    overlaps = None if a.iou is None else a.iou.float().numpy()
+    images, overlaps = _by_image(a), _overlaps(a)
     wanted = torch.zeros_like(a.found[0])
     for correct, (detections, labels) in zip(wanted.view(len(images), *wanted.shape[-2:]), images):
         found = metrics.match(detections, labels, a.iouv, a.rule, overlaps)

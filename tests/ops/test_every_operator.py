@@ -28,7 +28,7 @@ from tests.ops import (
 from tests.ops.capture import capture
 from tests.ops.nms_samples import clustered, rotated
 from tests.ops.test_masks import problem as masks_problem
-from tests.ops.test_metrics import IOUV
+from tests.ops.test_metrics import IOUV, image
 from tests.ops.test_metrics import batch as detected
 from tests.ops.test_nms import ANCHORS, STRIDES, as_ultralytics, split_heads, ultralytics_heads, yolov5_heads
 from tests.ops.test_v8_loss import flat, make_joined, settings_on
@@ -174,6 +174,9 @@ CALLS: dict[str, Callable[[], tuple[Any, tuple, dict[str, Any], tuple[int, ...]]
     "crop_mask_": lambda: (ops.crop_mask_, (torch.randn(9, 8, 12), boxes(9) / 8), {}, ()),
     "match_detections": lambda: (ops.match_detections, detected("cpu")[:2], {"iouv": IOUV, "counts": detected("cpu")[2]}, ()),
     "confusion_matrix_": lambda: (ops.confusion_matrix_, (torch.zeros(4, 4, dtype=torch.int64), *detected("cpu")[:3]), {}, ()),
+    "confusion_matrix_, overlaps": lambda: (
+        ops.confusion_matrix_, (torch.zeros(4, 4, dtype=torch.int64), *image(9, 4, 0)), {"rule": "greedy", "iou": torch.rand(4, 9)}, (),
+    ),
     "yolov5_decode": lambda: (ops.yolov5_decode, (yolov5_heads(2, 4), ANCHORS, STRIDES), {}, (0, 1, 2)),
     "non_max_suppression_padded": lambda: (
         ops.non_max_suppression_padded,

@@ -56,8 +56,9 @@ def test_match_is_the_definition(device, n, m, rule):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("n, m", SIZES)
-def test_match_by_other_overlaps_is_the_definition(device, n, m, rule):
+def test_other_overlaps_give_the_definition(device, n, m, rule):
     """Such as those of masks, in images of a batch; overlaps of equal value among them."""
+    matrix, counted = torch.zeros(4, 4, dtype=torch.int64, device=device), np.zeros((4, 4), dtype=np.int64)
     generator = torch.Generator().manual_seed(n + m)
     counts, labels, rows, overlaps = torch.tensor([n, n // 2]), [], [], []
     for number, count in enumerate(counts.tolist()):
@@ -67,6 +68,8 @@ def test_match_by_other_overlaps_is_the_definition(device, n, m, rule):
         alone = [t.to(device) for t in (detections[:count], truth, IOUV)]
         found = ops.match_detections(*alone, rule=rule, iou=iou[:, :count].to(device))
         assert np.array_equal(found.cpu().numpy(), wanted)
+        reference.confusion(counted, detections[:count], truth, 0.25, 0.45, rule, iou[:, :count].numpy())
+        ops.confusion_matrix_(matrix, *alone[:2], rule=rule, iou=iou[:, :count].to(device))
         rows.append((detections, wanted))
         labels.append(torch.cat([torch.full((m, 1), float(number)), truth], 1))
         overlaps.append(iou)
@@ -74,14 +77,20 @@ def test_match_by_other_overlaps_is_the_definition(device, n, m, rule):
     found = ops.match_detections(*(t.to(device) for t in batch), rule=rule, iou=torch.cat(overlaps).to(device))
     for mine, (_, wanted), count in zip(found.cpu(), rows, counts.tolist()):
         assert np.array_equal(mine[:count].numpy(), wanted) and not mine[count:].any()
+    assert np.array_equal(matrix.cpu().numpy(), counted)
+    detections, labels, _, counts = (t.to(device) for t in batch)
+    ops.confusion_matrix_(matrix, detections, labels, counts, rule=rule, iou=torch.cat(overlaps).to(device))
+    assert np.array_equal(matrix.cpu().numpy(), 2 * counted)
 
 
 def test_other_overlaps_have_a_value_for_each_pair(device):
     detections, labels = (t.to(device) for t in image(4, 2, 0))
-    with pytest.raises(
-        RuntimeError, match=r"iou has shape \[4, 2\], but a row for each of 2 labels and a column for each of 4"
-    ):
-        ops.match_detections(detections, labels, IOUV.to(device), iou=torch.rand(4, 2, device=device))
+    matrix, iou = torch.zeros(4, 4, dtype=torch.int64, device=device), torch.rand(4, 2, device=device)
+    wrong = r"iou has shape \[4, 2\], but a row for each of 2 labels and a column for each of 4"
+    with pytest.raises(RuntimeError, match="match_detections: " + wrong):
+        ops.match_detections(detections, labels, IOUV.to(device), iou=iou)
+    with pytest.raises(RuntimeError, match="confusion_matrix_: " + wrong):
+        ops.confusion_matrix_(matrix, detections, labels, iou=iou)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -100,7 +109,7 @@ def test_confusion_is_the_definition(device, n, m, rule):
 def test_sanitizer_small(device, rule):
     for n, m in SIZES:
         test_match_is_the_definition(device, n, m, rule)
-        test_match_by_other_overlaps_is_the_definition(device, n, m, rule)
+        test_other_overlaps_give_the_definition(device, n, m, rule)
         test_confusion_is_the_definition(device, n, m, rule)
 
 

@@ -38,11 +38,20 @@ def match(detections: Tensor, labels: Tensor, iouv: Tensor, rule: str, iou: np.n
     return correct
 
 
-def confusion(matrix: np.ndarray, detections: Tensor, labels: Tensor, conf: float, iou_thres: float, rule: str) -> None:
-    """One image, added to ``matrix``."""
+def confusion(
+    matrix: np.ndarray,
+    detections: Tensor,
+    labels: Tensor,
+    conf: float,
+    iou_thres: float,
+    rule: str,
+    iou: np.ndarray | None = None,
+) -> None:
+    """One image, added to ``matrix``; perhaps other overlaps (m, n)."""
     background = len(matrix) - 1
-    detections = detections[detections[:, 4] > conf]
-    iou = ious(labels, detections)
+    above = detections[:, 4] > conf
+    detections = detections[above]
+    iou = ious(labels, detections) if iou is None else iou[:, above.numpy()]
     owner: dict[int, int] = {}
     for d in range(len(detections)):
         free = [m for m in range(len(labels)) if rule == "best" or m not in owner]

@@ -54,11 +54,13 @@ def confusion_matrix_(
     conf: float = 0.25,
     iou_thres: float = 0.45,
     rule: str = "best",
+    iou: Tensor | None = None,
 ) -> None:
     """Add the matches of detections and labels to a confusion matrix, as ``ConfusionMatrix.process_batch`` does.
 
     Detections above ``conf`` and labels match by IoU only, whatever their classes, where it is above ``iou_thres``. A whole batch takes one
-    launch, without a host sync. The other arguments and the errors are those of :func:`match_detections`.
+    launch, without a host sync. The other arguments, such as other overlaps (``iou``), and the errors are those of
+    :func:`match_detections`.
 
     Args:
         matrix: (nc + 1, nc + 1), int64, contiguous, changed in place: counts by [predicted, true]; the last row and column
@@ -71,4 +73,4 @@ def confusion_matrix_(
 
     Behaviour: ``ConfusionMatrix`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
     """
-    torch.ops.torch_fastdet.confusion_matrix_(matrix, detections, labels, counts, conf, iou_thres, rule)
+    torch.ops.torch_fastdet.confusion_matrix_(matrix, detections, labels, counts, conf, iou_thres, rule, iou)

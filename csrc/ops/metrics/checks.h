@@ -15,7 +15,8 @@ inline core::MatchRule parse_match_rule(std::string_view rule, const char* op) {
 }
 
 inline void check_match_input(const at::Tensor& detections, const at::Tensor& labels,
-                              const std::optional<at::Tensor>& counts, const char* op) {
+                              const std::optional<at::Tensor>& counts, const std::optional<at::Tensor>& iou,
+                              const char* op) {
   check_strided(detections, op, "detections");
   check_strided(labels, op, "labels");
   check_float(detections, op, "detections");
@@ -29,6 +30,14 @@ inline void check_match_input(const at::Tensor& detections, const at::Tensor& la
   TORCH_SYM_CHECK(labels.sym_size(1).sym_eq(batched ? 6 : 5), op, ": labels has shape ", labels.sym_sizes(),
                   batched ? ", but 6 columns (image, class, x1, y1, x2, y2) are expected"
                           : ", but 5 columns (class, x1, y1, x2, y2) are expected");
+  if (iou) {
+    check_operand(detections, "detections", *iou, op, "iou");
+    TORCH_CHECK(iou->dim() == 2, op, ": iou has shape ", iou->sym_sizes(), ", but two dimensions are expected");
+    TORCH_SYM_CHECK(
+        iou->sym_size(0).sym_eq(labels.sym_size(0)).sym_and(iou->sym_size(1).sym_eq(detections.sym_size(-2))), op,
+        ": iou has shape ", iou->sym_sizes(), ", but a row for each of ", labels.sym_size(0),
+        " labels and a column for each of ", detections.sym_size(-2), " detections are expected");
+  }
   if (!counts) return;
   TORCH_CHECK(batched, op, ": counts came with detections of shape ", detections.sym_sizes(),
               ", but they need detections of shape (images, n, 6 or more)");
@@ -42,20 +51,15 @@ inline void check_match_input(const at::Tensor& detections, const at::Tensor& la
 inline void check_match_detections(const at::Tensor& detections, const at::Tensor& labels, const at::Tensor& iouv,
                                    const std::optional<at::Tensor>& counts, const std::optional<at::Tensor>& iou,
                                    const char* op) {
-  check_match_input(detections, labels, counts, op);
+  check_match_input(detections, labels, counts, iou, op);
   check_operand(detections, "detections", iouv, op, "iouv");
   TORCH_CHECK(iouv.dim() == 1, op, ": iouv has shape ", iouv.sym_sizes(), ", but one dimension is expected");
-  if (!iou) return;
-  check_operand(detections, "detections", *iou, op, "iou");
-  TORCH_CHECK(iou->dim() == 2, op, ": iou has shape ", iou->sym_sizes(), ", but two dimensions are expected");
-  TORCH_SYM_CHECK(iou->sym_size(0).sym_eq(labels.sym_size(0)).sym_and(iou->sym_size(1).sym_eq(detections.sym_size(-2))),
-                  op, ": iou has shape ", iou->sym_sizes(), ", but a row for each of ", labels.sym_size(0),
-                  " labels and a column for each of ", detections.sym_size(-2), " detections are expected");
 }
 
 inline void check_confusion_matrix(const at::Tensor& matrix, const at::Tensor& detections, const at::Tensor& labels,
-                                   const std::optional<at::Tensor>& counts, const char* op) {
-  check_match_input(detections, labels, counts, op);
+                                   const std::optional<at::Tensor>& counts, const std::optional<at::Tensor>& iou,
+                                   const char* op) {
+  check_match_input(detections, labels, counts, iou, op);
   check_same_device(detections, "detections", matrix, op, "matrix");
   check_dtype(matrix, at::kLong, op, "matrix");
   TORCH_CHECK(matrix.dim() == 2 && matrix.is_contiguous(), op, ": matrix has shape ", matrix.sym_sizes(),
@@ -66,7 +70,7 @@ inline void check_confusion_matrix(const at::Tensor& matrix, const at::Tensor& d
 
 // The tensors must outlive the result.
 inline core::MatchInput match_input(const at::Tensor& detections, const at::Tensor& labels, const at::Tensor& counts,
-                                    core::MatchRule rule) {
+                                    const at::Tensor& iou, core::MatchRule rule) {
   core::MatchInput in;
   const bool batched = detections.dim() == 3;
   in.detections = detections.const_data_ptr<float>();
@@ -79,6 +83,7 @@ inline core::MatchInput match_input(const at::Tensor& detections, const at::Tens
   in.label_count = labels.size(0);
   in.label_stride = labels.stride(0);
   in.labels_name_image = batched;
+  in.iou = iou.defined() ? iou.const_data_ptr<float>() : nullptr;
   in.rule = rule;
   return in;
 }

@@ -42,8 +42,7 @@ at::Tensor match_detections(const at::Tensor& detections, const at::Tensor& labe
     const auto ints = detections.options().dtype(at::kInt);
     core::MatchParams params;
     const at::Tensor overlaps = iou ? iou->to(at::kFloat).contiguous() : at::Tensor();
-    params.in = match_input(rows, truth, valid, parsed);
-    if (iou) params.in.iou = overlaps.const_data_ptr<float>();
+    params.in = match_input(rows, truth, valid, overlaps, parsed);
     check_match_size(params.in, kOp);
     params.thresholds = thresholds.const_data_ptr<float>();
     params.threshold_count = thresholds.size(0);
@@ -59,16 +58,18 @@ at::Tensor match_detections(const at::Tensor& detections, const at::Tensor& labe
 
 template <class Backend>
 void confusion_matrix_(const at::Tensor& matrix, const at::Tensor& detections, const at::Tensor& labels,
-                       const std::optional<at::Tensor>& counts, const ConfusionOptions& options) {
+                       const std::optional<at::Tensor>& counts, const ConfusionOptions& options,
+                       const std::optional<at::Tensor>& iou) {
   constexpr const char* kOp = "confusion_matrix_";
-  check_confusion_matrix(matrix, detections, labels, counts, kOp);
+  check_confusion_matrix(matrix, detections, labels, counts, iou, kOp);
   const core::MatchRule rule = parse_match_rule(options.rule, kOp);
   if constexpr (!Backend::kMeta) {
     const c10::DeviceGuard guard(detections.device());
     const at::Tensor rows = dense_float_rows(detections), truth = dense_float_rows(labels);
     const at::Tensor valid = counts ? counts->contiguous() : at::Tensor();
+    const at::Tensor overlaps = iou ? iou->to(at::kFloat).contiguous() : at::Tensor();
     core::ConfusionParams params;
-    params.in = match_input(rows, truth, valid, rule);
+    params.in = match_input(rows, truth, valid, overlaps, rule);
     check_match_size(params.in, kOp);
     params.confidence = static_cast<float>(options.conf);
     params.iou_threshold = static_cast<float>(options.iou_thres);

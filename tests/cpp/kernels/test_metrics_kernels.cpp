@@ -25,7 +25,7 @@ T* array(const Memory& memory) {
 
 struct Problem {
   int64_t images, count, labels, columns;
-  Memory detections, truth, counts;
+  Memory detections, truth, counts, overlaps;
   MatchInput in;
 
   explicit Problem(Random& random)
@@ -35,7 +35,8 @@ struct Problem {
         columns(6 + random.below(3)),
         detections(images * count * columns * sizeof(float)),
         truth(std::max<int64_t>(labels, 1) * 6 * sizeof(float)),
-        counts(images * sizeof(int64_t)) {
+        counts(images * sizeof(int64_t)),
+        overlaps(std::max<int64_t>(labels, 1) * count * sizeof(float)) {
     for (int64_t i = 0; i < images; ++i) array<int64_t>(counts)[i] = random.below(count + 1);
     for (int64_t i = 0; i < images * count; ++i) {
       float* row = array<float>(detections) + i * columns;
@@ -48,6 +49,8 @@ struct Problem {
       row[0] = static_cast<float>(random.below(images)), row[1] = static_cast<float>(random.below(kClasses));
       draw_box(random, row + 2);
     }
+    for (int64_t i = 0; i < labels * count; ++i) array<float>(overlaps)[i] = static_cast<float>(random.below(20)) / 20;
+    in.iou = random.chance(30) ? array<float>(overlaps) : nullptr;
     in.detections = array<float>(detections), in.labels = array<float>(truth);
     in.images = images, in.count = count, in.image_stride = count * columns, in.row_stride = columns;
     in.counts = random.chance(80) ? array<int64_t>(counts) : nullptr;
