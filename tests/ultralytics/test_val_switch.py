@@ -83,15 +83,22 @@ def test_rtdetr_keeps_what_stock_keeps(ultralytics, device, imgsz, classes, most
     assert twice[0]["bboxes"].dtype == torch.float64, "another type runs as in the original"
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(("n", "m"), [(50, 9), (0, 3), (3, 0)])
-def test_confusion_matrix_is_stocks(ultralytics, device, n, m):
-    detections, labels = image(n, m, 2)
+def test_confusion_matrix_is_stocks(ultralytics, device, n, m, turned, monkeypatch):
+    detections, labels = (rows.to(device) for rows in image(n, m, 2))
     detections = detections[torch.randperm(n)]  # end-to-end heads do not sort
+    given, truth = preds(detections), batch(labels)
+    if turned:
+        for boxes in (given, truth):
+            boxes["bboxes"] = torch.cat([boxes["bboxes"], torch.rand(len(boxes["bboxes"]), 1, device=device)], 1)
     stock, ours = (ultralytics.matrix(names={i: str(i) for i in range(3)}) for _ in range(2))
-    stock.process_batch(preds(detections), batch(labels), conf=0.3)
+    stock.process_batch(given, truth, conf=0.3)
     drop_in.patch(val_optim=True)
-    ours.process_batch(preds(detections.to(device)), batch(labels.to(device)), conf=0.3)
-    assert np.array_equal(stock.matrix, ours.matrix)
+    calls = []
+    monkeypatch.setattr(validation.ops, "confusion_matrix_", calling(calls, validation.ops.confusion_matrix_))
+    ours.process_batch(given, truth, conf=0.3)
+    assert np.array_equal(stock.matrix, ours.matrix) and len(calls) == 1
 
 
 @pytest.mark.parametrize("labels", [[], [[1.0, 60, 60, 70, 70]]], ids=["none", "far away"])
@@ -214,17 +221,19 @@ def test_metrics_are_stocks(ultralytics, device, task, counts, monkeypatch):
         ways = [{"overlap": overlap, "size": size} for overlap in (True, False) for size in (32, 48)]
     stock = [metrics_of(task, device, counts=counts, **way) for way in ways]
     drop_in.patch(val_optim=True)
-    calls = []
+    calls, counted = [], []
     monkeypatch.setattr(validation.ops, "match_detections", calling(calls, validation.ops.match_detections))
+    monkeypatch.setattr(validation.ops, "confusion_matrix_", calling(counted, validation.ops.confusion_matrix_))
     for most in (1, 10_000, 1 << 25):
         monkeypatch.setattr(validation, "_MOST_ELEMENTS", most)
-        calls.clear()
+        calls.clear(), counted.clear()
         for wanted, way in zip(stock, ways):
             found = metrics_of(task, device, counts=counts, pretend=device.type == "cpu", **way)
             assert_same(found, wanted)
             correct = np.concatenate(found[0][MATCHES.get(task, "tp")])
             assert counts is not IMAGES or (found[1].sum() > 10 and 3 < correct.sum() < correct.size)
         assert len(calls) == len(ways) * (2 if task in ("segment", "pose") else 1), "a launch for all images"
+        assert len(counted) == len(ways), "a launch for all images"
 
 
 @pytest.mark.parametrize("task", ["detect", *TASKS])

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from torch_fastdet import ops
 from torch_fastdet.patching.evidence import Behaves, Obstacle, SameCode, Signature
@@ -159,16 +160,21 @@ def _matched(validator: Stock) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _counted(matrix_class: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    images = (LABELS, LABELS[-1:], LABELS[:0])  # no detection meets the last label
-    found = []
-    for labels in images:
-        matrix = matrix_class(names={0: "0", 1: "1"})
-        matrix.process_batch(
-            {"bboxes": DETECTIONS[:, :4], "conf": DETECTIONS[:, 4], "cls": DETECTIONS[:, 5]},
-            {"bboxes": labels[:, 1:], "cls": labels[:, 0]},
-        )
-        found.append(torch.as_tensor(matrix.matrix).long())
-    return found, [of_ultralytics.confusions(DETECTIONS, labels, 2, 0.25, 0.45) for labels in images]
+    probiou = importlib.import_module(ultralytics("utils.metrics")[0]).batch_probiou
+    turned = [F.pad(boxes, (0, 1), value=0.1) for boxes in (DETECTIONS[:, :4], LABELS[:, 1:])]
+    found, ours = [], []
+    for rows in (slice(None), slice(-1, None), slice(0)):  # no detection meets the last label
+        labels = LABELS[rows]
+        for boxes, truth in ((DETECTIONS[:, :4], labels[:, 1:]), (turned[0], turned[1][rows])):
+            matrix = matrix_class(names={0: "0", 1: "1"})
+            matrix.process_batch(
+                {"bboxes": boxes, "conf": DETECTIONS[:, 4], "cls": DETECTIONS[:, 5]},
+                {"bboxes": truth, "cls": labels[:, 0]},
+            )
+            found.append(torch.as_tensor(matrix.matrix).long())
+            iou = probiou(truth, boxes) if truth.shape[1] == 5 else None
+            ours.append(of_ultralytics.confusions(DETECTIONS, labels, 2, 0.25, 0.45, iou=iou))
+    return found, ours
 
 
 def _selected(stock: Function) -> tuple[list[object], list[object]]:

@@ -35,6 +35,8 @@ MATCHED = "torch_fastdet_matched"
 WAITING = "torch_fastdet_waiting"
 #: A ``gather_stats`` that finishes the last batch has this attribute.
 FINISHES = "torch_fastdet_finishes"
+#: The labels of an image on the host have under this name the rotated boxes' overlaps, on their device, and the function that computed them.
+OVERLAPS = "torch_fastdet_overlaps"
 
 
 def _rows(detections: dict[str, Tensor]) -> Tensor:
@@ -139,6 +141,9 @@ def match_all(
         if overlaps is not None and function is not None:
             iou = _of_each_image(validator, overlaps, function(), prepared, preds, table.rows.shape[1])
             found[overlaps.matches] = ops.match_detections(*given, iou)
+            if overlaps.matches == "tp":
+                for label, part in zip(prepared, iou.split([len(label["cls"]) for label in prepared])):
+                    label[OVERLAPS] = function(), part
         count("val_optim", "images matched", len(prepared))
         for label in prepared:
             label[MATCHED] = {}
@@ -169,11 +174,17 @@ def _prepared_at_once(validator: Validator, prepare: Function, batch: Batch, ima
 
 
 def confusions(
-    rows: Tensor, labels: Tensor, classes: int, conf: float, iou_thres: float, counts: Tensor | None = None
+    rows: Tensor,
+    labels: Tensor,
+    classes: int,
+    conf: float,
+    iou_thres: float,
+    counts: Tensor | None = None,
+    iou: Tensor | None = None,
 ) -> Tensor:
     """Return the confusion matrix of one image, or of the images of a table, on the host."""
     matrix = torch.zeros(classes + 1, classes + 1, dtype=torch.int64, device=rows.device)
-    ops.confusion_matrix_(matrix, rows, labels, counts, conf, iou_thres, RULE)
+    ops.confusion_matrix_(matrix, rows, labels, counts, conf, iou_thres, RULE, iou)
     return matrix.cpu()
 
 
@@ -189,14 +200,14 @@ def plotted(stock: Function, given: Any, result: average_precision.Curves) -> tu
 
 
 def _counts_as_stock(detections: Batch, batch: Batch, *thresholds: object) -> bool:
-    """Return whether the operator takes these as the original does, which has rules of its own for rotated boxes, and says what is wrong with other
-    types and shapes."""
+    """Return whether the operator takes these as the original does, which says what is wrong with other types and shapes."""
     boxes = detections["bboxes"], batch["bboxes"]
     labels = detections["cls"], batch["cls"]
     return (
         all(isinstance(threshold, Real) and not threshold < 0 for threshold in thresholds)
         and all(isinstance(value, Tensor) for value in (*detections.values(), *boxes, *labels))
-        and all(box.shape == (label.numel(), 4) for box, label in zip(boxes, labels))
+        and boxes[1].shape[1:] in ((4,), (5,))
+        and all(box.shape == (label.numel(), *boxes[1].shape[1:]) for box, label in zip(boxes, labels))
         and detections["cls"].shape == detections["conf"].shape == boxes[0].shape[:1]
     )
 
@@ -216,7 +227,9 @@ def _count_together(stock: Function, matrix: Any, calls: list[tuple[Any, ...]]) 
         for call in calls:
             stock(matrix, *call)
         return
-    table = _table(_rows(found), [len(call[0]["cls"]) for call in calls])
+    iou = _rotated_overlaps(stock.__globals__["batch_probiou"], calls) if truth["bboxes"].shape[1] == 5 else None
+    rows = _rows(found) if iou is None else _rows(found).to(iou.device)
+    table = _table(rows, [len(call[0]["cls"]) for call in calls])
     # Suppression sorts; end-to-end heads do not.
     confidence = table.rows.new_full(table.rows.shape[:2], -torch.inf)
     confidence[table.at] = table.rows[table.at][:, 4]
@@ -225,12 +238,26 @@ def _count_together(stock: Function, matrix: Any, calls: list[tuple[Any, ...]]) 
     labels = _labels(truth)
     image = _image_of([call[1]["cls"].numel() for call in calls])
     labels = torch.cat([image.to(labels)[:, None], labels], 1).to(rows.device)
+    if iou is not None:
+        iou = iou.gather(1, order[image.to(order.device)])
     conf, iou_thres = calls[0][2:]
-    matrix.matrix += confusions(rows, labels, matrix.nc, conf, iou_thres, table.counts).numpy()
+    matrix.matrix += confusions(rows, labels, matrix.nc, conf, iou_thres, table.counts, iou).numpy()
+
+
+def _rotated_overlaps(probiou: Callable[..., Tensor], calls: list[tuple[Any, ...]]) -> Tensor:
+    """Return (labels of all images, most detections of an image), as :func:`match_all` has computed it, or by the framework's function."""
+    most = max(1, *(len(call[0]["cls"]) for call in calls))
+    parts = []
+    for detections, label, *_ in calls:
+        function, part = label.get(OVERLAPS, (None, None))
+        if function is not probiou:
+            part = probiou(label["bboxes"], detections["bboxes"]).float()
+        parts.append(F.pad(part, (0, most - part.shape[1])))
+    return torch.cat(parts)
 
 
 def confuse(stock: Function) -> Function:
-    """Return ``ConfusionMatrix.process_batch`` by one operator; rotated boxes and kept matches (``visualize``) get the original."""
+    """Return ``ConfusionMatrix.process_batch`` by one operator; kept matches (``visualize``) get the original."""
 
     @functools.wraps(stock)
     def process_batch(
