@@ -16,6 +16,7 @@ import torch_fastdet.ultralytics as drop_in
 from tests.ops.test_metrics import IOUV, image, rectangles
 from torch_fastdet._torch import meanwhile
 from torch_fastdet.patching.replace import SwitchError
+from torch_fastdet.switches.val import run_lengths
 from torch_fastdet.switches.val import ultralytics as validation
 from torch_fastdet.switches.val.ultralytics import confusions
 
@@ -42,7 +43,7 @@ def test_is_replaced_and_put_back(ultralytics):
     names = "update_metrics", "_process_batch"
     before = [vars(ultralytics.validator)[name] for name in names] + [vars(ultralytics.matrix)["process_batch"]]
     said = drop_in.patch(val_optim=True)
-    assert sum(line.startswith("val_optim: ultralytics.") for line in said) == 12
+    assert sum(line.startswith("val_optim: ultralytics.") for line in said) == 14
     drop_in.unpatch()
     assert before == [vars(ultralytics.validator)[name] for name in names] + [vars(ultralytics.matrix)["process_batch"]]
 
@@ -135,16 +136,14 @@ def task_validator(task):
     return val, getattr(val, f"{TASKS.get(task, ('Detection',))[0]}Validator")
 
 
-def metrics_of(task, device, case="", counts=IMAGES, pretend=False, overlap=True, size=32, kind=lambda stock: stock, prepare=None, files=None, alive=()):  # fmt: skip
+def metrics_of(task, device, case="", counts=IMAGES, pretend=False, overlap=True, size=32, kind=lambda stock: stock, prepare=None, files=None, saves=("save_json",), alive=()):  # fmt: skip
     """Return the statistics and the confusion matrix that a task's validator gathers of these images, or the error, and write its files."""
     metrics = importlib.import_module("ultralytics.utils.metrics")
     validator = object.__new__(kind(task_validator(task)[1]))
     alive += type(alive)([validator])
     names = {i: str(i) for i in range(3)}
-    options = dict.fromkeys(("save_json", "save_txt", "save_conf"), files is not None) | {
-        "visualize": False,
-        "plots": True,
-    }
+    options = dict.fromkeys(("save_json", "save_txt", "save_conf", "visualize"), False) | {"plots": True}
+    options |= dict.fromkeys(saves, files is not None)
     vars(validator).update(
         args=SimpleNamespace(**options, single_cls=case == "single_cls", conf=0.1, task=task, overlap_mask=overlap),
         seen=0, iouv=IOUV.to(device), niou=10, device="cuda" if pretend else device, is_custom_json=False, build_gdict=False,
@@ -190,7 +189,7 @@ def metrics_of(task, device, case="", counts=IMAGES, pretend=False, overlap=True
     if case == "class out of range":
         batch["cls"][2] = 5
     images = len(counts)
-    batch |= {"img": torch.zeros(images, 3, 128, 128), "ori_shape": [(128, 128)] * images, "ratio_pad": [None] * images}
+    batch |= {"img": torch.zeros(images, 3, 128, 128), "ori_shape": [(91, 113)] * images, "ratio_pad": [None] * images}
     if files is not None:
         (files / "labels").mkdir(parents=True)
     try:
@@ -366,13 +365,67 @@ def test_a_class_out_of_range_is_stocks_error(ultralytics, device):
     assert metrics_of("detect", device, "class out of range", pretend=device.type == "cpu") == stock
 
 
-def test_files_are_the_originals(ultralytics, device, tmp_path):
-    found = []
+@pytest.mark.parametrize("text", [False, True])
+@pytest.mark.parametrize("most", [1, 1 << 28])
+@pytest.mark.parametrize("task", ["detect", *TASKS])
+def test_files_are_the_originals(ultralytics, device, tmp_path, task, most, text, monkeypatch):
+    monkeypatch.setattr(run_lengths, "_MOST_PIXELS", most)
+    saves = ("save_json", "save_txt", "save_conf") if text else ("save_json",)
+    at_once = not (task == "segment" and text)
+    found, metrics, calls = [], [], []
+    monkeypatch.setattr(validation.ops, "confusion_matrix_", calling(calls, validation.ops.confusion_matrix_))
     for folder in (tmp_path / "stock", tmp_path / "ours"):
-        metrics_of("detect", device, pretend=folder.name == "ours" and device.type == "cpu", files=folder)
+        pretend = folder.name == "ours" and device.type == "cpu" and at_once
+        metrics.append(metrics_of(task, device, pretend=pretend, files=folder, saves=saves))
         found.append({file.name: file.read_text() for file in folder.rglob("*.*")})
+        ours = len(calls)
         drop_in.patch(val_optim=True)
-    assert found[0] == found[1] and len(found[0]) == 5 and len(json.loads(found[0]["predictions.json"])) == 75
+        calls.clear()
+    assert found[0] == found[1] and len(found[0]) == 1 + 4 * text
+    assert len(json.loads(found[0]["predictions.json"])) == 75
+    assert_same(*metrics)
+    assert ours == (1 if at_once else len(IMAGES))
+
+
+@pytest.mark.parametrize("method", ["pred_to_json", "scale_preds"])
+def test_masks_for_a_method_of_ones_own_stay_where_they_are(ultralytics, as_on_gpu, device, tmp_path, method):
+    """Also where it hands them on."""
+    seen = []
+
+    def kind(stock):
+        def mine(self, predn, pbatch):
+            seen.append({value.device.type for value in predn.values()})
+            return getattr(stock, method)(self, predn, pbatch)
+
+        return type("Mine", (stock,), {method: mine})
+
+    metrics = [metrics_of("segment", device, files=tmp_path / "stock")]
+    drop_in.patch(val_optim=True)
+    metrics.append(metrics_of("segment", device, files=tmp_path / "ours", kind=kind))
+    texts = [(tmp_path / name / "predictions.json").read_text() for name in ("stock", "ours")]
+    assert texts[0] == texts[1] and seen == [{device.type}] * 4
+    assert_same(*reversed(metrics))
+
+
+def test_run_lengths_are_cocos(device):
+    """Runs of all lengths: of one digit and of many, shorter and longer than the run before the last."""
+    generator = torch.Generator().manual_seed(0)
+    runs = (2 ** (torch.rand(4000, generator=generator) * 14)).long()
+    pixels = torch.arange(4000).remainder(2).repeat_interleave(runs)[: 3 * 1300 * 1400]
+    masks = pixels.reshape(3, 1300, 1400).transpose(1, 2).to(device, torch.uint8)
+    images = [masks, masks[:0], torch.ones_like(masks[:2]), torch.zeros_like(masks[:1])]
+    for masks, found in zip(images, run_lengths.encode(images), strict=True):
+        for mask, text in zip(masks.cpu(), found, strict=True):
+            assert text["size"] == list(mask.shape)
+            runs, number, bits = [], 0, 0
+            for digit in (letter - 48 for letter in text["counts"].encode()):
+                number, bits = number | (digit & 31) << bits, bits + 5
+                if digit & 32 == 0:
+                    number -= (digit & 16) << bits - 4
+                    runs.append(number + (runs[-2] if len(runs) > 2 else 0))
+                    number = bits = 0
+            pixels = torch.arange(len(runs)).remainder(2).repeat_interleave(torch.tensor(runs))
+            assert torch.equal(pixels.reshape(mask.T.shape).T, mask)
 
 
 def test_a_batch_waits_until_the_gpu_has_the_next_one(ultralytics, device, monkeypatch):

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -177,6 +178,27 @@ def _counted(matrix_class: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]
     return found, ours
 
 
+def _written(hook: Function, turned: bool) -> Callable[[Stock], tuple[object, object]]:
+    def case(validator: Stock) -> tuple[object, object]:
+        masks = torch.zeros(4, 30, 50, dtype=torch.uint8)
+        masks[1], masks[2, 3:20, 5:40] = 1, 1
+        masks[3].view(-1)[::7] = 1
+        ours = hook(None, validator.pred_to_json, validator)
+        boxes = F.pad(DETECTIONS[:, :4], (0, 1), value=0.1) if turned else DETECTIONS[:, :4]
+        predn = {"bboxes": boxes, "conf": DETECTIONS[:, 4], "cls": DETECTIONS[:, 5], "masks": masks}
+        if turned:
+            predn[of_ultralytics.CORNERS] = getattr(ours, of_ultralytics.CORNERS)(boxes).flatten(1)
+        found = []
+        for function in (validator.pred_to_json, ours):
+            probe = object.__new__(validator)
+            probe.jdict, probe.class_map = [], [1, 2]
+            function(probe, predn, {"im_file": "7.jpg"})
+            found.append(probe.jdict)
+        return found[0], found[1]
+
+    return case
+
+
 def _selected(stock: Function) -> tuple[list[object], list[object]]:
     rows = torch.stack([DETECTIONS, DETECTIONS.roll(1, 0)])
     rows[..., :4] /= 100
@@ -281,6 +303,21 @@ ULTRALYTICS = Switch(
                     after=f"{validator}._process_batch",
                     otherwise="say",
                 ),
+            )
+        ),
+        *(
+            Target(
+                ultralytics(f"models.yolo.{task}.val"),
+                f"{validator}.pred_to_json",
+                make=hook,
+                evidence=(Signature(("self", "predn", "pbatch")),),
+                own=True,
+                class_evidence=(Behaves("its pred_to_json", _written(hook, task == "obb"), 0, REFERENCE),),
+                otherwise="say",
+            )
+            for task, validator, hook in (
+                ("segment", "SegmentationValidator", of_ultralytics.encoding),
+                ("obb", "OBBValidator", of_ultralytics.with_corners),
             )
         ),
         Target(

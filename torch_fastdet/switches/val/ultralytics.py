@@ -20,10 +20,10 @@ from torch_fastdet._torch import meanwhile
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet._torch.tensors import as_float
 from torch_fastdet.patching.import_hook import top_level
-from torch_fastdet.patching.protocols import Batch, ConfusionMatrix, Function, Validator
+from torch_fastdet.patching.protocols import Batch, ConfusionMatrix, Function, Stock, Validator
 from torch_fastdet.patching.replace import is_code_of
 from torch_fastdet.suppression import rows_of_rtdetr
-from torch_fastdet.switches.val import average_precision
+from torch_fastdet.switches.val import average_precision, run_lengths
 
 #: The framework makes there what it combines with the labels.
 HOST = torch.device("cpu")
@@ -37,6 +37,13 @@ WAITING = "torch_fastdet_waiting"
 FINISHES = "torch_fastdet_finishes"
 #: The labels of an image on the host have under this name the rotated boxes' overlaps, on their device, and the function that computed them.
 OVERLAPS = "torch_fastdet_overlaps"
+#: The labels of an image on the host have under this name what ``scale_preds`` returns.
+SCALED = "torch_fastdet_scaled"
+#: A ``pred_to_json`` that takes encoded masks has this attribute.
+ENCODES = "torch_fastdet_encodes"
+#: A ``pred_to_json`` that takes corners of rotated boxes has under this name the framework's function for them, and detections have
+#: the corners.
+CORNERS = "torch_fastdet_corners"
 
 
 def _rows(detections: dict[str, Tensor]) -> Tensor:
@@ -108,7 +115,7 @@ def match_all(
     """Make a validator's ``_prepare_batch``, with the matches of all images of a batch from one launch and one copy.
 
     The matches are of the rows that came from the model. A validator of boxes whose methods say otherwise keeps its own
-    ``_prepare_batch``; for other tasks the result is then None, and so it is if masks are needed on the host.
+    ``_prepare_batch``; for other tasks the result is then None, and so it is if masks are needed on the host, unless to be encoded.
 
     Args:
         matching: the framework's ``match_predictions``.
@@ -150,6 +157,8 @@ def match_all(
         for name, correct in found.items():
             for label, part in zip(prepared, correct[table.at].cpu().split(sizes)):
                 label[MATCHED][name] = part.numpy()
+        if (validator.args.save_json or validator.args.save_txt) and _scales_as_stock(validator):
+            _scale(validator, preds, prepared)
         return lambda number, _: prepared[number]
 
     return prepare_all
@@ -171,6 +180,61 @@ def _prepared_at_once(validator: Validator, prepare: Function, batch: Batch, ima
         masks = batch["masks"]
         parts["masks"] = masks if validator.args.overlap_mask else masks[order.to(masks.device)].split(counts)
     return [{**whole, **{name: values[i] for name, values in parts.items()}} for i in range(images)]
+
+
+def _scales_as_stock(validator: Validator) -> bool:
+    """Return whether ``scale_preds`` reads only shapes of an image's labels, which are on the host."""
+    return is_code_of(getattr(validator.scale_preds, "__func__", None), "ultralytics")
+
+
+def _scale(validator: Validator, preds: list[dict[str, Tensor]], labels: list[Batch]) -> None:
+    """Scale the detections of all images on their device, where results are the original's to the bit, and copy them at once."""
+    images = [(pred, label) for pred, label in zip(preds, labels) if len(pred["cls"])]
+    corners = getattr(validator.pred_to_json, CORNERS, None)
+    scaled: list[dict[str, Tensor]] = []
+
+    def masks() -> Iterator[Tensor]:
+        for image in images:
+            scaled.append(validator.scale_preds(*image))
+            if corners is not None:
+                scaled[-1][CORNERS] = corners(scaled[-1]["bboxes"]).flatten(1)
+            if "masks" in scaled[-1]:
+                yield scaled[-1].pop("masks")  # they are large
+
+    encoded = run_lengths.encode(masks())
+    for (_, label), host in zip(images, _to_host(scaled) if scaled else ()):
+        label[SCALED] = host
+    for (_, label), each in zip(images, encoded):
+        label[SCALED]["masks"] = each
+
+
+def encoding(_: object, stock: Function, kind: Stock) -> Function:
+    """Return the ``pred_to_json`` of a validator of masks, of this class."""
+
+    @functools.wraps(stock)
+    def pred_to_json(self: Validator, predn: Batch, pbatch: Batch) -> None:
+        masks = predn["masks"]
+        encoded = run_lengths.encode([masks])[0] if isinstance(masks, Tensor) else masks
+        super(kind, self).pred_to_json(predn, pbatch)
+        for row, mask in zip(self.jdict[len(self.jdict) - len(encoded) :], encoded):
+            row["segmentation"] = mask
+
+    setattr(pred_to_json, ENCODES, True)
+    return pred_to_json
+
+
+def with_corners(_: object, stock: Function, __: Stock) -> Function:
+    """Return the ``pred_to_json`` of a validator of rotated boxes."""
+
+    @functools.wraps(stock)
+    def pred_to_json(self: Validator, predn: Batch, pbatch: Batch) -> None:
+        stock(self, predn, pbatch)
+        corners = predn[CORNERS].tolist() if CORNERS in predn else []
+        for row, numbers in zip(self.jdict[len(self.jdict) - len(corners) :], corners):
+            row["poly"] = [round(number, 3) for number in numbers]
+
+    setattr(pred_to_json, CORNERS, stock.__globals__["ops"].xywhr2xyxyxyxy)
+    return pred_to_json
 
 
 def confusions(
@@ -271,7 +335,8 @@ def confuse(stock: Function) -> Function:
         if waiting is None or (waiting and waiting[0][1][2:] != call[2:]):
             _count_together(stock, self, [call])
         else:
-            waiting.append((stock, call))
+            kept = detections | {"bboxes": detections["bboxes"].clone()}  # a validator may scale them for its files
+            waiting.append((stock, (kept, *call[1:])))
 
     return process_batch
 
@@ -318,10 +383,12 @@ def update_on_host(
                 stock(self, preds, batch)
                 return
             own.append((self, "_prepare_batch", prepare))
+            scale = self.scale_preds
+            own.append((self, "scale_preds", lambda predn, label: label.get(SCALED) or scale(predn, label)))
             preds = [{name: pred[name] for name in pred if name != "masks"} for pred in preds]
         waiting: list[Any] = []
         matrix = getattr(self, "confusion_matrix", None)
-        if matrix is not None and not (self.args.save_json or self.args.save_txt):  # these scale rows
+        if matrix is not None:
             own.append((matrix, WAITING, waiting))
         with own_attributes(own):
             stock(self, _to_host(preds), labels)
@@ -463,7 +530,9 @@ _MOST_ELEMENTS = 1 << 25  # of a tensor for several images
 
 def _shows_masks(validator: Validator, pred: dict[str, Tensor]) -> bool:
     args = validator.args
-    return "masks" in pred and (args.save_json or args.save_txt or (args.plots and args.visualize))
+    encodes = hasattr(validator.pred_to_json, ENCODES) and _scales_as_stock(validator)
+    shown = args.save_txt or (args.plots and args.visualize) or (args.save_json and not encodes)
+    return "masks" in pred and bool(shown)
 
 
 def _of_each_image(
