@@ -200,7 +200,7 @@ def table(options: argparse.Namespace, stock: dict[str, float | None], ours: dic
             whole = run[share_of] if share_of else None
             number = f"{factor * value:.3g}" if factor * value < 1000 else f"{factor * value:.0f}"
             cells.append(f"{number} {unit}" + (f" ({value / whole:.0%})" if whole else ""))
-        ratio = "" if share_of else f"{a / b:.1f}x"
+        ratio = "" if share_of or unit == "MiB" else f"{a / b:.1f}x"
         return f"| {title} | {' | '.join(cells)} | {ratio} |"
 
     rows = [
