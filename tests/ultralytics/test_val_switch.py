@@ -189,7 +189,10 @@ def metrics_of(task, device, case="", counts=IMAGES, pretend=False, overlap=True
     if case == "class out of range":
         batch["cls"][2] = 5
     images = len(counts)
-    batch |= {"img": torch.zeros(images, 3, 128, 128), "ori_shape": [(91, 113)] * images, "ratio_pad": [None] * images}
+    shape = (
+        (128, 128) if "save_txt" in saves else (91, 113)
+    )  # texts are written on the host, whose other divisions round otherwise
+    batch |= {"img": torch.zeros(images, 3, 128, 128), "ori_shape": [shape] * images, "ratio_pad": [None] * images}
     if files is not None:
         (files / "labels").mkdir(parents=True)
     try:
