@@ -7,7 +7,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from torch_fastdet.switches.val import average_precision, run_lengths
 
 #: The framework makes there what it combines with the labels.
 HOST = torch.device("cpu")
+#: The arguments of ``ConfusionMatrix.process_batch``: detections, labels, and the thresholds of confidence and IoU.
+Call: TypeAlias = tuple[Batch, Batch, float, float]
 #: A detection takes the label that it overlaps most of those that no better detection has taken.
 RULE = "greedy"
 #: The labels of an image on the host have under this name what ``_process_batch`` returns.
@@ -281,12 +283,10 @@ def _within(classes: int, *labels: Tensor) -> bool:
     return all(not each.numel() or bool(((each >= 0) & (each < classes)).all()) for each in labels)
 
 
-def _count_together(stock: Function, matrix: Any, calls: list[tuple[Any, ...]]) -> None:
+def _count_together(stock: Function, matrix: Any, calls: list[Call]) -> None:
     """Run ``ConfusionMatrix.process_batch`` of several images with the same thresholds."""
-    found, truth = (
-        {name: torch.cat([call[k][name] for call in calls]) for name in names}
-        for k, names in enumerate((("bboxes", "conf", "cls"), ("bboxes", "cls")))
-    )
+    found = {name: torch.cat([call[0][name] for call in calls]) for name in ("bboxes", "conf", "cls")}
+    truth = {name: torch.cat([call[1][name] for call in calls]) for name in ("bboxes", "cls")}
     if not _within(matrix.nc, found["cls"], truth["cls"]):
         for call in calls:
             stock(matrix, *call)
@@ -308,7 +308,7 @@ def _count_together(stock: Function, matrix: Any, calls: list[tuple[Any, ...]]) 
     matrix.matrix += confusions(rows, labels, matrix.nc, conf, iou_thres, table.counts, iou).numpy()
 
 
-def _rotated_overlaps(probiou: Callable[..., Tensor], calls: list[tuple[Any, ...]]) -> Tensor:
+def _rotated_overlaps(probiou: Callable[..., Tensor], calls: list[Call]) -> Tensor:
     """Return (labels of all images, most detections of an image), as :func:`match_all` has computed it, or by the framework's function."""
     most = max(1, *(len(call[0]["cls"]) for call in calls))
     parts = []
