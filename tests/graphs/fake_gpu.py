@@ -8,6 +8,7 @@ the graph uses for something else afterwards), streams, and autocast.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from types import SimpleNamespace
 
 import torch
@@ -32,6 +33,8 @@ class FakeGraph:
     def replay(self) -> None:
         self.replays += 1
         with torch.no_grad():
+            for tensor in _left_in(self.pool):
+                tensor.data.zero_()
             for call in self.calls:
                 call()
 
@@ -95,6 +98,31 @@ class Recorder(TorchDispatchMode):
             whole.data.copy_(before)
 
 
+_made: list[tuple[object, weakref.ref[torch.Tensor]]] = []
+
+
+class Lent(TorchDispatchMode):
+    """What is made inside lies in a pool: a replay of its graphs overwrites whatever is left of it."""
+
+    def __init__(self, pool, stream) -> None:
+        super().__init__()
+        self.pool = pool
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        outputs = function(*args, **(kwargs or {}))
+        if not any(r.alias_info is not None and r.alias_info.is_write for r in function._schema.returns):
+            _made.extend((self.pool, weakref.ref(t)) for t in tree_leaves(outputs) if isinstance(t, torch.Tensor))
+        return outputs
+
+
+def _left_in(pool) -> list[torch.Tensor]:
+    return [tensor for of, made in _made if of is pool and (tensor := made()) is not None]
+
+
+def _pool_bytes(pool, which="total_size") -> int:
+    return 0 if pool is None else len(_left_in(pool)) if which == "allocated_size" else 1
+
+
 class FakeStream:
     def __init__(self, device) -> None:
         self.device = device
@@ -130,6 +158,11 @@ def on(stream: FakeStream):
         _current.pop()
 
 
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    with private.without_dispatch_modes():
+        return tensor.data
+
+
 _stock_step = FusedStep.step
 
 
@@ -138,7 +171,7 @@ def _capture_into(graph, pool, stream, random_numbers=True, collect=True):
     assert pool is not None and stream is not None
     if pool in _failed_pools:
         raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
-    recorder = Recorder(graph)
+    recorder, graph.pool = Recorder(graph), pool
     _recorders.append(recorder)
     try:
         with recorder:
@@ -188,14 +221,15 @@ def install(monkeypatch) -> None:
         "read_on": lambda tensors, stream: None,
         "behind": lambda last, device: None,
         "capture_into": _capture_into,
-        "unowned": lambda tensor: tensor,
+        "running_in": Lent,
+        "unowned": _unowned,
     }.items():
         monkeypatch.setattr(_capture, name, fake)
     monkeypatch.setattr(_graph, "new_cuda_graph", FakeGraph)
     monkeypatch.setattr(_graph, "new_event", FakeEvent)
     monkeypatch.setattr(_graph, "current_stream", lambda device: _current[-1])
     monkeypatch.setattr(_graph, "let_wait", lambda streams, stream: awaited.append(stream))
-    monkeypatch.setattr(private, "pool_bytes", lambda pool: 0 if pool is None else 1)
+    monkeypatch.setattr(private, "pool_bytes", _pool_bytes)
     monkeypatch.setattr(FusedStep, "step", _fused_step)
 
 

@@ -37,9 +37,9 @@ class Head(nn.Module):
         return scores, {"feats": [y, y.permute(0, 2, 3, 1)], "again": y, "stride": 2}
 
 
-def made():
+def made(kind=Head):
     torch.manual_seed(0)
-    model = Head().eval().to(GPU.device)
+    model = kind().eval().to(GPU.device)
     model.body[1].running_mean.fill_(0.1)
     return model
 
@@ -158,6 +158,72 @@ def test_graphs_of_training_and_of_evaluation_share_memory(gpu, graphs_of):
     training.reset()
     check(graphs, model, images())
     assert graphs.memory() > 0, "the others have left"
+
+
+class HeadWithTable(Head):
+    """Keeps what it computes for a shape where nobody looks."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = {}
+
+    def __setattr__(self, name, value):
+        if name == "places":
+            self.table[0] = value
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name):
+        return self.table[0] if name == "places" else super().__getattr__(name)
+
+
+@pytest.mark.parametrize("kind", [Head, HeadWithTable])
+def test_first_passes_run_in_the_memory_of_training(gpu, graphs_of, monkeypatch, kind):
+    """A replay of training overwrites nothing that they leave. Where a tensor stays there unseen, training begins in other memory."""
+    lend, lent = _capture.running_in, []
+    monkeypatch.setattr(_capture, "running_in", lambda pool, stream: lent.append(pool) or lend(pool, stream))
+    net = Plain().to(GPU.device).train()
+    training = ModuleGraphs(net, say=lambda line: None)
+
+    def step():
+        training(images(48, 4)).sum().backward()
+
+    for _ in range(3):
+        step()
+    pool = training._pool.handle
+    model, same = made(kind), made(kind)
+    graphs = graphs_of(model, beside=lambda: training)
+    kept = []
+    for _ in range(6):
+        x = images(40)
+        with torch.inference_mode():
+            kept.append((same(x)[0], graphs(x)[0]))
+        step()
+    assert all(torch.equal(want, got) for want, got in kept)
+    assert len(graphs.shapes) == len(training.shapes) == 1
+    shared = kind is Head
+    assert lent == ([pool] * 2 if shared else [pool])
+    assert (graphs._pool.memory is training._pool.memory) == (training._pool.handle == pool) == shared
+
+
+def test_first_passes_take_no_memory_beside_training(cuda, graphs_of):
+    """Only their results do."""
+
+    def net():
+        return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1)).to(cuda)
+
+    training = ModuleGraphs(net().train(), say=lambda line: None)
+    for _ in range(3):
+        training(images(256, 16)).sum().backward()
+    graphs, x = graphs_of(net().eval(), beside=lambda: training), images(256, 16)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    with torch.no_grad():
+        for _ in range(3):
+            graphs(x)
+    assert torch.cuda.max_memory_reserved() <= before + 2**22
+    assert len(graphs.shapes) == len(training.shapes) == 1 and graphs.memory() == 0
 
 
 def test_a_failed_capture_leaves_the_memory_of_training_alone(gpu, graphs_of):

@@ -38,6 +38,10 @@ class Captures:
                     self._waiting[me] = own
                 self._changed.notify_all()
 
+    def here(self) -> bool:
+        """Return whether this thread captures."""
+        return self._owner == threading.get_ident()
+
     @contextlib.contextmanager
     def none(self) -> Iterator[None]:
         me = threading.get_ident()
@@ -55,7 +59,7 @@ class Captures:
 
 _captures = Captures()
 os.register_at_fork(after_in_child=_captures.__init__)  # type: ignore[misc]  # the thread that captures stays in the parent
-one_capture = _captures.one
+one_capture, captures_here = _captures.one, _captures.here
 #: Encloses what would end another thread's capture: waits for the whole device, such as torch.cuda.synchronize(), and random numbers of
 #: the device. Captures of other threads wait until it ends.
 no_capture = _captures.none

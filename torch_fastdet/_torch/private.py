@@ -66,16 +66,21 @@ def growing_segments(device: torch.device) -> Iterator[None]:
         set_allocator(others + _OFF)
 
 
-def release_failed_capture(device: torch.device, pool: Any) -> None:
-    """Give back the pool of a capture that failed."""
+def enter_pool(device: torch.device, pool: Any) -> None:
+    """Allocate what this thread asks for from ``pool``."""
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device.index, pool)
+
+
+def leave_pool(device: torch.device, pool: Any) -> None:
+    """Allocate from ``pool`` no more, also after a capture that failed."""
     for release in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
         with contextlib.suppress(RuntimeError):
             release(device.index, pool)
 
 
-def pool_bytes(pool: Any) -> int:
+def pool_bytes(pool: Any, which: str = "total_size") -> int:
     segments = torch.cuda.memory_snapshot() if pool is not None else ()
-    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
+    return sum(segment[which] for segment in segments if tuple(segment["segment_pool_id"]) == tuple(pool))
 
 
 # Autograd and modules ------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from torch import nn
 
 from torch_fastdet._library import LIBRARY
 from torch_fastdet._torch import private
+from torch_fastdet._torch.captures import captures_here, one_capture
 from torch_fastdet._torch.captures import no_capture as no_capture
-from torch_fastdet._torch.captures import one_capture
 from torch_fastdet._torch.modules import is_channels_last
 
 
@@ -32,7 +32,7 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 def is_capturing() -> bool:
     # Without a driver the question raises.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return captures_here() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def new_pool() -> object:
@@ -207,6 +207,21 @@ def _begin_without_generator(graph: torch.cuda.CUDAGraph, pool: Any, generator: 
         generator.graphsafe_set_state(state)
 
 
+@contextlib.contextmanager
+def running_in(pool: object, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Run the block as a capture would: on ``stream``, and with its memory from ``pool``."""
+    device = stream.device
+    with one_capture(), torch.cuda.stream(stream), private.growing_segments(device), _Workspaces().in_use(stream):
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        private.enter_pool(device, pool)
+        try:
+            yield
+        finally:
+            private.leave_pool(device, pool)
+            stream.synchronize()
+
+
 # Kept, because torch's allocator of pinned memory asks them at each allocation whether they are capturing.
 _abandoned: list[torch.cuda.CUDAGraph] = []
 
@@ -219,7 +234,7 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: object, device: torch.device) ->
         with contextlib.suppress(RuntimeError):
             graph.pool()  # the capture itself had ended, so the graph gives its pool back
             return
-        private.release_failed_capture(device, pool)
+        private.leave_pool(device, pool)
         _abandoned.append(graph)
 
 
@@ -293,6 +308,19 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
             now.update(then)
         for value, items in lists:
             value[:] = items
+
+
+@contextlib.contextmanager
+def attributes_copied(module: nn.Module) -> Iterator[None]:
+    """Put copies in the place of tensors that are made inside and that attributes of modules hold."""
+    known = {tensor.data_ptr() for tensor in (*attribute_tensors(module), *module.parameters(), *module.buffers())}
+    try:
+        yield
+    finally:
+        for attributes in map(vars, module.modules()):
+            for name, value in attributes.items():
+                if isinstance(value, torch.Tensor) and value.data_ptr() not in known:
+                    attributes[name] = value.clone()
 
 
 def input_format(module: nn.Module, x: torch.Tensor) -> torch.memory_format:

@@ -19,6 +19,7 @@ from torch_fastdet._torch.private import every_module_has_hooks, foreach_copy_, 
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.baked import BakedForward
 from torch_fastdet.graphs.captured import CapturedCallable, CapturedPasses
+from torch_fastdet.graphs.pool import Memory
 from torch_fastdet.nn import bn_act
 
 # A capture takes as long as some 30 calls save: so many calls pay for one, and the first few are free.
@@ -71,8 +72,8 @@ class InferenceGraphs(CapturedCallable[_Captured]):
         warmup: eager calls of a shape before it is replayed.
         settings: what else the module's forward depends on, beside its parameters and buffers; compared at each call.
         capturing: a context to be in while forward is captured, and at the first calls.
-        beside: returns the graphs of training whose memory these use, too, if there are any. Calls from another thread, and those between
-            a forward pass of training and its backward pass, run eagerly then.
+        beside: returns the graphs of training whose memory these and the calls before them use, too, if there are any. Calls from another
+            thread, and those between a forward pass of training and its backward pass, run eagerly then.
         say: takes the line of the first capture, and why the module runs eagerly, once each; by default they are printed.
 
     Raises:
@@ -140,17 +141,29 @@ class InferenceGraphs(CapturedCallable[_Captured]):
             self._saved = min(self._saved + 1 / _CALLS_FOR_A_CAPTURE, _MOST_SAVED)
             if captured is not None:
                 return captured.result()
-            with self.capturing(), bn_act.captured():
-                result = self._pool.warm_up(key, lambda: run(x))
+            result = self._pool.warm_up(key, lambda: self._first(x, module, run))
             if self._pool.is_warm(key) and self._saved >= 1:
                 self._saved -= 1
-                lender = self._lender() if len(self._pool) else self._beside()
-                lent = None if lender is None else lender.lent(x.device)
-                self._lender = (lambda: None) if lent is None else weakref.ref(lender)
                 make = partial(self._captured, x, module, run)
-                if self._try_capture(key, module, make, lent=lent) is not None:
+                if self._try_capture(key, module, make, lent=self._lent(x.device)) is not None:
                     self._say_once(f"{self.what} answers by CUDA graphs from now on, one for each input shape")
             return result
+
+    def _lent(self, device: torch.device) -> Memory | None:
+        lender = self._lender() if len(self._pool) else self._beside()
+        lent = None if lender is None else lender.lent(device)
+        self._lender = (lambda: None) if lent is None else weakref.ref(lender)
+        return lent
+
+    def _first(self, x: Tensor, module: nn.Module, run: Callable[[Tensor], object]) -> object:
+        """Return an eager call of what would be captured, or a copy of it where the graphs of training lend their memory."""
+
+        def call() -> object:
+            with self.capturing(), bn_act.captured():
+                return run(x)
+
+        lent = self._lent(x.device)
+        return call() if lent is None else lent.run(call, module)
 
     def _takes(self, x: Tensor) -> bool:
         return (

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
+from torch import nn
 
 from torch_fastdet._say import note_fallback
 from torch_fastdet._torch import private
+from torch_fastdet._torch.private import tree_map
 from torch_fastdet.graphs import capture as _capture
-from torch_fastdet.memory import CAPTURE, Owner, is_out_of_memory, register, with_room
+from torch_fastdet.memory import CAPTURE, Owner, is_out_of_memory, owners, register, with_room
 
 G = TypeVar("G")
 T = TypeVar("T")
@@ -31,6 +35,21 @@ class Memory:
         self.owner = weakref.ref(owner)
         self.stream = _capture.new_stream(device, self)
         self.handle = _capture.new_pool()
+
+    def run(self, run: Callable[[], object], module: nn.Module) -> object:
+        """Return a copy of ``run()``, which runs ``module``, here. If that leaves a tensor, which replays would overwrite, all graphs go."""
+        used = partial(private.pool_bytes, self.handle, "allocated_size")
+        before, autocast = used(), _capture.uncached_autocast(_capture.autocast_dtype())
+        with _capture.attributes_copied(module), _capture.running_in(self.handle, self.stream), autocast:
+            result = run()
+        result = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, result)
+        if used() > before:
+            gc.collect()  # a cycle of references may hold it
+        if used() > before:
+            for pool in owners():
+                if isinstance(pool, GraphPool) and pool.memory is self:
+                    pool.reset()
+        return result
 
 
 class GraphPool(Owner, Generic[G]):
