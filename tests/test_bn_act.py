@@ -96,14 +96,14 @@ def _fused(monkeypatch):
     forward = conv_forward(Conv.forward)
     monkeypatch.setattr(Conv, "forward", forward)
     monkeypatch.setattr(Conv, "forward_fuse", conv_forward_fuse(Conv.forward_fuse))
-    monkeypatch.setattr(Bottleneck, "forward", bottleneck_forward(Bottleneck.forward, forward))
+    monkeypatch.setattr(Bottleneck, "forward", bottleneck_forward(Bottleneck.forward))
     assert C3_FORMULA.is_that_of(C3.forward)
-    monkeypatch.setattr(C3, "forward", c3_forward(C3.forward, forward, Bottleneck.forward))
+    monkeypatch.setattr(C3, "forward", c3_forward(C3.forward))
     assert C2F_FORMULA.is_that_of(C2f.forward)
     monkeypatch.setattr(C2f, "stock", C2f.forward, raising=False)
-    monkeypatch.setattr(C2f, "forward", c2f_forward(C2f.forward, forward, Bottleneck.forward, C3.forward))
+    monkeypatch.setattr(C2f, "forward", c2f_forward(C2f.forward))
     monkeypatch.setattr(SPPF, "stock", SPPF.forward, raising=False)
-    monkeypatch.setattr(SPPF, "forward", sppf_forward(SPPF.forward, True, forward))
+    monkeypatch.setattr(SPPF, "forward", sppf_forward(SPPF.forward, True))
 
 
 def images(device="cpu", dtype=torch.float32):

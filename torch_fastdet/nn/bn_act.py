@@ -1,13 +1,15 @@
 """Runs norm and activation behind a convolution as one operator, in training and in evaluation.
 
 Where the framework has fused the norm into the convolution, its bias and the activation are that operator. The functions here make forward
-methods for the frameworks' ``Conv``, ``Bottleneck``, ``C3``, ``C2f``, ``HGBlock`` and ``SPPF``. They look at the modules at each call, because
-anything may have changed since the last one. What one operator cannot do with the original results and in the original order stays as it is.
+methods for the frameworks' ``Conv``, and for blocks of these such as ``Bottleneck``, ``C3``, ``C2f`` and ``SPPF``. They look at the modules at
+each call, because anything may have changed since the last one. What one operator cannot do with the original results and in the original order
+stays as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -55,7 +57,12 @@ _VECTOR = 8
 
 Forward = Callable[..., Tensor]
 Block: TypeAlias = Any  # a module of a framework, such as its Conv
-# Attribute of every forward that conv_forward() and c3_forward() made: the name of the function that made it.
+# What _finished() takes for a block's result: its last Conv, what the convolution of that makes of x, and what is added to the result.
+Opened: TypeAlias = tuple[Block, Tensor, Tensor | None]
+Opener: TypeAlias = Callable[[Block, Tensor, Tensor], Opened | None]
+#: Attribute of a module while it is captured: returns what :func:`opened` does, of x.
+OPENS = "torch_fastdet_opens"
+# Attribute of every forward that a function made here: that function.
 _MADE_BY = "made_by"
 # An entry for each captured() that a thread is inside of.
 _capturing: list[None] = []
@@ -66,8 +73,14 @@ def is_watched() -> bool:
     return every_module_has_hooks() or is_recorded() or is_transforming()
 
 
-def _made_by(maker: Callable[..., Forward], block: Block) -> bool:
-    return getattr(type(block).forward, _MADE_BY, None) is maker
+def _maker_of(forward: object) -> object:
+    """Return the function that made ``forward``; None for another one, also if ``functools.wraps`` has given it our attributes."""
+    wrapped = getattr(forward, "__wrapped__", None)
+    return None if hasattr(wrapped, _MADE_BY) else getattr(forward, _MADE_BY, None)
+
+
+def _made_by(maker: object, block: Block) -> bool:
+    return _maker_of(getattr(type(block), "forward", None)) is maker
 
 
 def is_captured() -> bool:
@@ -211,7 +224,7 @@ def _fits_evaluated(x: Tensor, block: Block) -> bool:
 
 
 def _finished(block: Block, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-    """Return the block's result, plus ``shortcut``, for x of :func:`_begun`; in evaluation in :func:`_place`. Ask :func:`_ends_in` first."""
+    """Return the block's result, plus ``shortcut``, for x of :func:`_begun`; in evaluation in :func:`_place`. Ask :func:`_is_conv` first."""
     if block.training:
         return norm_and_activation(block.bn, block.act, x, shortcut)
     if not _fits_evaluated(x, block):
@@ -353,7 +366,7 @@ def _behind(block: Block, x: Tensor, rest: Tensor, shortcut: Tensor | None) -> T
     return torch.cat([norm_and_activation(block.bn, block.act, x, shortcut), rest[:, -room:]], 1)
 
 
-def _made(maker: Callable[..., Forward], forward: Forward, stock: Forward) -> Forward:
+def _made(maker: object, forward: Forward, stock: Forward) -> Forward:
     """Note what made ``forward``. TorchScript, which reads the source of what is wrapped, compiles ``stock``."""
     vars(forward).update({_MADE_BY: maker, "__wrapped__": stock})
     return forward
@@ -385,7 +398,7 @@ def _is_fused(block: Block) -> bool:
     """Return whether a call of the block is one of the :func:`conv_forward_fuse` that its class has now."""
     forward = getattr(vars(block).get("forward"), "__func__", None)
     return (
-        getattr(forward, _MADE_BY, None) is conv_forward_fuse
+        _maker_of(forward) is conv_forward_fuse
         and type(block).forward_fuse is forward
         and not hasattr(block, "bn")
         and not module_has_hooks(block)
@@ -419,66 +432,119 @@ def forward_of_bytes(block: Block, x: Tensor) -> Tensor:
     return type(block).forward(block, divided(x.contiguous(memory_format=alike)))
 
 
-def _ends_in(block: Block, conv: Forward) -> bool:
-    """Return whether ``block`` is a block whose forward is ``conv``, or what ``conv`` is once the norm is fused, and is one for :func:`_finished`."""
-    if block.training:
-        return hasattr(block, "bn") and runs_plainly(block, conv) and can_fuse(block.bn, block.act)
-    if type(block).forward is not conv or torch.is_grad_enabled():
+def _is_conv(block: Block) -> bool:
+    """Return whether ``block`` is one of :func:`conv_forward`, its norm fused or not, and one for :func:`_finished`."""
+    if not _made_by(conv_forward, block) or (not block.training and torch.is_grad_enabled()):
         return False
-    return (_is_fused(block) or (hasattr(block, "bn") and runs_plainly(block, conv))) and _is_evaluated(block)
+    plain = hasattr(block, "bn") and runs_plainly(block, type(block).forward)
+    if block.training:
+        return plain and can_fuse(block.bn, block.act)
+    return (plain or _is_fused(block)) and _is_evaluated(block)
 
 
-def _ends_plainly(block: Block, forward: Forward, end: str, conv: Forward) -> bool:
-    """Return whether ``block`` is one whose forward is ``forward``, and whose part ``end`` is as :func:`_ends_in` asks."""
-    return runs_plainly(block, forward) and _ends_in(getattr(block, end), conv)
+def opened(block: Block, x: Tensor, shortcut: Tensor | None = None) -> Opened:
+    """Return the ``Conv`` that ``block`` ends in, what its convolution makes of what is before it, and what is added to its result.
 
-
-def bottleneck_forward(stock: Forward, conv: Forward) -> Forward:
-    """Stand in for the forward of a block that computes ``x + cv2(cv1(x)) if add else cv2(cv1(x))``.
-
-    The sum joins the second block's norm and activation where that block's forward is ``conv``, one of :func:`conv_forward`.
+    Where the block cannot be opened, the first is None, and the second the block's result. ``shortcut``: x once more, for what is added.
     """
+    if _is_conv(block):
+        return block, _begun(block, x), None
+    if (opens := getattr(block, OPENS, None)) is not None:
+        return opens(x)
+    forward = getattr(type(block), "forward", None)
+    opener, found = _OPENERS.get(_maker_of(forward) or forward), None
+    if opener is not None and runs_plainly(block, forward):
+        found = opener(block, x, x if shortcut is None else shortcut)
+    return (None, block(x), None) if found is None else found
+
+
+def closed(end: Block | None, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
+    """Return the result of a block that was :func:`opened`."""
+    if end is not None:
+        return _finished(end, x, shortcut)
+    return x if shortcut is None else shortcut + x
+
+
+def added(shortcut: Tensor, block: Block, x: Tensor) -> Tensor:
+    """Return ``shortcut + block(x)``, in evaluation by the operator behind the convolution that the block ends in."""
+    if getattr(block, "training", True):
+        return shortcut + block(x)
+    end, y, inner = opened(block, x)
+    return closed(end, y, shortcut) if inner is None else shortcut + closed(end, y, inner)
+
+
+def _open_sequential(block: Block, x: Tensor, _: Tensor) -> Opened | None:
+    layers = [] if block.training else list(block)
+    for layer in layers[:-1]:
+        x = layer(x)
+    return opened(layers[-1], x) if layers else None
+
+
+def _open_bottleneck(block: Block, x: Tensor, shortcut: Tensor) -> Opened | None:
+    end = block.cv2
+    return (end, _begun(end, block.cv1(x)), shortcut if block.add else None) if _is_conv(end) else None
+
+
+def _open_c3(block: Block, x: Tensor, _: Tensor) -> Opened | None:
+    parts = _c3_parts(block, x)
+    return None if parts is None else opened(block.cv3, parts)
+
+
+def _open_light(block: Block, x: Tensor, _: Tensor) -> Opened:
+    return opened(block.conv2, block.conv1(x))
+
+
+def _open_attention(block: Block, x: Tensor, _: Tensor) -> Opened | None:
+    tail = block.ffn if hasattr(block, "ffn") else block.mlp
+    known = type(tail) is nn.Sequential and len(tail) and getattr(block, "add", True)
+    if block.training or not known or not _is_conv(tail[-1]):
+        return None
+    x = added(x, block.attn, x)
+    return (*opened(tail, x)[:2], x)
+
+
+_OPENERS: dict[object, Opener] = {each: each for each in (_open_bottleneck, _open_c3, _open_light, _open_attention)}
+_OPENERS[_FORWARDS[nn.Sequential]] = _open_sequential
+
+
+def _forward_that(opens: Opener, stock: Forward) -> Forward:
+    """Stand in for the forward of a block that ``opens`` knows."""
 
     def forward(self: Block, x: Tensor) -> Tensor:
-        last = self.cv2
-        if self.add and _ends_in(last, conv):
-            return _finished(last, _begun(last, self.cv1(x)), x)
-        return stock(self, x)
+        parts = opens(self, x, x)
+        return stock(self, x) if parts is None else closed(*parts)
 
-    return _made(bottleneck_forward, forward, stock)
+    return _made(opens, forward, stock)
 
 
-def rep_conv_forward(stock: Forward, conv: Forward) -> Forward:
+# Of a block that computes ``x + cv2(cv1(x)) if add else cv2(cv1(x))``. The sum joins the second block's norm and activation.
+bottleneck_forward = functools.partial(_forward_that, _open_bottleneck)
+# ``cv3(cat((m(cv1(x)), cv2(x)), 1))``, with bottlenecks ``m`` in a row. The last bottleneck and ``cv2`` write into the concatenation; ``cv1`` and
+# ``cv2`` are one convolution where a captured step has joined them (:mod:`torch_fastdet.nn.joint`).
+c3_forward = functools.partial(_forward_that, _open_c3)
+# ``conv2(conv1(x))``
+light_forward = functools.partial(_forward_that, _open_light)
+# ``y + ffn(y)`` of ``y = x + attn(x)``, or with ``mlp``, if ``add``. In evaluation the sums join the operators behind the convolutions.
+attention_forward = functools.partial(_forward_that, _open_attention)
+
+
+def rep_conv_forward(stock: Forward) -> Forward:
     """Stand in for the forward of a block that computes ``act(conv1(x) + conv2(x))``, plus ``bn(x)`` in the sum if there is one.
 
-    Without one, the sum joins the second block's norm where that block's forward is ``conv``, one of :func:`conv_forward`.
+    Without one, the sum joins the second block's norm where that block is one of :func:`conv_forward`.
     """
 
     def forward(self: Block, x: Tensor) -> Tensor:
         last = self.conv2
-        if self.bn is None and _ends_in(last, conv):
+        if self.bn is None and _is_conv(last):
             return self.act(_finished(last, _begun(last, x), self.conv1(x)))
         return stock(self, x)
 
     return _made(rep_conv_forward, forward, stock)
 
 
-def c3_forward(stock: Forward, conv: Forward, bottleneck: Forward) -> Forward:
-    """Stand in for the forward of a block that computes ``cv3(cat((m(cv1(x)), cv2(x)), 1))``, with bottlenecks ``m`` in a row.
-
-    The last bottleneck and ``cv2`` write into the concatenation, where they are blocks with the forward methods ``bottleneck``
-    and ``conv``. ``cv1`` and ``cv2`` are one convolution where a captured step has joined them (:mod:`torch_fastdet.nn.joint`).
-    """
-
-    def forward(self: Block, x: Tensor) -> Tensor:
-        parts = _c3_parts(self, x, conv, bottleneck)
-        return stock(self, x) if parts is None else self.cv3(parts)
-
-    return _made(c3_forward, forward, stock)
-
-
-def _c3_parts(c3: Block, x: Tensor, conv: Forward, bottleneck: Forward) -> Tensor | None:
-    """Return the concatenation that :func:`c3_forward`'s ``cv3`` reads; None, with nothing done, where it cannot be written in place."""
+def _c3_parts(c3: Block, x: Tensor) -> Tensor | None:
+    """Return the concatenation that ``cv3`` of :func:`c3_forward` reads; None, with nothing done, where it cannot be written in place."""
     if type(c3.m) is not nn.Sequential:
         return None
     inner: list[Block] = list(c3.m)
@@ -486,12 +552,14 @@ def _c3_parts(c3: Block, x: Tensor, conv: Forward, bottleneck: Forward) -> Tenso
     if not (
         last is not None
         and runs_plainly(c3.m, _FORWARDS[nn.Sequential])
-        and _ends_plainly(last, bottleneck, "cv2", conv)
-        and _ends_in(c3.cv2, conv)
+        and _made_by(_open_bottleneck, last)
+        and runs_plainly(last, type(last).forward)
+        and _is_conv(last.cv2)
+        and _is_conv(c3.cv2)
     ):
         return None
     joint = None
-    if _ends_in(c3.cv1, conv):
+    if _is_conv(c3.cv1):
         joint = _jointly([c3.cv1, c3.cv2], x, [0, last.cv2.conv.out_channels])
     y = c3.cv1(x) if joint is None else joint[0]
     for block in inner[:-1]:
@@ -511,102 +579,103 @@ def _c3_parts(c3: Block, x: Tensor, conv: Forward, bottleneck: Forward) -> Tenso
     return _into(_into(room, 0, last.cv2, deep, shortcut), deep.shape[1], c3.cv2, shallow, None)
 
 
-def c2f_forward(stock: Forward, conv: Forward, bottleneck: Forward, c3: Forward) -> Forward:
+def c2f_forward(
+    stock: Forward,
+    names: tuple[str, ...] = (),
+    last: str = "cv2",
+    pieces: int = 2,
+    left_out: int = 0,
+    trains: bool = True,
+) -> Forward:
     """Stand in for the forward of a block that computes ``cv2(cat((a, b, m[0](b), m[1](m[0](b)), ...), 1))`` of ``a, b = cv1(x).chunk(2, 1)``.
 
-    ``cv1`` writes into the concatenation, and so does the last of ``m`` where its forward is ``bottleneck`` or ``c3``. What one more block
+    ``cv1`` writes into the concatenation, and so does the last of ``m`` where it can be :func:`opened`. What one more block
     reads is copied: ``b``, and the result of each of ``m`` but the last. Backward, the gradients of its readers are added in one pass.
+
+    Args:
+        stock: the forward that it replaces.
+        names: of the blocks, if ``m`` is no list of them.
+        last: the name of what reads the concatenation.
+        pieces: parts of ``cv1(x)``; of one, the result is x plus ``gamma`` times that above, unless ``gamma`` is None.
+        left_out: 1 if the last part is not in the concatenation.
+        trains: whether blocks in training are meant, too.
     """
 
     def forward(self: Block, x: Tensor) -> Tensor:
-        if type(self.m) is not nn.ModuleList or not _ends_in(self.cv1, conv):
+        blocks = [getattr(self, name) for name in names] or (list(self.m) if type(self.m) is nn.ModuleList else [])
+        if not blocks or (self.training and not trains) or not _is_conv(self.cv1):
             return stock(self, x)
-        return self.cv2(_c2f_parts(self, _begun(self.cv1, x), conv, bottleneck, c3))
+        y = getattr(self, last)(_row(self.cv1, _begun(self.cv1, x), blocks, pieces, left_out))
+        gamma = self.gamma if pieces == 1 else None
+        return y if gamma is None else x + gamma[:, None, None] * y
 
     return _made(c2f_forward, forward, stock)
 
 
-def _c2f_parts(c2f: Block, x: Tensor, conv: Forward, bottleneck: Forward, c3: Forward) -> Tensor:
-    """Return the concatenation that :func:`c2f_forward`'s ``cv2`` reads; x is the result of ``cv1``'s convolution."""
-    cv1, blocks, half = c2f.cv1, list(c2f.m), x.shape[1] // 2
+def _row(cv1: Block, x: Tensor, blocks: list[Block], pieces: int, left_out: int) -> Tensor:
+    """Return the concatenation of :func:`c2f_forward`; x is the result of ``cv1``'s convolution."""
+    half = x.shape[1] // pieces
     fits = _can_share(x, cv1.bn) and _is_whole(cv1.bn) if cv1.training else _fits_evaluated(x, cv1)
-    if not blocks or half % _VECTOR or x.shape[1] % 2 or not fits:
-        return _chain(list(_finished(cv1, x).chunk(2, 1)), blocks)
-    room, shortcut, y = _split(cv1, x, half * (2 + len(blocks)))
-    for i, block in enumerate(blocks):
-        first, added = half * (2 + i), None
-        end: Block = None
-        if _ends_plainly(block, bottleneck, "cv2", conv):
-            end, added = block.cv2, shortcut if block.add else None
-            y = _begun(end, block.cv1(y))
-        elif _ends_plainly(block, c3, "cv3", conv) and (parts := _c3_parts(block, y, conv, bottleneck)) is not None:
-            end = block.cv3
-            y = _begun(end, parts)
-        else:
-            y = block(y)
-        goes_into = end is not None and y.shape[1] == half and _goes_into(room, end, y, added)
-        if goes_into and i == len(blocks) - 1:
-            return _into(room, first, end, y, added)
+    if half % _VECTOR or x.shape[1] % pieces or not fits:
+        parts = list(_finished(cv1, x).chunk(pieces, 1))
+        if left_out:
+            parts[-1], blocks = blocks[0](parts[-1]), blocks[1:]
+        return _chain(parts, blocks)
+    kept = half * (pieces - left_out)
+    return _filled(*_split(cv1, x, kept + half * len(blocks), half), kept, blocks)
+
+
+def _filled(room: Tensor, shortcut: Tensor, y: Tensor, first: int, blocks: Sequence[Block]) -> Tensor:
+    """Return ``room`` with what the blocks make of y, each of the result of the one before it, in its channels from ``first`` on.
+
+    It is another concatenation of the same where they do not fit. ``shortcut`` is y.
+    """
+    width = (room.shape[1] - first) // len(blocks)
+    for i, block in enumerate(blocks, 1):
+        end, y, residual = opened(block, y, shortcut)
+        goes_into = end is not None and y.shape[1] == width and _goes_into(room, end, y, residual)
+        if goes_into and i == len(blocks):
+            return _into(room, first, end, y, residual)
         if goes_into and not end.training:
             shortcut = _place(end, y)
-            _write(end, y, room, added, last=shortcut, first=first)
+            _write(end, y, room, residual, last=shortcut, first=first)
             y = shortcut
-            continue
-        if end is not None:
-            y = _finished(end, y, added)
-        if y.shape[1] != half or not _is_like(y, room):
-            return _chain([room[:, :first], y], blocks[i + 1 :])
-        room, shortcut, y = Keep.apply(room, first, y)
+        else:
+            y = closed(end, y, residual)
+            if y.shape[1] != width or not _is_like(y, room):
+                return _chain([room[:, :first], y], blocks[i:])
+            room, shortcut, y = Keep.apply(room, first, y)
+        first += width
     return room
 
 
-def hg_block_forward(stock: Forward, light: Forward | None, conv: Forward) -> Forward:
+def hg_block_forward(stock: Forward) -> Forward:
     """Stand in for the forward of a block that computes ``ec(sc(cat((x, m[0](x), m[1](m[0](x)), ...), 1)))``, plus ``x`` if ``add``.
 
-    In evaluation each of ``m`` writes into the concatenation where its forward is ``conv``, or where it is ``light``, which computes
-    ``conv2(conv1(x))``, and that of ``conv2`` is ``conv``. The sum joins the activation of ``ec``.
+    In evaluation each of ``m`` that can be :func:`opened` writes into the concatenation. The sum joins the activation of ``ec``.
     """
 
     def forward(self: Block, x: Tensor) -> Tensor:
-        if self.training or type(self.m) is not nn.ModuleList or not _ends_in(self.ec, conv):
+        if self.training or type(self.m) is not nn.ModuleList or not (_is_conv(self.sc) and _is_conv(self.ec)):
             return stock(self, x)
-        y = _begun(self.ec, self.sc(_hg_parts(list(self.m), x, light, conv)))
+        blocks, channels = list(self.m), self.sc.conv.in_channels
+        if not blocks or type(x) is not Tensor or x.numel() == 0 or (channels - x.shape[1]) % len(blocks):
+            return stock(self, x)
+        room = room_like(x, channels)
+        torch.ops.torch_fastdet.sum_slices([x], room.narrow(1, 0, x.shape[1]))
+        y = _begun(self.ec, self.sc(_filled(room, x, x, x.shape[1], blocks)))
         return _finished(self.ec, y, x if self.add else None)
 
     return _made(hg_block_forward, forward, stock)
 
 
-def _hg_parts(blocks: list[Block], x: Tensor, light: Forward | None, conv: Forward) -> Tensor:
-    """Return the concatenation that :func:`hg_block_forward`'s ``sc`` reads."""
-    ends: list[Block] = []
-    for block in blocks:
-        two = light is not None and runs_plainly(block, light)
-        ends.append(block.conv2 if two else block)
-        if not _ends_in(ends[-1], conv):
-            return _chain([x], blocks)
-    y, first, room = x, x.shape[1], x
-    for i, (block, end) in enumerate(zip(blocks, ends)):
-        y = _begun(end, y if end is block else block.conv1(y))
-        if i == 0:
-            room = room_like(y, first + sum(each.conv.out_channels for each in ends))
-        if not (_goes_into(room, end, y, None) and _is_like(x, room)):
-            return _chain([room[:, :first] if i else x, _finished(end, y)], blocks[i + 1 :])
-        if i == 0:
-            torch.ops.torch_fastdet.sum_slices([x], room.narrow(1, 0, first))
-        last = None if i == len(blocks) - 1 else _place(end, y)
-        _write(end, y, room, None, last, first)
-        first += y.shape[1]
-        y = y if last is None else last
-    return room
-
-
-def _split(cv1: Block, x: Tensor, channels: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a tensor of ``channels`` that begins with the result of ``cv1`` for x of its convolution, and twice a copy of that's second half."""
+def _split(cv1: Block, x: Tensor, channels: int, half: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a tensor of ``channels`` that begins with the result of ``cv1`` for x of its convolution, and twice a copy of that's last ``half``."""
     if cv1.training:
         return NormSplit.apply(x, channels, cv1.bn, _options(cv1), cv1.bn.weight, cv1.bn.bias)
-    room, half = room_like(x, channels), room_like(x, x.shape[1] // 2)
-    _write(cv1, x, room, None, half)
-    return room, half, half
+    room, last = room_like(x, channels), room_like(x, half)
+    _write(cv1, x, room, None, last)
+    return room, last, last
 
 
 def _chain(parts: list[Tensor], blocks: Sequence[nn.Module]) -> Tensor:
@@ -618,7 +687,7 @@ def _chain(parts: list[Tensor], blocks: Sequence[nn.Module]) -> Tensor:
 def blocks_of_one_input(blocks: Sequence[Block], x: Tensor) -> dict[nn.Module, Tensor]:
     """Return what those of the blocks whose convolutions were joined make of x, by one convolution; nothing where there is none."""
     joined = [b for b in blocks if isinstance(getattr(b, "conv", None), nn.Module) and JOINT in vars(b.conv)]
-    if not joined or not all(_made_by(conv_forward, b) and _ends_in(b, type(b).forward) for b in joined):
+    if not joined or not all(map(_is_conv, joined)):
         return {}
     return dict(zip(joined, _jointly(joined, x, [0] * len(joined)) or ()))
 
@@ -628,7 +697,7 @@ def convolutions_of_one_input(model: nn.Module) -> Iterator[list[nn.Conv2d]]:
     :func:`c3_forward`."""
     modules: list[Block] = list(model.modules())
     groups = [blocks for module in modules for blocks in vars(module).get(OF_ONE_INPUT, [])]
-    for blocks in groups + [[block.cv1, block.cv2] for block in modules if _made_by(c3_forward, block)]:
+    for blocks in groups + [[block.cv1, block.cv2] for block in modules if _made_by(_open_c3, block)]:
         convs = [getattr(block, "conv", None) for block in blocks]
         yield [conv for conv in convs if isinstance(conv, nn.Conv2d)]
 
@@ -649,9 +718,9 @@ def can_pool(pool: Block) -> bool:
     return keeps_size and fuses() and not is_watched()
 
 
-def _pooled(cv1: Block, pool: Block, pools: int, x: Tensor, conv: Forward) -> Tensor:
+def _pooled(cv1: Block, pool: Block, pools: int, x: Tensor) -> Tensor:
     """Return the concatenation of ``cv1(x)`` and of ``pools`` poolings, each of the one before it."""
-    if pools > 0 and not cv1.training and _ends_in(cv1, conv):
+    if not cv1.training and _is_conv(cv1):
         y = _begun(cv1, x)
         room = room_like(y, y.shape[1] * (pools + 1))
         if _goes_into(room, cv1, y, None):
@@ -661,27 +730,28 @@ def _pooled(cv1: Block, pool: Block, pools: int, x: Tensor, conv: Forward) -> Te
     else:
         y = cv1(x)
     plain = type(y) is Tensor and y.device.type in DEVICES and y.dim() == 4 and y.is_floating_point()
-    return ops.max_pools_cat(y, pool.kernel_size, pools) if plain and pools > 0 else _chain([y], [pool] * pools)
+    return ops.max_pools_cat(y, pool.kernel_size, pools) if plain else _chain([y], [pool] * pools)
 
 
-def sppf_forward(stock: Forward, counts: bool, conv: Forward) -> Forward:
+def sppf_forward(stock: Forward, counts: bool, elan: bool = False) -> Forward:
     """Stand in for the forward of a block that computes ``cv2(cat((y, m(y), m(m(y)), ...)))`` of ``y = cv1(x)``.
 
     Args:
         stock: the forward that it replaces.
         counts: whether the block has a number of poolings ``n`` and a shortcut ``add``, as Ultralytics' has; without them there
             are three poolings and no shortcut.
-        conv: the forward of its ``cv1`` and ``cv2``, one of :func:`conv_forward`.
+        elan: whether the poolings are ``cv2``, ``cv3`` and ``cv4``, and ``cv5`` is behind them; in evaluation alone.
     """
 
     def forward(self: Block, x: Tensor) -> Tensor:
-        if not (self.training or not torch.is_grad_enabled()) or not can_pool(self.m):
+        last = self.cv5 if elan else self.cv2
+        pools = [self.cv2, self.cv3, self.cv4] if elan else [self.m] * (getattr(self, "n", 3) if counts else 3)
+        known = all(map(can_pool, pools)) and len({pool.kernel_size for pool in pools}) == 1
+        if not known or (torch.is_grad_enabled() and (elan or not self.training)):
             return stock(self, x)
-        pools, added = (getattr(self, "n", 3), getattr(self, "add", False)) if counts else (3, False)
-        y = _pooled(self.cv1, self.m, pools, x, conv)
-        if added and not self.training and _ends_in(self.cv2, conv):
-            return _finished(self.cv2, _begun(self.cv2, y), x)
-        y = self.cv2(y)
-        return y + x if added else y
+        y = _pooled(self.cv1, pools[0], len(pools), x)
+        if not (counts and getattr(self, "add", False)):
+            return last(y)
+        return last(y) + x if self.training else added(x, last, y)
 
     return _made(sppf_forward, forward, stock)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet._torch.private import Context
-from torch_fastdet.nn.bn_act import Block
+from torch_fastdet.nn.bn_act import OPENS, Block, Opened, added, closed, opened
 from torch_fastdet.patching.evidence import agree, pictures
 from torch_fastdet.patching.protocols import Function, Names
 from torch_fastdet.rewrites.rewrite import Changes, adds_freely, is_in_nhwc, plain_modules
@@ -41,8 +41,8 @@ def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
     return _Softmax.apply(x, dtype) if ours else x.softmax(-1).to(dtype)
 
 
-def _attend(block: Block, x: Tensor, areas: int, key: int, scale: float) -> Tensor:
-    """Attend within each of ``areas`` horizontal parts of x; queries and keys have ``key`` channels a head.
+def _attended(block: Block, x: Tensor, areas: int, key: int, scale: float) -> Opened:
+    """Attend within each of ``areas`` horizontal parts of x, up to the block's last ``Conv``; queries and keys have ``key`` channels a head.
 
     The matrix products have the original's operands, and so its bits. Images are channels_last on the way.
     """
@@ -56,25 +56,29 @@ def _attend(block: Block, x: Tensor, areas: int, key: int, scale: float) -> Tens
 
     weights = softmax((q * scale).transpose(-2, -1) @ k, v.dtype)
     y = v @ weights.transpose(-2, -1)
-    return block.proj(image(y) + block.pe(image(v)))
+    return opened(block.proj, added(image(y), block.pe, image(v)))
 
 
 def _with_channels(*parts: Function) -> object:
     return lambda t: torch.cat([part(t) for part in parts], 1)
 
 
-# Class -> its forward here, and attributes of small cases. The original forward has to give the same bits in them. The scale is one for each
-# position, so that other values come where it is behind the product.
+def _forward(attended: Function, block: Block, x: Tensor) -> Tensor:
+    return closed(*attended(block, x))
+
+
+# Class -> what :func:`opened` does with it, and attributes of small cases. The original forward has to give the same bits in them. The scale is
+# one for each position, so that other values come where it is behind the product.
 _SAME, _SQUARE, _NEXT = (lambda t: t), (lambda t: t * t), (lambda t: t + 1)
 _SCALES = pictures().flatten() + 1
 _PARTS = {"proj": lambda t: t * t + 1, "pe": lambda t: t * t + 2, "num_heads": 2, "head_dim": 2}
 _KNOWN: dict[str, tuple[Function, tuple[Names, ...]]] = {
     "Attention": (
-        lambda block, x: _attend(block, x, 1, block.key_dim, block.scale),
+        lambda block, x: _attended(block, x, 1, block.key_dim, block.scale),
         ({**_PARTS, "qkv": _with_channels(_SAME, _SQUARE), "key_dim": 1, "scale": _SCALES, "format": None},),
     ),
     "AAttn": (
-        lambda block, x: _attend(block, x, max(block.area, 1), block.head_dim, block.head_dim**-0.5),
+        lambda block, x: _attended(block, x, max(block.area, 1), block.head_dim, block.head_dim**-0.5),
         tuple(
             {**_PARTS, "qkv": _with_channels(_SAME, _SQUARE, _NEXT), "area": area, "all_head_dim": 4} for area in (1, 2)
         ),
@@ -84,14 +88,16 @@ _KNOWN: dict[str, tuple[Function, tuple[Names, ...]]] = {
 
 @functools.cache
 def _is_stocks(name: str, forward: Function) -> bool:
-    ours, cases = _KNOWN[name]
-    return all(agree(forward, ours, case, pictures(4)) for case in cases)
+    attended, cases = _KNOWN[name]
+    return all(agree(forward, functools.partial(_forward, attended), case, pictures(4)) for case in cases)
 
 
 def attention_in_rows(model: nn.Module) -> Changes:
-    """Let Ultralytics' ``Attention`` and ``AAttn`` run as :func:`_attend`."""
+    """Let Ultralytics' ``Attention`` and ``AAttn`` run as :func:`_attended`, and the sum behind it join its last ``Conv``."""
     if adds_freely(model) and is_in_nhwc(model):
         for block in plain_modules(model, *((MODULE, name) for name in _KNOWN)):
             name = type(block).__name__
             if _is_stocks(name, type(block).forward):
-                yield block, "forward", functools.partial(_KNOWN[name][0], block)
+                attended = _KNOWN[name][0]
+                yield block, "forward", functools.partial(_forward, attended, block)
+                yield block, OPENS, functools.partial(attended, block)

@@ -1,4 +1,5 @@
 """bn_act.py MODEL [cuda]: training and evaluation of it under bn_act_optim are stock's. yolo11n: in both memory formats, and also as a trace.
+yolov9t and yolo12n, whose blocks are changed in evaluation alone: that.
 
 cuda: in half precision on a GPU, as near to float64 as stock's."""
 
@@ -13,8 +14,9 @@ from torch_fastdet import ultralytics as drop_in
 from torch_fastdet.rewrites.registry import fewer_copies
 
 name, *device = sys.argv[1:]
-cats = {"yolov8n": (10, 10), "yolo11n": (11, 11), "yolo26n": (11, 13)}[name]
-concatenations = {"yolov8n": 0, "yolo11n": 3, "yolo26n": 5}[name]  # of C3k
+cats = (10, 12) if name == "yolo26n" else (10, 10)
+concatenations = {"yolov8n": 0, "yolo11n": 3, "yolo26n": 5}.get(name)  # of C3k
+batch = 32 if concatenations is None else 2
 
 
 def build():
@@ -24,12 +26,14 @@ def build():
 
 if device:
     compare_on_a_gpu(build, drop_in)
-    compare_in_evaluation(build, drop_in, cats, "cuda", (torch.float16,))
+    compare_in_evaluation(build, drop_in, cats, "cuda", (torch.float16,), batch)
+elif concatenations is None:
+    compare_in_evaluation(build, drop_in, cats, batch=batch)
 elif name == "yolo11n":
     compare(build, drop_in, uses=("trace",), concatenations=concatenations)
 else:
     compare(build, drop_in, layouts=FORMATS[:1], concatenations=concatenations)
-if not device:
+if not device and concatenations is not None:
     compare_in_evaluation(build, drop_in, cats)
     # A level each; boxes and classes of the others begin with convolutions of two kinds.
     of_heads = 3 if name == "yolov8n" else 0

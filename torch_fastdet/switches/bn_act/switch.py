@@ -1,49 +1,61 @@
-"""Declares ``bn_act_optim`` of both frameworks: the forward methods of ``Conv``, ``Bottleneck``, ``C3``, ``C2f``, ``HGBlock`` and ``SPPF``."""
+"""Declares ``bn_act_optim`` of both frameworks: the forward methods of ``Conv``, and of blocks of them such as ``C3``, ``C2f`` and ``SPPF``."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from torch_fastdet.nn.bn_act import (
+    attention_forward,
     bottleneck_forward,
     c2f_forward,
     c3_forward,
     conv_forward,
     conv_forward_fuse,
     hg_block_forward,
+    light_forward,
     rep_conv_forward,
     sppf_forward,
 )
-from torch_fastdet.patching.evidence import Asks, Formula
+from torch_fastdet.patching.evidence import Asks, Formula, pictures
 from torch_fastdet.patching.protocols import Function, Model
 from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
 from torch_fastdet.switches.frameworks import ultralytics, yolov5
 
 
-def _c2f(self: Model, x: Tensor) -> Tensor:
-    # Each block reads the result of the one before it, the first one the second half.
+def _row(parts: Sequence[Tensor], blocks: Iterable[Function]) -> Tensor:
+    """Return the concatenation of the parts and of each block's result, of that of the one before it, the first one of the last part."""
+    results = itertools.accumulate(blocks, lambda y, block: block(y), initial=parts[-1])
+    return torch.cat([*parts[:-1], *results], 1)
+
+
+def _sum(self: Model, x: Tensor, *parts: Function) -> Tensor:
+    """Return what the parts make of x in a row, each plus what it reads unless ``add`` is False."""
+    return functools.reduce(lambda y, part: y + part(y) if getattr(self, "add", True) else part(y), parts, x)
+
+
+def _psa(self: Model, x: Tensor) -> Tensor:
     first, second = self.cv1(x).chunk(2, 1)
-    row = itertools.accumulate(self.m, lambda y, block: block(y), initial=second)
-    return self.cv2(torch.cat([first, *row], 1))
+    return self.cv2(torch.cat([first, self.m(second)], 1))
+
+
+def _a2c2f(self: Model, x: Tensor) -> Tensor:
+    y = self.cv2(_row([self.cv1(x)], self.m))
+    return y if self.gamma is None else x + self.gamma[:, None, None] * y
 
 
 def _hg_block(self: Model, x: Tensor) -> Tensor:
-    row = itertools.accumulate(self.m, lambda y, block: block(y), initial=x)
-    y = self.ec(self.sc(torch.cat(list(row), 1)))
+    y = self.ec(self.sc(_row([x], self.m)))
     return y + x if self.add else y
 
 
 def _sppf(self: Model, x: Tensor) -> Tensor:
-    # Each pooling pools the result of the one before it.
-    pyramid = itertools.accumulate(range(getattr(self, "n", 3)), lambda y, _: self.m(y), initial=self.cv1(x))
-    y = self.cv2(torch.cat(list(pyramid), 1))
-    if getattr(self, "add", False):
-        y = y + x
-    return y
+    y = self.cv2(_row([self.cv1(x)], [self.m] * getattr(self, "n", 3)))
+    return y + x if getattr(self, "add", False) else y
 
 
 CONV = Formula("act(bn(conv(x)))", lambda self, x: self.act(self.bn(self.conv(x))), ("act", "bn", "conv"))
@@ -69,13 +81,44 @@ C3 = Formula(
     ("cat", "torch"),
 )
 _TWO = {"cv1": lambda t: torch.cat([t * t, t + 1], 1)}  # channels, one for each half
+_CHUNKED = ("cat", "chunk", "extend", "list", "torch")
+_THREE, _FIVE = (lambda t: t * t + 3), (lambda t: t * t + 5)
 C2F = Formula(
     "cv2(cat(a, b, m[0](b), m[1](m[0](b)), ...)) of the halves a and b of cv1(x)",
-    _c2f,
+    lambda self, x: self.cv2(_row(self.cv1(x).chunk(2, 1), self.m)),
     ("cv1", "cv2", "m"),
-    ("cat", "chunk", "extend", "list", "torch"),
-    ({**_TWO, "m": [lambda t: t * t + 3]}, {**_TWO, "m": [lambda t: t * t + 3, lambda t: t * t + 5]}),
+    _CHUNKED,
+    ({**_TWO, "m": [_THREE]}, {**_TWO, "m": [_THREE, _FIVE]}),
 )
+ELAN = Formula(
+    "cv4(cat(a, b, cv2(b), cv3(cv2(b)))) of the halves a and b of cv1(x)",
+    lambda self, x: self.cv4(_row(self.cv1(x).chunk(2, 1), [self.cv2, self.cv3])),
+    ("cv1", "cv2", "cv3", "cv4"),
+    _CHUNKED,
+    (_TWO,),
+)
+A2C2F = Formula(
+    "cv2(cat(y, m[0](y), m[1](m[0](y)), ...)) of y = cv1(x), or x plus gamma times that",
+    _a2c2f,
+    ("cv1", "cv2", "m"),
+    ("cat", "extend", "gamma", "shape", "torch", "view"),
+    ({"m": [_THREE, _FIVE], "gamma": None}, {"m": [_THREE, _FIVE], "gamma": pictures()[0, 0, 1]}),
+)
+C2PSA = Formula(
+    "cv2(cat(a, m(b))) of the halves a and b of cv1(x)",
+    _psa,
+    ("cv1", "cv2", "m"),
+    ("c", "cat", "split", "torch"),
+    ({**_TWO, "c": 1},),
+)
+PSA_BLOCK = Formula(
+    "y + ffn(y) of y = x + attn(x), or without the sums",
+    lambda self, x: _sum(self, x, self.attn, self.ffn),
+    ("attn", "ffn"),
+    ("add",),
+    ({"add": True}, {"add": False}),
+)
+A_BLOCK = Formula("y + mlp(y) of y = x + attn(x)", lambda self, x: _sum(self, x, self.attn, self.mlp), ("attn", "mlp"))
 LIGHT_CONV = Formula("conv2(conv1(x))", lambda self, x: self.conv2(self.conv1(x)), ("conv1", "conv2"))
 HG_BLOCK = Formula(
     "ec(sc(cat(x, m[0](x), m[1](m[0](x)), ...))), or that plus x",
@@ -83,8 +126,8 @@ HG_BLOCK = Formula(
     ("ec", "m", "sc"),
     ("add", "cat", "extend", "torch"),
     (
-        {"add": True, "m": [lambda t: t * t + 3], "ec": lambda t: t.unflatten(1, (2, -1)).sum(1)},
-        {"add": False, "m": [lambda t: t * t + 3, lambda t: t * t + 5]},
+        {"add": True, "m": [_THREE], "ec": lambda t: t.unflatten(1, (2, -1)).sum(1)},
+        {"add": False, "m": [_THREE, _FIVE]},
     ),
 )
 # YOLOv5's, and Ultralytics', which has a number of poolings and a shortcut of its own, by getattr.
@@ -94,33 +137,45 @@ SPPF_N = Formula(
     _SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "extend", "getattr", "range", "torch"), ({}, {"n": 2, "add": True})
 )
 
+SPP_ELAN = Formula(
+    "cv5 of cv1(x) and of what cv2, cv3 and cv4 make of it in a row",
+    lambda self, x: self.cv5(_row([self.cv1(x)], [self.cv2, self.cv3, self.cv4])),
+    ("cv1", "cv2", "cv3", "cv4", "cv5"),
+    ("cat", "extend", "torch"),
+)
 
-def _of_light_convs(stock: Function, light: Function, conv: Function) -> Function:
-    return hg_block_forward(stock, light if LIGHT_CONV.is_that_of(light) else None, conv)
 
-
-# Method, what makes it, the classes whose forwards that takes, and evidence. Without one of these only fused models, the sum, or the
-# concatenation, stay the original. Conv.forward, or that of the last class, is replaced before.
-_Row = tuple[str, Function, tuple[str, ...], Formula]
+_evaluated = functools.partial(
+    functools.partial, c2f_forward, trains=False
+)  # takes further options, and returns what makes a forward
+# Method, what makes it, the method that is replaced before, and evidence. Without one of these only fused models, the sum, or the
+# concatenation, stay the original.
+_Row = tuple[str, Function, str, Formula]
 _CONVS: tuple[_Row, ...] = (
-    ("Conv.forward_fuse", conv_forward_fuse, (), CONV_FUSE),
-    ("RepConv.forward_fuse", conv_forward_fuse, (), CONV_FUSE),
-    ("RepConv.forward", rep_conv_forward, ("Conv",), REP_CONV),
+    ("Conv.forward_fuse", conv_forward_fuse, "Conv.forward", CONV_FUSE),
+    ("RepConv.forward_fuse", conv_forward_fuse, "Conv.forward", CONV_FUSE),
+    ("LightConv.forward", light_forward, "Conv.forward", LIGHT_CONV),
+    ("RepConv.forward", rep_conv_forward, "Conv.forward", REP_CONV),
 )
 _BLOCKS: tuple[_Row, ...] = (
-    ("Bottleneck.forward", bottleneck_forward, ("Conv",), BOTTLENECK),
-    ("C3.forward", c3_forward, ("Conv", "Bottleneck"), C3),
-    ("C2f.forward", c2f_forward, ("Conv", "Bottleneck", "C3"), C2F),
-    ("HGBlock.forward", _of_light_convs, ("LightConv", "Conv"), HG_BLOCK),
+    ("Bottleneck.forward", bottleneck_forward, "Conv.forward", BOTTLENECK),
+    ("C3.forward", c3_forward, "Bottleneck.forward", C3),
+    ("C2f.forward", c2f_forward, "C3.forward", C2F),
+    ("RepNCSPELAN4.forward", _evaluated(names=("cv2", "cv3"), last="cv4"), "Conv.forward", ELAN),
+    ("A2C2f.forward", _evaluated(pieces=1), "Conv.forward", A2C2F),
+    ("C2PSA.forward", _evaluated(names=("m",), left_out=1), "Conv.forward", C2PSA),
+    ("SPPELAN.forward", functools.partial(sppf_forward, counts=False, elan=True), "Conv.forward", SPP_ELAN),
+    ("RepVGGDW.forward_fuse", conv_forward_fuse, "Conv.forward", CONV_FUSE),
+    ("PSABlock.forward", attention_forward, "Conv.forward", PSA_BLOCK),
+    ("ABlock.forward", attention_forward, "Conv.forward", A_BLOCK),
+    ("HGBlock.forward", hg_block_forward, "Conv.forward", HG_BLOCK),
 )
 
 
-def _method(name: str, make: Function, *parts: str) -> Make:
-    """Return ``make(stock, ...)`` with the forwards that the classes ``parts`` of the original module have now."""
-
+def _made(name: str, make: Function) -> Make:
     def made(_: Active, stock: Callable, __: object) -> object:
-        forward = make(stock, *(stock.__globals__[part].forward for part in parts))
-        forward.__qualname__ = f"bn_act_optim.{name}.{forward.__name__}"
+        forward = make(stock)
+        forward.__qualname__ = f"bn_act_optim.{name.partition('.')[0]}.{forward.__name__}"
         return forward
 
     return made
@@ -128,27 +183,20 @@ def _method(name: str, make: Function, *parts: str) -> Make:
 
 def _targets(where: tuple[str, ...], rows: tuple[_Row, ...]) -> list[Target]:
     return [
-        Target(
-            where,
-            name,
-            make=_method(name.partition(".")[0], make, *parts),
-            evidence=(formula,),
-            after=f"{parts[-1] if parts else 'Conv'}.forward",
-            otherwise="nothing",
-        )
-        for name, make, parts, formula in rows
+        Target(where, name, make=_made(name, make), evidence=(formula,), after=after, otherwise="nothing")
+        for name, make, after, formula in rows
     ]
 
 
 def _switch(conv: tuple[str, ...], blocks: tuple[str, ...], modules: tuple[str, ...]) -> Switch:
     """Return the switch of a framework, by full names of the modules that may define ``Conv``, and its other blocks."""
-    sppf = _method("SPPF", lambda stock, conv: sppf_forward(stock, SPPF_N.is_that_of(stock), conv), "Conv")
+    sppf = _made("SPPF.forward", lambda stock: sppf_forward(stock, SPPF_N.is_that_of(stock)))
     pools = Asks(f"it computes {_SPPF}", lambda f: None if SPPF.is_that_of(f) else SPPF_N.obstacle(f))
     return Switch(
         "bn_act_optim",
         "BatchNorm, or bias, and activation as one operator, with the shortcut's sum and the concatenations of C3, C2f and HGBlock; the stem; SPPF; needs a GPU",
         (
-            Target(conv, "Conv.forward", make=_method("Conv", conv_forward), evidence=(CONV,)),
+            Target(conv, "Conv.forward", make=_made("Conv.forward", conv_forward), evidence=(CONV,)),
             *_targets(conv, _CONVS),
             *_targets(blocks, _BLOCKS),
             Target(blocks, "SPPF.forward", make=sppf, evidence=(pools,), otherwise="nothing"),
