@@ -2,6 +2,7 @@
 stays stock's."""
 
 import copy
+import functools
 import types
 
 import pytest
@@ -827,6 +828,17 @@ def test_evaluation_that_is_compiled():
         compiled = torch.compile(module, backend=lambda graph, _: texts.append(graph.code) or graph.forward)
         torch.testing.assert_close(compiled(x), stock_of_evaluated(module)(x), rtol=1e-4, atol=1e-4)
     assert texts and not any("bias_act" in text for text in texts)
+
+
+@pytest.mark.parametrize("name", ["Conv", "Bottleneck"])
+def test_a_wrapper_that_has_our_attributes_is_called(name, monkeypatch):
+    module, seen, kind = C2f(8, Bottleneck(8)), [], {"Conv": Conv, "Bottleneck": Bottleneck}[name]
+    ours = kind.forward
+    monkeypatch.setattr(kind, "forward", functools.wraps(ours)(lambda self, x: seen.append(1) or ours(self, x)))
+    with torch.no_grad():
+        evaluated(module)(images())
+    module(images())
+    assert len(seen) == 2 * sum(type(block) is kind for block in module.modules())
 
 
 @pytest.mark.parametrize("fused", [True, False])
