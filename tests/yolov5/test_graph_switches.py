@@ -273,6 +273,32 @@ def test_a_classifier_trains_as_in_stock(yolo, switched, kind, monkeypatch, caps
     assert "forward" not in vars(yolo.ClassificationModel) and "fuse" not in vars(yolo.ClassificationModel)
 
 
+def test_validation_takes_the_memory_of_graphs(yolo, switched, monkeypatch, capsys):
+    """train.py validates eagerly; stock's training has then given its memory back."""
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(layout, "takes_channels_last", lambda device: False)
+    switched(cuda_graph=True)
+    model, x = make_model(yolo, "cpu"), torch.rand(2, 3, 64, 64)
+    for _ in range(3):
+        sum(y.mean() for y in model(x)).backward()
+    validated, failures = copy.deepcopy(model).eval(), [torch.OutOfMemoryError("CUDA out of memory")]
+
+    def fail(*_):
+        if failures:
+            raise failures.pop()
+
+    with torch.no_grad():
+        expected = validated(x)[0]
+        validated.model[0].register_forward_pre_hook(fail)
+        capsys.readouterr()
+        assert torch.equal(validated(x)[0], expected)
+    said = capsys.readouterr().err
+    assert not failures and said.count("out of memory beside ") == said.count(", which are dropped; trying again") == 1
+    for _ in range(3):
+        sum(y.mean() for y in model(x)).backward()
+    assert capsys.readouterr().err.count("captured forward and backward of DetectionModel") == 1
+
+
 def train(model, batches):
     """Steps as train.py makes them, with the last loss alive during the next forward pass."""
     compute_loss = ComputeLoss(model)

@@ -14,6 +14,7 @@ from torch_fastdet._say import count, say
 from torch_fastdet._torch.private import group_size, is_replica
 from torch_fastdet.graphs import CaptureError, ModuleGraphs, no_capture
 from torch_fastdet.graphs.ranks import GradientAverage
+from torch_fastdet.memory import with_room
 from torch_fastdet.nn import bn_act
 from torch_fastdet.patching.evidence import Evidence
 from torch_fastdet.patching.protocols import Function, Stock
@@ -67,6 +68,12 @@ class TrainingGraphs:
             return stock(model, x, *others)
         count(self._switch.name, "training passes" if graphs.reason is None else "training passes without graphs")
         return output
+
+    def make_room(self, run: Callable[[], Stock], device: torch.device) -> Stock:
+        """Return ``run()``, which may run more than once. If it runs out of memory that graphs of training hold, they are dropped."""
+        if self.last() is None:
+            return run()
+        return with_room(run, device, lambda line: say(f"{self._switch.name}: {line}"))
 
     def failed(self, model: nn.Module) -> bool:
         graphs = self._graphs.get(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -52,7 +54,8 @@ def model_forward(active: Active, stock: Function, model_class: Stock) -> Functi
                 return stock(model, x, *args, **kwargs)
             return answers(model, x, lambda x: stock(model, x))
         if args or kwargs or not (x.requires_grad or trains(active, model, x)):
-            return stock(model, x, *args, **kwargs)
+            run = partial(stock, model, x, *args, **kwargs)
+            return run() if model.training else graphs.make_room(run, x.device)
         return graphs(model, x, stock)
 
     forward.__qualname__ = "cuda_graph.forward"
