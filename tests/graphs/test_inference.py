@@ -212,10 +212,11 @@ def test_first_passes_take_no_memory_beside_training(cuda, graphs_of):
     def net():
         return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1)).to(cuda)
 
-    training = ModuleGraphs(net().train(), say=lambda line: None)
+    model, evaluated = net().train(), net().eval()
+    training = ModuleGraphs(model, say=lambda line: None)
     for _ in range(3):
         training(images(256, 16)).sum().backward()
-    graphs, x = graphs_of(net().eval(), beside=lambda: training), images(256, 16)
+    graphs, x = graphs_of(evaluated, beside=lambda: training), images(256, 16)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
