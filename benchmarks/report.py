@@ -197,7 +197,14 @@ SECTIONS = {
     "results.md": ("gpu-truths", "all-rows"),
     "results_yolov5.md": ("gpu-dataset", "h100-dataset", "gpu-train", "h100-train", "gpu-val"),
     "results_ultralytics.md": ("gpu-ultralytics", "gpu-rtdetr_training", "h100-ultralytics"),
-    "results_prediction.md": ("gpu-pictures", "gpu-predict", "gpu-serving", "gpu-evaluation", "gpu-rtdetr"),
+    "results_prediction.md": (
+        "gpu-pictures",
+        "gpu-predict",
+        "gpu-serving",
+        "gpu-evaluation",
+        "gpu-rtdetr",
+        "cpu-track",
+    ),
     "results_operators.md": ("gpu-summary", "gpu-operators", "cpu-summary"),
 }
 EDGE = re.compile(r"(?<!\w)_|_(?!\w)")  # which Markdown takes for emphasis
@@ -228,7 +235,7 @@ def machines_in(folder: Path) -> set[str]:
 def of_newest_machine(kind: str) -> list[Path]:
     """The folders of the machine of the newest one with rows: a table that mixes machines compares nothing.
 
-    A GPU with the benchmarks of all operators goes before a newer one that has a few.
+    A machine with the benchmarks of all operators goes before a newer one that has a few, and then one with the most.
     """
     found = folders(kind)
     wanted = {name for names in OPERATORS.values() for name in names}
@@ -240,7 +247,7 @@ def of_newest_machine(kind: str) -> list[Path]:
         for newest in with_rows
     ]
     whole = (paths for paths in of_same if wanted <= {name for path in paths for name in load(path)})
-    return next(whole, of_same[0])
+    return next(whole, max(of_same, key=lambda paths: len({name for path in paths for name in load(path)})))
 
 
 def newest(kind: str, file: str) -> Path | None:
