@@ -141,7 +141,7 @@ class InferenceGraphs(CapturedCallable[_Captured]):
             self._saved = min(self._saved + 1 / _CALLS_FOR_A_CAPTURE, _MOST_SAVED)
             if captured is not None:
                 return captured.result()
-            result = self._pool.warm_up(key, lambda: self._first(x, module, run))
+            result = self._pool.warm_up(key, lambda: self._first(key, x, module, run))
             if self._pool.is_warm(key) and self._saved >= 1:
                 self._saved -= 1
                 make = partial(self._captured, x, module, run)
@@ -155,14 +155,15 @@ class InferenceGraphs(CapturedCallable[_Captured]):
         self._lender = (lambda: None) if lent is None else weakref.ref(lender)
         return lent
 
-    def _first(self, x: Tensor, module: nn.Module, run: Callable[[Tensor], object]) -> object:
+    def _first(self, key: tuple, x: Tensor, module: nn.Module, run: Callable[[Tensor], object]) -> object:
         """Return an eager call of what would be captured, or a copy of it where the graphs of training lend their memory."""
 
         def call() -> object:
             with self.capturing(), bn_act.captured():
                 return run(x)
 
-        lent = self._lent(x.device)
+        # Lending takes some milliseconds: not for shapes that will not be captured soon.
+        lent = self._lent(x.device) if self._saved >= 1 and self._pool.has_room_for(key) else None
         return call() if lent is None else lent.run(call, module)
 
     def _takes(self, x: Tensor) -> bool:

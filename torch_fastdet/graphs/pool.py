@@ -133,7 +133,11 @@ class GraphPool(Owner, Generic[G]):
 
     def is_warm(self, key: Hashable) -> bool:
         """Return whether the key is to be captured now."""
-        return self._calls[key] >= self.warmup and key not in self._too_large
+        return self._calls[key] >= self.warmup and self.has_room_for(key)
+
+    def has_room_for(self, key: Hashable) -> bool:
+        """Return whether there was memory to capture the key, as far as that is known."""
+        return key not in self._too_large
 
     def warm_up(self, key: Hashable, run: Callable[[], T], written: Iterable[torch.Tensor] | None = None) -> T:
         """Run eagerly, and count it, unless it raises.
