@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import warnings
@@ -388,6 +389,49 @@ def test_files_are_the_originals(ultralytics, device, tmp_path, task, most, text
     assert len(json.loads(found[0]["predictions.json"])) == 75
     assert_same(*metrics)
     assert ours == (1 if at_once else len(IMAGES))
+
+
+def test_a_wrapper_of_pred_to_json_gets_masks(ultralytics, as_on_gpu, device, tmp_path, monkeypatch):
+    seen, validator = [], task_validator("segment")[1]
+    drop_in.patch(val_optim=True)
+    own = validator.pred_to_json
+
+    @functools.wraps(own)
+    def wrapper(self, predn, pbatch):
+        seen.append(type(predn["masks"]))
+        return own(self, predn, pbatch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(validator, "pred_to_json", wrapper)
+        metrics_of("segment", device, files=tmp_path)
+    assert seen and set(seen) == {torch.Tensor}
+
+
+def test_a_matrix_that_leaves_rotated_boxes_out(ultralytics):
+    """Overlaps that the validator has computed are of all boxes."""
+    metrics = pytest.importorskip("ultralytics.utils.metrics")
+    labels = torch.cat([40 + 300 * torch.rand(5, 2), 10 + 20 * torch.rand(5, 2), torch.zeros(5, 1)], 1)
+    detections = {
+        "bboxes": labels.flip(0),
+        "conf": torch.linspace(0.9, 0.5, 5),
+        "cls": torch.arange(4.0, -1.0, -1.0),
+    }
+    truth = {"bboxes": labels, "cls": torch.arange(5.0)}
+
+    class Fewer(metrics.ConfusionMatrix):
+        def process_batch(self, detections, batch, conf=0.25, iou_thres=0.45):
+            super().process_batch({name: rows[1:] for name, rows in detections.items()}, batch, conf, iou_thres)
+
+    def matrix(batch):
+        counted = Fewer(names=dict.fromkeys(range(5), ""))
+        counted.process_batch(detections, batch)
+        return counted.matrix
+
+    expected = matrix(truth)
+    overlaps = metrics.batch_probiou, metrics.batch_probiou(labels, detections["bboxes"])
+    drop_in.patch(val_optim=True)
+    found = matrix(truth | {validation.OVERLAPS: overlaps})
+    assert np.array_equal(found, expected) and np.trace(found) == 4
 
 
 @pytest.mark.parametrize("method", ["pred_to_json", "scale_preds"])

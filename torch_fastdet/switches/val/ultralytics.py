@@ -41,7 +41,7 @@ FINISHES = "torch_fastdet_finishes"
 OVERLAPS = "torch_fastdet_overlaps"
 #: The labels of an image on the host have under this name what ``scale_preds`` returns.
 SCALED = "torch_fastdet_scaled"
-#: A ``pred_to_json`` that takes encoded masks has this attribute.
+#: A ``pred_to_json`` that takes encoded masks has itself under this name; ``functools.wraps`` gives it to wrappers, too.
 ENCODES = "torch_fastdet_encodes"
 #: A ``pred_to_json`` that takes corners of rotated boxes has under this name the framework's function for them, and detections have
 #: the corners.
@@ -221,7 +221,7 @@ def encoding(_: object, stock: Function, kind: Stock) -> Function:
         for row, mask in zip(self.jdict[len(self.jdict) - len(encoded) :], encoded):
             row["segmentation"] = mask
 
-    setattr(pred_to_json, ENCODES, True)
+    setattr(pred_to_json, ENCODES, pred_to_json)
     return pred_to_json
 
 
@@ -327,6 +327,8 @@ def confuse(stock: Function) -> Function:
     def process_batch(
         self: ConfusionMatrix, detections: dict[str, Tensor], batch: Batch, conf: float = 0.25, iou_thres: float = 0.45
     ) -> None:
+        if type(self).process_batch is not process_batch:  # another function may have left some detections out
+            batch = {name: value for name, value in batch.items() if name != OVERLAPS}
         call = detections, batch, conf, iou_thres
         if self.matches is not None or not _counts_as_stock(detections, batch, conf, iou_thres):
             stock(self, *call)
@@ -384,7 +386,7 @@ def update_on_host(
                 return
             own.append((self, "_prepare_batch", prepare))
             scale = self.scale_preds
-            own.append((self, "scale_preds", lambda predn, label: label.get(SCALED) or scale(predn, label)))
+            own.append((self, "scale_preds", lambda predn, label: label.pop(SCALED, None) or scale(predn, label)))
             preds = [{name: pred[name] for name in pred if name != "masks"} for pred in preds]
         waiting: list[Any] = []
         matrix = getattr(self, "confusion_matrix", None)
@@ -530,7 +532,8 @@ _MOST_ELEMENTS = 1 << 25  # of a tensor for several images
 
 def _shows_masks(validator: Validator, pred: dict[str, Tensor]) -> bool:
     args = validator.args
-    encodes = hasattr(validator.pred_to_json, ENCODES) and _scales_as_stock(validator)
+    function = getattr(validator.pred_to_json, "__func__", None)
+    encodes = getattr(function, ENCODES, None) is function is not None and _scales_as_stock(validator)
     shown = args.save_txt or (args.plots and args.visualize) or (args.save_json and not encodes)
     return "masks" in pred and bool(shown)
 
