@@ -315,19 +315,21 @@ def attributes_copied(module: nn.Module) -> Iterator[None]:
     """Put copies in the place of tensors that are made inside, and that attributes of modules, or lists in them, hold."""
     held = (*attribute_tensors(module), *module.parameters(), *module.buffers())
     known = {tensor.data_ptr() for tensor in held if tensor.layout is torch.strided}
+
+    def copied(value: object) -> object:
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.data_ptr() not in known:
+            return value.clone()
+        return value
+
     try:
         yield
     finally:
-        attributes = [vars(child) for child in module.modules()]
-        lists = [value for values in attributes for value in values.values() if type(value) is list]
-        holders: list[tuple[Any, Any]] = [
-            *((values, values.items()) for values in attributes),
-            *((values, enumerate(values)) for values in lists),
-        ]
-        for holder, items in holders:
-            for name, value in list(items):
-                if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.data_ptr() not in known:
-                    holder[name] = value.clone()
+        for attributes in map(vars, module.modules()):
+            for name, value in attributes.items():
+                if type(value) is list:
+                    value[:] = map(copied, value)
+                else:
+                    attributes[name] = copied(value)
 
 
 def input_format(module: nn.Module, x: torch.Tensor) -> torch.memory_format:
