@@ -126,6 +126,11 @@ SHOWN = {
         "640x640, segment, batch 16, 8 boxes an image",
         *("640x640, pose, batch 16, 8 boxes an image", "640x640, obb, batch 16, 8 boxes an image"),
     ),
+    "gpu-rtdetr-floor": (
+        *(f"deformable attention, batch {batch}, 500 queries, fp16" for batch in (16, 4)),
+        *(f"assignment, 112 problems of 300 x {targets}" for targets in (8, 30, 100)),
+        *("assignment, 16 problems of 300 x 299", "loss, batch 16, fp16"),
+    ),
     "gpu-masks-floor": tuple(
         f"process_mask{case}, fp16"
         for case in (
@@ -191,7 +196,7 @@ SECTIONS = {
     "boxes.md": ("gpu-bbox_iou-floor",),
     "multi_tensor.md": ("gpu-multi_tensor-floor",),
     "yolov5_loss.md": ("gpu-loss-floor",),
-    **{f"{name}.md": (f"gpu-{name}-floor",) for name in ("bn_act", "stem_conv", "pool", "v8_loss")},
+    **{f"{name}.md": (f"gpu-{name}-floor",) for name in ("bn_act", "stem_conv", "pool", "v8_loss", "rtdetr")},
     **{f"{name}.md": (f"gpu-{name}-floor",) for name in ("nms", "masks", "image", "jpeg")},
     "machine.md": ("h100-machine", "gpu-memory"),
     "results.md": ("gpu-truths", "all-rows"),
