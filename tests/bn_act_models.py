@@ -143,7 +143,9 @@ def _apart(conv, x):
 
 
 def compare_in_evaluation(build, drop_in, cats, device="cpu", dtypes=(torch.float16, torch.float32), batch=2):
-    """Predictions in ``dtypes``, of a model whose norms are fused and of one whose are not, are closer to float64 than the original's.
+    """Predictions of a model whose norms are fused, and of one whose are not, are about as close to float64 as the original's.
+
+    Their mean relative error is at most 1.25 times the original's in half precision, 1.5 times in float32, and 1e-7 in float64.
 
     Args:
         cats: concatenations of torch that stay, fused and not: those of the neck and the head.

@@ -5,6 +5,7 @@ import itertools
 import os
 import pickle
 import shutil
+import sys
 import threading
 import tracemalloc
 from pathlib import Path
@@ -238,7 +239,7 @@ def video(path, frames):
 
 
 OPTIONS_OF_RUN = {"imgsz": 96, "conf": 0.05, "max_det": 12, "verbose": False}
-PARTS = ("boxes", "masks", "keypoints", "obb")
+PARTS = ("boxes", "masks", "keypoints", "obb", "probs")
 
 
 def run(model, source, device, tmp_path, on, **options):
@@ -395,6 +396,29 @@ def test_every_task(ahead, folder, device, tmp_path, model):
             break
 
 
+def test_a_classifier_is_stocks(ahead, folder, device, tmp_path):
+    from ultralytics import YOLO
+
+    model = YOLO("yolov8n-cls.yaml")
+    stock, found = [run(model, f"{folder[0]}/a*.jpg", device, tmp_path, on, batch=4) for on in (False, True)]
+    assert_same(found, stock)
+    assert found[0].probs is not None and not predictors.runs_ahead(model.predictor, predictor.BasePredictor)
+
+
+def test_screenshots_are_stocks(ahead, detector, device, tmp_path, monkeypatch):
+    """...of a screen that ends after three frames."""
+    monkeypatch.setattr(loaders, "check_requirements", lambda _: None)
+    found = []
+    for on in (False, True):
+        frames = iter([picture(60, 90, 4, seed) for seed in range(3)])
+        screen = SimpleNamespace(monitors=[{"top": 0, "left": 0, "width": 90, "height": 60}])
+        screen.grab = lambda _, frames=frames: next(frames)
+        monkeypatch.setitem(sys.modules, "mss", SimpleNamespace(mss=lambda screen=screen: screen))
+        found.append(run(detector, "screen", device, tmp_path, on))
+    assert_same(found[1], found[0])
+    assert len(found[0]) == 3
+
+
 def test_a_list_is_decoded_as_pillow_does(ahead, detector, tmp_path, device):
     """...whichever orientation a file has, and wherever that stands."""
     whole = cv2.imencode(".jpg", picture(40, 60))[1].tobytes()
@@ -412,7 +436,7 @@ def test_a_list_is_decoded_as_pillow_does(ahead, detector, tmp_path, device):
     assert_same(run(detector, paths, device, tmp_path, True), stock)
 
 
-@pytest.mark.parametrize("bad", ["cut", "empty", "missing", "http://localhost:9/a.jpg", 3], ids=str)
+@pytest.mark.parametrize("bad", ["cut", "empty", "missing", "http://localhost:9/a.jpg", 3, b""], ids=str)
 def test_a_list_with_a_bad_file_is_stocks_error(ahead, detector, tmp_path, device, bad):
     whole = cv2.imencode(".jpg", picture(40, 60))[1].tobytes()
     good, path = tmp_path / "good.jpg", tmp_path / "bad.jpg"
@@ -420,7 +444,8 @@ def test_a_list_with_a_bad_file_is_stocks_error(ahead, detector, tmp_path, devic
     kinds = {"cut": whole[: len(whole) // 2], "empty": b""}
     if bad in kinds:
         path.write_bytes(kinds[bad])
-    source = [str(good), bad if bad == 3 or "//" in str(bad) else str(path), str(good)]
+    of_file = isinstance(bad, str) and "//" not in bad
+    source = [bad] if bad == b"" else [str(good), str(path) if of_file else bad, str(good)]
     errors = []
     for on in (False, True):
         with pytest.raises(Exception) as error:
@@ -488,16 +513,50 @@ def tree(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_files_that_are_saved(ahead, detector, folder, device, tmp_path, caplog):
+METHODS = (
+    lambda result, _: result.plot().tobytes(),
+    lambda result, _: result.summary(decimals=2),
+    lambda result, _: result.to_json(decimals=2),
+    lambda result, out: result.save_txt(out / "a.txt", save_conf=True),
+    lambda result, out: result.save_crop(out / "crops", "a.jpg"),
+    lambda result, out: result.save(out / "a.png"),
+)
+
+
+def test_methods_of_results(ahead, detector, folder, device, tmp_path):
+    """Each is the first that a result is asked for."""
+    out, made = tmp_path / "out", []
+    for on in (False, True):
+        detector.predictor = None
+        if on:
+            drop_in.patch(predict_optim=True)
+        try:
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as in run()
+                found = detector.predict(folder[0] / "jpegs", **OPTIONS_OF_RUN, device=str(device), batch=2)
+            assert [type(vars(result)["orig_img"]) is results.Pixels for result in found] == [on] * len(METHODS)
+            out.mkdir()
+            returned = [method(result, out) for result, method in zip(found, METHODS, strict=True)]
+        finally:
+            drop_in.unpatch()
+        made.append((returned, tree(out)))
+        shutil.rmtree(out)
+    assert made[0] == made[1] and len(made[0][1]) > 3
+
+
+@pytest.mark.parametrize(
+    "kinds", [("save", "save_txt", "save_crop", "save_conf"), ("visualize",)], ids=["save", "visualize"]
+)
+def test_files_that_are_saved(ahead, detector, folder, device, tmp_path, caplog, kinds):
     made = []
     for on in (False, True):
         out = tmp_path / f"out{on}"
         options = {"project": str(out), "name": "x", "batch": 3, "max_det": 2, "verbose": True}
-        options |= dict.fromkeys(("save", "save_txt", "save_crop", "save_conf"), True)
+        options |= dict.fromkeys(kinds, True)
         run(detector, folder[0] / "mixed", device, tmp_path, on, **options)
         made.append(tree(out))
     assert made[0].keys() == made[1].keys() and len(made[0]) > 6
-    assert {name for name in made[0] if made[0][name] != made[1][name]} == set()
+    if device.type == "cpu" or "save" in kinds:  # a GPU's gradients differ from run to run
+        assert {name for name in made[0] if made[0][name] != made[1][name]} == set()
 
 
 # Calls in between ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """predict_optim against stock's AutoShape: the same network input and the same Detections, bit for bit."""
 
+import os
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -251,6 +253,10 @@ def readers():
     "options", [{}, {"auto": False}, {"transforms": lambda im: im[:8, :8]}], ids=["default", "not auto", "transforms"]
 )
 def test_load_images_reads_ahead_what_stock_reads(load_images, options):
+    compare_reading(load_images, options)
+
+
+def compare_reading(load_images, options):
     loader = load_images(**options)
     found = [read(loader), read(loader)]
     assert not readers()
@@ -261,6 +267,15 @@ def test_load_images_reads_ahead_what_stock_reads(load_images, options):
     for each, its in zip(found, want):
         for ours, stock in zip(each, its, strict=True):
             assert (ours[0], *ours[3:]) == (stock[0], *stock[3:]) and all(map(np.array_equal, ours[1:3], stock[1:3]))
+
+
+def test_a_name_that_is_not_utf_8(load_images, tmp_path, monkeypatch):
+    """...is read by the imread of a checkout's scripts. OpenCV's own crashes."""
+    from yolov5.utils import dataloaders, general
+
+    monkeypatch.setattr(dataloaders.cv2, "imread", general.imread)
+    (tmp_path / os.fsdecode(b"3\xff.png")).write_bytes((tmp_path / "1.png").read_bytes())
+    compare_reading(load_images, {})
 
 
 def test_load_images_that_are_left_or_begun_again(load_images):
@@ -281,6 +296,23 @@ def test_load_images_raises_where_stock_does(load_images, tmp_path):
         for path, *_ in load_images():
             found.append(Path(path).stem)
     assert found == ["0", "1", "2", "3"] and not readers()
+
+
+def test_control_c_while_images_are_read(load_images):
+    def interrupt(image):
+        if len(image) == 54:
+            signal.raise_signal(signal.SIGINT)
+        return image
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            read(load_images(transforms=interrupt))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    for thread in readers():
+        thread.join(timeout=10)  # the executor does not wait for one that it was just starting
+    assert not readers()
 
 
 def test_load_images_follows_what_others_replace(load_images, monkeypatch):
