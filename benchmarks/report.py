@@ -205,6 +205,7 @@ SECTIONS = {
     "results_prediction.md": (
         "gpu-pictures",
         "gpu-predict",
+        "gpu-detect",
         "gpu-serving",
         "gpu-evaluation",
         "gpu-rtdetr",
