@@ -382,6 +382,27 @@ def test_trials_are_not_counted():
     assert _say.counts.pop(("area_optim", "areas")) == 1
 
 
+def test_a_trial_leaves_the_usual_dtype_to_other_threads(monkeypatch):
+    """The default dtype is the whole process's: a thread that makes tensors meanwhile would see another one."""
+    assert torch.get_default_dtype() == torch.float32
+    monkeypatch.setattr(torch, "set_default_dtype", lambda _: pytest.fail("the default dtype is set"))
+    with plainly_on_the_cpu():
+        assert torch.ones(1).dtype == torch.float32
+
+
+def test_counts_are_kept_until_the_last_framework_is_put_back(host):
+    other = Host({}, ())
+    for each in (host, other):
+        each.switch_on((), ())
+    _say.hide("tests")  # which conftest.py shows lines for
+    _say.count("area_optim", "areas")
+    _say.note_fallback("area_optim: a line")
+    host.unpatch()
+    assert _say.counts == {("area_optim", "areas"): 1} and list(_say.fallbacks) == ["area_optim: a line"]
+    other.unpatch()
+    assert not _say.counts and not _say.fallbacks
+
+
 def test_a_copy_of_a_function_sees_what_its_module_holds_later():
     host = module("host", "def size():\n    return width * height\n", width=2, height=3)
     copy = with_names(host.size, height=5)

@@ -1,5 +1,6 @@
 """patch() on whichever ultralytics is installed. `make test-versions` runs it on several."""
 
+import inspect
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torchvision.ops import box_iou
 
 from tests.ultralytics.conftest import PROGRAMS
 from tools import check_versions
@@ -120,6 +122,30 @@ class TestSupported:
         drop_in.patch(multi_tensor_optimizer=True)
         assert trainer.optimizer_step is optimizer_step
         assert "BaseTrainer.optimizer_step stays: " in capsys.readouterr().err
+
+    def test_a_forks_soft_suppression_stays(self, monkeypatch, capsys):
+        """It has the same parameters, and lowers the scores of boxes that overlap better ones."""
+        from ultralytics.utils import nms
+
+        stock = nms.non_max_suppression
+
+        def soft(conf_thres, iou_thres, **options):
+            images = stock(conf_thres=conf_thres, iou_thres=1.0, **options)
+            for rows in filter(len, images):
+                overlap = box_iou(rows[:, :4], rows[:, :4]).triu(1).amax(0)
+                rows[:, 4] *= torch.where(overlap > iou_thres, 1 - overlap, 1.0)
+            return [rows[rows[:, 4] > conf_thres] for rows in images]
+
+        monkeypatch.setattr(nms, "non_max_suppression", stock)  # put back afterwards
+        monkeypatch.setattr(nms, "soft", soft, raising=False)
+        exec(f"def non_max_suppression{inspect.signature(stock)}: return soft(**locals())", vars(nms))
+        fork = nms.non_max_suppression
+        drop_in.patch(fastdet=True)
+        assert nms.non_max_suppression is fork
+        assert "nms_optim does not apply: its non_max_suppression of a small case gives" in capsys.readouterr().err
+        with pytest.raises(drop_in.SwitchError, match="nms_optim cannot apply: its non_max_suppression of a small"):
+            drop_in.patch(nms_optim=True)
+        assert nms.non_max_suppression is fork
 
     @pytest.mark.parametrize("change", ["decay", "eps", "momentum", "error"])
     def test_other_constants_are_refused_in_a_line(self, change):

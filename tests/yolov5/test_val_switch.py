@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import inspect
 import pickle
 import sys
 import types
@@ -49,6 +50,21 @@ def test_a_rule_of_somebody_elses_is_refused(yolov5, monkeypatch):
     with pytest.raises(drop_in.SwitchError, match="its process_batch of a small case gives"):
         drop_in.patch(val_optim=True)
     assert yolov5.val.process_batch is process_batch
+
+
+def test_a_forks_scale_boxes_stays(yolov5, monkeypatch, capsys):
+    stock = yolov5.general.scale_boxes
+    monkeypatch.setattr(yolov5.general, "scale_boxes", stock)  # put back afterwards
+    monkeypatch.setattr(yolov5.general, "inner", stock, raising=False)
+    source = "return inner(img1_shape, boxes, img0_shape, ratio_pad).round_()"
+    exec(f"def scale_boxes{inspect.signature(stock)}: {source}", vars(yolov5.general))
+    fork = yolov5.general.scale_boxes
+    drop_in.patch(fastdet=True, loader_optim=False)
+    assert yolov5.general.scale_boxes is fork
+    assert "val_optim does not apply: its scale_boxes of a small case gives" in capsys.readouterr().err
+    with pytest.raises(drop_in.SwitchError, match="val_optim cannot apply: its scale_boxes of a small case gives"):
+        drop_in.patch(val_optim=True)
+    assert yolov5.general.scale_boxes is fork
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -52,8 +52,10 @@ def obstacle_among(evidence: Collection[Evidence], stock: object = None) -> Obst
 @contextlib.contextmanager
 def plainly_on_the_cpu() -> Iterator[None]:
     """Suspend the caller's default device, dtype, autocast, inference mode and dispatch modes."""
+    # A process has one default dtype, and its threads none of their own: leave it alone where it is the usual one. Where it is not,
+    # another thread's tensors that are made without a dtype meanwhile are float32, for which the frameworks are written.
     dtype = torch.get_default_dtype()
-    if dtype != torch.float32:  # it is the whole process's: leave it alone where it is the usual one
+    if dtype != torch.float32:
         torch.set_default_dtype(torch.float32)
     try:
         with (
