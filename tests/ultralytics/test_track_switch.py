@@ -409,6 +409,22 @@ def test_equal_boxes_and_infinite_ones_are_the_originals(trackers, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_classes_out_of_range_are_the_originals(trackers, name):
+    odd = np.float32([-1, 80, 1e30, -0.5, 2.7, np.inf, -np.inf, np.nan])
+    wanted = []
+    for patched in (False, True):
+        if patched:
+            drop_in.patch(track_optim=True)
+        tracker, found = getattr(trackers, name)(namespace(track_buffer=4)), []
+        for rows in scene(5, 16, 20):
+            rows[:, 5] = odd[rows[:, 5].astype(int) + np.arange(len(rows)) % 4]
+            found.append((run(tracker, rows).tolist(), contents(tracker)))
+        wanted = wanted or found
+        assert str(found) == str(wanted) and any(rows for rows, _ in found)
+        assert tracker.__dict__.get(KEY) is not None or not patched
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_odd_options_are_the_originals(trackers, name):
     kind, frames = getattr(trackers, name), scene(3, 8, 14)
     ways = [{"track_buffer": value} for value in ("a", None, 7.5, float("inf"))]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
+import itertools
 import json
+import os
+import tempfile
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import torch_fastdet.ultralytics as drop_in
+from examples.demo import dataset
+from tests.conftest import some_slow
 from tests.ops.test_metrics import IOUV, image, rectangles
 from torch_fastdet._torch import meanwhile
 from torch_fastdet.patching.replace import SwitchError
@@ -260,7 +268,11 @@ def calling(seen, function):
 
 @pytest.fixture
 def as_on_gpu(monkeypatch):
-    """The CPU's tensors take the way of a GPU's: the switch takes any device for one."""
+    take_any_device_for_a_gpu(monkeypatch)
+
+
+def take_any_device_for_a_gpu(monkeypatch):
+    """The CPU's tensors take the way of a GPU's."""
 
     class Torch:
         def __getattr__(self, name):
@@ -362,11 +374,12 @@ def test_rows_of_ones_own_are_matched(ultralytics, device, counts):
     assert_same(metrics_of("detect", device, counts=counts, pretend=device.type == "cpu", prepare=fewer), stock)
 
 
-def test_a_class_out_of_range_is_stocks_error(ultralytics, device):
-    stock = metrics_of("detect", device, "class out of range")
+@pytest.mark.parametrize("task", ["detect", *TASKS])
+def test_a_class_out_of_range_is_stocks_error(ultralytics, device, task):
+    stock = metrics_of(task, device, "class out of range")
     drop_in.patch(val_optim=True)
     assert isinstance(stock, str)
-    assert metrics_of("detect", device, "class out of range", pretend=device.type == "cpu") == stock
+    assert metrics_of(task, device, "class out of range", pretend=device.type == "cpu") == stock
 
 
 @pytest.mark.parametrize("text", [False, True])
@@ -520,3 +533,131 @@ def test_a_batch_waits_only_where_nobody_looks(ultralytics):
     validator.args = SimpleNamespace(plots=False)
     validator.gather_stats()
     assert done
+
+
+# Whole validations ---------------------------------------------------------------------------------------------------
+
+CONVOLUTIONS = "".join(f"  - [-1, 1, Conv, [{width}, 3, 2]]\n" for width in (16, 32, 32, 64))
+HEADS = {
+    "detect": "Detect, [nc]",
+    "segment": "Segment, [nc, 8, 16]",
+    "pose": "Pose, [nc, kpt_shape]",
+    "obb": "OBB, [nc, 1]",
+}
+WAYS = {  # and the task that `make test` and a GPU try each of them with
+    "plain": ({}, "obb"),
+    "visualize": ({"visualize": True}, "obb"),
+    "save_txt": ({"save_txt": True, "save_conf": True}, "pose"),
+    "not rect": ({"rect": False}, "pose"),
+    "single_cls": ({"single_cls": True}, "segment"),
+    "agnostic_nms": ({"agnostic_nms": True}, "detect"),
+    "augment": ({"augment": True}, "detect"),
+}
+CASES = some_slow(itertools.product(HEADS, WAYS), [(task, way) for way, (_, task) in WAYS.items()], pytest.mark.nightly)
+
+
+@pytest.fixture
+def plots(monkeypatch):
+    """Of 30 dots an inch, which take a tenth of the time, and one after another: two threads scale the same images on the CPU."""
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    save = figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda self, name, **options: save(self, name, **options | {"dpi": 30}))
+    for module in (task_validator("detect")[0], task_validator("obb")[0]):
+        monkeypatch.setattr(module, "plot_images", functools.partial(module.plot_images, threaded=False))
+
+
+@pytest.fixture(scope="module")
+def data_of(tmp_path_factory):
+    """Makes data.yaml of a task: images of several shapes, one without labels, one of a class out of range, one that nobody can read."""
+    root = tmp_path_factory.mktemp("validations")
+
+    @functools.cache
+    def make(task):
+        data = dataset.make(root / task, dataset.Recipe(image_size=96, train=1, val=10, task=task))
+        images, labels = (data.parent / name / "val" for name in ("images", "labels"))
+        for number, (width, height) in enumerate([(96, 64), (64, 96), (80, 60), (96, 48)]):
+            path = images / f"{number:05}.jpg"
+            Image.open(path).resize((width, height)).save(path, quality=95)
+        (labels / "00005.txt").write_text("")
+        (labels / "00006.txt").write_text(f"12{(labels / '00006.txt').read_text()[1:]}")
+        (images / "00007.jpg").write_bytes(b"no image")
+        return data
+
+    return make
+
+
+@functools.cache
+def model_of(task):
+    """Return a model with random weights, whose boxes are about as large as the digits."""
+    from ultralytics import YOLO
+
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ), torch.no_grad():
+        file = Path(folder) / "small.yaml"
+        head = f"head:\n  - [[2, 3], 1, {HEADS[task]}]\n"
+        file.write_text(f"nc: 10\nkpt_shape: [4, 3]\nbackbone:\n{CONVOLUTIONS}{head}")
+        torch.manual_seed(0)
+        model = YOLO(file, task=task)
+        for layer in model.model.modules():
+            if isinstance(layer, torch.nn.BatchNorm2d):
+                layer.momentum = 1  # so that each place of an image gives other numbers
+        model.model.train()(torch.rand(4, 3, 8, 8).repeat_interleave(12, 2).repeat_interleave(12, 3))
+        head = model.model.eval().model[-1]
+        for boxes, classes in zip(head.cv2, head.cv3):
+            boxes[-1].weight.mul_(3), classes[-1].weight.mul_(3)
+            boxes[-1].bias.zero_().view(4, -1)[:, 1] = 6
+            classes[-1].bias.fill_(-4)
+        if task == "segment":
+            head.cv4[-1][-1].bias.fill_(1)  # masks that fill their boxes
+    return model
+
+
+def validated(task, device, data, folder, **options):
+    """Return the numbers of a validation, and the bytes of its files."""
+    model, seen = copy.deepcopy(model_of(task)), []
+    model.add_callback("on_val_end", seen.append)
+    options |= {"imgsz": 96, "batch": 4, "workers": 0, "device": str(device), "conf": 0.05, "max_det": 100}
+    metrics = model.val(data=data, project=folder, name="run", save_json=True, plots=True, **options)
+    [validator], parts = seen, [getattr(metrics, name) for name in ("box", "seg", "pose") if hasattr(metrics, name)]
+    numbers = {
+        "results": metrics.results_dict,
+        "curves": metrics.curves_results,
+        "parts": [(part.all_ap, part.image_metrics) for part in parts],
+        "labels": (metrics.nt_per_class, metrics.nt_per_image),
+        "matrix": metrics.confusion_matrix.matrix,
+        "gathered": (validator.seen, validator.jdict, validator.pred_counts),
+        "truth": np.array([each["bbox"] for each in (validator.gdict or {}).get("annotations", [])]),
+    }
+    return numbers, {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*.*")}
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.usefixtures("ultralytics", "same_convolutions", "plots")
+def test_a_whole_validation_is_stocks(device, data_of, tmp_path, monkeypatch, case):
+    """On the CPU by the way of a GPU, too."""
+    task, way = case
+    data, together, on_gpu = data_of(task), [], device.type == "cuda"
+    loose = 2e-6 * on_gpu  # the host divides where a GPU multiplies by the inverse
+    for half in {False, on_gpu}:
+        options = WAYS[way][0] | {"half": half}
+        wanted, files = validated(task, device, data, tmp_path / f"stock {half}", **options)
+        assert wanted["results"]["fitness"] > 0 and wanted["matrix"].sum() > 100
+        drop_in.patch(val_optim=True)
+        for as_gpu in {on_gpu or way not in ("plain", "save_txt", "single_cls"), True}:
+            together.clear()
+            with monkeypatch.context() as patched:
+                patched.setattr(validation, "_to_host", calling(together, validation._to_host))
+                if as_gpu and not on_gpu:
+                    take_any_device_for_a_gpu(patched)
+                found, ours = validated(task, device, data, tmp_path / f"ours {half} {as_gpu}", **options)
+            assert bool(together) == (as_gpu and not (task == "segment" and way in ("save_txt", "visualize")))
+            np.testing.assert_allclose(found.pop("truth"), wanted["truth"], loose, loose)
+            for name, value in found.items():
+                np.testing.assert_equal(value, wanted[name], name)
+            assert ours.keys() == files.keys()
+            for name in files:
+                if name.endswith(".txt") and on_gpu:
+                    numbers = (np.array(text[name].split(), float) for text in (ours, files))
+                    np.testing.assert_allclose(*numbers, loose, loose, err_msg=name)
+                else:
+                    assert ours[name] == files[name], name
+        drop_in.unpatch()
