@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 import tracemalloc
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -516,7 +517,7 @@ def tree(folder):
 METHODS = (
     lambda result, _: result.plot().tobytes(),
     lambda result, _: result.summary(decimals=2),
-    lambda result, _: result.to_json(decimals=2),
+    lambda result, _: result.to_json(decimals=2) if find_spec("polars") else result.verbose(),
     lambda result, out: result.save_txt(out / "a.txt", save_conf=True),
     lambda result, out: result.save_crop(out / "crops", "a.jpg"),
     lambda result, out: result.save(out / "a.png"),

@@ -377,7 +377,10 @@ def update_on_host(
         if self.args.single_cls:  # in place, as the original does, for the plots that come later
             for pred in preds:
                 pred["cls"].zero_()
-        labels = batch | {n: batch[n].cpu() for n in ("batch_idx", "cls", "bboxes", "keypoints") if n in batch}
+        names = ["batch_idx", "cls", "bboxes", "keypoints"]
+        if self.args.plots and self.args.visualize:  # matches are drawn with tensors on the image's device
+            names.append("img")
+        labels = batch | {name: batch[name].cpu() for name in names if name in batch}
         own: list[tuple[object, str, object]] = [(self, "device", HOST)]
         if prepare_all is not None:
             prepare = prepare_all(self, preds, labels)
