@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from examples.demo.dataset import Recipe, make
 from examples.yolov5_env import environment
@@ -71,3 +72,11 @@ def digits(tmp_path_factory) -> Path:
     data = make(tmp_path_factory.mktemp("digits") / "data", Recipe(image_size=96, train=16, val=1))
     data.write_text(data.read_text().replace("val: images/val", "val: images/train"))
     return data
+
+
+@pytest.fixture(autouse=True)
+def same_threads():
+    """Predictors and trainers on the CPU set how many threads torch has; with OMP_NUM_THREADS=1, as in ``make test``, that changes nothing."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
