@@ -209,8 +209,8 @@ SECTIONS = {
         "gpu-serving",
         "gpu-evaluation",
         "gpu-rtdetr",
-        "cpu-track",
     ),
+    "results_tracking.md": ("cpu-track",),
     "results_operators.md": ("gpu-summary", "gpu-operators", "cpu-summary"),
 }
 EDGE = re.compile(r"(?<!\w)_|_(?!\w)")  # which Markdown takes for emphasis
