@@ -145,9 +145,11 @@ SPP_ELAN = Formula(
 )
 
 
-_evaluated = functools.partial(
-    functools.partial, c2f_forward, trains=False
-)  # takes further options, and returns what makes a forward
+# What makes the forwards of blocks that change in evaluation alone.
+_ELAN = functools.partial(c2f_forward, names=("cv2", "cv3"), last="cv4", trains=False)
+_A2C2F = functools.partial(c2f_forward, pieces=1, trains=False)
+_C2PSA = functools.partial(c2f_forward, names=("m",), left_out=1, trains=False)
+_SPP_ELAN = functools.partial(sppf_forward, counts=False, elan=True)
 # Method, what makes it, the method that is replaced before, and evidence. Without one of these only fused models, the sum, or the
 # concatenation, stay the original.
 _Row = tuple[str, Function, str, Formula]
@@ -161,10 +163,10 @@ _BLOCKS: tuple[_Row, ...] = (
     ("Bottleneck.forward", bottleneck_forward, "Conv.forward", BOTTLENECK),
     ("C3.forward", c3_forward, "Bottleneck.forward", C3),
     ("C2f.forward", c2f_forward, "C3.forward", C2F),
-    ("RepNCSPELAN4.forward", _evaluated(names=("cv2", "cv3"), last="cv4"), "Conv.forward", ELAN),
-    ("A2C2f.forward", _evaluated(pieces=1), "Conv.forward", A2C2F),
-    ("C2PSA.forward", _evaluated(names=("m",), left_out=1), "Conv.forward", C2PSA),
-    ("SPPELAN.forward", functools.partial(sppf_forward, counts=False, elan=True), "Conv.forward", SPP_ELAN),
+    ("RepNCSPELAN4.forward", _ELAN, "Conv.forward", ELAN),
+    ("A2C2f.forward", _A2C2F, "Conv.forward", A2C2F),
+    ("C2PSA.forward", _C2PSA, "Conv.forward", C2PSA),
+    ("SPPELAN.forward", _SPP_ELAN, "Conv.forward", SPP_ELAN),
     ("RepVGGDW.forward_fuse", conv_forward_fuse, "Conv.forward", CONV_FUSE),
     ("PSABlock.forward", attention_forward, "Conv.forward", PSA_BLOCK),
     ("ABlock.forward", attention_forward, "Conv.forward", A_BLOCK),
