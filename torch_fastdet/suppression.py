@@ -264,16 +264,13 @@ def ultralytics_non_max_suppression(
     if per_class not in ("offset", "exact"):
         raise ValueError(f"{op}: per_class is {per_class!r}, but 'offset' or 'exact' is expected")
     listed, home = _stock_class_list(op, classes), prediction.device
-    where = home
-    if device is not None and not (filters and device == "auto"):
-        scores = prediction[:, 4 : 4 + int(nc)] if nc else prediction[:, 4:]
-        where = _computing_device(op, scores.transpose(1, 2), None, device, conf_thres, multi_label)
     if filters:
         capacity, end = _room(max_det, prediction.shape[1])
         detections, counts, indices = nms.filter_detections(prediction, conf_thres, listed, capacity, finite=True)
         detections = detections.float()  # as the original, of float64 too
     else:
-        prediction = prediction.to(where)
+        scores = (prediction[:, 4 : 4 + int(nc)] if nc else prediction[:, 4:]).transpose(1, 2)
+        prediction = prediction.to(_computing_device(op, scores, None, device, conf_thres, multi_label))
         capacity, end = _room(max_det, max_nms, prediction.shape[2] * (prediction.shape[1] if multi_label else 1))
         limits = conf_thres, iou_thres, listed, bool(agnostic), bool(multi_label), capacity
         rest = None, per_class, max_nms, max_wh, rotated_rule if rotated else "none"

@@ -3,16 +3,13 @@
 Every operator works without a host sync, is capturable in a CUDA graph and gives the same result on the CPU and the GPU.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from torch_fastdet.ops._checks import check_type, checked
 from torch_fastdet.ops.letterbox import letterbox
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _class_list(classes: list[int] | None) -> list[int] | None:
@@ -23,8 +20,7 @@ def _class_list(classes: list[int] | None) -> list[int] | None:
     return classes
 
 
-def _suppressing(function: F) -> F:
-    return checked(function, lone="classes")
+_suppressing = partial(checked, lone="classes")
 
 
 @checked
