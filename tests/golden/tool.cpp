@@ -16,9 +16,7 @@ int main(int argc, char** argv) {
     }
     golden::Writer writer(argv[3]);
     for (const golden::Stage& stage : golden::load(argv[2])) {
-      golden::Dims strides(stage.shape.size(), 1);
-      for (size_t dim = strides.size(); dim-- > 1;) strides[dim - 1] = strides[dim] * stage.shape[dim];
-      writer.save(stage.name, {stage.bytes.data(), stage.dtype, stage.shape, strides});
+      writer.save(stage.name, {stage.bytes.data(), stage.dtype, stage.shape, {}});
     }
   } catch (const std::runtime_error& error) {
     std::cerr << error.what() << "\n";
