@@ -187,7 +187,8 @@ def compare_in_evaluation(build, drop_in, cats, device="cpu", dtypes=(torch.floa
             exact = run(fused, torch.float32, torch.contiguous_format, False, double=True)[1]
             operators, double, ready = run(fused, torch.float32, layout, True, double=True)
             assert apart(double, exact) <= 1e-7
-            blocks = sum(hasattr(module, "forward_fuse") and hasattr(module, "conv") for module in ready.modules())
+            plain = [m for m in ready.modules() if type(getattr(m, "conv", None)) is torch.nn.Conv2d]
+            blocks = sum(hasattr(module, "forward_fuse") for module in plain)
             pooled = any(type(module).__name__ in ("SPPF", "SPPELAN") for module in ready.modules())
             assert (operators.evaluated, operators.pooled) == (blocks, pooled), (operators.evaluated, operators.pooled)
             assert operators.cats == cats[not fused], operators.cats

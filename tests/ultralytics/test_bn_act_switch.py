@@ -17,13 +17,13 @@ block = modules.block
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model", ["yolov8n", "yolov9t", "yolo11n", "yolo12n", "yolo26n"])
+@pytest.mark.parametrize("model", ["yolov8n", "yolov9t", "yolov10n", "yolo11n", "yolo12n", "yolo26n"])
 def test_models_train_as_stocks(model, program):
     assert program("bn_act.py", model)["as stock"]
 
 
 # The half-precision error of yolo12n is one draw of a long chain: .8 of the original's in NHWC, 1.5 in NCHW. Its blocks are tested below.
-@pytest.mark.parametrize("model", ["yolov8n", "yolov9t", "yolo11n", "yolo26n"])
+@pytest.mark.parametrize("model", ["yolov8n", "yolov9t", "yolov10n", "yolo11n", "yolo26n"])
 def test_models_train_as_stocks_on_a_gpu(model, program, cuda):
     assert program("bn_act.py", model, "cuda")["as stock"]
 
@@ -51,6 +51,9 @@ BLOCKS = {
     "A2C2f of C3k": (lambda: block.A2C2f(32, 64, 2, a2=False), 0),
     "A2C2f with gamma": (lambda: block.A2C2f(32, 32, area=2, residual=True, e=1.0), 1),
     "C2PSA": (lambda: block.C2PSA(32, 32, 2), 0),
+    "PSA": (lambda: block.PSA(32, 32), 0),
+    "C2fCIB": (lambda: block.C2fCIB(32, 64, 2, shortcut=True), 0),
+    "ADown": (lambda: block.ADown(32, 64), 0),
     "C3k2 with attention": (lambda: block.C3k2(32, 64, 2, attn=True), 0),
 }
 
@@ -104,6 +107,12 @@ CHANGES = {
     "a hook on attention": ("C2PSA", functools.partial(hook, "m.0.attn")),
     "a hook on the last part of attention": ("C2PSA", functools.partial(hook, "m.1.attn.proj.conv")),
     "a hook on a block": ("C2PSA", functools.partial(hook, "m.0")),
+    "a hook on v10's attention": ("PSA", functools.partial(hook, "attn.qkv")),
+    "a hook on the end of v10's attention": ("PSA", functools.partial(hook, "ffn.1")),
+    "a hook on a row of convolutions": ("C2fCIB", functools.partial(hook, "m.0.cv1")),
+    "a hook on the end of a row": ("C2fCIB", functools.partial(hook, "m.1.cv1.4")),
+    "a hook on a half": ("ADown", functools.partial(hook, "cv2")),
+    "no shortcut": ("C2fCIB", lambda model: setattr(model.m[1], "add", False)),
     "a hook on the rest": ("A2C2f", functools.partial(hook, "m.0.0.mlp")),
     "a hook on a row": ("RepNCSPELAN4", functools.partial(hook, "cv2")),
     "a hook on the first": ("ELAN1", functools.partial(hook, "cv1")),
@@ -124,7 +133,14 @@ def test_other_blocks_in_evaluation_keep_their_own_path(name, change, evaluate):
     assert len(model.seen) % 2 == 0, "as often as the original's"
 
 
-@pytest.mark.parametrize("make", [lambda: block.C2PSA(32, 32, 2, e=0.375), lambda: block.RepNCSPELAN4(32, 32, 24, 12)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: block.C2PSA(32, 32, 2, e=0.375),
+        lambda: block.RepNCSPELAN4(32, 32, 24, 12),
+        lambda: block.PSA(32, 32, e=0.375),
+    ],
+)
 def test_odd_halves_in_evaluation(make, evaluate):
     found, wanted, operators = evaluate(make(), True)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)

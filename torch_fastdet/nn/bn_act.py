@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -469,8 +470,13 @@ def added(shortcut: Tensor, block: Block, x: Tensor) -> Tensor:
     """Return ``shortcut + block(x)``, in evaluation by the operator behind the convolution that the block ends in."""
     if getattr(block, "training", True):
         return shortcut + block(x)
-    end, y, inner = opened(block, x)
-    return closed(end, y, shortcut) if inner is None else shortcut + closed(end, y, inner)
+    return closed(*_plus(opened(block, x), shortcut))
+
+
+def _plus(found: Opened, shortcut: Tensor) -> Opened:
+    """Return what was :func:`opened` with ``shortcut`` added, too."""
+    end, y, inner = found
+    return (end, y, shortcut) if inner is None else (None, closed(*found), shortcut)
 
 
 def _open_sequential(block: Block, x: Tensor, _: Tensor) -> Opened | None:
@@ -494,16 +500,28 @@ def _open_light(block: Block, x: Tensor, _: Tensor) -> Opened:
     return opened(block.conv2, block.conv1(x))
 
 
+def _ends_in_conv(tail: Block) -> bool:
+    return type(tail) is nn.Sequential and len(tail) > 0 and _is_conv(tail[-1])
+
+
 def _open_attention(block: Block, x: Tensor, _: Tensor) -> Opened | None:
     tail = block.ffn if hasattr(block, "ffn") else block.mlp
-    known = type(tail) is nn.Sequential and len(tail) and getattr(block, "add", True)
-    if block.training or not known or not _is_conv(tail[-1]):
+    if block.training or not getattr(block, "add", True) or not _ends_in_conv(tail):
         return None
     x = added(x, block.attn, x)
-    return (*opened(tail, x)[:2], x)
+    return _plus(opened(tail, x), x)
 
 
-_OPENERS: dict[object, Opener] = {each: each for each in (_open_bottleneck, _open_c3, _open_light, _open_attention)}
+def _open_cib(block: Block, x: Tensor, shortcut: Tensor) -> Opened | None:
+    if block.training or not _ends_in_conv(block.cv1):
+        return None
+    found = opened(block.cv1, x)
+    return _plus(found, shortcut) if block.add else found
+
+
+_OPENERS: dict[object, Opener] = {
+    each: each for each in (_open_bottleneck, _open_c3, _open_light, _open_attention, _open_cib)
+}
 _OPENERS[_FORWARDS[nn.Sequential]] = _open_sequential
 
 
@@ -526,6 +544,8 @@ c3_forward = functools.partial(_forward_that, _open_c3)
 light_forward = functools.partial(_forward_that, _open_light)
 # ``y + ffn(y)`` of ``y = x + attn(x)``, or with ``mlp``, if ``add``. In evaluation the sums join the operators behind the convolutions.
 attention_forward = functools.partial(_forward_that, _open_attention)
+# ``x + cv1(x) if add else cv1(x)``, with convolutions ``cv1`` in a row; in evaluation.
+cib_forward = functools.partial(_forward_that, _open_cib)
 
 
 def rep_conv_forward(stock: Forward) -> Forward:
@@ -573,15 +593,33 @@ def _c3_parts(c3: Block, x: Tensor) -> Tensor | None:
     shallow = _begun(c3.cv2, x)
     if last.cv2.training and c3.cv2.training:
         return norms_and_activations_cat([last.cv2, c3.cv2], [deep, shallow], shortcut)
-    room = room_like(shallow, deep.shape[1] + shallow.shape[1])
-    if not (_goes_into(room, last.cv2, deep, shortcut) and _goes_into(room, c3.cv2, shallow, None)):
-        return torch.cat([_finished(last.cv2, deep, shortcut), _finished(c3.cv2, shallow)], 1)
-    return _into(_into(room, 0, last.cv2, deep, shortcut), deep.shape[1], c3.cv2, shallow, None)
+    return _side_by_side(last.cv2, deep, c3.cv2, shallow, shortcut)
+
+
+def _side_by_side(first: Block, x: Tensor, second: Block, y: Tensor, shortcut: Tensor | None = None) -> Tensor:
+    """Return the concatenation of the results of two blocks for x and y of their convolutions, the first one plus ``shortcut``."""
+    room = room_like(y, x.shape[1] + y.shape[1])
+    if not (_goes_into(room, first, x, shortcut) and _goes_into(room, second, y, None)):
+        return torch.cat([_finished(first, x, shortcut), _finished(second, y)], 1)
+    return _into(_into(room, 0, first, x, shortcut), x.shape[1], second, y, None)
+
+
+def down_forward(stock: Forward) -> Forward:
+    """Stand in for the forward of YOLOv9's ADown. In evaluation ``cv1`` and ``cv2`` write into the concatenation."""
+
+    def forward(self: Block, x: Tensor) -> Tensor:
+        if self.training or not (_is_conv(self.cv1) and _is_conv(self.cv2)):
+            return stock(self, x)
+        left, right = F.avg_pool2d(x, 2, 1).chunk(2, 1)
+        pooled = F.max_pool2d(right, 3, 2, 1)
+        return _side_by_side(self.cv1, _begun(self.cv1, left), self.cv2, _begun(self.cv2, pooled))
+
+    return _made(down_forward, forward, stock)
 
 
 def c2f_forward(
     stock: Forward,
-    names: tuple[str, ...] = (),
+    parts: Callable[[Block], Sequence[Block]] = lambda block: list(block.m) if type(block.m) is nn.ModuleList else [],
     last: str = "cv2",
     pieces: int = 2,
     left_out: int = 0,
@@ -594,7 +632,7 @@ def c2f_forward(
 
     Args:
         stock: the forward that it replaces.
-        names: of the blocks, if ``m`` is no list of them.
+        parts: returns the blocks; none if the block shall stay as it is.
         last: the name of what reads the concatenation.
         pieces: parts of ``cv1(x)``; of one, the result is x plus ``gamma`` times that above, unless ``gamma`` is None.
         left_out: 1 if the last part is not in the concatenation.
@@ -602,7 +640,7 @@ def c2f_forward(
     """
 
     def forward(self: Block, x: Tensor) -> Tensor:
-        blocks = [getattr(self, name) for name in names] or (list(self.m) if type(self.m) is nn.ModuleList else [])
+        blocks = list(parts(self))
         if not blocks or (self.training and not trains) or not _is_conv(self.cv1):
             return stock(self, x)
         y = getattr(self, last)(_row(self.cv1, _begun(self.cv1, x), blocks, pieces, left_out))
@@ -619,7 +657,7 @@ def _row(cv1: Block, x: Tensor, blocks: list[Block], pieces: int, left_out: int)
     if half % _VECTOR or x.shape[1] % pieces or not fits:
         parts = list(_finished(cv1, x).chunk(pieces, 1))
         if left_out:
-            parts[-1], blocks = blocks[0](parts[-1]), blocks[1:]
+            parts[-1], blocks = closed(*opened(blocks[0], parts[-1])), blocks[1:]
         return _chain(parts, blocks)
     kept = half * (pieces - left_out)
     return _filled(*_split(cv1, x, kept + half * len(blocks), half), kept, blocks)
@@ -647,6 +685,16 @@ def _filled(room: Tensor, shortcut: Tensor, y: Tensor, first: int, blocks: Seque
             room, shortcut, y = Keep.apply(room, first, y)
         first += width
     return room
+
+
+def attention_of(block: Block) -> list[Block]:
+    """Return the one part of a block that has ``attn`` and ``ffn`` itself: ``y + ffn(y)`` of ``y = x + attn(x)``."""
+
+    def opens(x: Tensor) -> Opened:
+        y = added(x, block.attn, x)
+        return _plus(opened(block.ffn, y), y)
+
+    return [SimpleNamespace(**{OPENS: opens})]
 
 
 def hg_block_forward(stock: Forward) -> Forward:

@@ -194,9 +194,10 @@ def stand_ins(*names: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     return {name: stand_in(number) for number, name in enumerate(names)}
 
 
-def pictures(channels: int = 1) -> torch.Tensor:
-    """Return (1, channels, 2, 3) different numbers, which are not random."""
-    return torch.arange(channels * 6, dtype=torch.float64, device="cpu").view(1, channels, 2, 3) / 8
+def pictures(channels: int = 1, height: int = 2, width: int = 3) -> torch.Tensor:
+    """Return (1, channels, height, width) different numbers, which are not random."""
+    count = channels * height * width
+    return torch.arange(count, dtype=torch.float64, device="cpu").view(1, channels, height, width) / 8
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,7 @@ class Formula:
     modules: tuple[str, ...]
     others: tuple[str, ...] = ()
     options: tuple[Names, ...] = ({},)
+    images: Callable[[], torch.Tensor] = pictures
 
     def is_that_of(self, forward: Stock) -> bool:
         code = getattr(forward, "__code__", None)
@@ -219,7 +221,7 @@ class Formula:
         if names_in(code) != {*self.modules, *self.others}:
             return False
         parts = stand_ins(*self.modules)
-        return all(agree(forward, self.method, {**parts, **options}, pictures()) for options in self.options)
+        return all(agree(forward, self.method, {**parts, **options}, self.images()) for options in self.options)
 
     def obstacle(self, stock: object) -> Obstacle | None:
         return None if self.is_that_of(stock) else Obstacle(f"{describe(stock)} is not {self.text}.")

@@ -1,5 +1,5 @@
 """bn_act.py MODEL [cuda]: training and evaluation of it under bn_act_optim are stock's. yolo11n: in both memory formats, and also as a trace.
-yolov9t and yolo12n, whose blocks are changed in evaluation alone: that.
+yolov9t, yolov10n and yolo12n, whose blocks are changed in evaluation alone: that.
 
 cuda: in half precision on a GPU, as near to float64 as stock's."""
 
@@ -14,7 +14,7 @@ from torch_fastdet import ultralytics as drop_in
 from torch_fastdet.rewrites.registry import fewer_copies
 
 name, *device = sys.argv[1:]
-cats = (10, 12) if name == "yolo26n" else (10, 10)
+cats = (10, 12) if name in ("yolov10n", "yolo26n") else (10, 10)
 concatenations = {"yolov8n": 0, "yolo11n": 3, "yolo26n": 5}.get(name)  # of C3k
 batch = 32 if concatenations is None else 2
 

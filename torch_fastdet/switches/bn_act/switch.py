@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fastdet.nn.bn_act import (
     attention_forward,
+    attention_of,
     bottleneck_forward,
     c2f_forward,
     c3_forward,
+    cib_forward,
     conv_forward,
     conv_forward_fuse,
+    down_forward,
     hg_block_forward,
     light_forward,
     rep_conv_forward,
@@ -40,7 +45,13 @@ def _sum(self: Model, x: Tensor, *parts: Function) -> Tensor:
 
 def _psa(self: Model, x: Tensor) -> Tensor:
     first, second = self.cv1(x).chunk(2, 1)
-    return self.cv2(torch.cat([first, self.m(second)], 1))
+    second = self.m(second) if hasattr(self, "m") else _sum(self, second, self.attn, self.ffn)
+    return self.cv2(torch.cat([first, second], 1))
+
+
+def _down(self: Model, x: Tensor) -> Tensor:
+    first, second = F.avg_pool2d(x, 2, 1).chunk(2, 1)
+    return torch.cat([self.cv1(first), self.cv2(F.max_pool2d(second, 3, 2, 1))], 1)
 
 
 def _a2c2f(self: Model, x: Tensor) -> Tensor:
@@ -111,6 +122,13 @@ C2PSA = Formula(
     ("c", "cat", "split", "torch"),
     ({**_TWO, "c": 1},),
 )
+PSA = Formula(
+    "cv2(cat(a, y + ffn(y))) of y = b + attn(b) of the halves a and b of cv1(x)",
+    _psa,
+    ("attn", "cv1", "cv2", "ffn"),
+    ("c", "cat", "split", "torch"),
+    ({**_TWO, "c": 1},),
+)
 PSA_BLOCK = Formula(
     "y + ffn(y) of y = x + attn(x), or without the sums",
     lambda self, x: _sum(self, x, self.attn, self.ffn),
@@ -119,6 +137,21 @@ PSA_BLOCK = Formula(
     ({"add": True}, {"add": False}),
 )
 A_BLOCK = Formula("y + mlp(y) of y = x + attn(x)", lambda self, x: _sum(self, x, self.attn, self.mlp), ("attn", "mlp"))
+CIB = Formula(
+    "x + cv1(x), or without x",
+    lambda self, x: _sum(self, x, self.cv1),
+    ("cv1",),
+    ("add",),
+    ({"add": True}, {"add": False}),
+)
+DOWN = Formula(
+    "cat(cv1(a), cv2(p(b))) of the halves a and b of an average pooling of x, with a max pooling p",
+    _down,
+    ("cv1", "cv2"),
+    ("avg_pool2d", "cat", "chunk", "functional", "max_pool2d", "nn", "torch"),
+    ({"cv1": lambda t: t[..., ::2, ::2] ** 2},),
+    functools.partial(pictures, 2, 6, 6),
+)
 LIGHT_CONV = Formula("conv2(conv1(x))", lambda self, x: self.conv2(self.conv1(x)), ("conv1", "conv2"))
 HG_BLOCK = Formula(
     "ec(sc(cat(x, m[0](x), m[1](m[0](x)), ...))), or that plus x",
@@ -146,9 +179,10 @@ SPP_ELAN = Formula(
 
 
 # What makes the forwards of blocks that change in evaluation alone.
-_ELAN = functools.partial(c2f_forward, names=("cv2", "cv3"), last="cv4", trains=False)
+_ELAN = functools.partial(c2f_forward, parts=operator.attrgetter("cv2", "cv3"), last="cv4", trains=False)
 _A2C2F = functools.partial(c2f_forward, pieces=1, trains=False)
-_C2PSA = functools.partial(c2f_forward, names=("m",), left_out=1, trains=False)
+_C2PSA = functools.partial(c2f_forward, parts=lambda block: [block.m], left_out=1, trains=False)
+_PSA = functools.partial(c2f_forward, parts=attention_of, left_out=1, trains=False)
 _SPP_ELAN = functools.partial(sppf_forward, counts=False, elan=True)
 # Method, what makes it, the method that is replaced before, and evidence. Without one of these only fused models, the sum, or the
 # concatenation, stay the original.
@@ -166,6 +200,9 @@ _BLOCKS: tuple[_Row, ...] = (
     ("RepNCSPELAN4.forward", _ELAN, "Conv.forward", ELAN),
     ("A2C2f.forward", _A2C2F, "Conv.forward", A2C2F),
     ("C2PSA.forward", _C2PSA, "Conv.forward", C2PSA),
+    ("PSA.forward", _PSA, "Conv.forward", PSA),
+    ("CIB.forward", cib_forward, "Conv.forward", CIB),
+    ("ADown.forward", down_forward, "Conv.forward", DOWN),
     ("SPPELAN.forward", _SPP_ELAN, "Conv.forward", SPP_ELAN),
     ("RepVGGDW.forward_fuse", conv_forward_fuse, "Conv.forward", CONV_FUSE),
     ("PSABlock.forward", attention_forward, "Conv.forward", PSA_BLOCK),
