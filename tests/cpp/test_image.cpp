@@ -91,8 +91,8 @@ Pixel<3> warped_pixel(const AugmentParams& p, const Layer& layer, int x, int y) 
                                           affine_coordinate(affine_column(m[3], x), affine_row(m[4], m[5], y))});
 }
 
-// A mosaic in exactly as much memory as its pictures take, warped: rows of plain and of vector code, which look at many
-// pixels at once, against one pixel after another. Some pictures overlap, and some horizons cross the output.
+// A mosaic in exactly as much memory as its images take, warped: rows of plain and of vector code, which look at many
+// pixels at once, against one pixel after another. Some images overlap, and some horizons cross the output.
 TEST(ImageWarp, RowsEqualPixels) {
   constexpr int kSide = 37;
   constexpr int kSizes[][2] = {{53, 41}, {150, 20}, {160, 7}, {5, 30}, {64, 16}};
@@ -129,7 +129,7 @@ TEST(ImageWarp, RowsEqualPixels) {
     for (const WarpArithmetic arithmetic : {WarpArithmetic::kFixed, WarpArithmetic::kFloat}) {
       p.arithmetic = arithmetic;
       for (const RowKernels& kernels : all_row_kernels()) {
-        AugmentPicture<3>(p, 0, RowStore{p.out, nullptr, kernels}).run(0, height);
+        AugmentImage<3>(p, 0, RowStore{p.out, nullptr, kernels}).run(0, height);
         for (int i = 0; i < width * height; ++i) {
           const Pixel<3> want = warped_pixel(p, layer, i % width, i / width);
           for (int c = 0; c < 3; ++c) ASSERT_EQ(out[3 * i + c], want.v[c]) << "round " << round << ", pixel " << i;
@@ -160,7 +160,7 @@ TEST(ImageWarp, RowsOfPointsBeyondInts) {
     for (const WarpArithmetic arithmetic : {WarpArithmetic::kFixed, WarpArithmetic::kFloat}) {
       p.arithmetic = arithmetic;
       for (const RowKernels& kernels : all_row_kernels()) {
-        AugmentPicture<3>(p, 0, RowStore{p.out, nullptr, kernels}).run(0, 20);
+        AugmentImage<3>(p, 0, RowStore{p.out, nullptr, kernels}).run(0, 20);
         for (int i = 0; i < 40 * 20; ++i) {
           ASSERT_EQ(out[3 * i], warped_pixel(p, layer, i % 40, i / 40).v[0]) << matrix[0] << ", pixel " << i;
         }
@@ -169,7 +169,7 @@ TEST(ImageWarp, RowsOfPointsBeyondInts) {
   }
 }
 
-// Pictures in exactly as much memory as they take: rows against one pixel after another.
+// Images in exactly as much memory as they take: rows against one pixel after another.
 template <int kChannels>
 void check_resized_rows(const ResizeKernels& kernels, Interpolation interpolation) {
   uint32_t state = 5;
@@ -205,7 +205,7 @@ TEST(ImageResize, RowsEqualPixels) {
   }
 }
 
-// A rectangle that reaches beyond the canvas on one side and beyond its picture on the other.
+// A rectangle that reaches beyond the canvas on one side and beyond its image on the other.
 TEST(ImageTables, PatchIsCutToWhatExists) {
   const std::vector<uint8_t> bytes(10 * 8 * 3);
   const Storages storages = whole_storage(bytes);
@@ -221,9 +221,9 @@ TEST(ImageTables, PatchIsCutToWhatExists) {
   EXPECT_EQ(read_patch(storages, outside, 3, 20, 20).data, nullptr);
 }
 
-// Batches on the CPU: what threads do band by band, in any order, is what a picture gives in one piece.
+// Batches on the CPU: what threads do band by band, in any order, is what an image gives in one piece.
 
-constexpr int kManyThreads = 8;  // so that few pictures are cut into bands
+constexpr int kManyThreads = 8;  // so that few images are cut into bands
 
 std::vector<uint8_t> noise(size_t size) {
   uint32_t state = 7;
@@ -245,7 +245,7 @@ TEST(ImageLoops, Augment) {
   p.out.data = whole.data();
   const LevelTable<Float16> levels(p.out.type);
   for (int n = 0; n < 2; ++n)
-    AugmentPicture<3>(p, n, RowStore{p.out, levels.data(), plain_row_kernels()}).run(0, kHeight);
+    AugmentImage<3>(p, n, RowStore{p.out, levels.data(), plain_row_kernels()}).run(0, kHeight);
   EXPECT_EQ(bands, whole);
 }
 

@@ -1,4 +1,4 @@
-// Packed JPEGs: what is taken, what is refused, pixels of whole pictures and of rectangles against nested loops.
+// Packed JPEGs: what is taken, what is refused, pixels of whole images and of rectangles against nested loops.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -37,7 +37,7 @@ Bytes decode(const Bytes& packed, const JpegRect& rect, int64_t pitch) {
   return out;
 }
 
-TEST(Jpeg, DecodesWholePicturesAndRectanglesOfAnyLayout) {
+TEST(Jpeg, DecodesWholeImagesAndRectanglesOfAnyLayout) {
   for (uint64_t seed = 0; seed < 300; ++seed) {
     RandomJpeg jpeg(seed);
     const auto [reason, packed] = pack(jpeg.bytes, any_segment(seed));

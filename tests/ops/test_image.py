@@ -47,7 +47,7 @@ class Problem:
             parts.append(np.zeros(-offset % 4, np.uint8))
             self.storages.append(np.concatenate(parts))
         self.placements, self.layers, self.matrices, self.masks = [], [], [], [np.zeros(3, np.uint8)]
-        self.pictures = np.array([self.picture(warps) for _ in range(batch)], np.int64).reshape(-1, 4)
+        self.pictures = np.array([self.row(warps) for _ in range(batch)], np.int64).reshape(-1, 4)
         self.placements = np.array(self.placements, np.int64).reshape(-1, 10)
         self.layers = np.array(self.layers, np.int64).reshape(-1, 6)
         self.matrices = np.array(self.matrices).reshape(-1, 9)
@@ -56,7 +56,7 @@ class Problem:
         self.tables = rng.integers(0, 256, (3, 3, 256), dtype=np.uint8)
         self.tables[0, 0] %= 180
 
-    def picture(self, warps):
+    def row(self, warps):
         rng = self.rng
         first = self.layer(int(rng.choice(warps)))
         second = self.layer(int(rng.choice(warps))) if rng.random() < 0.4 else -1
@@ -120,7 +120,7 @@ SIZES = [(64, 64), (32, 96), (37, 53), (1, 1), (7, 131), (129, 1), (16, 64), (15
 @pytest.mark.parametrize("name", opencv5.MATRICES)
 def test_warps_of_opencv_5(device, name):
     """Whatever is installed: its own recorded pixels."""
-    source = opencv5.picture()
+    source = opencv5.make_image()
     h, w, _ = source.shape
     tables = (
         np.array([[0, 0, h, w, 0, 0, 0, 0, w, h]]),
@@ -148,11 +148,11 @@ def test_augment(device, size, channels):
 
 
 def mosaic(seed, batch, side, degrees=0.0, shear=0.0, perspective=0.0, sources=16):
-    """YOLOv5's plan: four pictures of one size around a random centre, its affine matrix, HSV tables and flips."""
+    """YOLOv5's plan: four images of one size around a random centre, its affine matrix, HSV tables and flips."""
     problem = Problem(seed, (side, side), batch=0, storages=1, sources=0)
     rng = problem.rng
-    pictures = rng.integers(0, 256, (sources, side, side, 3), dtype=np.uint8)
-    problem.storages = [pictures.reshape(-1)]
+    images = rng.integers(0, 256, (sources, side, side, 3), dtype=np.uint8)
+    problem.storages = [images.reshape(-1)]
     placements, layers, matrices, rows = [], [], [], []
     for _ in range(batch):
         xc, yc = (int(v) for v in rng.uniform(side / 2, side * 1.5, 2))
@@ -315,7 +315,7 @@ def test_letterbox(device, seed, channels, bgr):
     assert torch.equal(half, out.half() / 255)
 
 
-def test_large_pictures(device):
+def test_large_images(device):
     """More than one band of rows, and sizes as users have them."""
     rng = np.random.default_rng(0)
     sizes = [(1080, 810), (480, 640), (427, 640)]
@@ -366,7 +366,7 @@ def test_nothing(device):
 
 ROWS = {  # argument, row, column -> value that makes no sense, and what the error names
     (1, 0, 0): (9, r"placements\[0\] names storage 9"),
-    (1, 1, 1): (1 << 40, r"placements\[1\] is a picture of"),
+    (1, 1, 1): (1 << 40, r"placements\[1\] is an image of"),
     (1, 0, 2): (0, r"placements\[0\]"),
     (1, 0, 3): (-3, r"placements\[0\]"),
     (1, 0, 8): (1 << 40, r"placements\[0\]\[8\]"),
@@ -382,7 +382,7 @@ ROWS = {  # argument, row, column -> value that makes no sense, and what the err
 
 @pytest.mark.parametrize("place", ROWS)
 def test_rows_that_make_no_sense(device, place):
-    """An error on the CPU; on CUDA, where nobody looks at the rows, no access outside, and the other pictures as ever."""
+    """An error on the CPU; on CUDA, where nobody looks at the rows, no access outside, and the other images as ever."""
     problem = mosaic(2, 2, 40)
     arguments = problem.arguments(device)
     expected = ops.image_augment(*arguments, [40, 40], **RULES)
@@ -492,7 +492,7 @@ def test_errors(device):
             ops.image_augment(*good, size)
     for out, message in (
         (torch.zeros(2, 16, 16, dtype=torch.uint8), r"\(B, C, H, W\)"),
-        (torch.zeros(1, 3, 16, 16, dtype=torch.uint8), "out holds 1 pictures, but the plan has 2"),
+        (torch.zeros(1, 3, 16, 16, dtype=torch.uint8), "out holds 1 images, but the plan has 2"),
         (torch.zeros(2, 4, 16, 16, dtype=torch.uint8), "out has 4 channels"),
         (torch.zeros(2, 3, 16, 16, dtype=torch.int32), "out's dtype is int32"),
         (torch.zeros(2, 3, 16, 32, dtype=torch.uint8, device=device)[..., ::2], "neither contiguous nor channels_last"),

@@ -18,7 +18,7 @@ SAMPLINGS = {name: getattr(cv2, f"IMWRITE_JPEG_SAMPLING_FACTOR_{name}") for name
 SIDES = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 161]
 
 
-def picture(rng, height, width, kind="photograph"):
+def make_image(rng, height, width, kind="photograph"):
     if kind == "noise":
         return rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
     if kind == "extreme":
@@ -49,7 +49,7 @@ def with_orientation(data, orientation, little=True):
 
 def random_file(rng):
     height, width = (int(side) for side in rng.choice(SIDES, 2))
-    image = picture(rng, height, width, rng.choice(["photograph", "noise", "extreme"], p=[0.7, 0.2, 0.1]))
+    image = make_image(rng, height, width, rng.choice(["photograph", "noise", "extreme"], p=[0.7, 0.2, 0.1]))
     image = image[..., 0] if rng.random() < 0.1 else image
     quality, optimize = int(rng.choice([10, 50, 75, 90, 95, 100])), rng.random() < 0.3
     if rng.random() < 0.7:
@@ -88,12 +88,12 @@ def test_pixels_are_those_of_opencv(seed, device):
 @pytest.mark.parametrize("quality", [60, 90, 98])
 def test_photographs(sampling, quality, device):
     rng = np.random.default_rng(quality)
-    assert_pixels([of_opencv(picture(rng, *size), quality, sampling) for size in ((480, 640), (641, 427))], device)
+    assert_pixels([of_opencv(make_image(rng, *size), quality, sampling) for size in ((480, 640), (641, 427))], device)
 
 
 @pytest.mark.parametrize("little", [True, False])
 def test_orientation(little, device):
-    data = of_opencv(picture(np.random.default_rng(0), 37, 50))
+    data = of_opencv(make_image(np.random.default_rng(0), 37, 50))
     assert_pixels([with_orientation(data, orientation, little) for orientation in range(10)], device)
 
 
@@ -198,7 +198,7 @@ def test_all_sampling_ratios(device):
 
 def test_files_that_are_a_little_unusual(device):
     rng = np.random.default_rng(0)
-    image = picture(rng, 40, 56)
+    image = make_image(rng, 40, 56)
     data = of_opencv(image)
     end = data.rindex(b"\xff\xd9")
     rgb = patched(of_opencv(image, 90, "444"), 0xE0, lambda body: None)
@@ -237,7 +237,7 @@ def test_files_that_are_a_little_unusual(device):
 
 def test_refusals_say_why():
     rng = np.random.default_rng(0)
-    image = picture(rng, 40, 56)
+    image = make_image(rng, 40, 56)
     data = of_opencv(image)
     scan, end = data.index(b"\xff\xda") + 14, data.rindex(b"\xff\xd9")
     refused = {
@@ -255,9 +255,9 @@ def test_refusals_say_why():
         ],
     }
     for reason, files in refused.items():
-        _, pictures, refusals = ops.jpeg_pack([tensor(file) for file in files])
+        _, images, refusals = ops.jpeg_pack([tensor(file) for file in files])
         assert refusals == [reason] * len(files)
-        assert (pictures == torch.tensor([-1, 0, 0, 0, 0])).all()
+        assert (images == torch.tensor([-1, 0, 0, 0, 0])).all()
 
 
 def test_a_file_without_its_end_is_refused_because_opencv_does_not_agree_with_itself(tmp_path):
@@ -279,7 +279,7 @@ def cmyk():
 
 
 def test_a_refusal_raises_before_anything_is_decoded(device):
-    image = picture(np.random.default_rng(0), 16, 16)
+    image = make_image(np.random.default_rng(0), 16, 16)
     files = [of_opencv(image)] * 3 + [of_pillow(image, progressive=True)]
     with pytest.raises(ValueError, match=r"^decode_jpeg: file 3: progressive$"):
         ops.decode_jpeg([tensor(data) for data in files], device)
@@ -287,15 +287,15 @@ def test_a_refusal_raises_before_anything_is_decoded(device):
 
 
 @pytest.mark.parametrize("seed, segment", [(0, 4), (1, 4), (2, 2), (3, 1)])
-def test_rectangles_of_many_pictures_in_one_call(seed, segment, device):
+def test_rectangles_of_many_images_in_one_call(seed, segment, device):
     rng = np.random.default_rng(seed)
     files = [random_file(rng) for _ in range(8)]
-    storage, pictures, refusals = ops.jpeg_pack([tensor(data) for data in files], segment=segment)
+    storage, images, refusals = ops.jpeg_pack([tensor(data) for data in files], segment=segment)
     assert not any(refusals)
     rows, wanted, end = [], [], 5
     for _ in range(30):
         i = int(rng.integers(len(files)))
-        offset, _, height, width, _ = pictures[i].tolist()
+        offset, _, height, width, _ = images[i].tolist()
         x, y = int(rng.integers(width)), int(rng.integers(height))
         w, h = int(rng.integers(0, width - x + 1)), int(rng.integers(0, height - y + 1))
         pitch = 3 * w + int(rng.integers(0, 9))
@@ -319,17 +319,17 @@ def test_rectangles_of_many_pictures_in_one_call(seed, segment, device):
 
 @pytest.mark.parametrize("segment", [1, 2, 4])
 def test_a_packed_jpeg_is_about_as_large_as_its_file(segment):
-    data = of_opencv(picture(np.random.default_rng(0), 480, 640), 95)
-    _, pictures, _ = ops.jpeg_pack([tensor(data)], segment=segment)
+    data = of_opencv(make_image(np.random.default_rng(0), 480, 640), 95)
+    _, images, _ = ops.jpeg_pack([tensor(data)], segment=segment)
     index = 10 * (640 // 16) * (480 // 16) / segment
-    assert index <= pictures[0, 4] <= index + 1500
-    assert pictures[0, 1] <= len(data) + pictures[0, 4]
+    assert index <= images[0, 4] <= index + 1500
+    assert images[0, 1] <= len(data) + images[0, 4]
 
 
 def test_threads_that_share_one_file_pack_the_same():
     """Damaged files are refused for the same reason."""
     rng = np.random.default_rng(0)
-    files = [of_opencv(picture(rng, 400, 600), 95, sampling) for sampling in SAMPLINGS]
+    files = [of_opencv(make_image(rng, 400, 600), 95, sampling) for sampling in SAMPLINGS]
     for data in list(files):
         damaged = bytearray(data)
         damaged[len(data) * 2 // 3 : len(data) * 2 // 3 + 8] = rng.integers(0, 255, 8, dtype=np.uint8).tobytes()
@@ -341,12 +341,12 @@ def test_threads_that_share_one_file_pack_the_same():
             packed.append([ops.jpeg_pack([tensor(data)]) for data in files])
     finally:
         torch.set_num_threads(threads)
-    for (storage, pictures, refusals), (one, its_pictures, its_refusals) in zip(*packed, strict=True):
-        assert torch.equal(storage, one) and torch.equal(pictures, its_pictures) and refusals == its_refusals
+    for (storage, images, refusals), (one, its_images, its_refusals) in zip(*packed, strict=True):
+        assert torch.equal(storage, one) and torch.equal(images, its_images) and refusals == its_refusals
 
 
 def test_wrong_arguments_are_named():
-    data = tensor(of_opencv(picture(np.random.default_rng(0), 16, 16)))
+    data = tensor(of_opencv(make_image(np.random.default_rng(0), 16, 16)))
     storage, _, _ = ops.jpeg_pack([data])
     asked = torch.tensor([[0, 0, 0, 0, 16, 16, 0, 48]])
     plan, sizes = ops.jpeg_plan(storage, asked)
@@ -362,7 +362,7 @@ def test_wrong_arguments_are_named():
     with pytest.raises(RuntimeError, match="jpeg_plan: asked has dtype int32, but int64 is expected"):
         ops.jpeg_plan(storage, asked.int())
     with pytest.raises(
-        ValueError, match=r"row 0 of asked: its rectangle \(0, 0, 17, 16\) is not in a picture of 16 x 16 pixels"
+        ValueError, match=r"row 0 of asked: its rectangle \(0, 0, 17, 16\) is not in an image of 16 x 16 pixels"
     ):
         ops.jpeg_plan(storage, torch.tensor([[0, 0, 0, 0, 17, 16, 0, 51]]))
     with pytest.raises(ValueError, match="row 0 of asked: there is no header of a packed JPEG at 16"):
@@ -381,7 +381,7 @@ def test_meta_checks_alone():
     out = torch.empty(48, dtype=torch.uint8, device="meta")
     plan = torch.empty(1, 13, dtype=torch.int64, device="meta")
     ops.jpeg_decode_(out, out, plan, [0, 0, 0])
-    with pytest.raises(RuntimeError, match=r"plan has shape \[1, 12\], but .pictures, 13. is expected"):
+    with pytest.raises(RuntimeError, match=r"plan has shape \[1, 12\], but .images, 13. is expected"):
         ops.jpeg_decode_(out, out, plan[:, :12].contiguous(), [0, 0, 0])
 
 
@@ -394,7 +394,7 @@ def scripted(files: list[torch.Tensor], asked: torch.Tensor, out: torch.Tensor) 
 
 
 def test_torchscript_and_compile():
-    data = of_opencv(picture(np.random.default_rng(9), 24, 32))
+    data = of_opencv(make_image(np.random.default_rng(9), 24, 32))
     asked = torch.tensor([[0, 0, 0, 0, 32, 24, 0, 96]])
     out = torch.zeros(24 * 96, dtype=torch.uint8)
     assert np.array_equal(scripted([tensor(data)], asked, out).numpy().reshape(24, 32, 3), opencv(data))
@@ -417,12 +417,12 @@ def test_ten_runs_give_the_same_bits(device):
 
 def test_cuda_graph_decodes_other_plans(cuda):
     rng = np.random.default_rng(6)
-    files = [of_opencv(picture(rng, 120, 160), int(rng.choice([50, 95]))) for _ in range(6)]
-    storage, pictures, _ = ops.jpeg_pack([tensor(data) for data in files])
+    files = [of_opencv(make_image(rng, 120, 160), int(rng.choice([50, 95]))) for _ in range(6)]
+    storage, images, _ = ops.jpeg_pack([tensor(data) for data in files])
     plans = []
     for _ in range(3):
         rows = []
-        for i, offset in enumerate(pictures[:, 0].tolist()):
+        for i, offset in enumerate(images[:, 0].tolist()):
             x, y = int(rng.integers(160)), int(rng.integers(120))
             rows.append([offset, offset, x, y, 160 - x, 120 - y, i * 160 * 120 * 3, 480])
         plans.append((rows, *ops.jpeg_plan(storage, torch.tensor(rows))))
@@ -458,7 +458,7 @@ def test_no_host_sync_and_a_side_stream(cuda):
 @pytest.mark.sanitizer
 def test_rows_that_make_no_sense_are_skipped_on_the_gpu(cuda):
     rng = np.random.default_rng(8)
-    data = of_opencv(picture(rng, 40, 56))
+    data = of_opencv(make_image(rng, 40, 56))
     storage, _, _ = ops.jpeg_pack([tensor(data)] * 2)
     asked = torch.tensor([[0, 0, 0, 0, 56, 40, 0, 168], [0, 0, 0, 0, 56, 40, 6720, 168]])
     plan, sizes = ops.jpeg_plan(storage, asked)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.ops import test_image
 from tests.ops.test_image import Problem
-from tests.ops.test_jpeg import of_opencv, picture, tensor
+from tests.ops.test_jpeg import make_image, of_opencv, tensor
 from tests.ops.test_metrics import IOUV, RULES, image
 from tests.ops.test_nms import ANCHORS
 from tests.ops.test_v8_loss import STRIDES, flat, settings_on
@@ -511,12 +511,12 @@ def check_matches(count: int, device: torch.device) -> None:
 
 
 @pytest.mark.alone
-def test_bytes_of_pictures(large):
-    check_pictures(LIMIT // (640 * 480 * 3) + 2, LIMIT, large)
+def test_bytes_of_images(large):
+    check_images(LIMIT // (640 * 480 * 3) + 2, LIMIT, large)
 
 
-def check_pictures(count: int, offset: int, device: torch.device) -> None:
-    """Resized pictures and JPEGs, from behind the limit to behind the limit; then bytes that are copied."""
+def check_images(count: int, offset: int, device: torch.device) -> None:
+    """Resized images and JPEGs, from behind the limit to behind the limit; then bytes that are copied."""
     size = 640 * 480 * 3
     storage = torch.zeros(offset + SOURCE.size, dtype=torch.uint8, device=device)
     storage[offset:] = torch.from_numpy(SOURCE).to(device)
@@ -527,7 +527,7 @@ def check_pictures(count: int, offset: int, device: torch.device) -> None:
     ops.image_resize_(wanted, [torch.from_numpy(SOURCE)], torch.tensor([(0, 0, *rows[0][2:])]))
     for at in (0, count // 2, count - 1):
         assert torch.equal(out[at * size : (at + 1) * size].cpu(), wanted)
-    data = tensor(of_opencv(picture(np.random.default_rng(0), 480, 640)))
+    data = tensor(of_opencv(make_image(np.random.default_rng(0), 480, 640)))
     packed, _, _ = ops.jpeg_pack([data])
     storage = torch.cat((storage[:offset], packed.to(device)))
     asked = torch.tensor([(0, offset, 0, 0, 640, 480, i * size, 640 * 3) for i in range(count)])

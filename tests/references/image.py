@@ -1,4 +1,4 @@
-"""The image operators from their tables, picture by picture, with plain calls of OpenCV and numpy."""
+"""The image operators from their tables, image by image, with plain calls of OpenCV and numpy."""
 
 import cv2
 import numpy as np
@@ -6,8 +6,8 @@ import numpy as np
 INTERPOLATIONS = [cv2.INTER_LINEAR, cv2.INTER_AREA]
 
 
-def picture(storages, storage, offset, height, width, channels, pitch=None):
-    """A view of one picture, HWC."""
+def view(storages, storage, offset, height, width, channels, pitch=None):
+    """A view of one image, HWC."""
     row = width * channels
     assert (
         min(storage, offset, height, width) >= 0
@@ -22,7 +22,7 @@ def canvas_of(storages, placements, layer, masks, channels):
     assert 0 <= first <= first + count <= len(placements)
     canvas = np.full((height, width, channels), 114, np.uint8)
     for storage, offset, src_h, src_w, src_x, src_y, x, y, w, h in placements[first : first + count]:
-        source = picture(storages, storage, offset, src_h, src_w, channels)
+        source = view(storages, storage, offset, src_h, src_w, channels)
         # numpy's slices, for rectangles that may reach outside on either side.
         for row in range(max(y, 0, y - src_y), min(y + h, height, y - src_y + src_h)):
             x0, x1 = max(x, 0, x - src_x), min(x + w, width, x - src_x + src_w)
@@ -81,7 +81,7 @@ def augment(storages, placements, layers, matrices, pictures, blend, tables, mas
 
 def resize(out, storages, plan, channels=3):
     for storage, offset, src_h, src_w, out_offset, h, w, interpolation in plan:
-        im = picture(storages, storage, offset, src_h, src_w, channels)
+        im = view(storages, storage, offset, src_h, src_w, channels)
         im = cv2.resize(np.ascontiguousarray(im), (int(w), int(h)), interpolation=INTERPOLATIONS[interpolation])
         out[out_offset : out_offset + im.size] = im.reshape(-1)
     return out
@@ -90,7 +90,7 @@ def resize(out, storages, plan, channels=3):
 def letterbox(storages, plan, size, channels=3, bgr=False):
     batch = []
     for storage, offset, src_h, src_w, pitch, h, w, top, left, interpolation in plan:
-        im = np.ascontiguousarray(picture(storages, storage, offset, src_h, src_w, channels, pitch))
+        im = np.ascontiguousarray(view(storages, storage, offset, src_h, src_w, channels, pitch))
         im = cv2.resize(im, (int(w), int(h)), interpolation=INTERPOLATIONS[interpolation]).reshape(h, w, channels)
         out = np.full((*size, channels), 114, np.uint8)
         y0, y1, x0, x1 = max(top, 0), min(top + h, size[0]), max(left, 0), min(left + w, size[1])

@@ -17,7 +17,7 @@ MATRICES = {
 }
 
 
-def picture() -> np.ndarray:
+def make_image() -> np.ndarray:
     return np.random.default_rng(5).integers(0, 256, (40, 60, 3), dtype=np.uint8)
 
 
@@ -26,9 +26,9 @@ if __name__ == "__main__":
 
     border = {"dsize": (WIDTH, HEIGHT), "borderValue": (114, 114, 114)}
     warped = {
-        name: cv2.warpPerspective(picture(), np.array(m), **border)
+        name: cv2.warpPerspective(make_image(), np.array(m), **border)
         if name == "perspective"
-        else cv2.warpAffine(picture(), np.array(m)[:2], **border)
+        else cv2.warpAffine(make_image(), np.array(m)[:2], **border)
         for name, m in MATRICES.items()
     }
     np.savez_compressed(FILE, **warped)

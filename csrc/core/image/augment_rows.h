@@ -189,17 +189,17 @@ struct RowStore {
 
 // One image of the batch: its tables read, and what its columns have in common.
 template <int kChannels>
-class AugmentPicture {
+class AugmentImage {
  public:
-  AugmentPicture(const AugmentParams& params, int64_t n, const RowStore& store)
+  AugmentImage(const AugmentParams& params, int64_t n, const RowStore& store)
       : p_(params), n_(n), store_(store), kernels_(store.kernels), row_(words()), second_row_(words()) {
-    const int64_t* picture = p_.pictures + n * kPictureColumns;
-    flags_ = static_cast<int>(picture[2]);
-    mixed_ = picture[1] >= 0 && p_.blend;
-    recolored_ = kChannels == 3 && p_.tables && picture[3] >= 0 && picture[3] < p_.table_rows;
-    for (int which = 0; which < (mixed_ ? 2 : 1); ++which) read_layer(picture[which], which);
+    const int64_t* image = p_.pictures + n * kPictureColumns;
+    flags_ = static_cast<int>(image[2]);
+    mixed_ = image[1] >= 0 && p_.blend;
+    recolored_ = kChannels == 3 && p_.tables && image[3] >= 0 && image[3] < p_.table_rows;
+    for (int which = 0; which < (mixed_ ? 2 : 1); ++which) read_layer(image[which], which);
     if (recolored_) {
-      for (int i = 0; i < 256; ++i) fill_color_tables(colors_, p_.tables + picture[3] * 768, i);
+      for (int i = 0; i < 256; ++i) fill_color_tables(colors_, p_.tables + image[3] * 768, i);
     }
   }
 

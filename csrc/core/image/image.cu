@@ -107,10 +107,10 @@ template <typename T, int kChannels>
 __global__ void __launch_bounds__(kThreads, kAugmentBlocks) augment_kernel(const __grid_constant__ AugmentParams p) {
   __shared__ AugmentTile tile;
   const int64_t n = blockIdx.z;
-  const int64_t* picture = p.pictures + n * kPictureColumns;
-  const int64_t index[2] = {picture[0], picture[1]};
-  const int flags = static_cast<int>(picture[2]);
-  const int64_t table = picture[3];
+  const int64_t* image = p.pictures + n * kPictureColumns;
+  const int64_t index[2] = {image[0], image[1]};
+  const int flags = static_cast<int>(image[2]);
+  const int64_t table = image[3];
   const bool mixed = index[1] >= 0 && p.blend;
   const bool recolored = kChannels == 3 && p.tables && table >= 0 && table < p.table_rows;
   const int x0 = static_cast<int>(blockIdx.x) * kTileWidth, y0 = static_cast<int>(blockIdx.y) * kTileHeight;
@@ -210,19 +210,19 @@ void with_batch_type(const BatchOut& out, F&& f) {
 }
 
 // A grid has at most 65,535 blocks along z and y: larger batches go in several launches.
-constexpr int64_t kMostPictures = 65535;
+constexpr int64_t kMostImages = 65535;
 
-// Call f(params of the part, grid, its first picture, element, channels), which launches, for each part of a batch.
+// Call f(params of the part, grid, its first image, element, channels), which launches, for each part of a batch.
 template <typename Params, typename F>
 cudaError_t launch_parts(const Params& params, F&& f) {
   const BatchOut& out = params.out;
   const int64_t element = out.type == PixelType::kUint8 ? 1 : out.type == PixelType::kFloat16 ? 2 : 4;
   const int64_t bytes = element * out.channels * out.height * out.width;
   if (bytes == 0) return cudaSuccess;
-  for (int64_t first = 0; first < out.batch; first += kMostPictures) {
+  for (int64_t first = 0; first < out.batch; first += kMostImages) {
     Params p = params;
     p.out.data = static_cast<char*>(out.data) + first * bytes;
-    p.out.batch = lesser(kMostPictures, out.batch - first);
+    p.out.batch = lesser(kMostImages, out.batch - first);
     const dim3 grid((out.width + kTileWidth - 1) / kTileWidth, (out.height + kTileHeight - 1) / kTileHeight,
                     static_cast<unsigned>(p.out.batch));
     with_batch_type(out, [&](auto zero, auto channels) { f(p, grid, first, zero, channels); });
@@ -249,11 +249,11 @@ cudaError_t launch_image_letterbox(const LetterboxParams& params, cudaStream_t s
 }
 
 cudaError_t launch_image_resize(const ResizeParams& params, cudaStream_t stream) {
-  for (int64_t first = 0; first < params.pictures; first += kMostPictures) {
+  for (int64_t first = 0; first < params.images; first += kMostImages) {
     ResizeParams p = params;
     p.plan += first * kResizeColumns;
-    p.pictures = lesser(kMostPictures, params.pictures - first);
-    const dim3 grid(kResizeBlocks, static_cast<unsigned>(p.pictures));
+    p.images = lesser(kMostImages, params.images - first);
+    const dim3 grid(kResizeBlocks, static_cast<unsigned>(p.images));
     p.channels == 1 ? resize_kernel<1><<<grid, kThreads, 0, stream>>>(p)
                     : resize_kernel<3><<<grid, kThreads, 0, stream>>>(p);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;

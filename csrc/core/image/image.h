@@ -22,7 +22,7 @@ constexpr int kResizeColumns = 8;      // storage, offset, src_h, src_w, out_off
 constexpr int kLetterboxColumns = 10;  // storage, offset, src_h, src_w, pitch, new_h, new_w, top, left, interpolation
 constexpr int kPieceColumns = 4;       // storage, offset, bytes, out_offset
 
-enum PictureFlag : int { kFlipLeftRight = 1, kFlipUpDown = 2, kKeepBgr = 4 };
+enum ImageFlag : int { kFlipLeftRight = 1, kFlipUpDown = 2, kKeepBgr = 4 };
 
 // Packed images: uint8, HWC, at byte offsets.
 struct Storages {
@@ -61,7 +61,7 @@ struct AugmentParams {
 struct ResizeParams {
   Storages storages;
   const int64_t* plan;
-  int64_t pictures;
+  int64_t images;
   int channels;
   uint8_t* out;
   int64_t out_bytes;

@@ -55,12 +55,12 @@ class LevelTable {
   std::array<Half, 256> half_;
 };
 
-// Call f(picture, first row, last row) in parallel for bands of rows: whole images where these are enough.
+// Call f(image, first row, last row) in parallel for bands of rows: whole images where these are enough.
 template <typename ParallelFor, typename F>
-void for_bands(int64_t pictures, int64_t height, int threads, const ParallelFor& parallel_for, const F& f) {
-  const int64_t rows = pictures >= int64_t{4} * threads || threads == 1 ? height : kBand;
+void for_bands(int64_t images, int64_t height, int threads, const ParallelFor& parallel_for, const F& f) {
+  const int64_t rows = images >= int64_t{4} * threads || threads == 1 ? height : kBand;
   const int64_t bands = (height + rows - 1) / rows;
-  parallel_for(0, pictures * bands, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(0, images * bands, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t first = i % bands * rows;
       f(i / bands, static_cast<int>(first), static_cast<int>(std::min(height, first + rows)));
@@ -74,7 +74,7 @@ void augment_batch(const AugmentParams& p, int threads, const ParallelFor& paral
   const RowKernels kernels = row_kernels();
   const RowStore store{p.out, levels.data(), kernels};
   for_bands(p.out.batch, p.out.height, threads, parallel_for,
-            [&](int64_t n, int begin, int end) { AugmentPicture<kChannels>(p, n, store).run(begin, end); });
+            [&](int64_t n, int begin, int end) { AugmentImage<kChannels>(p, n, store).run(begin, end); });
 }
 
 template <typename Half, int kChannels, typename ParallelFor>
@@ -102,13 +102,13 @@ void letterbox_batch(const LetterboxParams& p, int threads, const ParallelFor& p
 }
 
 template <int kChannels, typename ParallelFor>
-void resize_pictures(const ResizeParams& p, const ParallelFor& parallel_for) {
+void resize_images(const ResizeParams& p, const ParallelFor& parallel_for) {
   struct Band {
-    int64_t picture;
+    int64_t image;
     int begin, end;
   };
   std::vector<Band> bands;
-  for (int64_t n = 0; n < p.pictures; ++n) {
+  for (int64_t n = 0; n < p.images; ++n) {
     const int64_t height = p.plan[n * kResizeColumns + 5];
     for (int64_t y = 0; y < height; y += kBand) {
       bands.push_back({n, static_cast<int>(y), static_cast<int>(std::min(height, y + kBand))});
@@ -117,7 +117,7 @@ void resize_pictures(const ResizeParams& p, const ParallelFor& parallel_for) {
   parallel_for(0, static_cast<int64_t>(bands.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Band& band = bands[static_cast<size_t>(i)];
-      const ResizeJob job = read_resize_job(p, band.picture);
+      const ResizeJob job = read_resize_job(p, band.image);
       ResizeRows<kChannels> resize(job.source, job.pitch, job.resize, resize_kernels());
       const int64_t row_bytes = static_cast<int64_t>(job.resize.x.target) * kChannels;
       for (int y = band.begin; y < band.end; ++y) resize.row(y, job.out + y * row_bytes);

@@ -12,8 +12,8 @@ namespace torch_fastdet::core {
 constexpr int64_t kMaxSide = int64_t{1} << 24;
 
 // Return an image's bytes, or null. `pitch`: bytes from row to row.
-TORCH_FASTDET_HOST_DEVICE const uint8_t* picture_bytes(const Storages& storages, int64_t storage, int64_t offset,
-                                                       int64_t height, int64_t row_bytes, int64_t pitch) {
+TORCH_FASTDET_HOST_DEVICE const uint8_t* image_bytes(const Storages& storages, int64_t storage, int64_t offset,
+                                                     int64_t height, int64_t row_bytes, int64_t pitch) {
   if (storage < 0 || storage >= storages.count || offset < 0 || height <= 0 || row_bytes <= 0 || pitch < row_bytes) {
     return nullptr;
   }
@@ -56,7 +56,7 @@ TORCH_FASTDET_HOST_DEVICE Patch read_patch(const Storages& storages, const int64
     if (row[i] < -kMaxSide || row[i] > kMaxSide) return patch;
   }
   const int64_t pitch = src_w * channels;
-  patch.data = picture_bytes(storages, row[0], row[1], src_h, pitch, pitch);
+  patch.data = image_bytes(storages, row[0], row[1], src_h, pitch, pitch);
   const int64_t x0 = greater(greater(x, 0), x - src_x), y0 = greater(greater(y, 0), y - src_y);
   const int64_t x1 = lesser(lesser(x + row[8], canvas_w), x - src_x + src_w);
   const int64_t y1 = lesser(lesser(y + row[9], canvas_h), y - src_y + src_h);
@@ -151,7 +151,7 @@ TORCH_FASTDET_HOST_DEVICE ResizeJob read_resize_job(const ResizeParams& p, int64
   const int64_t row_bytes = row[6] * p.channels;
   if (row[4] > p.out_bytes || row[5] > (p.out_bytes - row[4]) / row_bytes) return job;
   job.pitch = row[3] * p.channels;
-  job.source = picture_bytes(p.storages, row[0], row[1], row[2], job.pitch, job.pitch);
+  job.source = image_bytes(p.storages, row[0], row[1], row[2], job.pitch, job.pitch);
   job.out = p.out + row[4];
   job.resize = make_resize(static_cast<int>(row[3]), static_cast<int>(row[2]), static_cast<int>(row[6]),
                            static_cast<int>(row[5]), row[7] == 1 ? Interpolation::kArea : Interpolation::kLinear);
@@ -175,7 +175,7 @@ TORCH_FASTDET_HOST_DEVICE LetterboxJob read_letterbox_job(const LetterboxParams&
   if (!is_side(row[2]) || !is_side(row[3]) || !is_side(row[5]) || !is_side(row[6])) return job;
   if (row[7] < -kMaxSide || row[7] > kMaxSide || row[8] < -kMaxSide || row[8] > kMaxSide) return job;
   job.pitch = row[4];
-  job.source = picture_bytes(p.storages, row[0], row[1], row[2], row[3] * p.out.channels, job.pitch);
+  job.source = image_bytes(p.storages, row[0], row[1], row[2], row[3] * p.out.channels, job.pitch);
   job.top = static_cast<int>(row[7]);
   job.left = static_cast<int>(row[8]);
   job.resize = make_resize(static_cast<int>(row[3]), static_cast<int>(row[2]), static_cast<int>(row[6]),

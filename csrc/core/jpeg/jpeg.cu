@@ -20,18 +20,18 @@ constexpr int kStride = kJpegBlock + 8;  // of blocks in shared memory: lanes be
 struct Memory {
   JpegState* states;
   JpegLookup* lookups;
-  uint32_t* group_pictures;
-  uint32_t* tile_pictures;
+  uint32_t* group_images;
+  uint32_t* tile_images;
   JpegSlot* slots;
   uint8_t* decoded;
 };
 
 __device__ __forceinline__ Memory memory_of(const JpegParams& p) {
-  const JpegWorkspace w(p.pictures, p.groups, p.tiles);
+  const JpegWorkspace w(p.images, p.groups, p.tiles);
   return {reinterpret_cast<JpegState*>(p.workspace + w.states),
           reinterpret_cast<JpegLookup*>(p.workspace + w.lookups),
-          reinterpret_cast<uint32_t*>(p.workspace + w.group_pictures),
-          reinterpret_cast<uint32_t*>(p.workspace + w.tile_pictures),
+          reinterpret_cast<uint32_t*>(p.workspace + w.group_images),
+          reinterpret_cast<uint32_t*>(p.workspace + w.tile_images),
           reinterpret_cast<JpegSlot*>(p.workspace + w.slots),
           p.workspace + w.end};
 }
@@ -129,10 +129,10 @@ __global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
   __syncthreads();
   copy_by_block<kPrepareThreads>(memory.states + blockIdx.x, &state, sizeof state);
   for (int64_t i = threadIdx.x; i < row[kJpegGroups]; i += kPrepareThreads) {
-    memory.group_pictures[row[kJpegFirstGroup] + i] = blockIdx.x;
+    memory.group_images[row[kJpegFirstGroup] + i] = blockIdx.x;
   }
   for (int64_t i = threadIdx.x; i < row[kJpegTiles]; i += kPrepareThreads) {
-    memory.tile_pictures[row[kJpegFirstTile] + i] = blockIdx.x;
+    memory.tile_images[row[kJpegFirstTile] + i] = blockIdx.x;
   }
 
   for (int i = 0; i < h.tables; ++i) {
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(kJpegGroup) jpeg_entropy(JpegParams p) {
   __shared__ alignas(16) int16_t blocks[kJpegGroup * kStride];
   __shared__ alignas(16) uint32_t rings[kJpegGroup * DeviceBits::kRingStride];
   const Memory memory = memory_of(p);
-  const uint32_t number = memory.group_pictures[blockIdx.x];
+  const uint32_t number = memory.group_images[blockIdx.x];
   if (number == kNone) return;
   const JpegSlot slot = memory.slots[static_cast<int64_t>(blockIdx.x) * kJpegGroup + threadIdx.x];
   const JpegLookup* const lookups = memory.lookups + static_cast<int64_t>(number) * kJpegMaxTables;
@@ -398,7 +398,7 @@ __global__ void __launch_bounds__(kTransformThreads) jpeg_transform(JpegParams p
   __shared__ alignas(16) JpegSlot slots[kJpegGroup];
   __shared__ alignas(16) int16_t stages[kWarps][kStages][kWarp * kStride];
   const Memory memory = memory_of(p);
-  const uint32_t number = memory.group_pictures[blockIdx.x];
+  const uint32_t number = memory.group_images[blockIdx.x];
   if (number == kNone) return;
   copy_by_block<kTransformThreads>(&state, memory.states + number, sizeof state);
   copy_by_block<kTransformThreads>(slots, memory.slots + static_cast<int64_t>(blockIdx.x) * kJpegGroup, sizeof slots);
@@ -704,7 +704,7 @@ __device__ __forceinline__ void color_usual(const JpegState& state, int x, int y
 __global__ void __launch_bounds__(kColorThreads) jpeg_color(JpegParams p) {
   __shared__ JpegState state;
   const Memory memory = memory_of(p);
-  const uint32_t number = memory.tile_pictures[blockIdx.x];
+  const uint32_t number = memory.tile_images[blockIdx.x];
   if (number == kNone) return;
   copy_by_block<kColorThreads>(&state, memory.states + number, kJpegStateShort);
   __syncthreads();
@@ -729,12 +729,12 @@ __global__ void __launch_bounds__(kColorThreads) jpeg_color(JpegParams p) {
 }  // namespace
 
 cudaError_t launch_jpeg_decode(const JpegParams& p, cudaStream_t stream) {
-  if (!p.pictures || !p.groups || !p.tiles) return cudaSuccess;
-  const JpegWorkspace w(p.pictures, p.groups, p.tiles);
+  if (!p.images || !p.groups || !p.tiles) return cudaSuccess;
+  const JpegWorkspace w(p.images, p.groups, p.tiles);
   // No image has any group or tile, but for those that jpeg_prepare finds.
-  const auto maps = static_cast<size_t>(w.slots - w.group_pictures);
-  if (const cudaError_t error = cudaMemsetAsync(p.workspace + w.group_pictures, 0xff, maps, stream)) return error;
-  jpeg_prepare<<<static_cast<unsigned>(p.pictures), kPrepareThreads, 0, stream>>>(p);
+  const auto maps = static_cast<size_t>(w.slots - w.group_images);
+  if (const cudaError_t error = cudaMemsetAsync(p.workspace + w.group_images, 0xff, maps, stream)) return error;
+  jpeg_prepare<<<static_cast<unsigned>(p.images), kPrepareThreads, 0, stream>>>(p);
   jpeg_entropy<<<static_cast<unsigned>(p.groups), kJpegGroup, 0, stream>>>(p);
   jpeg_transform<<<dim3(static_cast<unsigned>(p.groups), kTransformParts), kTransformThreads, 0, stream>>>(p);
   jpeg_color<<<static_cast<unsigned>(p.tiles), kColorThreads, 0, stream>>>(p);

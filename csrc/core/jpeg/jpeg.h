@@ -235,7 +235,7 @@ struct JpegParams {
   const uint8_t* storage;
   int64_t storage_bytes;
   const int64_t* plan;
-  int64_t pictures;
+  int64_t images;
   uint8_t* out;
   int64_t out_bytes;
   // As jpeg_plan.h has them, or more; for CUDA only.

@@ -263,7 +263,7 @@ inline const char* jpeg_row_fault(const JpegParams& p, int64_t i) {
   const auto& h = *reinterpret_cast<const JpegHeader*>(p.storage + offset);
   if (x < 0 || y < 0 || width < 0 || height < 0 || width > jpeg_shown_width(h) - x ||
       height > jpeg_shown_height(h) - y) {
-    return "its rectangle is not in the picture";
+    return "its rectangle is not in the image";
   }
   if (pitch < 3 * width || pitch > p.out_bytes || out < 0 || out > p.out_bytes ||
       (height - 1) * pitch + 3 * width > p.out_bytes - out) {
@@ -275,7 +275,7 @@ inline const char* jpeg_row_fault(const JpegParams& p, int64_t i) {
 // parallel_for(begin, end, grain, f) calls f(begin, end), over images. The rows have no fault.
 template <class ParallelFor>
 void decode_jpegs(const JpegParams& p, const ParallelFor& parallel_for) {
-  parallel_for(int64_t{0}, p.pictures, int64_t{1}, [&](int64_t begin, int64_t end) {
+  parallel_for(int64_t{0}, p.images, int64_t{1}, [&](int64_t begin, int64_t end) {
     JpegDecoder decoder;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t* row = p.plan + i * kJpegColumns;

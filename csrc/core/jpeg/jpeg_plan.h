@@ -36,19 +36,19 @@ struct alignas(16) JpegSlot {
 
 // The workspace's common part; behind it come planes and coefficients. Offsets in bytes.
 struct JpegWorkspace {
-  int64_t states;          // JpegState an image
-  int64_t lookups;         // kJpegMaxTables tables an image
-  int64_t group_pictures;  // uint32 a group: its image
-  int64_t tile_pictures;   // uint32 a tile
-  int64_t slots;           // JpegSlot for each thread of each group
+  int64_t states;        // JpegState an image
+  int64_t lookups;       // kJpegMaxTables tables an image
+  int64_t group_images;  // uint32 a group: its image
+  int64_t tile_images;   // uint32 a tile
+  int64_t slots;         // JpegSlot for each thread of each group
   int64_t end;
 
-  TORCH_FASTDET_HOST_DEVICE JpegWorkspace(int64_t pictures, int64_t groups, int64_t tiles) {
+  TORCH_FASTDET_HOST_DEVICE JpegWorkspace(int64_t images, int64_t groups, int64_t tiles) {
     states = 0;
-    lookups = round_up(pictures * static_cast<int64_t>(sizeof(JpegState)));
-    group_pictures = lookups + round_up(pictures * kJpegMaxTables * static_cast<int64_t>(sizeof(JpegLookup)));
-    tile_pictures = round_up(group_pictures + 4 * groups);
-    slots = round_up(tile_pictures + 4 * tiles);
+    lookups = round_up(images * static_cast<int64_t>(sizeof(JpegState)));
+    group_images = lookups + round_up(images * kJpegMaxTables * static_cast<int64_t>(sizeof(JpegLookup)));
+    tile_images = round_up(group_images + 4 * groups);
+    slots = round_up(tile_images + 4 * tiles);
     end = round_up(slots + static_cast<int64_t>(sizeof(JpegSlot)) * kJpegGroup * groups);
   }
 
@@ -84,10 +84,10 @@ struct JpegTotals {
 
 // Complete rows of a plan whose first kJpegAskedColumns are filled in, from each image's header(i).
 template <class Header>
-JpegTotals complete_jpeg_plan(int64_t* plan, int64_t pictures, const Header& header) {
+JpegTotals complete_jpeg_plan(int64_t* plan, int64_t images, const Header& header) {
   JpegTotals totals;
   int64_t bytes = 0;
-  for (int64_t i = 0; i < pictures; ++i) {
+  for (int64_t i = 0; i < images; ++i) {
     int64_t* row = plan + i * kJpegColumns;
     row[kJpegFirstGroup] = totals.groups, row[kJpegFirstTile] = totals.tiles;
     row[kJpegGroups] = row[kJpegTiles] = 0;

@@ -224,8 +224,8 @@ constexpr int64_t kMissing = -1, kNotPlain = -2;
 
 inline int64_t scan_plain(const char* image, const char* label_file, float classes, ImageSize& size, Labels& labels) {
   constexpr int64_t kMostBytes = 1 << 24;
-  const OpenFile picture(image);
-  if (!JpegHeader(picture).is_plain(size)) return kNotPlain;
+  const OpenFile encoded(image);
+  if (!JpegHeader(encoded).is_plain(size)) return kNotPlain;
   struct stat status;
   if (::stat(label_file, &status) != 0) return errno == ENOENT ? kMissing : kNotPlain;
   const OpenFile file(label_file);

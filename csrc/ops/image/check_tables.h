@@ -7,12 +7,12 @@
 
 namespace torch_fastdet {
 
-inline void check_picture(const core::Storages& storages, const int64_t* row, int64_t pitch, int64_t row_bytes,
-                          const char* op, const char* table, int64_t index) {
+inline void check_image(const core::Storages& storages, const int64_t* row, int64_t pitch, int64_t row_bytes,
+                        const char* op, const char* table, int64_t index) {
   TORCH_CHECK(row[0] >= 0 && row[0] < storages.count, op, ": ", table, "[", index, "] names storage ", row[0],
               ", but storages has ", storages.count);
-  TORCH_CHECK(core::picture_bytes(storages, row[0], row[1], row[2], row_bytes, pitch), op, ": ", table, "[", index,
-              "] is a picture of ", row[2], " rows of ", row_bytes, " bytes, ", pitch, " apart, at offset ", row[1],
+  TORCH_CHECK(core::image_bytes(storages, row[0], row[1], row[2], row_bytes, pitch), op, ": ", table, "[", index,
+              "] is an image of ", row[2], " rows of ", row_bytes, " bytes, ", pitch, " apart, at offset ", row[1],
               ", which does not lie within the ", storages.size[row[0]], " bytes of storages[", row[0], "]");
 }
 
@@ -50,7 +50,7 @@ inline void check_rows(const core::AugmentParams& p, const char* op) {
   for (int64_t i = 0; i < p.placement_rows; ++i) {
     const int64_t* row = p.placements + i * core::kPlacementColumns;
     const int64_t bytes = row_bytes(row[3], p.out.channels);
-    check_picture(p.storages, row, bytes, bytes, op, "placements", i);
+    check_image(p.storages, row, bytes, bytes, op, "placements", i);
     for (int column = 4; column < core::kPlacementColumns; ++column) {
       TORCH_CHECK(row[column] >= -core::kMaxSide && row[column] <= core::kMaxSide, op, ": placements[", i, "][", column,
                   "] is ", row[column], ", but at most ", core::kMaxSide, " either way is expected");
@@ -72,7 +72,7 @@ inline void check_rows(const core::AugmentParams& p, const char* op) {
 inline void check_rows(const core::LetterboxParams& p, const char* op) {
   for (int64_t i = 0; i < p.out.batch; ++i) {
     const int64_t* row = p.plan + i * core::kLetterboxColumns;
-    check_picture(p.storages, row, row[4], row_bytes(row[3], p.out.channels), op, "plan", i);
+    check_image(p.storages, row, row[4], row_bytes(row[3], p.out.channels), op, "plan", i);
     check_target(row[5], row[6], op, i);
     check_interpolation(row[9], op, i);
     TORCH_CHECK(std::abs(row[7]) <= core::kMaxSide && std::abs(row[8]) <= core::kMaxSide, op, ": plan[", i,
@@ -82,10 +82,10 @@ inline void check_rows(const core::LetterboxParams& p, const char* op) {
 }
 
 inline void check_rows(const core::ResizeParams& p, const char* op) {
-  for (int64_t i = 0; i < p.pictures; ++i) {
+  for (int64_t i = 0; i < p.images; ++i) {
     const int64_t* row = p.plan + i * core::kResizeColumns;
     const int64_t bytes = row_bytes(row[3], p.channels);
-    check_picture(p.storages, row, bytes, bytes, op, "plan", i);
+    check_image(p.storages, row, bytes, bytes, op, "plan", i);
     check_target(row[5], row[6], op, i);
     check_interpolation(row[7], op, i);
     TORCH_CHECK(row[4] >= 0 && row[4] <= p.out_bytes && row[5] <= (p.out_bytes - row[4]) / (row[6] * p.channels), op,

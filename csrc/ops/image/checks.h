@@ -12,7 +12,7 @@ namespace torch_fastdet {
 inline void check_dense_1d(const at::Tensor& tensor, const at::Tensor& like, const char* op, const std::string& name) {
   check_dtype(tensor, at::kByte, op, name);
   TORCH_CHECK(tensor.dim() == 1, op, ": ", name, " has shape ", tensor.sym_sizes(),
-              ", but one dimension is expected: packed pictures");
+              ", but one dimension is expected: packed images");
   TORCH_CHECK(tensor.is_contiguous(), op, ": ", name, " is not contiguous; call .contiguous() first");
   check_same_device(like, "storages[0]", tensor, op, name.c_str());
 }
@@ -56,7 +56,7 @@ inline void check_batch_out(const at::Tensor& out, const c10::SymInt& batch, con
   check_pixel_dtype(out.scalar_type(), op, "out's dtype");
   TORCH_CHECK(out.sym_size(1) == 1 || out.sym_size(1) == 3, op, ": out has ", out.sym_size(1),
               " channels, but 1 or 3 are expected");
-  TORCH_SYM_CHECK(out.sym_size(0).sym_eq(batch), op, ": out holds ", out.sym_size(0), " pictures, but the plan has ",
+  TORCH_SYM_CHECK(out.sym_size(0).sym_eq(batch), op, ": out holds ", out.sym_size(0), " images, but the plan has ",
                   batch);
   TORCH_CHECK(out.is_contiguous() || out.is_contiguous(at::MemoryFormat::ChannelsLast), op,
               ": out is neither contiguous nor channels_last");

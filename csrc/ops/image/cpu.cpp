@@ -26,7 +26,7 @@ struct Cpu : OnDevice {
   }
   static void run(const core::ResizeParams& p, const char* op) {
     check_rows(p, op);
-    p.channels == 1 ? core::resize_pictures<1>(p, parallel_for) : core::resize_pictures<3>(p, parallel_for);
+    p.channels == 1 ? core::resize_images<1>(p, parallel_for) : core::resize_images<3>(p, parallel_for);
   }
 };
 

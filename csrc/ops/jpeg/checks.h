@@ -16,7 +16,7 @@ inline void check_jpeg_bytes(const at::Tensor& tensor, const char* op, const std
 inline void check_jpeg_table(const at::Tensor& table, int64_t columns, const char* op, const char* name) {
   check_dtype(table, at::kLong, op, name);
   TORCH_CHECK(table.dim() == 2 && table.sym_size(1) == columns, op, ": ", name, " has shape ", table.sym_sizes(),
-              ", but (pictures, ", columns, ") is expected");
+              ", but (images, ", columns, ") is expected");
   TORCH_CHECK(table.is_contiguous(), op, ": ", name, " is not contiguous; call .contiguous() first");
 }
 

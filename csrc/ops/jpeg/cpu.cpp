@@ -22,7 +22,7 @@ void check_aligned(const at::Tensor& tensor, const char* op, const char* name) {
 
 struct Cpu : OnDevice {
   static void run(const core::JpegParams& p, const char* op) {
-    for (int64_t i = 0; i < p.pictures; ++i) {
+    for (int64_t i = 0; i < p.images; ++i) {
       const char* fault = core::jpeg_row_fault(p, i);
       TORCH_CHECK(!fault, op, ": row ", i, " of the plan: ", fault);
     }
@@ -59,10 +59,10 @@ std::tuple<at::Tensor, at::Tensor, std::vector<std::string>> jpeg_pack(at::Tenso
       for (int64_t i = begin; i < end; ++i) pack(packer, i);
     });
   }
-  const at::Tensor pictures = at::empty({count, kPackColumns}, at::TensorOptions().dtype(at::kLong));
+  const at::Tensor images = at::empty({count, kPackColumns}, at::TensorOptions().dtype(at::kLong));
   int64_t bytes = 0;
   for (int64_t i = 0; i < count; ++i) {
-    int64_t* row = pictures.mutable_data_ptr<int64_t>() + i * kPackColumns;
+    int64_t* row = images.mutable_data_ptr<int64_t>() + i * kPackColumns;
     if (!refusals[i].empty()) {
       row[kOffset] = -1, row[kBytes] = row[kHeight] = row[kWidth] = row[kHead] = 0;
       continue;
@@ -76,13 +76,13 @@ std::tuple<at::Tensor, at::Tensor, std::vector<std::string>> jpeg_pack(at::Tenso
   const at::Tensor storage = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(pin_memory));
   parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t* row = pictures.const_data_ptr<int64_t>() + i * kPackColumns;
+      const int64_t* row = images.const_data_ptr<int64_t>() + i * kPackColumns;
       if (row[kOffset] >= 0) {
         std::memcpy(storage.mutable_data_ptr<uint8_t>() + row[kOffset], packed[i].data(), packed[i].size());
       }
     }
   });
-  return {storage, pictures, refusals};
+  return {storage, images, refusals};
 }
 
 std::tuple<at::Tensor, std::vector<int64_t>> jpeg_plan(const at::Tensor& headers, const at::Tensor& asked) {
@@ -92,15 +92,15 @@ std::tuple<at::Tensor, std::vector<int64_t>> jpeg_plan(const at::Tensor& headers
   check_jpeg_bytes(headers, kOp, "headers");
   check_jpeg_table(asked, core::kJpegAskedColumns + 1, kOp, "asked");
   check_aligned(headers, kOp, "headers");
-  const int64_t pictures = asked.size(0);
+  const int64_t images = asked.size(0);
   const int64_t* rows = asked.const_data_ptr<int64_t>();
-  const at::Tensor plan = at::empty({pictures, core::kJpegColumns}, asked.options());
+  const at::Tensor plan = at::empty({images, core::kJpegColumns}, asked.options());
   int64_t* out = plan.mutable_data_ptr<int64_t>();
   const auto header = [&](int64_t i) -> const core::JpegHeader& {
     const int64_t offset = rows[i * (core::kJpegAskedColumns + 1)];
     return *reinterpret_cast<const core::JpegHeader*>(headers.const_data_ptr<uint8_t>() + offset);
   };
-  for (int64_t i = 0; i < pictures; ++i) {
+  for (int64_t i = 0; i < images; ++i) {
     const int64_t* row = rows + i * (core::kJpegAskedColumns + 1);
     int64_t* to = out + i * core::kJpegColumns;
     std::copy(row + 1, row + 1 + core::kJpegAskedColumns, to);
@@ -114,10 +114,10 @@ std::tuple<at::Tensor, std::vector<int64_t>> jpeg_plan(const at::Tensor& headers
     TORCH_CHECK_VALUE(x >= 0 && y >= 0 && width > 0 && height > 0 && width <= core::jpeg_shown_width(header(i)) - x &&
                           height <= core::jpeg_shown_height(header(i)) - y,
                       kOp, ": row ", i, " of asked: its rectangle (", x, ", ", y, ", ", width, ", ", height,
-                      ") is not in a picture of ", core::jpeg_shown_width(header(i)), " x ",
+                      ") is not in an image of ", core::jpeg_shown_width(header(i)), " x ",
                       core::jpeg_shown_height(header(i)), " pixels");
   }
-  const core::JpegTotals totals = core::complete_jpeg_plan(out, pictures, header);
+  const core::JpegTotals totals = core::complete_jpeg_plan(out, images, header);
   return {plan, {totals.decoded_bytes, totals.groups, totals.tiles}};
 }
 

@@ -10,7 +10,7 @@ namespace {
 
 struct Cuda : OnDevice {
   static void run(core::JpegParams& p, const char* op) {
-    const int64_t bytes = core::JpegWorkspace(p.pictures, p.groups, p.tiles).end + p.decoded_bytes;
+    const int64_t bytes = core::JpegWorkspace(p.images, p.groups, p.tiles).end + p.decoded_bytes;
     const at::Tensor workspace = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(at::kCUDA));
     p.workspace = workspace.mutable_data_ptr<uint8_t>();
     check_launch(core::launch_jpeg_decode(p, current_stream()), op);

@@ -16,11 +16,11 @@ void jpeg_decode_(at::Tensor& out, const at::Tensor& storage, const at::Tensor& 
     p.storage = storage.const_data_ptr<uint8_t>();
     p.storage_bytes = storage.numel();
     p.plan = plan.const_data_ptr<int64_t>();
-    p.pictures = plan.size(0);
+    p.images = plan.size(0);
     p.out = out.mutable_data_ptr<uint8_t>();
     p.out_bytes = out.numel();
     p.decoded_bytes = sizes[0], p.groups = sizes[1], p.tiles = sizes[2];
-    if (!p.pictures) return;
+    if (!p.images) return;
     TORCH_CHECK(reinterpret_cast<uintptr_t>(p.storage) % core::kJpegAlignment == 0,
                 "jpeg_decode_: storage does not begin at a multiple of ", core::kJpegAlignment, " bytes");
     Backend::run(p, "jpeg_decode_");

@@ -138,8 +138,8 @@ void check_augment(uint64_t seed) {
     const RowStore store{p.out, levels.data(), kernels};
     for (int64_t n = 0; n < p.out.batch; ++n) {
       const int middle = static_cast<int>(problem.random.below(p.out.height + 1));
-      AugmentPicture<kChannels>(p, n, store).run(0, middle);
-      AugmentPicture<kChannels>(p, n, store).run(middle, p.out.height);
+      AugmentImage<kChannels>(p, n, store).run(0, middle);
+      AugmentImage<kChannels>(p, n, store).run(middle, p.out.height);
     }
     ASSERT_EQ(std::memcmp(kernel.data(), rows.data(), problem.out_bytes()), 0);
   }
@@ -153,7 +153,7 @@ TEST(ImageKernels, AugmentEqualsRows) {
 }
 
 // Without a warp, what the pass samples is the canvas that placements fill one after another.
-TEST(ImageKernels, AugmentPlacesPicturesInOrder) {
+TEST(ImageKernels, AugmentPlacesImagesInOrder) {
   for (uint64_t seed = 0; seed < rounds(40) && !HasFailure(); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     Problem problem(seed, 3, /*with_nonsense=*/false);
@@ -190,7 +190,7 @@ TEST(ImageKernels, AugmentPlacesPicturesInOrder) {
   }
 }
 
-// One picture: source and target sizes that meet every rule, among them whole factors and single rows and columns.
+// One image: source and target sizes that meet every rule, among them whole factors and single rows and columns.
 struct Sizes {
   int64_t h, w, new_h, new_w;
 };
@@ -232,7 +232,7 @@ void check_resize(uint64_t seed) {
   ResizeParams p{};
   p.storages = {{bytes}, {static_cast<int64_t>(source.size())}, 1};
   p.plan = plan;
-  p.pictures = 2;
+  p.images = 2;
   p.channels = kChannels;
   p.out = reinterpret_cast<uint8_t*>(out.data());
   p.out_bytes = size + 3;

@@ -1,4 +1,4 @@
-// jpeg.cu against the CPU's loops, which test_jpeg.cpp holds against nested loops: many pictures and rectangles in one
+// jpeg.cu against the CPU's loops, which test_jpeg.cpp holds against nested loops: many images and rectangles in one
 // call, damaged packed JPEGs, and plans that make no sense.
 #include <gtest/gtest.h>
 
@@ -61,7 +61,7 @@ struct Problem {
   JpegParams params(uint8_t* out) const {
     JpegParams p{};
     p.storage = storage.data(), p.storage_bytes = static_cast<int64_t>(storage.size());
-    p.plan = plan.data(), p.pictures = static_cast<int64_t>(plan.size()) / kJpegColumns;
+    p.plan = plan.data(), p.images = static_cast<int64_t>(plan.size()) / kJpegColumns;
     p.out = out, p.out_bytes = out_bytes;
     p.decoded_bytes = totals.decoded_bytes, p.groups = totals.groups, p.tiles = totals.tiles;
     return p;
@@ -81,7 +81,7 @@ struct Problem {
     JpegParams p = params(reinterpret_cast<uint8_t*>(out.data()));
     p.storage = reinterpret_cast<const uint8_t*>(packed.data());
     p.decoded_bytes += spare * 256, p.groups += spare, p.tiles += spare;
-    const JpegWorkspace shared(p.pictures, p.groups, p.tiles);
+    const JpegWorkspace shared(p.images, p.groups, p.tiles);
     const Memory workspace(static_cast<size_t>(shared.end + p.decoded_bytes));
     p.workspace = reinterpret_cast<uint8_t*>(workspace.data());
     EXPECT_EQ(launch_jpeg_decode(p, nullptr), cudaSuccess);
