@@ -19,7 +19,7 @@ from torch_fastdet.ops._checks import check_type
 from torch_fastdet.ops.jpeg import decode_jpeg
 from torch_fastdet.ops.letterbox import letterbox, place
 
-__all__ = ["PictureDetector", "UltralyticsPostProcess", "YOLOv5PostProcess", "split_ultralytics_heads"]
+__all__ = ["ImageDetector", "UltralyticsPostProcess", "YOLOv5PostProcess", "split_ultralytics_heads"]
 
 
 def _stride_list(op: str, strides: object) -> list[float]:
@@ -325,7 +325,7 @@ class _UltralyticsHeads(nn.Module):
         super().__init__()
         head = _head_of(model, *_ULTRALYTICS_HEAD)
         if end2end and not hasattr(head, "one2one_cv2"):
-            raise ValueError("PictureDetector.from_model: end2end is True, but the model has no one-to-one head")
+            raise ValueError("ImageDetector.from_model: end2end is True, but the model has no one-to-one head")
         if bool(getattr(head, "end2end", False)) != end2end:
             head.end2end = end2end  # or fuse() drops the branch that is asked for
         if callable(fuse := getattr(model, "fuse", None)):
@@ -344,21 +344,21 @@ class _UltralyticsHeads(nn.Module):
         return heads if proto is None else [*heads, proto]
 
 
-def _check_pictures_model(model: object) -> None:
-    """Check what PictureDetector.from_model takes: a head that detects, and three channels if the model's yaml says how many."""
+def _check_image_model(model: object) -> None:
+    """Check what ImageDetector.from_model takes: a head that detects, and three channels if the model's yaml says how many."""
     heads = (_ULTRALYTICS_HEAD, _YOLOV5_HEAD)
     if not isinstance(model, nn.Module) or all(_head_of(model, *names) is None for names in heads):
         raise ValueError(
-            f"PictureDetector.from_model: model is a {type(model).__name__}, which has no Detect module, but a model of YOLOv5 or "
+            f"ImageDetector.from_model: model is a {type(model).__name__}, which has no Detect module, but a model of YOLOv5 or "
             "Ultralytics is expected that detects, segments, or finds rotated boxes or poses"
         )
     yaml = getattr(model, "yaml", None)
     channels = yaml.get("channels", yaml.get("ch", 3)) if isinstance(yaml, dict) else 3
     if channels != 3:
-        raise ValueError(f"PictureDetector.from_model: model takes pictures of {channels} channels, but 3 are expected")
+        raise ValueError(f"ImageDetector.from_model: model takes images of {channels} channels, but 3 are expected")
 
 
-class PictureDetector(nn.Module):
+class ImageDetector(nn.Module):
     """Detect in uint8 images of any sizes: letterbox, network and post-processing. Boxes are in each image's pixels. Scriptable.
 
     Images are resized as ``cv2.resize`` does and padded with grey to ``size``, in the middle, as YOLOv5's and Ultralytics' letterboxes with
@@ -386,7 +386,7 @@ class PictureDetector(nn.Module):
         super().__init__()
         height, width = (size, size) if isinstance(size, int) else size
         for side in (height, width):
-            _check_count("PictureDetector", "size", side, 1, "pixels")
+            _check_count("ImageDetector", "size", side, 1, "pixels")
         self.network = network
         self.postprocess = postprocess
         self.size = [int(height), int(width)]
@@ -400,7 +400,7 @@ class PictureDetector(nn.Module):
     @classmethod
     def from_model(
         cls, model: nn.Module, size: int | Sequence[int] = 640, bgr: bool = False, half: bool = False, **options: object
-    ) -> "PictureDetector":
+    ) -> "ImageDetector":
         """Return a detector of a model of YOLOv5 or Ultralytics: a copy is traced, on its device, fused as by its predictor.
 
         Args:
@@ -412,7 +412,7 @@ class PictureDetector(nn.Module):
         """
         while isinstance(inner := getattr(model, "model", None), nn.Module) and hasattr(inner, "model"):
             model = inner
-        _check_pictures_model(model)
+        _check_image_model(model)
         network = copy.deepcopy(model).float().eval()
         heads: nn.Module
         postprocess: YOLOv5PostProcess | UltralyticsPostProcess
@@ -429,9 +429,9 @@ class PictureDetector(nn.Module):
             traced = torch.jit.trace(heads.to(dtype), example, check_trace=False, strict=False)
         return cls(traced, postprocess, size, bgr, half).eval()
 
-    def forward(self, pictures: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(self, images: list[Tensor]) -> tuple[Tensor, Tensor]:
         """Return detections (images, max_det, 6 + nm) and counts (images,) of images, each (height, width, 3) uint8, on one device."""
-        detections, counts, _ = self._detect_pictures(pictures, self.bgr)
+        detections, counts, _ = self._detect_images(images, self.bgr)
         return detections, counts
 
     def forward_files(self, files: "Sequence[str | PathLike[str] | bytes]") -> tuple[Tensor, Tensor]:
@@ -447,34 +447,34 @@ class PictureDetector(nn.Module):
         encoded = [
             torch.frombuffer(file, dtype=torch.uint8) if file else torch.empty(0, dtype=torch.uint8) for file in data
         ]
-        detections, counts, _ = self._detect_pictures(decode_jpeg(encoded, self.on_device.device), True)
+        detections, counts, _ = self._detect_images(decode_jpeg(encoded, self.on_device.device), True)
         return detections, counts
 
     @torch.jit.export
-    def forward_prototypes(self, pictures: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def forward_prototypes(self, images: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return also the prototypes (images, channels, height, width) of a model that segments, for :mod:`torch_fastdet.masks`."""
-        detections, counts, prototypes = self._detect_pictures(pictures, self.bgr)
+        detections, counts, prototypes = self._detect_images(images, self.bgr)
         if prototypes is None:
-            raise ValueError("PictureDetector.forward_prototypes: the network gives no prototypes, only forward serves")
+            raise ValueError("ImageDetector.forward_prototypes: the network gives no prototypes, only forward serves")
         return detections, counts, prototypes
 
-    def _detect_pictures(self, pictures: list[Tensor], bgr: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        if len(pictures) == 0:
-            raise ValueError("PictureDetector: pictures is empty, but one or more pictures are expected")
+    def _detect_images(self, images: list[Tensor], bgr: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        if len(images) == 0:
+            raise ValueError("ImageDetector: images is empty, but one or more images are expected")
         rows: list[list[int]] = []
         boxes: list[list[float]] = []
         flat: list[Tensor] = []
         offset = 0
-        for picture in pictures:
-            if picture.dim() != 3 or picture.size(2) != 3 or picture.dtype != torch.uint8 or picture.numel() == 0:
+        for pixels in images:
+            if pixels.dim() != 3 or pixels.size(2) != 3 or pixels.dtype != torch.uint8 or pixels.numel() == 0:
                 raise RuntimeError(
-                    f"PictureDetector: an image has shape {list(picture.shape)} and dtype {picture.dtype}, but "
+                    f"ImageDetector: an image has shape {list(pixels.shape)} and dtype {pixels.dtype}, but "
                     "(height, width, 3) of uint8 is expected"
                 )
-            rows.append(self._row(offset, picture.size(0), picture.size(1)))
-            boxes.append(letterbox(self.size, [picture.size(0), picture.size(1)], rounding=self.rounding))
-            flat.append(picture.reshape(-1))
-            offset += picture.numel()
+            rows.append(self._row(offset, pixels.size(0), pixels.size(1)))
+            boxes.append(letterbox(self.size, [pixels.size(0), pixels.size(1)], rounding=self.rounding))
+            flat.append(pixels.reshape(-1))
+            offset += pixels.numel()
         device = self.on_device.device
         storage = torch.cat(flat)
         if storage.device.type == "cpu" and device.type == "cuda":
@@ -483,26 +483,26 @@ class PictureDetector(nn.Module):
         return self._detect(storage.to(device, non_blocking=True), rows_there, boxes_there, bgr)
 
     @torch.jit.export
-    def forward_batch(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_batch(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Detect in images of one size, (images, height, width, 3) uint8 on the module's device.
 
         Nothing comes from the host, so that a CUDA graph can capture it, and nothing is kept, so that threads can share the module.
         """
         device = self.on_device.device
-        if pictures.dim() != 4 or pictures.size(3) != 3 or pictures.dtype != torch.uint8 or pictures.numel() == 0:
+        if images.dim() != 4 or images.size(3) != 3 or images.dtype != torch.uint8 or images.numel() == 0:
             raise RuntimeError(
-                f"PictureDetector: pictures has shape {list(pictures.shape)} and dtype {pictures.dtype}, but "
+                f"ImageDetector: images has shape {list(images.shape)} and dtype {images.dtype}, but "
                 "(images, height, width, 3) of uint8 is expected"
             )
-        if pictures.device != device:
-            raise ValueError(f"PictureDetector: pictures is on {pictures.device}, but the module is on {device}")
-        images, height, width = pictures.size(0), pictures.size(1), pictures.size(2)
-        plan = _repeated([float(value) for value in self._row(0, height, width)], images, torch.int64, device)
-        if images > 1:  # where each begins
-            plan.select(1, 1).copy_(torch.arange(images, device=device) * (height * width * 3))
+        if images.device != device:
+            raise ValueError(f"ImageDetector: images is on {images.device}, but the module is on {device}")
+        count, height, width = images.size(0), images.size(1), images.size(2)
+        plan = _repeated([float(value) for value in self._row(0, height, width)], count, torch.int64, device)
+        if count > 1:  # where each begins
+            plan.select(1, 1).copy_(torch.arange(count, device=device) * (height * width * 3))
         boxes = letterbox(self.size, [height, width], rounding=self.rounding)
-        letterboxes = _repeated(boxes, images, torch.float32, device)
-        detections, counts, _ = self._detect(pictures.reshape(-1), plan, letterboxes, self.bgr)
+        letterboxes = _repeated(boxes, count, torch.float32, device)
+        detections, counts, _ = self._detect(images.reshape(-1), plan, letterboxes, self.bgr)
         return detections, counts
 
     def _row(self, offset: int, height: int, width: int) -> list[int]:
@@ -518,7 +518,7 @@ class PictureDetector(nn.Module):
         levels = len(self.postprocess.strides)
         if len(maps) > levels + 1:
             raise ValueError(
-                f"PictureDetector: the network gives {len(maps)} maps, but {levels}, or one more with prototypes, are expected"
+                f"ImageDetector: the network gives {len(maps)} maps, but {levels}, or one more with prototypes, are expected"
             )
         detections, counts = self.postprocess(maps[:levels], letterboxes)
         prototypes: Tensor | None = None

@@ -37,19 +37,19 @@ def decode_jpeg(files: list[Tensor], device: torch.device | str | int = "cpu") -
     where = torch.device(device)
     cuda = where.type == "cuda"
     # A GPU has more threads than a few files have segments, and what is not kept may have a larger index.
-    storage, pictures, refusals = jpeg_pack(files, pin_memory=cuda, segment=1 if cuda else 4)
+    storage, images, refusals = jpeg_pack(files, pin_memory=cuda, segment=1 if cuda else 4)
     for i, reason in enumerate(refusals):
         if reason:
             raise ValueError(f"decode_jpeg: file {i}: {reason}")
-    return decode_packed(storage, pictures.tolist(), where)
+    return decode_packed(storage, images.tolist(), where)
 
 
-def decode_packed(storage: Tensor, pictures: list[list[int]], device: torch.device) -> list[Tensor]:
+def decode_packed(storage: Tensor, images: list[list[int]], device: torch.device) -> list[Tensor]:
     """Decode whole images of packed JPEGs in ``storage``, on the CPU, by rows of what :func:`jpeg_pack` returns; as :func:`decode_jpeg`."""
-    if not pictures:
+    if not images:
         return []
     asked, end = [], 0
-    for offset, _, height, width, _ in pictures:
+    for offset, _, height, width, _ in images:
         asked.append([offset, offset, 0, 0, width, height, end, 3 * width])
         end += -(-3 * width * height // 16) * 16
     plan, sizes = jpeg_plan(storage, torch.tensor(asked, device="cpu"))

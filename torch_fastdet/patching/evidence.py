@@ -194,7 +194,7 @@ def stand_ins(*names: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     return {name: stand_in(number) for number, name in enumerate(names)}
 
 
-def pictures(channels: int = 1, height: int = 2, width: int = 3) -> torch.Tensor:
+def make_images(channels: int = 1, height: int = 2, width: int = 3) -> torch.Tensor:
     """Return (1, channels, height, width) different numbers, which are not random."""
     count = channels * height * width
     return torch.arange(count, dtype=torch.float64, device="cpu").view(1, channels, height, width) / 8
@@ -212,7 +212,7 @@ class Formula:
     modules: tuple[str, ...]
     others: tuple[str, ...] = ()
     options: tuple[Names, ...] = ({},)
-    images: Callable[[], torch.Tensor] = pictures
+    images: Callable[[], torch.Tensor] = make_images
 
     def is_that_of(self, forward: Stock) -> bool:
         code = getattr(forward, "__code__", None)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torch_fastdet._torch.private import Context
 from torch_fastdet.nn.bn_act import OPENS, Block, Opened, added, closed, opened
-from torch_fastdet.patching.evidence import agree, pictures
+from torch_fastdet.patching.evidence import agree, make_images
 from torch_fastdet.patching.protocols import Function, Names
 from torch_fastdet.rewrites.rewrite import Changes, adds_freely, is_in_nhwc, plain_modules
 
@@ -70,7 +70,7 @@ def _forward(attended: Function, block: Block, x: Tensor) -> Tensor:
 # Class -> what :func:`opened` does with it, and attributes of small cases. The original forward has to give the same bits in them. The scale is
 # one for each position, so that other values come where it is behind the product.
 _SAME, _SQUARE, _NEXT = (lambda t: t), (lambda t: t * t), (lambda t: t + 1)
-_SCALES = pictures().flatten() + 1
+_SCALES = make_images().flatten() + 1
 _PARTS = {"proj": lambda t: t * t + 1, "pe": lambda t: t * t + 2, "num_heads": 2, "head_dim": 2}
 _KNOWN: dict[str, tuple[Function, tuple[Names, ...]]] = {
     "Attention": (
@@ -89,7 +89,7 @@ _KNOWN: dict[str, tuple[Function, tuple[Names, ...]]] = {
 @functools.cache
 def _is_stocks(name: str, forward: Function) -> bool:
     attended, cases = _KNOWN[name]
-    return all(agree(forward, functools.partial(_forward, attended), case, pictures(4)) for case in cases)
+    return all(agree(forward, functools.partial(_forward, attended), case, make_images(4)) for case in cases)
 
 
 def attention_in_rows(model: nn.Module) -> Changes:

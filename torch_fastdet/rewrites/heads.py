@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_fastdet._torch.private import runs_plainly
 from torch_fastdet.nn.bn_act import blocks_of_one_input, convolved
 from torch_fastdet.nn.joint import OF_ONE_INPUT
-from torch_fastdet.patching.evidence import agree, pictures, stand_ins
+from torch_fastdet.patching.evidence import agree, make_images, stand_ins
 from torch_fastdet.patching.protocols import Function, Head, Model, Names
 from torch_fastdet.rewrites.rewrite import (
     ULTRALYTICS_HEADS,
@@ -37,7 +37,7 @@ def raw_heads(detect: Head, x: list[Tensor]) -> list[Tensor]:
 def _makes_views(forward: Function) -> bool:
     """Return whether this is what YOLOv5's ``Detect.forward`` computes in training: forks change it under the same name."""
     attributes = {"nl": 2, "na": 2, "no": 3, "m": list(stand_ins("0", "1").values()), "training": True, "export": False}
-    return agree(forward, raw_heads, attributes, [pictures(6), -pictures(6)])
+    return agree(forward, raw_heads, attributes, [make_images(6), -make_images(6)])
 
 
 def head_views(model: Model) -> Changes:
@@ -81,7 +81,7 @@ def _is_dfl(forward: Function) -> bool:
     # A training goes on meanwhile, whose random numbers initial weights would take.
     bins = nn.utils.skip_init(nn.Conv2d, 2, 1, 1, bias=False, dtype=torch.double).requires_grad_(False)
     bins.weight.data[:] = torch.arange(2).view(1, 2, 1, 1)
-    return agree(forward, _distances, {"conv": bins, "c1": 2}, pictures(8).flatten(2))
+    return agree(forward, _distances, {"conv": bins, "c1": 2}, make_images(8).flatten(2))
 
 
 def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head: object = None) -> Names:
@@ -103,7 +103,7 @@ def _makes_outputs(forward_head: Function) -> bool:
         return lambda self, x: [method(self, x, boxes, classes), method(self, x, boxes), method(self, x)]
 
     attributes: dict[str, object] = {"nl": 2, "reg_max": 1, "nc": 3}
-    return agree(whole(forward_head), whole(_outputs), attributes, [pictures(4), -pictures(4)])
+    return agree(whole(forward_head), whole(_outputs), attributes, [make_images(4), -make_images(4)])
 
 
 def head_rows(model: Model) -> Changes:

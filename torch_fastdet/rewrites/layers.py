@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_fastdet import ops
 from torch_fastdet._torch.private import runs_plainly
 from torch_fastdet.nn.bn_act import begins_with_stem, forward_of_bytes
-from torch_fastdet.patching.evidence import agree, pictures
+from torch_fastdet.patching.evidence import agree, make_images
 from torch_fastdet.patching.protocols import Function, Model
 from torch_fastdet.rewrites.rewrite import Changes, Framework, layers_of
 from torch_fastdet.switches.upsample.switch import doubles, upsample_forward
@@ -26,7 +26,7 @@ def _cat(concat: Model, parts: list[Tensor]) -> Tensor:
 
 @functools.cache
 def _concatenates(forward: Function) -> bool:
-    return agree(forward, _cat, {"d": 1}, [pictures(), -pictures()])
+    return agree(forward, _cat, {"d": 1}, [make_images(), -make_images()])
 
 
 def _is_pair(upsample: nn.Module, concat: Model, save: Collection[object]) -> bool:

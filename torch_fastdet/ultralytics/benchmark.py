@@ -47,7 +47,7 @@ def drawn(number: int) -> tuple[np.ndarray, str]:
     return image, "".join(rows)
 
 
-def draw_pictures(folder: Path, count: int) -> Path:
+def draw_images(folder: Path, count: int) -> Path:
     """Write JPEG files of images, and labels for them. Returns the data set's file."""
     import cv2
 
@@ -206,7 +206,7 @@ def table(options: argparse.Namespace, stock: dict[str, float | None], ours: dic
     rows = [
         row(f"an iteration of training, {options.model}, batch {options.batch}, {options.imgsz} pixels", "iteration", 1e3, "ms"),
         row("of it, the GPU works", "busy", 1e3, "ms", share_of="iteration"),
-        row(f"validation of {options.pictures} images", "validation", 1, "s"),
+        row(f"validation of {options.images} images", "validation", 1, "s"),
         row("YOLO(...).predict of an array", "frame", 1e3, "ms"),
         row("YOLO(...).predict of a list of arrays, an image", "arrays", 1e3, "ms"),
         row("YOLO(...).predict of a folder of JPEG files, an image", "folder", 1e3, "ms"),
@@ -236,7 +236,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--batch", type=int, default=16, help="images in an iteration (default: %(default)s)")
     found.add_argument("--imgsz", type=int, default=640 if cuda else 128, help="pixels (default: %(default)s)")
     found.add_argument(
-        "--pictures", type=int, default=640 if cuda else 96, help="images that are drawn (default: %(default)s)"
+        "--images", type=int, default=640 if cuda else 96, help="images that are drawn (default: %(default)s)"
     )
     found.add_argument("--epochs", type=int, default=4, help="at least 3 (default: %(default)s)")
     found.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1) if cuda else 0)
@@ -248,7 +248,7 @@ def parser() -> argparse.ArgumentParser:
 def main(words: Sequence[str] | None = None) -> None:
     words = sys.argv[1:] if words is None else list(words)
     options = parser().parse_args(words)
-    for name, least in (("epochs", 3), ("batch", 1), ("imgsz", 32), ("pictures", 2 * options.batch)):
+    for name, least in (("epochs", 3), ("batch", 1), ("imgsz", 32), ("images", 2 * options.batch)):
         if getattr(options, name) < least:
             parser().error(f"--{name} is {getattr(options, name)}, but at least {least} is expected")
     if importlib.util.find_spec("ultralytics") is None:
@@ -259,7 +259,7 @@ def main(words: Sequence[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="torch_fastdet_benchmark_") as name:
         folder = Path(name)
-        data = draw_pictures(folder / "data", options.pictures)
+        data = draw_images(folder / "data", options.images)
         stock, ours = (in_its_own_process(variant, words, data, folder) for variant in VARIANTS)
     print(f"{table(options, stock, ours)}\n\n{machine(options)}")
 

@@ -26,7 +26,7 @@ from torch_fastdet.nn.bn_act import (
     rep_conv_forward,
     sppf_forward,
 )
-from torch_fastdet.patching.evidence import Asks, Formula, pictures
+from torch_fastdet.patching.evidence import Asks, Formula, make_images
 from torch_fastdet.patching.protocols import Function, Model
 from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
 from torch_fastdet.switches.frameworks import ultralytics, yolov5
@@ -113,7 +113,7 @@ A2C2F = Formula(
     _a2c2f,
     ("cv1", "cv2", "m"),
     ("cat", "extend", "gamma", "shape", "torch", "view"),
-    ({"m": [_THREE, _FIVE], "gamma": None}, {"m": [_THREE, _FIVE], "gamma": pictures()[0, 0, 1]}),
+    ({"m": [_THREE, _FIVE], "gamma": None}, {"m": [_THREE, _FIVE], "gamma": make_images()[0, 0, 1]}),
 )
 C2PSA = Formula(
     "cv2(cat(a, m(b))) of the halves a and b of cv1(x)",
@@ -150,7 +150,7 @@ DOWN = Formula(
     ("cv1", "cv2"),
     ("avg_pool2d", "cat", "chunk", "functional", "max_pool2d", "nn", "torch"),
     ({"cv1": lambda t: t[..., ::2, ::2] ** 2},),
-    functools.partial(pictures, 2, 6, 6),
+    functools.partial(make_images, 2, 6, 6),
 )
 LIGHT_CONV = Formula("conv2(conv1(x))", lambda self, x: self.conv2(self.conv1(x)), ("conv1", "conv2"))
 HG_BLOCK = Formula(
