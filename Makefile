@@ -120,7 +120,7 @@ $(SERVE)/.installed: examples/triton/requirements.txt $(STAMP)
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(echo $(SERVE)/lib/python3*/site-packages)/zz_project.pth
 	touch $@
 
-# SERVE_ARGS="--weights yolov5s.pt --picture street.jpg --device cuda"
+# SERVE_ARGS="--weights yolov5s.pt --image street.jpg --device cuda"
 serve-test: build $(SERVE)/.installed ## Triton Inference Server: export a detector, serve it, ask it, load it, stop it (downloads nvidia-pytriton)
 	$(SERVE)/bin/python -m examples.triton --python $(BIN)/python $(SERVE_ARGS)
 

@@ -58,9 +58,9 @@ def ms_deform_attn_pytorch(
     levels = value.split([height * width for height, width in spatial_shapes], dim=1)
     for level, (pixels, shape) in enumerate(zip(levels, spatial_shapes)):
         for head in range(value.shape[2]):
-            picture = pixels[:, :, head].transpose(1, 2).unflatten(2, shape)
+            image = pixels[:, :, head].transpose(1, 2).unflatten(2, shape)
             points = sampling_locations[:, :, head, level] * 2 - 1  # grid_sample's corners are -1 and 1
-            found = F.grid_sample(picture, points, mode="bilinear", padding_mode="zeros", align_corners=False)
+            found = F.grid_sample(image, points, mode="bilinear", padding_mode="zeros", align_corners=False)
             total[:, :, head] += torch.einsum("bcqp,bqp->bqc", found, attention_weights[:, :, head, level])
     return total.flatten(2)
 

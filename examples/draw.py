@@ -1,11 +1,11 @@
 """Draw the detections of a detector on images: boxes, rotated boxes and masks.
 
     python -m examples.export --out build/detector --weights yolov5s.pt
-    python -m examples.draw build/detector/detector.ts pictures/ --out build/drawn
-    python -m examples.draw yolo11n-seg.pt pictures/ --also yolo11n-obb.pt --out build/drawn
+    python -m examples.draw build/detector/detector.ts images/ --out build/drawn
+    python -m examples.draw yolo11n-seg.pt images/ --also yolo11n-obb.pt --out build/drawn
 
 writes a PNG of each image into --out: a box in its class's color, with name and confidence, and what the detector knows beyond
-the box: a mask as a tint, a rotated box for the upright one. A detector is a detector.ts or pictures.ts of export.py, a model of
+the box: a mask as a tint, a rotated box for the upright one. A detector is a detector.ts or images.ts of export.py, a model of
 Ultralytics (.pt), whose package has to be installed then, or a YOLOv5 checkpoint (.pt) that detects, whose code export.py says how to
 find. --also names further ones that look at the same images. An image that
 cannot be read, or whose PNG would have the name of one that is drawn (a.jpg beside a.png), is said, and the others are drawn; the
@@ -26,7 +26,7 @@ if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.command_line import existing, folder, run, say, usable_device
-from examples.pictures import Detection, detector_of, find_pictures, read
+from examples.images import Detection, detector_of, find_images, read
 
 
 def color(index: int) -> tuple[int, int, int]:
@@ -35,16 +35,16 @@ def color(index: int) -> tuple[int, int, int]:
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
-def tint(picture: Image.Image, mask: np.ndarray, ink: tuple[int, int, int]) -> Image.Image:
+def tint(image: Image.Image, mask: np.ndarray, ink: tuple[int, int, int]) -> Image.Image:
     """Return the image with a mask's pixels halfway to a color."""
-    pixels = np.array(picture)
+    pixels = np.array(image)
     pixels[mask] = (pixels[mask].astype(np.uint16) + np.array(ink, np.uint16)) // 2
     return Image.fromarray(pixels)
 
 
-def draw(picture: Image.Image, detections: list[Detection], names: list[str]) -> Image.Image:
+def draw(image: Image.Image, detections: list[Detection], names: list[str]) -> Image.Image:
     """Return a copy of the image with the detections on it, the best ones on top; masks lie below all boxes."""
-    result = picture.convert("RGB")
+    result = image.convert("RGB")
     for found in reversed(detections):
         if found.mask is not None:
             result = tint(result, found.mask, color(names.index(found.name)))
@@ -70,33 +70,33 @@ def draw(picture: Image.Image, detections: list[Detection], names: list[str]) ->
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("detector", type=existing, help="detector.ts, pictures.ts, or a .pt of YOLOv5 or Ultralytics")
-    parser.add_argument("pictures", type=existing, nargs="+", help="files and folders")
+    parser.add_argument("detector", type=existing, help="detector.ts, images.ts, or a .pt of YOLOv5 or Ultralytics")
+    parser.add_argument("images", type=existing, nargs="+", help="files and folders")
     parser.add_argument(
         "--also", type=existing, action="append", default=[], help="a further detector; may be repeated"
     )
     parser.add_argument("--yolov5", metavar="FOLDER", help="the clone of YOLOv5 with a checkpoint's code")
-    parser.add_argument("--out", type=folder, required=True, help="folder for the drawn pictures")
+    parser.add_argument("--out", type=folder, required=True, help="folder for the drawn images")
     parser.add_argument("--device", type=usable_device, default="cpu", help="cpu (default) or cuda")
     options = parser.parse_args()
-    paths = find_pictures(options.pictures)
+    paths = find_images(options.images)
     targets = [options.out / f"{path.stem}.png" for path in paths]
     if same := {target.resolve() for target in targets} & {path.resolve() for path in paths}:
         parser.error(f"--out is {options.out}, which would overwrite {min(same)}, but another folder is expected")
     detectors = [detector_of(path, options.device, options.yolov5) for path in (options.detector, *options.also)]
     options.out.mkdir(parents=True, exist_ok=True)
-    drawn: dict[Path, Path] = {}  # what was written -> of which picture
+    drawn: dict[Path, Path] = {}  # what was written -> of which image
     failed = False
     for path, target in zip(paths, targets):
-        picture = read(path)
-        if isinstance(picture, str) or target in drawn:
-            why = picture if isinstance(picture, str) else f"{target} is of {drawn[target]} already"
+        image = read(path)
+        if isinstance(image, str) or target in drawn:
+            why = image if isinstance(image, str) else f"{target} is of {drawn[target]} already"
             say(f"{path}: not drawn, {why}")
             failed = True
             continue
-        result, count = picture, 0
+        result, count = image, 0
         for detector in detectors:
-            (detections,) = detector([picture])
+            (detections,) = detector([image])
             result = draw(result, detections, detector.names)
             count += len(detections)
         result.save(target)

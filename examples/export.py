@@ -4,7 +4,7 @@
     python -m examples.export --out build/detector --weights yolov5s.pt   # a YOLOv5 checkpoint
     python -m examples.export --out build/detector --weights best.pt --yolov5 ../yolov5
 
-writes detector.ts, which needs torch_fastdet but no YOLOv5 to be loaded; pictures.ts, which takes uint8 pictures of any sizes and
+writes detector.ts, which needs torch_fastdet but no YOLOv5 to be loaded; images.ts, which takes uint8 images of any sizes and
 gives boxes in their pixels; and image.npy and golden/, the stages of plain PyTorch that the C++ program's are compared with.
 To load a checkpoint needs YOLOv5's code: of the clone in whose folder it lies, of the clone that --yolov5 names, or of PyPI's
 package yolov5.
@@ -34,7 +34,7 @@ if not __package__:  # run as a file, not with -m
 
 from examples.command_line import Unusable, brief, existing, folder, run
 from torch_fastdet import golden, ops
-from torch_fastdet.postprocess import PictureDetector, YOLOv5PostProcess
+from torch_fastdet.postprocess import ImageDetector, YOLOv5PostProcess
 
 ANCHORS = [[[1.25, 1.625], [2.0, 3.75], [4.125, 2.875]], [[1.875, 3.8125], [3.875, 2.8125], [3.6875, 7.4375]]]
 STRIDES = [8.0, 16.0]
@@ -191,11 +191,11 @@ def package(detector: Detector, image: Tensor, path: Path, **options) -> None:
 
 
 def export(detector: Detector, image: Tensor, folder: Path, names: list[str] | None = None) -> None:
-    """Write detector.ts, pictures.ts, image.npy and golden/ into ``folder``."""
+    """Write detector.ts, images.ts, image.npy and golden/ into ``folder``."""
     names = names or [str(c) for c in range(detector.postprocess.nc)]
     save(detector, image.size(-1), names, folder / "detector.ts")
-    pictures = PictureDetector(detector.network, detector.postprocess, image.size(-1)).eval()
-    save(pictures, image.size(-1), names, folder / "pictures.ts")
+    images = ImageDetector(detector.network, detector.postprocess, image.size(-1)).eval()
+    save(images, image.size(-1), names, folder / "images.ts")
     np.save(folder / "image.npy", image.numpy())
     post = detector.postprocess
     with torch.inference_mode():
@@ -232,7 +232,7 @@ def main() -> None:
     else:
         detector = eager = small_detector(conf_thres=options.conf)
     export(detector, image, options.out, names)
-    print(f"wrote detector.ts, pictures.ts, image.npy and golden/ into {options.out}")
+    print(f"wrote detector.ts, images.ts, image.npy and golden/ into {options.out}")
     if options.aoti:
         package(eager, image, options.out / "detector.pt2")
         print(f"wrote detector.pt2 into {options.out}")

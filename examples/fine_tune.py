@@ -2,7 +2,7 @@
 
     python -m examples.fine_tune --data mine.yaml                                     # Ultralytics, from yolo11n.pt
     python -m examples.fine_tune --data mine.yaml --host yolov5 --weights yolov5s.pt
-    python -m examples.fine_tune --draw 64 --out build/shapes --weights yolo11n.yaml  # no pictures at hand: drawn shapes
+    python -m examples.fine_tune --draw 64 --out build/shapes --weights yolo11n.yaml  # no images at hand: drawn shapes
 
 --data is the file that both frameworks read: where the images and labels are, and the names of the classes (docs/index.md).
 """
@@ -21,7 +21,7 @@ if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from examples.command_line import Unusable, folder, positive, run
-from examples.train_step import NAMES, draw_picture
+from examples.train_step import NAMES, draw_image
 from examples.yolov5_env import environment
 
 
@@ -32,8 +32,8 @@ def draw_data(folder: Path, count: int) -> Path:
         split = "val" if index % 5 == 4 else "train"
         for kind in ("images", "labels"):
             (folder / kind / split).mkdir(parents=True, exist_ok=True)
-        picture, labels = draw_picture(rng)
-        picture.save(folder / f"images/{split}/{index:04d}.jpg", quality=95)
+        image, labels = draw_image(rng)
+        image.save(folder / f"images/{split}/{index:04d}.jpg", quality=95)
         rows = "".join(" ".join(map(str, row)) + "\n" for row in labels)
         (folder / f"labels/{split}/{index:04d}.txt").write_text(rows)
     data = folder / "data.yaml"
@@ -101,7 +101,7 @@ def with_yolov5(
 def next_command(host: str, best: Path, out: Path, size: int, script: str = "") -> str:
     """Return what to type next: it makes a detector of the checkpoint, or draws what it finds."""
     if host == "ultralytics":
-        return shlex.join(["python", "-m", "examples.draw", str(best), "pictures/", "--out", f"{out}/drawn"])
+        return shlex.join(["python", "-m", "examples.draw", str(best), "images/", "--out", f"{out}/drawn"])
     clone = ["--yolov5", str(Path(script).resolve().parent)] if script else []
     words = ["--weights", str(best), *clone, "--img", str(size), "--out", f"{out}/detector"]
     return shlex.join(["python", "-m", "examples.export", *words])
@@ -110,8 +110,8 @@ def next_command(host: str, best: Path, out: Path, size: int, script: str = "") 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     chosen = parser.add_mutually_exclusive_group(required=True)
-    chosen.add_argument("--data", type=Path, help="the file that describes your pictures")
-    chosen.add_argument("--draw", type=positive, help="draw so many pictures of shapes instead")
+    chosen.add_argument("--data", type=Path, help="the file that describes your images")
+    chosen.add_argument("--draw", type=positive, help="draw so many images of shapes instead")
     parser.add_argument("--host", choices=["ultralytics", "yolov5"], default="ultralytics")
     parser.add_argument("--weights", help="where to begin: a .pt file, or a .yaml model from scratch")
     parser.add_argument("--script", default="", help="YOLOv5: train.py of a checkout (default: PyPI's package)")

@@ -2,7 +2,7 @@
 
     python -m examples.train_step --out build/shapes                     # a small network, seconds on a CPU
     python -m examples.train_step --out build/shapes --cfg yolov5n.yaml  # PyPI's YOLOv5 model, where it is installed
-    python -m examples.serve build/shapes/detector.ts build/shapes/pictures
+    python -m examples.serve build/shapes/detector.ts build/shapes/images
 
 draws images of squares, discs and triangles, trains on them, says how many of the shapes in 32 images that it has not seen
 are found, and writes those images, their labels and detector.ts (for serve.py, draw.py and C++) into --out.
@@ -42,10 +42,10 @@ HYPERPARAMETERS = {"box": 0.05, "obj": 1.0, "cls": 0.5, "cls_pw": 1.0, "obj_pw":
 HELD_OUT = 32
 
 
-def draw_picture(rng: np.random.Generator) -> tuple[Image.Image, list[tuple[float, ...]]]:
+def draw_image(rng: np.random.Generator) -> tuple[Image.Image, list[tuple[float, ...]]]:
     """Draw a noisy image with one to four shapes, and a label for each: class, x, y, width, height as shares of the image."""
-    picture = Image.fromarray(rng.integers(0, 110, (SIZE, SIZE, 3), dtype=np.uint8))
-    canvas = ImageDraw.Draw(picture)
+    image = Image.fromarray(rng.integers(0, 110, (SIZE, SIZE, 3), dtype=np.uint8))
+    canvas = ImageDraw.Draw(image)
     labels: list[tuple[float, ...]] = []
     boxes: list[tuple[int, ...]] = []
     for _ in range(int(rng.integers(1, 5))):
@@ -64,7 +64,7 @@ def draw_picture(rng: np.random.Generator) -> tuple[Image.Image, list[tuple[floa
         else:
             canvas.polygon([(left, bottom - 1), (right - 1, bottom - 1), ((left + right) // 2, top)], fill=ink)
         labels.append((label, (left + side / 2) / SIZE, (top + side / 2) / SIZE, side / SIZE, side / SIZE))
-    return picture, labels
+    return image, labels
 
 
 class Head(nn.Module):
@@ -135,7 +135,7 @@ def separate_calls(model: nn.Module, loss: ComputeLoss, optimizer: torch.optim.S
 
 def train(
     model: nn.Module,
-    pictures: Tensor,
+    images: Tensor,
     labels: list[Tensor],
     device: torch.device,
     steps: int,
@@ -157,20 +157,20 @@ def train(
     for i in range(steps):
         for group, lr in zip(optimizer.param_groups, peak):  # warm-up, then a straight line down: read at each call
             group["lr"] = lr * min(1.0, (i + 1) / (0.1 * steps), 1.05 - i / steps)
-        chosen = torch.randint(len(pictures), (batch,)).tolist()
+        chosen = torch.randint(len(images), (batch,)).tolist()
         rows = [torch.nn.functional.pad(labels[k], (1, 0), value=float(image)) for image, k in enumerate(chosen)]
-        items = step(pictures[chosen], torch.cat(rows), update=(i + 1) % accumulate == 0)
+        items = step(images[chosen], torch.cat(rows), update=(i + 1) % accumulate == 0)
         if i % max(1, steps // 5) == 0 or i == steps - 1:
             box, objectness, classes = items.tolist()  # waits for the loss, not for the backward pass
             print(f"step {i:4d}   box {box:.4f}   objectness {objectness:.4f}   class {classes:.4f}", flush=True)
-    print(f"{1e3 * (time.perf_counter() - start) / steps:.1f} ms a step, {steps} steps of {batch} pictures on {device}")
+    print(f"{1e3 * (time.perf_counter() - start) / steps:.1f} ms a step, {steps} steps of {batch} images on {device}")
     return ema
 
 
 @torch.inference_mode()
-def count_found(detector: nn.Module, pictures: Tensor, labels: list[Tensor]) -> tuple[int, int, int]:
+def count_found(detector: nn.Module, images: Tensor, labels: list[Tensor]) -> tuple[int, int, int]:
     """Count the labelled shapes that are found (the right class, IoU above .5), all of them, and false detections."""
-    detections, counts = detector(pictures.float() / 255)
+    detections, counts = detector(images.float() / 255)
     found = total = false = 0
     for rows, count, truth in zip(detections, counts.tolist(), labels):
         rows = rows[:count]
@@ -191,32 +191,32 @@ def main() -> None:
     parser.add_argument("--steps", type=positive, default=200)
     parser.add_argument("--batch", type=positive, default=16)
     parser.add_argument("--accumulate", type=positive, default=1, help="batches to an optimizer step")
-    parser.add_argument("--pictures", type=positive, default=256, help="to train on")
+    parser.add_argument("--images", type=positive, default=256, help="to train on")
     options = parser.parse_args()
     if (options.out / "detector.ts").is_dir():
         parser.error(f"--out is {options.out}, where detector.ts is a folder, but a file is expected")
-    for name in ("pictures", "labels"):  # before the training, which would be for nothing if they cannot be made
+    for name in ("images", "labels"):  # before the training, which would be for nothing if they cannot be made
         (options.out / name).mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(0)
     device = torch.device(options.device)
-    samples = [draw_picture(np.random.default_rng([0, i])) for i in range(options.pictures + HELD_OUT)]
-    pictures = torch.stack([torch.from_numpy(np.array(picture)).permute(2, 0, 1) for picture, _ in samples])
+    samples = [draw_image(np.random.default_rng([0, i])) for i in range(options.images + HELD_OUT)]
+    images = torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image, _ in samples])
     labels = [torch.tensor(rows).reshape(-1, 5) for _, rows in samples]
-    seen, unseen = slice(options.pictures), slice(options.pictures, None)
+    seen, unseen = slice(options.images), slice(options.images, None)
 
     model = make_model(options.cfg).to(device).train()
-    ema = train(model, pictures[seen], labels[seen], device, options.steps, options.batch, options.accumulate)
+    ema = train(model, images[seen], labels[seen], device, options.steps, options.batch, options.accumulate)
 
-    detector = yolov5_detector(ema.ema.cpu(), pictures[:1].float() / 255, conf_thres=0.25)
-    found, total, false = count_found(detector, pictures[unseen], labels[unseen])
-    print(f"{found} of {total} shapes found in {HELD_OUT} unseen pictures, {false} false detections")
-    for i, (picture, rows) in enumerate(samples[unseen]):
-        picture.save(options.out / f"pictures/{i:02d}.png")
+    detector = yolov5_detector(ema.ema.cpu(), images[:1].float() / 255, conf_thres=0.25)
+    found, total, false = count_found(detector, images[unseen], labels[unseen])
+    print(f"{found} of {total} shapes found in {HELD_OUT} unseen images, {false} false detections")
+    for i, (image, rows) in enumerate(samples[unseen]):
+        image.save(options.out / f"images/{i:02d}.png")
         text = "".join(f"{row[0]} " + " ".join(f"{x:.6f}" for x in row[1:]) + "\n" for row in rows)
         (options.out / f"labels/{i:02d}.txt").write_text(text)
     save(detector, SIZE, NAMES, options.out / "detector.ts")
-    print(f"wrote {options.out / 'detector.ts'}, pictures/ and labels/")
+    print(f"wrote {options.out / 'detector.ts'}, images/ and labels/")
 
 
 if __name__ == "__main__":

@@ -68,13 +68,13 @@ scaler.scale(loss).backward(retain_graph=True)
 YOLO = """
 from pathlib import Path
 import numpy as np
-from examples.train_step import draw_picture
+from examples.train_step import draw_image
 from ultralytics import YOLO
 for split in ("images", "labels"):
     Path(split).mkdir(exist_ok=True)
 for i in range(2):
-    picture, labels = draw_picture(np.random.default_rng(i))
-    picture.save(f"images/{i}.png")
+    image, labels = draw_image(np.random.default_rng(i))
+    image.save(f"images/{i}.png")
     Path(f"labels/{i}.txt").write_text("".join(" ".join(map(str, row)) + "\\n" for row in labels))
 names = "\\n".join(f"  {c}: class{c}" for c in range(80))
 Path("coco8.yaml").write_text(f"path: {Path.cwd()}\\ntrain: images\\nval: images\\nnames:\\n{names}\\n")

@@ -67,7 +67,7 @@ def main() -> int:
 
     say(what_it_shows(machine, arguments.epochs))
     recipe = dataset.Recipe(image_size=machine.image_size, seed=arguments.seed)
-    say(f"Pictures: {recipe.train} to train, {recipe.val} to validate, {recipe.image_size}x{recipe.image_size}")
+    say(f"Images: {recipe.train} to train, {recipe.val} to validate, {recipe.image_size}x{recipe.image_size}")
     data = dataset.make(output / f"digits-{recipe.image_size}", recipe)
 
     runs: list[Run] = []
@@ -77,7 +77,7 @@ def main() -> int:
         runs.append(train(variant, data, output, env, machine, arguments.epochs, arguments.seed))
     found = {}
     for run in runs if arguments.epochs >= report.FEW_EPOCHS else ():
-        say(f"Detecting in a few validation pictures, {run.variant.title}")
+        say(f"Detecting in a few validation images, {run.variant.title}")
         found[run.variant.title] = detect(run, str(data.parent / "images" / "val" / "0000[0-7]*.jpg"), env, machine)
 
     stock, ours = runs

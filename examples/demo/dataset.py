@@ -24,13 +24,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-DRAWN_SIZE = 128  # the sizes below are for pictures of this size, and grow with them
+DRAWN_SIZE = 128  # the sizes below are for images of this size, and grow with them
 DIGIT_SIZES = (22, 44)
 CROP_SIZES = (96, 192)
 JPEG_QUALITY = 95
 VISIBLE = 64  # of ink
 TASKS = ("detect", "segment", "pose", "obb")
-VERSION = 2  # raise when the pictures change, so that old ones are made again
+VERSION = 2  # raise when the images change, so that old ones are made again
 
 
 @dataclass(frozen=True)
@@ -130,9 +130,9 @@ def _free_place(rng: np.random.Generator, taken: list[tuple[int, ...]], width: i
     return None
 
 
-def _blend(rng: np.random.Generator, picture: np.ndarray, ink: np.ndarray, box: tuple[int, ...]) -> None:
+def _blend(rng: np.random.Generator, image: np.ndarray, ink: np.ndarray, box: tuple[int, ...]) -> None:
     """Draw the ink in a random colour, dark on a bright background and bright on a dark one. Integers: exact anywhere."""
-    patch = picture[box[1] : box[3], box[0] : box[2]]
+    patch = image[box[1] : box[3], box[0] : box[2]]
     low, high = (0, 70) if patch.mean(dtype=np.float64) > 127.5 else (186, 256)
     colour = rng.integers(low, high, size=3)
     alpha = ink[..., None].astype(np.int64)
@@ -158,7 +158,7 @@ def draw(recipe: Recipe, sources: Sources, split: str, index: int) -> tuple[np.n
     size = recipe.image_size
     rng = np.random.default_rng([recipe.seed, ("train", "val").index(split), index])
     while True:  # again with the next numbers of the stream where the digits did not fit
-        picture = _background(rng, sources, size)
+        image = _background(rng, sources, size)
         boxes: list[tuple[int, ...]] = []
         labels: list[tuple[float, ...]] = []
         for _ in range(int(rng.integers(recipe.min_digits, recipe.max_digits + 1))):
@@ -171,11 +171,11 @@ def draw(recipe: Recipe, sources: Sources, split: str, index: int) -> tuple[np.n
             box = _free_place(rng, boxes, ink.shape[1], ink.shape[0], size)
             if box is None:
                 break
-            _blend(rng, picture, ink, box)
+            _blend(rng, image, ink, box)
             boxes.append(box)
             labels.append((int(sources.classes[chosen]), *_label(recipe.task, box, points, size)))
         else:
-            return picture, labels
+            return image, labels
 
 
 def make(folder: str | Path, recipe: Recipe | None = None) -> Path:
@@ -201,8 +201,8 @@ def make(folder: str | Path, recipe: Recipe | None = None) -> Path:
         for name in ("images", "labels"):
             (folder / name / split).mkdir(parents=True)
         for index in range(getattr(recipe, split)):
-            picture, labels = draw(recipe, sources, split, index)
-            Image.fromarray(picture).save(folder / f"images/{split}/{index:05d}.jpg", quality=JPEG_QUALITY)
+            image, labels = draw(recipe, sources, split, index)
+            Image.fromarray(image).save(folder / f"images/{split}/{index:05d}.jpg", quality=JPEG_QUALITY)
             text = "".join(f"{label[0]} " + " ".join(f"{value:.6f}" for value in label[1:]) + "\n" for label in labels)
             (folder / f"labels/{split}/{index:05d}.txt").write_text(text)
     names = "\n".join(f'  {digit}: "{digit}"' for digit in range(10))

@@ -1,6 +1,6 @@
 """Export a detector, start Triton Inference Server on the loopback, ask it, load it, and stop it: ``make serve-test``.
 
-    python -m examples.triton [--weights yolov5s.pt] [--picture street.jpg] [--seconds 5] [--device cuda]
+    python -m examples.triton [--weights yolov5s.pt] [--image street.jpg] [--seconds 5] [--device cuda]
 
 Ends with status 1 where an answer is not the one that is expected: detections for an image, a clear error for a file that is no
 image, for one of too many pixels or bytes and for a full queue; and answers again after clients that hung up. Then 1, 8 and 32 clients
@@ -73,24 +73,24 @@ def server(detector: Path, device: str, batch: int, log: Path) -> Iterator[int]:
                 raise
 
 
-def encoded(picture: Image.Image) -> bytes:
+def encoded(image: Image.Image) -> bytes:
     out = io.BytesIO()
-    picture.save(out, "PNG")
+    image.save(out, "PNG")
     return out.getvalue()
 
 
-def hang_up(port: int, picture: bytes) -> None:
+def hang_up(port: int, image: bytes) -> None:
     """Run one client that leaves in the middle of a request, and one that leaves before its answer."""
     with socket.create_connection(("127.0.0.1", port - 1)) as connection:
-        head = f"POST /v2/models/detector/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(picture)}\r\n\r\n"
-        connection.sendall(head.encode() + picture[: len(picture) // 2])
+        head = f"POST /v2/models/detector/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(image)}\r\n\r\n"
+        connection.sendall(head.encode() + image[: len(image) // 2])
     with contextlib.suppress(Refused):
         client = Client(port)
-        client.ask(picture, seconds=0.001)
+        client.ask(image, seconds=0.001)
         client.close()
 
 
-def check(port: int, picture: bytes) -> None:
+def check(port: int, image: bytes) -> None:
     """Send every kind of request, and print one line each.
 
     Raises:
@@ -102,24 +102,24 @@ def check(port: int, picture: bytes) -> None:
         print(f"  {what:28} {answer}", flush=True)
         assert right, what
 
-    answer = client.ask(picture)
-    say("a picture", f"{len(answer.get('detections', []))} detections", "detections" in answer)
+    answer = client.ask(image)
+    say("an image", f"{len(answer.get('detections', []))} detections", "detections" in answer)
     side = int(MAX_PIXELS**0.5) + 1
     for what, file, wanted in [
-        ("not a picture", b"this is not a picture", "cannot be read"),
+        ("not an image", b"this is not an image", "cannot be read"),
         ("nothing", b"", "cannot be read"),
-        ("half a picture", picture[: len(picture) // 2], "cannot be read"),
+        ("half an image", image[: len(image) // 2], "cannot be read"),
         ("too many pixels", encoded(Image.new("L", (side, side))), f"at most {MAX_PIXELS} pixels are accepted"),
-        ("too many bytes", picture + b"x" * MAX_BYTES, f"at most {MAX_BYTES} are accepted"),
+        ("too many bytes", image + b"x" * MAX_BYTES, f"at most {MAX_BYTES} are accepted"),
     ]:
         answer = client.ask(file)
         say(what, answer, wanted in answer.get("error", ""))
-    said = client.ask_at_once(picture, 4 * QUEUE)
+    said = client.ask_at_once(image, 4 * QUEUE)
     refused = [text for text in said if text]
     text = f"{len(said) - len(refused)} answered, {len(refused)} refused: {refused[0] if refused else ''}"
     say(f"{len(said)} requests at once", text, 0 < len(refused) < len(said) and "queue" in refused[0])
-    hang_up(port, picture)
-    answer = client.ask(picture)
+    hang_up(port, image)
+    answer = client.ask(image)
     say("after clients that hung up", f"{len(answer.get('detections', []))} detections", "detections" in answer)
     client.close()
 
@@ -133,17 +133,17 @@ def machine(device: str) -> str:
 
 
 def table(rows: list[tuple[str, Load]]) -> str:
-    lines = ["| batching | clients | pictures | p50 ms | p99 ms | pictures/s |", "|---|---|---|---|---|---|"]
-    lines += [f"| {name} | {r.clients} | {r.pictures} | {r.p50:.1f} | {r.p99:.1f} | {r.rate:.1f} |" for name, r in rows]
+    lines = ["| batching | clients | images | p50 ms | p99 ms | images/s |", "|---|---|---|---|---|---|"]
+    lines += [f"| {name} | {r.clients} | {r.images} | {r.p50:.1f} | {r.p99:.1f} | {r.rate:.1f} |" for name, r in rows]
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=existing, help="YOLOv5 checkpoint; without, a small network, random weights")
-    parser.add_argument("--img", type=positive, default=320, help="height and width that pictures are letterboxed to")
+    parser.add_argument("--img", type=positive, default=320, help="height and width that images are letterboxed to")
     parser.add_argument("--python", default=sys.executable, help="exports; default: the Python that runs this")
-    parser.add_argument("--picture", type=existing, help="what to ask; without, noise")
+    parser.add_argument("--image", type=existing, help="what to ask; without, noise")
     parser.add_argument("--seconds", type=positive, default=5, help="of each load")
     parser.add_argument("--device", type=usable_device, default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--out", type=folder, default=ROOT / "build/triton", help="folder to write into")
@@ -152,16 +152,16 @@ def main() -> None:
     command += ["--weights", Path(options.weights).resolve()] if options.weights else []
     subprocess.run(list(map(str, command)), cwd=ROOT, check=True)
     noise = np.random.default_rng(0).integers(0, 255, (options.img, options.img * 4 // 3, 3), np.uint8)
-    picture = Path(options.picture).read_bytes() if options.picture else encoded(Image.fromarray(noise))
+    image = Path(options.image).read_bytes() if options.image else encoded(Image.fromarray(noise))
     rows = []
     for name, batch in [(f"up to {BATCH}", BATCH), ("none", 1)]:
         with server(options.out / "detector.ts", options.device, batch, options.out / f"server-{batch}.log") as port:
             print(f"server on 127.0.0.1:{port}, batching: {name}", flush=True)
             if batch > 1:
-                check(port, picture)
+                check(port, image)
             for clients in (1, 8, 32):
-                rows.append((name, load(port, picture, clients, options.seconds)))
-                print(f"  {clients} clients: {rows[-1][1].rate:.1f} pictures/s", flush=True)
+                rows.append((name, load(port, image, clients, options.seconds)))
+                print(f"  {clients} clients: {rows[-1][1].rate:.1f} images/s", flush=True)
     print(f"{machine(str(options.device))}\n\n{table(rows)}")
 
 

@@ -1,6 +1,6 @@
 """Ask the server of examples/triton/server.py, one image at a time or many at once.
 
-python -m examples.triton.client picture.jpg
+python -m examples.triton.client image.jpg
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ class Client:
         self._grpc = grpc
         self._client = grpc.InferenceServerClient(f"127.0.0.1:{port}")
 
-    def _input(self, picture: bytes) -> list[Any]:
+    def _input(self, image: bytes) -> list[Any]:
         value = self._grpc.InferInput(INPUT, [1, 1], "BYTES")
-        value.set_data_from_numpy(np.array([[picture]], dtype=np.object_))
+        value.set_data_from_numpy(np.array([[image]], dtype=np.object_))
         return [value]
 
-    def ask(self, picture: bytes, seconds: float = 60.0) -> dict[str, Any]:
+    def ask(self, image: bytes, seconds: float = 60.0) -> dict[str, Any]:
         """Return the server's answer to the bytes of a file.
 
         Raises:
             Refused: the queue is full, or the time is over.
         """
         try:
-            result = self._client.infer(NAME, self._input(picture), client_timeout=seconds)
+            result = self._client.infer(NAME, self._input(image), client_timeout=seconds)
         except self._grpc.InferenceServerException as error:
             raise Refused(error.message()) from error
         return json.loads(result.as_numpy(OUTPUT)[0, 0])
 
-    def ask_at_once(self, picture: bytes, count: int) -> list[str]:
+    def ask_at_once(self, image: bytes, count: int) -> list[str]:
         """Send ``count`` requests without waiting, and return what Triton said to those that it refused, "" for those that were answered."""
         said: list[str] = []
         done = threading.Semaphore(0)
@@ -60,7 +60,7 @@ class Client:
             done.release()
 
         for _ in range(count):
-            self._client.async_infer(NAME, self._input(picture), answered)
+            self._client.async_infer(NAME, self._input(image), answered)
         for _ in range(count):
             done.acquire()
         return said
@@ -73,13 +73,13 @@ class Load(NamedTuple):
     """Hold milliseconds from a request to its answer, and images a second of all clients together."""
 
     clients: int
-    pictures: int
+    images: int
     p50: float
     p99: float
     rate: float
 
 
-def load(port: int, picture: bytes, clients: int, seconds: float) -> Load:
+def load(port: int, image: bytes, clients: int, seconds: float) -> Load:
     """Run so many clients, each of which asks again as soon as it has its answer.
 
     Raises:
@@ -94,7 +94,7 @@ def load(port: int, picture: bytes, clients: int, seconds: float) -> Load:
         try:
             while time.perf_counter() < end:
                 start = time.perf_counter()
-                client.ask(picture)
+                client.ask(image)
                 times.append(time.perf_counter() - start)
         except BaseException as error:
             failed.append(error)

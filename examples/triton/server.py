@@ -3,7 +3,7 @@
     python -m examples.export --out build/detector --weights yolov5s.pt
     python -m examples.triton.server build/detector/detector.ts
 
-The model "detector" takes "picture", the bytes of a BMP, GIF, JPEG, PNG, TIFF or WebP file, and gives "answer", a line of JSON as
+The model "detector" takes "image", the bytes of a BMP, GIF, JPEG, PNG, TIFF or WebP file, and gives "answer", a line of JSON as
 examples/serve.py writes it: "detections", or "error" for an image that cannot be used. Images of several clients are
 one batch, whatever their sizes. A full queue refuses requests, and Triton says so to the client. The program prints "ready" and
 ends when its standard input is closed.
@@ -24,35 +24,33 @@ if not __package__:  # run as a file, not with -m
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from examples.command_line import Unusable, existing, positive, run, usable_device
-from examples.pictures import FORMATS, PictureDetector
+from examples.images import FORMATS, ImageDetector
 
 NAME = "detector"
-INPUT, OUTPUT = "picture", "answer"
+INPUT, OUTPUT = "image", "answer"
 
 
 def decode(data: bytes, max_bytes: int, max_pixels: int) -> Image.Image | str:
     """Return the image, or why there is none. An image that is too large is not decoded."""
     if len(data) > max_bytes:
-        return f"the picture has {len(data)} bytes, but at most {max_bytes} are accepted"
+        return f"the image has {len(data)} bytes, but at most {max_bytes} are accepted"
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            if picture.width * picture.height > max_pixels:
-                return (
-                    f"the picture is {picture.width} x {picture.height}, but at most {max_pixels} pixels are accepted"
-                )
-            return ImageOps.exif_transpose(picture).convert("RGB")
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            if image.width * image.height > max_pixels:
+                return f"the image is {image.width} x {image.height}, but at most {max_pixels} pixels are accepted"
+            return ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # broken files make Pillow raise anything
-        return f"the picture cannot be read: {type(error).__name__}"
+        return f"the image cannot be read: {type(error).__name__}"
 
 
-def answers(detector: PictureDetector, files: list[bytes], max_bytes: int, max_pixels: int) -> list[bytes]:
+def answers(detector: ImageDetector, files: list[bytes], max_bytes: int, max_pixels: int) -> list[bytes]:
     """Return a line of JSON for each file; one that cannot be used does not disturb the others."""
-    pictures = [decode(data, max_bytes, max_pixels) for data in files]
-    found = iter(detector([picture for picture in pictures if not isinstance(picture, str)]))
+    images = [decode(data, max_bytes, max_pixels) for data in files]
+    found = iter(detector([image for image in images if not isinstance(image, str)]))
     lines: list[dict[str, object]] = []
-    for picture in pictures:
-        if isinstance(picture, str):
-            lines.append({"error": picture})
+    for image in images:
+        if isinstance(image, str):
+            lines.append({"error": image})
             continue
         detections = [
             {"name": d.name, "confidence": round(d.confidence, 4), "box": [round(x, 2) for x in d.box]}
@@ -62,7 +60,7 @@ def answers(detector: PictureDetector, files: list[bytes], max_bytes: int, max_p
     return [json.dumps(line).encode() for line in lines]
 
 
-def serve(detector: PictureDetector, options: argparse.Namespace) -> None:
+def serve(detector: ImageDetector, options: argparse.Namespace) -> None:
     """Serve until standard input is closed."""
     try:
         from pytriton.decorators import batch
@@ -104,16 +102,16 @@ def serve(detector: PictureDetector, options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("detector", type=existing, help="detector.ts or pictures.ts")
+    parser.add_argument("detector", type=existing, help="detector.ts or images.ts")
     parser.add_argument("--device", type=usable_device, default="cpu", help="cpu (default) or cuda")
     parser.add_argument("--port", type=positive, default=8000, help="of HTTP; gRPC has the next one")
-    parser.add_argument("--batch", type=positive, default=8, help="pictures at a time; 1: no batching")
+    parser.add_argument("--batch", type=positive, default=8, help="images at a time; 1: no batching")
     parser.add_argument("--delay", type=positive, default=2000, help="microseconds to wait for a fuller batch")
     parser.add_argument("--queue", type=positive, default=64, help="requests that may wait; more are refused")
     parser.add_argument("--max-bytes", type=positive, default=20_000_000, help="of a file")
-    parser.add_argument("--max-pixels", type=positive, default=50_000_000, help="of a picture")
+    parser.add_argument("--max-pixels", type=positive, default=50_000_000, help="of an image")
     options = parser.parse_args()
-    serve(PictureDetector(options.detector, options.device), options)
+    serve(ImageDetector(options.detector, options.device), options)
 
 
 if __name__ == "__main__":

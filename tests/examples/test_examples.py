@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from examples import command_line, export, serve, train_step
-from examples.pictures import PictureDetector, detector_of, find_pictures, read
+from examples.images import ImageDetector, detector_of, find_images, read
 from tests import starter, stock
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,10 +60,8 @@ def iou(a, b) -> float:
     return both / ((a[2] - a[0]) * (a[3] - a[1]) + (b[2] - b[0]) * (b[3] - b[1]) - both)
 
 
-def truth(folder: Path, picture: Path) -> list[tuple[str, list[float]]]:
-    rows = [
-        [float(x) for x in line.split()] for line in (folder / f"labels/{picture.stem}.txt").read_text().splitlines()
-    ]
+def truth(folder: Path, image: Path) -> list[tuple[str, list[float]]]:
+    rows = [[float(x) for x in line.split()] for line in (folder / f"labels/{image.stem}.txt").read_text().splitlines()]
     side = train_step.SIZE
     return [
         (train_step.NAMES[int(c)], [(x - w / 2) * side, (y - h / 2) * side, (x + w / 2) * side, (y + h / 2) * side])
@@ -79,7 +77,7 @@ def test_training_learns_and_says_how_it_ran(shapes):
     assert len(steps) >= 5
     first, last = ([float(line[i]) for i in (3, 5, 7)] for line in (steps[0], steps[-1]))
     assert last[0] < 0.6 * first[0] and last[2] < 0.3 * first[2], (first, last)
-    summary = next(line for line in printed.splitlines() if "unseen pictures" in line).split()
+    summary = next(line for line in printed.splitlines() if "unseen images" in line).split()
     found, total, false = int(summary[0]), int(summary[2]), int(summary[9])
     assert total > 50 and found >= 0.85 * total and false <= 0.2 * total, summary
 
@@ -87,7 +85,7 @@ def test_training_learns_and_says_how_it_ran(shapes):
 def test_trainstep_trains_alike(tmp_path, cuda):
     printed = run("examples.train_step", "--out", tmp_path, "--device", "cuda", "--accumulate", "2").stdout
     assert "TrainStep: captured" in printed and "separate calls" not in printed
-    summary = next(line for line in printed.splitlines() if "unseen pictures" in line).split()
+    summary = next(line for line in printed.splitlines() if "unseen images" in line).split()
     assert int(summary[0]) >= 0.7 * int(summary[2]), summary
 
 
@@ -95,33 +93,33 @@ def test_trainstep_trains_alike(tmp_path, cuda):
 def test_serving_finds_what_is_labelled(shapes, no_yolov5):
     """In a fresh process, from the file alone, without YOLOv5."""
     folder, printed = shapes
-    lines = run("examples.serve", folder / "detector.ts", folder / "pictures", without=no_yolov5).stdout.splitlines()
+    lines = run("examples.serve", folder / "detector.ts", folder / "images", without=no_yolov5).stdout.splitlines()
     answers = [json.loads(line) for line in lines]
-    assert [Path(answer["picture"]) for answer in answers] == find_pictures([folder / "pictures"])
+    assert [Path(answer["image"]) for answer in answers] == find_images([folder / "images"])
     found = total = 0
     for answer in answers:
-        for name, box in truth(folder, Path(answer["picture"])):
+        for name, box in truth(folder, Path(answer["image"])):
             total += 1
             found += any(d["name"] == name and iou(d["box"], box) > 0.5 for d in answer["detections"])
     # To a few, the ones that the training script counted: it rounds nothing and letterboxes nothing, and nor does this.
     assert f"{found} of {total} shapes found" in printed
 
 
-def test_pictures_ts_is_drawn_and_served_too(tmp_path):
-    """It letterboxes by itself. Pictures of the size that the network wants are not resized, so both files see the same pixels."""
+def test_images_ts_is_drawn_and_served_too(tmp_path):
+    """It letterboxes by itself. Images of the size that the network wants are not resized, so both files see the same pixels."""
     detector, side = export.small_detector(), 64
     export.export(detector, torch.rand(1, 3, side, side), tmp_path)
     noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "same.png")
-    Image.fromarray(noise[:40]).convert("L").save(tmp_path / "wide.png")  # other sizes and grey pictures are one batch
-    pictures = [Image.open(tmp_path / name) for name in ("same.png", "wide.png")]
-    (wanted,) = PictureDetector(tmp_path / "detector.ts")(pictures[:1])
-    found, wide = PictureDetector(tmp_path / "pictures.ts")(pictures)
+    Image.fromarray(noise[:40]).convert("L").save(tmp_path / "wide.png")  # other sizes and grey images are one batch
+    images = [Image.open(tmp_path / name) for name in ("same.png", "wide.png")]
+    (wanted,) = ImageDetector(tmp_path / "detector.ts")(images[:1])
+    found, wide = ImageDetector(tmp_path / "images.ts")(images)
     assert wanted and wide and [d.name for d in found] == [d.name for d in wanted]
     np.testing.assert_allclose([d.box for d in found], [d.box for d in wanted], atol=1e-3)
-    ran = run("examples.serve", tmp_path / "pictures.ts", tmp_path / "same.png")
+    ran = run("examples.serve", tmp_path / "images.ts", tmp_path / "same.png")
     assert [d["name"] for d in json.loads(ran.stdout)["detections"]] == [d.name for d in wanted]
-    ran = run("examples.draw", tmp_path / "pictures.ts", tmp_path / "same.png", "--out", tmp_path / "drawn")
+    ran = run("examples.draw", tmp_path / "images.ts", tmp_path / "same.png", "--out", tmp_path / "drawn")
     assert f"{len(wanted)} detections -> " in ran.stdout
 
 
@@ -134,14 +132,14 @@ def test_a_yolov5_checkpoint_is_served_with_stocks_boxes(tmp_path, no_yolov5, mo
     for conv in model.model[-1].m:
         torch.nn.init.normal_(conv.weight, std=0.03)
         torch.nn.init.constant_(conv.bias, -1.0)
-    weights, picture = tmp_path / "best.pt", tmp_path / "picture.png"
+    weights, image = tmp_path / "best.pt", tmp_path / "image.png"
     pixels = torch.randint(0, 256, (1, 3, 128, 128), dtype=torch.uint8)
     for norm in (module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)):
-        norm.train().momentum = 1.0  # statistics of this picture, or random layers would let nothing through
+        norm.train().momentum = 1.0  # statistics of this image, or random layers would let nothing through
     with torch.no_grad():
         model(pixels.float() / 255)
     torch.save({"model": model.eval().half(), "ema": None}, weights)
-    Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save(picture)
+    Image.fromarray(pixels[0].permute(1, 2, 0).numpy()).save(image)
     with torch.no_grad():
         decoded = model.float()(pixels.float() / 255)[0]
     (expected,) = stock.yolov5().non_max_suppression(decoded, 0.25, 0.45)
@@ -150,7 +148,7 @@ def test_a_yolov5_checkpoint_is_served_with_stocks_boxes(tmp_path, no_yolov5, mo
     # In this process, which has imported YOLOv5.
     monkeypatch.setattr(sys, "argv", ["export.py", "--out", str(tmp_path), "--weights", str(weights), "--img", "128"])
     export.main()
-    ran = run("examples.serve", tmp_path / "detector.ts", picture, without=no_yolov5)
+    ran = run("examples.serve", tmp_path / "detector.ts", image, without=no_yolov5)
     got = json.loads(ran.stdout)["detections"]
     assert [d["name"] for d in got] == [names[int(c)] for c in expected[:, 5]]
     torch.testing.assert_close(
@@ -186,27 +184,25 @@ def files(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty").touch()
-    Image.new("RGB", (64, 64)).save("picture.png")
+    Image.new("RGB", (64, 64)).save("image.png")
     torch.jit.save(torch.jit.script(torch.nn.ReLU()), "foreign.ts")
     torch.save({"model": torch.nn.ReLU()}, "foreign.pt")
     return tmp_path
 
 
-def test_draw_overwrites_no_picture_that_it_draws(files, detector, capsys, monkeypatch):
-    """Neither in the pictures' folder nor through a link, nor another one of the same name; nothing is drawn before."""
-    shutil.copy("picture.png", "folder/another.png")
-    before = Path("picture.png").read_bytes()
+def test_draw_overwrites_no_image_that_it_draws(files, detector, capsys, monkeypatch):
+    """Neither in the images' folder nor through a link, nor another one of the same name; nothing is drawn before."""
+    shutil.copy("image.png", "folder/another.png")
+    before = Path("image.png").read_bytes()
     for out in (".", "folder/..", "link"):
         if out == "link":
             Path(out).symlink_to(".")
-        said = refused(capsys, monkeypatch, "draw", detector, "folder", "picture.png", "--out", out)
-        assert f"--out is {Path(out)}, which would overwrite {files / 'picture.png'}" in said
-    said = refused(
-        capsys, monkeypatch, "draw", detector, "picture.png", files / "folder/another.png", "--out", "folder"
-    )
+        said = refused(capsys, monkeypatch, "draw", detector, "folder", "image.png", "--out", out)
+        assert f"--out is {Path(out)}, which would overwrite {files / 'image.png'}" in said
+    said = refused(capsys, monkeypatch, "draw", detector, "image.png", files / "folder/another.png", "--out", "folder")
     assert "another.png" in said
-    assert Path("picture.png").read_bytes() == Path("folder/another.png").read_bytes() == before
-    assert not Path("folder/picture.png").exists() and not Path("another.png").exists()
+    assert Path("image.png").read_bytes() == Path("folder/another.png").read_bytes() == before
+    assert not Path("folder/image.png").exists() and not Path("another.png").exists()
 
 
 @pytest.mark.parametrize("name", ["serve", "draw", "train_step"])
@@ -214,15 +210,13 @@ def test_draw_overwrites_no_picture_that_it_draws(files, detector, capsys, monke
 def test_a_device_that_is_not_there_is_refused(name, device, files, detector, capsys, monkeypatch):
     if device == "cuda":
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    given = {"serve": [detector, "picture.png"], "draw": [detector, "picture.png", "--out", "o"]}.get(
-        name, ["--out", "o"]
-    )
+    given = {"serve": [detector, "image.png"], "draw": [detector, "image.png", "--out", "o"]}.get(name, ["--out", "o"])
     said = refused(capsys, monkeypatch, name, *given, "--device", device)
     assert f"argument --device: {device} cannot be used here, only cpu" in said
 
 
 @pytest.mark.filterwarnings("ignore:'torch.load' received a zip file")
-@pytest.mark.parametrize("weights", ["folder", "empty", "picture.png", "foreign.ts", "foreign.pt"])
+@pytest.mark.parametrize("weights", ["folder", "empty", "image.png", "foreign.ts", "foreign.pt"])
 def test_export_wants_a_checkpoint(weights, files, capsys, monkeypatch):
     said = refused(capsys, monkeypatch, "export", "--out", "o", "--weights", weights)
     assert f"--weights is {weights}, but a YOLOv5 checkpoint is expected: " in said
@@ -237,37 +231,37 @@ def test_export_refuses_a_segmentation_model(files, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["serve", "draw"])
-@pytest.mark.parametrize("given", ["folder", "empty", "picture.png", "foreign.ts", "foreign.pt"])
+@pytest.mark.parametrize("given", ["folder", "empty", "image.png", "foreign.ts", "foreign.pt"])
 def test_what_is_no_detector_is_refused(name, given, files, capsys, monkeypatch):
     out = ["--out", "o"] if name == "draw" else []
-    said = refused(capsys, monkeypatch, name, given, "picture.png", *out)
+    said = refused(capsys, monkeypatch, name, given, "image.png", *out)
     assert f"error: {given} is " in said and "detector.ts of export.py" in said
 
 
 def test_a_model_of_ultralytics_that_finds_no_boxes_is_refused(tmp_path):
     ultralytics = pytest.importorskip("ultralytics")
     from examples.command_line import Unusable
-    from examples.pictures import UltralyticsDetector
+    from examples.images import UltralyticsDetector
 
     ultralytics.YOLO("yolov8n-cls.yaml").save(str(tmp_path / "cls.pt"))
     with pytest.raises(Unusable, match="its task is classify, but one of detect, segment, pose, obb is expected"):
         UltralyticsDetector(tmp_path / "cls.pt")
 
 
-def test_a_telephones_picture_is_read_upright(tmp_path):
+def test_a_telephones_image_is_read_upright(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # Orientation: it lies on its side
-    Image.new("RGB", (8, 4)).save(tmp_path / "picture.jpg", exif=exif)
-    assert read(tmp_path / "picture.jpg").size == (4, 8)
+    Image.new("RGB", (8, 4)).save(tmp_path / "image.jpg", exif=exif)
+    assert read(tmp_path / "image.jpg").size == (4, 8)
 
 
 def test_serving_goes_on_after_whatever_pillow_raises(files, detector):
-    """An invalid name, and a picture that Pillow takes for an attack, do not raise OSErrors."""
+    """An invalid name, and an image that Pillow takes for an attack, do not raise OSErrors."""
     program = "import sys; from PIL import Image; Image.MAX_IMAGE_PIXELS = 99; from examples import serve; sys.exit(serve.main())"
     Image.new("RGB", (8, 8)).save("small.png")
     command = [sys.executable, "-c", program, str(detector), "-"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    names = "no\0name.png\npicture.png\nsmall.png\n"
+    names = "no\0name.png\nimage.png\nsmall.png\n"
     ran = subprocess.run(command, input=names, env=env, capture_output=True, text=True, timeout=300)
     answers = [json.loads(line) for line in ran.stdout.splitlines()]
     assert ran.returncode == 1 and ["error" in answer for answer in answers] == [True, True, False], ran.stderr
@@ -346,15 +340,15 @@ def test_serving_from_a_pipe_outlives_its_writers(files, detector):
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as served:
         try:
             for _ in range(2):
-                Path("requests").write_text("picture.png\n")
-                assert json.loads(served.stdout.readline())["picture"] == "picture.png"
+                Path("requests").write_text("image.png\n")
+                assert json.loads(served.stdout.readline())["image"] == "image.png"
         finally:
             served.terminate()
 
 
 def test_a_sentence_and_no_traceback(files):
     """As a file from anywhere: that it finds its modules, and runs its main through ``command_line.run``."""
-    command = [sys.executable, ROOT / "examples/serve.py", files / "empty", files / "picture.png"]
+    command = [sys.executable, ROOT / "examples/serve.py", files / "empty", files / "image.png"]
     ended = subprocess.run([*map(str, command)], cwd=files / "folder", capture_output=True, text=True)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
     assert ended.stderr.splitlines()[-1].startswith("serve.py: error: "), ended.stderr

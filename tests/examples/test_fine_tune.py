@@ -1,4 +1,4 @@
-"""examples/fine_tune.py and its notebook: both hosts learn from drawn pictures, on a CPU."""
+"""examples/fine_tune.py and its notebook: both hosts learn from drawn images, on a CPU."""
 
 import importlib.machinery
 import importlib.util

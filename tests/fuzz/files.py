@@ -35,7 +35,7 @@ from torch import nn
 
 from examples import export
 from examples.command_line import Unusable
-from examples.pictures import PictureDetector
+from examples.images import ImageDetector
 from examples.triton import server
 from tests.fuzz import parser, problems
 from torch_fastdet import golden
@@ -163,40 +163,40 @@ class Detector(Reader):
         torch.manual_seed(0)
         export.save(export.small_detector(), 64, [str(c) for c in range(export.CLASSES)], folder / "detector.ts")
         self.whole = packed(folder)
-        self.picture = Image.effect_noise((90, 60), 100).convert("RGB")
+        self.image = Image.effect_noise((90, 60), 100).convert("RGB")
 
     def read(self, folder: Path) -> None:
-        detector = PictureDetector(folder / "detector.ts")
+        detector = ImageDetector(folder / "detector.ts")
         assert type(detector.size) is int and all(type(name) is str for name in detector.names)
         if detector.size in (64, 128, 256):  # the network says which sizes it takes
-            detector([self.picture])
+            detector([self.image])
 
     def mend(self, name: str, data: bytes, draw: random.Random) -> bytes:
         return repacked(self.whole[name], "detector.json", draw) if draw.random() < 0.7 else data
 
 
 class Requests(Reader):
-    """One bad picture beside a good one, whose answer it must not change."""
+    """One bad image beside a good one, whose answer it must not change."""
 
     def __init__(self, folder: Path) -> None:
         export.save(export.small_detector(), 64, [str(c) for c in range(export.CLASSES)], folder / "detector.ts")
-        self.detector = PictureDetector(folder / "detector.ts")
+        self.detector = ImageDetector(folder / "detector.ts")
         (folder / "detector.ts").unlink()
-        picture = Image.effect_noise((60, 40), 100)
+        image = Image.effect_noise((60, 40), 100)
         for kind in ("JPEG", "PNG", "BMP", "GIF", "TIFF", "WEBP"):
-            file = folder / f"picture.{kind}"
+            file = folder / f"image.{kind}"
             exif = (
                 {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\1\x01\x12\0\3\0\0\0\1\0\6\0\0\0\0\0\0"} if kind == "JPEG" else {}
             )
-            picture.convert("RGB").save(file, kind, **exif)
-        self.whole = packed(folder) | {"picture.EPS": self.postscript(picture)}
-        self.good = self.whole["picture.PNG"]
+            image.convert("RGB").save(file, kind, **exif)
+        self.whole = packed(folder) | {"image.EPS": self.postscript(image)}
+        self.good = self.whole["image.PNG"]
         (self.answer,) = server.answers(self.detector, [self.good], 99_999, 9_999)
 
     @staticmethod
-    def postscript(picture: Image.Image) -> bytes:
+    def postscript(image: Image.Image) -> bytes:
         out = io.BytesIO()
-        picture.save(out, "EPS")
+        image.save(out, "EPS")
         return out.getvalue()
 
     def read(self, folder: Path) -> None:
@@ -205,7 +205,7 @@ class Requests(Reader):
             if data == self.whole[path.name]:
                 continue
             bad, good = server.answers(self.detector, [data, self.good], 99_999, 9_999)
-            assert good == self.answer, "a good picture has another answer"
+            assert good == self.answer, "a good image has another answer"
             found = json.loads(bad)
             assert set(found) in ({"error"}, {"detections"}), found
             assert path.suffix != ".EPS" or "error" in found, "PostScript was read"

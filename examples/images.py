@@ -18,16 +18,16 @@ from torch_fastdet import ops  # also loads the operators that the TorchScript f
 SUFFIXES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
 #: What Pillow may read: other formats run programs (EPS runs Ghostscript), or are rare and little tested.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
-MAX_SIZE = 16384  # of the side of a detector's pictures
+MAX_SIZE = 16384  # of the side of a detector's images
 GRAY = (114, 114, 114)  # YOLOv5's padding
 
 
 class Detection(NamedTuple):
     name: str
     confidence: float
-    box: list[float]  # left, top, right, bottom in the picture's pixels
+    box: list[float]  # left, top, right, bottom in the image's pixels
     corners: list[list[float]] | None = None  # of a rotated box, x and y of each; `box` is around them
-    mask: np.ndarray | None = None  # (height, width) of the picture, bool
+    mask: np.ndarray | None = None  # (height, width) of the image, bool
 
 
 def about(text: str | bytes, path: str | Path) -> tuple[int, list[str]]:
@@ -46,10 +46,10 @@ def about(text: str | bytes, path: str | Path) -> tuple[int, list[str]]:
     return size, names
 
 
-class PictureDetector:
-    """Run a detector.ts or pictures.ts of export.py on images of any size: boxes are in their own pixels.
+class ImageDetector:
+    """Run a detector.ts or images.ts of export.py on images of any size: boxes are in their own pixels.
 
-    Pillow letterboxes pictures for a detector.ts, on the host; a pictures.ts does so itself, as OpenCV does.
+    Pillow letterboxes images for a detector.ts, on the host; an images.ts does so itself, as OpenCV does.
     """
 
     def __init__(self, path: str | Path, device: str = "cpu") -> None:
@@ -64,42 +64,42 @@ class PictureDetector:
             raise Unusable(f"{path} is a TorchScript file, but no detector.ts of export.py: it holds no detector.json")
         self.size, self.names = about(extra["detector.json"], path)
         self.device: str = device
-        self.letterboxes: bool = hasattr(self.module, "forward_batch")  # of torch_fastdet.postprocess.PictureDetector
+        self.letterboxes: bool = hasattr(self.module, "forward_batch")  # of torch_fastdet.postprocess.ImageDetector
 
     def name(self, label: int) -> str:
         if label >= len(self.names):
             raise Unusable(f"the detector finds class {label}, but its detector.json names {len(self.names)} classes")
         return self.names[label]
 
-    def prepare(self, picture: Image.Image) -> tuple[torch.Tensor, list[float]]:
+    def prepare(self, image: Image.Image) -> tuple[torch.Tensor, list[float]]:
         """Return the network's input (3, size, size), uint8, and how the image was letterboxed into it."""
-        shape = [picture.height, picture.width]
+        shape = [image.height, image.width]
         # To whole pixels, as done here.
         letterbox = ops.letterbox([self.size, self.size], shape, rounding="ultralytics")
         gain_x, gain_y, left, top = letterbox[:4]
-        resized = (max(round(picture.width * gain_x), 1), max(round(picture.height * gain_y), 1))
+        resized = (max(round(image.width * gain_x), 1), max(round(image.height * gain_y), 1))
         canvas = Image.new("RGB", (self.size, self.size), GRAY)
-        canvas.paste(picture.convert("RGB").resize(resized, Image.Resampling.BILINEAR), (round(left), round(top)))
+        canvas.paste(image.convert("RGB").resize(resized, Image.Resampling.BILINEAR), (round(left), round(top)))
         return torch.from_numpy(np.array(canvas)).permute(2, 0, 1), letterbox
 
     @torch.inference_mode()
-    def __call__(self, pictures: list[Image.Image]) -> list[list[Detection]]:
+    def __call__(self, images: list[Image.Image]) -> list[list[Detection]]:
         """Return detections of each image, best first; all images are one batch, and one copy brings the result to the host."""
-        if not pictures:
+        if not images:
             return []
         if self.letterboxes:
-            detections, counts = self.module([torch.from_numpy(np.array(p.convert("RGB"))) for p in pictures])
+            detections, counts = self.module([torch.from_numpy(np.array(p.convert("RGB"))) for p in images])
         else:
-            inputs, letterboxes = zip(*map(self.prepare, pictures))
-            images = torch.stack(inputs).to(self.device).float() / 255
-            detections, counts = self.module(images, torch.tensor(letterboxes, device=self.device))
+            inputs, letterboxes = zip(*map(self.prepare, images))
+            batch = torch.stack(inputs).to(self.device).float() / 255
+            detections, counts = self.module(batch, torch.tensor(letterboxes, device=self.device))
         return [
             [Detection(self.name(int(row[5])), row[4], row[:4]) for row in rows[:count]]
             for rows, count in zip(detections.tolist(), counts.tolist())
         ]
 
 
-class YOLOv5Detector(PictureDetector):
+class YOLOv5Detector(ImageDetector):
     """Run the model of a YOLOv5 checkpoint that detects, at the size it was trained at."""
 
     def __init__(self, path: str | Path, device: str = "cpu", yolov5: str | None = None) -> None:
@@ -136,11 +136,11 @@ class UltralyticsDetector:
         drop_in.patch(nms_optim=True, mask_optim=True, predict_optim=True)
         self.device: str = device
 
-    def __call__(self, pictures: list[Image.Image]) -> list[list[Detection]]:
+    def __call__(self, images: list[Image.Image]) -> list[list[Detection]]:
         """Return detections of each image, best first."""
         found = []
-        for picture in pictures:
-            (result,) = self.model.predict(picture, device=self.device, retina_masks=True, verbose=False)
+        for image in images:
+            (result,) = self.model.predict(image, device=self.device, retina_masks=True, verbose=False)
             found.append(list(detections_of(result, self.names)))
         return found
 
@@ -166,10 +166,10 @@ def is_yolov5(path: str | Path) -> bool:
 
 def detector_of(
     path: str | Path, device: str = "cpu", yolov5: str | None = None
-) -> PictureDetector | UltralyticsDetector:
+) -> ImageDetector | UltralyticsDetector:
     """Return the detector in a file: of YOLOv5 or Ultralytics where its name ends with .pt, else one of export.py."""
     if not str(path).endswith(".pt"):
-        return PictureDetector(path, device)
+        return ImageDetector(path, device)
     return YOLOv5Detector(path, device, yolov5) if is_yolov5(path) else UltralyticsDetector(path, device)
 
 
@@ -178,13 +178,13 @@ def read(path: Path) -> Image.Image | str:
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise OSError(f"{path} is not a file")
-        with Image.open(path, formats=FORMATS) as picture:
-            return ImageOps.exif_transpose(picture).convert("RGB")  # a telephone's upright, as OpenCV reads it
+        with Image.open(path, formats=FORMATS) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")  # a telephone's upright, as OpenCV reads it
     except Exception as error:  # a broken file can make Pillow raise anything
         return f"{type(error).__name__}: {error}"
 
 
-def find_pictures(sources: list[str | Path]) -> list[Path]:
+def find_images(sources: list[str | Path]) -> list[Path]:
     """Return the files among ``sources``, and the images in the folders among them, in order; at least one."""
     found: list[Path] = []
     for source in map(Path, sources):
@@ -193,5 +193,5 @@ def find_pictures(sources: list[str | Path]) -> list[Path]:
         else:
             found.append(source)
     if not found:
-        raise Unusable(f"{', '.join(map(str, sources))}: found no pictures ({', '.join(sorted(SUFFIXES))})")
+        raise Unusable(f"{', '.join(map(str, sources))}: found no images ({', '.join(sorted(SUFFIXES))})")
     return found

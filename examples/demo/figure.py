@@ -1,11 +1,11 @@
 """Draw the boxes, masks and rotated boxes that freshly trained models find in one image, side by side.
 
-    python -m examples.demo.picture --out runs/picture                       # on a GPU about a minute
-    python -m examples.demo.picture --out runs/picture --size 160 --train 512 --epochs 12 --batch 16
+    python -m examples.demo.figure --out runs/figure                       # on a GPU about a minute
+    python -m examples.demo.figure --out runs/figure --size 160 --train 512 --epochs 12 --batch 16
 
 draws turned digits on photographs, labelled with their outlines and their rotated boxes; trains yolov8n-seg and yolov8n-obb on
-them from scratch, side by side, with all of torch_fastdet's switches; and writes picture.png, in which examples/draw.py has drawn what
-they find in a validation picture. Nothing is downloaded. The trainings' output is in seg.log and obb.log. OpenCV and Ultralytics are
+them from scratch, side by side, with all of torch_fastdet's switches; and writes figure.png, in which examples/draw.py has drawn what
+they find in a validation image. Nothing is downloaded. The trainings' output is in seg.log and obb.log. OpenCV and Ultralytics are
 needed.
 """
 
@@ -39,11 +39,11 @@ Points = np.ndarray  # (n, 2), x and y
 def turned(ink: np.ndarray, degrees: float) -> tuple[np.ndarray, Points]:
     """Return the ink turned counterclockwise, cut to what is visible of it, and the corners that its upright box then has."""
     height, width = ink.shape
-    picture = Image.fromarray(ink).rotate(degrees, Image.Resampling.BICUBIC, expand=True)
+    image = Image.fromarray(ink).rotate(degrees, Image.Resampling.BICUBIC, expand=True)
     cosine, sine = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     corners = np.array([[-1, -1], [1, -1], [1, 1], [-1, 1]]) * [width / 2, height / 2]
-    corners = corners @ [[cosine, -sine], [sine, cosine]] + [picture.width / 2, picture.height / 2]
-    pixels = np.array(picture)
+    corners = corners @ [[cosine, -sine], [sine, cosine]] + [image.width / 2, image.height / 2]
+    pixels = np.array(image)
     rows, columns = np.flatnonzero((pixels > 64).any(1)), np.flatnonzero((pixels > 64).any(0))
     left, top = columns[0], rows[0]
     return pixels[top : rows[-1] + 1, left : columns[-1] + 1], corners - [left, top]
@@ -62,7 +62,7 @@ def draw(
 ) -> tuple[np.ndarray, dict[str, list[tuple[int, Points]]]]:
     """Draw one image (size, size, 3) and its labels a task: class and points in pixels."""
     rng = np.random.default_rng([0, ("train", "val").index(split), index])
-    picture = dataset._background(rng, sources, size)
+    image = dataset._background(rng, sources, size)
     boxes: list[tuple[int, ...]] = []
     labels: dict[str, list[tuple[int, Points]]] = {task: [] for task in TASKS}
     for _ in range(int(rng.integers(3, 7))):
@@ -72,11 +72,11 @@ def draw(
         box = dataset._free_place(rng, boxes, ink.shape[1], ink.shape[0], size)
         if box is None:
             break
-        dataset._blend(rng, picture, ink, box)
+        dataset._blend(rng, image, ink, box)
         boxes.append(box)
         for task, points in (("seg", outline(ink)), ("obb", corners)):
             labels[task].append((int(sources.classes[chosen]), points + box[:2]))
-    return picture, labels
+    return image, labels
 
 
 def make(root: Path, size: int, counts: dict[str, int]) -> dict[str, Path]:
@@ -94,9 +94,9 @@ def make(root: Path, size: int, counts: dict[str, int]) -> dict[str, Path]:
     sources = dataset.load_sources()
     for split, count in counts.items():
         for index in range(count):
-            picture, labels = draw(size, split, index, sources[split])
+            image, labels = draw(size, split, index, sources[split])
             for task in TASKS:
-                Image.fromarray(picture).save(root / task / f"images/{split}/{index:05d}.jpg", quality=95)
+                Image.fromarray(image).save(root / task / f"images/{split}/{index:05d}.jpg", quality=95)
                 lines = (
                     " ".join([str(label), *(f"{value:.6f}" for value in np.clip(points / size, 0, 1).ravel())])
                     for label, points in labels[task]
@@ -132,18 +132,18 @@ def train(options: argparse.Namespace, data: dict[str, Path], env: dict[str, str
     return {task: options.out / f"train-{task}/weights/last.pt" for task in TASKS}
 
 
-def panels(picture: Image.Image, weights: dict[str, Path], device: str) -> Image.Image:
+def panels(image: Image.Image, weights: dict[str, Path], device: str) -> Image.Image:
     """Return the image three times, with what the models find."""
     from examples.draw import draw as drawn
-    from examples.pictures import UltralyticsDetector
+    from examples.images import UltralyticsDetector
 
     seg, obb = (UltralyticsDetector(weights[task], device) for task in TASKS)
-    (masks,), (rotated,) = seg([picture]), obb([picture])
+    (masks,), (rotated,) = seg([image]), obb([image])
     boxes = [found._replace(mask=None) for found in masks]
     result = Image.new("RGB", (len(PANELS) * SHOWN, SHOWN + CAPTION), "white")
     for i, (found, names) in enumerate([(boxes, seg.names), (masks, seg.names), (rotated, obb.names)]):
         print(f"{PANELS[i]}: {', '.join(f'{one.name} {one.confidence:.2f}' for one in found) or 'nothing'}")
-        result.paste(drawn(picture, found, names), (i * SHOWN, CAPTION))
+        result.paste(drawn(image, found, names), (i * SHOWN, CAPTION))
         middle = i * SHOWN + SHOWN / 2, CAPTION / 2
         ImageDraw.Draw(result).text(middle, PANELS[i], "black", ImageFont.load_default(16), "mm")
     return result
@@ -151,16 +151,16 @@ def panels(picture: Image.Image, weights: dict[str, Path], device: str) -> Image
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m examples.demo.picture",
+        prog="python -m examples.demo.figure",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=folder, required=True, help="folder to write into")
-    parser.add_argument("--size", type=positive, default=320, help="side of the pictures to train on (default: 320)")
+    parser.add_argument("--size", type=positive, default=320, help="side of the images to train on (default: 320)")
     parser.add_argument("--train", type=positive, default=1024, help="how many of them (default: 1024)")
     parser.add_argument("--epochs", type=positive, default=30, help="default: 30")
     parser.add_argument("--batch", type=positive, default=32, help="default: 32")
-    parser.add_argument("--index", type=int, default=0, help="which validation picture to draw (default: 0)")
+    parser.add_argument("--index", type=int, default=0, help="which validation image to draw (default: 0)")
     parser.add_argument("--device", type=usable_device, help="default: cuda if it can be used, else cpu")
     options = parser.parse_args()
     options.device = options.device or devices()[min(1, len(devices()) - 1)]
@@ -171,9 +171,9 @@ def main() -> None:
     weights = train(options, data, env)
     os.environ.update(env)  # this process imports Ultralytics, too
     sys.path[:0] = env["PYTHONPATH"].split(os.pathsep)
-    picture, _ = draw(SHOWN, "val", options.index, dataset.load_sources()["val"])
-    panels(Image.fromarray(picture), weights, options.device).save(options.out / "picture.png")
-    print(f"wrote {options.out / 'picture.png'}")
+    image, _ = draw(SHOWN, "val", options.index, dataset.load_sources()["val"])
+    panels(Image.fromarray(image), weights, options.device).save(options.out / "figure.png")
+    print(f"wrote {options.out / 'figure.png'}")
 
 
 if __name__ == "__main__":
