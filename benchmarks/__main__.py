@@ -42,7 +42,7 @@ LIMITS = {
     "image": 45,
     "jpeg": 60,
     "masks": 45,
-    "pictures": 45,
+    "detector": 45,
     "predict": 75,
     "serving": 45,
     "evaluation": 45,

@@ -1,11 +1,11 @@
 """train.py with its default options on a data set of COCO's size: the first epoch and the later ones, stock and with torch_fastdet.
 
-    python -m benchmarks.bench_dataset [--batches 64 16] [--pictures 118287] [--quality 90] [--epochs 3] [--budget 24G] [--workers 8] [--out FOLDER]
+    python -m benchmarks.bench_dataset [--batches 64 16] [--images 118287] [--quality 90] [--epochs 3] [--budget 24G] [--workers 8] [--out FOLDER]
 
 The images are photographs of 640x480 with the noise of a camera, made once; the set is hard links to them, so that it takes no disk.
 ``--quality 90`` makes files of about 83 kB, ``--quality 95`` of 126 kB. ``--budget`` is ``TORCH_FASTDET_CACHE``, the
 host memory that torch_fastdet may take; with 0 the GPU keeps nothing either. YOLOv5 keeps nothing from one iteration to the next, so its time does not depend on the number of
-pictures: it runs on ``--stock-pictures`` of them, and as many epochs.
+images: it runs on ``--stock-images`` of them, and as many epochs.
 
 A row is the mean time of an iteration over an epoch without its first batch. Lines below it say what shared memory held at most, and how
 even the batches come: the median time from one to the next beside the mean.
@@ -34,11 +34,11 @@ from examples.demo.training import STOCK, Run, Variant, run_train, yolov5_folder
 from examples.yolov5_env import environment
 
 SIZE = (640, 480)
-#: Width and height of pictures as COCO mixes them, about.
+#: Width and height of images as COCO mixes them, about.
 COCO_SIZES = (SIZE, SIZE, (640, 427), (640, 426), (480, 640), (427, 640), (500, 375), (640, 360))
 BOXES = 7
 CLASSES = 80
-#: Pictures that differ; the set has hard links to them.
+#: Images that differ; the set has hard links to them.
 PHOTOGRAPHS = 2048
 VALIDATED = 64
 #: train.py's default.
@@ -69,9 +69,9 @@ def make_photograph(root: Path, number: int, quality: int, size: tuple[int, int]
     part_height = int(min(height, width / ratio) * generator.uniform(0.5, 0.95))
     part_width = int(part_height * ratio)
     y, x = generator.integers(0, height - part_height), generator.integers(0, width - part_width)
-    picture = cv2.resize(source[y : y + part_height, x : x + part_width], size, interpolation=cv2.INTER_CUBIC)
-    picture = np.clip(picture + generator.normal(0, 3, picture.shape), 0, 255).astype(np.uint8)
-    cv2.imwrite(str(root / f"{number:05}.jpg"), picture, [cv2.IMWRITE_JPEG_QUALITY, quality])
+    image = cv2.resize(source[y : y + part_height, x : x + part_width], size, interpolation=cv2.INTER_CUBIC)
+    image = np.clip(image + generator.normal(0, 3, image.shape), 0, 255).astype(np.uint8)
+    cv2.imwrite(str(root / f"{number:05}.jpg"), image, [cv2.IMWRITE_JPEG_QUALITY, quality])
     boxes = np.concatenate([generator.uniform(0.25, 0.75, (BOXES, 2)), generator.uniform(0.05, 0.4, (BOXES, 2))], 1)
     rows = [f"{generator.integers(0, CLASSES)} " + " ".join(f"{value:.5f}" for value in box) for box in boxes]
     (root / f"{number:05}.txt").write_text("\n".join(rows))
@@ -146,7 +146,7 @@ class SharedMemory:
 
 def train(report: Report, options: argparse.Namespace, batch: int, data: Path, variant: Variant) -> tuple[Run, int]:
     model = options.model
-    folder = WORK / "dataset-runs" / f"{model}-{batch}-{options.pictures}" / variant.name
+    folder = WORK / "dataset-runs" / f"{model}-{batch}-{options.images}" / variant.name
     shutil.rmtree(folder, ignore_errors=True)
     arguments = ["--data", str(data), "--weights", "", "--cfg", str(yolov5_folder() / f"models/{model}.yaml")]
     arguments += ["--epochs", str(options.epochs), "--batch-size", str(batch), "--noplots"]
@@ -163,14 +163,14 @@ def train(report: Report, options: argparse.Namespace, batch: int, data: Path, v
 
 def measure(report: Report, options: argparse.Namespace, batch: int) -> None:
     ours = Variant(OURS, OURS, ("-m", "torch_fastdet.yolov5", "--fastdet"))
-    data = make_data(options.pictures, options.quality)
+    data = make_data(options.images, options.quality)
     kilobytes = round(mean_file_size(data) / 1000)
-    case = f"{options.model}, batch {batch}, train.py, {options.pictures:,} JPEGs of 640x480, {kilobytes} kB"
+    case = f"{options.model}, batch {batch}, train.py, {options.images:,} JPEGs of 640x480, {kilobytes} kB"
     case += "" if options.workers == WORKERS else f", {options.workers} workers"
     case += ", nothing kept" if options.budget == "0" else ""
-    for variant in (STOCK, ours) if options.stock_pictures else (ours,):
-        of = min(options.stock_pictures, options.pictures) if variant is STOCK else options.pictures
-        place = data if of == options.pictures else make_data(of, options.quality)
+    for variant in (STOCK, ours) if options.stock_images else (ours,):
+        of = min(options.stock_images, options.images) if variant is STOCK else options.images
+        place = data if of == options.images else make_data(of, options.quality)
         run, peak = train(report, options, batch, place, variant)
         every = run.progress.epoch_seconds()
         if len(every) < 2:
@@ -185,8 +185,8 @@ def measure(report: Report, options: argparse.Namespace, batch: int) -> None:
             report.drop(title, variant.title)
             report.add(title, variant.title, "call", [1e6 * value for value in seconds])
         print(
-            f"  shared memory at most {peak / 1e9:.2f} GB; an epoch of {options.pictures:,} pictures: "
-            + ", ".join(f"{value * options.pictures / batch:.0f} s" for value in every),
+            f"  shared memory at most {peak / 1e9:.2f} GB; an epoch of {options.images:,} images: "
+            + ", ".join(f"{value * options.images / batch:.0f} s" for value in every),
             flush=True,
         )
         for epoch, done in sorted(run.progress.done.items()):
@@ -204,23 +204,23 @@ def main() -> None:
     add_arguments(parser)
     parser.add_argument("--batches", nargs="+", type=at_least(1), help="default: 64 on a GPU, 16 on the CPU")
     parser.add_argument("--model", default="yolov5s", help="default: yolov5s")
-    parser.add_argument("--pictures", type=at_least(1), help=f"default: {COCO} on a GPU, 64 on the CPU")
+    parser.add_argument("--images", type=at_least(1), help=f"default: {COCO} on a GPU, 64 on the CPU")
     parser.add_argument(
-        "--stock-pictures", type=at_least(0), help="0: leave stock out; default: 4096 on a GPU, 64 on the CPU"
+        "--stock-images", type=at_least(0), help="0: leave stock out; default: 4096 on a GPU, 64 on the CPU"
     )
     parser.add_argument("--quality", type=at_least(1), default=90, help="of the JPEGs; default: 90")
     parser.add_argument("--epochs", type=at_least(2), default=3, help="default: 3")
     parser.add_argument("--workers", type=at_least(1), default=WORKERS, help=f"loader processes; default: {WORKERS}")
-    parser.add_argument("--budget", default="24G", help="host memory for pictures; default: 24G")
+    parser.add_argument("--budget", default="24G", help="host memory for images; default: 24G")
     options = parser.parse_args()
     if reason := missing("dataset"):
         print(f"nothing to do: {reason}")
         return
     cuda = options.device == "cuda"
-    options.pictures = options.pictures or (COCO if cuda else 64)
-    if options.stock_pictures is None:
-        options.stock_pictures = 4096 if cuda else 64
-    make_data(options.pictures, options.quality)
+    options.images = options.images or (COCO if cuda else 64)
+    if options.stock_images is None:
+        options.stock_images = 4096 if cuda else 64
+    make_data(options.images, options.quality)
     if options.prepare:
         return
     report = Report("dataset", torch.device(options.device), options.out)

@@ -231,12 +231,12 @@ def run_train_py(
 
 
 def measure_training(
-    report: Report, gpus: int, models: list[str], epochs: int, pictures: int, variants: list[str]
+    report: Report, gpus: int, models: list[str], epochs: int, images: int, variants: list[str]
 ) -> None:
     """Trainings on one GPU run side by side, each on a GPU of its own, as many as there are."""
     from examples.demo import dataset
 
-    data = dataset.make(WORK / f"digits-640-{pictures}", dataset.Recipe(image_size=640, train=pictures))
+    data = dataset.make(WORK / f"digits-640-{images}", dataset.Recipe(image_size=640, train=images))
     workers = min(16, (os.cpu_count() or 1) // gpus)
     fast = ["-m", "torch_fastdet.yolov5", "--fastdet"]
 
@@ -272,7 +272,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", type=size_and_batch, default=["s16"], help="size and batch of each GPU")
     parser.add_argument("--parts", nargs="+", choices=["step", "train"], default=["step", "train"])
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--pictures", type=int, default=1536)
+    parser.add_argument("--images", type=int, default=1536)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="of the part train")
     parser.add_argument("--no-stock", action="store_true", help="leave the rows of stock out")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
@@ -294,7 +294,7 @@ def main() -> None:
         measure_steps(report, options.gpus, options.models, not options.no_stock)
     if "train" in options.parts:
         variants = [variant for variant in options.variants if variant != "stock" or not options.no_stock]
-        measure_training(report, options.gpus, options.models, options.epochs, options.pictures, variants)
+        measure_training(report, options.gpus, options.models, options.epochs, options.images, variants)
     report.plot()
 
 

@@ -25,11 +25,11 @@ def photographs(count: int, height: int, width: int) -> np.ndarray:
 
     rng = np.random.default_rng(0)
     coarse = rng.integers(0, 256, (count, 20, 20, 3)).astype(np.float32)
-    smooth = np.stack([cv2.resize(picture, (width, height), interpolation=cv2.INTER_CUBIC) for picture in coarse])
+    smooth = np.stack([cv2.resize(image, (width, height), interpolation=cv2.INTER_CUBIC) for image in coarse])
     return np.clip(smooth + rng.normal(0, 4, (1, height, width, 3)), 0, 255).astype(np.uint8)
 
 
-def scratch_low(batch: int, pictures: int, perspective: float = 0.0) -> dict[str, np.ndarray]:
+def scratch_low(batch: int, images: int, perspective: float = 0.0) -> dict[str, np.ndarray]:
     """Tables of hyp.scratch-low: mosaics, translation and scale, HSV and left-right flips."""
     rng = np.random.default_rng(0)
     placements, layers, matrices, rows = [], [], [], []
@@ -39,7 +39,7 @@ def scratch_low(batch: int, pictures: int, perspective: float = 0.0) -> dict[str
             x, y = (xc if i % 2 else max(xc - SIDE, 0)), (yc if i // 2 else max(yc - SIDE, 0))
             w, h = (min(SIDE, 2 * SIDE - xc) if i % 2 else xc - x), (min(SIDE, 2 * SIDE - yc) if i // 2 else yc - y)
             source = 0 if i % 2 else SIDE - w, 0 if i // 2 else SIDE - h
-            placements.append((0, int(rng.integers(pictures)) * SIDE * SIDE * 3, SIDE, SIDE, *source, x, y, w, h))
+            placements.append((0, int(rng.integers(images)) * SIDE * SIDE * 3, SIDE, SIDE, *source, x, y, w, h))
         scale, (tx, ty) = rng.uniform(0.5, 1.5), rng.uniform(0.4, 0.6, 2) * SIDE
         # Perspective and scale act on a mosaic whose middle is the origin.
         px, py = rng.uniform(-perspective, perspective, 2)
@@ -59,7 +59,7 @@ def scratch_low(batch: int, pictures: int, perspective: float = 0.0) -> dict[str
     }
 
 
-def with_opencv(pictures: np.ndarray, plan: dict[str, np.ndarray]) -> torch.Tensor:
+def with_opencv(images: np.ndarray, plan: dict[str, np.ndarray]) -> torch.Tensor:
     """The same batch, with the calls that stock makes."""
     import cv2
 
@@ -68,7 +68,7 @@ def with_opencv(pictures: np.ndarray, plan: dict[str, np.ndarray]) -> torch.Tens
         first, count, height, width, _, _ = plan["layers"][layer]
         canvas = np.full((height, width, 3), 114, np.uint8)
         for _, offset, _, _, sx, sy, x, y, w, h in plan["placements"][first : first + count]:
-            canvas[y : y + h, x : x + w] = pictures[offset // (SIDE * SIDE * 3)][sy : sy + h, sx : sx + w]
+            canvas[y : y + h, x : x + w] = images[offset // (SIDE * SIDE * 3)][sy : sy + h, sx : sx + w]
         matrix = plan["matrices"][layer].reshape(3, 3)
         border: dict[str, Any] = {"dsize": (SIDE, SIDE), "borderValue": (114, 114, 114)}
         affine = plan["layers"][layer][4] == 1
@@ -80,27 +80,25 @@ def with_opencv(pictures: np.ndarray, plan: dict[str, np.ndarray]) -> torch.Tens
     return torch.stack(batch)
 
 
-def letterbox_with_opencv(
-    pictures: np.ndarray, height: int, width: int, pool: ThreadPoolExecutor | None
-) -> torch.Tensor:
+def letterbox_with_opencv(images: np.ndarray, height: int, width: int, pool: ThreadPoolExecutor | None) -> torch.Tensor:
     """In a loop, or spread over the threads of a pool."""
     import cv2
 
     top = (SIDE - height) // 2
-    batch = np.empty((len(pictures), 3, SIDE, SIDE), np.uint8)
+    batch = np.empty((len(images), 3, SIDE, SIDE), np.uint8)
 
     def one(index: int) -> None:
-        im = cv2.resize(pictures[index], (width, height), interpolation=cv2.INTER_LINEAR)
+        im = cv2.resize(images[index], (width, height), interpolation=cv2.INTER_LINEAR)
         im = cv2.copyMakeBorder(im, top, SIDE - height - top, 0, 0, cv2.BORDER_CONSTANT, value=(114, 114, 114))
         batch[index] = im.transpose(2, 0, 1)[::-1]
 
-    for _ in map(one, range(len(pictures))) if pool is None else pool.map(one, range(len(pictures))):
+    for _ in map(one, range(len(images))) if pool is None else pool.map(one, range(len(images))):
         pass
     return torch.from_numpy(batch)
 
 
 def compare_letterbox(
-    report: harness.Report, case: str, ours: Callable[[], Any], pictures: np.ndarray, height: int, **options: Any
+    report: harness.Report, case: str, ours: Callable[[], Any], images: np.ndarray, height: int, **options: Any
 ) -> None:
     """Beside a GPU the rows of stock are by the host's clock, and end with uint8. OpenCV's own threads are off, as in both projects."""
     import cv2
@@ -109,8 +107,8 @@ def compare_letterbox(
     cv2.setNumThreads(0)
     with ThreadPoolExecutor(cores) as pool:
         stock = {
-            "cv2 and numpy": lambda: letterbox_with_opencv(pictures, height, SIDE, None),
-            f"cv2 and numpy, {cores} threads": lambda: letterbox_with_opencv(pictures, height, SIDE, pool),
+            "cv2 and numpy": lambda: letterbox_with_opencv(images, height, SIDE, None),
+            f"cv2 and numpy, {cores} threads": lambda: letterbox_with_opencv(images, height, SIDE, pool),
         }
         cuda = report.device.type == "cuda"
         report.compare(case, {"torch_fastdet": ours} | ({} if cuda else stock), **options)
@@ -125,9 +123,9 @@ def compare_augmentation(report: harness.Report, perspective: float, options: di
     cuda = report.device.type == "cuda"
     warp, lanes = ops.opencv_rules()
     batch, kept = (64, 256) if cuda else (8, 16)
-    pictures = photographs(kept, SIDE, SIDE)
+    images = photographs(kept, SIDE, SIDE)
     plan = scratch_low(batch, kept, perspective)
-    storage = torch.from_numpy(pictures.reshape(-1)).to(report.device)
+    storage = torch.from_numpy(images.reshape(-1)).to(report.device)
     tables = {name: torch.from_numpy(table).to(report.device) for name, table in plan.items()}
     first = (tables["placements"], tables["layers"], tables["matrices"], tables["pictures"])
     out = torch.empty(batch, 3, SIDE, SIDE, dtype=torch.uint8, device=report.device)
@@ -137,14 +135,14 @@ def compare_augmentation(report: harness.Report, perspective: float, options: di
 
     if not report.prepare:
         ours()
-        assert warp == "float" or torch.equal(out.cpu(), with_opencv(pictures, plan))
+        assert warp == "float" or torch.equal(out.cpu(), with_opencv(images, plan))
     variants: dict[str, Callable[[], Any]] = {"torch_fastdet": ours}
     if not cuda:
-        variants["cv2 and numpy"] = lambda: with_opencv(pictures, plan)
+        variants["cv2 and numpy"] = lambda: with_opencv(images, plan)
     report.compare(
         f"mosaic, {'perspective' if perspective else 'affine'}, HSV, flip, batch {batch} of {SIDE}x{SIDE}",
         variants,
-        bytes=work.augmented_pictures(batch, SIDE).bytes,
+        bytes=work.augmented_images(batch, SIDE).bytes,
         **options,
     )
 
@@ -172,7 +170,7 @@ def measure(report: harness.Report) -> None:
         lambda: ops.image_letterbox_(boxed, [storage], letterboxes),
         large,
         new_height,
-        bytes=work.letterboxed_pictures(count, SIDE, boxed.element_size()).bytes,
+        bytes=work.letterboxed_images(count, SIDE, boxed.element_size()).bytes,
         **options,
     )
 

@@ -37,11 +37,11 @@ def photograph(number: int) -> np.ndarray:
     return np.clip(large[y : y + height, x : x + width] + noise, 0, 255).astype(np.uint8)
 
 
-def encode(pictures: list[np.ndarray], quality: int, optimize: bool = False) -> list[torch.Tensor]:
+def encode(images: list[np.ndarray], quality: int, optimize: bool = False) -> list[torch.Tensor]:
     import cv2
 
     flags = [cv2.IMWRITE_JPEG_QUALITY, quality, cv2.IMWRITE_JPEG_OPTIMIZE, int(optimize)]
-    return [torch.from_numpy(cv2.imencode(".jpg", picture, flags)[1]) for picture in pictures]
+    return [torch.from_numpy(cv2.imencode(".jpg", image, flags)[1]) for image in images]
 
 
 def visible(sizes: list[tuple[int, int]]) -> list[Rectangle]:
@@ -52,7 +52,7 @@ def visible(sizes: list[tuple[int, int]]) -> list[Rectangle]:
         if n % 4 == 0:
             yc, xc = (int(v) for v in rng.uniform(SIDE / 2, SIDE * 1.5, 2))
             scale, (tx, ty) = rng.uniform(0.5, 1.5), rng.uniform(0.4, 0.6, 2) * SIDE
-        # The picture's place on the canvas of 2 x 2, and the part of the canvas that the output shows.
+        # The image's place on the canvas of 2 x 2, and the part of the canvas that the output shows.
         left, top = (xc if n % 2 else xc - width), (yc if n % 4 >= 2 else yc - height)
         low = [max(p, 0, int(np.floor(SIDE - t / scale))) for p, t in ((left, tx), (top, ty))]
         high = [
@@ -76,9 +76,9 @@ class Batch:
     """Packed JPEGs on the device, and the plan that decodes a rectangle of each; rows of whole eights of pixels."""
 
     def __init__(self, files: list[torch.Tensor], rectangles: list[Rectangle] | None, device: torch.device):
-        storage, pictures, _ = ops.jpeg_pack(files)
+        storage, images, _ = ops.jpeg_pack(files)
         self.rows, end = [], 0
-        for i, (offset, _, height, width, _) in enumerate(pictures.tolist()):
+        for i, (offset, _, height, width, _) in enumerate(images.tolist()):
             x, y, w, h = rectangles[i] if rectangles else (0, 0, width, height)
             right, x = min(width, -(-(x + w) // 8) * 8), x // 8 * 8
             w = right - x if w else 0
@@ -177,14 +177,14 @@ def measure(report: harness.Report) -> None:
     threads = cv2.getNumThreads()
     cv2.setNumThreads(0)
     with ThreadPoolExecutor(cores) as pool:
-        pictures = list(pool.map(photograph, range(count)))
+        images = list(pool.map(photograph, range(count)))
         kinds = {"quality 90": (90, False), "quality 95": (95, False), "quality 90, optimised tables": (90, True)}
         for number, name in [*((count, name) for name in kinds), (count // 4, "quality 90")]:
-            files = encode(pictures[:number], *kinds[name])
+            files = encode(images[:number], *kinds[name])
             kilobytes = round(sum(file.numel() for file in files) / number / 1000)
             others = peers(files, report.device, pool) if name == "quality 90" else {}
             for part in (False, True):
-                rectangles = visible([picture.shape[:2] for picture in pictures[:number]]) if part else None
+                rectangles = visible([image.shape[:2] for image in images[:number]]) if part else None
                 batch = Batch(files, rectangles, report.device)
                 batch.check(files)
                 what = "as mosaics show them" if part else "whole"
@@ -192,7 +192,7 @@ def measure(report: harness.Report) -> None:
                 compare(report, case, batch, {} if part else others)
                 if cuda and part and others and number == count and not report.prepare:
                     beside_a_step(report, batch, others.get(NVJPEG))
-        file = encode(pictures[:1], 90)
+        file = encode(images[:1], 90)
         variants: dict[str, Callable[[], Any]] = {"torch_fastdet": lambda: ops.decode_jpeg(file, report.device)}
         variants |= {} if cuda else peers(file, report.device, pool)
         case = "one JPEG of 640x480 from its bytes"

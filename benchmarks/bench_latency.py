@@ -4,7 +4,7 @@
 
 yolov5s with random weights, fused, and one 1080p image to 640x640; without a GPU yolov5n and an image of 360x640. The stock variant is what
 detect.py does: OpenCV's letterbox on the host, upload, the model in eager mode, decode, non_max_suppression, scale_boxes, and the
-rows on the host. torch_fastdet's variant is PictureDetector's parts: upload, letterbox on the device, the traced model, one operator for decode and
+rows on the host. torch_fastdet's variant is ImageDetector's parts: upload, letterbox on the device, the traced model, one operator for decode and
 suppression. "one graph" replays all between upload and download as a CUDA graph. The confidence threshold is such that 100
 candidates pass.
 
@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from benchmarks import stock
-from benchmarks.bench_pictures import SIDE, yolov5
+from benchmarks.bench_detector import SIDE, yolov5
 from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, graph, missing, time_cpu
 from benchmarks.report import machine_of, pyplot
 from examples.yolov5_env import environment
 from torch_fastdet import ops
-from torch_fastdet.postprocess import PictureDetector
+from torch_fastdet.postprocess import ImageDetector
 
 STAGES = ("letterbox", "upload", "model", "decode", "suppression", "download")
 IN_ONE = "one graph"  # letterbox, model, decode and suppression
@@ -48,7 +48,7 @@ def threshold(decoded: Tensor) -> float:
     return best.topk(CANDIDATES + 1).values[-1].item()
 
 
-def stock_way(model: Any, picture: np.ndarray, device: torch.device, dtype: torch.dtype) -> Way:
+def stock_way(model: Any, sample: np.ndarray, device: torch.device, dtype: torch.dtype) -> Way:
     from yolov5.utils.augmentations import letterbox
     from yolov5.utils.general import non_max_suppression, scale_boxes
 
@@ -66,11 +66,11 @@ def stock_way(model: Any, picture: np.ndarray, device: torch.device, dtype: torc
     decode = stock.yolov5_decode(head.anchors, head.stride.tolist(), head.nc, like)
     assert decode is not None
     with torch.inference_mode():
-        confidence = threshold(decode(model(upload(resize(picture)))))
+        confidence = threshold(decode(model(upload(resize(sample)))))
 
     def suppress(prediction: Tensor) -> Tensor:
         rows = non_max_suppression(prediction, confidence, 0.45)[0]
-        rows[:, :4] = scale_boxes((SIDE, SIDE), rows[:, :4], picture.shape).round()
+        rows[:, :4] = scale_boxes((SIDE, SIDE), rows[:, :4], sample.shape).round()
         return rows
 
     return {
@@ -88,13 +88,13 @@ def rows_on_host(found: tuple[Tensor, Tensor]) -> Tensor:
     return detections[: int(counts)]
 
 
-def our_way(model: Any, picture: np.ndarray, device: torch.device, half: bool, in_one: bool) -> Way:
-    detector = PictureDetector.from_model(model, SIDE, bgr=True, half=half)
+def our_way(model: Any, sample: np.ndarray, device: torch.device, half: bool, in_one: bool) -> Way:
+    detector = ImageDetector.from_model(model, SIDE, bgr=True, half=half)
     post: Any = detector.postprocess
-    pinned = torch.empty(picture.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.empty(picture.shape, dtype=torch.uint8, device=device)
-    plan = torch.tensor([detector._row(0, *picture.shape[:2])], device=device)
-    letterboxes = torch.tensor([ops.letterbox([SIDE, SIDE], list(picture.shape[:2]))], device=device)
+    pinned = torch.empty(sample.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty(sample.shape, dtype=torch.uint8, device=device)
+    plan = torch.tensor([detector._row(0, *sample.shape[:2])], device=device)
+    letterboxes = torch.tensor([ops.letterbox([SIDE, SIDE], list(sample.shape[:2]))], device=device)
     dtype = torch.float16 if half else torch.float32
 
     def upload(image: np.ndarray) -> Tensor:
@@ -105,7 +105,7 @@ def our_way(model: Any, picture: np.ndarray, device: torch.device, half: bool, i
         return ops.image_letterbox([image.reshape(-1)], plan, [SIDE, SIDE], 3, dtype, False, False)
 
     with torch.inference_mode():
-        heads = detector.network(letterbox(upload(picture)))
+        heads = detector.network(letterbox(upload(sample)))
         post.conf_thres = threshold(ops.yolov5_decode(heads, post.anchors, post.strides))
 
     def suppress(maps: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -134,18 +134,18 @@ def our_way(model: Any, picture: np.ndarray, device: torch.device, half: bool, i
     return {"upload": upload, IN_ONE: answer, "download": rows_on_host}
 
 
-def answer(way: Way, picture: np.ndarray) -> Any:
-    value: Any = picture
+def answer(way: Way, image: np.ndarray) -> Any:
+    value: Any = image
     for stage in way.values():
         value = stage(value)
     return value
 
 
-def stages(way: Way, picture: np.ndarray, wait: Callable[[], None], count: int) -> dict[str, float]:
+def stages(way: Way, image: np.ndarray, wait: Callable[[], None], count: int) -> dict[str, float]:
     """Microseconds of each stage."""
     times: dict[str, list[float]] = {name: [] for name in way}
     for _ in range(count):
-        value: Any = picture
+        value: Any = image
         for name, stage in way.items():
             wait()
             begun = time.perf_counter_ns()
@@ -155,14 +155,14 @@ def stages(way: Way, picture: np.ndarray, wait: Callable[[], None], count: int) 
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def measure(report: Report, name: str, way: Way, picture: np.ndarray, calls: int, case: str) -> None:
+def measure(report: Report, name: str, way: Way, image: np.ndarray, calls: int, case: str) -> None:
     wait = torch.cuda.synchronize if report.device.type == "cuda" else lambda: None
     with torch.inference_mode():
         for _ in range(max(3, min(calls // 10, 50))):
-            answer(way, picture)
-        for stage, value in stages(way, picture, wait, min(calls, 100)).items():
+            answer(way, image)
+        for stage, value in stages(way, image, wait, min(calls, 100)).items():
             report.add(case, name, stage, [value])
-        times = time_cpu({name: lambda: answer(way, picture)}, calls)[name]
+        times = time_cpu({name: lambda: answer(way, image)}, calls)[name]
     p99 = sorted(times)[int(0.99 * len(times))]
     report.add(case, name, "call", times, p99_us=round(p99, 3))
     report.write()
@@ -216,7 +216,7 @@ def ways(device: torch.device, size: str, image: np.ndarray) -> dict[str, Callab
     return found
 
 
-def picture(device: torch.device) -> np.ndarray:
+def make_image(device: torch.device) -> np.ndarray:
     height, width = (1080, 1920) if device.type == "cuda" else (360, 640)
     return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
@@ -238,7 +238,7 @@ def main() -> None:
         env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore", "YOLOv5_VERBOSE": "false"}
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.bench_latency", *sys.argv[1:]], env)
     report = Report("latency", torch.device(options.device), options.out)
-    image = picture(report.device)
+    image = make_image(report.device)
     size = "s" if report.device.type == "cuda" else "n"
     known = ways(report.device, size, image)
     if unknown := [name for name in options.only or [] if name not in known]:
@@ -247,7 +247,7 @@ def main() -> None:
         report.resume()
     for name in options.only or known:
         calls = options.calls or (100 if "CPU" in name else 1_000 if "fp32" in name else 10_000)
-        case = f"a picture of {image.shape[0]}x{image.shape[1]} to its boxes (yolov5{size}), {calls:,} calls"
+        case = f"an image of {image.shape[0]}x{image.shape[1]} to its boxes (yolov5{size}), {calls:,} calls"
         for row in [row for row in report.rows if row.variant == name]:
             report.drop(row.case, row.variant)
         measure(report, name, known[name](), image, calls, case)

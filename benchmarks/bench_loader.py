@@ -1,6 +1,6 @@
 """YOLOv5's training loader alone, stock and with loader_optim: time of an image, augmentation of hyp.scratch-low included.
 
-    python -m benchmarks.bench_loader [--workers 8 2] [--cores 2] [--pictures 1536] [--epochs 4] [--out FOLDER]
+    python -m benchmarks.bench_loader [--workers 8 2] [--cores 2] [--images 1536] [--epochs 4] [--out FOLDER]
 
 --cores: with so many CPU cores, as many workers, without a GPU and with --cache ram; a quarter of the images. Images are noisy JPEGs of 640x640, 120 KB each. A row is the mean over an epoch, the first one left out; "first epoch" rows are of
 that one, in which torch_fastdet decodes. Each variant runs in a process of its own, and ends where train.py has the batch on its device.
@@ -27,15 +27,15 @@ SIZE, BATCH, BOXES = 640, 64, 8
 HYP = "data/hyps/hyp.scratch-low.yaml"
 
 
-def make_picture(root: Path, number: int) -> None:
+def make_image(root: Path, number: int) -> None:
     """An image that JPEG does not make small: a coarse pattern, and noise."""
     import cv2
 
     generator = np.random.default_rng(number)
     coarse = generator.integers(0, 255, (SIZE // 8, SIZE // 8, 3), dtype=np.uint8)
-    picture = cv2.resize(coarse, (SIZE, SIZE), interpolation=cv2.INTER_CUBIC)
-    picture = np.clip(picture + generator.normal(0, 9, picture.shape), 0, 255).astype(np.uint8)
-    cv2.imwrite(str(root / "images" / f"{number:05}.jpg"), picture, [cv2.IMWRITE_JPEG_QUALITY, 85])
+    image = cv2.resize(coarse, (SIZE, SIZE), interpolation=cv2.INTER_CUBIC)
+    image = np.clip(image + generator.normal(0, 9, image.shape), 0, 255).astype(np.uint8)
+    cv2.imwrite(str(root / "images" / f"{number:05}.jpg"), image, [cv2.IMWRITE_JPEG_QUALITY, 85])
     boxes = np.concatenate([generator.uniform(0.25, 0.75, (BOXES, 2)), generator.uniform(0.05, 0.4, (BOXES, 2))], 1)
     rows = [f"{generator.integers(0, 80)} " + " ".join(f"{value:.5f}" for value in box) for box in boxes]
     (root / "labels" / f"{number:05}.txt").write_text("\n".join(rows))
@@ -49,7 +49,7 @@ def make_data(count: int, validated: int = 0) -> Path:
         for folder in ("images", "labels"):
             (root / folder).mkdir(parents=True, exist_ok=True)
         with multiprocessing.get_context("spawn").Pool() as pool:
-            pool.starmap(make_picture, [(root, number) for number in range(count)], chunksize=16)
+            pool.starmap(make_image, [(root, number) for number in range(count)], chunksize=16)
         done.touch()
     files = [str(root / "images" / f"{number:05}.jpg") for number in range(validated)]
     (root / "validated.txt").write_text("\n".join(files))
@@ -96,8 +96,8 @@ def run(
     found = [line for line in done.stdout.splitlines() if line.startswith("SECONDS ")]
     if done.returncode or not found:
         raise SystemExit(f"bench_loader: a process failed:\n{(done.stdout + done.stderr)[-3000:]}")
-    pictures = len(list(images.iterdir()))
-    return [1e6 * seconds / pictures for seconds in json.loads(found[0].removeprefix("SECONDS "))]
+    count = len(list(images.iterdir()))
+    return [1e6 * seconds / count for seconds in json.loads(found[0].removeprefix("SECONDS "))]
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def main() -> None:
     cores = os.cpu_count() or 1
     parser.add_argument("--workers", nargs="+", type=at_least(0), help="default: 8, or one a core")
     parser.add_argument("--cores", nargs="*", type=at_least(1), help="default: 2 on a GPU machine, none elsewhere")
-    parser.add_argument("--pictures", type=at_least(BATCH), help="default: 1024 on a GPU, 192 on the CPU")
+    parser.add_argument("--images", type=at_least(BATCH), help="default: 1024 on a GPU, 192 on the CPU")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--measure", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -121,10 +121,10 @@ def main() -> None:
         print(f"nothing to do: {reason}")
         return
     cuda = options.device == "cuda"
-    options.pictures = options.pictures or (1024 if cuda else 192)
-    images = make_data(options.pictures) / "images"
+    options.images = options.images or (1024 if cuda else 192)
+    images = make_data(options.images) / "images"
     cores_alone = ([2] if cuda else []) if options.cores is None else options.cores
-    few = make_data(max(options.pictures // 4, BATCH)) / "images" if cores_alone else images
+    few = make_data(max(options.images // 4, BATCH)) / "images" if cores_alone else images
     if options.prepare:
         return
     report = Report("loader", torch.device(options.device), options.out)
@@ -143,10 +143,10 @@ def main() -> None:
 
     for workers in options.workers or [min(8, cores)]:
         for cache in (None, "ram"):
-            case = f"a picture, {workers} workers, {'--cache ram' if cache else 'JPEGs'}"
+            case = f"an image, {workers} workers, {'--cache ram' if cache else 'JPEGs'}"
             compare(case, not cache, (images, options.device), workers, cache, 0)
     for count in cores_alone:
-        case = f"a picture, {count} CPU cores without a GPU, --cache ram"
+        case = f"an image, {count} CPU cores without a GPU, --cache ram"
         compare(case, False, (few, "cpu"), count, "ram", count)
     report.plot()
 

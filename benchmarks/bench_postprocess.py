@@ -108,7 +108,7 @@ class Case:
             hook.remove()
         detect.m = nn.ModuleList(nn.Identity() for _ in detect.m)
 
-    def pictures(self, count: int) -> list[list[Tensor]]:
+    def images(self, count: int) -> list[list[Tensor]]:
         """Heads of single images."""
         first = self.batches[0]
         return [[m[i : i + 1].clone() for m in first] for i in range(min(count, len(first[0])))]
@@ -245,23 +245,23 @@ def measure_validation(report: Report, case: Case, data: dict[str, Any], seconds
 
 def measure_latency(report: Report, case: Case, calls: int) -> None:
     """Images one by one, the choices in turns; the stages are of the first image."""
-    pictures = case.pictures(16)
-    size = _size(pictures[0], case.model)
-    name = f"one picture of {size}x{size}, {calls:,} calls, {case.name}"
+    images = case.images(16)
+    size = _size(images[0], case.model)
+    name = f"one image of {size}x{size}, {calls:,} calls, {case.name}"
     ways = choices(case.model, DETECTION)
     times: dict[str, list[float]] = {way.name: [] for way in ways}
     for way in ways:
-        for heads in pictures:
+        for heads in images:
             way(heads)
     for call in range(calls):
-        heads = pictures[call % len(pictures)]
+        heads = images[call % len(images)]
         for way in ways:
             times[way.name].append(timed(partial(way, heads), case.device)[0])
     for way in ways:
         values = times[way.name]
         p99 = sorted(values)[int(0.99 * len(values))]
         report.add(name, way.name, "call", values, p99_us=round(p99, 3))
-        add_stages(report, name, way, pictures[0], case.device, values[:: len(pictures)])
+        add_stages(report, name, way, images[0], case.device, values[:: len(images)])
     report.write()
 
 
@@ -274,7 +274,7 @@ def plot_breakdown(report: Report) -> None:
     can be read as well."""
     if not (plt := pyplot()):
         return
-    bars: dict[str, dict[tuple[str, str], dict[str, float]]] = {"validation": {}, "one picture": {}}
+    bars: dict[str, dict[tuple[str, str], dict[str, float]]] = {"validation": {}, "one image": {}}
     for row in report.rows:
         if row.view in STAGES:
             use = next(use for use in bars if row.case.startswith(use))
@@ -299,10 +299,10 @@ def plot_breakdown(report: Report) -> None:
         left.set_yticks(range(len(group)), [f"{case}\n{variant}" for case, variant in group], fontsize=8)
         left.invert_yaxis()
         left.set_xlim(0, 1.15e-3 * max(sum(found.values()) for found in group.values()))
-        left.set_xlabel("ms, the first batch" if use == "validation" else "ms, the first picture")
+        left.set_xlabel("ms, the first batch" if use == "validation" else "ms, the first image")
     panels[1][1].set_xlabel("% of the choice's own time")
     machine = ", host ".join(name for name in (report.environment["gpu"], report.environment["cpu"]) if name)
-    figure.supxlabel(f"{machine}; the table has the medians over all batches and pictures", fontsize=9)
+    figure.supxlabel(f"{machine}; the table has the medians over all batches and images", fontsize=9)
     shown = [stage for stage in STAGES if any(row.view == stage for row in report.rows)]
     handles = [plt.Rectangle((0, 0), 1, 1, color=f"C{STAGES.index(stage)}") for stage in shown]
     figure.legend(handles, shown, loc="outside upper center", ncols=len(shown))
@@ -322,11 +322,9 @@ def trained(machine: Machine, data: Path, epochs: int) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
-    parser.add_argument("--weights", type=existing_file, help="of a YOLOv5 model trained on the demo's pictures")
+    parser.add_argument("--weights", type=existing_file, help="of a YOLOv5 model trained on the demo's images")
     parser.add_argument("--epochs", type=at_least(1), default=10, help="to train for where --weights is not given")
-    parser.add_argument(
-        "--calls", type=at_least(1), default=10_000, help="of one picture; beside fp16 on a GPU a tenth"
-    )
+    parser.add_argument("--calls", type=at_least(1), default=10_000, help="of one image; beside fp16 on a GPU a tenth")
     options = parser.parse_args()
     if reason := missing("postprocess"):
         print(f"nothing to do: {reason}")

@@ -31,15 +31,15 @@ from examples.demo.training import STOCK, Machine, Run, Variant, run_train, trai
 from examples.yolov5_env import CLASSIFIER, environment
 from torch_fastdet.yolov5 import ALL, SWITCHES
 
-VALIDATED = 64  # pictures of the training set, after each epoch
+VALIDATED = 64  # images of the training set, after each epoch
 
 
 def measure_defaults(
-    report: Report, models: list[str], epochs: int, flags: list[str], pictures: int, cached_by: int | None = None
+    report: Report, models: list[str], epochs: int, flags: list[str], images: int, cached_by: int | None = None
 ) -> None:
     """train.py on JPEGs: with its default options, or with --cache ram and ``cached_by`` workers."""
-    root = make_data(pictures, validated=min(VALIDATED, pictures))
-    data = WORK / f"jpegs-{pictures}.yaml"
+    root = make_data(images, validated=min(VALIDATED, images))
+    data = WORK / f"jpegs-{images}.yaml"
     names = "".join(f"  {number}: class{number}\n" for number in range(80))
     data.write_text(f"path: {root}\ntrain: images\nval: validated.txt\nnames:\n{names}")
 
@@ -59,12 +59,12 @@ def measure_defaults(
         compare(report, case, name, flags, "defaults", run)
 
 
-def measure(report: Report, models: list[str], epochs: int, flags: list[str], pictures: int) -> None:
+def measure(report: Report, models: list[str], epochs: int, flags: list[str], images: int) -> None:
     from examples.demo import dataset  # its PIL may be missing
 
     machine = Machine.find() if report.device.type == "cuda" else Machine("cpu", 128, 0, "CPU")
-    recipe = dataset.Recipe(image_size=machine.image_size, train=pictures)
-    data = dataset.make(WORK / f"digits-{machine.image_size}-{pictures}", recipe)
+    recipe = dataset.Recipe(image_size=machine.image_size, train=images)
+    data = dataset.make(WORK / f"digits-{machine.image_size}-{images}", recipe)
 
     def run(model: str, batch: int, variant: Variant, folder: Path, env: dict[str, str]) -> Run:
         return train(variant, data, folder, env, machine, epochs, 0, model=model, batch_size=batch, show=False)
@@ -89,17 +89,17 @@ def train_segments(
     return run_train(variant, words, folder / variant.name, env, show=False, script="segment.train")
 
 
-def make_segments(pictures: int, cuda: bool) -> Path:
+def make_segments(images: int, cuda: bool) -> Path:
     """The demo's digits with their outlines."""
     from examples.demo import dataset  # its PIL may be missing
 
-    recipe = dataset.Recipe(image_size=640 if cuda else 128, train=pictures, task="segment")
-    return dataset.make(WORK / f"digits-{recipe.image_size}-{pictures}-segment", recipe)
+    recipe = dataset.Recipe(image_size=640 if cuda else 128, train=images, task="segment")
+    return dataset.make(WORK / f"digits-{recipe.image_size}-{images}-segment", recipe)
 
 
-def measure_segments(report: Report, models: list[str], epochs: int, flags: list[str], pictures: int) -> None:
+def measure_segments(report: Report, models: list[str], epochs: int, flags: list[str], images: int) -> None:
     cuda = report.device.type == "cuda"
-    data = make_segments(pictures, cuda)
+    data = make_segments(images, cuda)
     for name in models:
         case = f"yolov5{name[0]}-seg, batch {name[1:]}, segment/train.py" + ("" if cuda else " at 128")
         compare(report, case, name, flags, "segments", partial(train_segments, data=data, epochs=epochs, cuda=cuda))
@@ -122,14 +122,14 @@ def train_classifier(
     return run_train(variant, words, folder / variant.name, env, show=False, script="classify.train")
 
 
-def measure_classifiers(report: Report, models: list[str], epochs: int, flags: list[str], pictures: int) -> None:
+def measure_classifiers(report: Report, models: list[str], epochs: int, flags: list[str], images: int) -> None:
     from benchmarks.bench_ultralytics import make_data as make_folders
 
     cuda = report.device.type == "cuda"
     for name in models:
         case = f"yolov5{name[0]}-cls, batch {name[1:]}, classify/train.py" + ("" if cuda else " at 64")
         run = partial(
-            train_classifier, data=make_folders("classify", 224 if cuda else 64, pictures), epochs=epochs, cuda=cuda
+            train_classifier, data=make_folders("classify", 224 if cuda else 64, images), epochs=epochs, cuda=cuda
         )
         compare(report, case, name, flags, "classifiers", run)
 
@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument(
         "--flags", nargs="+", default=[ALL], choices=[ALL, *SWITCHES], help="switches of torch_fastdet.yolov5"
     )
-    parser.add_argument("--pictures", type=at_least(1), help="to train on; default: 1024 on a GPU, 256 on the CPU")
+    parser.add_argument("--images", type=at_least(1), help="to train on; default: 1024 on a GPU, 256 on the CPU")
     options = parser.parse_args()
     cuda = options.device == "cuda"
     if options.epochs is not None and options.epochs < 2:
@@ -182,10 +182,10 @@ def main() -> None:
         print(f"nothing to do: {reason}")
         return
     if options.prepare:
-        return  # its pictures take seconds
+        return  # its images take seconds
     report = Report("train", torch.device(options.device), options.out)
     report.resume()
-    pictures = options.pictures or (1024 if cuda else 256)
+    images = options.images or (1024 if cuda else 256)
     everything = (
         options.defaults is None and options.models is None and not options.cached + options.segments + options.classify
     )
@@ -193,8 +193,8 @@ def main() -> None:
     models = ["n16"] if everything and not cuda else options.models or []
 
     def run(measure: Callable[..., None], names: list[str], epochs: int, *more: int) -> None:
-        if names:  # their pictures take seconds
-            measure(report, names, options.epochs or epochs, options.flags, pictures, *more)
+        if names:  # their images take seconds
+            measure(report, names, options.epochs or epochs, options.flags, images, *more)
 
     if cuda:  # first: what users start
         run(measure_defaults, defaults, 2)

@@ -73,21 +73,21 @@ class Case:
         return f"{self.model}, batch {self.batch}" + ("" if self.optimizer == "SGD" else f", {self.optimizer}")
 
 
-def make_data(task: str, size: int, pictures: int) -> Path:
+def make_data(task: str, size: int, images: int) -> Path:
     """Digits on photographs with the labels of a task; for classification one digit an image, in folders of their classes."""
     from examples.demo import dataset  # its PIL may be missing
 
-    folder = WORK / f"digits-{size}-{pictures}"
+    folder = WORK / f"digits-{size}-{images}"
     if task != "classify":
-        recipe = dataset.Recipe(image_size=size, train=pictures, task=task)
+        recipe = dataset.Recipe(image_size=size, train=images, task=task)
         return dataset.make(folder if task == "detect" else folder.with_name(f"{folder.name}-{task}"), recipe)
     folder = folder.with_name(f"{folder.name}-{task}")
     if folder.exists():
         return folder
     half = folder.with_name(f"{folder.name}-half")
     shutil.rmtree(half, ignore_errors=True)
-    recipe = dataset.Recipe(image_size=size, train=pictures, val=max(pictures // 8, 10), min_digits=1, max_digits=1)
-    made = dataset.make(half / "pictures", recipe).parent
+    recipe = dataset.Recipe(image_size=size, train=images, val=max(images // 8, 10), min_digits=1, max_digits=1)
+    made = dataset.make(half / "images", recipe).parent
     for label in made.glob("labels/*/*.txt"):
         place = half / label.parent.name / label.read_text().split()[0]
         place.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def measure(
     cases: list[Case],
     epochs: int,
     flags: list[str],
-    pictures: int,
+    images: int,
     gpus: int,
     stock: bool,
     compiled: bool,
@@ -145,9 +145,9 @@ def measure(
     trained.append((OURS, flags, {}))
     for case in cases:
         size = 128 if not cuda else 224 if case.task == "classify" else 640
-        data = make_data(case.task, size, pictures)
+        data = make_data(case.task, size, images)
         title = case.title + ("" if cuda else f" at {size}") + ("" if gpus == 1 else f" a GPU, {gpus} GPUs")
-        batches = -(-pictures // (case.batch * gpus))
+        batches = -(-images // (case.batch * gpus))
         count = max(epochs, 1 + -(-ITERATIONS // batches)) if cuda else epochs
         place = WORK / "ultralytics" / title.replace(", ", "-").replace(" ", "-")
         shared = {"data": data, "imgsz": size, "workers": workers, "device": device}
@@ -159,7 +159,7 @@ def measure(
             peak = {"peak_mib": found["peak_mib"]} if cuda else {}
             report.add(title, name, "call", [1e6 * seconds for seconds in times], **peak)
             report.write()
-        weights, title = place / OURS / "run/weights/last.pt", f"{title}: validation's pass over {pictures} pictures"
+        weights, title = place / OURS / "run/weights/last.pt", f"{title}: validation's pass over {images} images"
         for name, switches in [("stock", []), (OURS, flags)] if validate else []:
             found = yolo("val", title, switches, place / f"{name}-val", model=weights, split="train", **shared)
             report.drop(title, name)
@@ -167,14 +167,14 @@ def measure(
             report.write()
 
 
-def measure_jpegs(report: Report, case: Case, epochs: int, flags: list[str], pictures: int) -> None:
+def measure_jpegs(report: Report, case: Case, epochs: int, flags: list[str], images: int) -> None:
     """Trains with torch_fastdet on JPEGs that are decoded for each batch, the first epoch too."""
     from benchmarks.bench_dataset import WORKERS, make_data, mean_file_size
 
     cuda = report.device.type == "cuda"
-    data = make_data(pictures, 90)
-    title = f"{case.title}, {pictures:,} JPEGs of 640x480, {mean_file_size(data) / 1000:.0f} kB"
-    folder = WORK / "ultralytics" / f"{case.model}-{case.batch}-jpegs-{pictures}"
+    data = make_data(images, 90)
+    title = f"{case.title}, {images:,} JPEGs of 640x480, {mean_file_size(data) / 1000:.0f} kB"
+    folder = WORK / "ultralytics" / f"{case.model}-{case.batch}-jpegs-{images}"
     found = train(
         case, flags, folder, data=data, imgsz=640 if cuda else 128, workers=WORKERS if cuda else 2,
         device="0" if cuda else "cpu", epochs=epochs, cache=False,
@@ -198,8 +198,8 @@ def main() -> None:
     parser.add_argument("--no-stock", action="store_true", help="train with the switches alone")
     parser.add_argument("--compiled", action="store_true", help="stock with compile=True beside it, too")
     parser.add_argument("--validate", action="store_true", help="time a validation of the trained weights, too")
-    parser.add_argument("--pictures", type=at_least(1), help="to train on; default: 1024 on a GPU, 64 on the CPU")
-    parser.add_argument("--jpegs", type=at_least(64), help="how many pictures of bench_dataset; see above")
+    parser.add_argument("--images", type=at_least(1), help="to train on; default: 1024 on a GPU, 64 on the CPU")
+    parser.add_argument("--jpegs", type=at_least(64), help="how many images of bench_dataset; see above")
     options = parser.parse_args()
     cuda = options.device == "cuda"
     if options.epochs < 2:
@@ -213,7 +213,7 @@ def main() -> None:
         print(f"nothing to do: {reason}")
         return
     if options.prepare:
-        return  # its pictures take seconds
+        return  # its images take seconds
     if cuda and torch.cuda.device_count() < options.gpus:
         print(f"nothing to do: {options.gpus} GPUs are needed, and there are {torch.cuda.device_count()}")
         return
@@ -223,9 +223,9 @@ def main() -> None:
         for case in cases:
             measure_jpegs(report, case, options.epochs, options.flags, options.jpegs)
         return
-    pictures = options.pictures or (1024 if cuda else 64)
+    images = options.images or (1024 if cuda else 64)
     how = {"stock": not options.no_stock, "compiled": options.compiled, "validate": options.validate}
-    measure(report, cases, options.epochs, options.flags, pictures, options.gpus, **how)
+    measure(report, cases, options.epochs, options.flags, images, options.gpus, **how)
     report.plot()
 
 

@@ -1,6 +1,6 @@
 """The real, unmodified val.py, stock and with torch_fastdet: its pass over the images, and the whole command.
 
-    python -m benchmarks.bench_val [--model s] [--pictures 1536] [--repetitions 3] [--flags fastdet] [--segment] [--out FOLDER]
+    python -m benchmarks.bench_val [--model s] [--images 1536] [--repetitions 3] [--flags fastdet] [--segment] [--out FOLDER]
     python -m benchmarks.bench_val --jpegs 5000 --weights last.pt [...]
 
 On a GPU: half precision, 640x640, batch 32 and 8 workers, as val.py's defaults are but for --half; on the CPU yolov5n at 128x128. The
@@ -82,16 +82,16 @@ def measure_average_precision(report: Report, repetitions: int, count: int = 1_5
 def measure(report: Report, model: str, options: argparse.Namespace) -> None:
     from examples.demo import dataset  # its PIL may be missing
 
-    pictures, repetitions, flags = options.pictures, options.repetitions, options.flags
+    images, repetitions, flags = options.images, options.repetitions, options.flags
     machine = Machine.find() if report.device.type == "cuda" else Machine("cpu", 128, 0, "CPU")
     cuda = machine.device != "cpu"
     if options.jpegs:
-        data, pictures = make_data(options.jpegs, 90, COCO_SIZES), options.jpegs
+        data, images = make_data(options.jpegs, 90, COCO_SIZES), options.jpegs
     elif options.segment:
-        data = make_segments(pictures, cuda)
+        data = make_segments(images, cuda)
     else:
-        recipe = dataset.Recipe(machine.image_size, pictures)
-        data = dataset.make(WORK / f"digits-{machine.image_size}-{pictures}", recipe)
+        recipe = dataset.Recipe(machine.image_size, images)
+        data = dataset.make(WORK / f"digits-{machine.image_size}-{images}", recipe)
     env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore"}
     weights = options.weights or make_weights(model, data, machine, env, options.segment)
     if report.prepare:
@@ -116,9 +116,9 @@ def measure(report: Report, model: str, options: argparse.Namespace) -> None:
                     f"bench_val: {variant.title} ended without a whole progress bar; its output is in {log}"
                 )
             times[variant.title].append((bar, whole))
-    kind = f"{'half, ' if cuda else ''}batch {BATCH}, {pictures} JPEGs of "
+    kind = f"{'half, ' if cuda else ''}batch {BATCH}, {images} JPEGs of "
     kind += "COCO's sizes" if options.jpegs else f"{machine.image_size}x{machine.image_size}"
-    for index, what in enumerate(("the pass over the pictures", "the whole command")):
+    for index, what in enumerate(("the pass over the images", "the whole command")):
         case = f"{script}.py, {model}, {kind}: {what}"
         for name, values in times.items():
             report.drop(case, name)
@@ -132,14 +132,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--model", choices=tuple("nsmlx"), help="default: s on a GPU, n on the CPU")
-    parser.add_argument("--pictures", type=at_least(BATCH), help="default: 1536 on a GPU, 128 on the CPU")
+    parser.add_argument("--images", type=at_least(BATCH), help="default: 1536 on a GPU, 128 on the CPU")
     parser.add_argument("--repetitions", type=at_least(1), default=3)
     parser.add_argument(
         "--flags", nargs="+", default=[ALL], choices=[ALL, *SWITCHES], help="switches of torch_fastdet.yolov5"
     )
     parser.add_argument("--segment", action="store_true", help="segment/val.py, not val.py")
-    parser.add_argument("--jpegs", type=at_least(BATCH), help="how many pictures of bench_dataset; see above")
-    parser.add_argument("--weights", type=Path, help="default: trained on the demo's pictures first")
+    parser.add_argument("--jpegs", type=at_least(BATCH), help="how many images of bench_dataset; see above")
+    parser.add_argument("--weights", type=Path, help="default: trained on the demo's images first")
     options = parser.parse_args()
     if options.jpegs and not options.weights:
         parser.error("--jpegs wants --weights, of a training of bench_dataset")
@@ -152,7 +152,7 @@ def main() -> None:
     report = Report("val", torch.device(options.device), options.out, options.prepare)
     report.resume()
     model = f"yolov5{options.model or ('s' if cuda else 'n')}"
-    options.pictures = options.pictures or (1536 if cuda else 128)
+    options.images = options.images or (1536 if cuda else 128)
     measure(report, model, options)
     report.plot()
 

@@ -30,7 +30,7 @@ import torch
 from benchmarks.report import OURS, ROOT, as_json, machine_of, pyplot, results_folder
 from torch_fastdet.graphs import capture_into
 
-WORK = ROOT / "runs/benchmarks"  # pictures and trainings that benchmarks make, and find again
+WORK = ROOT / "runs/benchmarks"  # images and trainings that benchmarks make, and find again
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -77,7 +77,7 @@ WANTS = {
     "image": ("cv2",),
     "jpeg": ("cv2", "sklearn"),
     "postprocess": REAL_SCRIPTS,
-    "pictures": ("yolov5", "ultralytics", "cv2", "sklearn"),
+    "detector": ("yolov5", "ultralytics", "cv2", "sklearn"),
     "latency": ("yolov5", "cv2"),
     "predict": ("ultralytics", "cv2", "sklearn"),
     "serving": ("ultralytics", "cv2", "sklearn"),

@@ -54,8 +54,8 @@ HEADLINES = [
     Headline("Ultralytics' trainer: an iteration of rtdetr-l, batch 16", "ultralytics", "rtdetr-l, batch 16"),
     Headline("val.py of YOLOv5: the whole command on 5,000 JPEGs, yolov5s", "val",
              "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command"),
-    Headline("YOLO(\"yolov8n\").predict of one image in memory", "pictures",
-             "YOLO(yolov8n).predict, one 1080p picture in memory"),
+    Headline("YOLO(\"yolov8n\").predict of one image in memory", "detector",
+             "YOLO(yolov8n).predict, one 1080p image in memory"),
     Headline("your own loop: a step of yolov5s, batch 16 (before: torch.compile of PyTorch {torch})", "step", "yolov5s, batch 16, loop",
              "torch_fastdet TrainStep", "stock, tuned, torch.compile, reduce-overhead"),
 ]  # fmt: skip
@@ -78,7 +78,7 @@ SHOWN = {
         *("rtdetr-l, batch 16", "yolov8s, batch 16 a GPU, 2 GPUs"),
     ),
     "h100-ultralytics": tuple(
-        f"{model}: validation's pass over 1024 pictures"
+        f"{model}: validation's pass over 1024 images"
         for model in (
             *("yolov8s, batch 16", "yolov8s-seg, batch 16", "yolov8s-pose, batch 16", "yolov8s-obb, batch 16"),
             *("yolov8s-cls, batch 64", "yolo26s-seg, batch 16", "yolo26s-pose, batch 16", "yolo26s-obb, batch 16"),
@@ -86,10 +86,10 @@ SHOWN = {
     ),
     "gpu-val": (
         "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command",
-        "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the pass over the pictures",
+        "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the pass over the images",
         "segment/val.py, yolov5s, half, batch 32, 1024 JPEGs of 640x640: the whole command",
     ),
-    "gpu-pictures": ("YOLO(yolov8n).predict, one 1080p picture in memory",),
+    "gpu-detector": ("YOLO(yolov8n).predict, one 1080p image in memory",),
     "gpu-rtdetr": tuple(f"rtdetr-l as a predictor runs it, half, batch {batch}" for batch in (16, 1)),
     "gpu-rtdetr_training": ("rtdetr-l, batch 4", "rtdetr-x, batch 16", "rtdetr-resnet50, batch 16"),
     "gpu-training_truth_small": ("mAP50-95", "val obj loss"),
@@ -179,15 +179,15 @@ BATCHES = (16, 64)
 CARDS = (8, 12, 24, 80)
 # Of a card's memory, what is left to CUDA, its libraries and a desktop. An assumption.
 APART_MIB = 1024
-# What benchmarks/training_truth.py compares: its folders' names, each with a table and a picture beside it.
+# What benchmarks/training_truth.py compares: its folders' names, each with a table and a chart beside it.
 TRUTHS = (
     *("training_truth", "training_truth_small", "training_truth_yolov8n", "training_truth_yolo26n"),
     *("training_truth_yolov8n-seg", "training_truth_yolov8n-pose", "training_truth_yolov8n-obb"),
 )
 # The training of each row of the table `truths`: the file that has it.
 TRUTH_ROWS = ("training_truth_small", *TRUTHS[2:])
-# Pictures in docs/ -> what they show, in the newest folder of a GPU that has it.
-PICTURES = {"gpu-roofline.png": "roofline", "gpu-training_truth_yolov8n.png": "training_truth_yolov8n"}
+# Charts in docs/ -> what they show, in the newest folder of a GPU that has it.
+CHARTS = {"gpu-roofline.png": "roofline", "gpu-training_truth_yolov8n.png": "training_truth_yolov8n"}
 # What each page shows: one that lost a marker would keep its old figures for ever.
 SECTIONS = {
     "README.md": ("gpu-headlines",),
@@ -203,7 +203,7 @@ SECTIONS = {
     "results_yolov5.md": ("gpu-dataset", "h100-dataset", "gpu-train", "h100-train", "gpu-val"),
     "results_ultralytics.md": ("gpu-ultralytics", "gpu-rtdetr_training", "h100-ultralytics"),
     "results_prediction.md": (
-        "gpu-pictures",
+        "gpu-detector",
         "gpu-predict",
         "gpu-detect",
         "gpu-serving",
@@ -714,10 +714,10 @@ def tables(folder: Path) -> str:
     return "\n".join(parts)
 
 
-def pictures() -> dict[Path, Path]:
-    """Images in docs/ -> those of a new run, which go there. mkdocs shows nothing from outside of docs/, and git keeps them once."""
+def charts() -> dict[Path, Path]:
+    """Charts in docs/ -> those of a new run, which go there. mkdocs shows nothing from outside of docs/, and git keeps them once."""
     found = {}
-    for shown, what in PICTURES.items():
+    for shown, what in CHARTS.items():
         folder = newest("gpu", f"{what}.md")
         if folder and (folder / f"{what}.png").exists():
             found[DOCS / shown] = folder / f"{what}.png"
@@ -829,8 +829,9 @@ def rendered(page: Path) -> str:
         )
 
     def shown(found: re.Match[str]) -> str:
-        said = section(found[2]).replace("picture", "image")  # cases keep the names that older results have
-        said = said.replace("](benchmarks/", f"]({'../' * (len(page.relative_to(ROOT).parts) - 1)}benchmarks/")
+        said = section(found[2]).replace(
+            "](benchmarks/", f"]({'../' * (len(page.relative_to(ROOT).parts) - 1)}benchmarks/"
+        )
         return f"{found[1]}\n{said}\n{found[3]}"
 
     return MARKER.sub(shown, text)
@@ -853,7 +854,7 @@ def bring(check: bool = False) -> list[str]:
     about = headline_table(rows).splitlines()[-1]
     if not plot_is_current(rows, PLOT, about) and (check or plot_headlines(rows, PLOT, about)):
         stale.append(PLOT.name)
-    for shown, source in pictures().items():
+    for shown, source in charts().items():
         stale.append(shown.name)
         if not check:
             shutil.move(source, shown)

@@ -155,12 +155,12 @@ FORMULAS: tuple[tuple[str, str, Callable[..., work.Work]], ...] = (
     (
         "image",
         r"mosaic, (?:affine|perspective), HSV, flip, batch (\d+) of (\d+)x\d+",
-        lambda batch, side, _: work.augmented_pictures(int(batch), int(side)),
+        lambda batch, side, _: work.augmented_images(int(batch), int(side)),
     ),
     (
         "image",
         r"letterbox, batch (\d+) of 1080p to (\d+)x\d+",
-        lambda batch, side, itemsize: work.letterboxed_pictures(int(batch), int(side), itemsize),
+        lambda batch, side, itemsize: work.letterboxed_images(int(batch), int(side), itemsize),
     ),
     (
         "bn_act",
@@ -235,7 +235,7 @@ WITHOUT = {
         r".*",
     ): "its work depends on what the trained model detects; bench_nms has the same operators on stated data",
     ("rtdetr_training", r".*"): "a whole training",
-    ("pictures", r".*"): "most of it is the network, which is not ours",
+    ("detector", r".*"): "most of it is the network, which is not ours",
     ("loss", r"segmentation, .*"): "its work depends on the pixels of the boxes",
     ("nms", r"rotated boxes, .*"): "its work depends on how many boxes lie near each other",
     ("nms", r"Ultralytics layout, one image, .*"): "2.7 MB, which the CPU's caches may hold",
@@ -362,7 +362,7 @@ def table(machine: work.Machine, rows: list[Placed]) -> str:
 TITLES = {
     "bbox_iou": "box pairs",
     "upsample": "upsample",
-    "image": "pictures",
+    "image": "images",
     "bn_act": "norm and activation",
     "multi_tensor": "optimizer",
     "loss": "loss",

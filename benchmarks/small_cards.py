@@ -280,7 +280,7 @@ def main() -> None:
         print("nothing to do: memory is limited on a GPU only")
         return
     from examples.yolov5_env import environment as yolov5_environment
-    from torch_fastdet.ultralytics.benchmark import draw_pictures
+    from torch_fastdet.ultralytics.benchmark import draw_images
 
     deadline = time.time() + options.seconds
     folder.mkdir(parents=True, exist_ok=True)
@@ -295,7 +295,7 @@ def main() -> None:
                 running[name] = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=errors)
     logs = [folder / f"{name}.log" for name in running]
     if not (folder / "images/data.yaml").exists():  # the processes wait for it
-        draw_pictures(folder / "images", MEASURED[0] * max(BATCHES))
+        draw_images(folder / "images", MEASURED[0] * max(BATCHES))
     turns: list[Path] = []
     while running:
         if time.time() > deadline + 8:

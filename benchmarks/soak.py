@@ -141,7 +141,7 @@ class Training:
         self,
         folder: Path,
         device: torch.device,
-        pictures: int,
+        images: int,
         generations: int = 0,
         epochs: int = 100_000,
         program: str = "torch_fastdet.yolov5",
@@ -154,7 +154,7 @@ class Training:
             [str(Path(__file__).resolve().parents[1]), self.env.get("PYTHONPATH", "")]
         )
         size = 320 if on_gpu else 64
-        data = make(folder / "digits", Recipe(image_size=size, train=pictures, val=max(pictures // 8, 4)))
+        data = make(folder / "digits", Recipe(image_size=size, train=images, val=max(images // 8, 4)))
         self.run = folder / "run"
         self.program = [program, "--fastdet", *flags]
         self.options = ["--data", str(data), "--weights", "", "--cfg", "yolov5n.yaml", "--imgsz", str(size)]
@@ -295,13 +295,13 @@ def kill(training: Training, kills: int, draw: random.Random) -> Killed:
 
 
 def kill_many(
-    folder: Path, device: torch.device, pictures: int, kills: int, jobs: int, kind: type[Training] = Training
+    folder: Path, device: torch.device, images: int, kills: int, jobs: int, kind: type[Training] = Training
 ) -> int:
     """Trainings that are killed, ``jobs`` at a time, beside one that is not; whether their bits differ."""
     counts = [0, *(min(KILLS, kills - done) for done in range(0, kills, KILLS))]
     epochs, program = 5 * max(counts) + 3, "tests.yolov5.programs.killed"  # no more pass before the last kill
     trainings = [
-        kind(folder / str(number), device, pictures, 0, epochs, program, ("--resume_exact",))
+        kind(folder / str(number), device, images, 0, epochs, program, ("--resume_exact",))
         for number in range(len(counts))
     ]
     for training in trainings:
@@ -339,7 +339,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--evolve", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument(
-        "--pictures",
+        "--images",
         type=int,
         default=0,
         help="of the training set; default: 1,024, with --evolve and --kills 64, on the CPU 16",
@@ -350,13 +350,13 @@ def main(argv: list[str] | None = None) -> int:
     begin = time.monotonic()
     device = torch.device(options.device)
     few = options.evolve or options.kills
-    pictures = options.pictures or (16 if device.type == "cpu" else 64 if few else 1024)
+    images = options.images or (16 if device.type == "cpu" else 64 if few else 1024)
     folder = options.folder / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
     if options.kills:
-        return kill_many(folder, device, pictures, options.kills, options.jobs, KINDS[options.host])
+        return kill_many(folder, device, images, options.kills, options.jobs, KINDS[options.host])
     seconds = math.inf if options.evolve else options.hours * 3600 or options.minutes * 60
-    training = Training(folder, device, pictures, options.evolve)
+    training = Training(folder, device, images, options.evolve)
     samples = watch(training, device, begin + seconds, options.least)
     if len(samples) < 4:
         print(f"{len(samples)} samples are too few for a slope; {LEFT_OUT + 4} epochs or generations are the least")

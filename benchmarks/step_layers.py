@@ -1,4 +1,4 @@
-"""Where a training step's time goes along YOLOv5s, layer by layer: a table, and the picture of docs/kernels/step.md.
+"""Where a training step's time goes along YOLOv5s, layer by layer: a table, and the plot of docs/kernels/step.md.
 
     python -m benchmarks.step_layers [--out FILE]
 
@@ -19,7 +19,7 @@ from benchmarks import work
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "h200-2026-11-26"
-PROFILE, CEILINGS, PICTURE = (
+PROFILE, CEILINGS, PLOT = (
     RESULTS / "step_profile.md",
     RESULTS / "roofline.json",
     ROOT / "docs" / "gpu-step-layers.png",
@@ -138,7 +138,7 @@ def draw(found: list[Layer], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=PICTURE, help="the picture; default: %(default)s")
+    parser.add_argument("--out", type=Path, default=PLOT, help="the plot; default: %(default)s")
     path = parser.parse_args().out
     machine = work.Machine(**json.loads(CEILINGS.read_text())["machine"])
     found = layers(machine)

@@ -81,7 +81,7 @@ class Settings:
     model: str = "yolov5s"
     epochs: int = 60
     image_size: int = 640
-    pictures: int = 1024
+    images: int = 1024
     batch_size: int = 16
 
     @property
@@ -230,8 +230,8 @@ def run_all(arguments: argparse.Namespace, folder: Path, settings: Settings) -> 
     ]
     work = (arguments.work or WORK / "training_truth").resolve()
     task = TASKS.get(settings.model.partition("-")[2], "detect")
-    recipe = dataset.Recipe(image_size=settings.image_size, train=settings.pictures, task=task)
-    name = f"digits-{settings.image_size}-{settings.pictures}" + ("" if task == "detect" else f"-{task}")
+    recipe = dataset.Recipe(image_size=settings.image_size, train=settings.images, task=task)
+    name = f"digits-{settings.image_size}-{settings.images}" + ("" if task == "detect" else f"-{task}")
     data = dataset.make(work / name, recipe)
     longest = max((run["seconds"] for run in done.values()), default=0.0)
 
@@ -309,7 +309,7 @@ def caption(stock: list[dict[str, Any]], groups: dict[Variant, list[dict[str, An
         for variant, group in {STOCK: stock, **groups}.items()
     ]
     return (
-        f"{settings.model}, {settings.epochs} epochs of {settings.pictures} pictures at {settings.image_size}x"
+        f"{settings.model}, {settings.epochs} epochs of {settings.images} images at {settings.image_size}x"
         f"{settings.image_size}, batch {settings.batch_size}; in brackets the number of runs, each of its own seed. Chance alone "
         f"gives a difference beyond two standard errors in one of twenty comparisons. The lowest mAP50-95 is {lowest:.3f} "
         f"({'above' if lowest > MAP_WANTED else 'not above'} the {MAP_WANTED} that shows that the task was learnt). Medians of an "
@@ -376,12 +376,12 @@ def _ends(axis: Any, metric: str, groups: dict[Variant, list[dict[str, Any]]]) -
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder of the runs' files")
-    parser.add_argument("--work", type=Path, help="folder for pictures and trainings; default: under runs/benchmarks")
+    parser.add_argument("--work", type=Path, help="folder for images and trainings; default: under runs/benchmarks")
     parser.add_argument(
         "--small", action="store_true", help="the small case for many seeds; the next five options change it"
     )
     parser.add_argument("--model", help="n, s, m, l, x of YOLOv5, or a model of Ultralytics, as in yolov8n and yolo26n")
-    for name in ("epochs", "image-size", "pictures", "batch-size"):
+    for name in ("epochs", "image-size", "images", "batch-size"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument(
         "--variants", nargs="+", default=[STOCK.name, FASTDET.name], help="stock, fastdet, only_<switch>"
@@ -402,7 +402,7 @@ def parse() -> argparse.Namespace:
         arguments.variants = [variant_of(name).name for name in arguments.variants]
     except ValueError as error:
         parser.error(str(error))
-    asked = {name: getattr(arguments, name) for name in ("epochs", "image_size", "pictures", "batch_size")}
+    asked = {name: getattr(arguments, name) for name in ("epochs", "image_size", "images", "batch_size")}
     if arguments.model and not re.fullmatch(rf"[nsmlx]|yolo(?!v5)\w+(-({'|'.join(TASKS)}))?", arguments.model):
         parser.error(f"--model is {arguments.model}, but one of n, s, m, l, x or a model of Ultralytics is expected")
     asked["model"] = f"yolov5{arguments.model}" if arguments.model in tuple("nsmlx") else arguments.model

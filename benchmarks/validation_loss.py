@@ -141,7 +141,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--image-size", type=int, default=320)
-    parser.add_argument("--pictures", type=int, default=1024)
+    parser.add_argument("--images", type=int, default=1024)
     parser.add_argument("--stock", action="store_true", help="train on Ultralytics' own code")
     parser.add_argument("--device", default="0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=4)
@@ -150,8 +150,8 @@ def main() -> int:
     arguments = parser.parse_args()
     from examples.demo import dataset
 
-    recipe = dataset.Recipe(image_size=arguments.image_size, train=arguments.pictures)
-    data = dataset.make((arguments.work / f"digits-{arguments.image_size}-{arguments.pictures}").resolve(), recipe)
+    recipe = dataset.Recipe(image_size=arguments.image_size, train=arguments.images)
+    data = dataset.make((arguments.work / f"digits-{arguments.image_size}-{arguments.images}").resolve(), recipe)
     for seed in range(arguments.first, arguments.first + arguments.seeds):
         rows = train(arguments, seed, data)
         if arguments.out:

@@ -235,7 +235,7 @@ def scale_boxes(boxes: int, itemsize: int = 4) -> Work:
     return Work(boxes * SCALE_BOX, 2 * 6 * boxes * itemsize)
 
 
-def augmented_pictures(batch: int, side: int) -> Work:
+def augmented_images(batch: int, side: int) -> Work:
     """A batch of uint8 images: written once, and about as many source pixels read, four of which make one."""
     values = 3 * batch * side * side
     return Work(13 * values, 2 * values)
@@ -246,7 +246,7 @@ def decoded_jpegs(packed_bytes: int, pixel_bytes: int) -> Work:
     return Work(0, packed_bytes + pixel_bytes)
 
 
-def letterboxed_pictures(batch: int, side: int, itemsize: int = 2) -> Work:
+def letterboxed_images(batch: int, side: int, itemsize: int = 2) -> Work:
     """1080p images in 640 x 360 of the output: of each, four pixels for one of the output, of 3 x 3 that lie under it."""
     values = 3 * batch * side * side * 360 // 640
     return Work(11 * values, 4 * values + 3 * batch * side * side * itemsize)

@@ -1,8 +1,8 @@
-"""From uint8 images to boxes in their pixels: PictureDetector beside its network alone, and YOLO(...).predict.
+"""From uint8 images to boxes in their pixels: ImageDetector beside its network alone, and YOLO(...).predict.
 
-    python -m benchmarks.bench_pictures [--device cpu|cuda] [--out FOLDER]
+    python -m benchmarks.bench_detector [--device cpu|cuda] [--out FOLDER]
 
-PictureDetector is a scripted file of YOLOv5 (yolov5s in half precision on a GPU, yolov5n in float32 on the CPU) with random weights;
+ImageDetector is a scripted file of YOLOv5 (yolov5s in half precision on a GPU, yolov5n in float32 on the CPU) with random weights;
 the difference to "network alone" is letterbox, post-processing and scaling. predict of yolov8n is asked for one image of 1080p in
 memory, and on a GPU for one JPEG file of 640x480 and one of 4000x3000, in blocks of calls under stock, under two switches, and under all of patch() with its CUDA graphs, in turn: the rows hold
 median, percentiles 10 and 90, and p99.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness
-from torch_fastdet.postprocess import PictureDetector
+from torch_fastdet.postprocess import ImageDetector
 
 SIDE = 640
 
@@ -36,14 +36,14 @@ def bench_detector(report: harness.Report, images: int, **options: Any) -> None:
     """1080p images on the device, in one call or one graph."""
     cuda = report.device.type == "cuda"
     size, height, width = ("s", 1080, 1920) if cuda else ("n", 360, 640)
-    module = torch.jit.script(PictureDetector.from_model(yolov5(size, report.device), SIDE, half=cuda))
-    pictures = torch.randint(0, 256, (images, height, width, 3), dtype=torch.uint8, device=report.device)
+    module = torch.jit.script(ImageDetector.from_model(yolov5(size, report.device), SIDE, half=cuda))
+    frames = torch.randint(0, 256, (images, height, width, 3), dtype=torch.uint8, device=report.device)
     batch = torch.rand(images, 3, SIDE, SIDE, device=report.device, dtype=torch.float16 if cuda else torch.float32)
     report.compare(
-        f"pictures to boxes, yolov5{size}, batch {images}",
+        f"images to boxes, yolov5{size}, batch {images}",
         {
             "network alone": lambda: module.network(batch),
-            "torch_fastdet": lambda: module.forward_batch(pictures),
+            "torch_fastdet": lambda: module.forward_batch(frames),
         },
         views=("call", "graph"),
         **options,
@@ -123,12 +123,12 @@ def measure(report: harness.Report) -> None:
     with torch.inference_mode():
         for images in (1, 32) if cuda else (1,):
             bench_detector(report, images, repetitions=10, inner=3 if cuda else 1, warmup=3)
-    picture = torch.randint(0, 256, (1080, 1920, 3), dtype=torch.uint8).numpy()
-    bench_predict(report, 1000 if cuda else 10, picture, "1080p picture in memory")
+    image = torch.randint(0, 256, (1080, 1920, 3), dtype=torch.uint8).numpy()
+    bench_predict(report, 1000 if cuda else 10, image, "1080p image in memory")
     if cuda:
         for width, height, count in ((640, 480, 500), (4000, 3000, 50)):
             bench_predict(report, count, jpeg(width, height), f"JPEG file of {width}x{height}")
 
 
 if __name__ == "__main__":
-    harness.run("pictures", measure)
+    harness.run("detector", measure)

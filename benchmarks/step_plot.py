@@ -1,6 +1,6 @@
-"""Draws a profile's table of a training step's kernels as the picture of docs/kernels/step.md.
+"""Draws a profile's table of a training step's kernels as the plot of docs/kernels/step.md.
 
-    python -m benchmarks.step_picture [--out FILE]
+    python -m benchmarks.step_plot [--out FILE]
 
 The table is of one profile by hand (torch.profiler over graph replays): step_profile.md of the results.
 """
@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PROFILE, PICTURE = ROOT / "benchmarks/results/h200-2026-11-26/step_profile.md", ROOT / "docs/gpu-step.png"
+PROFILE, PLOT = ROOT / "benchmarks/results/h200-2026-11-26/step_profile.md", ROOT / "docs/gpu-step.png"
 SECTION = "## Kernels by kind"
 
 
@@ -53,7 +53,7 @@ def draw(path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=PICTURE, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=PLOT, help="default: %(default)s")
     draw(parser.parse_args().out)
 
 
