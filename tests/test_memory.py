@@ -206,11 +206,11 @@ def test_the_garbage_collector_ends_owners_while_budgets_are_read(monkeypatch, b
 
 
 def test_report_lists_owners(monkeypatch):
-    few, many = Holder(5, HOST_BUDGET, what="pictures"), Holder(9, what="slots")
+    few, many = Holder(5, HOST_BUDGET, what="images"), Holder(9, what="slots")
     gpu, nothing = Holder(7, device="cuda:0", what="graphs"), Holder(0)
     assert memory.report() == [
         ("slots", "cpu", 9, 9, ""),
-        ("pictures", "cpu", 5, 5, HOST_BUDGET),
+        ("images", "cpu", 5, 5, HOST_BUDGET),
         ("graphs", "cuda:0", 7, 7, ""),
     ]
     del few, many, gpu, nothing
@@ -246,21 +246,21 @@ class Allocation:
         return "done"
 
 
-def test_pictures_give_back_before_graphs():
-    graphs, pictures = Holder(9, cost=CAPTURE, what="graphs"), Holder(5, what="pictures")
+def test_images_give_back_before_graphs():
+    graphs, images = Holder(9, cost=CAPTURE, what="graphs"), Holder(5, what="images")
     elsewhere, said = Holder(7, device="cuda:1"), []
-    assert with_room(Allocation(pictures), torch.device("cpu"), said.append) == "done"
-    assert said == ["out of memory beside 5 pictures, which are dropped; trying again"]
-    assert (pictures.nbytes, graphs.nbytes, elsewhere.nbytes) == (0, 9, 7)
-    pictures.nbytes = 4
-    assert with_room(Allocation(pictures, graphs), torch.device("cpu"), said.append) == "done"
-    assert [line.split()[4:6] for line in said[1:]] == [["4", "pictures,"], ["9", "graphs,"]]
-    assert (pictures.nbytes, graphs.nbytes, elsewhere.nbytes) == (0, 0, 7)
+    assert with_room(Allocation(images), torch.device("cpu"), said.append) == "done"
+    assert said == ["out of memory beside 5 images, which are dropped; trying again"]
+    assert (images.nbytes, graphs.nbytes, elsewhere.nbytes) == (0, 9, 7)
+    images.nbytes = 4
+    assert with_room(Allocation(images, graphs), torch.device("cpu"), said.append) == "done"
+    assert [line.split()[4:6] for line in said[1:]] == [["4", "images,"], ["9", "graphs,"]]
+    assert (images.nbytes, graphs.nbytes, elsewhere.nbytes) == (0, 0, 7)
 
 
 def test_what_nobody_can_help_is_raised():
-    pictures, elsewhere, said = Holder(5), Holder(7, device="cuda:1"), []
-    allocation = Allocation(pictures, elsewhere)
+    images, elsewhere, said = Holder(5), Holder(7, device="cuda:1"), []
+    allocation = Allocation(images, elsewhere)
     with pytest.raises(torch.OutOfMemoryError):
         with_room(allocation, torch.device("cpu"), said.append)
     assert allocation.calls == 2 and len(said) == 1
@@ -268,21 +268,21 @@ def test_what_nobody_can_help_is_raised():
     def fails():
         raise ValueError("something else")
 
-    pictures.nbytes = 5
+    images.nbytes = 5
     with pytest.raises(ValueError, match="something else"):
         with_room(fails, torch.device("cpu"), said.append, Exception)
-    assert pictures.nbytes == 5 and len(said) == 1
+    assert images.nbytes == 5 and len(said) == 1
 
 
 def test_what_failed_is_gone_before_it_runs_again():
     """The error's traceback would hold what the first attempt had allocated."""
-    pictures, made = Holder(5), []
+    images, made = Holder(5), []
 
     def run():
         big = torch.ones(3)
         assert all(reference() is None for reference in made)
         made.append(weakref.ref(big))
-        if pictures.nbytes:
+        if images.nbytes:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     with_room(run, torch.device("cpu"), lambda line: None)
@@ -291,10 +291,10 @@ def test_what_failed_is_gone_before_it_runs_again():
 
 def test_memory_is_not_unmapped_while_another_thread_captures(monkeypatch):
     """The allocator waits for the streams of what it unmaps; for one that captures, CUDA makes that an error of the capture."""
-    pictures, emptied = Holder(5), threading.Event()
+    images, emptied = Holder(5), threading.Event()
     monkeypatch.setattr(torch.cuda, "empty_cache", emptied.set)
     with one_capture():
-        thread = threading.Thread(target=with_room, args=(Allocation(pictures), torch.device("cpu"), lambda line: None))
+        thread = threading.Thread(target=with_room, args=(Allocation(images), torch.device("cpu"), lambda line: None))
         thread.start()
         assert not emptied.wait(0.2)
     thread.join(10)

@@ -187,7 +187,7 @@ def masks(*arguments: Any) -> Callable[[Pair, Any, Kind], Any]:
 
 
 def no_prototypes(kind: Kind) -> bool:
-    """An empty tensor of prototypes has no picture, whatever the number of detections."""
+    """An empty tensor of prototypes has no image, whatever the number of detections."""
     return kind.layout is empty and kind.only in (None, 0)
 
 
@@ -440,7 +440,7 @@ def e2e_loss(pair: Pair, function: Any, kind: Kind) -> Any:
 
 
 def no_heads(kind: Kind) -> bool:
-    """Without pictures stock's loss is NaN or an error of indexing, and ours an error that says so."""
+    """Without images stock's loss is NaN or an error of indexing, and ours an error that says so."""
     return kind.layout is empty and kind.only in (None, 0)
 
 
@@ -456,9 +456,9 @@ def preprocess(pair: Pair, function: Any, kind: Kind) -> Any:
     probe = type("Probe", (pair.owner,), {"__init__": lambda self: None})()
     args = SimpleNamespace(rect=True)
     vars(probe).update({"imgsz": [64, 96], "args": args, "model": model, "device": torch.device(kind.device)})
-    picture = kind(numbers(40, 31, 3, low=0, high=255).floor()).cpu().numpy()
+    image = kind(numbers(40, 31, 3, low=0, high=255).floor()).cpu().numpy()
     tensor = kind(numbers(1, 3, 32, 32, low=0, high=1))
-    return [function(probe, [picture]), function(probe, [picture, picture[:20]]), function(probe, tensor)]
+    return [function(probe, [image]), function(probe, [image, image[:20]]), function(probe, tensor)]
 
 
 def all_floats(call: Callable, arguments: int = 1) -> Case:

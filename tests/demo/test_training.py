@@ -10,7 +10,7 @@ from examples.yolov5_env import environment
 
 
 @pytest.mark.slow
-def test_the_real_train_and_detect_run_on_a_few_pictures(tmp_path):
+def test_the_real_train_and_detect_run_on_a_few_images(tmp_path):
     pytest.importorskip("yolov5")
     machine = Machine("cpu", 64, 0, "CPU")
     data = dataset.make(tmp_path / "digits", dataset.Recipe(image_size=64, train=48, val=16))

@@ -15,7 +15,7 @@ from torch_fastdet import ops
 BATCH = 100
 #: Files that are damaged again and again.
 SOUND = 500
-#: Bytes around each picture that nobody may write.
+#: Bytes around each image that nobody may write.
 GAP, UNTOUCHED = 64, 9
 
 
@@ -45,9 +45,9 @@ def run(count, seed, device):
     taken = 0
     for begin in range(0, count, BATCH):
         files = [damaged(rng, sound[rng.integers(len(sound))]) for _ in range(min(BATCH, count - begin))]
-        storage, pictures, refusals = ops.jpeg_pack([tensor(data) for data in files])
+        storage, images, refusals = ops.jpeg_pack([tensor(data) for data in files])
         files = [data for data, refusal in zip(files, refusals, strict=True) if not refusal]
-        offset, _, height, width, _ = pictures[pictures[:, 0] >= 0].unbind(1)
+        offset, _, height, width, _ = images[images[:, 0] >= 0].unbind(1)
         taken += len(files)
         ends = (height * width * 3 + GAP).cumsum(0)
         begins, zero = ends - height * width * 3, torch.zeros_like(offset)
@@ -69,7 +69,7 @@ def run(count, seed, device):
                     raise
                 continue
             out = out.cpu()
-            assert (out[~written] == UNTOUCHED).all(), f"seed {seed}, files from {begin}: written beside a picture"
+            assert (out[~written] == UNTOUCHED).all(), f"seed {seed}, files from {begin}: written beside an image"
             for data, first, last in (
                 zip(files, begins.tolist(), ends.tolist(), strict=True) if packed is storage else ()
             ):

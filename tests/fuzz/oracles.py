@@ -215,7 +215,7 @@ def _max_pools_cat_backward(a: Any) -> list[Tensor]:
 
 
 def _unboxed(points: Tensor, letterboxes: Tensor, clip: bool) -> Tensor:
-    """Points (..., 2) of the network's input in the pixels of the pictures."""
+    """Points (..., 2) of the network's input in the pixels of the images."""
     gain, pad, size = letterboxes.double().split(2, -1)
     points = (points.double() - pad) / gain
     return torch.where(points < 0, 0.0, torch.where(points > size, size, points)) if clip else points
@@ -549,7 +549,7 @@ WITHOUT = {
 
 
 def is_compared_here(operator: str) -> bool:
-    """Whether an oracle compares some results on this machine. That of pictures knows one of OpenCV's ways to round, which depends on
+    """Whether an oracle compares some results on this machine. That of images knows one of OpenCV's ways to round, which depends on
     its version and the processor."""
     return name_of(operator) in ORACLES and (
         not name_of(operator).startswith("image_augment") or ops.opencv_rules() == ("fixed", 32)

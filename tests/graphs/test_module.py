@@ -392,11 +392,11 @@ def test_a_shape_that_there_is_no_memory_to_capture_runs_eagerly(gpu):
     assert graphed.graphs.shapes == [(4, 3, 32, 32)]
 
 
-def test_out_of_memory_drops_pictures_before_graphs(gpu):
+def test_out_of_memory_drops_images_before_graphs(gpu):
     """They cost an upload, and graphs cost a capture."""
 
-    class Pictures(memory.Owner):
-        what, kept = "pictures", "5 pictures"
+    class Images(memory.Owner):
+        what, kept = "images", "5 images"
 
         def offer(self):
             return self.kept
@@ -404,15 +404,15 @@ def test_out_of_memory_drops_pictures_before_graphs(gpu):
         def release(self):
             self.kept = ""
 
-    said, pictures = [], Pictures()
-    pictures.device = images(1).device
-    memory.register(pictures)
+    said, held = [], Images()
+    held.device = images(1).device
+    memory.register(held)
     model = OutOfMemory().to(GPU.device)
     graphed = GraphedModule(model, required=True, say=said.append)
     three_passes(graphed, images(2, 3, 32, 32))
     model.times = 1
     graphed(images(2, 3, 48, 48))
-    assert said[-1] == "out of memory beside 5 pictures, which are dropped; trying again"
+    assert said[-1] == "out of memory beside 5 images, which are dropped; trying again"
     assert graphed.graphs.shapes == [(2, 3, 32, 32)]
 
 

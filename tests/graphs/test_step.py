@@ -694,10 +694,10 @@ def test_threads_train_models_at_once(cuda, streams):
     """Two by TrainStep and two as GraphedModule, with new shapes on the way: the bits of each alone."""
     detectors, nets = [Detector().to_device() for _ in range(2)], [Net().to(GPU.device) for _ in range(2)]
     batches = [some_batches(60, sizes=(64, 96, 128)) for _ in detectors]
-    pictures = [[torch.randn(2, 3, size, size, device=cuda) for size in (32, 48, 64) * 20] for _ in nets]
+    images = [[torch.randn(2, 3, size, size, device=cuda) for size in (32, 48, 64) * 20] for _ in nets]
     plain, plain_nets = copy.deepcopy((detectors, nets))
     want = list(map(one_by_one, plain, batches))
-    list(map(train, plain_nets, pictures))
+    list(map(train, plain_nets, images))
     graphed = [GraphedModule(net, required=True) for net in nets]
     torch.cuda.synchronize()
 
@@ -707,9 +707,7 @@ def test_threads_train_models_at_once(cuda, streams):
             torch.cuda.current_stream().synchronize()
         return result
 
-    jobs = [(in_graphs, *each) for each in zip(detectors, batches)] + [
-        (train, *each) for each in zip(graphed, pictures)
-    ]
+    jobs = [(in_graphs, *each) for each in zip(detectors, batches)] + [(train, *each) for each in zip(graphed, images)]
     with ThreadPoolExecutor(len(jobs)) as pool:
         got = list(pool.map(in_a_thread, *zip(*jobs)))
     for model, other, found, expected in zip(detectors, plain, got, want):

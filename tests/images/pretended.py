@@ -11,21 +11,21 @@ from torch_fastdet.images import finish
 from torch_fastdet.images.memory import hand_out
 
 
-def pictures_on_the_cpu(memory, cached=0):
-    """A DeviceImages whose GPU is the CPU; the first ``cached`` bytes of the pictures' memory have a place in its cache."""
-    pictures = object.__new__(finish.DeviceImages)
-    pictures.memory, pictures.device = memory, torch.device("cpu")
-    pictures._cache = torch.zeros(cached, dtype=torch.uint8)
-    pictures._offsets, _ = hand_out(memory.shapes, cached)
-    pictures._fits = pictures._offsets >= 0
-    pictures._waits = 0
-    pictures._here = np.zeros(len(memory), dtype=bool)
-    pictures._host = [memory.tensor()] if memory.jpegs is None else [memory.tensor(), memory.jpegs.tensor()]
-    return pictures
+def images_on_the_cpu(memory, cached=0):
+    """A DeviceImages whose GPU is the CPU; the first ``cached`` bytes of the images' memory have a place in its cache."""
+    images = object.__new__(finish.DeviceImages)
+    images.memory, images.device = memory, torch.device("cpu")
+    images._cache = torch.zeros(cached, dtype=torch.uint8)
+    images._offsets, _ = hand_out(memory.shapes, cached)
+    images._fits = images._offsets >= 0
+    images._waits = 0
+    images._here = np.zeros(len(memory), dtype=bool)
+    images._host = [memory.tensor()] if memory.jpegs is None else [memory.tensor(), memory.jpegs.tensor()]
+    return images
 
 
 def made(plan, storages, placements):
-    """The pictures of a plan, from what was brought for it."""
+    """The images of a plan, from what was brought for it."""
     tables = {name: torch.from_numpy(table) for name, table in plan.tables_with(placements).items()}
     warp, lanes = ops.opencv_rules()
     return ops.image_augment(storages, **tables, size=list(plan.size), warp=warp, hsv_lanes=lanes)

@@ -1,4 +1,4 @@
-"""The pictures that a GPU keeps."""
+"""The images that a GPU keeps."""
 
 import gc
 import threading
@@ -18,7 +18,7 @@ from torch_fastdet.images.plan import Source, pack, whole
 
 @pytest.fixture(autouse=True)
 def budget(monkeypatch):
-    """Pictures are kept from the first batch on."""
+    """Images are kept from the first batch on."""
     monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "1G")
 
 
@@ -39,16 +39,16 @@ def plan_of(memory, index=0):
     return pack([whole(Source(index, *memory.shape(index)))], memory)
 
 
-def test_pictures_first_asked_for_in_inference_mode_are_filled_outside_of_it(cuda):
-    """YOLOv5 validates in inference mode, which is the thread's own: the thread that fills the pictures has none."""
+def test_images_first_asked_for_in_inference_mode_are_filled_outside_of_it(cuda):
+    """YOLOv5 validates in inference mode, which is the thread's own: the thread that fills the images has none."""
     memory = filled(4, 6)
     with torch.inference_mode():
-        pictures = images_of(memory)
-    pictures._cache[:72].copy_(memory.tensor()[:72])
-    assert (pictures._cache[:72] == 7).all()
+        images = images_of(memory)
+    images._cache[:72].copy_(memory.tensor()[:72])
+    assert (images._cache[:72] == 7).all()
 
 
-def test_pictures_wait_for_what_had_their_memory(cuda):
+def test_images_wait_for_what_had_their_memory(cuda):
     """The cache is made on the loop's stream, which may have work to do, and is filled on the loader's."""
     memory = filled(512, 512)
     plan = plan_of(memory)
@@ -56,11 +56,11 @@ def test_pictures_wait_for_what_had_their_memory(cuda):
     torch.cuda._sleep(200_000_000)
     before.fill_(1)
     del before
-    pictures = images_of(memory)
+    images = images_of(memory)
     with torch.cuda.stream(torch.cuda.Stream()):
-        batch = pictures(plan)
+        batch = images(plan)
     torch.cuda.synchronize()
-    assert (batch == 7).all() and (pictures._cache == 7).all()
+    assert (batch == 7).all() and (images._cache == 7).all()
 
 
 @pytest.fixture
@@ -70,14 +70,14 @@ def pretended_stream(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_event=lambda event: None))
 
 
-def test_no_memory_waits_for_pictures_that_never_stay(pretended_stream):
+def test_no_memory_waits_for_images_that_never_stay(pretended_stream):
     """What has no place in the host's memory travels as pixels; a file is decoded on the GPU, wherever it is read."""
     shapes, gpu = [(4, 6)] * 3, torch.device("cpu")
-    pictures = DeviceImages(ImageMemory(shapes, budget=72), gpu)
-    assert pictures.held() == 72 and pictures._fits.tolist() == [True, False, False]
+    images = DeviceImages(ImageMemory(shapes, budget=72), gpu)
+    assert images.held() == 72 and images._fits.tolist() == [True, False, False]
     files = JpegFiles(Files.of(["", "", "a.jpg"], shapes, [AS_IT_IS] * 3), budget=0)
-    pictures = DeviceImages(ImageMemory(shapes, budget=72, jpegs=files), gpu)
-    assert pictures.held() == 128 + 72 and pictures._fits.tolist() == [True, False, True]
+    images = DeviceImages(ImageMemory(shapes, budget=72, jpegs=files), gpu)
+    assert images.held() == 128 + 72 and images._fits.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -85,52 +85,52 @@ def test_no_memory_waits_for_pictures_that_never_stay(pretended_stream):
     [(80 << 30, 70 << 30, 3), (8 << 20, 2 << 20, 2), (8 << 20, (1 << 20) + 4000, 0), (8 << 20, 1 << 19, 0)],
     ids=["a large card", "a sixteenth of a small one", "little room for one", "a card that the batch fills"],
 )
-def test_pictures_take_what_the_first_steps_leave_free(pretended_stream, monkeypatch, caplog, total, free, kept):
+def test_images_take_what_the_first_steps_leave_free(pretended_stream, monkeypatch, caplog, total, free, kept):
     monkeypatch.delenv("TORCH_FASTDET_GPU_CACHE")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total, total))
     host, size = ImageMemory([(256, 256)] * 3, 1 << 20), 256 * 256 * 3
-    pictures = DeviceImages(host, torch.device("cpu"))
-    assert pictures.held() == 0 and "as far as the first steps leave memory free" in pictures.how_many()
+    images = DeviceImages(host, torch.device("cpu"))
+    assert images.held() == 0 and "as far as the first steps leave memory free" in images.how_many()
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, total))  # behind the first steps
     with caplog.at_level("INFO", "torch_fastdet"):
         for _batch in range(finish.FIRST_BATCHES):
-            assert pictures.held() == 0 and not pictures._fits.any()
-            pictures._count()
-    assert pictures._fits.tolist() == [True] * kept + [False] * (3 - kept) and pictures.held() == kept * size
-    assert total - free + pictures.held() <= max(total - free, total * 7 / 8), "an eighth stays free"
+            assert images.held() == 0 and not images._fits.any()
+            images._count()
+    assert images._fits.tolist() == [True] * kept + [False] * (3 - kept) and images.held() == kept * size
+    assert total - free + images.held() <= max(total - free, total * 7 / 8), "an eighth stays free"
     (line,) = (record.message for record in caplog.records)
     assert line == f"loader_optim: the GPU keeps {memory.words(kept * size)} of decoded images"
 
 
-def test_pictures_are_given_back(pretended_stream, monkeypatch):
+def test_images_are_given_back(pretended_stream, monkeypatch):
     """Memory has run out: batches upload what they show from then on, and the budget is free."""
     monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "200")
     host, gpu = ImageMemory([(4, 6)] * 2, 1 << 20), torch.device("cpu")
     gc.collect()
     before = memory.gpu_budget(gpu)
-    pictures = DeviceImages(host, gpu)
-    assert pictures.held() == host.nbytes and pictures._fits.all() and memory.gpu_budget(gpu) == before - host.nbytes
-    pictures._here[0] = True
-    assert pictures.offer() == "0.0 MiB of images"
-    pictures.release()
-    assert not pictures.held() and not pictures.offer() and not (pictures._fits | pictures._here).any()
+    images = DeviceImages(host, gpu)
+    assert images.held() == host.nbytes and images._fits.all() and memory.gpu_budget(gpu) == before - host.nbytes
+    images._here[0] = True
+    assert images.offer() == "0.0 MiB of images"
+    images.release()
+    assert not images.held() and not images.offer() and not (images._fits | images._here).any()
     assert memory.gpu_budget(gpu) == before
 
 
-def test_batches_are_right_behind_pictures_that_were_given_back(cuda):
+def test_batches_are_right_behind_images_that_were_given_back(cuda):
     host = filled(64, 64, values=(7, 8))
-    pictures = images_of(host)
-    before = pictures(plan_of(host, 0))
-    memory.release(pictures.device)
-    assert pictures.held() == 0
+    images = images_of(host)
+    before = images(plan_of(host, 0))
+    memory.release(images.device)
+    assert images.held() == 0
     for index in (0, 1):
-        assert (pictures(plan_of(host, index)) == 7 + index).all()
+        assert (images(plan_of(host, index)) == 7 + index).all()
     assert (before == 7).all()
 
 
-def test_a_batch_that_finds_no_memory_gives_the_pictures_back(cuda, monkeypatch):
+def test_a_batch_that_finds_no_memory_gives_the_images_back(cuda, monkeypatch):
     host = filled(64, 64)
-    pictures = images_of(host)
+    images = images_of(host)
     augment = finish.ops.image_augment
 
     def full(sources, *args, **kwargs):
@@ -139,8 +139,8 @@ def test_a_batch_that_finds_no_memory_gives_the_pictures_back(cuda, monkeypatch)
         return augment(sources, *args, **kwargs)
 
     monkeypatch.setattr(finish.ops, "image_augment", full)
-    batch = pictures(plan_of(host))
-    assert (batch == 7).all() and pictures.held() == 0
+    batch = images(plan_of(host))
+    assert (batch == 7).all() and images.held() == 0
 
 
 def test_two_threads_take_turns():
@@ -204,13 +204,13 @@ def test_two_threads_make_one_finisher(monkeypatch):
     assert len(made) == 1 and found == made * 2
 
 
-def test_ends_while_pictures_are_uploaded(cuda, monkeypatch):
+def test_ends_while_images_are_uploaded(cuda, monkeypatch):
     """Without a cache each batch reads pinned memory, which goes with the batch."""
     monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "0")
     memory = filled(1024, 1024)
-    pictures = images_of(memory)
-    assert (pictures(plan_of(memory)) == 7).all()
+    images = images_of(memory)
+    assert (images(plan_of(memory)) == 7).all()
     torch.cuda._sleep(200_000_000)
-    batch = pictures(plan_of(memory))
-    del pictures, memory
+    batch = images(plan_of(memory))
+    del images, memory
     assert (batch == 7).all()

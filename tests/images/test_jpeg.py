@@ -1,4 +1,4 @@
-"""JPEG files in place of decoded pictures: what is kept, what a batch shows of them, and batches that are made of them."""
+"""JPEG files in place of decoded images: what is kept, what a batch shows of them, and batches that are made of them."""
 
 import contextlib
 import gc
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.images.leftovers import open_memories
-from tests.images.pretended import made, pictures_on_the_cpu
+from tests.images.pretended import images_on_the_cpu, made
 from tests.launches import no_sync
 from torch_fastdet.images import jpeg
 from torch_fastdet.images.finish import DeviceImages
@@ -35,9 +35,9 @@ SIZES = [(48, 64), (64, 48), (33, 65), (17, 16)]
 
 def write(path, height, width, seed=0, **options):
     coarse = np.random.default_rng(seed).integers(0, 255, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)
-    picture = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
+    image = cv2.resize(coarse, (width, height), interpolation=cv2.INTER_CUBIC)
     progressive = [cv2.IMWRITE_JPEG_PROGRESSIVE, 1] if options.get("progressive") else []
-    assert cv2.imwrite(str(path), picture, [cv2.IMWRITE_JPEG_QUALITY, 90, *progressive])
+    assert cv2.imwrite(str(path), image, [cv2.IMWRITE_JPEG_QUALITY, 90, *progressive])
     return str(path)
 
 
@@ -50,9 +50,9 @@ def packed(path):
     return pack_jpeg(np.fromfile(path, dtype=np.uint8))
 
 
-def memory_of(files, budget=1 << 24, pictures=1 << 24, shapes=SIZES, originals=None, ways=None):
+def memory_of(files, budget=1 << 24, images=1 << 24, shapes=SIZES, originals=None, ways=None):
     originals, ways = originals or shapes, ways or [AS_IT_IS] * len(shapes)
-    return ImageMemory(shapes, pictures, jpegs=JpegFiles(Files.of(files, originals, ways), budget))
+    return ImageMemory(shapes, images, jpegs=JpegFiles(Files.of(files, originals, ways), budget))
 
 
 def test_a_file_comes_back_as_opencv_decodes_it(files):
@@ -71,7 +71,7 @@ def test_a_file_comes_back_as_opencv_decodes_it(files):
 def test_what_opencv_has_to_decode_is_not_kept_and_said_once(tmp_path, caplog, monkeypatch):
     files = [write(tmp_path / f"{i}.jpg", 48, 64, i, progressive=True) for i in range(2)]
     resized = write(tmp_path / "large.jpg", 96, 128)
-    (tmp_path / "broken.jpg").write_bytes(b"no picture")
+    (tmp_path / "broken.jpg").write_bytes(b"no image")
     files += [resized, str(tmp_path / "broken.jpg"), str(tmp_path / "gone.jpg"), ""]
     memory = memory_of(files, shapes=[(48, 64)] * 6)
     with caplog.at_level("INFO", "torch_fastdet"):
@@ -84,8 +84,8 @@ def test_what_opencv_has_to_decode_is_not_kept_and_said_once(tmp_path, caplog, m
     for _ in range(2):
         loading.count_batch()
     assert counts == {("loader_optim", "batches"): 2, ("loader_optim", "JPEG files decoded by OpenCV"): 4}
-    picture = cv2.imread(files[0])
-    assert memory.put(0, picture, picture.shape[:2]) and np.array_equal(memory.get(0), picture) and memory.decoded()[0]
+    image = cv2.imread(files[0])
+    assert memory.put(0, image, image.shape[:2]) and np.array_equal(memory.get(0), image) and memory.decoded()[0]
 
 
 def test_a_file_without_room_is_read_for_each_batch(files, tmp_path):
@@ -126,7 +126,7 @@ def test_no_file_stays_where_stock_makes_the_batch(files):
     assert not memory.files.sent
 
 
-def test_files_have_places_behind_other_pictures_and_hold_none_back(files):
+def test_files_have_places_behind_other_images_and_hold_none_back(files):
     shapes = [(40, 40)] * 4
     memory = memory_of([files[0], "", files[1], ""], 1 << 16, 2 * 4864, shapes)
     assert (memory.offsets >= 0).tolist() == [False, True, False, True]
@@ -243,7 +243,7 @@ def test_processes_share_files(method, indices, files):
 
 
 def random_batch(generator, memory, size=(40, 56)):
-    """Mosaics of four pictures under random maps, letterboxes and a mixup."""
+    """Mosaics of four images under random maps, letterboxes and a mixup."""
     height, width = size
 
     def layer(kind):
@@ -269,9 +269,9 @@ def random_batch(generator, memory, size=(40, 56)):
         return canvas
 
     kinds = ["affine", "affine", "perspective", "none"]
-    pictures = [ImagePlan(height, width, [layer(kind)], flags=int(generator.integers(0, 4))) for kind in kinds]
-    pictures.append(ImagePlan(height, width, [layer("affine"), layer("perspective")], blend=0.4))
-    return pictures
+    images = [ImagePlan(height, width, [layer(kind)], flags=int(generator.integers(0, 4))) for kind in kinds]
+    images.append(ImagePlan(height, width, [layer("affine"), layer("perspective")], blend=0.4))
+    return images
 
 
 @pytest.fixture
@@ -281,21 +281,21 @@ def read_memory(files):
     return memory
 
 
-def on_cpu(pictures, memory):
-    plan = pack(pictures, memory)
+def on_cpu(images, memory):
+    plan = pack(images, memory)
     out = torch.zeros((len(plan.pictures), 3, *plan.size), dtype=torch.uint8)
     run_on_cpu(plan, memory, out)
     return out
 
 
-def of_whole_pictures(pictures, memory):
-    """The same on the CPU, from pixels of whole pictures."""
+def of_whole_images(images, memory):
+    """The same on the CPU, from pixels of whole images."""
 
     def layer(of):
         placements = [(Source(-1, s.height, s.width, memory.get(s.index)), *where) for s, *where in of.placements]
         return replace(of, placements=placements)
 
-    return on_cpu([replace(one, layers=[layer(of) for of in one.layers]) for one in pictures], memory)
+    return on_cpu([replace(one, layers=[layer(of) for of in one.layers]) for one in images], memory)
 
 
 def test_what_is_not_shown_does_not_matter(read_memory):
@@ -303,13 +303,13 @@ def test_what_is_not_shown_does_not_matter(read_memory):
     generator = np.random.default_rng(3)
     left_out = 0
     for _ in range(40):
-        pictures = random_batch(generator, read_memory)
-        wanted = of_whole_pictures(pictures, read_memory)
-        plan = pack(pictures, read_memory, on_cpu=False)
+        images = random_batch(generator, read_memory)
+        wanted = of_whole_images(images, read_memory)
+        plan = pack(images, read_memory, on_cpu=False)
         rectangles = shown(plan)
         row = 0
-        for picture in pictures:
-            for layer in picture.layers:
+        for image in images:
+            for layer in image.layers:
                 for number, (source, *where) in enumerate(layer.placements):
                     x0, y0, x1, y1 = np.maximum(rectangles[row], 0).tolist()
                     pixels = read_memory.get(source.index)
@@ -319,7 +319,7 @@ def test_what_is_not_shown_does_not_matter(read_memory):
                     left_out += (changed != pixels).any()
                     layer.placements[number] = (Source(-1, source.height, source.width, changed), *where)
                     row += 1
-        assert torch.equal(on_cpu(pictures, read_memory), wanted)
+        assert torch.equal(on_cpu(images, read_memory), wanted)
     assert left_out > 100
 
 
@@ -341,7 +341,7 @@ def test_rectangles_are_put_together():
 @pytest.mark.parametrize("resized", [False, True], ids=["as they are", "resized"])
 @pytest.mark.parametrize("room", [1 << 24, 4096, 0], ids=["kept", "some kept", "sent"])
 @pytest.mark.parametrize("cached", [0, 10_000, 1 << 15])
-@pytest.mark.parametrize("decoded", [(), (1, 3)], ids=["files", "files and pictures"])
+@pytest.mark.parametrize("decoded", [(), (1, 3)], ids=["files", "files and images"])
 def test_batches_of_files_have_the_same_pixels(cached, decoded, room, resized, files, monkeypatch):
     monkeypatch.setattr(jpeg, "ROOM", 15_000)
     shapes = list(RESIZED.values()) if resized else SIZES
@@ -353,21 +353,21 @@ def test_batches_of_files_have_the_same_pixels(cached, decoded, room, resized, f
             height, width = shapes[index]
             assert memory.put(index, cv2.resize(cv2.imread(path), (width, height)), SIZES[index])
     generator = np.random.default_rng(1)
-    pictures = pictures_on_the_cpu(memory, cached)
+    images = images_on_the_cpu(memory, cached)
     seen = set()
     for _ in range(12):
         assert all(index in decoded or memory.read(index) for index in range(len(files)))
         batch = random_batch(generator, memory)
-        wanted = of_whole_pictures(batch, memory)
+        wanted = of_whole_images(batch, memory)
         assert torch.equal(on_cpu(batch, memory), wanted)
         plan = pack(batch, memory, on_cpu=False)
         before = plan.placements.copy()
         for _ in range(2):  # out of memory in between begins again with the same plan
-            storages, placements = pictures._bring(plan)
+            storages, placements = images._bring(plan)
             assert np.array_equal(plan.placements, before)
         seen |= set(placements[:, 0].tolist())
         assert torch.equal(made(plan, storages, placements), wanted)
-    not_kept = {index in decoded for index in np.flatnonzero(~pictures._fits).tolist()}
+    not_kept = {index in decoded for index in np.flatnonzero(~images._fits).tolist()}
     assert (FILES in seen) == (False in not_kept) and (OWN in seen) == (True in not_kept)
 
 
@@ -376,11 +376,11 @@ def test_a_file_that_another_process_decodes_while_it_travels(cached, files):
     memory = memory_of(files, budget=0)
     assert all(memory.read(index) for index in range(4))
     batch = random_batch(np.random.default_rng(1), memory)
-    wanted, plan = of_whole_pictures(batch, memory), pack(batch, memory, on_cpu=False)
+    wanted, plan = of_whole_images(batch, memory), pack(batch, memory, on_cpu=False)
     memory.take_sent()
     for index, path in enumerate(files):
         assert memory.put(index, cv2.imread(path), SIZES[index])
-    assert torch.equal(made(plan, *pictures_on_the_cpu(memory, cached)._bring(plan)), wanted)
+    assert torch.equal(made(plan, *images_on_the_cpu(memory, cached)._bring(plan)), wanted)
 
 
 @pytest.mark.parametrize("room", [1 << 24, 4096, 0], ids=["kept", "some kept", "sent"])
@@ -394,24 +394,24 @@ def test_batches_are_right_under_load_on_a_side_stream(cached, fits, room, files
     for _ in range(3):
         assert all(memory.read(index) for index in range(len(files)))
         batch = random_batch(generator, memory)
-        wanted.append(of_whole_pictures(batch, memory))
+        wanted.append(of_whole_images(batch, memory))
         plans.append(pack(batch, memory, on_cpu=False))
         memory.take_sent()
     side, others = torch.cuda.Stream(), torch.zeros(1 << 22, device=cuda)
     for waits in (contextlib.nullcontext, no_sync):
         others.zero_()
-        gc.collect()  # pictures of tests before count against the budget
+        gc.collect()  # images of tests before count against the budget
         torch.cuda.synchronize()
         with waits():
             torch.cuda._sleep(20_000_000)
-            pictures = DeviceImages(memory, torch.device("cuda", torch.cuda.current_device()))
+            images = DeviceImages(memory, torch.device("cuda", torch.cuda.current_device()))
             with torch.cuda.stream(side):
                 torch.cuda._sleep(100_000_000)
-                found = [pictures(plan) for plan in plans]
+                found = [images(plan) for plan in plans]
             for _ in range(100):
                 others.add_(torch.ones_like(others))
         torch.cuda.synchronize()
-        assert pictures._fits.sum() == fits
-        del pictures
+        assert images._fits.sum() == fits
+        del images
         assert all(torch.equal(one.cpu(), stock) for one, stock in zip(found, wanted, strict=True))
         assert (others == 100).all()

@@ -1,4 +1,4 @@
-"""The memory for decoded pictures: places, budgets, sharing."""
+"""The memory for decoded images: places, budgets, sharing."""
 
 import copy
 import hashlib
@@ -28,42 +28,42 @@ from torch_fastdet.memory import host_budget, report
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
 
 
-def picture(height, width, seed=0):
+def make_image(height, width, seed=0):
     return np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
 
 
-def test_pictures_come_back():
+def test_images_come_back():
     shapes = [(5, 7), (1, 1), (13, 3)]
     memory = ImageMemory(shapes, 1 << 20)
     assert memory.places == 3 and not any(memory.has(index) for index in range(3))
     for index, shape in enumerate(shapes):
         assert memory.get(index) is None
-        assert memory.put(index, picture(*shape, index), (100 + index, 200))
+        assert memory.put(index, make_image(*shape, index), (100 + index, 200))
     for index, shape in enumerate(shapes):
-        assert np.array_equal(memory.get(index), picture(*shape, index))
+        assert np.array_equal(memory.get(index), make_image(*shape, index))
         assert memory.shape(index) == shape and memory.original(index) == (100 + index, 200)
         start = int(memory.offsets[index])
         size = int(memory.sizes(np.array([index]))[0])
-        assert memory.tensor()[start : start + size].numpy().tobytes() == picture(*shape, index).tobytes()
+        assert memory.tensor()[start : start + size].numpy().tobytes() == make_image(*shape, index).tobytes()
 
 
-def test_a_smaller_picture_than_announced_is_kept_and_a_larger_one_is_not():
+def test_a_smaller_image_than_announced_is_kept_and_a_larger_one_is_not():
     memory = ImageMemory([(5, 7), (5, 7), (5, 7)], 1 << 20)
-    assert memory.put(0, picture(4, 7), (4, 7)) and memory.get(0).shape == (4, 7, 3)
-    assert not memory.put(1, picture(6, 7), (6, 7)) and memory.get(1) is None
-    assert not memory.put(2, picture(5, 7)[..., 0], (5, 7)) and not memory.has(2)
+    assert memory.put(0, make_image(4, 7), (4, 7)) and memory.get(0).shape == (4, 7, 3)
+    assert not memory.put(1, make_image(6, 7), (6, 7)) and memory.get(1) is None
+    assert not memory.put(2, make_image(5, 7)[..., 0], (5, 7)) and not memory.has(2)
 
 
 @pytest.mark.parametrize("budget", [0, 74, 105, 400, 10_000])
 def test_places_stay_within_the_budget(budget):
     memory = ImageMemory([(5, 7)] * 10, budget)
     assert memory.nbytes <= budget
-    assert memory.places == sum(memory.put(index, picture(5, 7), (5, 7)) for index in range(10))
+    assert memory.places == sum(memory.put(index, make_image(5, 7), (5, 7)) for index in range(10))
     assert memory.places == (0 if budget < 105 else 10 if budget == 10_000 else 1 + (budget - 105) // 128)
 
 
 def _write(memory, index):
-    memory.put(index, picture(5, 7, index), (5, 7))
+    memory.put(index, make_image(5, 7, index), (5, 7))
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -72,7 +72,7 @@ def test_processes_share_it(method):
     process = multiprocessing.get_context(method).Process(target=_write, args=(memory, 1))
     process.start()
     process.join()
-    assert memory.get(0) is None and np.array_equal(memory.get(1), picture(5, 7, 1))
+    assert memory.get(0) is None and np.array_equal(memory.get(1), make_image(5, 7, 1))
 
 
 def test_what_is_held_is_counted_while_other_processes_decode():
@@ -92,11 +92,11 @@ def test_what_is_held_is_counted_while_other_processes_decode():
         os.waitpid(process, 0)
 
 
-@pytest.mark.parametrize("kind", ["pictures", "files"])
+@pytest.mark.parametrize("kind", ["images", "files"])
 def test_an_owner_that_another_thread_asks_is_whole(kind, monkeypatch):
     asked = []
     monkeypatch.setattr(memories, "register", lambda owner: asked.append((owner.held(), owner.used())))
-    if kind == "pictures":
+    if kind == "images":
         made = ImageMemory([(5, 7)], 1 << 20)
     else:
         made = JpegFiles(Files.of([""], [(5, 7)], [0]), 1 << 20)
@@ -121,10 +121,10 @@ class TestMarks:
         monkeypatch.setattr(memories, "fence", note)
         return seen
 
-    def test_pictures(self, at_fences):
+    def test_images(self, at_fences):
         memory = ImageMemory([(5, 7)], 1 << 20)
         self.look = lambda: (bool(memory.pixels.any()), int(memory._marks[0]))
-        assert memory.put(0, picture(5, 7), (5, 7))
+        assert memory.put(0, make_image(5, 7), (5, 7))
         assert at_fences[-1] == (True, 0), "the mark is set without a fence behind the pixels"
         at_fences.clear()
         assert memory.get(0) is not None and at_fences[0] == (True, 1), (
@@ -157,7 +157,7 @@ class TestMarks:
 
 def test_a_copy_has_a_memory_of_its_own():
     memory = ImageMemory([(5, 7)], 1 << 20)
-    memory.put(0, picture(5, 7), (5, 7))
+    memory.put(0, make_image(5, 7), (5, 7))
     other = copy.deepcopy(memory)
     assert not other.has(0) and memory.has(0) and other.nbytes == memory.nbytes
 
@@ -165,21 +165,21 @@ def test_a_copy_has_a_memory_of_its_own():
 def test_nothing_is_left_open():
     before = open_memories()
     memory = ImageMemory([(5, 7)], 1 << 20)
-    memory.put(0, picture(5, 7), (5, 7))
+    memory.put(0, make_image(5, 7), (5, 7))
     view = memory.get(0)
     assert open_memories() > before
     del memory
-    assert np.array_equal(view, picture(5, 7))  # what somebody holds stays
+    assert np.array_equal(view, make_image(5, 7))  # what somebody holds stays
     del view
     assert open_memories() == before
 
 
 def test_nobody_writes_to_a_view():
     memory = ImageMemory([(5, 7)], 1 << 20)
-    memory.put(0, picture(5, 7), (5, 7))
+    memory.put(0, make_image(5, 7), (5, 7))
     with pytest.raises(ValueError, match="read-only"):
         memory.get(0)[:] = 0
-    assert np.array_equal(memory.get(0), picture(5, 7))
+    assert np.array_equal(memory.get(0), make_image(5, 7))
 
 
 # Ranks ----------------------------------------------------------------------------------------------------------------
@@ -193,10 +193,12 @@ def _rank(rank, pipe, path):
     """As ``mp.spawn`` starts it: no variable of the environment says anything about ranks."""
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
     memory = shared_by_ranks([str(path)], [(5, 7)] * 3, lambda: 500 + 1000 * rank)
-    memory.put(rank, picture(5, 7, rank), (5, 7))
+    memory.put(rank, make_image(5, 7, rank), (5, 7))
     pipe.send(memory.nbytes)
     pipe.recv()  # all have written
-    pipe.send([index for index in range(3) if memory.has(index) and (memory.get(index) == picture(5, 7, index)).all()])
+    pipe.send(
+        [index for index in range(3) if memory.has(index) and (memory.get(index) == make_image(5, 7, index)).all()]
+    )
     dist.destroy_process_group()
 
 
@@ -247,7 +249,7 @@ def test_images_that_no_other_rank_asks_for_end_with_their_data_set(two_ranks):
     before = open_memories()
     for _ in range(3):
         memory = shared_by_ranks(["val"], [(5, 7)], budget)
-        memory.put(0, picture(5, 7), (5, 7))
+        memory.put(0, make_image(5, 7), (5, 7))
         assert memory.places == 1 and open_memories() > before
         del memory
     assert open_memories() == before
@@ -263,7 +265,7 @@ def test_a_memory_that_has_ended_is_followed_by_another(two_ranks, ended, caplog
     assert memory.places == 4 and not caplog.records  # the whole budget
 
     def take():
-        assert ranks.shared_by_ranks(["a"], [(5, 7)] * 4, budget).put(2, picture(5, 7), (5, 7))
+        assert ranks.shared_by_ranks(["a"], [(5, 7)] * 4, budget).put(2, make_image(5, 7), (5, 7))
 
     assert exit_status(fork(take)) == 0 and memory.has(2)
 
@@ -308,14 +310,14 @@ def test_a_rank_without_files_does_not_take_the_memory_of_one_that_keeps_them(tw
     """Its images have other places: YOLOv5's ``check_cache_ram`` may decide otherwise on each rank."""
     files = Files.of([str(tmp_path / "a.jpg"), ""], [(5, 7)] * 2, [AS_IT_IS] * 2)
     first = shared_by_ranks(["a"], [(5, 7)] * 2, budget, files)
-    assert first.put(1, picture(5, 7, 1), (5, 7))
+    assert first.put(1, make_image(5, 7, 1), (5, 7))
 
     def other():
         memory = shared_by_ranks(["a"], [(5, 7)] * 2, budget)
-        assert memory.get(1) is None and memory.put(0, picture(5, 7), (5, 7))
+        assert memory.get(1) is None and memory.put(0, make_image(5, 7), (5, 7))
 
     assert exit_status(fork(other)) == 0
-    assert first.get(0) is None and np.array_equal(first.get(1), picture(5, 7, 1))
+    assert first.get(0) is None and np.array_equal(first.get(1), make_image(5, 7, 1))
 
 
 def test_ranks_without_a_process_group_share_the_budget(monkeypatch):

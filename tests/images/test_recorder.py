@@ -1,4 +1,4 @@
-"""Pictures without pixels against the same operations on arrays."""
+"""Images without pixels against the same operations on arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch_fastdet.images.memory import ImageMemory  # noqa: E402
 from torch_fastdet.images.recorder import CannotRecord, Recorder  # noqa: E402
 
 
-def picture(height, width, seed):
+def make_image(height, width, seed):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
@@ -20,7 +20,7 @@ def picture(height, width, seed):
 def recorder():
     memory = ImageMemory([(40, 60), (30, 50)], 1 << 20)
     for index, (height, width) in enumerate(memory.shapes.tolist()):
-        assert memory.put(index, picture(height, width, index), (height, width))
+        assert memory.put(index, make_image(height, width, index), (height, width))
     return Recorder(memory, "The host")
 
 
@@ -29,7 +29,7 @@ def pair(recorder):
 
 
 def arrays():
-    return picture(40, 60, 0), picture(30, 50, 1)
+    return make_image(40, 60, 0), make_image(30, 50, 1)
 
 
 def canvas(a, b):
@@ -96,7 +96,7 @@ def test_the_same_pixels(recorder, name):
     assert got.shape == want.shape and got.dtype == want.dtype and got.ndim == want.ndim and len(got) == len(want)
     assert isinstance(got, np.ndarray)
     np.testing.assert_array_equal(np.asarray(got), want)
-    np.testing.assert_array_equal(recorder.memory.get(0), picture(40, 60, 0))  # nobody has written to it
+    np.testing.assert_array_equal(recorder.memory.get(0), make_image(40, 60, 0))  # nobody has written to it
 
 
 SEEN = None

@@ -1,4 +1,4 @@
-"""What a host's ``load_image`` says of pictures that are not read."""
+"""What a host's ``load_image`` says of images that are not read."""
 
 import math
 
@@ -16,15 +16,15 @@ class Dataset:
     def load_image(self, i):
         if self.ims[i] is not None:
             return self.ims[i], None, None
-        picture = None if self.npy_files[i].exists() else cv2.imread(self.im_files[i])
-        height, width = picture.shape[:2]
+        image = None if self.npy_files[i].exists() else cv2.imread(self.im_files[i])
+        height, width = image.shape[:2]
         ratio = self.side / max(height, width)
         if ratio < 1:
-            picture = cv2.resize(
-                picture, (math.ceil(width * ratio), math.ceil(height * ratio)), interpolation=cv2.INTER_AREA
+            image = cv2.resize(
+                image, (math.ceil(width * ratio), math.ceil(height * ratio)), interpolation=cv2.INTER_AREA
             )
-        self.ims[i] = picture
-        return picture, (height, width), picture.shape[:2]
+        self.ims[i] = image
+        return image, (height, width), image.shape[:2]
 
 
 class Blurred(Dataset):
@@ -39,13 +39,13 @@ def test_sizes_are_those_of_the_hosts_code():
     assert dataset.ims == [] and dataset.im_files == ["a.jpg", "b.jpg", "c.jpg"]  # the data set itself is not touched
 
 
-def test_how_a_picture_is_resized():
+def test_how_an_image_is_resized():
     class Resized(Dataset):
         def load_image(self, i):
-            picture = cv2.imread(self.im_files[i])
+            image = cv2.imread(self.im_files[i])
             for options in self.options:
-                picture = cv2.resize(picture, (8, 9), **options)
-            return picture, (5, 5), picture.shape[:2]
+                image = cv2.resize(image, (8, 9), **options)
+            return image, (5, 5), image.shape[:2]
 
     for options, way in (
         ([{}], LINEAR),
@@ -58,7 +58,7 @@ def test_how_a_picture_is_resized():
         assert sizes(Resized, dataset, [(5, 5)], 64) == ([(9, 8)], [way])
 
 
-def test_code_that_wants_pixels_gives_the_most_that_a_picture_can_take(caplog):
+def test_code_that_wants_pixels_gives_the_most_that_an_image_can_take(caplog):
     assert sizes(Blurred, Blurred(64, ["a.jpg"]), [(33, 128)], 64) == ([(64, 64)], [OTHERWISE])
     assert "every image may be 64x64: Blurred.load_image wants pixels" in caplog.text
 

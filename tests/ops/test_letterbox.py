@@ -13,7 +13,7 @@ GREY = 114
 
 
 def sizes(count: int):
-    """Shapes of pictures and of inputs; some fit exactly, some leave half a pixel, some have a side that shrinks to nothing."""
+    """Shapes of images and of inputs; some fit exactly, some leave half a pixel, some have a side that shrinks to nothing."""
     random = np.random.default_rng(0)
     for _ in range(count):
         yield tuple(random.integers(1, 130, 2).tolist()), tuple((random.integers(1, 9, 2) * 16).tolist())
@@ -39,15 +39,15 @@ def test_places_as_yolov5():
     cv2 = pytest.importorskip("cv2", exc_type=ImportError)
     letterbox = pytest.importorskip("yolov5.utils.augmentations", exc_type=ImportError).letterbox
     for shape, size in sizes(100):
-        picture = np.zeros((*shape, 3), np.uint8)
+        image = np.zeros((*shape, 3), np.uint8)
         gain = min(size[0] / shape[0], size[1] / shape[1])
         if min(round(side * gain) for side in shape) == 0:
             with pytest.raises(cv2.error):
-                letterbox(picture, size, auto=False)
+                letterbox(image, size, auto=False)
             continue
-        image, _, _ = letterbox(picture, size, auto=False)
+        boxed, _, _ = letterbox(image, size, auto=False)
         placed = place(shape, size)
-        assert rectangle(image) == placed[:4] and image.shape[:2] == placed.size, (shape, size)
+        assert rectangle(boxed) == placed[:4] and boxed.shape[:2] == placed.size, (shape, size)
 
 
 @pytest.mark.parametrize("host", ["yolov5", "ultralytics"])

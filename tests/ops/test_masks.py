@@ -171,7 +171,7 @@ def test_what_is_no_number_is_no_pixel(device, options):
 # Comparison with the installed packages ------------------------------------------------------------------------------
 
 SHAPES = [((40, 40), (160, 160)), ((24, 40), (96, 160)), ((40, 30), (160, 120))]
-PICTURES = [(160, 160), (97, 211), (213, 100), (37, 41), (300, 450), (20, 20), (1, 50)]
+IMAGES = [(160, 160), (97, 211), (213, 100), (37, 41), (300, 450), (20, 20), (1, 50)]
 
 
 def compare(ours, stock, tensors, device, *arguments) -> None:
@@ -194,7 +194,7 @@ def test_equals_ultralytics(device, low, size, upsample):
     compare(masks.ultralytics_process_mask, stock.process_mask, half, device, torch.Size(size), upsample)
 
 
-@pytest.mark.parametrize("shape", PICTURES)
+@pytest.mark.parametrize("shape", IMAGES)
 def test_equals_ultralytics_native(device, shape):
     stock = pytest.importorskip("ultralytics.utils.ops")
     for low in [(40, 40), (24, 40), (40, 26)]:
@@ -209,13 +209,13 @@ def test_equals_yolov5(device, low, size):
     for upsample in (False, True):
         compare(masks.yolov5_process_mask, stock.process_mask, tensors, device, size, upsample)
     compare(masks.yolov5_process_mask_upsample, stock.process_mask_upsample, tensors, device, size)
-    for shape in PICTURES:
+    for shape in IMAGES:
         tensors = problem(30, *low, shape, channels=32)
         compare(masks.yolov5_process_mask_native, stock.process_mask_native, tensors, device, shape)
 
 
 def test_takes_what_stock_takes(device):
-    """One box for all masks, and the shape of a picture with channels where nothing is resampled."""
+    """One box for all masks, and the shape of an image with channels where nothing is resampled."""
     theirs = pytest.importorskip("ultralytics.utils.ops")
     general = pytest.importorskip("yolov5.utils.segment.general")
     protos, coefficients, _ = problem(5, 24, 40, (96, 160))

@@ -196,8 +196,8 @@ def test_padding_is_not_used(device):
 
 
 OUTSIDE = [
-    pytest.param([0, 1, -0.6, -0.6, 0.2, 0.2], False, id="above_left_of_the_picture"),
-    pytest.param([0, 1, 1.6, 1.6, 0.2, 0.2], True, id="below_right_of_the_picture"),
+    pytest.param([0, 1, -0.6, -0.6, 0.2, 0.2], False, id="above_left_of_the_image"),
+    pytest.param([0, 1, 1.6, 1.6, 0.2, 0.2], True, id="below_right_of_the_image"),
     pytest.param([0, 1, 0.5, 0.5, 0.0, 0.0], True, id="no_area"),
     pytest.param([0, 1, 0.5, 0.5, 0.0, 0.5], True, id="no_width"),
     pytest.param([0, 1, 0.02, 0.02, 0.5, 0.5], True, id="reaches_over_the_edge"),

@@ -68,7 +68,7 @@ def program(ultralytics_environment, tmp_path_factory) -> Callable[..., dict[str
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory) -> Path:
-    """The data.yaml of 16 pictures of digits, which are also those to validate on: a model overfits them quickly."""
+    """The data.yaml of 16 images of digits, which are also those to validate on: a model overfits them quickly."""
     data = make(tmp_path_factory.mktemp("digits") / "data", Recipe(image_size=96, train=16, val=1))
     data.write_text(data.read_text().replace("val: images/val", "val: images/train"))
     return data

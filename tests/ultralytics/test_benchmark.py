@@ -32,7 +32,7 @@ def test_the_table_says_what_memory_is_used_for():
 
 
 @pytest.mark.parametrize(
-    "words, said", [(["--epochs", "2"], "--epochs is 2, but at least 3"), (["--pictures", "9"], "32")]
+    "words, said", [(["--epochs", "2"], "--epochs is 2, but at least 3"), (["--images", "9"], "32")]
 )
 def test_options_that_measure_nothing(words, said, capsys):
     with pytest.raises(SystemExit):
@@ -59,7 +59,7 @@ def test_on_a_cpu(tmp_path):
         "yolov8n",
         "--imgsz",
         "64",
-        "--pictures",
+        "--images",
         "16",
         "--batch",
         "8",

@@ -162,7 +162,7 @@ def test_the_optimizers_step_is_fused_too(trained, cases, case):
 
 
 def test_a_trainer_that_begins_again_has_the_memory_of_its_gpu():
-    """Its next batch is smaller; what graphs and pictures held for the one before would stay for ever."""
+    """Its next batch is smaller; what graphs and images held for the one before would stay for ever."""
     order, device = [], torch.device("cuda", 0)
 
     class Held(memory.Owner):
@@ -221,7 +221,7 @@ def test_a_gpu_that_another_process_fills(cuda, program, digits, tmp_path, gib, 
     stock, graphed = ran["stock"], ran["graphed"]
     assert graphed["losses"] == pytest.approx(stock["losses"], rel=rel) and len(stock["losses"]) == 6
     assert graphed["files"] == stock["files"] and captured(graphed)
-    assert max(graphed["free"]) < gib << 30 and max(graphed["budgets"]) <= gib << 28, "pictures take a quarter at most"
+    assert max(graphed["free"]) < gib << 30 and max(graphed["budgets"]) <= gib << 28, "images take a quarter at most"
     assert not any("out of memory" in line or "no memory" in line for line in graphed["said"]) or gib == 2
 
 
@@ -264,7 +264,7 @@ def test_rebuilds_on_a_gpu(cuda, program, digits, tmp_path):
 
 
 def labelled(task, count, device):
-    """A batch of a task: two objects in each picture, and none in the last."""
+    """A batch of a task: two objects in each image, and none in the last."""
     generator = torch.Generator().manual_seed(count)
     batch = {"img": torch.rand(count, 3, 64, 64, generator=generator)}
     objects = 2 * (count - 1)

@@ -24,7 +24,7 @@ from tests.conftest import some_slow
 from tests.forks import exit_status, fork
 from tests.images import pretended
 from tests.images.leftovers import closes, open_memories, orphans, started
-from tests.images.pretended import made, pictures_on_the_cpu
+from tests.images.pretended import images_on_the_cpu, made
 from torch_fastdet.ops import opencv_rules
 
 SIZE = 96
@@ -37,7 +37,7 @@ SEGMENTS = {"root": "segments", "task": "segment", "copy_paste": 0.6, **HYP}
 
 
 def nine(loader):
-    """Mosaics of nine pictures, which no option of Ultralytics asks for."""
+    """Mosaics of nine images, which no option of Ultralytics asks for."""
     steps = [loader.dataset.transforms]
     while steps:
         step = steps.pop()
@@ -172,7 +172,7 @@ def _make(cv2, root: Path, kind: str, count: int = 24) -> Path:
         for place in range(0 if number == 5 or kind == "empty" else int(generator.integers(1, 5))):
             x, y, w, h = *generator.uniform(0.3, 0.7, 2), *generator.uniform(0.05, 0.5, 2)
             if kind.startswith("bad") and place:
-                # Vanishes when scaled down; a line; nothing; the whole picture, half outside when shifted.
+                # Vanishes when scaled down; a line; nothing; the whole image, half outside when shifted.
                 w, h = [(0.002, 0.002), (0.4, 0), (0, 0), (2, 2)][(number + place) % 4]
             numbers = [x, y, w, h]
             if kind in ("segments", "bad"):
@@ -263,9 +263,9 @@ def pretended_gpu(monkeypatch):
     """Loaders work as they do where there is a GPU, with the CPU's operator in its place."""
     from torch_fastdet.images import loop
 
-    class Pictures:
+    class Images:
         def __init__(self, memory):
-            self.pictures = pictures_on_the_cpu(memory)
+            self.images = images_on_the_cpu(memory)
 
         def held(self):
             return 0
@@ -274,10 +274,10 @@ def pretended_gpu(monkeypatch):
             return "nothing"
 
         def __call__(self, plan):
-            return made(plan, *self.pictures._bring(plan))
+            return made(plan, *self.images._bring(plan))
 
     def begin(finisher, memory, device, key, uploads):
-        finisher.device, finisher.images, finisher.key, finisher.uploads = device, Pictures(memory), key, uploads
+        finisher.device, finisher.images, finisher.key, finisher.uploads = device, Images(memory), key, uploads
 
     monkeypatch.setattr(loop, "torch", pretended.cuda())
     monkeypatch.setattr(loop, "current_gpu", lambda: torch.device("cpu"))
@@ -430,7 +430,7 @@ def test_two_loops_over_one_loader(ultralytics, root, request):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_collate_fn_that_is_given_later_gets_pictures(ultralytics, root, device, workers):
+def test_a_collate_fn_that_is_given_later_gets_images(ultralytics, root, device, workers):
     def give(loader):
         stock = loader.collate_fn
         loader.collate_fn = lambda items: {**stock(items), "sums": [int(item["img"].sum()) for item in items]}
@@ -529,7 +529,7 @@ def test_changed_code_runs(ultralytics, root, monkeypatch, capsys, when):
 
 @pytest.mark.cpu
 @pytest.mark.parametrize(("workers", "cache"), [(0, None), (2, None), (0, "ram"), (2, "ram")])
-def test_code_that_cannot_run_on_stand_ins_makes_the_pictures(ultralytics, root, monkeypatch, capsys, workers, cache):
+def test_code_that_cannot_run_on_stand_ins_makes_the_images(ultralytics, root, monkeypatch, capsys, workers, cache):
     cv2, stock_hsv = ultralytics.cv2, ultralytics.augment.RandomHSV.apply_image
 
     class Elsewhere:
@@ -645,28 +645,28 @@ FAULTS = {
 @pytest.mark.cpu
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("as_file", [False, True], ids=["pictures", "files"])
+@pytest.mark.parametrize("as_file", [False, True], ids=["images", "files"])
 def test_a_file_that_breaks_after_the_scan_is_stocks_error(
     ultralytics, tmp_path, workers, fault, as_file, monkeypatch, request
 ):
     where = _make(ultralytics.cv2, tmp_path / "faults", "boxes", count=12)
-    picture = where / "images" / "7.jpg"
-    content = picture.read_bytes()
+    image = where / "images" / "7.jpg"
+    content = image.read_bytes()
     faulty = FAULTS[fault](content)
 
     def breaks(loader):
-        picture.unlink() if faulty is None else picture.write_bytes(faulty)
+        image.unlink() if faulty is None else image.write_bytes(faulty)
 
     def outcome(**options):
         try:
             given = {"mode": "val", "workers": workers, "before": breaks, "batch": 5, "epochs": 1}
             found = batches(ultralytics, where, **given, **options)
-            # Half a picture, where OpenCV makes one.
+            # Half an image, where OpenCV makes one.
             return [batch["img"] for batch in found if isinstance(batch, dict)]
         except Exception as error:
             return type(error), str(error).strip().splitlines()[-1]
         finally:
-            picture.write_bytes(content)
+            image.write_bytes(content)
 
     stock = outcome()
     if as_file:
@@ -688,7 +688,7 @@ def test_labels_that_change_between_trainings_are_read_again(ultralytics, tmp_pa
 
 
 @pytest.mark.cpu
-def test_a_disk_that_fills_leaves_no_half_written_picture(ultralytics, tmp_path, monkeypatch):
+def test_a_disk_that_fills_leaves_no_half_written_image(ultralytics, tmp_path, monkeypatch):
     where = _make(ultralytics.cv2, tmp_path / "full", "boxes", count=12)
     save = np.save
 
@@ -749,7 +749,7 @@ def test_control_c_ends_the_loop_and_the_workers(ultralytics, root, device, inte
 
 
 @pytest.mark.slow
-def test_spawned_workers_share_the_pictures(ultralytics, root, device):
+def test_spawned_workers_share_the_images(ultralytics, root, device):
     def spawning(loader):
         loader.multiprocessing_context = "spawn"
 

@@ -103,11 +103,11 @@ def test_prediction_has_stocks_masks(ops, device):
     with torch.no_grad():
         for level in head.cv3:
             level[-1].bias.add_(9.0)  # untrained, and yet it finds something
-    picture = np.random.default_rng(0).integers(0, 255, (70, 121, 3), np.uint8)
+    image = np.random.default_rng(0).integers(0, 255, (70, 121, 3), np.uint8)
 
     def found(native: bool) -> torch.Tensor:
         options = {"conf": 0.2, "imgsz": 128, "max_det": 20, "verbose": False, "device": device.type}
-        (result,) = model.predict(picture, retina_masks=native, **options)
+        (result,) = model.predict(image, retina_masks=native, **options)
         return result.masks.data.cpu()
 
     for native in (False, True):

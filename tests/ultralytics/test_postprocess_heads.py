@@ -14,24 +14,24 @@ TASKS |= {"pose": ("-pose", "PoseModel"), "obb": ("-obb", "OBBModel")}
 
 
 def head_outputs(version, task, end2end=False):
-    """The model's head, stock's decoded prediction and the raw dict of two pictures of 96x128."""
+    """The model's head, stock's decoded prediction and the raw dict of two images of 96x128."""
     tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
     suffix, kind = TASKS[task]
     model = getattr(tasks, kind)(f"yolo{version}n{suffix}.yaml", nc=3, verbose=False).eval()
     head = model.model[-1]
     if end2end:
         head.end2end = True
-    pictures = torch.rand(2, 3, 96, 128)
+    images = torch.rand(2, 3, 96, 128)
     with torch.no_grad():
         for norm in model.modules():
             if isinstance(norm, torch.nn.BatchNorm2d):
                 norm.momentum = 1.0
-        model.train()(pictures)  # or fresh weights shrink the pictures until all anchors are alike
+        model.train()(images)  # or fresh weights shrink the images until all anchors are alike
         for branch in (head.cv3, getattr(head, "one2one_cv3", None) or []):
             for layer in branch:
                 layer[-1].weight.mul_(4)
                 layer[-1].bias.fill_(-1.0)
-        prediction, raw = model.eval()(pictures)[:2]
+        prediction, raw = model.eval()(images)[:2]
     if isinstance(prediction, tuple):  # segment: the prediction and the prototypes
         prediction = prediction[0]
     return head, prediction, raw

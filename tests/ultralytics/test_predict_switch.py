@@ -50,20 +50,20 @@ def make(cls, device, imgsz=(64, 96), rect=True, fp16=False, kind="pt", dynamic=
     return made
 
 
-def picture(height, width, channels=3, seed=0):
+def make_image(height, width, channels=3, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
 
 
 BATCHES = {
-    "one": lambda: [picture(75, 133)],
-    "exactly half": lambda: [picture(128, 192)],
-    "its own size": lambda: [picture(64, 96)],
-    "one pixel": lambda: [picture(1, 1)],
-    "thin": lambda: [picture(1, 900), picture(700, 1)],
-    "one size": lambda: [picture(120, 67, seed=s) for s in range(3)],
-    "several sizes": lambda: [picture(50 + 7 * s, 40 + 31 * s, seed=s) for s in range(11)],
-    "grey": lambda: [picture(55, 33, 1), picture(20, 44, 1)],
-    "views": lambda: [picture(90, 91)[::-1], picture(90, 91)[:, ::-1], picture(90, 91)[5:, 3:80:2], picture(60, 70)[..., ::-1]],
+    "one": lambda: [make_image(75, 133)],
+    "exactly half": lambda: [make_image(128, 192)],
+    "its own size": lambda: [make_image(64, 96)],
+    "one pixel": lambda: [make_image(1, 1)],
+    "thin": lambda: [make_image(1, 900), make_image(700, 1)],
+    "one size": lambda: [make_image(120, 67, seed=s) for s in range(3)],
+    "several sizes": lambda: [make_image(50 + 7 * s, 40 + 31 * s, seed=s) for s in range(11)],
+    "grey": lambda: [make_image(55, 33, 1), make_image(20, 44, 1)],
+    "views": lambda: [make_image(90, 91)[::-1], make_image(90, 91)[:, ::-1], make_image(90, 91)[5:, 3:80:2], make_image(60, 70)[..., ::-1]],
     "read-only": lambda: [np.broadcast_to(np.uint8([1, 2, 3]), (40, 50, 3))],
 }  # fmt: skip
 OPTIONS = {
@@ -103,7 +103,7 @@ class Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["contiguous", "flipped"])
 def test_a_long_list_is_not_copied(kind, device, monkeypatch):
     """Of the 40 images a few are in memory twice: none on the CPU that it can read, at most eight others, four on a GPU."""
-    images = [picture(200, 300, seed=s) for s in range(40)]
+    images = [make_image(200, 300, seed=s) for s in range(40)]
     images = images if kind == "contiguous" else [image[:, ::-1] for image in images]
     placings = [place(image.shape[:2], (64, 96)) for image in images]
     monkeypatch.setattr(common, "UPLOAD", 4 * images[0].nbytes)
@@ -123,25 +123,25 @@ def test_a_long_list_is_not_copied(kind, device, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "pictures",
+    "images",
     [
         torch.rand(2, 3, 64, 96),
-        [picture(30, 30, 4)],
-        [picture(30, 40).astype(np.float32)],
-        [picture(30, 40).astype(np.uint16)],
-        [picture(30, 40)[..., 0]],
+        [make_image(30, 30, 4)],
+        [make_image(30, 40).astype(np.float32)],
+        [make_image(30, 40).astype(np.uint16)],
+        [make_image(30, 40)[..., 0]],
     ],
     ids=["tensor", "alpha", "float", "uint16", "two dimensions"],
 )
-def test_other_sources_are_stocks(patched, device, pictures):
+def test_other_sources_are_stocks(patched, device, images):
     ours = make(patched, device)
-    assert torch.equal(ours.preprocess(pictures), STOCK(ours, pictures))
+    assert torch.equal(ours.preprocess(images), STOCK(ours, images))
 
 
 def test_an_own_pre_transform_stays(patched, device):
     ours = make(patched, device)
     ours.pre_transform = lambda ims: [np.full((64, 96, 3), 7, np.uint8) for _ in ims]
-    assert ours.preprocess([picture(30, 40)]).unique().numel() == 1
+    assert ours.preprocess([make_image(30, 40)]).unique().numel() == 1
 
 
 def test_whatever_the_default_device_is(patched, device):
@@ -153,7 +153,7 @@ def test_whatever_the_default_device_is(patched, device):
 
 @pytest.mark.parametrize("shapes", [[], [(40, 30)], [(800, 900), (1, 7), (900, 800), (640, 640)]])
 def test_arrays_in_one_buffer(shapes):
-    images = [picture(*shape, seed=seed)[:, :: 1 - 2 * (seed % 2)] for seed, shape in enumerate(shapes)]
+    images = [make_image(*shape, seed=seed)[:, :: 1 - 2 * (seed % 2)] for seed, shape in enumerate(shapes)]
     buffer, ends = common.one_after_another(images, pin_memory=False)
     assert ends == [0, *np.cumsum([image.size for image in images])] and buffer.shape == (ends[-1],)
     assert all(np.array_equal(buffer[a:b].numpy(), im.ravel()) for im, a, b in zip(images, ends, ends[1:]))
@@ -208,18 +208,18 @@ def with_detections(name):
 def files(folder):
     """What a folder may hold: JPEG files of many kinds, other images, and files that nobody can read. Return the good ones."""
     for number in range(6):
-        cv2.imwrite(str(folder / f"a{number}.jpg"), picture(50 + 9 * number, 70, seed=number))
-    cv2.imwrite(str(folder / "b.JPG"), picture(40, 33, 1))
-    cv2.imwrite(str(folder / "c.jpeg"), picture(90, 64), [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])
-    cv2.imwrite(str(folder / "d.png"), picture(30, 20))
-    cv2.imwrite(str(folder / "e.png"), picture(30, 20).astype(np.uint16) * 200)
-    Image.fromarray(picture(33, 44)[..., 0]).save(folder / "f.bmp")
-    Image.fromarray(picture(40, 44)).convert("CMYK").save(folder / "g.jpg")
-    frames = [Image.fromarray(picture(40, 44, seed=seed)) for seed in range(3)]
+        cv2.imwrite(str(folder / f"a{number}.jpg"), make_image(50 + 9 * number, 70, seed=number))
+    cv2.imwrite(str(folder / "b.JPG"), make_image(40, 33, 1))
+    cv2.imwrite(str(folder / "c.jpeg"), make_image(90, 64), [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])
+    cv2.imwrite(str(folder / "d.png"), make_image(30, 20))
+    cv2.imwrite(str(folder / "e.png"), make_image(30, 20).astype(np.uint16) * 200)
+    Image.fromarray(make_image(33, 44)[..., 0]).save(folder / "f.bmp")
+    Image.fromarray(make_image(40, 44)).convert("CMYK").save(folder / "g.jpg")
+    frames = [Image.fromarray(make_image(40, 44, seed=seed)) for seed in range(3)]
     frames[0].save(folder / "h.webp", save_all=True, append_images=frames[1:])
     exif = Image.Exif()
     exif[0x0112] = 6
-    Image.fromarray(picture(30, 52)).save(folder / "i.jpg", exif=exif)
+    Image.fromarray(make_image(30, 52)).save(folder / "i.jpg", exif=exif)
     (folder / os.fsdecode(b"j\xff.jpg")).write_bytes((folder / "a0.jpg").read_bytes())
     good = sorted(folder.iterdir())
     whole = (folder / "a1.jpg").read_bytes()
@@ -235,7 +235,7 @@ def files(folder):
 def video(path, frames):
     writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 5, (64, 48))
     for seed in range(frames):
-        writer.write(cv2.resize(picture(6, 8, seed=seed), (64, 48)))
+        writer.write(cv2.resize(make_image(6, 8, seed=seed), (64, 48)))
     writer.release()
 
 
@@ -280,7 +280,7 @@ def assert_same(ours, stock):
                 torch.testing.assert_close(a.data, b.data, rtol=1e-4, atol=1e-3)
 
 
-def pictures(good):
+def make_images(good):
     return [cv2.imread(path) for path in good[:5]]
 
 
@@ -294,8 +294,8 @@ SOURCES = {
     "paths": (lambda folder, good: good, {}),
     "many paths": (lambda folder, good: [*good, *good[::-1]], {}),  # more than one batch
     "all kinds in a list": (lambda folder, good: [Path(good[0]), cv2.imread(good[1]), Image.open(good[2])], {}),
-    "arrays": (lambda folder, good: pictures(good), {}),
-    "many arrays": (lambda folder, good: [cv2.imread(good[0])] * 17 + pictures(good), {}),
+    "arrays": (lambda folder, good: make_images(good), {}),
+    "many arrays": (lambda folder, good: [cv2.imread(good[0])] * 17 + make_images(good), {}),
     "images of Pillow": (lambda folder, good: [Image.open(good[0]), Image.open(good[1])], {}),
     "tensor": (lambda folder, good: torch.rand(2, 3, 64, 96, generator=torch.Generator().manual_seed(0)), {}),
     "video": (lambda folder, good: folder / "v.avi", {"batch": 2}),
@@ -411,7 +411,7 @@ def test_screenshots_are_stocks(ahead, detector, device, tmp_path, monkeypatch):
     monkeypatch.setattr(loaders, "check_requirements", lambda _: None)
     found = []
     for on in (False, True):
-        frames = iter([picture(60, 90, 4, seed) for seed in range(3)])
+        frames = iter([make_image(60, 90, 4, seed) for seed in range(3)])
         screen = SimpleNamespace(monitors=[{"top": 0, "left": 0, "width": 90, "height": 60}])
         screen.grab = lambda _, frames=frames: next(frames)
         monkeypatch.setitem(sys.modules, "mss", SimpleNamespace(mss=lambda screen=screen: screen))
@@ -422,13 +422,13 @@ def test_screenshots_are_stocks(ahead, detector, device, tmp_path, monkeypatch):
 
 def test_a_list_is_decoded_as_pillow_does(ahead, detector, tmp_path, device):
     """...whichever orientation a file has, and wherever that stands."""
-    whole = cv2.imencode(".jpg", picture(40, 60))[1].tobytes()
+    whole = cv2.imencode(".jpg", make_image(40, 60))[1].tobytes()
     paths = []
     for orientation in range(10):
         exif = Image.Exif()
         exif[0x0112] = orientation
         paths.append(str(tmp_path / f"{orientation}.jpg"))
-        Image.fromarray(picture(40 + orientation, 60)).save(paths[-1], exif=exif)
+        Image.fromarray(make_image(40 + orientation, 60)).save(paths[-1], exif=exif)
     xmp = b'http://ns.adobe.com/xap/1.0/\0<x:xmpmeta xmlns:x="adobe:ns:meta/" tiff:Orientation="8"/>'
     paths.append(str(tmp_path / "xmp.jpg"))
     Path(paths[-1]).write_bytes(whole[:2] + b"\xff\xe1" + (len(xmp) + 2).to_bytes(2, "big") + xmp + whole[2:])
@@ -439,7 +439,7 @@ def test_a_list_is_decoded_as_pillow_does(ahead, detector, tmp_path, device):
 
 @pytest.mark.parametrize("bad", ["cut", "empty", "missing", "http://localhost:9/a.jpg", 3, b""], ids=str)
 def test_a_list_with_a_bad_file_is_stocks_error(ahead, detector, tmp_path, device, bad):
-    whole = cv2.imencode(".jpg", picture(40, 60))[1].tobytes()
+    whole = cv2.imencode(".jpg", make_image(40, 60))[1].tobytes()
     good, path = tmp_path / "good.jpg", tmp_path / "bad.jpg"
     good.write_bytes(whole)
     kinds = {"cut": whole[: len(whole) // 2], "empty": b""}
@@ -484,7 +484,7 @@ def test_images_of_results(ahead, detector, folder, device, tmp_path, monkeypatc
         found = detector.predict(folder[0] / "jpegs", **options)
         held = [vars(result)["orig_img"] for result in found]
         assert [type(image) for image in held] == [results.Pixels] * 6
-        detector.predict([picture(20, 20)] * 70, **options)
+        detector.predict([make_image(20, 20)] * 70, **options)
         assert all(image.pixels is None for image in held)
         of_cpu, some, copied = found[0].cpu(), found[1][:0], copy.copy(found[2])
         assert vars(of_cpu)["orig_img"] is held[0] and vars(some)["orig_img"] is held[1]
@@ -504,7 +504,7 @@ def test_images_of_results(ahead, detector, folder, device, tmp_path, monkeypatc
 
 def test_images_of_a_batch_are_arrays():
     """...for code in C and in copies, too."""
-    arrays = [picture(4, 5, seed=seed) for seed in range(2)]
+    arrays = [make_image(4, 5, seed=seed) for seed in range(2)]
     images = results.Images([results.Pixels(torch.from_numpy(array), torch.empty(0)) for array in arrays])
     assert np.array_equal(np.array(images), arrays) and np.array_equal(np.array(images, np.float32), arrays)
     assert {type(image) for image in images.copy()} == {np.ndarray}
@@ -717,14 +717,14 @@ def test_two_predictors_at_once(ahead, detector, folder, device, tmp_path):
 
 def test_callers_of_a_batcher_get_what_predict_gives(ahead, detector, device):
     """...or the error that their own image causes."""
-    images = [picture(60, 90, seed=seed) for seed in range(6)]
+    images = [make_image(60, 90, seed=seed) for seed in range(6)]
     given = {**OPTIONS_OF_RUN, "device": str(device)}
     detector.predictor = None
     drop_in.patch(predict_optim=True)
     try:
         want = [detector.predict(image, **given)[0] for image in images]
         with Batcher(lambda batch: detector.predict(batch, **given), max_batch=4, max_wait_ms=50) as batcher:
-            futures = [batcher.submit(image) for image in (*images[:3], picture(20, 30)[:0], *images[3:])]
+            futures = [batcher.submit(image) for image in (*images[:3], make_image(20, 30)[:0], *images[3:])]
             with pytest.raises(ValueError, match="got array of shape"):
                 futures.pop(3).result(timeout=60)
             found = [future.result(timeout=60) for future in futures]
@@ -737,7 +737,7 @@ def test_callers_of_a_batcher_get_what_predict_gives(ahead, detector, device):
 
 def test_settings_and_models_that_change_between_calls(ahead, detector, folder, device, tmp_path):
     """...of one predictor, for images of the same shapes."""
-    images = pictures(folder[1])
+    images = make_images(folder[1])
     other = with_callbacks(detector, {})
     other.model = copy.deepcopy(detector.model)
     with torch.no_grad():
@@ -797,8 +797,8 @@ def test_a_video_that_ends_early(ahead, detector, folder, device, tmp_path):
 def test_memory_does_not_grow_with_a_list_of_names(ahead, detector, device, tmp_path):
     """A GPU's neither; the results are dropped as they come."""
     path = tmp_path / "a.jpg"
-    cv2.imwrite(str(path), picture(160, 200))
-    cv2.imwrite(str(tmp_path / "b.jpg"), picture(200, 160))
+    cv2.imwrite(str(path), make_image(160, 200))
+    cv2.imwrite(str(tmp_path / "b.jpg"), make_image(200, 160))
     names = [str(path), str(tmp_path / "b.jpg")] * 50_000
     peaks = []
     options = {**OPTIONS_OF_RUN, "imgsz": 32, "device": str(device), "stream": True}
@@ -875,7 +875,7 @@ def test_no_memory_leaves_files_to_opencv(ahead, detector, folder, device, tmp_p
 
 
 def test_a_source_before_the_model(patched, tmp_path):
-    cv2.imwrite(str(tmp_path / "a.jpg"), picture(30, 40))
+    cv2.imwrite(str(tmp_path / "a.jpg"), make_image(30, 40))
     ours = patched(overrides={"imgsz": 96, "project": str(tmp_path / "runs")})
     ours.setup_source(tmp_path, 32)
     assert ours.device is None and type(ours.dataset) is loaders.LoadImagesAndVideos

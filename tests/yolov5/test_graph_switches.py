@@ -198,12 +198,12 @@ def test_a_backends_answers_are_replayed(yolo, switched, kind, task, monkeypatch
     device = "cpu" if kind == "fake" else "cuda"
     model = make_model(yolo, device, task).eval()
     backend = backend_of(model, "half" in kind)
-    pictures = [torch.rand(1, 3, 64, width, device=device, dtype=next(model.parameters()).dtype) for width in (64, 96)]
-    other = [torch.rand_like(picture) for picture in pictures]
+    images = [torch.rand(1, 3, 64, width, device=device, dtype=next(model.parameters()).dtype) for width in (64, 96)]
+    other = [torch.rand_like(image) for image in images]
 
     def answers(**options):
         with torch.inference_mode():
-            return [backend(x, **options) for x in [*pictures * 4, *other]]
+            return [backend(x, **options) for x in [*images * 4, *other]]
 
     expected = answers(), answers(augment=True)[:1]
     general = pytest.importorskip("yolov5.utils.general")
@@ -219,7 +219,7 @@ def test_a_backends_answers_are_replayed(yolo, switched, kind, task, monkeypatch
     assert said.count(f"{task}Model answers by CUDA graphs from now on") == 1
     assert said.count("augment= and visualize=: such predictions run without graphs") == 1
     with torch.no_grad():
-        assert torch.equal(model(pictures[0])[0], expected[0][0][0]), "by itself the model runs as in stock"
+        assert torch.equal(model(images[0])[0], expected[0][0][0]), "by itself the model runs as in stock"
     drop_in.unpatch()
     assert vars(general.Profile)["time"] is timer
     assert torch.equal(answers()[0][0], expected[0][0][0])

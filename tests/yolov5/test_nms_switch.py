@@ -19,7 +19,7 @@ LAYOUT = "checkout"
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory) -> Path:
-    """16 pictures of the demo's digits, to train and to validate on."""
+    """16 images of the demo's digits, to train and to validate on."""
     data = make(tmp_path_factory.mktemp("digits") / "data", Recipe(image_size=SIZE, train=16, val=1))
     data.write_text(data.read_text().replace("val: images/val", "val: images/train"))
     return data

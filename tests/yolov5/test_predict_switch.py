@@ -59,7 +59,7 @@ class Mine(np.ndarray):
     pass
 
 
-def picture(height, width, seed=0):
+def make_image(height, width, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
@@ -67,11 +67,11 @@ def ours_on(device):
     return auto_shape.detecting(None, STOCK, common.AutoShape, devices=(device.type,))
 
 
-def compare(model, forward, make_pictures, *arguments):
+def compare(model, forward, make, *arguments):
     results = []
     for function in (STOCK, forward):
         model.model.seen.clear()
-        found = function(model, make_pictures(), *arguments)
+        found = function(model, make(), *arguments)
         results.append((model.model.seen[0], found))
     (want_input, want), (got_input, got) = results
     assert got_input.dtype == want_input.dtype and got_input.device == want_input.device
@@ -85,28 +85,28 @@ def compare(model, forward, make_pictures, *arguments):
 
 
 SOURCES = {
-    "one": lambda: picture(75, 133),
-    "list": lambda: [picture(50 + 7 * s, 40 + 31 * s, seed=s) for s in range(11)],
-    "tuple": lambda: (picture(64, 96), picture(96, 64)),
-    "one size": lambda: [picture(120, 67, seed=s) for s in range(3)],
-    "exactly half": lambda: [picture(128, 192)],
-    "CHW": lambda: picture(60, 80).transpose(2, 0, 1),
-    "grey": lambda: [picture(55, 33)[..., 0]],
-    "alpha": lambda: [np.dstack([picture(40, 50), picture(40, 50)[..., :1]])],
-    "views": lambda: [picture(90, 91)[::-1], picture(90, 91)[..., ::-1], picture(90, 91)[5:, 3:80:2]],
-    "by columns": lambda: [np.asfortranarray(picture(40, 60))],
-    "PIL": lambda: [Image.fromarray(picture(70, 50)), Image.fromarray(picture(30, 90)).convert("L")],
+    "one": lambda: make_image(75, 133),
+    "list": lambda: [make_image(50 + 7 * s, 40 + 31 * s, seed=s) for s in range(11)],
+    "tuple": lambda: (make_image(64, 96), make_image(96, 64)),
+    "one size": lambda: [make_image(120, 67, seed=s) for s in range(3)],
+    "exactly half": lambda: [make_image(128, 192)],
+    "CHW": lambda: make_image(60, 80).transpose(2, 0, 1),
+    "grey": lambda: [make_image(55, 33)[..., 0]],
+    "alpha": lambda: [np.dstack([make_image(40, 50), make_image(40, 50)[..., :1]])],
+    "views": lambda: [make_image(90, 91)[::-1], make_image(90, 91)[..., ::-1], make_image(90, 91)[5:, 3:80:2]],
+    "by columns": lambda: [np.asfortranarray(make_image(40, 60))],
+    "PIL": lambda: [Image.fromarray(make_image(70, 50)), Image.fromarray(make_image(30, 90)).convert("L")],
     "turned PIL": lambda: turned(),
     "read-only": lambda: [np.broadcast_to(np.uint8([1, 2, 3]), (40, 50, 3))],
-    "float": lambda: [picture(40, 50).astype(np.float32)],
-    "uint16": lambda: [picture(40, 50).astype(np.uint16)],
-    "two channels": lambda: [picture(40, 50)[..., :2]],
-    "subclass of array": lambda: [picture(40, 50).view(Mine)],
+    "float": lambda: [make_image(40, 50).astype(np.float32)],
+    "uint16": lambda: [make_image(40, 50).astype(np.uint16)],
+    "two channels": lambda: [make_image(40, 50)[..., :2]],
+    "subclass of array": lambda: [make_image(40, 50).view(Mine)],
 }  # fmt: skip
 
 
 def turned():
-    image = Image.fromarray(picture(40, 70))
+    image = Image.fromarray(make_image(40, 70))
     image.getexif()[0x0112] = 6
     image.filename = "folder/name.with.dots.png"
     return image
@@ -129,29 +129,29 @@ def test_one_operator_makes_the_input(device, monkeypatch):
 
 def test_files_and_sizes(device, tmp_path, monkeypatch):
     for number in range(2):
-        Image.fromarray(picture(50 + number, 60)).save(tmp_path / f"picture{number}.png")
+        Image.fromarray(make_image(50 + number, 60)).save(tmp_path / f"image{number}.png")
     model, ours = make(device, amp=device.type == "cuda"), ours_on(device)
-    compare(model, ours, lambda: [str(tmp_path / "picture0.png"), tmp_path / "picture1.png"], 64)
+    compare(model, ours, lambda: [str(tmp_path / "image0.png"), tmp_path / "image1.png"], 64)
     web = SimpleNamespace(get=lambda url, stream: SimpleNamespace(raw=(tmp_path / Path(url).name).open("rb")))
     monkeypatch.setattr(common, "requests", web)
-    compare(model, ours, lambda: "https://localhost/picture1.png", 64)
+    compare(model, ours, lambda: "https://localhost/image1.png", 64)
     for size in ((64, 128), 33, 640):
         compare(model, ours, SOURCES["list"], size, True)
 
 
 @pytest.mark.parametrize(
-    "pictures", [[picture(1, 900)], [], [picture(4, 3)[:0]], [picture(40, 50)[..., :1]], ["none.jpg"], [None]]
+    "images", [[make_image(1, 900)], [], [make_image(4, 3)[:0]], [make_image(40, 50)[..., :1]], ["none.jpg"], [None]]
 )
-def test_the_same_errors(device, pictures):
+def test_the_same_errors(device, images):
     model = make(device)
     with pytest.raises(Exception) as want:
-        STOCK(model, pictures, 64)
+        STOCK(model, images, 64)
     with pytest.raises(type(want.value)):
-        ours_on(device)(model, pictures, 64)
+        ours_on(device)(model, images, 64)
 
 
 def test_callers_of_a_batcher_share_a_hub_model(device):
-    model, forward, images = make(device), ours_on(device), [picture(64, 96, seed) for seed in range(5)]
+    model, forward, images = make(device), ours_on(device), [make_image(64, 96, seed) for seed in range(5)]
     with Batcher(lambda batch: forward(model, batch, 96).tolist(), max_batch=4) as batcher:
         found = [future.result(timeout=60) for future in [batcher.submit(image) for image in images]]
     for image, its in zip(images, found, strict=True):
@@ -230,10 +230,12 @@ def load_images(patched, tmp_path):
     from yolov5.utils.dataloaders import LoadImages
 
     for number in range(10):
-        Image.fromarray(picture(50 + number, 70, number)).save(tmp_path / f"{number}.{'png' if number % 3 else 'jpg'}")
+        Image.fromarray(make_image(50 + number, 70, number)).save(
+            tmp_path / f"{number}.{'png' if number % 3 else 'jpg'}"
+        )
     writer = cv2.VideoWriter(str(tmp_path / "v.avi"), cv2.VideoWriter_fourcc(*"MJPG"), 5, (64, 48))
     for seed in range(3):
-        writer.write(picture(48, 64, seed))
+        writer.write(make_image(48, 64, seed))
     writer.release()
     return lambda **options: LoadImages(str(tmp_path), **options)
 

@@ -18,7 +18,7 @@ FLAGS = ("--bbox_iou_optim", "--upsample_optim")
 CLOSE = {"rel": 2e-4, "abs": 1e-5}
 LOSSES = [f"{split}/{kind}_loss" for split in ("train", "val") for kind in ("box", "obj", "cls")]
 # Not nms_optim: a model as young as these gives many boxes of one confidence, whose order stock leaves to chance, and
-# --image-weights chooses pictures by what validation finds.
+# --image-weights chooses images by what validation finds.
 SWITCHES = ("bbox_iou_optim", "loss_optim", "upsample_optim", "multi_tensor_optimizer", "loader_optim")
 
 
@@ -63,7 +63,7 @@ def test_all_switches_together_give_the_losses_of_stock(real_yolov5, train):
     assert re.search("loader_optim: 8 of 8 images are (decoded once|JPEG files)", fast.output)
     report = fast.output.partition("torch_fastdet: this run, by switch:\n")[2]
     assert re.search(r"^  loader_optim: \d+ batch(es)?$", report, re.MULTILINE), report
-    # Two epochs of four batches; YOLOv5 collects 64 pictures for a step, but not while it warms up.
+    # Two epochs of four batches; YOLOv5 collects 64 images for a step, but not while it warms up.
     assert re.search(r"^  multi_tensor_optimizer: \d moving averages?$", report, re.MULTILINE), report
     assert "  loss_optim: " in report and fast.output.count("this run, by switch") == 1
     fast_weights, stock_weights = weights(package, fast.checkpoint, stock.checkpoint)

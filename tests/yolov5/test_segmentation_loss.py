@@ -106,7 +106,7 @@ def test_boxes_at_the_borders_and_masks_that_vanish(stock):
 
 
 def test_boxes_outside_and_of_no_area(stock):
-    """What polygons outside of the picture, of two points or on a line, leave behind."""
+    """What polygons outside of the image, of two points or on a line, leave behind."""
     model = make_model()
     preds, targets, masks = make(model, 9)
     targets[0, 2:] = torch.tensor([0.5, 0.5, 0.4, 0.0])

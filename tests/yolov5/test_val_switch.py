@@ -113,13 +113,13 @@ class Finds(torch.nn.Module):
             return torch.randn(*shape, generator=generator)
 
         number = 0
-        for pictures, targets, *_ in batches:
-            count, (height, width) = len(pictures), pictures.shape[2:]
+        for images, targets, *_ in batches:
+            count, (height, width) = len(images), images.shape[2:]
             found = torch.zeros(count, 40, 5 + 3 + channels)
             protos = torch.full((count, channels, height // 4, width // 4), -6.0)
             y, x = torch.arange(height // 4)[:, None] * 4 + 2, torch.arange(width // 4) * 4 + 2
-            for picture in range(count):
-                rows = targets[targets[:, 0] == picture, 1:] * torch.tensor([1.0, width, height, width, height])
+            for one in range(count):
+                rows = targets[targets[:, 0] == one, 1:] * torch.tensor([1.0, width, height, width, height])
                 # One class a box above the confusion matrix's 0.25: stock chooses at random between classes of the same box.
                 scores = torch.rand(40, 3, generator=generator) * 0.24
                 boxes = torch.rand(40, 4, generator=generator) * 30 + 8
@@ -127,13 +127,13 @@ class Finds(torch.nn.Module):
                     near = slice(4 * index, 4 * index + 4)
                     boxes[near] = row[1:] + noise(4, 4) * 2
                     scores[range(near.start, near.stop), [int(row[0])] * 3 + [index % 3]] += 0.6
-                    found[picture, near, 8 + index] = 1
+                    found[one, near, 8 + index] = 1
                     centre, half = (row[1:] + noise(4) / 2).view(2, 2)
                     inside = ((x - centre[0]).abs() < half[0] / 2) & ((y - centre[1]).abs() < half[1] / 2)
-                    protos[picture, index] += 12 * inside
-                found[picture, :, :4] = boxes
-                found[picture, :, 4] = number != missed
-                found[picture, :, 5:8] = scores
+                    protos[one, index] += 12 * inside
+                found[one, :, :4] = boxes
+                found[one, :, 4] = number != missed
+                found[one, :, 5:8] = scores
                 number += 1
             self.outputs.append((found, protos))
 
@@ -142,7 +142,7 @@ class Finds(torch.nn.Module):
         return found.to(images), protos.to(images), None
 
 
-COUNTS = [3, 0, 6, 1, 2, 0]  # labels of each picture
+COUNTS = [3, 0, 6, 1, 2, 0]  # labels of each image
 
 
 @pytest.mark.parametrize(

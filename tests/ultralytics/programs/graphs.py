@@ -31,7 +31,7 @@ COMMON = {
     "data": options.data,
     "imgsz": 64,
     "epochs": 2,
-    "batch": 6,  # of 16 pictures: the last batch of an epoch is smaller
+    "batch": 6,  # of 16 images: the last batch of an epoch is smaller
     "nbs": 12,
     "workers": 0,
     "optimizer": "SGD",
@@ -85,12 +85,12 @@ def failing(error, times=1):
 out_of_memory = failing(RuntimeError("CUDA error: out of memory"))  # CUDA's own, which is not a torch.OutOfMemoryError
 
 
-#: Where memory runs out: in the first batch of 16 pictures (a forward pass), the second one of 8 (a capture), the first one of 4.
+#: Where memory runs out: in the first batch of 16 images (a forward pass), the second one of 8 (a capture), the first one of 4.
 RUNS_OUT = {16: 1, 8: 2, 4: 1}
 
 
 def limited(model):
-    """The allocator gets 256 MiB more there, where a step on four pictures keeps 770."""
+    """The allocator gets 256 MiB more there, where a step on four images keeps 770."""
     starts = Counter()
 
     def at_batch_start(trainer):

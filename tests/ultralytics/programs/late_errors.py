@@ -20,7 +20,7 @@ parser.add_argument("project")
 parser.add_argument("--device", default="cpu")
 options = parser.parse_args()
 ON_CPU = options.device == "cpu"
-PICTURES, BATCH = 16, 8  # of training, and of validation in batches twice as large
+IMAGES, BATCH = 16, 8  # of training, and of validation in batches twice as large
 
 
 def make_late(monkeypatch, now):
@@ -38,7 +38,7 @@ def make_late(monkeypatch, now):
 def train(where):
     """The error that a training of an epoch ends with."""
     now = {"bad": False, "train": 0, "val": 0}
-    last = {"train": PICTURES // BATCH, "val": PICTURES // (2 * BATCH)}
+    last = {"train": IMAGES // BATCH, "val": IMAGES // (2 * BATCH)}
 
     def broken(kind, preprocess):
         def preprocess_batch(batch):

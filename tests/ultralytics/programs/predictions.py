@@ -40,7 +40,7 @@ FAMILIES = {
     "rtdetr": "yolov8n-rtdetr.yaml",
 }
 random = np.random.default_rng(0)
-PICTURES = [random.integers(0, 256, (64, width, 3), dtype=np.uint8) for width in (64, 32, 64, 32, 64, 64, 32, 32, 64)]
+IMAGES = [random.integers(0, 256, (64, width, 3), dtype=np.uint8) for width in (64, 32, 64, 32, 64, 64, 32, 32, 64)]
 made: list[InferenceGraphs] = []
 stock_init = InferenceGraphs.__init__
 
@@ -73,7 +73,7 @@ def rows(results):
 
 
 def predictions(model, **arguments):
-    return [rows(model.predict(picture, **COMMON | arguments)) for picture in PICTURES]
+    return [rows(model.predict(image, **COMMON | arguments)) for image in IMAGES]
 
 
 def family(name):
@@ -81,18 +81,18 @@ def family(name):
 
 
 def grey():
-    """A model of one channel, whose loader makes such pictures of colored ones; pictures of one channel, too."""
+    """A model of one channel, whose loader makes such images of colored ones; images of one channel, too."""
     model = model_of("grey")
     assert model.model.model[0].conv.in_channels == 1
-    return [predictions(model), [rows(model.predict(picture[..., :1], **COMMON)) for picture in PICTURES]]
+    return [predictions(model), [rows(model.predict(image[..., :1], **COMMON)) for image in IMAGES]]
 
 
 def odd():
-    """Sides that no stride divides, thin pictures and a single pixel."""
+    """Sides that no stride divides, thin images and a single pixel."""
     shapes = [(33, 47), (61, 64), (1, 1), (500, 7), (3, 333), (127, 129)] * 4
     drawn = np.random.default_rng(1)
-    model, pictures = model_of("odd"), [drawn.integers(0, 256, (*shape, 3), dtype=np.uint8) for shape in shapes]
-    return [rows(model.predict(picture, **COMMON)) for picture in pictures]
+    model, images = model_of("odd"), [drawn.integers(0, 256, (*shape, 3), dtype=np.uint8) for shape in shapes]
+    return [rows(model.predict(image, **COMMON)) for image in images]
 
 
 def half():
@@ -102,7 +102,7 @@ def half():
 def stream():
     model = model_of("stream")
     for _ in range(4):
-        found = list(model.predict(PICTURES, stream=True, **COMMON))
+        found = list(model.predict(IMAGES, stream=True, **COMMON))
     return [rows(found)]
 
 
@@ -111,7 +111,7 @@ def augment():
 
 
 def embed():
-    return [model_of("embed").predict(picture, **COMMON, embed=[3, 5]) for picture in PICTURES]
+    return [model_of("embed").predict(image, **COMMON, embed=[3, 5]) for image in IMAGES]
 
 
 def hooks():

@@ -60,7 +60,7 @@ settings = {
     "data": DATA,
     "imgsz": 64,
     "epochs": 2,
-    "batch": 8,  # of 16 pictures, on both ranks together
+    "batch": 8,  # of 16 images, on both ranks together
     "nbs": 16,  # gradients of two batches add up
     "workers": 0,
     "optimizer": "SGD",

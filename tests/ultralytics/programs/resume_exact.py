@@ -74,7 +74,7 @@ COMMON = {
     "project": str(options.project),
     "imgsz": 64,
     "epochs": EPOCHS,
-    "batch": 6,  # of 16 pictures
+    "batch": 6,  # of 16 images
     "nbs": 24,  # more than an epoch: gradients are added up over its end
     "close_mosaic": CLOSE_MOSAIC,
     "mosaic": 1.0,

@@ -19,7 +19,7 @@ parser.add_argument("data")
 parser.add_argument("project")
 parser.add_argument("model", help="as in yolov8n-seg")
 parser.add_argument("--device", default="cpu")
-parser.add_argument("--unlabelled", action="store_true", help="pictures without any object")
+parser.add_argument("--unlabelled", action="store_true", help="images without any object")
 options = parser.parse_args()
 task = options.model.partition("-")[2]
 

@@ -149,7 +149,7 @@ def with_budget(size, variable="TORCH_FASTDET_CACHE"):
 
 
 def files():
-    """JPEG files in place of pictures, as where a GPU makes the batches: as large as the training's, larger and smaller; one that
+    """JPEG files in place of images, as where a GPU makes the batches: as large as the training's, larger and smaller; one that
     EXIF turns, two that OpenCV decodes, one without its end, which the scan of labels mends or leaves out, and one that is no JPEG."""
     root = make("files", count=0)
     generator = np.random.default_rng(0)
@@ -198,22 +198,22 @@ def missing_file():
     """A file that is gone after the scan is stock's error; in a RAM cache it is not missed."""
     root = make("missing")
     batches(root, augment=True, hyp=HYP, workers=0)
-    picture = root / "images" / "7.jpg"
-    content = picture.read_bytes()
+    image = root / "images" / "7.jpg"
+    content = image.read_bytes()
 
     def broken(**options):
         real = dataloaders.LoadImagesAndLabels.__init__
 
         def remove(self, *a, **k):
             real(self, *a, **k)
-            picture.unlink(missing_ok=True)
+            image.unlink(missing_ok=True)
 
         dataloaders.LoadImagesAndLabels.__init__ = remove
         try:
             return batches(root, augment=True, hyp=HYP, **options)
         finally:
             dataloaders.LoadImagesAndLabels.__init__ = real
-            picture.write_bytes(content)
+            image.write_bytes(content)
 
     for workers in (0, 2):
         stock, mine = error_of(broken, workers=workers), error_of(ours, broken, workers=workers)
@@ -222,7 +222,7 @@ def missing_file():
 
 
 def outcome(**options):
-    """The pictures, or stock's kind of error and its last line."""
+    """The images, or stock's kind of error and its last line."""
     try:
         return [batch[0] for batch in batches(**options, epochs=1) if isinstance(batch, tuple)]
     except Exception as error:
@@ -230,11 +230,11 @@ def outcome(**options):
 
 
 def broken_file():
-    """A file that changes after the scan: empty, half a picture, without its end, and a header that promises 65,500 x 65,500."""
+    """A file that changes after the scan: empty, half an image, without its end, and a header that promises 65,500 x 65,500."""
     root = make("broken")
     batches(root, workers=0)
-    picture = root / "images" / "7.jpg"
-    content = picture.read_bytes()
+    image = root / "images" / "7.jpg"
+    content = image.read_bytes()
     size = content.index(b"\xff\xc0") + 5
     huge = content[:size] + bytes.fromhex("ffdcffdc") + content[size + 4 :]
 
@@ -243,14 +243,14 @@ def broken_file():
 
         def change(self, *a, **k):
             stock(self, *a, **k)
-            picture.write_bytes(faulty)
+            image.write_bytes(faulty)
 
         dataloaders.LoadImagesAndLabels.__init__ = change
         try:
             return outcome(root=root, **options)
         finally:
             dataloaders.LoadImagesAndLabels.__init__ = stock
-            picture.write_bytes(content)
+            image.write_bytes(content)
 
     def check(faulty, **options):
         for workers in (0, 2):
@@ -304,7 +304,7 @@ def changed_labels():
 
 
 def changed_size():
-    """A loop that trains on other sizes, epoch by epoch: pictures are kept in the size that the loader was made for."""
+    """A loop that trains on other sizes, epoch by epoch: images are kept in the size that the loader was made for."""
 
     def growing(root, **options):
         random.seed(0)
@@ -336,7 +336,7 @@ def spawn():
 
 
 class Albumentations:
-    """Draws and changes pictures, as the real one may."""
+    """Draws and changes images, as the real one may."""
 
     def __init__(self, size=SIZE):
         self.transform = True
@@ -475,7 +475,7 @@ def changed_code():
 
 
 def pair(self, index):
-    """Two pictures side by side on a wide canvas, the second one upside down, of which a part is shown."""
+    """Two images side by side on a wide canvas, the second one upside down, of which a part is shown."""
     s, labels = self.img_size, []
     canvas = np.full((s, 2 * s, 3), 114, dtype=np.uint8)
     for number, i in enumerate([index, random.choice(self.indices)]):
@@ -505,14 +505,14 @@ def mosaic9():
 
 
 def blurred(image, *arguments, **options):
-    """Half of the pictures are blurred and darkened, in place: no plan can say that."""
+    """Half of the images are blurred and darkened, in place: no plan can say that."""
     if random.random() < 0.5:
         cv2.blur(image, (3, 3), dst=image)
         image //= 2
 
 
 def cut_out(image, *arguments, **options):
-    """A rectangle of one colour, and one of another part of the picture."""
+    """A rectangle of one colour, and one of another part of the image."""
     image[4:20, 5:30] = random.randint(0, 255)
     image[40:60, 30:50] = image[10:30, 20:40]
 

@@ -1,6 +1,6 @@
-"""overfit.py PREFIX DATA OUT [TASK]: trains yolov5n on a few pictures until it finds them, and saves a stock checkpoint.
+"""overfit.py PREFIX DATA OUT [TASK]: trains yolov5n on a few images until it finds them, and saves a stock checkpoint.
 
-Batch statistics are those of all pictures at once, taken after the first third of the steps and held from there on.
+Batch statistics are those of all images at once, taken after the first third of the steps and held from there on.
 """
 
 import importlib
@@ -19,12 +19,12 @@ yolo = importlib.import_module(f"{prefix}models.yolo")
 loss = importlib.import_module(f"{prefix}utils.loss")
 content = yaml.safe_load(Path(data).read_text())
 folder = Path(content["path"])
-pictures, targets = [], []
+images, targets = [], []
 for index, path in enumerate(sorted((folder / content["train"]).iterdir())):
-    pictures.append(np.asarray(Image.open(path).convert("RGB")).transpose(2, 0, 1))
+    images.append(np.asarray(Image.open(path).convert("RGB")).transpose(2, 0, 1))
     text = (folder / content["train"].replace("images", "labels") / f"{path.stem}.txt").read_text()
     targets += [[index, *map(float, line.split())] for line in text.splitlines()]
-batch, targets = torch.from_numpy(np.stack(pictures)).float() / 255, torch.tensor(targets)
+batch, targets = torch.from_numpy(np.stack(images)).float() / 255, torch.tensor(targets)
 
 torch.manual_seed(0)
 model = yolo.Model(str(Path(yolo.__file__).parent / "yolov5n.yaml"), nc=len(content["names"])).train()

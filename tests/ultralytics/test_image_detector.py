@@ -1,4 +1,4 @@
-"""PictureDetector of Ultralytics models: one scripted file from uint8 pictures to what the real predictor finds in them."""
+"""ImageDetector of Ultralytics models: one scripted file from uint8 images to what the real predictor finds in them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.yolov5.test_picture_detector import pictures, saved_and_loaded
-from torch_fastdet.postprocess import PictureDetector
+from tests.yolov5.test_image_detector import make_images, saved_and_loaded
+from torch_fastdet.postprocess import ImageDetector
 
 SIDE = 128
 SHAPES = [(120, 67), (64, 96), (250, 140), (33, 200), (97, 61)]
@@ -31,12 +31,12 @@ def model_of(version: str, task: str, end2end: bool = False):
     yolo = ultralytics.YOLO(f"yolo{version}n{SUFFIXES[task]}.yaml", task)
     head = yolo.model.model[-1]
     letterbox = ultralytics.data.augment.LetterBox((SIDE, SIDE), auto=False)
-    batch = torch.stack([torch.from_numpy(letterbox(image=im)) for im in pictures(SHAPES)]).permute(0, 3, 1, 2) / 255
+    batch = torch.stack([torch.from_numpy(letterbox(image=im)) for im in make_images(SHAPES)]).permute(0, 3, 1, 2) / 255
     with torch.no_grad():
         for norm in yolo.model.modules():
             if isinstance(norm, torch.nn.BatchNorm2d):
                 norm.momentum = 1.0
-        yolo.model.train()(batch)  # or fresh weights shrink the pictures until all anchors are alike
+        yolo.model.train()(batch)  # or fresh weights shrink the images until all anchors are alike
         raw = yolo.model.eval()(batch)[1]
         for name, maps in (("one2one_cv3", raw.get("one2one")), ("cv3", raw.get("one2many", raw))):
             for layer in getattr(head, name) if maps else []:
@@ -68,10 +68,10 @@ def test_finds_what_the_predictor_finds(device, version, end2end, task):
     yolo = model_of(version, task, end2end)
     yolo.model.to(device)
     parameters = [p.data_ptr() for p in yolo.model.parameters()]
-    module = PictureDetector.from_model(yolo, SIDE, bgr=True, conf_thres=0.2, iou_thres=0.5, max_det=20)
+    module = ImageDetector.from_model(yolo, SIDE, bgr=True, conf_thres=0.2, iou_thres=0.5, max_det=20)
     assert [p.data_ptr() for p in yolo.model.parameters()] == parameters and not yolo.model.is_fused()
     loaded = saved_and_loaded(module)
-    ims = pictures(SHAPES)
+    ims = make_images(SHAPES)
     tensors = [torch.from_numpy(im) for im in ims]
     with torch.inference_mode():
         if task == "segment":
@@ -94,14 +94,14 @@ def test_finds_what_the_predictor_finds(device, version, end2end, task):
 
 
 def test_no_prototypes_is_a_sentence():
-    module = PictureDetector.from_model(model_of("v8", "detect").model, SIDE)
+    module = ImageDetector.from_model(model_of("v8", "detect").model, SIDE)
     with pytest.raises(ValueError, match="the network gives no prototypes"):
         module.forward_prototypes([torch.zeros(4, 4, 3, dtype=torch.uint8)])
 
 
 def test_no_one_to_one_head_is_a_sentence():
     with pytest.raises(ValueError, match="end2end is True, but the model has no one-to-one head"):
-        PictureDetector.from_model(model_of("v8", "detect"), SIDE, end2end=True)
+        ImageDetector.from_model(model_of("v8", "detect"), SIDE, end2end=True)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_no_one_to_one_head_is_a_sentence():
             {"cfg": "rtdetr-l.yaml"},
             "is a RTDETRDetectionModel, which has no Detect module, but a",
         ),
-        ("DetectionModel", {"cfg": "yolov8n.yaml", "ch": 1}, "takes pictures of 1 channels, but 3 are expected"),
+        ("DetectionModel", {"cfg": "yolov8n.yaml", "ch": 1}, "takes images of 1 channels, but 3 are expected"),
     ],
 )
 def test_a_model_that_it_cannot_take_is_a_sentence(kind, options, said):
     tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
-    with pytest.raises(ValueError, match=f"^PictureDetector.from_model: model {said}"):
-        PictureDetector.from_model(getattr(tasks, kind)(**options, verbose=False), SIDE)
+    with pytest.raises(ValueError, match=f"^ImageDetector.from_model: model {said}"):
+        ImageDetector.from_model(getattr(tasks, kind)(**options, verbose=False), SIDE)

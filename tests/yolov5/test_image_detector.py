@@ -1,4 +1,4 @@
-"""PictureDetector: one scripted file from uint8 pictures to boxes in original pixels, against stock's steps."""
+"""ImageDetector: one scripted file from uint8 images to boxes in original pixels, against stock's steps."""
 
 import copy
 import io
@@ -12,7 +12,7 @@ import torch
 
 from examples.export import small_detector
 from tests import stock
-from torch_fastdet.postprocess import PictureDetector
+from torch_fastdet.postprocess import ImageDetector
 
 SHAPES = [(120, 67), (64, 96), (128, 128), (33, 200), (1, 1), (97, 61)]
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:Converting a tensor")
@@ -25,7 +25,7 @@ def _float32_convolutions():
         yield
 
 
-def pictures(shapes=SHAPES, seed=0):
+def make_images(shapes=SHAPES, seed=0):
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 256, (*shape, 3), dtype=np.uint8) for shape in shapes]
 
@@ -63,9 +63,9 @@ def same(result, want):
 @pytest.mark.parametrize("bgr", [False, True])
 def test_against_stocks_steps(device, bgr):
     detector = small_detector(conf_thres=0.3).to(device)
-    module = PictureDetector(detector.network, detector.postprocess, 128, bgr=bgr).eval()
+    module = ImageDetector(detector.network, detector.postprocess, 128, bgr=bgr).eval()
     loaded = saved_and_loaded(module)
-    ims = pictures()
+    ims = make_images()
     want = by_stock(detector.network, detector.postprocess, ims, 128, bgr)
     tensors = [torch.from_numpy(im) for im in ims]
     with torch.inference_mode():
@@ -84,8 +84,8 @@ def test_against_stocks_steps(device, bgr):
 def test_jpeg_files_are_decoded_where_the_module_is(device, bgr, tmp_path):
     cv2 = pytest.importorskip("cv2")
     detector = small_detector(conf_thres=0.3).to(device)
-    module = PictureDetector(detector.network, detector.postprocess, 128, bgr=bgr).eval()
-    encoded = [cv2.imencode(".jpg", im)[1].tobytes() for im in pictures()[:3]]
+    module = ImageDetector(detector.network, detector.postprocess, 128, bgr=bgr).eval()
+    encoded = [cv2.imencode(".jpg", im)[1].tobytes() for im in make_images()[:3]]
     path = tmp_path / "0.jpg"
     path.write_bytes(encoded[0])
     decoded = [cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR) for data in encoded]
@@ -95,7 +95,7 @@ def test_jpeg_files_are_decoded_where_the_module_is(device, bgr, tmp_path):
         assert all(map(torch.equal, found, want)) and all(
             map(torch.equal, module.forward_files([str(path)]), module.forward_files(encoded[:1]))
         )
-    for files, reason in (([b"no picture"], "file 0: "), ([encoded[0], b""], "file 1: ")):
+    for files, reason in (([b"no image"], "file 0: "), ([encoded[0], b""], "file 1: ")):
         with pytest.raises(ValueError, match=reason):
             module.forward_files(files)
     with pytest.raises(FileNotFoundError, match=r"gone\.jpg"):
@@ -111,14 +111,14 @@ def test_of_a_yolov5_model():
         for layer in model.model[-1].m:
             layer.weight.mul_(30)
             layer.bias.zero_()
-    loaded = saved_and_loaded(PictureDetector.from_model(model, 128, conf_thres=0.2))
+    loaded = saved_and_loaded(ImageDetector.from_model(model, 128, conf_thres=0.2))
     assert not model.model[-1].training
-    ims = pictures([(90, 128), (64, 50)])
+    ims = make_images([(90, 128), (64, 50)])
 
     def network(batch):
         return model(batch)[1]
 
-    post = PictureDetector.from_model(model, 128, conf_thres=0.2).postprocess
+    post = ImageDetector.from_model(model, 128, conf_thres=0.2).postprocess
     same(loaded([torch.from_numpy(im) for im in ims]), by_stock(network, post, ims, 128, False))
 
 
@@ -126,11 +126,11 @@ def test_prototypes_of_a_yolov5_model():
     tasks = pytest.importorskip("yolov5.models.yolo", exc_type=ImportError)
     torch.manual_seed(0)
     model = tasks.SegmentationModel(_yaml(tasks, "segment/yolov5n-seg"), ch=3, nc=3).eval()
-    loaded = saved_and_loaded(PictureDetector.from_model(model, 128, conf_thres=0.0, max_det=5))
-    picture = pictures([(128, 128)])[0]
-    detections, counts, prototypes = loaded.forward_prototypes([torch.from_numpy(picture)])
+    loaded = saved_and_loaded(ImageDetector.from_model(model, 128, conf_thres=0.0, max_det=5))
+    image = make_images([(128, 128)])[0]
+    detections, counts, prototypes = loaded.forward_prototypes([torch.from_numpy(image)])
     with torch.no_grad():
-        decoded, wanted, _ = model(torch.from_numpy(picture).permute(2, 0, 1)[None] / 255)
+        decoded, wanted, _ = model(torch.from_numpy(image).permute(2, 0, 1)[None] / 255)
     torch.testing.assert_close(prototypes, wanted, rtol=1e-5, atol=1e-5)
     (rows,) = stock.yolov5().non_max_suppression(decoded, 0.0, 0.45, max_det=5, nm=32)
     assert detections.shape == (1, 5, 38) and counts.tolist() == [len(rows)]
@@ -143,34 +143,34 @@ def _yaml(tasks, name="yolov5n"):
     return str(Path(tasks.__file__).parent / f"{name}.yaml")
 
 
-def test_bad_pictures_are_a_sentence():
+def test_bad_images_are_a_sentence():
     detector = small_detector()
-    module = PictureDetector(detector.network, detector.postprocess, 64)
+    module = ImageDetector(detector.network, detector.postprocess, 64)
     for bad, message in (
-        ([], "pictures is empty"),
+        ([], "images is empty"),
         ([torch.zeros(4, 4, 3)], "an image has shape"),
         ([torch.zeros(4, 4, dtype=torch.uint8)], "an image has shape"),
         ([torch.zeros(0, 4, 3, dtype=torch.uint8)], "an image has shape"),
     ):
         with pytest.raises((RuntimeError, ValueError), match=message):
             module(bad)
-    with pytest.raises(RuntimeError, match="pictures has shape"):
+    with pytest.raises(RuntimeError, match="images has shape"):
         module.forward_batch(torch.zeros(1, 4, 4, 3))
     with pytest.raises(ValueError, match="size is 0"):
-        PictureDetector(detector.network, detector.postprocess, 0)
+        ImageDetector(detector.network, detector.postprocess, 0)
 
 
 @pytest.mark.parametrize("model", ["yolov5s.pt", torch.nn.ReLU()])
 def test_what_is_no_detector_is_a_sentence(model):
     with pytest.raises(ValueError, match=f"from_model: model is a {type(model).__name__}, which has no Detect module"):
-        PictureDetector.from_model(model, 64)
+        ImageDetector.from_model(model, 64)
 
 
-def test_a_model_of_grey_pictures_is_a_sentence():
+def test_a_model_of_grey_images_is_a_sentence():
     yolo = pytest.importorskip("yolov5.models.yolo", exc_type=ImportError)
     model = yolo.DetectionModel(str(Path(yolo.__file__).parent / "yolov5n.yaml"), ch=1)
-    with pytest.raises(ValueError, match="from_model: model takes pictures of 1 channels, but 3 are expected"):
-        PictureDetector.from_model(model, 64)
+    with pytest.raises(ValueError, match="from_model: model takes images of 1 channels, but 3 are expected"):
+        ImageDetector.from_model(model, 64)
 
 
 class Levels(torch.nn.Module):
@@ -179,7 +179,7 @@ class Levels(torch.nn.Module):
 
 
 def test_more_maps_than_levels_are_a_sentence():
-    module = PictureDetector(Levels(), small_detector().postprocess, 64)
+    module = ImageDetector(Levels(), small_detector().postprocess, 64)
     with pytest.raises(ValueError, match="the network gives 5 maps, but 2, or one more with prototypes, are expected"):
         module([torch.zeros(4, 4, 3, dtype=torch.uint8)])
 
@@ -188,7 +188,7 @@ def test_more_maps_than_levels_are_a_sentence():
 def test_threads_share_a_module(device, scripted):
     """Nothing is kept between calls: each thread has the detections of its own shapes, however many there are."""
     detector = small_detector(conf_thres=0.3).to(device)
-    module = PictureDetector(detector.network, detector.postprocess, 64).eval()
+    module = ImageDetector(detector.network, detector.postprocess, 64).eval()
     run = saved_and_loaded(module) if scripted else module
     known = set(vars(module)), len(pickle.dumps(module.state_dict()))
     batches = [torch.randint(0, 256, (1 + i % 3, 20 + i, 50, 3), dtype=torch.uint8).to(device) for i in range(40)]
@@ -206,11 +206,11 @@ def test_threads_share_a_module(device, scripted):
 
 
 def test_one_graph(cuda):
-    """forward_batch in a CUDA graph, replayed with other pictures, after pictures of another shape."""
+    """forward_batch in a CUDA graph, replayed with other images, after images of another shape."""
     detector = small_detector(conf_thres=0.3).to(cuda)
-    module = saved_and_loaded(PictureDetector(detector.network, detector.postprocess, 128).eval())
+    module = saved_and_loaded(ImageDetector(detector.network, detector.postprocess, 128).eval())
     batches = [
-        torch.stack([torch.from_numpy(im) for im in pictures([(90, 120)] * 2, seed)]).to(cuda) for seed in (0, 1)
+        torch.stack([torch.from_numpy(im) for im in make_images([(90, 120)] * 2, seed)]).to(cuda) for seed in (0, 1)
     ]
     static = batches[0].clone()
     with torch.inference_mode():
