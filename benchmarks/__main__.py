@@ -67,7 +67,7 @@ ROOFLINE_SECONDS = 25  # kept back for it
 
 
 def run(command: list[str], seconds: float | None, quiet: bool = False) -> str:
-    """Runs a command with all its children for so long at the most, and says how it ended."""
+    """Run a command with all its children for so long at the most, and say how it ended."""
     output = subprocess.DEVNULL if quiet else None
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=output, stderr=output)
     try:
@@ -82,7 +82,7 @@ def run(command: list[str], seconds: float | None, quiet: bool = False) -> str:
 
 
 def prepare(names: list[str]) -> None:
-    """Fills the caches that the benchmarks find, of torch.compile and of weights, and prints each one's seconds."""
+    """Fill the caches that the benchmarks find, of torch.compile and of weights, and print each one's seconds."""
     begun = time.monotonic()
 
     def one(name: str) -> None:
@@ -94,7 +94,7 @@ def prepare(names: list[str]) -> None:
 
 
 def left_out(name: str, device: str) -> str | None:
-    """Why there is nothing to measure here, or None."""
+    """Return why there is nothing to measure here, or None."""
     if name in ("step", "serving", "evaluation") and device == "cpu":
         return "left out: measured on a GPU only"
     reason = harness.missing(name)
@@ -102,7 +102,7 @@ def left_out(name: str, device: str) -> str | None:
 
 
 def remove_old(folder: Path, name: str) -> None:
-    """Removes what a benchmark left in the folder: if it fails now, older rows must not pass for this run's."""
+    """Remove what a benchmark left in the folder: if it fails now, older rows must not pass for this run's."""
     for path in [*folder.glob(f"{name}.*"), *folder.glob(f"{name}_*.png")]:
         path.unlink()
 

@@ -86,7 +86,7 @@ def arguments_of(norms: list[nn.BatchNorm2d], inputs: list[torch.Tensor]) -> tup
 
 
 def measure_concatenation(report: harness.Report) -> None:
-    """C3's: two norms and activations side by side."""
+    """Measure C3's: two norms and activations side by side."""
     for shape in ((64, 32, 160, 160), (16, 128, 40, 40)):
         norms = [nn.BatchNorm2d(shape[1], eps=1e-3, momentum=0.03).to(report.device) for _ in range(2)]
         inputs = []
@@ -119,7 +119,7 @@ def biased_silu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 
 def measure_evaluation(report: harness.Report) -> None:
-    """What is behind a convolution whose norm is fused: its bias and the activation."""
+    """Measure what is behind a convolution whose norm is fused: its bias and the activation."""
     for shape in ((16, 64, 160, 160), (16, 256, 20, 20), (1, 256, 20, 20)):
         x = torch.randn(shape, device=report.device, dtype=torch.float16).contiguous(memory_format=torch.channels_last)
         bias, out = torch.randn(shape[1], device=report.device, dtype=torch.float16), torch.empty_like(x)

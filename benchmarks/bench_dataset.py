@@ -47,7 +47,7 @@ WORKERS = 8
 
 @functools.cache
 def photographs() -> list[Any]:
-    """The photographs that scikit-learn and ultralytics bring, uint8 B G R."""
+    """Return the photographs that scikit-learn and ultralytics bring, uint8 B G R."""
     import cv2
     import ultralytics
     from sklearn.datasets import load_sample_images
@@ -58,7 +58,7 @@ def photographs() -> list[Any]:
 
 
 def make_photograph(root: Path, number: int, quality: int, size: tuple[int, int]) -> None:
-    """A part of a photograph, enlarged, with the noise of a camera, and labels for it."""
+    """Write a part of a photograph, enlarged, with the noise of a camera, and labels for it."""
     import cv2
 
     generator = np.random.default_rng(number)
@@ -78,7 +78,7 @@ def make_photograph(root: Path, number: int, quality: int, size: tuple[int, int]
 
 
 def make_data(count: int, quality: int, sizes: tuple[tuple[int, int], ...] = (SIZE,)) -> Path:
-    """A data set's yaml: so many images, and the first of them for validation."""
+    """Return a data set's yaml: so many images, and the first of them for validation."""
     different = min(PHOTOGRAPHS, count)
     kind = "x".join(map(str, SIZE)) if sizes == (SIZE,) else f"{len(sizes)}-sizes"
     seeds = WORK / f"photographs-{kind}-{different}-q{quality}"

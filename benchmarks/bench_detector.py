@@ -33,7 +33,7 @@ def yolov5(size: str, device: torch.device) -> Any:
 
 
 def bench_detector(report: harness.Report, images: int, **options: Any) -> None:
-    """1080p images on the device, in one call or one graph."""
+    """Measure 1080p images on the device, in one call or one graph."""
     cuda = report.device.type == "cuda"
     size, height, width = ("s", 1080, 1920) if cuda else ("n", 360, 640)
     module = torch.jit.script(ImageDetector.from_model(yolov5(size, report.device), SIDE, half=cuda))
@@ -60,14 +60,14 @@ BLOCKS = 5
 
 
 def latencies(predict: Any, count: int) -> list[float]:
-    """Microseconds of each call, which ends on the host."""
+    """Return microseconds of each call, which ends on the host."""
     for _ in range(max(count // 10, 5)):  # the third captures
         predict()
     return harness.time_cpu({"predict": predict}, count)["predict"]
 
 
 def jpeg(width: int, height: int) -> Path:
-    """A file of a photograph, enlarged, with noise."""
+    """Return a file of a photograph, enlarged, with noise."""
     import cv2
     import numpy as np
 

@@ -71,7 +71,7 @@ def ours(size: str, batch: int, whole: bool) -> Callable[[], Any]:
 
 
 def stock_ddp(size: str, batch: int) -> Callable[[], Any]:
-    """train.py's own step, without its loader."""
+    """Return train.py's own step, without its loader."""
     from yolov5.utils.loss import ComputeLoss
     from yolov5.utils.torch_utils import ModelEMA, smart_optimizer
 
@@ -115,7 +115,7 @@ def _constant(value: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def timed(step: Callable[[], Any], seconds: float, warmup: int = 8) -> list[float]:
-    """Microseconds of each call; all ranks make the same number of calls."""
+    """Return microseconds of each call; all ranks make the same number of calls."""
     for _ in range(warmup):
         step()
     torch.cuda.synchronize()
@@ -202,7 +202,7 @@ def measure_steps(report: Report, gpus: int, models: list[str], stock: bool) -> 
 def run_train_py(
     name: str, title: str, launcher: list[str], data: Path, devices: list[int], epochs: int, workers: int
 ) -> list[float]:
-    """Seconds of an iteration in each epoch of one train.py, its first epoch left out."""
+    """Return seconds of an iteration in each epoch of one train.py, its first epoch left out."""
     from examples.demo.training import Variant, run_train, yolov5_folder
     from examples.yolov5_env import environment
 
@@ -233,7 +233,7 @@ def run_train_py(
 def measure_training(
     report: Report, gpus: int, models: list[str], epochs: int, images: int, variants: list[str]
 ) -> None:
-    """Trainings on one GPU run side by side, each on a GPU of its own, as many as there are."""
+    """Run trainings on one GPU side by side, each on a GPU of its own, as many as there are."""
     from examples.demo import dataset
 
     data = dataset.make(WORK / f"digits-640-{images}", dataset.Recipe(image_size=640, train=images))

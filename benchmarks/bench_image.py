@@ -30,7 +30,7 @@ def photographs(count: int, height: int, width: int) -> np.ndarray:
 
 
 def scratch_low(batch: int, images: int, perspective: float = 0.0) -> dict[str, np.ndarray]:
-    """Tables of hyp.scratch-low: mosaics, translation and scale, HSV and left-right flips."""
+    """Return tables of hyp.scratch-low: mosaics, translation and scale, HSV and left-right flips."""
     rng = np.random.default_rng(0)
     placements, layers, matrices, rows = [], [], [], []
     for n in range(batch):
@@ -60,7 +60,7 @@ def scratch_low(batch: int, images: int, perspective: float = 0.0) -> dict[str, 
 
 
 def with_opencv(images: np.ndarray, plan: dict[str, np.ndarray]) -> torch.Tensor:
-    """The same batch, with the calls that stock makes."""
+    """Make the batch with the calls that stock makes."""
     import cv2
 
     batch = []
@@ -81,7 +81,7 @@ def with_opencv(images: np.ndarray, plan: dict[str, np.ndarray]) -> torch.Tensor
 
 
 def letterbox_with_opencv(images: np.ndarray, height: int, width: int, pool: ThreadPoolExecutor | None) -> torch.Tensor:
-    """In a loop, or spread over the threads of a pool."""
+    """Letterbox in a loop, or spread over the threads of a pool."""
     import cv2
 
     top = (SIDE - height) // 2
@@ -100,7 +100,7 @@ def letterbox_with_opencv(images: np.ndarray, height: int, width: int, pool: Thr
 def compare_letterbox(
     report: harness.Report, case: str, ours: Callable[[], Any], images: np.ndarray, height: int, **options: Any
 ) -> None:
-    """Beside a GPU the rows of stock are by the host's clock, and end with uint8. OpenCV's own threads are off, as in both projects."""
+    """Compare letterboxes; beside a GPU stock's rows are by the host's clock and end with uint8. OpenCV's own threads are off, as in both projects."""
     import cv2
 
     cores, threads = len(os.sched_getaffinity(0)), cv2.getNumThreads()

@@ -23,7 +23,7 @@ Rectangle = tuple[int, int, int, int]  # x, y, width, height
 
 
 def photograph(number: int) -> np.ndarray:
-    """A part of one of scikit-learn's photographs, enlarged, with the noise of a camera; each third stands upright."""
+    """Return a part of one of scikit-learn's photographs, enlarged, with the noise of a camera; each third stands upright."""
     import cv2
     from sklearn.datasets import load_sample_images
 
@@ -45,7 +45,7 @@ def encode(images: list[np.ndarray], quality: int, optimize: bool = False) -> li
 
 
 def visible(sizes: list[tuple[int, int]]) -> list[Rectangle]:
-    """What mosaics of four with hyp.scratch-low (scale .5, translate .1) show of each image of (height, width)."""
+    """Return what mosaics of four with hyp.scratch-low (scale .5, translate .1) show of each image of (height, width)."""
     rng = np.random.default_rng(5)
     rectangles = []
     for n, (height, width) in enumerate(sizes):
@@ -129,7 +129,7 @@ def compare(report: harness.Report, case: str, batch: Batch, others: dict[str, C
 
 
 def beside_a_step(report: harness.Report, batch: Batch, nvjpeg: Callable[[], Any] | None) -> None:
-    """A graph of convolutions, BatchNorm and SiLU of about 20 ms alone, and with 256 images decoded on another stream meanwhile;
+    """Time a graph of convolutions, BatchNorm and SiLU of about 20 ms alone, and with 256 images decoded on another stream meanwhile;
     nvJPEG decodes whole ones."""
     layers = [torch.nn.Conv2d(64, 64, 3, padding=1, bias=False), torch.nn.BatchNorm2d(64), torch.nn.SiLU()]
     model = torch.nn.Sequential(*layers).to(report.device, torch.float16)

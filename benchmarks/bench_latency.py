@@ -43,7 +43,7 @@ Way = dict[str, Callable[[Any], Any]]
 
 
 def threshold(decoded: Tensor) -> float:
-    """The confidence that CANDIDATES anchors of one image have."""
+    """Return the confidence that CANDIDATES anchors of one image have."""
     best = decoded[0, :, 4].float() * decoded[0, :, 5:].float().amax(1)
     return best.topk(CANDIDATES + 1).values[-1].item()
 
@@ -142,7 +142,7 @@ def answer(way: Way, image: np.ndarray) -> Any:
 
 
 def stages(way: Way, image: np.ndarray, wait: Callable[[], None], count: int) -> dict[str, float]:
-    """Microseconds of each stage."""
+    """Return microseconds of each stage."""
     times: dict[str, list[float]] = {name: [] for name in way}
     for _ in range(count):
         value: Any = image
@@ -194,7 +194,7 @@ def plot(report: Report) -> None:
 
 
 def ways(device: torch.device, size: str, image: np.ndarray) -> dict[str, Callable[[], Way]]:
-    """Each way by name; models are made when they are asked for."""
+    """Return each way by name; models are made when they are asked for."""
     cpu = torch.device("cpu")
 
     def theirs(where: torch.device, half: bool = False) -> Way:

@@ -28,7 +28,7 @@ HYP = "data/hyps/hyp.scratch-low.yaml"
 
 
 def make_image(root: Path, number: int) -> None:
-    """An image that JPEG does not make small: a coarse pattern, and noise."""
+    """Write an image that JPEG does not make small: a coarse pattern, and noise."""
     import cv2
 
     generator = np.random.default_rng(number)
@@ -42,7 +42,7 @@ def make_image(root: Path, number: int) -> None:
 
 
 def make_data(count: int, validated: int = 0) -> Path:
-    """A folder of so many images and their labels; validated.txt lists some of them."""
+    """Return a folder of so many images and their labels; validated.txt lists some of them."""
     root = WORK / f"jpegs-{SIZE}-{count}"
     done = root / "done"
     if not done.exists():
@@ -57,7 +57,7 @@ def make_data(count: int, validated: int = 0) -> Path:
 
 
 def measure(images: Path, ours: bool, workers: int, epochs: int, cache: str | None, device: str) -> list[float]:
-    """Seconds of each epoch. Runs in a process of its own."""
+    """Return seconds of each epoch. Runs in a process of its own."""
     import yaml
     import yolov5
     from yolov5.utils.dataloaders import create_dataloader  # patched below, where it looks its classes up
@@ -85,7 +85,7 @@ def measure(images: Path, ours: bool, workers: int, epochs: int, cache: str | No
 def run(
     images: Path, epochs: int, device: str, workers: int, cache: str | None, ours: bool, cores: int = 0
 ) -> list[float]:
-    """Microseconds an image, epoch by epoch."""
+    """Return microseconds an image, epoch by epoch."""
     arguments = [images, int(ours), workers, epochs, cache or "", device]
     program = [sys.executable, "-m", "benchmarks.bench_loader", "--measure", *map(str, arguments)]
     if cores:

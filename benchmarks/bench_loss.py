@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 def make_heads(batch: int, size: int, device: torch.device, channels_last: bool, extra: int = 0) -> list[torch.Tensor]:
-    """As after the last convolution: objectness low, as it is in training; channels_last is the view without a copy."""
+    """Make heads as after the last convolution: objectness low, as it is in training; channels_last is the view without a copy."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     heads = []
     for stride in STRIDES:
@@ -68,7 +68,7 @@ def make_targets(batch: int, boxes: int, device: torch.device) -> torch.Tensor:
 
 
 def leaves(heads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same memory for one variant alone: a variant that fails may leave a graph behind, which keeps its leaves' streams."""
+    """Return the same memory for one variant alone: a variant that fails may leave a graph behind, which keeps its leaves' streams."""
     return [head.detach().requires_grad_() for head in heads]
 
 

@@ -85,7 +85,7 @@ class Setup:
         torch._foreach_lerp_(averages, values, 0.001)
 
     def launcher_step(self):
-        """What train.py calls under --multi_tensor_optimizer."""
+        """Do what train.py calls under --multi_tensor_optimizer."""
         optim.unscale_(self.scaler, self.optimizer)
         optim.clip_grad_norm_(self.model.parameters(), max_norm=10.0)
         self.scaler.step(self.optimizer)
@@ -154,7 +154,7 @@ def measure_step(report: harness.Report, name: str, **options) -> None:
 
 
 def measure_musgd(report: harness.Report, name: str, **options) -> None:
-    """MuSGD alone, over the tensors of an Ultralytics model, in the groups of its trainer."""
+    """Measure MuSGD alone, over the tensors of an Ultralytics model, in the groups of its trainer."""
 
     def step_of(kind):
         torch.manual_seed(0)
@@ -192,7 +192,7 @@ def measure(report: harness.Report) -> None:
 
 
 def measure_norm(report: harness.Report, name: str, **options) -> None:
-    """clip_grad_norm_ alone."""
+    """Measure clip_grad_norm_ alone."""
     setup = Setup(name, report.device)
     variants = {
         "torch clip_grad_norm_": lambda: nn.utils.clip_grad_norm_(setup.params, 10.0),

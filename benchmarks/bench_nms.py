@@ -24,7 +24,7 @@ VALIDATION = {"conf_thres": 0.001, "iou_thres": 0.6, "multi_label": True}
 
 
 def trained_heads(images, device, dtype, background=-5.0, size=640, classes=80, objects=40, seed=0):
-    """Logits of three maps (images, 3 * 85, ny, nx): high near objects, `background` elsewhere."""
+    """Return logits of three maps (images, 3 * 85, ny, nx): high near objects, `background` elsewhere."""
     g = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape):
@@ -53,7 +53,7 @@ def trained_heads(images, device, dtype, background=-5.0, size=640, classes=80, 
 
 
 def one_nms(prediction, conf_thres=0.25, iou_thres=0.45, max_det=300):
-    """The best that torchvision allows where candidates are few: one nms() for the whole batch.
+    """Do the best that torchvision allows where candidates are few: one nms() for the whole batch.
 
     Boxes of other images and classes are moved apart, in float64, which holds that many offsets exactly enough.
     """
@@ -74,7 +74,7 @@ def one_nms(prediction, conf_thres=0.25, iou_thres=0.45, max_det=300):
 
 
 def apart(count, device, dtype=torch.float32):
-    """One class, `count` boxes that do not overlap, random confidences."""
+    """Return `count` boxes of one class that do not overlap, with random confidences."""
     g = torch.Generator().manual_seed(0)
     i = torch.arange(count)
     across = int(count**0.5) + 1
@@ -97,7 +97,7 @@ def suppression_variants(prediction, options):
 
 
 def as_list(detections, counts):
-    """Padded detections as stock returns them, a tensor an image: the counts come to the host in one copy."""
+    """Return padded detections as stock returns them, a tensor an image: the counts come to the host in one copy."""
     return [rows[:count] for rows, count in zip(detections, counts.tolist())]
 
 
@@ -118,7 +118,7 @@ HOST = ("stock", ONE_NMS, "stock decode + suppression", "torch_fastdet list", OV
 
 
 def bench_scale_boxes(report, images, **options):
-    """Detections of a batch in the pixels of photographs of 1280x720, as val.py brings them there image by image."""
+    """Measure detections of a batch in the pixels of photographs of 1280x720, as val.py brings them there image by image."""
     device, count = report.device, 300
     boxes = torch.rand(images, count, 6, device=device) * 640
     rows = torch.tensor([ops.letterbox([640, 640], [720, 1280])] * images, device=device)
@@ -132,7 +132,7 @@ def bench_scale_boxes(report, images, **options):
 
 
 def bench_ultralytics(report, images, dtype, **options):
-    """Raw maps of the anchor-free head, 8,400 anchors, to detections."""
+    """Measure raw maps of the anchor-free head, 8,400 anchors, to detections."""
     device = report.device
     g = torch.Generator(device=device).manual_seed(0)
     heads = trained_heads(images, device, dtype)
@@ -157,7 +157,7 @@ def bench_ultralytics(report, images, dtype, **options):
 
 
 def rotated_prediction(images, anchors, classes, device, size=1024.0, objects=60, seed=0):
-    """Decoded rotated boxes (images, 4 + classes + 1, anchors) around `objects` objects; all confidences above .001."""
+    """Return decoded rotated boxes (images, 4 + classes + 1, anchors) around `objects` objects; all confidences above .001."""
     g = torch.Generator().manual_seed(seed)
     which = torch.randint(objects, (images, anchors, 1), generator=g)
     center = (torch.rand(images, objects, 2, generator=g) * size).gather(1, which.expand(-1, -1, 2))
@@ -186,7 +186,7 @@ def bench_rotated(report, images, anchors, **options):
 
 
 def bench_few_candidates(report, rotated, **options):
-    """One image of 8,400 anchors in Ultralytics' layout, of which 20 pass: most of the time is looking for them."""
+    """Measure one image of 8,400 anchors in Ultralytics' layout, of which 20 pass: most of the time is looking for them."""
     prediction = rotated_prediction(1, 8400, 80, report.device)
     prediction[:, 4:84] *= 0.25
     prediction[:, 4:84, ::420] *= 4
@@ -205,7 +205,7 @@ LONG = {"ungraphable": HOST, "repetitions": 10, "inner": 2}
 
 
 def bench_confident(report, images, heads, anchors):
-    """Suppression alone, and from raw heads, as in prediction: few boxes pass."""
+    """Measure suppression alone, and from raw heads, as in prediction: few boxes pass."""
     prediction = ops.yolov5_decode(heads, anchors, STRIDES)
     size = prediction.numel() * 2
     report.compare(
@@ -246,7 +246,7 @@ def bench_decode(report, images, heads, anchors):
 
 
 def bench_validation(report, images, name, background, anchors):
-    """Suppression alone, and from raw heads, as in validation: most boxes pass."""
+    """Measure suppression alone, and from raw heads, as in validation: most boxes pass."""
     heads = trained_heads(images, anchors.device, torch.float16, background)
     prediction = ops.yolov5_decode(heads, anchors, STRIDES)
     size = prediction.numel() * 2
@@ -261,7 +261,7 @@ def bench_validation(report, images, name, background, anchors):
 
 
 def bench_extremes(report, device):
-    """Many boxes of one class, of which none or all overlap."""
+    """Measure many boxes of one class, of which none or all overlap."""
     prediction = apart(30000, device)
     for max_det in (300, 30000):
         variants = suppression_variants(prediction, {"max_det": max_det, "iou_thres": 0.6})

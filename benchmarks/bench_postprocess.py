@@ -53,7 +53,7 @@ STAGE_OF = (
 
 
 def stage_of(name: str) -> str:
-    """The stage of suppression that a kernel or CPU operator belongs to; any other name selects candidates."""
+    """Return the stage of suppression that a kernel or CPU operator belongs to; any other name selects candidates."""
     return next((stage for stage, pattern in STAGE_OF if re.search(pattern, name, re.IGNORECASE)), "select")
 
 
@@ -109,12 +109,12 @@ class Case:
         detect.m = nn.ModuleList(nn.Identity() for _ in detect.m)
 
     def images(self, count: int) -> list[list[Tensor]]:
-        """Heads of single images."""
+        """Return heads of single images."""
         first = self.batches[0]
         return [[m[i : i + 1].clone() for m in first] for i in range(min(count, len(first[0])))]
 
     def accuracy(self, detections: list[list[Tensor]], data: dict[str, Any]) -> tuple[float, float]:
-        """mAP50 and mAP50-95, as the real val.py computes them from the detections of every batch."""
+        """Return mAP50 and mAP50-95, as the real val.py computes them from the detections of every batch."""
         from yolov5 import val
 
         batches = iter(detections)
@@ -145,7 +145,7 @@ def wait(device: torch.device) -> None:
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Microseconds of a call, and what it returns."""
+    """Return microseconds of a call, and what it returns."""
     wait(device)
     start = time.perf_counter_ns()
     result = function()
@@ -158,7 +158,7 @@ def _status(key: str) -> int:
 
 
 def cpu_peak(function: Callable[[], Any]) -> float | None:
-    """MiB by which this process grows at its peak during one call; None where the kernel cannot reset that mark."""
+    """Return MiB by which this process grows at its peak during one call; None where the kernel cannot reset that mark."""
     function()
     try:
         ctypes.CDLL(None).malloc_trim(0)
@@ -171,7 +171,7 @@ def cpu_peak(function: Callable[[], Any]) -> float | None:
 
 
 def stages(choice: Choice, heads: list[Tensor], device: torch.device, whole: float) -> dict[str, float]:
-    """Microseconds of each stage of one call that takes `whole`."""
+    """Return microseconds of each stage of one call that takes `whole`."""
     found = dict.fromkeys(STAGES, 0.0)
     if device.type == "cuda":
         for stage, function in _parts(choice, heads):
@@ -201,7 +201,7 @@ def stages(choice: Choice, heads: list[Tensor], device: torch.device, whole: flo
 
 
 def _parts(choice: Choice, heads: list[Tensor]) -> list[tuple[str | None, Callable[[], Any]]]:
-    """What to profile apart, with its stage where it has but one."""
+    """Return what to profile apart, with its stage where it has but one."""
     if choice.decode is None:
         return [(None, partial(choice.suppress, heads))]
     return [("decode", partial(choice.decode, heads)), (None, partial(choice.suppress, choice.decode(heads)))]
@@ -210,14 +210,14 @@ def _parts(choice: Choice, heads: list[Tensor]) -> list[tuple[str | None, Callab
 def add_stages(
     report: Report, name: str, choice: Choice, heads: list[Tensor], device: torch.device, times: list[float]
 ):
-    """Rows of the stages of a call that takes the median of `times`."""
+    """Add rows of the stages of a call that takes the median of `times`."""
     for stage, time_us in stages(choice, heads, device, statistics.median(times)).items():
         if time_us:
             report.add(name, choice.name, stage, [time_us])
 
 
 def measure_validation(report: Report, case: Case, data: dict[str, Any], seconds: float = 1.5) -> None:
-    """Rounds over all batches, in turns, until a choice has had three of them or its seconds."""
+    """Measure rounds over all batches, in turns, until a choice has had three of them or its seconds."""
     size = _size(case.batches[0], case.model)
     name = f"validation, batch {BATCH} of {size}x{size}, {case.name}"
     ways = choices(case.model, VALIDATION)
@@ -244,7 +244,7 @@ def measure_validation(report: Report, case: Case, data: dict[str, Any], seconds
 
 
 def measure_latency(report: Report, case: Case, calls: int) -> None:
-    """Images one by one, the choices in turns; the stages are of the first image."""
+    """Measure images one by one, the choices in turns; the stages are of the first image."""
     images = case.images(16)
     size = _size(images[0], case.model)
     name = f"one image of {size}x{size}, {calls:,} calls, {case.name}"
@@ -270,7 +270,7 @@ def _size(heads: list[Tensor], model: Any) -> int:
 
 
 def plot_breakdown(report: Report) -> None:
-    """The first batch above, the first image below; left milliseconds, right shares of each choice's own total, so that short ones
+    """Plot the first batch above, the first image below; left milliseconds, right shares of each choice's own total, so that short ones
     can be read as well."""
     if not (plt := pyplot()):
         return
@@ -311,7 +311,7 @@ def plot_breakdown(report: Report) -> None:
 
 
 def trained(machine: Machine, data: Path, epochs: int) -> Path:
-    """Weights of yolov5n after so many epochs; the same ones each time."""
+    """Return weights of yolov5n after so many epochs; the same ones each time."""
     weights = WORK / f"yolov5n-{machine.image_size}-{epochs}.pt"
     if not weights.exists():
         run = train(FASTDET, data, WORK / weights.stem, dict(os.environ), machine, epochs, 0, show=False)

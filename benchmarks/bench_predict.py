@@ -30,7 +30,7 @@ VARIANTS = ("stock", harness.OURS)
 
 
 def folder(files: int) -> list[str]:
-    """The names of JPEG files of DIFFERENT photographs, about 100 kB each."""
+    """Return the names of JPEG files of DIFFERENT photographs, about 100 kB each."""
     made = harness.WORK / f"predict-{files}"
     made.mkdir(parents=True, exist_ok=True)
     names = [str(made / f"{number:04d}.jpg") for number in range(files)]
@@ -45,7 +45,7 @@ def folder(files: int) -> list[str]:
 
 
 def model(device: torch.device, images: list[np.ndarray]) -> Any:
-    """A new model whose scores differ: its norms have the statistics of the images."""
+    """Return a new model whose scores differ: its norms have the statistics of the images."""
     from ultralytics import YOLO
 
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ def model(device: torch.device, images: list[np.ndarray]) -> Any:
 
 
 def options(device: torch.device, images: list[np.ndarray]) -> dict[str, Any]:
-    """Options of ``predict`` by which the model finds some boxes."""
+    """Return options of ``predict`` by which the model finds some boxes."""
     chosen: dict[str, Any] = {
         "imgsz": 640,
         "quantize": 16 if device.type == "cuda" else None,

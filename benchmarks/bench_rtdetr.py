@@ -57,7 +57,7 @@ def attention(report: harness.Report) -> None:
 
 
 def costs(problems: int, columns: int) -> torch.Tensor:
-    """Distances of queries, most of which are near a target: the searches are long."""
+    """Return distances of queries, most of which are near a target: the searches are long."""
     targets = torch.rand(problems, columns, 4) * torch.tensor([1.0, 1.0, 0.3, 0.3])
     near = targets.gather(1, torch.randint(columns, (problems, QUERIES, 1)).expand(-1, -1, 4))
     near = near + 0.02 * torch.randn(near.shape)

@@ -43,7 +43,7 @@ def make_model(size: str, channels_last: bool):
 
 
 def compile_whole(model, mode: str):
-    """torch.compile of the model as one graph. SPPF.forward silences a warning of torch 1.9; there Dynamo would leave the
+    """Compile the model as one graph. SPPF.forward silences a warning of torch 1.9; there Dynamo would leave the
     model's loop over its layers, compile each layer by itself and leave most of them eager (its limit of recompilations)."""
     from yolov5.models import common
 
@@ -58,7 +58,7 @@ def foreach_average(ema, model) -> Callable[[], None]:
 
 
 def stock_step(size: str, batch: int, tuned: bool, mode: str | None = None) -> Callable[[], None]:
-    """train.py's step. tuned: channels_last, fused SGD, foreach EMA; mode: of torch.compile on the model, with its default
+    """Return train.py's step. tuned: channels_last, fused SGD, foreach EMA; mode: of torch.compile on the model, with its default
     on the loss (reduce-overhead on both failed in the backward pass on an H200)."""
     from yolov5.utils.loss import ComputeLoss
     from yolov5.utils.torch_utils import ModelEMA, smart_optimizer
@@ -98,7 +98,7 @@ def make_images(batch: int) -> torch.Tensor:
 
 
 def graphed_step(size: str, batch: int) -> Callable[[], None]:
-    """GraphedModule and the fused pieces, called one by one."""
+    """Call GraphedModule and the fused pieces one by one."""
     from torch_fastdet.ema import ModelEMA
     from torch_fastdet.graphs import GraphedModule
     from torch_fastdet.optim import SGD, FusedStep
@@ -153,7 +153,7 @@ MODES = {
 
 @contextlib.contextmanager
 def fused_blocks(wanted: bool) -> Iterator[None]:
-    """The switches that change layers. torch_fastdet keeps their operators in its graphs; the original steps run after they are off again."""
+    """Apply the switches that change layers. torch_fastdet's graphs keep their operators; the original steps run after they are off again."""
     from torch_fastdet import yolov5
 
     if wanted:
@@ -169,7 +169,7 @@ COMPILED_SECONDS = 40  # of one that `--prepare` has compiled, with the start of
 
 
 def compiled_variants(names: list[str]) -> Iterator[tuple[str, str, Callable[[str, int], Callable[[], object]]]]:
-    """Of each, its name, the variant and what makes it."""
+    """Yield each one's name, the variant and what makes it."""
     for name in names:
         for variant, mode in MODES.items():
             if mode == "reduce-overhead" or name == names[0]:
@@ -179,7 +179,7 @@ def compiled_variants(names: list[str]) -> Iterator[tuple[str, str, Callable[[st
 def measure(
     report: Report, name: str, variants: dict[str, Callable], repetitions: int = 30, seconds: float = 2
 ) -> None:
-    """All variants of one model and batch live side by side, and are timed in turns, for so long at the most.
+    """Time all variants of one model and batch in turns, side by side in memory, for so long at the most.
 
     A row of torch_fastdet that was timed beside stock stays, where it now runs beside a compiled one.
     """
@@ -238,7 +238,7 @@ def measure(
 
 
 def measure_in_memory(report: Report, name: str, variants: dict[str, Callable]) -> None:
-    """Side by side where they fit, else one after the other."""
+    """Measure side by side where they fit, else one after the other."""
     try:
         measure(report, name, variants)
         return
@@ -249,7 +249,7 @@ def measure_in_memory(report: Report, name: str, variants: dict[str, Callable]) 
 
 
 def compile_step(name: str, variant: str, make: Callable[[str, int], Callable[[], object]]) -> str:
-    """Compiles for this model and batch, and says how it ended."""
+    """Compile for this model and batch, and say how it ended."""
     try:
         step = make(name[0], int(name[1:]))
         for _ in range(2):
@@ -260,7 +260,7 @@ def compile_step(name: str, variant: str, make: Callable[[str, int], Callable[[]
 
 
 def prepare(names: list[str]) -> None:
-    """Compiles all side by side, each in a process of its own: Dynamo works on one thread."""
+    """Compile all side by side, each in a process of its own: Dynamo works on one thread."""
     jobs = list(compiled_variants(names))
     if not jobs:
         return

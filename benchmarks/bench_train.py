@@ -37,7 +37,7 @@ VALIDATED = 64  # images of the training set, after each epoch
 def measure_defaults(
     report: Report, models: list[str], epochs: int, flags: list[str], images: int, cached_by: int | None = None
 ) -> None:
-    """train.py on JPEGs: with its default options, or with --cache ram and ``cached_by`` workers."""
+    """Measure train.py on JPEGs: with its default options, or with --cache ram and ``cached_by`` workers."""
     root = make_data(images, validated=min(VALIDATED, images))
     data = WORK / f"jpegs-{images}.yaml"
     names = "".join(f"  {number}: class{number}\n" for number in range(80))
@@ -79,7 +79,7 @@ def measure(report: Report, models: list[str], epochs: int, flags: list[str], im
 def train_segments(
     model: str, batch: int, variant: Variant, folder: Path, env: dict[str, str], data: Path, epochs: int, cuda: bool
 ) -> Run:
-    """segment/train.py with its default options, but --cache ram; it validates after the last epoch alone."""
+    """Run segment/train.py with its default options, but --cache ram; it validates after the last epoch alone."""
     options = {
         "--data": data, "--weights": "", "--cfg": yolov5_folder() / f"models/segment/{model}-seg.yaml",
         "--epochs": epochs, "--batch-size": batch, "--imgsz": 640 if cuda else 128, "--cache": "ram", "--project": folder,
@@ -90,7 +90,7 @@ def train_segments(
 
 
 def make_segments(images: int, cuda: bool) -> Path:
-    """The demo's digits with their outlines."""
+    """Make the demo's digits with their outlines."""
     from examples.demo import dataset  # its PIL may be missing
 
     recipe = dataset.Recipe(image_size=640 if cuda else 128, train=images, task="segment")
@@ -135,7 +135,7 @@ def measure_classifiers(report: Report, models: list[str], epochs: int, flags: l
 
 
 def compare(report: Report, case: str, name: str, flags: list[str], kind: str, run: Callable[..., Run]) -> None:
-    """Adds the rows of stock and of torch_fastdet."""
+    """Add the rows of stock and of torch_fastdet."""
     env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore"}
     ours = Variant(OURS, OURS, ("-m", "torch_fastdet.yolov5", *(f"--{flag}" for flag in flags)))
     for variant in (STOCK, ours):

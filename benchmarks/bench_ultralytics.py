@@ -74,7 +74,7 @@ class Case:
 
 
 def make_data(task: str, size: int, images: int) -> Path:
-    """Digits on photographs with the labels of a task; for classification one digit an image, in folders of their classes."""
+    """Make digits on photographs with the labels of a task; for classification one digit an image, in folders of their classes."""
     from examples.demo import dataset  # its PIL may be missing
 
     folder = WORK / f"digits-{size}-{images}"
@@ -98,12 +98,12 @@ def make_data(task: str, size: int, images: int) -> Path:
 
 
 def iteration_seconds(ends: list[list[float]]) -> list[float]:
-    """Of each epoch, the mean time from the end of its first iteration to the end of its last."""
+    """Return each epoch's mean time from the end of its first iteration to the end of its last."""
     return [(epoch[-1] - epoch[0]) / (len(epoch) - 1) for epoch in ends if len(epoch) > 1]
 
 
 def yolo(mode: str, title: str, flags: list[str], folder: Path, **words: object) -> dict:
-    """Runs one command of yolo and returns what benchmarks.ultralytics_run wrote; its output is in ``folder``."""
+    """Run one command of yolo and return what benchmarks.ultralytics_run wrote; its output is in ``folder``."""
     from examples.yolov5_env import environment
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -168,7 +168,7 @@ def measure(
 
 
 def measure_jpegs(report: Report, case: Case, epochs: int, flags: list[str], images: int) -> None:
-    """Trains with torch_fastdet on JPEGs that are decoded for each batch, the first epoch too."""
+    """Train with torch_fastdet on JPEGs that are decoded for each batch, the first epoch too."""
     from benchmarks.bench_dataset import WORKERS, make_data, mean_file_size
 
     cuda = report.device.type == "cuda"

@@ -25,7 +25,7 @@ def stock_cat(x, skip):
 
 
 def expanded(x):
-    """The same by a copy of an expanded view, in x's memory format."""
+    """Upsample by a copy of an expanded view, in x's memory format."""
     n, c, h, w = x.shape
     if x.is_contiguous():
         return x[:, :, :, None, :, None].expand(n, c, h, 2, w, 2).reshape(n, c, 2 * h, 2 * w)
@@ -34,7 +34,7 @@ def expanded(x):
 
 
 def summed(grad):
-    """The gradient of stock() as a pooling sum."""
+    """Return the gradient of stock() as a pooling sum."""
     return F.avg_pool2d(grad, 2, divisor_override=1)
 
 

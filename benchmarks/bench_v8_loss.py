@@ -84,7 +84,7 @@ def theirs(outputs: dict[str, Any], targets: torch.Tensor, reg_max: int, topk: i
 
 
 def add_task(outputs: dict[str, Any], targets: torch.Tensor, task: str, size: int) -> dict[str, torch.Tensor]:
-    """Adds the task's raw outputs; returns its labels. Each mask is the middle of its box, the smaller ones on top."""
+    """Add the task's raw outputs; return its labels. Each mask is the middle of its box, the smaller ones on top."""
     device, dtype = targets.device, outputs["scores"].dtype
     batch, _, anchors = outputs["scores"].shape
     if task.startswith("pose"):
@@ -112,7 +112,7 @@ EXTRA |= {"segment 26": EXTRA["segment"], "pose 26": EXTRA["pose"]}
 
 
 def our_task(outputs: dict[str, Any], targets: torch.Tensor, labels: dict[str, torch.Tensor], task: str):
-    """The operators alone, which a graph takes."""
+    """Run the operators alone, which a graph takes."""
     device = targets.device
     heads = [outputs[name].detach().requires_grad_() for name in ("boxes", "scores", *EXTRA[task])]
     reg_max = heads[0].shape[1] // 4

@@ -34,7 +34,7 @@ BAR = re.compile(r"\b(\d+)/\1 \[[\d:]+<[\d:]+,\s*([\d.]+)(it/s|s/it)\]")
 
 
 def pass_seconds(output: str) -> float | None:
-    """How long val.py's progress bar was on its way."""
+    """Return how long val.py's progress bar was on its way."""
     found = BAR.findall(output)
     if not found:
         return None
@@ -55,7 +55,7 @@ def make_weights(model: str, data: Path, machine: Machine, env: dict[str, str], 
 
 
 def measure_average_precision(report: Report, repetitions: int, count: int = 1_500_000) -> None:
-    """``ap_per_class`` of as many detections as COCO's 5,000 images can have, random ones, on the host."""
+    """Measure ``ap_per_class`` of as many detections as COCO's 5,000 images can have, random ones, on the host."""
     from yolov5.utils.metrics import ap_per_class
 
     from torch_fastdet.switches.val.average_precision import from_one_sort

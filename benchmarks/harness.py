@@ -34,7 +34,7 @@ WORK = ROOT / "runs/benchmarks"  # images and trainings that benchmarks make, an
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """What a figure depends on: machine, driver, versions and date."""
+    """Return what a figure depends on: machine, driver, versions and date."""
     info = {
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
@@ -88,7 +88,7 @@ WANTS = {
 
 
 def missing(benchmark: str) -> str | None:
-    """Which packages are not installed of those without which a benchmark has nothing to measure, or None."""
+    """Return which packages are not installed of those without which a benchmark has nothing to measure, or None."""
     absent = [name for name in WANTS.get(benchmark, ()) if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(absent)}" if absent else None
 
@@ -128,7 +128,7 @@ def _percentile(values: list[float], share: float) -> float:
 
 
 def launches(function: Callable[[], Any]) -> int:
-    """Kernels, copies and fills that one call, not the first, starts on the GPU."""
+    """Count kernels, copies and fills that one call, not the first, starts on the GPU."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function()
@@ -137,7 +137,7 @@ def launches(function: Callable[[], Any]) -> int:
 
 
 def host_syncs(function: Callable[[], Any]) -> int:
-    """Times that one call, not the first, makes the host wait for the GPU."""
+    """Count how often one call, not the first, makes the host wait for the GPU."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -150,7 +150,7 @@ def host_syncs(function: Callable[[], Any]) -> int:
 
 
 def peak_memory(function: Callable[[], Any]) -> float:
-    """MiB that one call, not the first, allocates at its peak beyond what is held before it."""
+    """Return the MiB that one call, not the first, allocates at its peak beyond what is held before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -160,7 +160,7 @@ def peak_memory(function: Callable[[], Any]) -> float:
 
 
 def graph(function: Callable[[], Any], warmup: int = 3) -> Callable[[], None]:
-    """A callable that replays `function` as a CUDA graph."""
+    """Return a callable that replays `function` as a CUDA graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -174,7 +174,7 @@ def graph(function: Callable[[], Any], warmup: int = 3) -> Callable[[], None]:
 
 
 class Flush:
-    """Writes more than L2 holds, so that the next call finds it cold."""
+    """Write more than L2 holds, so that the next call finds it cold."""
 
     def __init__(self):
         size = 2 * torch.cuda.get_device_properties(0).L2_cache_size
@@ -187,7 +187,7 @@ class Flush:
 def _time_cuda(
     functions: dict[str, Callable], repetitions: int, inner: int, before: Callable | None, seconds: float = 0.4
 ) -> dict[str, list]:
-    """Microseconds a call: `inner` calls between two events, `repetitions` times, variants interleaved.
+    """Return microseconds a call: `inner` calls between two events, `repetitions` times, variants interleaved.
 
     After `seconds` no repetition beyond the fifth begins.
     """
@@ -212,7 +212,7 @@ def _time_cuda(
 
 
 def time_cpu(functions: dict[str, Callable], repetitions: int, inner: int = 1) -> dict[str, list[float]]:
-    """Microseconds a call by the host's clock: `inner` calls, `repetitions` times, variants interleaved."""
+    """Return microseconds a call by the host's clock: `inner` calls, `repetitions` times, variants interleaved."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repetitions):
         for name, function in functions.items():
@@ -224,7 +224,7 @@ def time_cpu(functions: dict[str, Callable], repetitions: int, inner: int = 1) -
 
 
 def copy_rate(megabytes: int = 2048) -> float:
-    """GB/s (read plus write) of a large device-to-device copy: the ceiling of code that moves bytes."""
+    """Return GB/s (read plus write) of a large device-to-device copy: the ceiling of code that moves bytes."""
     source = torch.randint(0, 255, (megabytes << 20,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     times = _time_cuda({"copy": lambda: target.copy_(source)}, 20, 1, None, math.inf)["copy"][5:]
@@ -232,7 +232,7 @@ def copy_rate(megabytes: int = 2048) -> float:
 
 
 def _attempt(name: str, function: Callable[[], Any]) -> Any:
-    """Returns what the function does, or None where an alternative fails. torch_fastdet's may not."""
+    """Return what the function does, or None where an alternative fails. torch_fastdet's may not."""
     try:
         return function()
     except Exception as error:
@@ -252,7 +252,7 @@ def _repeat(function: Callable[[], Any], calls: int) -> bool:
 
 
 class Report:
-    """Collects the rows of one benchmark and writes them as JSON after each case: what is measured stays measured.
+    """Collect the rows of one benchmark and write them as JSON after each case: what is measured stays measured.
 
     prepare: call each variant once and measure nothing, which leaves what torch.compile makes in its cache on disk.
     """
@@ -281,7 +281,7 @@ class Report:
         inner: int = 10,
         ungraphable: tuple[str, ...] = (),
     ) -> None:
-        """Measures `variants` side by side. An alternative that fails is said and left out; torch_fastdet's has to work.
+        """Measure `variants` side by side. An alternative that fails is said and left out; torch_fastdet's has to work.
 
         Args:
             case: what is computed, at which size.
@@ -333,7 +333,7 @@ class Report:
     def add(
         self, case: str, variant: str, view: str, values: list[float], bytes: float | None = None, **others: Any
     ) -> None:
-        """A row from the microseconds of each repetition; `others` are fields of Row."""
+        """Add a row from the microseconds of each repetition; `others` are fields of Row."""
         median = statistics.median(values)
         rate = bytes / median / 1e3 if bytes else None
         row = Row(
@@ -373,7 +373,7 @@ class Report:
         self.rows = [row for row in self.rows if (row.case, row.variant) != (case, variant)]
 
     def write(self) -> None:
-        """Writes <folder>/<benchmark>.json, where there is a row; rows of one case stand together."""
+        """Write <folder>/<benchmark>.json, where there is a row; rows of one case stand together."""
         if not self.rows:
             return
         cases = list(dict.fromkeys(row.case for row in self.rows))
@@ -383,7 +383,7 @@ class Report:
         (self.folder / f"{self.benchmark}.json").write_text(as_json(rows))
 
     def plot(self, view: str = "call") -> None:
-        """Draws one bar a variant for each case of `view`, log scale, as <folder>/<benchmark>.png, and says where all is."""
+        """Draw one bar a variant for each case of `view`, log scale, as <folder>/<benchmark>.png, and say where all is."""
         rows = [row for row in self.rows if row.view == view]
         if not rows:
             return
@@ -452,14 +452,14 @@ def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str],
 
 
 def add_place(parser: argparse.ArgumentParser, folder: str, about: str) -> None:
-    """--device, and the folder that is written to."""
+    """Add --device, and the folder that is written to."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=_device, default=default, choices=["cpu", "cuda"])
     parser.add_argument(folder, type=_folder, help=about)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every bench_*.py takes."""
+    """Add what every bench_*.py takes."""
     add_place(parser, "--out", "folder for CSV, JSON and PNG")
     parser.add_argument(
         "--prepare", action="store_true", help="measure nothing; leave on disk what compilation or training makes"
@@ -467,7 +467,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(benchmark: str, measure: Callable[[Report], None]) -> None:
-    """The command line that most bench_*.py share: --device cpu|cuda, --out FOLDER, --prepare."""
+    """Run the command line that most bench_*.py share: --device cpu|cuda, --out FOLDER, --prepare."""
     parser = argparse.ArgumentParser(description=f"benchmark {benchmark}")
     add_arguments(parser)
     arguments = parser.parse_args()

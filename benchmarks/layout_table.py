@@ -31,7 +31,7 @@ RUNS = 7
 
 
 def shapes(size: str, batch: int) -> Counter[tuple[Any, ...]]:
-    """(input shape, outputs, kernel, stride, padding) of each convolution, and how many of the model's have it."""
+    """Return (input shape, outputs, kernel, stride, padding) of each convolution, and how many of the model's have it."""
     found: Counter[tuple[Any, ...]] = Counter()
 
     def note(conv: torch.nn.Conv2d, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:

@@ -38,7 +38,7 @@ def trains(variant: str, size: str, batch: int) -> bool:
 
 
 def largest(fits: Callable[[int], bool], width: int, most: int) -> int:
-    """The largest multiple of ``width`` up to ``most`` that fits, by halving; 0 if none does."""
+    """Return the largest multiple of ``width`` up to ``most`` that fits, by halving; 0 if none does."""
     low, high = 0, most // width
     while low < high:
         middle = (low + high + 1) // 2

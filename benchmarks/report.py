@@ -219,7 +219,7 @@ MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", r
 
 
 def folders(kind: str) -> list[Path]:
-    """The results folders of a kind of machine, "cpu", a GPU such as "h100", or "gpu" for any of them, oldest first."""
+    """Return the results folders of a kind of machine, "cpu", a GPU such as "h100", or "gpu" for any of them, oldest first."""
     found = (path for path in RESULTS.iterdir() if path.is_dir())
     of_kind = [
         path for path in found if path.name.startswith(f"{kind}-") or (kind == "gpu" and path.name[:4] != "cpu-")
@@ -228,18 +228,18 @@ def folders(kind: str) -> list[Path]:
 
 
 def results_folder(environment: dict[str, str]) -> Path:
-    """benchmarks/results/<machine>-<date>."""
+    """Return benchmarks/results/<machine>-<date>."""
     machine = (environment["gpu"] or "cpu").lower().replace("nvidia ", "").replace(" ", "-")
     return RESULTS / f"{machine}-{environment['date']}"
 
 
 def machines_in(folder: Path) -> set[str]:
-    """What a folder's rows were measured on."""
+    """Return what a folder's rows were measured on."""
     return {machine_of(row) for rows in load(folder).values() for row in rows}
 
 
 def of_newest_machine(kind: str) -> list[Path]:
-    """The folders of the machine of the newest one with rows: a table that mixes machines compares nothing.
+    """Return the folders of the machine of the newest one with rows: a table that mixes machines compares nothing.
 
     A machine with the benchmarks of all operators goes before a newer one that has a few, and then one with the most.
     """
@@ -257,18 +257,18 @@ def of_newest_machine(kind: str) -> list[Path]:
 
 
 def newest(kind: str, file: str) -> Path | None:
-    """The newest folder of the newest machine that has a file. A roofline counts where it stands beside the rows it is of."""
+    """Return the newest folder of the newest machine that has a file. A roofline counts where it stands beside the rows it is of."""
     found = (folder for folder in reversed(of_newest_machine(kind)) if (folder / file).exists())
     return next((folder for folder in found if not file.startswith("roofline") or load(folder)), None)
 
 
 def machine_of(row: dict[str, str]) -> str:
-    """What a row, or an environment, was measured on."""
+    """Return what a row, or an environment, was measured on."""
     return row["gpu"] or row["cpu"]
 
 
 def newest_of(environment: dict[str, str]) -> Path:
-    """The newest folder with rows of this very machine, or today's where there is none."""
+    """Return the newest folder with rows of this very machine, or today's where there is none."""
     machine = machine_of(environment)
     for folder in reversed(folders("gpu" if environment["gpu"] else "cpu")):
         if any(machine_of(rows[0]) == machine for rows in load(folder).values()):
@@ -277,7 +277,7 @@ def newest_of(environment: dict[str, str]) -> Path:
 
 
 def as_json(found: list | dict[str, Any]) -> str:
-    """JSON with a line for each row of a list, so that a run changes the lines of its own rows alone."""
+    """Return JSON with a line for each row of a list, so that a run changes the lines of its own rows alone."""
     if isinstance(found, list):
         return "[\n" + ",\n".join(json.dumps(row) for row in found) + "\n]\n"
     values = (
@@ -287,13 +287,13 @@ def as_json(found: list | dict[str, Any]) -> str:
 
 
 def load(folder: Path) -> dict[str, list[dict]]:
-    """Benchmark name -> its rows."""
+    """Return benchmark name -> its rows."""
     found = (path for path in sorted(folder.glob("*.json")) if path.stem not in APART_FROM_ROWS)
     return {path.stem: json.loads(path.read_text()) for path in found}
 
 
 def load_to(folder: Path) -> dict[str, list[dict]]:
-    """A folder's rows; for benchmarks that it does not have, those of the newest folder of the same machine before it."""
+    """Return a folder's rows; for benchmarks that it does not have, those of the newest folder of the same machine before it."""
     own, known = load(folder), folders("cpu" if folder.name.startswith("cpu-") else "gpu")
     machines = {machine_of(rows[0]) for rows in own.values()}
     found: dict[str, list[dict]] = {}
@@ -303,7 +303,7 @@ def load_to(folder: Path) -> dict[str, list[dict]]:
 
 
 def load_newest(kind: str) -> dict[str, list[dict]]:
-    """Benchmark name -> its rows, each from the newest folder of the newest machine that has it."""
+    """Return benchmark name -> its rows, each from the newest folder of the newest machine that has it."""
     found: dict[str, list[dict]] = {}
     for folder in of_newest_machine(kind):
         found |= load(folder)
@@ -311,7 +311,7 @@ def load_newest(kind: str) -> dict[str, list[dict]]:
 
 
 def rows_of(kind: str, benchmark: str) -> list[dict]:
-    """A benchmark's rows as `load_newest` has them, or, of a GPU that the newest machine lacks, those of another one."""
+    """Return a benchmark's rows as `load_newest` has them, or, of a GPU that the newest machine lacks, those of another one."""
     others = [*(folder / f"{benchmark}.json" for folder in folders(kind))][::-1]
     elsewhere = (json.loads(path.read_text()) for path in others if path.exists())
     return load_newest(kind).get(benchmark) or next(elsewhere, [])
@@ -335,19 +335,19 @@ def _ratio(ratio: float) -> str:
 
 
 def _span(row: dict) -> str:
-    """A row's spread; the unit once where both ends have the same."""
+    """Return a row's spread; the unit once where both ends have the same."""
     low, high = _time(row["low_us"]), _time(row["high_us"])
     return f"{low.removesuffix(high[high.index(' ') :])} to {high}"
 
 
 def _spread(row: dict) -> list[str]:
-    """A row's spread where there is one, and of how many it is, where that is known. Two values have no percentiles."""
+    """Return a row's spread where there is one, and of how many it is, where that is known. Two values have no percentiles."""
     spread = [_span(row)] if row.get("n") != 2 and row["low_us"] not in (None, row["high_us"]) else []
     return spread + ([f"n = {row['n']}"] if row.get("n") else [])
 
 
 def _with_span(row: dict) -> str:
-    """The median and its spread."""
+    """Return the median and its spread."""
     spread = _spread(row)
     return _time(row["median_us"]) + (f" ({', '.join(spread)})" if spread else "")
 
@@ -385,7 +385,7 @@ OPTIONAL_COLUMNS = (
 
 
 def benchmark_table(rows: list[dict], marked: bool = False) -> str:
-    """All variants of all cases, a line each; views become columns, with the spread of the call alone. marked: with BY_HAND."""
+    """Return all variants of all cases, a line each; views become columns, with the spread of the call alone. marked: with BY_HAND."""
     views = [view for view in ("call", "graph", "cold") if any(row["view"] == view for row in rows)]
     spreads = any(row["low_us"] is not None for row in rows)
     tails = any(row.get("p99_us") is not None for row in rows)
@@ -418,7 +418,7 @@ def benchmark_table(rows: list[dict], marked: bool = False) -> str:
 
 
 def _marks(rows: Iterable[dict]) -> str:
-    """The MARKS of a ratio. Rows with a ``source`` were copied from another program's output by hand."""
+    """Return the MARKS of a ratio. Rows with a ``source`` were copied from another program's output by hand."""
     rows = list(rows)
     return APART * (len({row.get("date") for row in rows}) > 1) + BY_HAND * any("source" in row for row in rows)
 
@@ -437,7 +437,7 @@ def shortened(cases: Iterable[str]) -> tuple[str, dict[str, str]]:
 
 
 def comparison_table(rows: list[dict]) -> str:
-    """Stock beside torch_fastdet: each case is a line, call to call. tables.md has other variants too."""
+    """Return stock beside torch_fastdet: each case is a line, call to call. tables.md has other variants too."""
     rows = [row for row in rows if row["variant"] in ("stock", OURS)]
     peaks = any(row.get("peak_mib") for row in rows)
     cases: dict[str, dict[bool, dict]] = {}
@@ -459,13 +459,13 @@ def comparison_table(rows: list[dict]) -> str:
 
 
 def _ours(row: dict, alternative: float) -> tuple[str, str]:
-    """Returns a row of torch_fastdet as (what and how long, how many times as fast as the alternative)."""
+    """Return a row of torch_fastdet as (what and how long, how many times as fast as the alternative)."""
     name, time = row["variant"].removeprefix(OURS).lstrip(" ,"), _with_span(row)
     return f"{name}: {time}" if name else time, _ratio(alternative / row["median_us"])
 
 
 def _beside_the_best(rows: list[dict]) -> Iterable[tuple[str, dict, list[dict]]]:
-    """Each case that is not UNLIKE, call to call: its name, the fastest of the others, and torch_fastdet's."""
+    """Yield each case that is not UNLIKE, call to call: its name, the fastest of the others, and torch_fastdet's."""
     for case in dict.fromkeys(row["case"] for row in rows if not UNLIKE.match(row["case"])):
         group = [row for row in rows if row["case"] == case and row["view"] == "call"]
         ours = [row for row in group if is_ours(row["variant"])]
@@ -475,7 +475,7 @@ def _beside_the_best(rows: list[dict]) -> Iterable[tuple[str, dict, list[dict]]]
 
 
 def summary_table(benchmarks: dict[str, list[dict]]) -> str:
-    """Each case once, call to call, wins and losses alike: the best alternative beside torch_fastdet.
+    """Return each case once, call to call, wins and losses alike: the best alternative beside torch_fastdet.
 
     A benchmark lists first the variant of torch_fastdet that does just what the alternatives do (a list where they return a list). Where
     another of its variants is faster, as FusedStep is for those who own their loop, it stands behind it.
@@ -492,7 +492,7 @@ def summary_table(benchmarks: dict[str, list[dict]]) -> str:
 
 
 def operators_table(benchmarks: dict[str, list[dict]]) -> str:
-    """Lists of each family of OPERATORS the cases in which the first variant of torch_fastdet gains most and least, or loses."""
+    """List, of each family of OPERATORS, the cases in which the first variant of torch_fastdet gains most and least, or loses."""
     body = []
     for family, names in OPERATORS.items():
         # Of a network alone only our share is of interest: it is a floor, not an alternative.
@@ -509,7 +509,7 @@ def operators_table(benchmarks: dict[str, list[dict]]) -> str:
 
 
 def headlines() -> list[dict]:
-    """HEADLINES with their figures, call to call, less those that were not measured, or without the variant before."""
+    """Return HEADLINES with their figures, call to call, less those that were not measured, or without the variant before."""
     found = []
     for headline in HEADLINES:
         machine, _, benchmark = headline.benchmark.rpartition(":")
@@ -526,7 +526,7 @@ def headlines() -> list[dict]:
 
 
 def headline_table(rows: list[dict]) -> str:
-    """README's table, and the line below it."""
+    """Return README's table, and the line below it."""
     body = []
     for row in rows:
         single = [" (n = 1)" * (of_it.get("n") == 1) for of_it in row["from"]]
@@ -542,7 +542,7 @@ def _gpu(row: dict) -> str:
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot that needs no screen; None, and a line that says so, where matplotlib is not installed."""
+    """Return matplotlib.pyplot that needs no screen; None, and a line that says so, where matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -555,7 +555,7 @@ def pyplot() -> Any:
 
 
 def plot_headlines(rows: list[dict], path: Path, about: str) -> bool:
-    """The headline table as bars. What it shows goes into the file too, so that it can be held against the results."""
+    """Plot the headline table as bars. What it shows goes into the file too, so that it can be held against the results."""
     if not (plt := pyplot()):
         return False
     figure, axes = plt.subplots(figsize=(8, 0.8 + 0.55 * len(rows)), layout="constrained")
@@ -586,7 +586,7 @@ def plot_is_current(rows: list[dict], path: Path, about: str) -> bool:
 
 
 def floor_table(rows: list[dict]) -> str:
-    """Our variants against the time that their bytes take at the copy rate of the same run."""
+    """Return our variants against the time that their bytes take at the copy rate of the same run."""
     lines: dict[tuple[str, str], dict] = {}
     for row in rows:
         if is_ours(row["variant"]) and row["bytes"]:
@@ -606,19 +606,19 @@ def floor_table(rows: list[dict]) -> str:
 
 
 def largest_batch(peaks: tuple[float, float], card: int) -> int:
-    """By a straight line through the peak memory in MiB at BATCHES; card is in GiB."""
+    """Estimate by a straight line through the peak memory in MiB at BATCHES; card is in GiB."""
     each = (peaks[1] - peaks[0]) / (BATCHES[1] - BATCHES[0])
     return int((1024 * card - APART_MIB - (peaks[0] - BATCHES[0] * each)) / each)
 
 
 def of_any_gpu(name: str) -> list[dict]:
-    """The newest rows of benchmarks/memory_limits.py or small_cards.py, of any GPU: a limit of memory is the same on all."""
+    """Return the newest rows of benchmarks/memory_limits.py or small_cards.py, of any GPU: a limit of memory is the same on all."""
     files = [file for folder in folders("gpu") if (file := folder / f"{name}.json").exists()]
     return json.loads(files[-1].read_text()) if files else []
 
 
 def memory_table(benchmarks: dict[str, list[dict]], limits: list[dict]) -> str:
-    """The largest batches of CARDS: those that were tried (``limits``), and others computed from measured peaks."""
+    """Return the largest batches of CARDS: those that were tried (``limits``), and others computed from measured peaks."""
     tried = {(LOOP, row["variant"], row["card"]): row for row in limits if row["size"] == "s"}
     rows = []
     for name, benchmark, case, ours in MEMORY:
@@ -636,13 +636,13 @@ def memory_table(benchmarks: dict[str, list[dict]], limits: list[dict]) -> str:
 
 
 def machine_and_day(row: dict) -> tuple[str, ...]:
-    """Machine, driver, versions and date of a row."""
+    """Return machine, driver, versions and date of a row."""
     gpu = f"{row['gpu']}, driver {row['driver']}, CUDA {row['cuda']}, host " if row["gpu"] else ""
     return gpu + row["cpu"], f"torch {row['torch']}", f"Python {row['python']}", row["date"]
 
 
 def machines(benchmarks: dict[str, list[dict]]) -> dict[tuple[str, ...], str]:
-    """Machine, driver, versions, copy rates and date of benchmarks' rows, each once: what `machine_and_day` says -> its line."""
+    """Return machine, driver, versions, copy rates and date of benchmarks' rows, each once: what `machine_and_day` says -> its line."""
     found: dict[tuple[str, ...], set[float]] = {}
     for row in (row for rows in benchmarks.values() for row in rows):
         rates = found.setdefault(machine_and_day(row), set())
@@ -656,7 +656,7 @@ def machines(benchmarks: dict[str, list[dict]]) -> dict[tuple[str, ...], str]:
 
 
 def _below(lines: Iterable[str], figures: str = "medians") -> str:
-    """The machines of a table; what is the same of all of them stands once."""
+    """Return the machines of a table; what is the same of all of them stands once."""
     told, same = list(lines), []
     if len(told) > 1:
         parts = [re.split("[,;] ", line) for line in told]
@@ -666,7 +666,7 @@ def _below(lines: Iterable[str], figures: str = "medians") -> str:
 
 
 def provenance(benchmarks: dict[str, list[dict]], figures: str = "medians") -> str:
-    """The line below a table of a results folder: every machine, driver, version and copy rate."""
+    """Return the line below a table of a results folder: every machine, driver, version and copy rate."""
     return _below(machines(benchmarks).values(), figures)
 
 
@@ -692,7 +692,7 @@ def _sources(rows: list[dict]) -> str:
 
 
 def measured(text: str, benchmarks: dict[str, list[dict]], figures: str = "Times are medians") -> str:
-    """A page's table, and a line below it: GPUs or processors, PyTorch and days. The folder's tables.md have the rest."""
+    """Return a page's table, and a line below it: GPUs or processors, PyTorch and days. The folder's tables.md have the rest."""
     rows = [row for of_it in benchmarks.values() for row in of_it]
     days = sorted({row["date"] for row in rows})
     torches = ", ".join(sorted({row["torch"].partition("+")[0] for row in rows}))
@@ -703,7 +703,7 @@ def measured(text: str, benchmarks: dict[str, list[dict]], figures: str = "Times
 
 
 def tables(folder: Path) -> str:
-    """The whole of a results folder as Markdown."""
+    """Return the whole of a results folder as Markdown."""
     benchmarks = load(folder)
     parts = [provenance(benchmarks, "medians, with the 10th to 90th percentile beside them"), summary_table(benchmarks)]
     for name, rows in benchmarks.items():
@@ -715,7 +715,7 @@ def tables(folder: Path) -> str:
 
 
 def charts() -> dict[Path, Path]:
-    """Charts in docs/ -> those of a new run, which go there. mkdocs shows nothing from outside of docs/, and git keeps them once."""
+    """Return charts in docs/ -> those of a new run, which go there. mkdocs shows nothing from outside of docs/, and git keeps them once."""
     found = {}
     for shown, what in CHARTS.items():
         folder = newest("gpu", f"{what}.md")
@@ -725,7 +725,7 @@ def charts() -> dict[Path, Path]:
 
 
 def truths() -> str:
-    """The mAP of each training of TRUTH_ROWS, stock and torch_fastdet, from the tables that training_truth.py wrote."""
+    """Return the mAP of each training of TRUTH_ROWS, stock and torch_fastdet, from the tables that training_truth.py wrote."""
     body, told = [], []
     for name in TRUTH_ROWS:
         lines = (newest("gpu", f"{name}.md") or RESULTS).joinpath(f"{name}.md").read_text().splitlines()
@@ -756,7 +756,7 @@ def folder_list() -> str:
 
 
 def section(name: str) -> str:
-    """What a marker stands for: all-rows, gpu-headlines, gpu-memory, gpu-rates, gpu-truths, <gpu|h100|cpu>-summary, -operators, -<benchmark>, -<benchmark>-floor, or a file of a folder."""
+    """Return a marker's text: all-rows, gpu-headlines, gpu-memory, gpu-rates, gpu-truths, <gpu|h100|cpu>-summary, -operators, -<benchmark>, -<benchmark>-floor, or a file of a folder."""
     if name == "all-rows":
         return folder_list()
     kind, _, what = name.partition("-")
@@ -820,7 +820,7 @@ def section(name: str) -> str:
 
 
 def rendered(page: Path) -> str:
-    """A page with its generated sections up to date."""
+    """Return a page with its generated sections up to date."""
     text = page.read_text()
     there = {name for _, name, _ in MARKER.findall(text)}
     if absent := [name for name in SECTIONS.get(page.name, ()) if name not in there]:
@@ -842,7 +842,7 @@ def pages() -> list[Path]:
 
 
 def bring(check: bool = False) -> list[str]:
-    """Brings the results into tables, pages and images, and names those that were out of date. check: names them only."""
+    """Bring the results into tables, pages and charts, and name those that were out of date. check: name them only."""
     stale = []
     texts = {folder / "tables.md": tables(folder) for folder in [*folders("gpu"), *folders("cpu")] if load(folder)}
     for path, text in (texts | {page: rendered(page) for page in pages()}).items():
@@ -862,7 +862,7 @@ def bring(check: bool = False) -> list[str]:
 
 
 def bring_pages(folder: Path) -> str | None:
-    """Writes a results folder's tables.md; pages show the newest under benchmarks/results. What stands in the way, or None."""
+    """Write a results folder's tables.md; pages show the newest under benchmarks/results. Return what stands in the way, or None."""
     folder = folder.resolve()
     if not load(folder):
         return None

@@ -30,7 +30,7 @@ from benchmarks import harness, report, work
 def _least_s(
     function: Callable[[], object], device: torch.device, repetitions: int = 20, seconds: float = 2.0
 ) -> float:
-    """The shortest time: a ceiling is what the machine can do when nobody disturbs it.
+    """Return the shortest time: a ceiling is what the machine can do when nobody disturbs it.
 
     After ``seconds`` no repetition beyond the third begins.
     """
@@ -47,7 +47,7 @@ def _least_s(
 
 
 def matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a square matrix product of random data, large enough to fill the device."""
+    """Return FLOP/s of a square matrix product of random data, large enough to fill the device."""
     size = 8192 if device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     tf32 = torch.backends.cuda.matmul.allow_tf32
@@ -59,7 +59,7 @@ def matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def cpu_copy_rate(size: int) -> float:
-    """Bytes a second of copies that move `size` bytes, read plus write: small ones stay in the caches."""
+    """Return bytes a second of copies that move `size` bytes, read plus write: small ones stay in the caches."""
     source = torch.randint(0, 255, (size // 2,), dtype=torch.uint8)
     target = torch.empty_like(source)
     calls = max(1, (1 << 24) // size)
@@ -72,7 +72,7 @@ def cpu_copy_rate(size: int) -> float:
 
 
 def launch_time(device: torch.device) -> float:
-    """Seconds from one small kernel to the next inside a CUDA graph."""
+    """Return seconds from one small kernel to the next inside a CUDA graph."""
     x = torch.randn(32, device=device)
     count = 200
 
@@ -96,14 +96,14 @@ def measure_machine(device: torch.device) -> work.Machine:
 
 
 def load_machine(folder: Path) -> work.Machine:
-    """The ceilings that roofline.json holds."""
+    """Return the ceilings that roofline.json holds."""
     found = json.loads((folder / "roofline.json").read_text())["machine"]
     found["cached_bytes_per_s"] = {int(size): rate for size, rate in found["cached_bytes_per_s"].items()}
     return work.Machine(**found)
 
 
 def shown(unit: str, machine: work.Machine) -> str:
-    """What text and plot call a unit: on a CPU "fp16" is measured in bfloat16."""
+    """Return what text and plot call a unit: on a CPU "fp16" is measured in bfloat16."""
     return "bf16" if unit == "fp16" and not machine.is_gpu else unit
 
 
@@ -267,7 +267,7 @@ WITHOUT = {
 
 
 def formula(benchmark: str, case: str, itemsize: int = 2) -> work.Work | None:
-    """What a case of a benchmark costs at the least, or None."""
+    """Return what a case of a benchmark costs at the least, or None."""
     for name, pattern, make in FORMULAS:
         if name == benchmark and (match := re.fullmatch(pattern, case)):
             return make(*match.groups(), itemsize)
@@ -276,7 +276,7 @@ def formula(benchmark: str, case: str, itemsize: int = 2) -> work.Work | None:
 
 @dataclass
 class Placed:
-    """Holds a case of torch_fastdet beside its floor, in seconds; `variant` and `view` are those of its fastest."""
+    """Hold a case of torch_fastdet beside its floor, in seconds; `variant` and `view` are those of its fastest."""
 
     family: str
     name: str
@@ -292,7 +292,7 @@ class Placed:
 
 
 def place(machine: work.Machine, results: dict[str, list[dict]]) -> list[Placed]:
-    """Lists every case of torch_fastdet that has a formula, with the time of its fastest variant.
+    """List every case of torch_fastdet that has a formula, with the time of its fastest variant.
 
     Where memory is the bound that is the cold view (with a warm L2 an operator may beat memory), else the graph's replay, the
     device alone; and the call where there is no such view.
@@ -317,7 +317,7 @@ def place(machine: work.Machine, results: dict[str, list[dict]]) -> list[Placed]
 
 
 def unmeasured_steps(machine: work.Machine, placed: list[Placed]) -> list[Placed]:
-    """Training steps of the models that no benchmark ran: under AMP on a GPU, in fp32 on a CPU."""
+    """Return training steps of the models that no benchmark ran: under AMP on a GPU, in fp32 on a CPU."""
     itemsize = 2 if machine.is_gpu else 4
     there = {match[1] for row in placed if (match := re.fullmatch(STEP, row.name))}
     return [
@@ -375,7 +375,7 @@ TITLES = {
 
 
 def _label(axes: Any, labels: list[tuple[str, float, float, str]]) -> None:
-    """Writes (text, x, y, color) beside each point, where no other point or text is yet."""
+    """Write (text, x, y, color) beside each point, where no other point or text is yet."""
     axes.figure.canvas.draw()  # places the axes
     points = 72 / axes.figure.dpi
     taken = [axes.transData.transform((x, y)) * points for _, x, y, _ in labels]
@@ -392,7 +392,7 @@ def _label(axes: Any, labels: list[tuple[str, float, float, str]]) -> None:
 
 
 def plot(machine: work.Machine, rows: list[Placed], path: Path) -> None:
-    """Left the roofline, right the share of the floor that each case reaches; a number is the same case in both."""
+    """Plot left the roofline, right the share of the floor that each case reaches; a number is the same case in both."""
     if not (plt := report.pyplot()):
         return
     rows = [row for row in rows if row.measured_s]
@@ -450,7 +450,7 @@ def plot(machine: work.Machine, rows: list[Placed], path: Path) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers to nine digits: Python's sum() has other last ones from version to version."""
+    """Round numbers to nine digits: Python's sum() has other last ones from version to version."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -459,7 +459,7 @@ def _rounded(value: Any) -> Any:
 
 
 def derive(machine: work.Machine, folder: Path) -> tuple[list[Placed], str]:
-    """Every case of a results folder beside its floor, and the text that shows them."""
+    """Return every case of a results folder beside its floor, and the text that shows them."""
     benchmarks = report.load_to(folder)
     rows = place(machine, benchmarks)
     rows += unmeasured_steps(machine, rows)
@@ -467,7 +467,7 @@ def derive(machine: work.Machine, folder: Path) -> tuple[list[Placed], str]:
 
 
 def plain(machine: work.Machine, rows: list[Placed]) -> dict[str, Any]:
-    """What roofline.json holds."""
+    """Return what roofline.json holds."""
     found = [{**row.__dict__, "work": row.work.__dict__, "share": row.share} for row in rows]
     return {"machine": machine.__dict__, "rows": _rounded(found)}
 

@@ -62,7 +62,7 @@ class Sample:
 
 
 def processes(root: int) -> list[int]:
-    """A process and all below it."""
+    """Return a process and all below it."""
     found = [root]
     for number in found:
         for task in Path(f"/proc/{number}/task").glob("*/children"):
@@ -74,7 +74,7 @@ def processes(root: int) -> list[int]:
 
 
 def _memory(number: int) -> tuple[int, int]:
-    """KiB of a process, with its share of what it shares: what it holds, and what of that is of files."""
+    """Return KiB of a process, with its share of what it shares: what it holds, and what of that is of files."""
     lines = Path(f"/proc/{number}/smaps_rollup").read_text().splitlines()
     found = {
         name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if name[:3] == "Pss"
@@ -98,7 +98,7 @@ def sample(root: int, hours: float, seconds: float, device: torch.device) -> Sam
 
 
 def slope(x: list[float], y: list[float]) -> tuple[float, float]:
-    """Of the straight line through the points, with its standard error."""
+    """Return the slope of the straight line through the points, with its standard error."""
     count, middle, mean = len(x), sum(x) / len(x), sum(y) / len(y)
     spread = sum((each - middle) ** 2 for each in x)
     found = sum((a - middle) * (b - mean) for a, b in zip(x, y)) / spread
@@ -107,7 +107,7 @@ def slope(x: list[float], y: list[float]) -> tuple[float, float]:
 
 
 def table(samples: list[Sample]) -> tuple[str, list[str]]:
-    """The table, and the quantities that grow."""
+    """Return the table, and the quantities that grow."""
     lines = [
         "| quantity | first | last | mean | slope in an hour | its standard error | in the second half | its standard error | |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -200,7 +200,7 @@ class Training:
         return max(len(self.results.read_text().splitlines()) - 1, 0) if self.results.exists() else 0
 
     def writes(self, since: float) -> bool:
-        """Whether a process that began then is writing a checkpoint, or was killed in it. Older files are of an earlier one."""
+        """Return whether a process that began then is writing a checkpoint, or was killed in it. Older files are of an earlier one."""
         with contextlib.suppress(FileNotFoundError):
             folders = self.last.parent.glob(f"{files.WRITING}*")
             return any(file.stat().st_mtime > since for folder in folders for file in folder.iterdir())
@@ -217,7 +217,7 @@ class UltralyticsTraining(Training):
         return ["tests.ultralytics.programs.killed", *where, f"epochs={epochs}", f"device={device}"]
 
     def table(self) -> str:
-        """Without its second column, the time."""
+        """Return it without its second column, the time."""
         return re.sub(r"^([^,]*),[^,]*", r"\1", super().table(), flags=re.M)
 
 
@@ -229,7 +229,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def watch(training: Training, device: torch.device, end_at: float, least: int) -> list[Sample]:
-    """A sample for each epoch, until the training ends, or the time is over and there are ``least`` samples."""
+    """Take a sample for each epoch, until the training ends, or the time is over and there are ``least`` samples."""
     samples: list[Sample] = []
     process, begin = training.start(), time.monotonic()
     try:
@@ -297,7 +297,7 @@ def kill(training: Training, kills: int, draw: random.Random) -> Killed:
 def kill_many(
     folder: Path, device: torch.device, images: int, kills: int, jobs: int, kind: type[Training] = Training
 ) -> int:
-    """Trainings that are killed, ``jobs`` at a time, beside one that is not; whether their bits differ."""
+    """Run trainings that are killed, ``jobs`` at a time, beside one that is not; return whether their bits differ."""
     counts = [0, *(min(KILLS, kills - done) for done in range(0, kills, KILLS))]
     epochs, program = 5 * max(counts) + 3, "tests.yolov5.programs.killed"  # no more pass before the last kill
     trainings = [

@@ -60,7 +60,7 @@ class Layer(NamedTuple):
 
 
 def measured_times() -> dict[tuple[int, int, int, int, int], float]:
-    """(inputs, outputs, kernel, stride, side of the output) -> ms of a convolution in float16 and NHWC."""
+    """Return (inputs, outputs, kernel, stride, side of the output) -> ms of a convolution in float16 and NHWC."""
     found = {}
     row = re.compile(r"\| \((\d+), (\d+), (\d+), \d+\) to (\d+), (\d)x\d(?: stride (\d))? \|(.*)\|")
     for line in PROFILE.read_text().splitlines():

@@ -16,7 +16,7 @@ SECTION = "## Kernels by kind"
 
 
 def rows(page: str) -> tuple[list[str], dict[str, list[float]]]:
-    """The table's columns, and the milliseconds of each kind of kernel in each, up to the sum."""
+    """Return the table's columns, and the milliseconds of each kind of kernel in each, up to the sum."""
     lines = [line for line in page.split(SECTION)[1].split("\n## ")[0].splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     kinds: dict[str, list[float]] = {}

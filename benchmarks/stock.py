@@ -35,7 +35,7 @@ def _say(line: str) -> None:
 
 
 def _without_time_limit(module: types.ModuleType) -> None:
-    """The limit of non_max_suppression, which returns nothing for the images after it."""
+    """Lift the limit of non_max_suppression, which returns nothing for the images after it."""
     module.time = types.SimpleNamespace(time=lambda: 0.0)  # type: ignore[attr-defined]
 
 
@@ -122,7 +122,7 @@ def ultralytics_non_max_suppression() -> Callable[..., list[Tensor]]:
 def ultralytics_decode(
     strides: list[float], classes: int, like: Tensor
 ) -> Callable[[list[Tensor], list[Tensor]], Tensor]:
-    """What Detect does in inference after its convolutions. `like` says the device and the type."""
+    """Do what Detect does in inference after its convolutions. `like` says the device and the type."""
     from ultralytics.nn.modules.head import Detect
 
     detect = Detect(nc=classes, ch=(16,) * len(strides))

@@ -86,7 +86,7 @@ class Settings:
 
     @property
     def of_yolov5(self) -> bool:
-        """Whether the runs are train.py's; else they are the trainer's of Ultralytics."""
+        """Return whether the runs are train.py's; else they are the trainer's of Ultralytics."""
         return self.model.startswith("yolov5")
 
 
@@ -94,7 +94,7 @@ SMALL = Settings("yolov5n", 20, 320, 1024, 64)
 
 
 def variant_of(name: str) -> Variant:
-    """The variant of that name: stock, fastdet or only_<switch>."""
+    """Return the variant of that name: stock, fastdet or only_<switch>."""
     if name in (STOCK.name, FASTDET.name):
         return STOCK if name == STOCK.name else FASTDET
     from torch_fastdet import ultralytics, yolov5
@@ -112,7 +112,7 @@ def file_of(folder: Path, variant: Variant, seed: int) -> Path:
 
 
 def finished(folder: Path, settings: Settings | None = None) -> dict[tuple[str, int], dict[str, Any]]:
-    """(variant, seed) -> what a run left. Files of different settings are an error: their curves cannot be compared."""
+    """Return (variant, seed) -> what a run left. Files of different settings are an error: their curves cannot be compared."""
     runs: dict[tuple[str, int], dict[str, Any]] = {}
     for path in sorted(folder.glob("*-seed*.json")):
         run = json.loads(path.read_text())
@@ -127,7 +127,7 @@ def finished(folder: Path, settings: Settings | None = None) -> dict[tuple[str, 
 def one_run(
     folder: Path, work: Path, variant: Variant, seed: int, settings: Settings, machine: Machine, data: Path, about: dict
 ) -> float:
-    """Trains, writes the run's file, and returns the seconds that it took."""
+    """Train, write the run's file, and return the seconds that it took."""
     from examples.yolov5_env import environment
 
     started = time.monotonic()
@@ -172,7 +172,7 @@ def train_ultralytics(
     batch_size: int,
     show: bool,
 ) -> Run:
-    """Trains ``model`` from scratch by Ultralytics' command into ``project/<variant>``."""
+    """Train ``model`` from scratch by Ultralytics' command into ``project/<variant>``."""
     folder = project / variant.name
     folder.mkdir(parents=True, exist_ok=True)
     flags = [] if variant == STOCK else [f"--{variant.name.removeprefix(ONLY)}"]
@@ -203,7 +203,7 @@ def train_ultralytics(
 
 
 def run_all(arguments: argparse.Namespace, folder: Path, settings: Settings) -> bool:
-    """Does the runs that are missing, as far as time allows. True where none is left."""
+    """Do the runs that are missing, as far as time allows. Return True where none is left."""
     import torch
 
     from benchmarks.harness import WORK, environment, missing
@@ -264,19 +264,19 @@ def run_all(arguments: argparse.Namespace, folder: Path, settings: Settings) -> 
 
 
 def standard_error(values: list[float]) -> float:
-    """Of the mean; nan for a single value."""
+    """Return the standard error of the mean; nan for a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def by_variant(runs: dict[tuple[str, int], dict[str, Any]]) -> dict[Variant, list[dict[str, Any]]]:
-    """Variant -> its runs, by seed; stock first, then --fastdet."""
+    """Return variant -> its runs, by seed; stock first, then --fastdet."""
     first = {STOCK.name: 0, FASTDET.name: 1}
     names = sorted({name for name, _ in runs}, key=lambda name: (first.get(name, 2), name))
     return {variant_of(name): [run for (other, _), run in sorted(runs.items()) if other == name] for name in names}
 
 
 def report(folder: Path) -> str:
-    """The comparison as Markdown, from the files in `folder`: each variant against stock."""
+    """Return the comparison as Markdown, from the files in `folder`: each variant against stock."""
     groups = by_variant(finished(folder))
     stock = groups.pop(STOCK, [])
     if not stock or not groups:
@@ -319,7 +319,7 @@ def caption(stock: list[dict[str, Any]], groups: dict[Variant, list[dict[str, An
 
 
 def plot(folder: Path, path: Path) -> None:
-    """Every run's curve, mAP and losses by epoch; of many runs, where each ended."""
+    """Plot every run's curve, mAP and losses by epoch; of many runs, where each ended."""
     if not (plt := pyplot()):
         return
     groups = by_variant(finished(folder))
@@ -360,7 +360,7 @@ def _curves(axis: Any, metric: str, groups: dict[Variant, list[dict[str, Any]]])
 
 
 def _ends(axis: Any, metric: str, groups: dict[Variant, list[dict[str, Any]]]) -> None:
-    """A dot a run, and the mean with its standard error."""
+    """Draw a dot a run, and the mean with its standard error."""
     for index, group in enumerate(groups.values()):
         values = [run["epochs"][-1][metric] for run in group]
         axis.plot(values, [index] * len(values), ".", color="0.6")

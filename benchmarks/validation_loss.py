@@ -28,7 +28,7 @@ EPOCHS, BATCH = 20, 16  # of training_truth's trainings
 
 
 def criteria(model: Any) -> tuple[Any, Any]:
-    """Returns torch_fastdet's and the original criterion for this model; the original is on Ultralytics' code alone."""
+    """Return torch_fastdet's and the original criterion for this model; the original is on Ultralytics' code alone."""
     from torch_fastdet.switches.loss import ultralytics as loss
 
     kind: Any = loss.E2ELoss if hasattr(model.model[-1], "one2one_cv2") else loss.v8DetectionLoss
@@ -45,7 +45,7 @@ def criteria(model: Any) -> tuple[Any, Any]:
 
 
 def oracle(criterion: Any, preds: Any, batch: dict[str, Any]) -> tuple[float, float]:
-    """The class loss in float64, from the definition, and the sum of target scores."""
+    """Return the class loss in float64, from the definition, and the sum of target scores."""
     from tests.references.v8_loss import v8_loss
     from torch_fastdet.switches.loss.ultralytics import packed_targets
 
@@ -70,7 +70,7 @@ def oracle(criterion: Any, preds: Any, batch: dict[str, Any]) -> tuple[float, fl
 
 
 def of_batch_statistics(model: nn.Module) -> nn.Module:
-    """A copy whose batch norms take the batch's own mean and variance."""
+    """Return a copy whose batch norms take the batch's own mean and variance."""
     model = copy.deepcopy(model).eval()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -80,7 +80,7 @@ def of_batch_statistics(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def look(trainer: Any) -> dict[str, Any]:
-    """Class losses of each validation batch, by the moving average of the moment."""
+    """Return class losses of each validation batch, by the moving average of the moment."""
     model = copy.deepcopy(trainer.ema.ema).float().eval()
     model.args = trainer.args
     ours, stock = criteria(model)
@@ -103,7 +103,7 @@ def look(trainer: Any) -> dict[str, Any]:
 
 
 def train(arguments: argparse.Namespace, seed: int, data: Path) -> list[dict[str, Any]]:
-    """Trains one seed, and returns what was found after each epoch."""
+    """Train one seed, and return what was found after each epoch."""
     from ultralytics.models.yolo.detect import DetectionTrainer
 
     from torch_fastdet.ultralytics import patch, unpatch

@@ -27,12 +27,12 @@ class Work:
     launches: int = 1
 
     def __add__(self, other: Work) -> Work:
-        """One after the other."""
+        """Return the work of one after the other."""
         return Work(self.flops + other.flops, self.bytes + other.bytes, self.unit, self.launches + other.launches)
 
     @property
     def intensity(self) -> float:
-        """Operations a byte."""
+        """Return operations a byte."""
         return self.flops / self.bytes
 
 
@@ -48,21 +48,21 @@ class Machine:
 
     @property
     def is_gpu(self) -> bool:
-        """Kernels are launched on a GPU alone."""
+        """Return whether kernels are launched: on a GPU alone."""
         return self.launch_s > 0
 
     def ops_to_byte(self, unit: str) -> float:
-        """Intensity above which the unit's arithmetic, not memory, is the limit."""
+        """Return the intensity above which the unit's arithmetic, not memory, is the limit."""
         return self.flops_per_s[unit] / self.bytes_per_s
 
     def rate(self, bytes: float) -> float:
-        """Bytes a second of work that moves `bytes`: that of the copies half as large or larger, so never too low."""
+        """Return bytes a second of work that moves `bytes`: that of the copies half as large or larger, so never too low."""
         sizes = sorted(self.cached_bytes_per_s)
         smallest = max((size for size in sizes if size <= bytes / 2), default=min(sizes, default=0))
         return max([self.bytes_per_s, *(rate for size, rate in self.cached_bytes_per_s.items() if size >= smallest)])
 
     def times(self, work: Work) -> dict[str, float]:
-        """Seconds that each limit alone would allow."""
+        """Return seconds that each limit alone would allow."""
         return {
             "launch latency": work.launches * self.launch_s,
             "memory": work.bytes / self.rate(work.bytes),
@@ -70,7 +70,7 @@ class Machine:
         }
 
     def floor_s(self, work: Work) -> float:
-        """No version runs faster than this."""
+        """Return the seconds below which no version runs."""
         return max(self.times(work).values())
 
     def bound(self, work: Work) -> str:
@@ -82,12 +82,12 @@ class Machine:
 
 
 def relu(elements: int, itemsize: int = 2) -> Work:
-    """One comparison an element; read once, written once."""
+    """Count one comparison an element; read once, written once."""
     return Work(elements, 2 * elements * itemsize)
 
 
 def linear(batch: int, inputs: int, outputs: int, itemsize: int = 2) -> Work:
-    """A matrix product (batch, inputs) x (inputs, outputs)."""
+    """Count a matrix product (batch, inputs) x (inputs, outputs)."""
     elements = batch * inputs + inputs * outputs + batch * outputs
     return Work(2.0 * batch * inputs * outputs, elements * itemsize, "fp16" if itemsize == 2 else "fp32")
 
@@ -104,23 +104,23 @@ SCALE_BOX = 16  # a box in the original image's pixels, clipped
 
 
 def iou(pairs: int, itemsize: int = 4) -> Work:
-    """CIoU of box pairs: two boxes in, a number out."""
+    """Count CIoU of box pairs: two boxes in, a number out."""
     return Work(CIOU * pairs, pairs * (2 * BOX + 1) * itemsize)
 
 
 def iou_loss(pairs: int, itemsize: int = 4) -> Work:
-    """CIoU loss, reduced, and its gradient to the first box: both passes read both boxes, the second writes a gradient."""
+    """Count CIoU loss, reduced, and its gradient to the first box: both passes read both boxes, the second writes a gradient."""
     count = (CIOU + 2 + CIOU_BACKWARD) * pairs
     return Work(count, pairs * (2 * BOX + 2 * BOX + BOX) * itemsize, launches=2)
 
 
 def upsample2x(elements: int, itemsize: int = 2) -> Work:
-    """Nearest 2x of `elements` inputs: 1 unit read, 4 written."""
+    """Count nearest 2x of `elements` inputs: 1 unit read, 4 written."""
     return Work(0, 5 * elements * itemsize)
 
 
 def upsample2x_backward(elements: int, itemsize: int = 2) -> Work:
-    """4 units read, 1 written."""
+    """Count 4 units read, 1 written."""
     return Work(UPSAMPLE_BACKWARD * elements, 5 * elements * itemsize)
 
 
@@ -130,27 +130,27 @@ def upsample2x_cat(elements: int, skip_elements: int, itemsize: int = 2) -> Work
 
 
 def upsample2x_cat_step(elements: int, skip_elements: int, itemsize: int = 2) -> Work:
-    """The same with its backward, where the gradient of the skip is a view."""
+    """Count the same with its backward, where the gradient of the skip is a view."""
     return upsample2x_cat(elements, skip_elements, itemsize) + upsample2x_backward(elements, itemsize)
 
 
 def ema(elements: int, itemsize: int = 4) -> Work:
-    """e = d e + (1 - d) p: two reads, one write."""
+    """Count e = d e + (1 - d) p: two reads, one write."""
     return Work(EMA * elements, 3 * elements * itemsize)
 
 
 def sgd(parameters: int, itemsize: int = 4) -> Work:
-    """Weight decay, momentum, Nesterov: reads p, g, m and writes p, m."""
+    """Count weight decay, momentum, Nesterov: reads p, g, m and writes p, m."""
     return Work(SGD * parameters, 5 * parameters * itemsize)
 
 
 def clip(parameters: int, itemsize: int = 4) -> Work:
-    """Reads g for the norm; then reads and writes g."""
+    """Count g read for the norm, then read and written."""
     return Work(CLIP * parameters, 3 * parameters * itemsize, launches=2)
 
 
 def fused_step(parameters: int, statistics: int = 0, itemsize: int = 4) -> Work:
-    """Finite check and norm (reads g), then unscale + clip + SGD + EMA (reads p, g, m, e; writes p, m, e).
+    """Count finite check and norm (reads g), then unscale + clip + SGD + EMA (reads p, g, m, e; writes p, m, e).
 
     `statistics`: entries of batch norms that the EMA follows too.
     """
@@ -163,17 +163,17 @@ ANCHORS = ((10, 13, 16, 30, 33, 23), (30, 61, 62, 45, 59, 119), (116, 90, 156, 1
 
 
 def yolov5_anchors(image: int = 640, anchors: int = 3) -> int:
-    """Anchors of one image: so many at every cell of every level."""
+    """Count anchors of one image: so many at every cell of every level."""
     return anchors * sum((image // stride) ** 2 for stride in STRIDES)
 
 
 def yolov5_head_elements(batch: int, image: int = 640, classes: int = 80) -> int:
-    """Elements of the raw heads: every anchor has a box, an objectness and the class scores."""
+    """Count elements of the raw heads: every anchor has a box, an objectness and the class scores."""
     return batch * yolov5_anchors(image) * (5 + classes)
 
 
 def yolov5_decode(batch: int, image: int = 640, classes: int = 80, itemsize: int = 2) -> Work:
-    """Raw heads in, the prediction tensor out."""
+    """Count raw heads in, the prediction tensor out."""
     anchors = batch * yolov5_anchors(image)
     return Work(anchors * (SIGMOID * (5 + classes) + 12), 2 * yolov5_head_elements(batch, image, classes) * itemsize)
 
@@ -190,7 +190,7 @@ def passing_share(threshold: float, mean: float, deviation: float) -> float:
 def _suppression(
     batch: int, anchors: int, classes: int, passing: float, itemsize: int, objectness_bytes: int, max_det: int
 ):
-    """Every objectness is read; where it passes, the class scores are; max_det rows and a count are written an image.
+    """Count every objectness read and, where it passes, the class scores; max_det rows and a count are written an image.
 
     Sorting and comparing boxes depend on the candidates, and are left out: a floor that no data can beat.
     """
@@ -202,7 +202,7 @@ def _suppression(
 def suppression(
     batch: int, passing: float, image: int = 640, classes: int = 80, itemsize: int = 2, max_det: int = 300
 ) -> Work:
-    """Non-maximum suppression of a prediction (batch, anchors, 5 + classes), in whose rows each objectness lies alone in a
+    """Count non-maximum suppression of a prediction (batch, anchors, 5 + classes), in whose rows each objectness lies alone in a
     sector."""
     row = (5 + classes) * itemsize
     return _suppression(batch, yolov5_anchors(image), classes, passing, itemsize, min(SECTOR, row), max_det)
@@ -211,14 +211,14 @@ def suppression(
 def yolov5_postprocess(
     batch: int, passing: float, image: int = 640, classes: int = 80, itemsize: int = 2, max_det: int = 300
 ) -> Work:
-    """Raw heads to detections. In contiguous maps the objectness is a plane of its own."""
+    """Count raw heads to detections. In contiguous maps the objectness is a plane of its own."""
     return _suppression(batch, yolov5_anchors(image), classes, passing, itemsize, itemsize, max_det)
 
 
 def ultralytics_postprocess(
     batch: int, anchors: int = 8_400, classes: int = 80, itemsize: int = 2, max_det: int = 300
 ) -> Work:
-    """Raw heads or prediction of an anchor-free head to detections: without an objectness, every class score is compared."""
+    """Count raw heads or prediction of an anchor-free head to detections: without an objectness, every class score is compared."""
     return _suppression(batch, anchors, classes - 1, 1.0, itemsize, itemsize, max_det)
 
 
@@ -226,34 +226,34 @@ PAIR_FLOPS = 4  # the comparisons that tell whether two boxes meet
 
 
 def greedy_suppression(candidates: int, kept: int, pairs: int, itemsize: int = 4) -> Work:
-    """One image and class, where it is known how many pairs of boxes have to be compared."""
+    """Count one image and class, where it is known how many pairs of boxes have to be compared."""
     return Work(PAIR_FLOPS * pairs, candidates * 6 * itemsize + kept * 6 * 4)
 
 
 def scale_boxes(boxes: int, itemsize: int = 4) -> Work:
-    """Six columns in, six out."""
+    """Count six columns in, six out."""
     return Work(boxes * SCALE_BOX, 2 * 6 * boxes * itemsize)
 
 
 def augmented_images(batch: int, side: int) -> Work:
-    """A batch of uint8 images: written once, and about as many source pixels read, four of which make one."""
+    """Count a batch of uint8 images: written once, and about as many source pixels read, four of which make one."""
     values = 3 * batch * side * side
     return Work(13 * values, 2 * values)
 
 
 def decoded_jpegs(packed_bytes: int, pixel_bytes: int) -> Work:
-    """What a decoder without intermediate results moves: the files read, the pixels written. Operations depend on the files."""
+    """Count what a decoder without intermediate results moves: the files read, the pixels written. Operations depend on the files."""
     return Work(0, packed_bytes + pixel_bytes)
 
 
 def letterboxed_images(batch: int, side: int, itemsize: int = 2) -> Work:
-    """1080p images in 640 x 360 of the output: of each, four pixels for one of the output, of 3 x 3 that lie under it."""
+    """Count 1080p images in 640 x 360 of the output: of each, four pixels for one of the output, of 3 x 3 that lie under it."""
     values = 3 * batch * side * side * 360 // 640
     return Work(11 * values, 4 * values + 3 * batch * side * side * itemsize)
 
 
 def instance_masks(masks: int, height: int, width: int, channels: int = 32, side: int = 160, itemsize: int = 2) -> Work:
-    """Prototypes read, one byte a pixel written; operations of boxes that cover the image."""
+    """Count prototypes read, one byte a pixel written; operations of boxes that cover the image."""
     # Logits of the prototypes' pixels, and of the masks' pixels, each mixed of four and compared.
     count = masks * (side * side * 2 * channels + height * width * 9)
     return Work(count, channels * side * side * itemsize + masks * (height * width + 4 * (channels + BOX)))
@@ -279,7 +279,7 @@ def deformable_attention(
 
 
 def yolov5_loss(batch: int, image: int = 640, classes: int = 80, itemsize: int = 2) -> Work:
-    """Objectness of every anchor read, the dense gradient of the heads written once; forward and backward."""
+    """Count objectness of every anchor read, the dense gradient of the heads written once; forward and backward."""
     anchors = batch * yolov5_anchors(image)
     count = (ENTROPY + 1) * anchors
     return Work(count, (yolov5_head_elements(batch, image, classes) + anchors) * itemsize, launches=2)
@@ -325,7 +325,7 @@ class Convolution:
 
 
 def yolov5_convolutions(model: str, image: int = 640, classes: int = 80, anchors: int = 3) -> list[Convolution]:
-    """Every convolution of YOLOv5 n, s, m, l or x, in order."""
+    """Return every convolution of YOLOv5 n, s, m, l or x, in order."""
     depth, width = YOLOV5_MULTIPLES[model]
 
     def channels(count: int) -> int:
@@ -340,7 +340,7 @@ def yolov5_convolutions(model: str, image: int = 640, classes: int = 80, anchors
         layers.append(Convolution(inputs, outputs, kernel, size, stride))
 
     def c3(inputs: int, outputs: int, count: int, size: int) -> None:
-        """Cross-stage partial block: two 1x1 entries, `count` bottlenecks (1x1 then 3x3) on one of them, a 1x1 exit."""
+        """Add a cross-stage partial block: two 1x1 entries, `count` bottlenecks (1x1 then 3x3) on one of them, a 1x1 exit."""
         hidden = outputs // 2
         conv(inputs, hidden, 1, size)
         conv(inputs, hidden, 1, size)
@@ -384,7 +384,7 @@ def yolov5_parameters(model: str, classes: int = 80) -> int:
 
 
 def yolov5_statistics(model: str) -> int:
-    """Floating entries of the state_dict that are not parameters: running means and variances, and the anchors."""
+    """Count floating entries of the state_dict that are not parameters: running means and variances, and the anchors."""
     return sum(2 * layer.outputs for layer in yolov5_convolutions(model) if layer.activated) + 3 * 3 * 2
 
 
@@ -395,13 +395,13 @@ def batch_norm_silu(elements: int, itemsize: int = 2) -> Work:
 
 
 def stem(batch: int, kernel: int, outputs: int, image: int = 640, itemsize: int = 2) -> Work:
-    """The first convolution of stride 2 and its weights' gradient: forward reads float32 pixels, backward those that autocast left."""
+    """Count the first convolution, of stride 2, and its weights' gradient: forward reads float32 pixels, backward what autocast left."""
     pixels, results = 3 * batch * image**2, outputs * batch * (image // 2) ** 2
     return Work(4 * results * 3 * kernel**2, pixels * (4 + itemsize) + 2 * results * itemsize, "fp16", launches=2)
 
 
 def max_pools_cat(elements: int, pools: int = 3, itemsize: int = 2) -> Work:
-    """Poolings of poolings beside x, forward and backward: x or its gradient, the concatenation, and a byte a pooled value."""
+    """Count poolings of poolings beside x, forward and backward: x or its gradient, the concatenation, and a byte a pooled value."""
     count = 2 * elements * pools * 5**2
     return Work(count, 2 * elements * ((pools + 2) * itemsize + pools), launches=2 * pools)
 
@@ -421,6 +421,6 @@ def yolov5_training_pieces(model: str, batch: int, image: int = 640, itemsize: i
 
 
 def yolov5_training_floor_s(model: str, batch: int, machine: Machine, itemsize: int = 2) -> float:
-    """Seconds that a training step takes at the least on `machine`: each kernel at its own ceiling, one after the other."""
+    """Return seconds that a training step takes at the least on `machine`: each kernel at its own ceiling, one after the other."""
     pieces = yolov5_training_pieces(model, batch, itemsize=itemsize)
     return sum(machine.floor_s(work) for works in pieces.values() for work in works)
