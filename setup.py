@@ -39,7 +39,7 @@ DEFAULT_ARCHITECTURES = "7.5;8.0;8.6;8.9;9.0"
 
 
 def stop(sentence: str) -> NoReturn:
-    """Ends the build with one line that says what was found, what is needed and what to type."""
+    """End the build with one line that says what was found, what is needed and what to type."""
     raise SystemExit(f"torch_fastdet: {sentence}")
 
 
@@ -81,7 +81,7 @@ def nvcc_version(nvcc: Path) -> str:
 
 
 def choose_cuda() -> str | None:
-    """The version of nvcc to build with, or None for a CPU build."""
+    """Return the version of nvcc to build with, or None for a CPU build."""
     wish = os.environ.get("TORCH_FASTDET_CUDA", "")
     if wish not in ("", "0", "1"):
         stop(f"TORCH_FASTDET_CUDA must be 0 or 1, not {wish!r}; leave it unset to build for CUDA where nvcc is found")
@@ -127,7 +127,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def default_architectures(cuda: str) -> str:
-    """Every architecture that the kernels are for, and code that newer GPUs compile when they load it."""
+    """Return every architecture that the kernels are for, and code that newer GPUs compile when they load it."""
     return DEFAULT_ARCHITECTURES + (";10.0;12.0+PTX" if numbers(cuda) >= NVCC_BLACKWELL else "+PTX")
 
 
@@ -167,7 +167,7 @@ def shared_libstdcxx() -> list[str]:
 
 
 def check_architectures(nvcc: Path, version: str) -> None:
-    """Stops where torch or nvcc does not know an architecture of TORCH_CUDA_ARCH_LIST, and says which list works."""
+    """Stop where torch or nvcc does not know an architecture of TORCH_CUDA_ARCH_LIST, and say which list works."""
     wanted = os.environ["TORCH_CUDA_ARCH_LIST"]
     try:
         flags = cpp_extension._get_cuda_arch_flags()
@@ -195,7 +195,7 @@ def is_together(source: Path) -> bool:
 
 
 def sources(cuda: str | None) -> list[str]:
-    """library.cpp and the glue; for a CUDA build also the kernels and every cuda.cpp."""
+    """Return library.cpp and the glue; for a CUDA build also the kernels and every cuda.cpp."""
     found = [ROOT / "csrc/library.cpp", *(GENERATED / name for name in TOGETHER if cuda or name != "cuda.cpp")]
     found += [path for path in (ROOT / "csrc/ops").rglob("*.cpp") if not is_together(path)]
     if cuda:
@@ -221,7 +221,7 @@ def build_config(cuda: str | None) -> dict[str, str]:
 
 
 def local_version(cuda: str | None) -> str:
-    """What tells the wheels of one version apart, as in torch's own: "+cu130torch2.11"."""
+    """Return what tells the wheels of one version apart, as in torch's own: "+cu130torch2.11"."""
     if os.environ.get("TORCH_FASTDET_LOCAL_VERSION") != "1":
         return ""
     return f"+{'cu' + torch.version.cuda.replace('.', '') if cuda else 'cpu'}torch{TORCH_SERIES}"
@@ -325,7 +325,7 @@ class BuildExtension(cpp_extension.BuildExtension):
 
 
 def write_cmake_package(package: Path, config: dict[str, str]) -> None:
-    """What C++ programs build with: find_package(TorchFastdet) in share/cmake, and the public headers in include."""
+    """Write what C++ programs build with: find_package(TorchFastdet) in share/cmake, and the public headers in include."""
     values = {
         "VERSION": config["version"],
         "TORCH_VERSION": config["torch"],
@@ -342,7 +342,7 @@ def write_cmake_package(package: Path, config: dict[str, str]) -> None:
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Leaves an unchanged file's time alone, so that ninja does not rebuild what includes it."""
+    """Leave an unchanged file's time alone, so that ninja does not rebuild what includes it."""
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -211,7 +211,7 @@ class FusedStep:
         return scale, tracker, growth
 
     def _decay(self, capturing: bool) -> tuple[float, float, int]:
-        """Decay (-1: no moving average), length of the ramp and number of this update, for the kernel."""
+        """Return the decay (-1: no moving average), length of the ramp and number of this update, for the kernel."""
         ema = self.ema
         if ema is None or not ema.enabled:
             return -1.0, 0.0, 0

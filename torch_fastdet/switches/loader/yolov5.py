@@ -186,7 +186,7 @@ def cannot_plan(dataset: YOLOv5Dataset) -> str | None:
 
 
 def loader_classes(stock: type) -> tuple[type, type]:
-    """Stand-ins for ``InfiniteDataLoader`` and for the ``DataLoader`` that ``create_dataloader`` takes."""
+    """Return stand-ins for ``InfiniteDataLoader`` and for the ``DataLoader`` that ``create_dataloader`` takes."""
 
     class InfiniteDataLoader(stock):
         def __init__(self, dataset: YOLOv5Dataset, *args: Stock, **kwargs: Stock) -> None:
