@@ -42,7 +42,7 @@ class Operators(TorchDispatchMode):
 
 
 def on_the_cpu():
-    """The switch wants a GPU; its operator runs on the CPU as well."""
+    """Let the switch run on the CPU, as its operator can."""
     switch.missing_gpu = lambda: None
     bn_act.DEVICES = stem.DEVICES = ("cpu", "cuda")
     stem.DTYPES = (*stem.DTYPES, torch.float64)
@@ -55,7 +55,7 @@ def tensors(output):
 
 
 def step(model, images):
-    """Outputs, gradients and buffers of one forward and backward pass in float64."""
+    """Return outputs, gradients and buffers of one forward and backward pass in float64."""
     with Operators() as operators:
         outputs = tensors(model(images))
         sum(output.square().mean() for output in outputs).backward()
@@ -75,7 +75,7 @@ class Tensors(torch.nn.Module):
 
 
 def other_uses(model, images, programs=()):
-    """What a trained model is used for next: results of its trace."""
+    """Return what a trained model is used for next: results of its trace."""
     model = copy.deepcopy(model).float().eval()
     images = images.float()
     traced, texts = model, []
@@ -137,13 +137,13 @@ def compare(build, drop_in, uses=(), layouts=FORMATS, concatenations=0):
 
 
 def _apart(conv, x):
-    """A convolution as cuDNN's in half precision, which rounds before PyTorch adds the bias; on the CPU there is one rounding."""
+    """Compute a convolution as cuDNN's in half precision, which rounds before PyTorch adds the bias; on the CPU there is one rounding."""
     y = F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
     return y if conv.bias is None else y + conv.bias[:, None, None]
 
 
 def compare_in_evaluation(build, drop_in, cats, device="cpu", dtypes=(torch.float16, torch.float32), batch=2):
-    """Predictions of a model whose norms are fused, and of one whose are not, are about as close to float64 as the original's.
+    """Check that predictions of a model whose norms are fused, and of one whose are not, are about as close to float64 as the original's.
 
     Their mean relative error is at most 1.25 times the original's in half precision, 1.5 times in float32, and 1e-7 in float64.
 
@@ -179,7 +179,7 @@ def compare_in_evaluation(build, drop_in, cats, device="cpu", dtypes=(torch.floa
         return operators, [t.double() for t in found], ready
 
     def apart(found, exact):
-        """The mean relative error of the tensors."""
+        """Return the mean relative error of the tensors."""
         return sum((a - b).norm() / b.norm() for a, b in zip(found, exact)) / len(exact)
 
     for fused in (True, False):
@@ -202,7 +202,7 @@ def compare_in_evaluation(build, drop_in, cats, device="cpu", dtypes=(torch.floa
 
 
 def compare_in_a_step(build, drop_in, joined, surroundings=contextlib.nullcontext):
-    """As a captured step runs the model, inside of ``surroundings(model)``, but on the CPU: ``joined`` pairs of convolutions are one.
+    """Compare as a captured step runs the model, inside ``surroundings(model)``, but on the CPU: ``joined`` pairs of convolutions are one.
     Outputs and gradients are at most half as far again from float64 as autocast's."""
     images = torch.rand(2, 3, 64, 64).bfloat16().float()
     model = build().train().to(memory_format=torch.channels_last)
@@ -228,7 +228,7 @@ def compare_in_a_step(build, drop_in, joined, surroundings=contextlib.nullcontex
 
 
 def compare_on_a_gpu(build, drop_in):
-    """Under autocast, where the stem's kernels are: outputs and gradients at most half as far again from float64 as stock's."""
+    """Compare under autocast, where the stem's kernels are: outputs and gradients at most half as far again from float64 as stock's."""
     model = build().cuda().train().to(memory_format=torch.channels_last)
     images = torch.rand(4, 3, 160, 160, device="cuda").bfloat16().float()
 

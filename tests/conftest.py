@@ -20,7 +20,7 @@ os.environ |= {"YOLO_OFFLINE": "true", "ULTRALYTICS_SKIP_REQUIREMENTS_CHECKS": "
 
 
 def spread_over_gpus() -> None:
-    """Gives each process of pytest-xdist another GPU as its first one, where there are several."""
+    """Give each process of pytest-xdist another GPU as its first one, where there are several."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     gpus = list(map(str, range(torch.cuda.device_count())))
     if worker.startswith("gw") and len(gpus) > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
@@ -34,7 +34,7 @@ os.environ.setdefault(_say.LEVEL, "debug")
 
 
 def cuda_missing() -> str | None:
-    """Why CUDA tests cannot run here, or None."""
+    """Return why CUDA tests cannot run here, or None."""
     if not torch.cuda.is_available():
         return "no GPU"
     if torch_fastdet.build_info()["cuda"] is None:
@@ -48,7 +48,7 @@ def some_slow(cases: Iterable[Any], quick: Collection[Any], mark: Any = pytest.m
 
 
 def with_trapz(patch: pytest.MonkeyPatch) -> None:
-    """YOLOv5 calls numpy.trapz, and numpy 2.4 and newer have it under another name alone."""
+    """Give numpy 2.4 and newer the name trapz, which YOLOv5 calls."""
     if not hasattr(np, "trapz"):
         patch.setattr(np, "trapz", np.trapezoid, raising=False)
 
@@ -67,7 +67,7 @@ SHARING = re.compile(
 
 
 def shared(nodeid: str) -> str | None:
-    """What the test shares with others: a name of it, or None for a test that any process may run."""
+    """Return what the test shares with others: a name of it, or None for a test that any process may run."""
     path = nodeid.split("::")[0]
     if TRAININGS.match(path):
         return "trainings of YOLOv5"
@@ -76,7 +76,7 @@ def shared(nodeid: str) -> str | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """``--dist loadgroup``: tests that share something together, the others one by one, in the order of collection."""
+    """Schedule for ``--dist loadgroup``: tests that share something together, the others one by one, in the order of collection."""
     if config.getoption("dist") != "loadgroup":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -92,7 +92,7 @@ TRAINING = re.compile(r"tests/(distributed|examples|ultralytics|yolov5)/")
 
 
 def spread(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
-    """For ``--dist worksteal``, where each process begins with one stretch of the items: an equal share of those that take
+    """Order tests for ``--dist worksteal``, where each process begins with one stretch of the items: an equal share of those that take
     long begins each stretch."""
     takes_long = [bool(TRAINING.match(item.nodeid) or item.get_closest_marker("slow")) for item in items]
     first, then = ([item for item, long in zip(items, takes_long) if long is wanted] for wanted in (True, False))
@@ -102,7 +102,7 @@ def spread(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
 
 
 def mark(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Marks tests as `gpu` or `cpu` by their fixtures: ``make test-gpu`` runs the former and leaves the latter out.
+    """Mark tests as `gpu` or `cpu` by their fixtures: ``make test-gpu`` runs the former and leaves the latter out.
 
     Returns those that only a GPU runs.
     """
@@ -199,13 +199,13 @@ def pytest_fixture_setup(fixturedef, request):
 
 @pytest.fixture(params=["cpu"] if cuda_missing() else ["cpu", "cuda"])
 def device(request) -> torch.device:
-    """The test runs once on the CPU and once on the GPU, where there is one."""
+    """Run the test once on the CPU and once on the GPU, where there is one."""
     return torch.device(request.param)
 
 
 @pytest.fixture
 def cuda() -> torch.device:
-    """For tests of what only a GPU has: streams, graphs, several devices."""
+    """Return the GPU for tests of what only a GPU has: streams, graphs, several devices."""
     if reason := cuda_missing():
         pytest.skip(reason)
     return torch.device("cuda")
@@ -213,7 +213,7 @@ def cuda() -> torch.device:
 
 @pytest.fixture
 def same_convolutions():
-    """On a GPU: convolutions that give the same bits in each run, in full float32."""
+    """Let a GPU's convolutions give the same bits in each run, in full float32."""
     with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
         yield
 
@@ -225,14 +225,14 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _environment():
-    """Puts back what a framework's trainer or predictor sets, such as CUBLAS_WORKSPACE_CONFIG."""
+    """Put back what a framework's trainer or predictor sets, such as CUBLAS_WORKSPACE_CONFIG."""
     with mock.patch.dict(os.environ):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _lines_on_stderr():
-    """Lines of the package are shown as after ``patch()``: pytest's own handlers are not a user's."""
+    """Show lines of the package as after ``patch()``: pytest's own handlers are not a user's."""
     with pytest.MonkeyPatch.context() as patch:  # apart from the tests' own, which they may undo
         patch.setattr(_say, "is_configured", lambda: False)
         for of_other_tests in (_say.counts, _say.fallbacks, _say._showing):
@@ -244,7 +244,7 @@ def _lines_on_stderr():
 
 @pytest.fixture(autouse=True)
 def _cuda_survives():
-    """Ends this process after a test that broke its CUDA context, where every later test would fail with the same error."""
+    """End this process after a test that broke its CUDA context, where every later test would fail with the same error."""
     yield
     if not torch.cuda.is_initialized():
         return

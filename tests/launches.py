@@ -8,7 +8,7 @@ import torch
 
 @contextlib.contextmanager
 def no_sync() -> Iterator[None]:
-    """While inside, a wait of the host for the GPU is an error."""
+    """Raise where the host waits for the GPU inside."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -17,7 +17,7 @@ def no_sync() -> Iterator[None]:
 
 
 def launched(call: Callable[[], object]) -> list[str]:
-    """The names of what ``call`` runs on the GPU, where it does not wait for it."""
+    """Return the names of what ``call`` runs on the GPU, where it does not wait for it."""
     torch.cuda.synchronize()
     with no_sync(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()

@@ -20,7 +20,7 @@ import torch
 
 
 def _package(name: str) -> Path:
-    """Folder of an installed package, found without importing it; skips the test where there is none."""
+    """Return the folder of an installed package, found without importing it; skip the test where there is none."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         pytest.skip(f"{name} is not installed")
@@ -70,7 +70,7 @@ def _stabilised(function):
 
 
 def yolov5(stable: bool = True) -> types.SimpleNamespace:
-    """non_max_suppression and scale_boxes of the installed yolov5."""
+    """Return non_max_suppression and scale_boxes of the installed yolov5."""
     names = _namespace()
     file = _package("yolov5") / "utils/general.py"
     _definitions(file, {"non_max_suppression", "xywh2xyxy", "scale_boxes", "clip_boxes"}, names)
@@ -81,7 +81,7 @@ def yolov5(stable: bool = True) -> types.SimpleNamespace:
 
 
 def ultralytics(stable: bool = True) -> types.SimpleNamespace:
-    """non_max_suppression and scale_boxes of the installed ultralytics."""
+    """Return non_max_suppression and scale_boxes of the installed ultralytics."""
     names = _namespace()
     utils = _package("ultralytics") / "utils"
     _definitions(utils / "ops.py", {"xywh2xyxy", "scale_boxes", "clip_boxes"}, names)
@@ -94,7 +94,7 @@ def ultralytics(stable: bool = True) -> types.SimpleNamespace:
 
 
 def one_rule(options: dict, prediction: torch.Tensor) -> dict:
-    """The options with which stock decides as we do: IoU > threshold in the boxes' arithmetic type.
+    """Return the options with which stock decides as we do: IoU > threshold in the boxes' arithmetic type.
 
     torchvision compares a float32 IoU with a float32 threshold on the GPU, as we do everywhere, but with the float64
     threshold on the CPU; there it is given the threshold that float32 holds.

@@ -112,7 +112,7 @@ def images(device="cpu", dtype=torch.float32):
 
 
 def run(module, x):
-    """How many norms were ours and stock's; the output, the gradients and the buffers."""
+    """Return how many norms were ours and stock's; the output, the gradients and the buffers."""
     x = x.detach().requires_grad_()
     with Operators() as operators:
         y = module(x)
@@ -121,7 +121,7 @@ def run(module, x):
 
 
 def stock_of(module):
-    """A copy whose blocks call their modules one by one."""
+    """Return a copy whose blocks call their modules one by one."""
     copied = copy.deepcopy(module)
     for block in copied.modules():
         if isinstance(block, Conv):
@@ -312,7 +312,7 @@ C2F_CHANGES = {
 
 
 def apart(module):
-    """A copy whose C2f are stock's, on Conv, Bottleneck and C3 of ours."""
+    """Return a copy whose C2f are stock's, on Conv, Bottleneck and C3 of ours."""
     copied = copy.deepcopy(module)
     for block in copied.modules():
         if isinstance(block, C2f):
@@ -367,7 +367,7 @@ def test_odd_halves_are_stocks():
 
 
 def in_a_step(module, x, once=True, amp=True):
-    """As a captured step runs it: how many convolutions ran as one; the output, the gradients and the buffers."""
+    """Run as a captured step runs it; return how many convolutions ran as one; the output, the gradients and the buffers."""
     x, dtype = x.detach().requires_grad_(), torch.bfloat16 if amp else None
     with Operators() as operators, torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
         with weights_cast_once(module, dtype if once else None):
@@ -524,7 +524,7 @@ class OtherNorm(nn.BatchNorm2d):
 
 
 def changed(name):
-    """A block with one thing that an operator cannot do, or that would go unseen."""
+    """Return a block with one thing that an operator cannot do, or that would go unseen."""
     module = Conv(8, 8)
     seen = lambda *_: None  # noqa: E731
     if name == "another activation":
@@ -706,7 +706,7 @@ def test_other_formulas_are_not_taken_for_it(formula, forward):
 
 
 def evaluated(module, fused=False):
-    """In eval mode with statistics of its own, its norms fused into the convolutions as the frameworks do it, or not."""
+    """Return it in eval mode with statistics of its own, its norms fused into the convolutions as the frameworks do it, or not."""
     module = copy.deepcopy(module).eval()
     for block in module.modules():
         if not isinstance(block, Conv):
@@ -734,7 +734,7 @@ EVALUATED = {
 
 
 def stock_of_evaluated(module):
-    """A copy that calls its modules one by one."""
+    """Return a copy that calls its modules one by one."""
     copied = stock_of(module)
     for block in copied.modules():
         if isinstance(block, Conv) and not hasattr(block, "bn"):

@@ -11,7 +11,7 @@ REFERENCE = (Path(__file__).resolve().parents[1] / "docs/reference.md").read_tex
 
 
 def text_of(name: str, seen: set[str] | None = None) -> str:
-    """The docstring, that of its module, and those of the operators that it refers to."""
+    """Return the docstring, that of its module, and those of the operators that it refers to."""
     seen = set() if seen is None else seen
     seen.add(name)
     function = getattr(ops, name)

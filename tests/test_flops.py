@@ -12,7 +12,7 @@ from torch_fastdet import flops, ops
 
 
 def counted(function) -> dict[str, int]:
-    """Operations by operator name."""
+    """Count operations by operator name."""
     with FlopCounterMode(display=False) as counter:
         function()
     return {str(op).rpartition(".")[2]: count for op, count in counter.get_flop_counts().get("Global", {}).items()}

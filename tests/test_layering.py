@@ -40,7 +40,7 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports_of(name: str, everywhere: bool = False) -> set[str]:
-    """Full names that a module imports: at import time, or with ``everywhere`` inside functions as well."""
+    """Return full names that a module imports: at import time, or with ``everywhere`` inside functions as well."""
 
     def visit(node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):

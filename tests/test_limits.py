@@ -54,7 +54,7 @@ def test_a_part_of_a_gpu_by_its_name(monkeypatch):
 
 
 def results(device: torch.device) -> list[torch.Tensor]:
-    """Of operators that a step of a training calls, and their gradients."""
+    """Return results of operators that a step of a training calls, and their gradients."""
     torch.manual_seed(0)
     x = torch.randn(2, 8, 12, 16).to(device).requires_grad_()
     weight, bias = torch.rand(8, device=device).requires_grad_(), torch.zeros(8, device=device).requires_grad_()

@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def no_owners(monkeypatch):
-    """None of earlier tests."""
+    """Remove owners of earlier tests."""
     gc.collect()
     monkeypatch.setattr(memory, "_owners", set())
 
@@ -234,7 +234,7 @@ def test_what_is_no_size_is_an_error_that_names_the_variable(text):
 
 
 class Allocation:
-    """Fails until all but ``fits`` owners have given their memory back."""
+    """Fail until all but ``fits`` owners have given their memory back."""
 
     def __init__(self, *needed):
         self.needed, self.calls = needed, 0

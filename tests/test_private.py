@@ -56,7 +56,7 @@ def is_private(name) -> bool:
 
 
 def defined(tree: ast.AST) -> set[str]:
-    """Functions, classes, variables and attributes of ``self`` that a file defines."""
+    """Return functions, classes, variables and attributes of ``self`` that a file defines."""
     nodes = list(ast.walk(tree))
     found = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     found |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -71,7 +71,7 @@ OF_TORCH = {name for thing in TORCHS for name in dir(thing)}
 
 
 def private_names(text: str) -> set[str]:
-    """Names such as torch._C, imported or in any variable, as attributes or texts, that nothing of ours bears."""
+    """Return names such as torch._C, imported or in any variable, as attributes or texts, that nothing of ours bears."""
     tree = ast.parse(text)
     ours = KNOWN | defined(tree) | (PACKAGES_OWN - OF_TORCH)
     found, roots = set(), set()

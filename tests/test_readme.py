@@ -106,7 +106,7 @@ APART = {
 
 
 def run_snippets(page: Path, folder: Path) -> None:
-    """All Python snippets of a page, each with names of its own."""
+    """Run all Python snippets of a page, each with names of its own."""
     for index, text in enumerate(snippets(page, "python")):
         file = folder / f"{page.stem}_{index}.py"
         file.write_text(text)  # TorchScript reads the source
@@ -179,7 +179,7 @@ LAUNCHED = r"(\w+=\w+ )?(python|torchrun( --\w+ \S+)+) -m torch_fastdet\.yolov5 
 
 
 def commands(page: Path) -> list[str]:
-    """What the page tells its reader to type, in snippets and in the text."""
+    """Return what the page tells its reader to type, in snippets and in the text."""
     found = []
     for text in snippets(page, "bash"):
         found += text.replace("\\\n", " ").splitlines()
@@ -221,7 +221,7 @@ def test_make_help_runs():
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a page's headings, as GitHub and mkdocs name them."""
+    """Return anchors of a page's headings, as GitHub and mkdocs name them."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 

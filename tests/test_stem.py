@@ -73,7 +73,7 @@ def test_no_farther_from_exact_than_stock_under_autocast(device, kernel, padding
 
 
 def called(monkeypatch, conv, x):
-    """Whether ``convolve`` calls stem_conv2d, where a GPU would have tensor cores."""
+    """Return whether ``convolve`` calls stem_conv2d, where a GPU would have tensor cores."""
     seen = []
     monkeypatch.setattr(stem, "_has_tensor_cores", lambda device: True)
     monkeypatch.setattr(stem.ops, "stem_conv2d", lambda *tensors: seen.append(tensors) or stem_conv2d(*tensors))

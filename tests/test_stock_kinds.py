@@ -42,7 +42,7 @@ class Pair:
 
 @functools.cache
 def pairs(host: str) -> dict[str, Pair]:
-    """What every switch of ``host`` replaces, by name; nothing is left replaced."""
+    """Return what every switch of ``host`` replaces, by name; nothing is left replaced."""
     pytest.importorskip(host)
     drop_in = importlib.import_module(f"torch_fastdet.{host}")
     if host == "ultralytics":
@@ -92,7 +92,7 @@ LAYOUTS = (contiguous, sliced, transposed, channels_last, expanded, empty)
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Makes tensors of a dtype and a memory format; with ``only``, the argument of that number alone."""
+    """Make tensors of a dtype and a memory format; with ``only``, the argument of that number alone."""
 
     dtype: torch.dtype
     layout: Callable[[torch.Tensor], torch.Tensor]
@@ -133,7 +133,7 @@ class Case:
 
 
 def numbers(*shape: int, low: float = -3.0, high: float = 3.0) -> torch.Tensor:
-    """Different numbers in no order, the same in each call."""
+    """Return different numbers in no order, the same in each call."""
     count = int(np.prod(shape))
     order = (torch.arange(count) * 7919 % max(count, 1)).float()
     return (low + (high - low) * (order + 0.5) / max(count, 1)).view(shape)
@@ -340,7 +340,7 @@ def smart_optimizer(pair: Pair, function: Any, kind: Kind) -> Any:
 
 
 def module_forward(*arguments: Any) -> Callable[[Pair, Any, Kind], Any]:
-    """A block in training: its result, the gradients and the running statistics."""
+    """Return a block in training: its result, the gradients and the running statistics."""
 
     def call(pair: Pair, function: Any, kind: Kind) -> Any:
         torch.manual_seed(0)
@@ -526,7 +526,7 @@ def outcome(case: Case, pair: Pair, function: Any, kind: Kind) -> Any:
 
 
 def difference(stock: Any, ours: Any, tolerance: float) -> str | None:
-    """One line if the two are not the same."""
+    """Return one line if the two are not the same."""
     if isinstance(stock, Exception):
         related = not isinstance(ours, Exception) or isinstance(ours, type(stock)) or isinstance(stock, type(ours))
         return None if related else f"stock raises {stock!r}, and ours {ours!r}"

@@ -33,7 +33,7 @@ def stock():
 
 
 class Camera:
-    """Stands in for the framework's GMC."""
+    """Stand in for the framework's GMC."""
 
     method = "given"
 

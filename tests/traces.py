@@ -83,7 +83,7 @@ def seed() -> None:
 
 
 def settings() -> dict[str, object]:
-    """Of the process, of Python and of PyTorch."""
+    """Return settings of the process, of Python and of PyTorch."""
     cudnn = torch.backends.cudnn
     found: dict[str, object] = {
         f"os.environ[{name!r}]": value for name, value in os.environ.items() if not name.startswith(OF_OTHERS)
@@ -133,7 +133,7 @@ CODE = (
 
 
 def is_code(value: object) -> bool:
-    """Not what only can be called, such as a weak reference."""
+    """Return whether it is code, not what only can be called, such as a weak reference."""
     return isinstance(value, CODE)
 
 
@@ -145,7 +145,7 @@ MISSING = object()
 
 
 def replaced(name: str, before: dict[str, object], now: dict[str, object]) -> Iterator[str]:
-    """The functions, classes and modules that are not what they were, and ours that were not there; caches and counts may change.
+    """Yield the functions, classes and modules that are not what they were, and ours that were not there; caches and counts may change.
 
     Torch and the like replace some themselves, such as ``torch.manual_seed`` and the ``step`` of an optimizer, which is then ``hooked``.
     """

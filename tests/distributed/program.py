@@ -71,7 +71,7 @@ def images_of_this_rank(sizes, count):
 
 
 def train(model, batches, accumulate=1, no_sync=False, set_to_none=True, no_sync_of=None):
-    """Ten or so steps; the gradients of each pass, as they are after backward()."""
+    """Train ten or so steps; return the gradients of each pass, as they are after backward()."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
     seen = []
     for i, x in enumerate(batches):
@@ -90,7 +90,7 @@ def close(got, want, what=""):
 
 
 def statistic(name):
-    """Whether only rank 0 must equal DDP between two passes: true of batch norm's statistics, which each rank keeps, and of
+    """Return whether only rank 0 must equal DDP between two passes: true of batch norm's statistics, which each rank keeps, and of
     buffers that a pass has changed."""
     return name.endswith(("running_mean", "running_var", "num_batches_tracked", "shift"))
 
@@ -297,7 +297,7 @@ def a_group_of_some_ranks():
 
 
 def train_step(accumulate=1, sizes=(64,), scale=2.0**12):
-    """TrainStep against the same calls one by one with DistributedDataParallel and FusedStep."""
+    """Compare TrainStep with the same calls one by one with DistributedDataParallel and FusedStep."""
     plain = make(Detector)
     model = copy.deepcopy(plain)
     torch.manual_seed(50 + RANK)
@@ -373,7 +373,7 @@ def evaluate(wrapped, batch):
 
 
 def switched(host, plain, batches, value_of, options, steps):
-    """A model under DistributedDataParallel, stock and with the switch cuda_graph, and stock again after unpatch()."""
+    """Train a model under DistributedDataParallel, stock and with the switch cuda_graph, and stock again after unpatch()."""
     from torch_fastdet.patching import switch
 
     def passes(wrapped, optimizer, some):

@@ -55,7 +55,7 @@ def gpus_missing(wanted: int = 2) -> str | None:
 
 
 def free_port() -> int:
-    """A free port below the range that the kernel hands out, so that no other program gets it before the ranks listen."""
+    """Return a free port below the range that the kernel hands out, so that no other program gets it before the ranks listen."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as s, contextlib.suppress(OSError):
@@ -65,7 +65,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def variables(tmp_path_factory):
-    """Environment of a rank; YOLOv5 and Ultralytics can be imported in it."""
+    """Return environment of a rank; YOLOv5 and Ultralytics can be imported in it."""
     return real.with_torch_fastdet(environment(tmp_path_factory.mktemp("environment"))) | {
         "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0")
     }

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments, code=0, stdin=None, without=None) -> subprocess.CompletedProcess:
-    """``python -m examples.X ...``; ``without`` names a folder that hides YOLOv5 and Ultralytics."""
+    """Run ``python -m examples.X ...``; ``without`` names a folder that hides YOLOv5 and Ultralytics."""
     path = [str(ROOT)] if without is None else [str(without), str(ROOT)]
     path += filter(None, [os.environ.get("PYTHONPATH")])  # YOLOv5 may lie there
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
@@ -47,7 +47,7 @@ def no_yolov5(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory, no_yolov5):
-    """The training example, run once: its folder and what it printed. On the CPU also where there is a GPU."""
+    """Run the training example once; return its folder and what it printed. On the CPU also where there is a GPU."""
     out = tmp_path_factory.mktemp("shapes")
     printed = run("examples.train_step", "--out", out, "--device", "cpu", without=no_yolov5).stdout
     return out, printed
@@ -160,7 +160,7 @@ def test_a_yolov5_checkpoint_is_served_with_stocks_boxes(tmp_path, no_yolov5, mo
 
 
 def refused(capsys, monkeypatch, name, *arguments) -> str:
-    """The sentence with which an example ends, and with exit status 2. In this process: a new one takes seconds."""
+    """Return the sentence with which an example ends, and with exit status 2. In this process: a new one takes seconds."""
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         command_line.run(importlib.import_module(f"examples.{name}").main)
@@ -180,7 +180,7 @@ def detector(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def files(tmp_path, monkeypatch) -> Path:
-    """Files that are not a detector, a checkpoint or a folder, in the folder where the test runs."""
+    """Make files that are not a detector, a checkpoint or a folder, in the folder where the test runs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty").touch()
@@ -278,7 +278,7 @@ class DetectionModel(SmallDetector):
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch) -> Path:
-    """A clone of YOLOv5, as far as a checkpoint names it, with the checkpoint of a training; and its code forgotten again."""
+    """Make a clone of YOLOv5, as far as a checkpoint names it, with the checkpoint of a training; and its code forgotten again."""
     folder = tmp_path / "clone"
     (folder / "models").mkdir(parents=True)
     (folder / "models/__init__.py").touch()

@@ -21,7 +21,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def problems(options: argparse.Namespace, case: Callable[[int, random.Random], str | None]) -> int:
-    """How many of the cases have something wrong, which ``case`` says and this prints."""
+    """Return how many of the cases have something wrong, which ``case`` says and this prints."""
     faulthandler.enable()
     torch.set_num_threads(1)
     found = 0
@@ -34,7 +34,7 @@ def problems(options: argparse.Namespace, case: Callable[[int, random.Random], s
 
 
 def passes(program: str, count: int, folder: Path) -> list[int]:
-    """Runs tests/fuzz/<program>.py, which finds nothing wrong. The numbers of its last line."""
+    """Run tests/fuzz/<program>.py, which finds nothing wrong. Return the numbers of its last line."""
     log = folder / "cases"
     command = [sys.executable, "-m", f"tests.fuzz.{program}", "--count", str(count), "--log", str(log)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -83,11 +83,11 @@ class Reader:
     whole: dict[str, bytes]
 
     def read(self, folder: Path) -> None:
-        """Raises one of ``errors``, or AssertionError where a result cannot be."""
+        """Raise one of ``errors``, or AssertionError where a result cannot be."""
         raise NotImplementedError
 
     def mend(self, name: str, data: bytes, draw: random.Random) -> bytes:
-        """What somebody who knows the format changes too, so that the mutation gets farther."""
+        """Change what somebody who knows the format would change too, so that the mutation gets farther."""
         return data
 
 
@@ -144,7 +144,7 @@ class Resume(Reader):
 
 
 def repacked(archive: bytes, suffix: str, draw: random.Random) -> bytes:
-    """The archive with one mutated member, and the right checksums."""
+    """Return the archive with one mutated member, and the right checksums."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(out, "w") as new:
         for info in old.infolist():
@@ -216,7 +216,7 @@ READERS = {kind.__name__: kind for kind in (Stages, Resume, Detector, Requests)}
 
 
 def mutated(data: bytes, draw: random.Random) -> bytes:
-    """The same bytes with one to four changes."""
+    """Return the same bytes with one to four changes."""
     changed = bytearray(data)
     for _ in range(draw.choice((1, 1, 1, 2, 4))):
         kind, at = draw.randrange(8), draw.randrange(len(changed) + 1)
@@ -245,7 +245,7 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
 
 
 class Watch:
-    """Notes what a file has had done."""
+    """Note what a file has had done."""
 
     def __init__(self) -> None:
         self.folder: str | None = None
@@ -270,7 +270,7 @@ class Watch:
 
 
 def case(reader: Reader, draw: random.Random, watch: Watch, counts: Counter[str]) -> str | None:
-    """What is wrong with one mutation; None where nothing is."""
+    """Return what is wrong with one mutation; None where nothing is."""
     name = draw.choice(sorted(reader.whole))
     data = reader.mend(name, mutated(reader.whole[name], draw), draw)
     with tempfile.TemporaryDirectory() as made:

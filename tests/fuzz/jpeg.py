@@ -20,7 +20,7 @@ GAP, UNTOUCHED = 64, 9
 
 
 def damaged(rng, data):
-    """A file with one to four bytes changed, put in or taken out, in the scan mostly; or its beginning."""
+    """Return a file with one to four bytes changed, put in or taken out, in the scan mostly; or its beginning."""
     data = bytearray(data)
     begin = data.index(b"\xff\xda") if rng.random() < 0.8 else 2
     for at in rng.integers(begin, len(data), int(rng.integers(1, 5))).tolist():
@@ -39,7 +39,7 @@ def damaged(rng, data):
 
 
 def run(count, seed, device):
-    """How many files were taken."""
+    """Return how many files were taken."""
     rng = np.random.default_rng(seed)
     sound = [random_file(rng) for _ in range(min(SOUND, count))]
     taken = 0

@@ -89,7 +89,7 @@ MOST_CALLS, MOST_NUMBERS = 30, 1_000_000  # of one operator, and in one call
 
 
 class Recording(TorchDispatchMode):
-    """Notes the calls of our operators."""
+    """Note the calls of our operators."""
 
     def __init__(self, calls: dict[str, list[Call]]) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def copies(values: Any) -> Any:
 
 
 def opcheck(operator: Any, args: tuple, kwargs: dict | None = None, **_: Any) -> None:
-    """The call alone, and its backward pass."""
+    """Check the call alone, and its backward pass."""
     leaves = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs or {}))
     results = tree_flatten(operator(*leaves[0], **leaves[1]))[0]
     sums = [r.double().sum() for r in results if isinstance(r, Tensor) and r.requires_grad]
@@ -126,7 +126,7 @@ def opcheck(operator: Any, args: tuple, kwargs: dict | None = None, **_: Any) ->
 
 
 def seeds() -> dict[str, list[Call]]:
-    """Calls of each operator on the CPU: those of the tests of opcheck, and of their backward passes."""
+    """Return calls of each operator on the CPU: those of the tests of opcheck, and of their backward passes."""
     recording = Recording({})
     tests = []
     for path in sorted((ROOT / "tests/ops").glob("test_*.py")):
@@ -145,7 +145,7 @@ def seeds() -> dict[str, list[Call]]:
 
 
 def without_seed(calls: dict[str, list[Call]]) -> list[str]:
-    """Operators that no call is of."""
+    """Return operators that no call is of."""
     return sorted(name for name in operator_names() if name.startswith("torch_fastdet::") and not calls.get(name))
 
 
@@ -153,7 +153,7 @@ def without_seed(calls: dict[str, list[Call]]) -> list[str]:
 
 
 def in_another_layout(x: Tensor, draw: random.Random) -> Tensor:
-    """The same values with other strides, another offset, or over a larger memory."""
+    """Return the same values with other strides, another offset, or over a larger memory."""
     kind = draw.randrange(4)
     if kind == 0 and x.dim() > 1:
         order = draw.sample(range(x.dim()), x.dim())
@@ -241,7 +241,7 @@ def run(operator: Any, args: tuple, kwargs: dict) -> tuple[Any, Exception | None
 
 
 def leaves_of(operator: Any, args: tuple, kwargs: dict, names: set[str]) -> set[int]:
-    """The numbers of the flattened arguments that belong to arguments of these names."""
+    """Return the numbers of the flattened arguments that belong to arguments of these names."""
     given = [*zip((argument.name for argument in operator._schema.arguments), args), *kwargs.items()]
     found, number = set(), 0
     for name, value in given:
@@ -256,7 +256,7 @@ def overlaps(x: Tensor) -> bool:
 
 
 def problem(call: Call, draw: random.Random, log: Any, device: str = "cpu", change: bool = True) -> str | None:
-    """What is wrong with one case; None where nothing is."""
+    """Return what is wrong with one case; None where nothing is."""
     operator, args, kwargs = call
     flat, form = tree_flatten((copies(args), copies(kwargs)))
     if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), device.upper()):

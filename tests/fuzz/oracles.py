@@ -45,7 +45,7 @@ def _double(value: Any) -> Any:
 
 
 def _levels(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Bytes that become numbers between 0 and 1."""
+    """Return bytes that become numbers between 0 and 1."""
     scaled = x.dtype == torch.uint8 and dtype is not None and dtype.is_floating_point
     return x / 255.0 if scaled else x
 
@@ -59,7 +59,7 @@ def _bbox_iou(a: Any) -> list[Tensor]:
 
 
 def _gradients(a: Any, value: Callable[..., Tensor]) -> list[Tensor]:
-    """By both boxes; those that nobody asked for are whatever the operator gave."""
+    """Return gradients by both boxes; those that nobody asked for are whatever the operator gave."""
     assert all(x.numel() and x.isfinite().all() for x in (a.grad, a.box1, a.box2))
     leaves = [x.double().requires_grad_() for x in (a.box1, a.box2)]
     wanted = torch.autograd.grad(value(*leaves), leaves, a.grad.double(), allow_unused=True, materialize_grads=True)
@@ -76,7 +76,7 @@ def _iou_loss_backward(a: Any) -> list[Tensor]:
 
 
 def _norms(a: Any, parts: Any, weights: Any, biases: Any, means: Any, variances: Any) -> tuple[list, list[Tensor]]:
-    """Results of each part alone, and what the running means and variances become."""
+    """Return results of each part alone, and what the running means and variances become."""
     assert all(x.numel() for x in parts), "without elements there is no mean"
     found = []
     for i, x in enumerate(parts):
@@ -129,7 +129,7 @@ def _bn_act_parts_backward(a: Any) -> list[Tensor]:
 
 
 def _by_image(a: Any) -> list[tuple[Tensor, Tensor]]:
-    """Detections and labels of each image."""
+    """Return detections and labels of each image."""
     if a.detections.dim() == 2:
         assert a.counts is None
         return [(a.detections, a.labels)]
@@ -141,7 +141,7 @@ def _by_image(a: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def _overlaps(a: Any) -> np.ndarray | None:
-    """Overlaps other than those of boxes, of a single image."""
+    """Return overlaps other than those of boxes, of a single image."""
     assert a.iou is None or a.detections.shape[:-2].numel() == 1
     return None if a.iou is None else a.iou.float().numpy()
 
@@ -215,7 +215,7 @@ def _max_pools_cat_backward(a: Any) -> list[Tensor]:
 
 
 def _unboxed(points: Tensor, letterboxes: Tensor, clip: bool) -> Tensor:
-    """Points (..., 2) of the network's input in the pixels of the images."""
+    """Return points (..., 2) of the network's input in the pixels of the images."""
     gain, pad, size = letterboxes.double().split(2, -1)
     points = (points.double() - pad) / gain
     return torch.where(points < 0, 0.0, torch.where(points > size, size, points)) if clip else points
@@ -228,7 +228,7 @@ def _scale_boxes(a: Any) -> list[Tensor]:
 
 
 def _suppressed(a: Any, rows: list[Tensor], anchors: list[Tensor], rotated: bool) -> list[Tensor]:
-    """As the operators give them: (images, max_det, columns) and counts, after them whence the rows are."""
+    """Return results as the operators give them: (images, max_det, columns) and counts, after them whence the rows are."""
     detections, indices = a.found[0].new_zeros(a.found[0].shape), torch.full(a.found[0].shape[:2], -1)
     for i, (row, anchor) in enumerate(zip(rows, anchors)):
         if a.letterboxes is not None:
@@ -262,13 +262,13 @@ def _yolov5_postprocess(a: Any) -> list[Tensor]:
 
 
 def _cells(x: Tensor, stride: float) -> Tensor:
-    """Centers of a level's cells in pixels: (2, cells)."""
+    """Return centers of a level's cells in pixels: (2, cells)."""
     ny, nx = x.shape[2:]
     return (torch.cartesian_prod(torch.arange(ny), torch.arange(nx)).flip(1).T + 0.5).double() * stride
 
 
 def _extra(x: Tensor, kind: str, stride: float) -> Tensor:
-    """Of one level, as the rows of detections have it: (images, channels, cells)."""
+    """Return the other channels of one level, as the rows of detections have them: (images, channels, cells)."""
     x = x.double()
     if kind == "angle_logit":
         return torch.cat((x[:, :-1], (x[:, -1:].sigmoid() - 0.25) * torch.pi), 1).flatten(2)
@@ -373,13 +373,13 @@ def _v8_posed_loss(a: Any) -> list[Tensor]:
 
 
 def _positives(a: Any, images: int, anchors: int) -> list[tuple[int, int, int]]:
-    """What v8_loss left: (image, anchor, row of targets)."""
+    """Return what v8_loss left: (image, anchor, row of targets)."""
     slots = [(int(at), int(row)) for at, row in zip(a.slot_anchor.flatten(), a.slot_row.flatten()) if at >= 0]
     return [(at // anchors, at % anchors, row) for at, row in slots]
 
 
 def _v8_loss_backward(a: Any) -> list[Tensor]:
-    """Of the sums over positives and cells, whose factors the forward pass left."""
+    """Return gradients of the sums over positives and cells, whose factors the forward pass left."""
     assert all(x.isfinite().all() for x in (*a.heads, a.grad_loss, a.scales))
     leaves = [head.double().requires_grad_() for head in a.heads]
     bs = len(leaves[0])
@@ -413,7 +413,7 @@ def _v8_keypoint_loss(a: Any) -> list[Tensor]:
 
 
 def _v8_keypoint_loss_backward(a: Any) -> list[Tensor]:
-    """Of the sums over positives and keypoints, whose factors the forward pass left."""
+    """Return gradients of the sums over positives and keypoints, whose factors the forward pass left."""
     assert a.predictions.isfinite().all() and a.grad_loss.isfinite().all() and a.scales.isfinite().all()
     found = _positives(a, *a.predictions.shape[::2])
     leaf = a.predictions.double().requires_grad_()
@@ -549,7 +549,7 @@ WITHOUT = {
 
 
 def is_compared_here(operator: str) -> bool:
-    """Whether an oracle compares some results on this machine. That of images knows one of OpenCV's ways to round, which depends on
+    """Return whether an oracle compares some results on this machine. That of images knows one of OpenCV's ways to round, which depends on
     its version and the processor."""
     return name_of(operator) in ORACLES and (
         not name_of(operator).startswith("image_augment") or ops.opencv_rules() == ("fixed", 32)
@@ -557,7 +557,7 @@ def is_compared_here(operator: str) -> bool:
 
 
 def name_of(operator: str) -> str:
-    """Without the namespace and the overload."""
+    """Return the name without the namespace and the overload."""
     return operator.partition("::")[2].partition(".")[0]
 
 
@@ -603,7 +603,7 @@ def _named(operator: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def _with_gradients(operator: Any, named: dict[str, Any], call: Callable[[dict], list[Tensor]]) -> list[Tensor]:
-    """What the call gives, or the first two with the gradients of the first, whose parts count 1, 2, ..."""
+    """Return what the call gives, or the first two with the gradients of the first, whose parts count 1, 2, ..."""
     names = LEAVES.get(name_of(operator.name()))
     if names is None:
         return call(named)
@@ -616,7 +616,7 @@ def _with_gradients(operator: Any, named: dict[str, Any], call: Callable[[dict],
 
 
 def expected(operator: Any, args: tuple, kwargs: dict, found: list[Tensor]) -> list[Tensor] | None:
-    """What the operator's oracle says of these arguments; None where there is none, and where the numbers or shapes are not its.
+    """Return what the operator's oracle says of these arguments; None where there is none, and where the numbers or shapes are not its.
 
     ``found`` is what the operator gave, which a few oracles read: it says what they leave out.
     """
@@ -635,7 +635,7 @@ def expected(operator: Any, args: tuple, kwargs: dict, found: list[Tensor]) -> l
 
 
 def given(operator: Any, args: tuple, kwargs: dict, results: Any) -> list[Tensor]:
-    """What the operator gave, in the order of the oracle's: its results, and the tensors that it wrote."""
+    """Return what the operator gave, in the order of the oracle's: its results, and the tensors that it wrote."""
     if name_of(operator.name()) in LEAVES:
         return _with_gradients(operator, _named(operator, args, kwargs), lambda named: list(operator(**named)))
     written = [x for argument, x in zip(operator._schema.arguments, args) if argument.is_write]
@@ -643,7 +643,7 @@ def given(operator: Any, args: tuple, kwargs: dict, results: Any) -> list[Tensor
 
 
 def agree(operator: Any, given: Tensor, wanted: Tensor) -> bool:
-    """Whether these are the same but for rounding, which in gradients and decoded boxes is that of sums."""
+    """Return whether these are the same but for rounding, which in gradients and decoded boxes is that of sums."""
     name = name_of(operator.name())
     summed = "backward" in name or "postprocess" in name or name in LEAVES
     finite = given.double()[given.isfinite()].abs()

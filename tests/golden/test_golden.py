@@ -162,7 +162,7 @@ def test_command_line(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def tool(tmp_path_factory) -> Path:
-    """tool.cpp, compiled with nothing but golden.h."""
+    """Compile tool.cpp with nothing but golden.h."""
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     if shutil.which(compiler[0]) is None:
         pytest.skip(f"no C++ compiler ({compiler[0]})")

@@ -40,7 +40,7 @@ class FakeGraph:
 
 
 class Recorder(TorchDispatchMode):
-    """Records what runs, and takes back what it wrote to tensors that are older than the capture."""
+    """Record what runs, and take back what it wrote to tensors that are older than the capture."""
 
     def __init__(self, graph: FakeGraph) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ awaited: list[FakeStream] = []
 
 @contextlib.contextmanager
 def on(stream: FakeStream):
-    """The current stream, in all threads."""
+    """Make it the current stream, in all threads."""
     _current.append(stream)
     try:
         yield
@@ -211,7 +211,7 @@ def _numbers(fused: FusedStep):
 
 
 def install(monkeypatch) -> None:
-    """From here on the CPU is a GPU, as far as graphs ask."""
+    """Make the CPU a GPU from here on, as far as graphs ask."""
     for name, fake in {
         "on_gpu": lambda tensor: True,
         "is_capturing": lambda: bool(_recorders),

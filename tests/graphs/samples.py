@@ -46,7 +46,7 @@ def images(*shape, channels_last=False):
 
 
 def three_passes(net, x):
-    """Warm-up, capture and replay of a graphed net; the gradients of the last."""
+    """Warm up, capture and replay a graphed net; return the gradients of the last."""
     for _ in range(3):
         net.zero_grad()
         loss_of(net(x)).backward()
@@ -118,7 +118,7 @@ class Detector(nn.Module):
 
 
 def groups_of(model):
-    """As YOLOv5 sorts them: biases, decayed weights, norm weights."""
+    """Sort parameters as YOLOv5 sorts them: biases, decayed weights, norm weights."""
     biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
     norms = [m.weight for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
@@ -144,7 +144,7 @@ def warm_up(optimizer, i):
 
 
 def one_by_one(model, batches, accumulate=1, after=lambda i, ema, step: None):
-    """The same training by separate calls; ``after`` is called after each batch."""
+    """Run the same training by separate calls; ``after`` is called after each batch."""
     loss_of_batch, optimizer, scaler, ema = make_training(model)
     fused = FusedStep(optimizer, scaler, ema, 10.0)
     items = []

@@ -19,7 +19,7 @@ from torch_fastdet.graphs import capture as _capture
 
 
 class Head(nn.Module):
-    """Answers as detectors do: nested, one tensor twice, with what it computes once for a shape."""
+    """Answer as detectors do: nested, one tensor twice, with what it computes once for a shape."""
 
     def __init__(self):
         super().__init__()
@@ -161,7 +161,7 @@ def test_graphs_of_training_and_of_evaluation_share_memory(gpu, graphs_of):
 
 
 class HeadWithTable(Head):
-    """Keeps what it computes for a shape where nobody looks."""
+    """Keep what it computes for a shape where nobody looks."""
 
     def __init__(self):
         super().__init__()

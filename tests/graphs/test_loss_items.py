@@ -43,7 +43,7 @@ class _Stream:
 
 @pytest.fixture
 def device(device, monkeypatch):
-    """A GPU, or the CPU with streams that do nothing."""
+    """Return a GPU, or the CPU with streams that do nothing."""
     if device.type == "cpu":
         streams = {"current": _Stream(), "beside": _Stream()}
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams["current"])

@@ -23,7 +23,7 @@ from torch_fastdet.graphs import capture as _capture
 
 
 def twins(model=None, **options):
-    """A model as it is, and the same in graphs."""
+    """Return a model as it is, and the same in graphs."""
     model = Net().to(GPU.device) if model is None else model
     return copy.deepcopy(model), GraphedModule(model, required=True, **options)
 
@@ -79,7 +79,7 @@ def test_outputs_of_one_operator_that_the_loss_does_not_use(gpu):
 
 @pytest.fixture
 def deterministic_algorithms():
-    """As train.py sets them: PyTorch then fills new tensors with NaN, the graphs' own ones too if it were let."""
+    """Set switches as train.py sets them: PyTorch then fills new tensors with NaN, the graphs' own ones too if it were let."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -335,7 +335,7 @@ def test_captures_wait_before_memory_is_unmapped(cuda):
 
 
 class NormAndNoise(nn.Module):
-    """Writes batch norm's statistics and draws random numbers before it runs out of memory."""
+    """Write batch norm's statistics and draw random numbers before it runs out of memory."""
 
     def __init__(self):
         super().__init__()

@@ -38,7 +38,7 @@ def eager(flow, rows):
 
 
 def step(branches, rows, amp=None):
-    """The loss of all branches, backward with a scale, and the gradients of the rows."""
+    """Return the loss of all branches, backward with a scale, and the gradients of the rows."""
     with torch.autocast("cuda", amp, enabled=amp is not None):
         loss = sum((i + 1) * branch(*given) for i, (branch, given) in enumerate(zip(branches, rows)))
     (loss * (1024 if amp else 1)).backward()
@@ -63,7 +63,7 @@ def same_flows(flow, plain):
 
 
 def same_steps(graphs, flow):
-    """One step of the module in graphs, and one of a copy without."""
+    """Run one step of the module in graphs, and one of a copy without."""
     plain, rows = copy.deepcopy(flow), rows_of(40)
     again = rows[0].detach().clone().requires_grad_(), rows[1]
     for net in (flow, plain):

@@ -321,7 +321,7 @@ def _swap_groups(optimizer):
 
 
 def _replace_scaler(scaler, fused):
-    """By one with the same settings and another scale."""
+    """Replace it by one with the same settings and another scale."""
     device = scaler._scale.device if scaler._scale is not None else torch.device("cpu")
     fused.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**5, growth_interval=scaler.get_growth_interval())
     fused.scaler.scale(torch.zeros((), device=device))
@@ -608,7 +608,7 @@ HOOKED: list[bool] = []  # a capture puts attributes of modules back
 
 
 class SeesHooks(nn.Module):
-    """Notes in each call whether its part has hooks: bn_act_optim leaves such a part to stock."""
+    """Note in each call whether its part has hooks: bn_act_optim leaves such a part to stock."""
 
     def __init__(self):
         super().__init__()

@@ -18,12 +18,12 @@ from torch_fastdet.images.plan import Source, pack, whole
 
 @pytest.fixture(autouse=True)
 def budget(monkeypatch):
-    """Images are kept from the first batch on."""
+    """Keep images from the first batch on."""
     monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "1G")
 
 
 def filled(*shape, values=(7,)):
-    """A memory of images of one shape and one value each."""
+    """Return a memory of images of one shape and one value each."""
     memory = ImageMemory([shape] * len(values), 1 << 23)
     for index, value in enumerate(values):
         memory.put(index, np.full((*shape, 3), value, dtype=np.uint8), shape)
@@ -35,7 +35,7 @@ def images_of(memory):
 
 
 def plan_of(memory, index=0):
-    """A batch of that image as it is."""
+    """Return a batch of that image as it is."""
     return pack([whole(Source(index, *memory.shape(index)))], memory)
 
 

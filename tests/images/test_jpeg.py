@@ -243,7 +243,7 @@ def test_processes_share_files(method, indices, files):
 
 
 def random_batch(generator, memory, size=(40, 56)):
-    """Mosaics of four images under random maps, letterboxes and a mixup."""
+    """Return mosaics of four images under random maps, letterboxes and a mixup."""
     height, width = size
 
     def layer(kind):
@@ -289,7 +289,7 @@ def on_cpu(images, memory):
 
 
 def of_whole_images(images, memory):
-    """The same on the CPU, from pixels of whole images."""
+    """Return the same on the CPU, from pixels of whole images."""
 
     def layer(of):
         placements = [(Source(-1, s.height, s.width, memory.get(s.index)), *where) for s, *where in of.placements]

@@ -113,7 +113,7 @@ IMAGES = {  # how each is made, and whether it is plain
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> tuple[Path, list[tuple[str, str]], list[bool]]:
-    """Each image with a plain label, and a plain image with each label; many that are plain lie between them."""
+    """Return each image with a plain label, and a plain image with each label; many that are plain lie between them."""
     folder = tmp_path_factory.mktemp("pristine")
     pairs, plain = [], []
     for name in ("images", "labels"):

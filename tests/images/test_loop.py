@@ -20,7 +20,7 @@ def no_gpu(monkeypatch):
 
 
 class Source:
-    """Counts what is taken from it."""
+    """Count what is taken from it."""
 
     def __init__(self, end: int = 1 << 30) -> None:
         self.taken = 0

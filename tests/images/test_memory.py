@@ -112,7 +112,7 @@ class TestMarks:
 
     @pytest.fixture
     def at_fences(self, monkeypatch):
-        """What ``look`` returned at each fence."""
+        """Return what ``look`` returned at each fence."""
         seen = []
 
         def note():
@@ -190,7 +190,7 @@ def budget():
 
 
 def _rank(rank, pipe, path):
-    """As ``mp.spawn`` starts it: no variable of the environment says anything about ranks."""
+    """Run a rank as ``mp.spawn`` starts it: no variable of the environment says anything about ranks."""
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
     memory = shared_by_ranks([str(path)], [(5, 7)] * 3, lambda: 500 + 1000 * rank)
     memory.put(rank, make_image(5, 7, rank), (5, 7))
@@ -222,7 +222,7 @@ def test_ranks_share_one_memory(tmp_path):
 
 @pytest.fixture
 def two_ranks(tmp_path, monkeypatch):
-    """This process and a forked one find each other by a store."""
+    """Let this process and a forked one find each other by a store."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(ranks, "group_size", lambda: 2)
     monkeypatch.setattr(ranks.dist, "get_rank", lambda: 1)

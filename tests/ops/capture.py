@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def capture(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-    """A graph of ``step``, captured after a call on a side stream, and what its replays write to."""
+    """Return a graph of ``step``, captured after a call on a side stream, and what its replays write to."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def clustered(images: int, anchors: int, classes: int, nm: int = 0, size: float = 640.0, seed: int = 0) -> Tensor:
-    """Boxes in clusters around a few objects, with scores that fall off: what a trained YOLOv5 gives. float32."""
+    """Return boxes in clusters around a few objects, with scores that fall off: what a trained YOLOv5 gives. float32."""
     g = torch.Generator().manual_seed(seed)
     objects = max(1, anchors // 12)
     which = torch.randint(objects, (images, anchors), generator=g)
@@ -29,7 +29,7 @@ def clustered(images: int, anchors: int, classes: int, nm: int = 0, size: float 
 
 
 def rotated(images: int, anchors: int, classes: int, size: float = 640.0, seed: int = 0) -> Tensor:
-    """Rotated boxes in clusters, (images, 4 + classes + 1, anchors), the angle last. Confidences are distinct. float32."""
+    """Return rotated boxes in clusters, (images, 4 + classes + 1, anchors), the angle last. Confidences are distinct. float32."""
     g = torch.Generator().manual_seed(seed)
     upright = clustered(images, anchors, classes, 1, size, seed)
     order = torch.stack([torch.randperm(anchors * classes, generator=g) for _ in range(images)])
@@ -40,7 +40,7 @@ def rotated(images: int, anchors: int, classes: int, size: float = 640.0, seed: 
 
 
 def of_boxes(boxes: Tensor, confidence: Tensor, classes: int = 1, kind: Tensor | None = None) -> Tensor:
-    """One image of the given boxes (x, y, width, height), objectness 1 and the given class confidence."""
+    """Return one image of the given boxes (x, y, width, height), objectness 1 and the given class confidence."""
     prediction = torch.zeros(1, len(boxes), 5 + classes)
     prediction[0, :, :4] = boxes
     prediction[0, :, 4] = 1
@@ -56,7 +56,7 @@ def _grid(count: int, step: float, side: float) -> Tensor:
 
 
 def adversarial() -> dict[str, Tensor]:
-    """name -> one image (1, N, 5 + classes)."""
+    """Return name -> one image (1, N, 5 + classes)."""
     g = torch.Generator().manual_seed(1)
     falling = torch.linspace(0.99, 0.3, 700)
     cases = {

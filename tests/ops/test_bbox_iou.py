@@ -17,7 +17,7 @@ layouts = pytest.mark.parametrize("xywh", [True, False], ids=["xywh", "xyxy"])
 
 
 def boxes(*shape, xywh=True, dtype=torch.float32, device="cpu", size=40.0):
-    """Two tensors of boxes: some apart, most overlapping, the first sixth of equal corners or equal altogether."""
+    """Return two tensors of boxes: some apart, most overlapping, the first sixth of equal corners or equal altogether."""
     first = torch.rand(*shape, 4, dtype=torch.float64) * size + size / 8
     second = first + torch.randn(*shape, 4, dtype=torch.float64) * size / 6
     second[..., 2:] = second[..., 2:].abs() + size / 64
@@ -38,7 +38,7 @@ def with_grad(*tensors):
 
 
 def gradients(function, box1, box2, weight):
-    """function(box1, box2) and the gradients of its weighted sum by both boxes."""
+    """Return function(box1, box2) and the gradients of its weighted sum by both boxes."""
     box1, box2 = with_grad(box1, box2)
     result = function(box1, box2)
     result.backward(weight.to(result.dtype))
@@ -232,7 +232,7 @@ def test_broadcasting(device, first, second):
 
 
 def strided_views(box, name):
-    """The same boxes in other memory."""
+    """Return the same boxes in other memory."""
     n = box.shape[0]
     if name == "transposed":  # yolov5 once passed pbox.T; a column then lies n apart
         return box.t().contiguous().t()

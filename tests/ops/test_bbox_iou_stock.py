@@ -11,14 +11,14 @@ from torch_fastdet import ops
 
 @pytest.fixture(params=["ultralytics.utils.metrics", "yolov5.utils.metrics"])
 def stock(request):
-    """The stock bbox_iou, of whichever package is installed."""
+    """Return the stock bbox_iou, of whichever package is installed."""
     package = request.param.split(".")[0]
     pytest.importorskip(package, reason=f"{package} is not installed")
     return importlib.import_module(request.param).bbox_iou
 
 
 def clamp_passes_at_its_bound() -> bool:
-    """Whether clamp passes the gradient at its bound: torch 2.11 does, 2.15 does not.
+    """Return whether clamp passes the gradient at its bound: torch 2.11 does, 2.15 does not.
 
     Stock's gradient of boxes that touch depends on it; ours is that of torch 2.11.
     """
@@ -27,7 +27,7 @@ def clamp_passes_at_its_bound() -> bool:
 
 
 def touch(box1: torch.Tensor, box2: torch.Tensor, xywh: bool) -> torch.Tensor:
-    """Which pairs have an overlap whose width or height is exactly 0."""
+    """Return which pairs have an overlap whose width or height is exactly 0."""
     ends = [(b[:, :2] - b[:, 2:] / 2, b[:, :2] + b[:, 2:] / 2) if xywh else (b[:, :2], b[:, 2:]) for b in (box1, box2)]
     (low1, high1), (low2, high2) = ends
     return (torch.minimum(high1, high2) == torch.maximum(low1, low2)).any(1)

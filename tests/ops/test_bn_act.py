@@ -73,7 +73,7 @@ def stock(x, norm, activation="silu", residual=None):
 
 
 def run(function, x, norm, grad, residual=None, **options):
-    """Output, the gradients of x, weight and bias (and residual), and the norm's buffers behind it."""
+    """Return output, the gradients of x, weight and bias (and residual), and the norm's buffers behind it."""
     norm = copy.deepcopy(norm)
     x = x.detach().clone().requires_grad_()
     inputs = [x, norm.weight, norm.bias]
@@ -85,7 +85,7 @@ def run(function, x, norm, grad, residual=None, **options):
 
 
 def layout(tensor):
-    """Strides, where they mean something."""
+    """Return strides, where they mean something."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size > 1]
 
 
@@ -94,7 +94,7 @@ def error(value, exact):
 
 
 def assert_as_good_as_stock(values, stock_values, exact, dtype):
-    """No farther from the definition than 1.5 times stock's own error, or than rounding the exact result once to dtype (plus
+    """Assert an error of at most 1.5 times stock's own, or that of rounding the exact result once to dtype (plus
     float32's own rounding of sums, which are relative to the largest value)."""
     unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps if dtype != torch.float64 else 0)
     for value, theirs, want in zip(values, stock_values, exact):
@@ -302,7 +302,7 @@ def test_parameters_of_half_precision(device):
 
 
 def cat_parts(norms, parts):
-    """The arguments of bn_act_cat up to num_batches_tracked."""
+    """Return the arguments of bn_act_cat up to num_batches_tracked."""
     names = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     return parts, *([getattr(norm, name) for norm in norms] for name in names)
 
@@ -415,7 +415,7 @@ def test_cat_errors_leave_everything_as_it_was(device, change, message):
 
 
 def places_of(x, sizes, before=8):
-    """For each part of x a tensor, the second and further ones the last channels of a wider one."""
+    """Return for each part of x a tensor, the second and further ones the last channels of a wider one."""
     layout = torch.contiguous_format if x.is_contiguous() else torch.channels_last
     wide = [before if i else 0 for i in range(len(sizes))]
     shapes = [(x.shape[0], first + size, *x.shape[2:]) for first, size in zip(wide, sizes)]
@@ -574,7 +574,7 @@ def test_launches_and_no_host_sync(cuda):
 
 
 def vectors(channels, device, dtype=torch.float32):
-    """Weight, bias, mean and variance."""
+    """Return weight, bias, mean and variance."""
     return [
         v.to(device=device, dtype=dtype)
         for v in (torch.rand(channels) + 0.5, *torch.randn(2, channels), torch.rand(channels) + 0.5)

@@ -30,7 +30,7 @@ OF_NUMBERS = {"letterbox", "scale_boxes"}
 
 
 def kind(hint):
-    """The type without None, and whether None is right too."""
+    """Return the type without None, and whether None is right too."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         parts = typing.get_args(hint)
         return next(part for part in parts if part is not types.NoneType), types.NoneType in parts

@@ -15,7 +15,7 @@ DTYPES = [*FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32
 
 
 def drawn(n: int, size: tuple[int, int], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masks, and boxes across their border, empty, outside or not numbers."""
+    """Return masks, and boxes across their border, empty, outside or not numbers."""
     _, _, boxes = problem(n, 1, 1, size)
     values = torch.randn(n, *size)
     if dtype is torch.bool:
@@ -25,7 +25,7 @@ def drawn(n: int, size: tuple[int, int], dtype: torch.dtype = torch.float32) -> 
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Equal bits, or both NaN."""
+    """Return whether bits are equal, or both are NaN."""
     signs = not found.is_floating_point() or bool(((found.signbit() == wanted.signbit()) | wanted.isnan()).all())
     return found.dtype == wanted.dtype and signs and torch.allclose(found, wanted, 0, 0, equal_nan=True)
 

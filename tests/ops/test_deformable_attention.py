@@ -29,7 +29,7 @@ CASES = [
 
 
 def problem(case, device="cpu", dtype=torch.float32, point_dtype=None):
-    """Value, shapes, locations (some outside) and weights, from the CPU's generator."""
+    """Return value, shapes, locations (some outside) and weights, from the CPU's generator."""
     batch, queries, heads, channels, points, shapes = case
     point_dtype = point_dtype or (torch.float64 if dtype == torch.float64 else torch.float32)
     pixels, levels = sum(h * w for h, w in shapes), len(shapes)
@@ -53,7 +53,7 @@ def exact(value, shapes, locations, weights, grad):
 
 
 def assert_near(found, wanted, dtype, arithmetic, width=20):
-    """Within the storage type's rounding, and that of sums and of places, measured by the tensor's largest value."""
+    """Assert that it is within the storage type's rounding, and that of sums and of places, measured by the tensor's largest value."""
     assert found.dtype == dtype
     found, least = found.double().cpu(), torch.finfo(dtype).smallest_normal
     most = wanted.abs().max() if wanted.numel() else 0.0
@@ -87,7 +87,7 @@ def test_points_of_another_type(device, dtype):
 
 
 def sampled(value, shapes, locations, weights):
-    """The form that is written with grid_sample."""
+    """Return the form that is written with grid_sample."""
     batch, _, heads, channels = value.shape
     queries, levels, points = locations.shape[1], len(shapes), locations.shape[4]
     maps = value.permute(0, 2, 3, 1).flatten(0, 1).split([h * w for h, w in shapes], 2)

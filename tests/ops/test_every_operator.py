@@ -46,7 +46,7 @@ def boxes(n: int, *shape: int) -> Tensor:
 
 
 def rows(count: int, columns: int = 6) -> Tensor:
-    """Targets of two images of four classes, sorted by image."""
+    """Return targets of two images of four classes, sorted by image."""
     targets = torch.cat((torch.randint(4, (count, 2)), torch.rand(count, columns - 2) * 0.4 + 0.3), 1)
     targets[:, 0] = torch.arange(count) * 2 // count
     return targets
@@ -61,13 +61,13 @@ def labels() -> Tensor:
 
 
 def free_heads(extra: int = 0) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Boxes, scores and other channels of each level, as Ultralytics' heads give them."""
+    """Return boxes, scores and other channels of each level, as Ultralytics' heads give them."""
     heads = ultralytics_heads(2, 5, ne=extra) if extra else ultralytics_heads(2, 5)
     return *split_heads(heads, 16, 5), [head[:, 69:] for head in heads]
 
 
 def of_v8(*between: Any, columns: int = 6, settings: tuple = ()) -> tuple:
-    """Joined heads and what a loss of them takes: the arguments of ``between`` come in front of the targets."""
+    """Return joined heads and what a loss of them takes: the arguments of ``between`` come in front of the targets."""
     values = torch.cat((settings_on(), torch.tensor(settings, dtype=torch.float64)))
     gains = [torch.tensor([12.0, 1.5], dtype=torch.float64)] if len(between) == 3 and between[2].dim() == 1 else []
     return make_joined(2, 4, SIZES), *between, rows(5, columns), values, *gains, [8.0, 16.0], flat(SIZES)
@@ -87,7 +87,7 @@ def segmented() -> tuple:
 
 
 def norm(*channels: int) -> list[list[Tensor]]:
-    """Weights, biases, running means and variances, and counts of norms."""
+    """Return weights, biases, running means and variances, and counts of norms."""
     vectors = [[torch.rand(c) + 0.5 for c in channels] for _ in range(4)]
     return [*vectors, [torch.tensor(3) for _ in channels]]
 
@@ -275,14 +275,14 @@ class Sample:
         return tree_unflatten(leaves, self.form)
 
     def __call__(self, *tensors: Tensor, function: Callable | None = None) -> list[Tensor]:
-        """The results, and what the tensors hold afterwards if the operator writes."""
+        """Return the results, and what the tensors hold afterwards if the operator writes."""
         tensors = tuple(tensor.clone() for tensor in tensors) if self.writes else tensors
         args, options = self.arguments(tensors)
         found = tree_leaves((function or self.function)(*args, **options))
         return [x for x in (*found, *(tensors if self.writes else ())) if isinstance(x, Tensor)]
 
     def run(self, call: Callable[..., list[Tensor]] | None = None) -> list[Tensor]:
-        """Results and gradients."""
+        """Return results and gradients."""
         found = (call or self)(*self.tensors)
         leaves = [self.tensors[number] for number in self.with_gradients]
         if not leaves:

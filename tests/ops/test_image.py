@@ -16,12 +16,12 @@ RULES = {"warp": WARP, "hsv_lanes": LANES}
 
 
 def tensors(arrays, device):
-    """Arrays (None stays) on the device, at least 8-byte aligned."""
+    """Return arrays (None stays) on the device, at least 8-byte aligned."""
     return [None if a is None else torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays]
 
 
 def assert_pixels(ours, theirs, levels=1):
-    """Equal; with OpenCV 5, whose warp is float32, at most ``levels`` on one value in a thousand."""
+    """Assert that they are equal; with OpenCV 5, whose warp is float32, at most ``levels`` on one value in a thousand."""
     difference = np.abs(ours.astype(int) - theirs)
     if WARP == "fixed":
         assert not difference.any(), f"{(difference > 0).sum()} of {difference.size} differ, by {difference.max()}"
@@ -148,7 +148,7 @@ def test_augment(device, size, channels):
 
 
 def mosaic(seed, batch, side, degrees=0.0, shear=0.0, perspective=0.0, sources=16):
-    """YOLOv5's plan: four images of one size around a random centre, its affine matrix, HSV tables and flips."""
+    """Return YOLOv5's plan: four images of one size around a random centre, its affine matrix, HSV tables and flips."""
     problem = Problem(seed, (side, side), batch=0, storages=1, sources=0)
     rng = problem.rng
     images = rng.integers(0, 256, (sources, side, side, 3), dtype=np.uint8)

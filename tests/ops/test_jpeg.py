@@ -98,7 +98,7 @@ def test_orientation(little, device):
 
 
 def exif(orientation, order, beside):
-    """The body of an EXIF segment: with ``beside`` the orientation lies between a maker's name and a resolution."""
+    """Return the body of an EXIF segment: with ``beside`` the orientation lies between a maker's name and a resolution."""
     entries = [struct.pack(f"{order}HHIHH", 0x112, 3, 1, orientation, 0)]
     values = b""
     if beside:
@@ -111,7 +111,7 @@ def exif(orientation, order, beside):
 
 
 def changes(body, every):
-    """The body cut at each place, and with each byte changed: to ``every`` other value, or to some."""
+    """Yield the body cut at each place, and with each byte changed: to ``every`` other value, or to some."""
     yield from (body[:size] for size in range(len(body)))
     for at, byte in enumerate(body):
         for value in {*range(256)} if every else {0, 1, 3, 6, 255, byte ^ 1, byte ^ 128}:
@@ -136,7 +136,7 @@ def test_a_damaged_exif_segment_is_read_as_opencv_does_or_refused(orientation, o
 
 
 def patched(data, marker, change):
-    """The file with the body of its first segment of this marker changed; None drops the segment."""
+    """Return the file with the body of its first segment of this marker changed; None drops the segment."""
     at = data.index(bytes([0xFF, marker]))
     length = int.from_bytes(data[at + 2 : at + 4], "big")
     body = change(data[at + 4 : at + 2 + length])
@@ -155,7 +155,7 @@ def widened(body):
 
 
 def with_ratios(rng, height, width, ratios):
-    """A file with these sampling factors, which need not be ones that an encoder writes: random coefficients in codes of one or two
+    """Return a file with these sampling factors, which need not be ones that an encoder writes: random coefficients in codes of one or two
     bits."""
 
     def block():

@@ -35,7 +35,7 @@ LAST = torch.channels_last
 
 @pytest.fixture
 def large(cuda) -> torch.device:
-    """A GPU with room; what the tests before hold is given back."""
+    """Return a GPU with room; what the tests before hold is given back."""
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0] / GIB
     if free < ROOM:
@@ -48,7 +48,7 @@ def half(*shape: int) -> Tensor:
 
 
 def repeated(x: Tensor, count: int, device: torch.device | str) -> Tensor:
-    """``count`` images, as they lie in ``x``: x[0] again and again, x[1] and x[2] where x has them as the last two."""
+    """Return ``count`` images, as they lie in ``x``: x[0] again and again, x[1] and x[2] where x has them as the last two."""
     form = LAST if x.dim() == 4 and x.is_contiguous(memory_format=LAST) else torch.contiguous_format
     out = torch.empty((count, *x.shape[1:]), dtype=x.dtype, device=device, memory_format=form)
     x = x.to(device)
@@ -78,7 +78,7 @@ def heads(channels: int, sure: float = -4.0) -> list[Tensor]:
 
 
 def predictions() -> Tensor:
-    """(3, 8400, 85), an object in a hundred places."""
+    """Return (3, 8400, 85), an object in a hundred places."""
     x = torch.rand(3, ANCHOR_COUNT, 85) * 0.2
     x[..., :2] *= 3000
     x[..., 2:4] *= 300
@@ -260,7 +260,7 @@ def bn_act_cat(count: int, given: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def boxes_of(count: int, columns: int = 6) -> Tensor:
-    """Two targets an image."""
+    """Return two targets an image."""
     rows = torch.tensor([[0, 1, 0.4, 0.5, 0.3, 0.4, 0.2], [0, 2, 0.7, 0.6, 0.2, 0.3, -0.3]])[:, :columns]
     rows = rows.repeat(count, 1)
     rows[:, 0] = torch.arange(count).repeat_interleave(2)
@@ -268,7 +268,7 @@ def boxes_of(count: int, columns: int = 6) -> Tensor:
 
 
 def of_images(result: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """The items, and the loss that does not grow with the batch."""
+    """Return the items, and the loss that does not grow with the batch."""
     loss, items, *_, status = result
     assert not status.any()
     return items, loss
@@ -329,7 +329,7 @@ def of_levels(channels: int, form: torch.memory_format = torch.contiguous_format
 
 
 def mask() -> Tensor:
-    """Of two objects; float16, so that it is repeated as the others are."""
+    """Return masks of two objects; float16, so that it is repeated as the others are."""
     rows = torch.arange(160)
     return ((rows[:, None] + rows) // 40 % 3).half()[None]
 
@@ -377,7 +377,7 @@ BATCHES = {
 
 
 def run_batch(case: Batches, count: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """The value, and gradients by image and by parameter, of a sum that grows with the batch."""
+    """Return the value, and gradients by image and by parameter, of a sum that grows with the batch."""
     given = case.make()
     images = len(given) - case.parameters
     leaves = [*(repeated(x, count, device) for x in given[:images]), *(x.to(device) for x in given[images:])]
@@ -487,7 +487,7 @@ def test_matches(large):
 
 
 def check_matches(count: int, device: torch.device) -> None:
-    """Images of 3,000 rows, three of which have detections."""
+    """Match images of 3,000 rows, three of which have detections."""
     few = [image(300, 40, seed) for seed in range(3)]
     iouv = IOUV.to(device)
     detections = torch.zeros(count, 3000, 6, device=device)
@@ -516,7 +516,7 @@ def test_bytes_of_images(large):
 
 
 def check_images(count: int, offset: int, device: torch.device) -> None:
-    """Resized images and JPEGs, from behind the limit to behind the limit; then bytes that are copied."""
+    """Check resized images and JPEGs, from behind the limit to behind the limit; then bytes that are copied."""
     size = 640 * 480 * 3
     storage = torch.zeros(offset + SOURCE.size, dtype=torch.uint8, device=device)
     storage[offset:] = torch.from_numpy(SOURCE).to(device)

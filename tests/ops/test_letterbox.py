@@ -13,7 +13,7 @@ GREY = 114
 
 
 def sizes(count: int):
-    """Shapes of images and of inputs; some fit exactly, some leave half a pixel, some have a side that shrinks to nothing."""
+    """Yield shapes of images and of inputs; some fit exactly, some leave half a pixel, some have a side that shrinks to nothing."""
     random = np.random.default_rng(0)
     for _ in range(count):
         yield tuple(random.integers(1, 130, 2).tolist()), tuple((random.integers(1, 9, 2) * 16).tolist())
@@ -21,7 +21,7 @@ def sizes(count: int):
 
 
 def rectangle(image: np.ndarray) -> tuple[int, int, int, int]:
-    """Height, width, top and left of what is not border."""
+    """Return height, width, top and left of what is not border."""
     rows, columns = (np.flatnonzero((image != GREY).any((2, 1 - axis))) for axis in (0, 1))
     return len(rows), len(columns), int(rows[0]), int(columns[0])
 

@@ -30,7 +30,7 @@ def expected(cost: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 
 def near(rng, problems, rows, columns):
-    """Distances of boxes, most of which lie beside a target: the searches are long."""
+    """Return distances of boxes, most of which lie beside a target: the searches are long."""
     targets = rng.random((problems, columns, 4))
     beside = np.take_along_axis(targets, rng.integers(max(columns, 1), size=(problems, rows, 1)), 1) if columns else 0
     queries = np.where(rng.random((problems, rows, 1)) < 0.7, beside + rng.normal(0, 0.02, (problems, rows, 4)), 0.5)
@@ -50,7 +50,7 @@ KINDS = {
 
 
 def make(kind, problems, rows, columns, seed=0, full=False):
-    """Costs, and how many columns count: from none to all."""
+    """Return costs, and how many columns count: from none to all."""
     rng = np.random.default_rng([seed, rows, columns])
     cost = torch.from_numpy(np.asarray(KINDS[kind](rng, problems, rows, columns), np.float64))
     used = rng.integers(0, columns + 1, problems)

@@ -14,7 +14,7 @@ CLOSE = 2e-5
 
 
 def problem(n: int, height: int, width: int, size: tuple[int, int], channels: int = 8, seed: int = 0):
-    """Prototypes, coefficients and boxes in pixels of ``size``, many across its border, some empty, outside or not numbers."""
+    """Return prototypes, coefficients and boxes in pixels of ``size``, many across its border, some empty, outside or not numbers."""
     g = torch.Generator().manual_seed(seed)
     protos = torch.randn(channels, height, width, generator=g)
     coefficients = torch.randn(n, channels, generator=g)
@@ -38,7 +38,7 @@ def problem(n: int, height: int, width: int, size: tuple[int, int], channels: in
 
 
 def assert_is_the_definition(found: torch.Tensor, margins: torch.Tensor, few: float = 1e-3) -> None:
-    """Every pixel but those within rounding of the threshold, of which there may be only a few."""
+    """Compare every pixel but those within rounding of the threshold, of which there may be only a few."""
     found, wanted = found.cpu().bool(), margins > 0
     differs = found != wanted
     assert (margins[differs].abs() < CLOSE).all(), f"margins {margins[differs].abs().max()}"
@@ -175,7 +175,7 @@ IMAGES = [(160, 160), (97, 211), (213, 100), (37, 41), (300, 450), (20, 20), (1,
 
 
 def compare(ours, stock, tensors, device, *arguments) -> None:
-    """Equal but for pixels within rounding, of which there are at most 3 in 100,000."""
+    """Assert equality but for pixels within rounding, of which there are at most 3 in 100,000."""
     wanted = stock(*(t.clone() for t in tensors), *arguments)
     given = [t.to(device) for t in tensors]
     found = ours(*given, *arguments)

@@ -21,7 +21,7 @@ def boxes(n: int, generator: torch.Generator, size: float = 100.0) -> torch.Tens
 
 
 def image(n: int, m: int, seed: int, classes: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    """Detections (n, 6) sorted by confidence, most of them near a label, and labels (m, 5)."""
+    """Return detections (n, 6) sorted by confidence, most of them near a label, and labels (m, 5)."""
     g = torch.Generator().manual_seed(seed)
     truth = boxes(m, g)
     found = boxes(n, g)
@@ -36,7 +36,7 @@ def image(n: int, m: int, seed: int, classes: int = 3) -> tuple[torch.Tensor, to
 
 
 def rectangles(boxes: torch.Tensor, side: int) -> torch.Tensor:
-    """The pixels inside of boxes (n, 4) as masks (n, side, side) of bools."""
+    """Return the pixels inside of boxes (n, 4) as masks (n, side, side) of bools."""
     left, top, right, bottom = boxes.T[:, :, None, None]
     y, x = torch.arange(side)[:, None], torch.arange(side)
     return (x >= left) & (x < right) & (y >= top) & (y < bottom)

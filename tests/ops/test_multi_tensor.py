@@ -40,7 +40,7 @@ def tensors(shapes, device, dtype=torch.float32, seed=0):
 
 
 def unaligned(shapes, device, dtype, seed=0):
-    """Tensors whose storage begins one element after a 16-byte border."""
+    """Return tensors whose storage begins one element after a 16-byte border."""
     result = []
     for value in tensors(shapes, device, dtype, seed):
         flat = torch.empty(value.numel() + 1, device=device, dtype=dtype)[1:]
@@ -49,7 +49,7 @@ def unaligned(shapes, device, dtype, seed=0):
 
 
 def strided(device, dtype, seed=0):
-    """Tensors that lie otherwise in memory: channels_last, transposed, with gaps, a slice."""
+    """Return tensors that lie otherwise in memory: channels_last, transposed, with gaps, a slice."""
     a, b, c, d = tensors([(4, 6, 5, 3), (70, 33), (40, 40), (9, 8, 7)], device, dtype, seed)
     return [a.contiguous(memory_format=torch.channels_last), b.t(), c[::2, 1::3], d.permute(2, 0, 1)[1:]]
 

@@ -21,7 +21,7 @@ def lists(result):
 
 
 def check(prediction, device, layout="yolov5", **options):
-    """Both forms against the oracle: rows equal bit for bit, zero past the count."""
+    """Compare both forms with the oracle: rows equal bit for bit, zero past the count."""
     function = ops.non_max_suppression_padded if layout == "yolov5" else ops.ultralytics_non_max_suppression_padded
     labels = options.get("labels")
     placed = options | ({"labels": labels.to(device)} if labels is not None else {})
@@ -46,7 +46,7 @@ def check(prediction, device, layout="yolov5", **options):
 
 
 def as_ultralytics(prediction, nm=0):
-    """The same boxes without objectness, channels first."""
+    """Return the same boxes without objectness, channels first."""
     return torch.cat((prediction[..., :4], prediction[..., 5:]), -1).transpose(1, 2)
 
 
@@ -82,7 +82,7 @@ def test_ultralytics_options(device, dtype, options):
 
 
 def few_candidates(anchors, classes=6):
-    """Channels first. A thirtieth of the anchors passes .25; here and there a score is NaN, infinite, above 1 or .25."""
+    """Return a prediction, channels first. A thirtieth of the anchors passes .25; some scores are NaN, infinite, above 1 or .25."""
     g = torch.Generator().manual_seed(anchors)
     prediction = as_ultralytics(clustered(2, anchors, classes, seed=anchors)).contiguous()
     scores = prediction[:, 4:]

@@ -59,13 +59,13 @@ class Problem:
         return (boxes, scores, self.targets, self.counts, *noisy, *([self.matches] if noisy else []))
 
     def run(self, function=ops.rtdetr_loss, grad=1.5, **options):
-        """Loss, terms, status and gradients."""
+        """Return loss, terms, status and gradients."""
         leaves = [tensor.detach().requires_grad_() for tensor in self.predictions]
         loss, terms, status = function(*self.arguments(leaves), **options)
         return loss, terms, status, torch.autograd.grad(loss, leaves, torch.full_like(loss, grad))
 
     def exact(self, grad=1.5, **options):
-        """Terms and gradients of the definition."""
+        """Return terms and gradients of the definition."""
         leaves = [tensor.detach().cpu().double().requires_grad_() for tensor in self.predictions]
         matches = None if self.matches is None else self.matches.cpu()
         terms = reference.rtdetr_loss(

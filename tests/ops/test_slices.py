@@ -11,7 +11,7 @@ sum_rows = torch.ops.torch_fastdet.sum_rows
 
 
 def slices(count, shape, device, dtype, memory_format, before=(0, 8, 16, 3)):
-    """Slices of tensors that have other channels before and behind them."""
+    """Return slices of tensors that have other channels before and behind them."""
     n, c, *size = shape
     wholes = [torch.randn(n, first + c + 8, *size, dtype=torch.float64) for first in before[:count]]
     wholes = [whole.to(device, dtype).contiguous(memory_format=memory_format) for whole in wholes]

@@ -9,7 +9,7 @@ SHAPES = [(2, 33, 70), (1, 1, 1), (3, 5, 512), (1, 40, 513), (2, 3, 1024), (5, 6
 
 
 def make(shape, device, dtype, layout):
-    """softmax's result, and a gradient of it in this layout."""
+    """Return softmax's result, and a gradient of it in this layout."""
     n, rows, columns = shape
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     y = torch.randn(shape, dtype=torch.float64).mul(3).to(device, wide).softmax(-1)

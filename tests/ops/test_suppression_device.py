@@ -11,7 +11,7 @@ ANCHORS, CLASSES = 4000, 10
 
 
 def prediction(layout, passing, images=2):
-    """Of ``passing`` anchors an image all classes are above .25."""
+    """Return one in which all classes of ``passing`` anchors an image are above .25."""
     g = torch.Generator().manual_seed(0)
     boxes = torch.rand(images, ANCHORS, 4, generator=g) * 500 + 20
     passes = (torch.arange(ANCHORS) < passing)[torch.randperm(ANCHORS, generator=g)]
@@ -29,7 +29,7 @@ CALLS = [
 
 @pytest.fixture
 def asked(monkeypatch):
-    """A machine with a GPU; where device="auto" computes, which is the CPU in truth."""
+    """Pretend a GPU; return where device="auto" computes, which is the CPU in truth."""
     found = []
     decide = suppression._faster_device
 

@@ -30,7 +30,7 @@ def make_joined(batch, classes, sizes, reg_max=16, dtype=torch.float32, device="
 
 
 def per_level(joined, sizes, layout):
-    """The joined heads as one tensor a level, lying as `layout` says."""
+    """Return the joined heads as one tensor a level, lying as `layout` says."""
     heads = []
     for part, (ny, nx) in zip(torch.cat(joined, 1).split([ny * nx for ny, nx in sizes], 2), sizes):
         head = part.reshape(*part.shape[:2], ny, nx).contiguous()
@@ -51,12 +51,12 @@ def settings_on(device="cpu", **changes):
 
 
 def join(tensors, sizes):
-    """Gradients of heads in any form as (boxes and scores) beside each other, float64 on the CPU."""
+    """Return gradients of heads in any form as (boxes and scores) beside each other, float64 on the CPU."""
     return torch.cat([t.detach().cpu().double().reshape(*t.shape[:2], -1) for t in tensors], 1 if sizes else 2)
 
 
 def compare(heads, targets, sizes, *, joined=True, settings=None, class_weights=None, scale=1.0, **options):
-    """Loss, items and gradients against the oracle, at the dtype's tolerance; returns its assignment."""
+    """Compare loss, items and gradients with the oracle, at the dtype's tolerance; return its assignment."""
     device, dtype = heads[0].device, heads[0].dtype
     heads = [head.detach().requires_grad_() for head in heads]
     values = settings_on() if settings is None else settings

@@ -28,7 +28,7 @@ def exact_leaves(tensors):
 
 
 def compare(got, tensors, want, exact, dtype):
-    """Loss and gradients; those of the oracle are by `exact`, ours by `tensors`."""
+    """Compare loss and gradients; those of the oracle are by `exact`, ours by `tensors`."""
     loss, items, status = got
     parts = PARTS[: len(loss)]
     assert status.tolist() == [0, 0, 0, 0] and loss.shape == items.shape == want.shape
@@ -45,7 +45,7 @@ def compare(got, tensors, want, exact, dtype):
 
 
 def base(targets, exact, **options):
-    """The oracle of the detection parts: box, class, distance, and who got which anchor."""
+    """Return the oracle of the detection parts: box, class, distance, and who got which anchor."""
     loss, _, assignments = reference.v8_loss(*exact[:2], SIZES, STRIDES[:3], targets, settings_on().tolist(), **options)
     return loss / len(exact[0]), assignments
 

@@ -29,7 +29,7 @@ def make_targets(count, batch, classes, device="cpu"):
 
 
 def make_heads(batch, classes, sizes, device="cpu", dtype=torch.float32, layout="anchor_rows"):
-    """Random leaf heads; `layout` says how they lie in memory and in how many dimensions they come."""
+    """Return random leaf heads; `layout` says how they lie in memory and in how many dimensions they come."""
     heads = []
     no = 5 + classes
     for ny, nx in sizes:
@@ -76,7 +76,7 @@ OPTIONS = [
 
 
 def compare(heads, targets, options=None, scale=1.0, anchors=ANCHORS):
-    """Loss, items and gradients against the oracle, at the dtype's tolerance."""
+    """Compare loss, items and gradients with the oracle, at the dtype's tolerance."""
     options = options or {}
     levels = len(heads)
     device, dtype = heads[0].device, heads[0].dtype

@@ -16,7 +16,7 @@ CLASSES, CHANNELS = 3, 8
 
 
 def make(device, dtype, layout="copied", batch=2, size=(32, 24), channels=CHANNELS):
-    """Heads as leaves, and prototypes."""
+    """Return heads as leaves, and prototypes."""
     heads = []
     for ny, nx in SIZES[3]:
         head = torch.randn(batch, 3, ny, nx, 5 + CLASSES + channels, dtype=torch.float64).to(device, dtype)

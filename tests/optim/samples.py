@@ -26,7 +26,7 @@ def set_grads(params, seed, scale=1.0, skip=()):
 
 
 def groups(params, decay=5e-4):
-    """Biases, decayed weights, norm weights: as smart_optimizer makes them."""
+    """Return biases, decayed weights, norm weights: as smart_optimizer makes them."""
     return [
         {"params": params[1::3]},
         {"params": params[0::3], "weight_decay": decay},

@@ -20,7 +20,7 @@ MUON = {"lr": 0.01, "momentum": 0.9, "nesterov": True, "weight_decay": 5e-4, "mu
 
 
 def musgd(param_groups, **settings):
-    """The second group of named_groups, which holds the convolutions' weights, is Muon's."""
+    """Give Muon the second group of named_groups, which holds the convolutions' weights."""
     param_groups[1]["use_muon"] = True
     return MuSGD(param_groups, **settings)
 

@@ -21,7 +21,7 @@ def stock():
 
 
 def network(device, channels_last=False):
-    """Wide, tall, depthwise and one-row weights, matrices of one column count in one batch and in two, and a linear layer."""
+    """Return wide, tall, depthwise and one-row weights, matrices of one column count in one batch and in two, and a linear layer."""
     torch.manual_seed(0)
     layers = [
         nn.Conv2d(3, 32, 3),
@@ -62,7 +62,7 @@ def set_gradients(model, step, leave_out=()):
 
 
 def assert_same(mine, theirs, steps=1):
-    """The very bits on the CPU. On a GPU products are summed in another order: a few percent of an orthogonalised matrix' norm a step."""
+    """Compare the very bits on the CPU. On a GPU products sum in another order: a few percent of an orthogonalised matrix' norm a step."""
     for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
         if not a.is_cuda:
             torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -88,7 +88,7 @@ SHAPES = (
 
 
 def matrices(device, shapes, seed=3):
-    """What orthogonalises random weights of these shapes, and those weights, which are its inputs."""
+    """Return what orthogonalises random weights of these shapes, and those weights, which are its inputs."""
     generator = torch.Generator().manual_seed(seed)
     params = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
     params[1] = params[1].contiguous(memory_format=torch.channels_last)
@@ -99,7 +99,7 @@ def matrices(device, shapes, seed=3):
 
 
 def far(updates, params):
-    """The error of each orthogonalised matrix, as a part of its norm."""
+    """Yield the error of each orthogonalised matrix, as a part of its norm."""
     for p, update in zip(params, updates, strict=True):
         wanted = orthogonalized(p.flatten(1).cpu()) * max(1.0, p.size(-2) / p.size(-1)) ** 0.5
         yield float((update.flatten(1).double().cpu() - wanted).norm() / wanted.norm())

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.cpu
 
 
 def setup_py(*arguments, **environment):
-    """Runs setup.py where it decides what to build, without building."""
+    """Run setup.py where it decides what to build, without building."""
     ours = ("TORCH_FASTDET_CUDA", "TORCH_CUDA_ARCH_LIST", "CXX")
     env = {name: value for name, value in os.environ.items() if name not in ours} | environment
     command = ["setup.py", *(arguments or ["--version"])]
@@ -56,7 +56,7 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def other_cuda(folder: Path, version: str) -> dict[str, str]:
-    """As beside a torch that was built with that CUDA."""
+    """Act as beside a torch that was built with that CUDA."""
     (folder / "sitecustomize.py").write_text(f"import torch.version\ntorch.version.cuda = {version!r}\n")
     return {"PYTHONPATH": str(folder)}
 
@@ -148,7 +148,7 @@ def test_a_library_of_another_python_is_taken(tmp_path, compiler):
 
 
 def build_ext(folder: Path, compiler: str, **environment: str) -> subprocess.CompletedProcess:
-    """Runs the build, which stops at its checks of the compiler."""
+    """Run the build, which stops at its checks of the compiler."""
     places = ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp")]
     return setup_py("build_ext", *places, CXX=compiler, TORCH_FASTDET_CUDA="0", **environment)
 
@@ -297,7 +297,7 @@ def run(*command: object, **options) -> str:
 
 
 def files_in_git() -> set[str]:
-    """Empty where this tree is not a checkout."""
+    """Return the files, empty where this tree is not a checkout."""
     if shutil.which("git") is None:
         return set()
     return set(subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines())

@@ -25,7 +25,7 @@ PACKAGE = Path(torch_fastdet.cmake_prefix_path, "TorchFastdet")
 
 @pytest.fixture(scope="module")
 def cmake() -> str:
-    """cmake of this environment, or of the machine."""
+    """Return cmake of this environment, or of the machine."""
     found = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if found is None:
         pytest.skip("no cmake")
@@ -48,7 +48,7 @@ def configure(cmake, source, build, *arguments, prefix=None, compiler=None) -> s
 
 @pytest.fixture(scope="module")
 def detect(cmake, tmp_path_factory) -> Path:
-    """The example program, configured and built as docs/deploy.md says, into another folder."""
+    """Return the example program, configured and built as docs/deploy.md says, into another folder."""
     build = tmp_path_factory.mktemp("example")
     (lines,) = (text for text in snippets(ROOT / "docs/deploy.md", "bash") if "cmake -S examples/cpp" in text)
     assert lines.count("build/example") == 2
@@ -74,7 +74,7 @@ def run(program: Path, *arguments) -> subprocess.CompletedProcess:
 
 
 def printed(output: str) -> list[list[list[float]]]:
-    """Rows [x1, y1, x2, y2, confidence, class] of each image that detect printed."""
+    """Return rows [x1, y1, x2, y2, confidence, class] of each image that detect printed."""
     images: list[list[list[float]]] = []
     for line in output.splitlines():
         words = line.split()
@@ -177,7 +177,7 @@ def test_package_finds_torch_by_itself_and_says_what_it_has(cmake, tmp_path):
 
 
 def doctored(folder: Path, old: str, new: str) -> Path:
-    """A copy of the installed CMake package, as another build would have written it."""
+    """Return a copy of the installed CMake package, as another build would have written it."""
     target = folder / "torch_fastdet/share/cmake/TorchFastdet"
     shutil.copytree(PACKAGE, target)
     config = target / "TorchFastdetConfig.cmake"

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.cpu, pytest.mark.skipif(shutil.which("readelf") is Non
 
 @pytest.fixture
 def wheel(tmp_path):
-    """Makes a wheel of what is built in place; `changes` replaces files by others, or by None."""
+    """Make a wheel of what is built in place; `changes` replaces files by others, or by None."""
 
     def make(**changes: Path | None) -> Path:
         names = check_wheel.wanted_files() | {str(path.relative_to(ROOT)) for path in ROOT.glob("torch_fastdet/_C*.so")}

@@ -34,7 +34,7 @@ def host(request, monkeypatch):
 
 
 def detections(seed=0, n=3000, labels=400, classes=12, thresholds=10, correct=0.3, levels=0):
-    """Correctness, confidence and class of detections, and classes of labels; ``levels``: so many confidences, with ties."""
+    """Return correctness, confidence and class of detections, and classes of labels; ``levels``: so many confidences, with ties."""
     rng = np.random.default_rng(seed)
     conf = rng.beta(0.4, 3, n).astype(np.float32)
     conf = np.round(conf * levels).astype(np.float32) / levels if levels else conf

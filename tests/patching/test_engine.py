@@ -53,7 +53,7 @@ SIZE = Switch("size_optim", "size", (Target(("host.shapes",), "Box.size", make=o
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """Puts modules into sys.modules for a test."""
+    """Put modules into sys.modules for a test."""
 
     def load(*modules):
         for each in modules:

@@ -9,7 +9,7 @@ from torch_fastdet.switches.channels_last import layout
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Makes the current device one of this compute capability."""
+    """Make the current device one of this compute capability."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
 
     def pretend(*capability):

@@ -13,7 +13,7 @@ from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
 
 
 class Graphs:
-    """Stands for ModuleGraphs: raises what ``causes`` holds, once each, then replays."""
+    """Stand for ModuleGraphs: raise what ``causes`` holds, once each, then replay."""
 
     causes: list
 

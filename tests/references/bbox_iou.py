@@ -11,7 +11,7 @@ import torch
 
 
 def _corners(box: torch.Tensor, xywh: bool, eps: float):
-    """x1, y1, x2, y2, width, height."""
+    """Return x1, y1, x2, y2, width, height."""
     c0, c1, c2, c3 = box.unbind(-1)
     if xywh:
         return c0 - c2 / 2, c1 - c3 / 2, c0 + c2 / 2, c1 + c3 / 2, c2, c3
@@ -19,7 +19,7 @@ def _corners(box: torch.Tensor, xywh: bool, eps: float):
 
 
 def _aspect_angle(width: torch.Tensor, height: torch.Tensor) -> torch.Tensor:
-    """atan(width / height) with its limit at height 0; a point (0, 0) has angle 0 and no gradient."""
+    """Return atan(width / height) with its limit at height 0; a point (0, 0) has angle 0 and no gradient."""
     flip = (width < 0) != (height < 0)
     width = torch.where(width < 0, -width, width)  # not abs(), whose gradient at 0 is 0
     height = torch.where(height < 0, -height, height)
@@ -30,7 +30,7 @@ def _aspect_angle(width: torch.Tensor, height: torch.Tensor) -> torch.Tensor:
 
 
 def at_least_zero(x: torch.Tensor) -> torch.Tensor:
-    """clamp(min=0) whose gradient at 0 is 1."""
+    """Return clamp(min=0) whose gradient at 0 is 1."""
     return torch.where(x < 0, torch.zeros_like(x), x)
 
 

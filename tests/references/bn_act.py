@@ -17,7 +17,7 @@ class Result:
     variance: Tensor  # biased
 
     def running(self, old_mean: Tensor, old_variance: Tensor, momentum: float, count: int) -> tuple[Tensor, Tensor]:
-        """What the running statistics become: the variance there is the unbiased one."""
+        """Return what the running statistics become: the variance there is the unbiased one."""
         unbiased = self.variance * count / (count - 1)
         return (
             (1 - momentum) * old_mean.double() + momentum * self.mean,
@@ -26,7 +26,7 @@ class Result:
 
 
 def activate(z: Tensor, activation: str, slope: float) -> tuple[Tensor, Tensor]:
-    """The activation and its derivative, PyTorch's where it is not differentiable."""
+    """Return the activation and its derivative, PyTorch's where it is not differentiable."""
     if activation == "silu":
         s = 1 / (1 + torch.exp(-z))
         return z * s, s * (1 + z * (1 - s))
@@ -54,7 +54,7 @@ def bias_act(
     slope: float = 0.01,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """In evaluation: the running statistics are constants."""
+    """Compute in evaluation: the running statistics are constants."""
     z = x.double()
     if mean is not None:
         z = z - mean.double().view(1, -1, 1, 1)

@@ -7,7 +7,7 @@ INTERPOLATIONS = [cv2.INTER_LINEAR, cv2.INTER_AREA]
 
 
 def view(storages, storage, offset, height, width, channels, pitch=None):
-    """A view of one image, HWC."""
+    """Return a view of one image, HWC."""
     row = width * channels
     assert (
         min(storage, offset, height, width) >= 0
@@ -56,7 +56,7 @@ def recolored(im, tables):
 
 
 def augment(storages, placements, layers, matrices, pictures, blend, tables, masks, size, channels=3):
-    """(B, C, H, W) uint8; every argument a numpy array."""
+    """Return (B, C, H, W) uint8; every argument a numpy array."""
     batch = []
     for i, (layer, second, flags, table) in enumerate(pictures):
         parts = [

@@ -25,7 +25,7 @@ def instance_margins(
     sigmoid: bool = False,
     crop_first: bool = False,
 ) -> Tensor:
-    """By how much each pixel is above the threshold; cropped pixels are infinitely far below. One image, on the CPU."""
+    """Return by how much each pixel is above the threshold; cropped pixels are infinitely far below. One image, on the CPU."""
     # As the operator and stock: boxes are scaled in float32.
     boxes = (boxes.float() * torch.tensor((box_scale or [1.0, 1.0]) * 2)).double()
     values = (coefficients.double() @ protos.double().flatten(1)).view(-1, *protos.shape[1:])

@@ -36,7 +36,7 @@ def sgd(
     nesterov: bool = False,
     maximize: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Parameter and buffer after one step; buffer None: there is none yet."""
+    """Return parameter and buffer after one step; buffer None: there is none yet."""
     param, grad = param.double(), grad.double()
     if maximize:
         grad = -grad
@@ -61,7 +61,7 @@ def adam(
     decoupled: bool = True,
     maximize: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Parameter and moments after step number ``step``, from 1."""
+    """Return parameter and moments after step number ``step``, from 1."""
     param, grad = param.double(), grad.double()
     if maximize:
         grad = -grad

@@ -15,7 +15,7 @@ def _best_first(confidence: Tensor) -> Tensor:
 
 
 def greedy(boxes: Tensor, iou_thres: float, max_det: int, groups: Tensor | None = None) -> list[int]:
-    """Rows kept of boxes that lie best first: each drops the later ones whose IoU with it is above the threshold."""
+    """Return rows kept of boxes that lie best first: each drops the later ones whose IoU with it is above the threshold."""
     threshold = torch.tensor(iou_thres, dtype=torch.float64).to(boxes.dtype)
     area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     alive = torch.ones(len(boxes), dtype=torch.bool)
@@ -60,7 +60,7 @@ def suppress(
     max_nms=30000,
     max_wh=7680.0,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Detections and the anchors they come from, for each image. labels: (n, 6) [image, class, x, y, width, height]."""
+    """Return detections and the anchors they come from, for each image. labels: (n, 6) [image, class, x, y, width, height]."""
     prediction = prediction.detach().cpu()
     yolov5 = layout == "yolov5"
     if not yolov5:
@@ -134,7 +134,7 @@ def suppress(
 
 
 def probiou(first: Tensor, second: Tensor) -> Tensor:
-    """Similarity (N, M) of rotated boxes (x, y, width, height, angle), in float64: 1 - the Hellinger distance of their Gaussians.
+    """Return similarity (N, M) of rotated boxes (x, y, width, height, angle), in float64: 1 - the Hellinger distance of their Gaussians.
 
     With the epsilons of Ultralytics, which decide for boxes without area.
     """
@@ -175,7 +175,7 @@ def suppress_rotated(
     max_nms=30000,
     max_wh=7680.0,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Rows and anchors of each image. All candidates as upright boxes give them; the decisions by :func:`probiou`."""
+    """Return rows and anchors of each image. All candidates as upright boxes give them; the decisions by :func:`probiou`."""
     extra = prediction.shape[1] - 4 - nc
     # Every candidate in order of confidence: as center and size, with nothing suppressed.
     raw = prediction.detach().cpu()
@@ -206,7 +206,7 @@ def suppress_rotated(
 
 
 def decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm: int = 0) -> Tensor:
-    """YOLOv5's Detect in float64."""
+    """Compute YOLOv5's Detect in float64."""
     result = []
     for head, anchor, stride in zip(heads, anchors.double().cpu(), strides):
         x = head.detach().double().cpu()
@@ -224,7 +224,7 @@ def decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm: int =
 
 
 def decode_anchor_free(boxes: list[Tensor], scores: list[Tensor], strides: list[float]) -> Tensor:
-    """Ultralytics' Detect in float64: (images, 4 + nc, N)."""
+    """Compute Ultralytics' Detect in float64: (images, 4 + nc, N)."""
     result = []
     for box, score, stride in zip(boxes, scores, strides):
         b, s = box.detach().double().cpu(), score.detach().double().cpu()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 
 def ciou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """CIoU of two (x1, y1, x2, y2) boxes; their heights have 1e-7 added, as Ultralytics' have, in area and aspect ratio."""
+    """Return CIoU of two (x1, y1, x2, y2) boxes; their heights have 1e-7 added, as Ultralytics' have, in area and aspect ratio."""
     eps = 1e-7
     wa, ha = a[2] - a[0], a[3] - a[1] + eps
     wb, hb = b[2] - b[0], b[3] - b[1] + eps
@@ -27,33 +27,33 @@ def ciou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def corners(target: torch.Tensor, width: float, height: float) -> torch.Tensor:
-    """A target's corners in pixels, float32."""
+    """Return a target's corners in pixels, float32."""
     x, y, w, h = target.float() * torch.tensor([width, height, width, height], dtype=torch.float32)
     return torch.stack((x - w / 2, y - h / 2, x + w / 2, y + h / 2))
 
 
 def reach(box: torch.Tensor, least_side: float, short_side: float) -> torch.Tensor:
-    """Where a target's anchors may lie: the box, each short side enlarged."""
+    """Return where a target's anchors may lie: the box, each short side enlarged."""
     center, side = (box[:2] + box[2:]) / 2, box[2:] - box[:2]
     side = torch.where(side < short_side, torch.tensor(least_side, dtype=torch.float32), side)
     return torch.cat((center - side / 2, center + side / 2))
 
 
 def decode(logits: torch.Tensor, reg_max: int) -> torch.Tensor:
-    """Four distances from (4 * reg_max) logits: the expectation over bins, or the logits themselves."""
+    """Return four distances from (4 * reg_max) logits: the expectation over bins, or the logits themselves."""
     if reg_max == 1:
         return logits
     return logits.reshape(4, reg_max).softmax(1) @ torch.arange(reg_max, dtype=torch.float64)
 
 
 def best(values: dict[int, float], count: int) -> list[int]:
-    """The keys of the greatest values above 0 as float32 tells them apart, the lower key first."""
+    """Return the keys of the greatest values above 0 as float32 tells them apart, the lower key first."""
     rounded = {key: float(torch.tensor(value, dtype=torch.float32)) for key, value in values.items()}
     return sorted((key for key in rounded if rounded[key] > 0), key=lambda key: (-rounded[key], key))[:count]
 
 
 def assign(scores, boxes, points, targets, settings, topk, topk2, mask_iou=None, keypoints=None):
-    """Of one image: {anchor: (index of the target, target score)}. mask_iou(index of the target, anchor): YOLO26's segmentation.
+    """Return, of one image, {anchor: (index of the target, target score)}. mask_iou(index of the target, anchor): YOLO26's segmentation.
 
     keypoints: YOLO26's poses: similarity(index of the target, anchor), which is None without a visible keypoint, and each anchor's stride.
     """
@@ -127,7 +127,7 @@ def v8_loss(
     similarity=None,
     found=None,
 ):
-    """Loss (3) and items (3), and for each image the assignment; boxes (bs, 4 * reg_max, anchors), scores (bs, nc, anchors).
+    """Return loss (3) and items (3), and for each image the assignment; boxes (bs, 4 * reg_max, anchors), scores (bs, nc, anchors).
 
     Gradients flow to boxes and scores; what is assigned is a constant. found: {anchor: (row of targets, target score)} of each image, if
     the assignment is known.
@@ -196,7 +196,7 @@ def v8_loss(
 
 
 def positives(assignments, targets, height, width):
-    """(image, anchor, row of targets) of each anchor that got a target."""
+    """Return (image, anchor, row of targets) of each anchor that got a target."""
     found = []
     for b, assigned in enumerate(assignments):
         rows = [i for i, row in enumerate(targets) if int(row[0]) == b and corners(row[2:], width, height).sum() > 0]
@@ -205,7 +205,7 @@ def positives(assignments, targets, height, width):
 
 
 def mask_overlap(coefficients, protos, masks, targets, height, *, overlap=True):
-    """mask_iou of v8_loss: of (image, row of targets, anchor, its box in pixels)."""
+    """Return mask_iou of v8_loss: of (image, row of targets, anchor, its box in pixels)."""
     rows, columns = protos.shape[2:]
     masks = F.interpolate(masks[:, None].double(), (rows, columns), mode="nearest")[:, 0]
 
@@ -224,7 +224,7 @@ def mask_overlap(coefficients, protos, masks, targets, height, *, overlap=True):
 
 
 def mask_loss(coefficients, protos, masks, targets, assignments, height, width, gain, *, overlap=True, found=None):
-    """The mask part's item: mean, over all positives, of the cropped entropy's mean over pixels / the share that the box covers."""
+    """Return the mask part's item: mean, over all positives, of the cropped entropy's mean over pixels / the share that the box covers."""
     found = positives(assignments, targets, height, width) if found is None else found
     rows, columns = protos.shape[2:]
     total = (coefficients.double() * 0).sum() + (protos.double() * 0).sum()
@@ -242,7 +242,7 @@ def mask_loss(coefficients, protos, masks, targets, assignments, height, width, 
 
 
 def keypoint_similarity(predictions, keypoints, sigmas, targets, sizes, strides):
-    """similarity of v8_loss: OKS of (image, row of targets, anchor), None for a row without a visible keypoint."""
+    """Return similarity of v8_loss: OKS of (image, row of targets, anchor), None for a row without a visible keypoint."""
     height, width = sizes[0][0] * strides[0], sizes[0][1] * strides[0]
     cells = torch.cat([torch.cartesian_prod(torch.arange(ny), torch.arange(nx)).flip(1) for ny, nx in sizes]) + 0.5
     stride = torch.cat([torch.full((ny * nx,), float(s)) for (ny, nx), s in zip(sizes, strides)]).double()
@@ -265,7 +265,7 @@ def keypoint_similarity(predictions, keypoints, sigmas, targets, sizes, strides)
 def keypoint_loss(
     predictions, keypoints, sigmas, targets, assignments, sizes, strides, gains, centered=False, found=None
 ):
-    """The items pose and kobj: means over positives x keypoints."""
+    """Return the items pose and kobj: means over positives x keypoints."""
     height, width = sizes[0][0] * strides[0], sizes[0][1] * strides[0]
     cells = torch.cat([torch.cartesian_prod(torch.arange(ny), torch.arange(nx)).flip(1) for ny, nx in sizes])
     stride = torch.cat([torch.full((ny * nx,), float(s)) for (ny, nx), s in zip(sizes, strides)])

@@ -38,7 +38,7 @@ def lapjv(cost, extend_cost=True, cost_limit=np.inf):
 
 @pytest.fixture(scope="session")
 def ultralytics_environment(tmp_path_factory) -> dict[str, str]:
-    """Environment variables of a process that has torch_fastdet and Ultralytics."""
+    """Return environment variables of a process that has torch_fastdet and Ultralytics."""
     names = ("ultralytics", "cv2", "PIL", "sklearn", "scipy", "yaml")
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
         pytest.skip(f"not installed: {', '.join(missing)} (requirements/yolov5.txt)")
@@ -52,7 +52,7 @@ def ultralytics_environment(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def program(ultralytics_environment, tmp_path_factory) -> Callable[..., dict[str, Any]]:
-    """Runs programs/<name> with torch_fastdet and Ultralytics, and returns the last line of JSON that it prints, and "output"."""
+    """Run programs/<name> with torch_fastdet and Ultralytics, and return the last line of JSON that it prints, and "output"."""
     root = tmp_path_factory.mktemp("ultralytics")
 
     def run(name: str, *arguments: object, seconds: int = 500) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def program(ultralytics_environment, tmp_path_factory) -> Callable[..., dict[str
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory) -> Path:
-    """The data.yaml of 16 images of digits, which are also those to validate on: a model overfits them quickly."""
+    """Return the data.yaml of 16 images of digits, which are also those to validate on: a model overfits them quickly."""
     data = make(tmp_path_factory.mktemp("digits") / "data", Recipe(image_size=96, train=16, val=1))
     data.write_text(data.read_text().replace("val: images/val", "val: images/train"))
     return data

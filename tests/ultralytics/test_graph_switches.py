@@ -59,7 +59,7 @@ def trainings(program, digits, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(program, digits, tmp_path_factory):
-    """Trains all cases of a group, once."""
+    """Train all cases of a group, once."""
     return functools.cache(lambda cases: program("graphs.py", digits, tmp_path_factory.mktemp("graphs"), *cases))
 
 
@@ -76,7 +76,7 @@ def captured(training):
 
 
 def check(stock, graphed, once=True):
-    """Operators that are recorded and run again are the same operators: the same bits."""
+    """Check that operators that are recorded and run again are the same operators: the same bits."""
     assert str(graphed["losses"]) == str(stock["losses"]) and len(stock["losses"]) >= 5  # NaN is NaN
     assert graphed["state"] == stock["state"]
     assert graphed["ema"] == stock["ema"]
@@ -264,7 +264,7 @@ def test_rebuilds_on_a_gpu(cuda, program, digits, tmp_path):
 
 
 def labelled(task, count, device):
-    """A batch of a task: two objects in each image, and none in the last."""
+    """Return a batch of a task: two objects in each image, and none in the last."""
     generator = torch.Generator().manual_seed(count)
     batch = {"img": torch.rand(count, 3, 64, 64, generator=generator)}
     objects = 2 * (count - 1)
@@ -294,7 +294,7 @@ MODELS = {
 
 
 def model_on(kind, name, monkeypatch, memory_format=torch.contiguous_format):
-    """A model in training on a GPU, or on the CPU where ``fake`` pretends one; and its device."""
+    """Return a model in training on a GPU, or on the CPU where ``fake`` pretends one; and its device."""
     if kind == "fake":
         fake_gpu.install(monkeypatch)
     elif reason := cuda_missing():
@@ -313,7 +313,7 @@ def model_on(kind, name, monkeypatch, memory_format=torch.contiguous_format):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Grows with each block whose norm and activation are one operator, here on the CPU too."""
+    """Yield a count that grows with each block whose norm and activation are one operator, here on the CPU too."""
     calls, plain = [], bn_act.norm_and_activation
     monkeypatch.setattr(bn_act, "DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(bn_act, "norm_and_activation", lambda *given: calls.append(given) or plain(*given))

@@ -134,7 +134,7 @@ HEADS = {
 
 
 def compare_first_blocks(detect, device, monkeypatch, joined):
-    """Outputs with first blocks at once and without; how many levels were at once."""
+    """Compare outputs with first blocks at once and without; return how many levels were at once."""
     monkeypatch.setattr(bn_act, "DEVICES", ("cpu", "cuda"))
     channels = [branch[0].conv.in_channels for branch in detect.cv2]
     model = torch.nn.Module()

@@ -20,11 +20,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:Converting 
 
 @pytest.fixture(autouse=True)
 def _same_convolutions(same_convolutions):
-    """TF32 would give other boxes in a batch than alone."""
+    """Turn TF32 off: it would give other boxes in a batch than alone."""
 
 
 def model_of(version: str, task: str, end2end: bool = False):
-    """A model with random weights that finds something."""
+    """Return a model with random weights that finds something."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ultralytics = pytest.importorskip("ultralytics", exc_type=ImportError)
@@ -48,7 +48,7 @@ def model_of(version: str, task: str, end2end: bool = False):
 
 
 def predicted(yolo, ims: list[np.ndarray], device: torch.device, end2end: bool):
-    """Rows of the real predictor, laid out as UltralyticsPostProcess does, and its masks."""
+    """Yield rows of the real predictor, laid out as UltralyticsPostProcess does, and its masks."""
     options = OPTIONS | {"imgsz": SIDE, "rect": False, "verbose": False, "device": device.type}
     options |= {"nms": False} if end2end else {}  # which head 8.4.190 takes
     for result in yolo.predict(ims, retina_masks=True, **options):

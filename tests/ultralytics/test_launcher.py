@@ -12,7 +12,7 @@ from torch_fastdet.ultralytics.launcher import LAUNCHER
 
 @pytest.fixture(scope="module")
 def launch(ultralytics_environment, tmp_path_factory):
-    """Runs the launcher and returns its output; ``code`` is the exit code that is expected."""
+    """Run the launcher and return its output; ``code`` is the exit code that is expected."""
     folder = tmp_path_factory.mktemp("launcher")
 
     def run(*words, code=0):

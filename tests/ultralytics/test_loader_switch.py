@@ -37,7 +37,7 @@ SEGMENTS = {"root": "segments", "task": "segment", "copy_paste": 0.6, **HYP}
 
 
 def nine(loader):
-    """Mosaics of nine images, which no option of Ultralytics asks for."""
+    """Make mosaics of nine images, which no option of Ultralytics asks for."""
     steps = [loader.dataset.transforms]
     while steps:
         step = steps.pop()
@@ -206,7 +206,7 @@ def loader_of(u, root, mode="train", rect=False, workers=0, batch=6, device="cpu
 
 
 def batches(u, root, epochs=2, close=None, stop=None, workers=0, before=None, **options):
-    """All batches of some epochs, as they were kept, and the state that the generators are left in."""
+    """Return all batches of some epochs, as they were kept, and the state that the generators are left in."""
     loader, cfg = loader_of(u, root, workers=workers, **options)
     if before is not None:
         before(loader)
@@ -260,7 +260,7 @@ def ours(function, *arguments, **options):
 
 @pytest.fixture
 def pretended_gpu(monkeypatch):
-    """Loaders work as they do where there is a GPU, with the CPU's operator in its place."""
+    """Let loaders work as they do where there is a GPU, with the CPU's operator in its place."""
     from torch_fastdet.images import loop
 
     class Images:
@@ -328,7 +328,7 @@ def test_the_training_process_makes_batches_of_plans(ultralytics, root, case, mo
 
 
 def little_shared_memory(kib: int) -> bool:
-    """Gives this process, a child, a /dev/shm of its own of this size. Whether that may be done here."""
+    """Give this process, a child, a /dev/shm of its own of this size. Return whether that may be done here."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_mounts, private, recursive = 0x20000, 1 << 18, 1 << 14
     return (
@@ -590,7 +590,7 @@ def test_a_process_sees_the_data_set(ultralytics, root, method, tmp_path):
 
 
 def see(number):
-    """In a loader process."""
+    """Run in a loader process."""
     from ultralytics.data.dataset import YOLODataset
 
     dataset = torch.utils.data.get_worker_info().dataset
@@ -627,7 +627,7 @@ def test_a_changed_load_image_is_left_alone(ultralytics, root, monkeypatch, caps
 
 
 def _huge(content: bytes) -> bytes:
-    """A header that promises 65,500 x 65,500 pixels."""
+    """Return a header that promises 65,500 x 65,500 pixels."""
     size = content.index(b"\xff\xc0") + 5
     return content[:size] + bytes.fromhex("ffdcffdc") + content[size + 4 :]
 
@@ -720,7 +720,7 @@ def test_a_killed_worker_is_an_error(ultralytics, root, device):
 
 @pytest.fixture
 def interruptible():
-    """Ctrl-C raises KeyboardInterrupt, also where a shell started this process in the background, which ignores it."""
+    """Let Ctrl-C raise KeyboardInterrupt, also where a shell started this process in the background, which ignores it."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, handler)

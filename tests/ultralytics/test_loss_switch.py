@@ -89,7 +89,7 @@ def make_batch(count=7, images=2, classes=4, size=(64, 96)):
 
 
 def leaves(preds):
-    """The raw outputs as leaves of float32, and the tensors that have gradients."""
+    """Return the raw outputs as leaves of float32, and the tensors that have gradients."""
     if "one2many" in preds:
         many, one = leaves(preds["one2many"]), leaves(preds["one2one"])
         return {"one2many": many[0], "one2one": one[0]}, many[1] + one[1]

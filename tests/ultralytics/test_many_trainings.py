@@ -18,7 +18,7 @@ MIB = 1 << 10  # KiB
 
 
 def check(found, more=0):
-    """Counts stay, or become a few ``more``: CUDA opens files and starts threads late."""
+    """Check that counts stay, or become a few ``more``: CUDA opens files and starts threads late."""
     rest = found[WARM_UP:]
     print(f"{len(found)} trainings")
     third = len(rest) // 3

@@ -40,7 +40,7 @@ def test_is_replaced_and_put_back(ops):
 
 
 def redefine(ops, monkeypatch, name, parameters, source):
-    """Stock's module defines another function, which finds stock's as ``inner``."""
+    """Let stock's module define another function, which finds stock's as ``inner``."""
     monkeypatch.setitem(vars(ops), "inner", getattr(ops, name))
     monkeypatch.setitem(vars(ops), name, None)
     exec(f"def {name}{parameters}:\n    {source}", vars(ops))

@@ -14,7 +14,7 @@ TASKS |= {"pose": ("-pose", "PoseModel"), "obb": ("-obb", "OBBModel")}
 
 
 def head_outputs(version, task, end2end=False):
-    """The model's head, stock's decoded prediction and the raw dict of two images of 96x128."""
+    """Return the model's head, stock's decoded prediction and the raw dict of two images of 96x128."""
     tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
     suffix, kind = TASKS[task]
     model = getattr(tasks, kind)(f"yolo{version}n{suffix}.yaml", nc=3, verbose=False).eval()

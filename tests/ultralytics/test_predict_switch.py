@@ -164,7 +164,7 @@ def test_arrays_in_one_buffer(shapes):
 
 @pytest.fixture
 def ahead(monkeypatch):
-    """The pipeline runs on the CPU, too."""
+    """Run the pipeline on the CPU, too."""
     monkeypatch.setattr(predictors, "DEVICES", ("cpu", "cuda"))
     with mock.patch.dict(os.environ):  # Ultralytics changes it
         yield
@@ -176,7 +176,7 @@ SMALL = f"nc: 80\nbackbone:\n{CONVOLUTIONS}\nhead:\n  - [[2, 3, 4], 1, Detect, [
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """The file of a detector that is quick to copy and fuse."""
+    """Return the file of a detector that is quick to copy and fuse."""
     path = tmp_path_factory.mktemp("models") / "small.yaml"
     path.write_text(SMALL)
     return path
@@ -188,7 +188,7 @@ def detector(small):
 
 
 def with_detections(name):
-    """A model with random weights that finds different boxes in different images."""
+    """Return a model with random weights that finds different boxes in different images."""
     from ultralytics import YOLO
 
     with mock.patch.dict(os.environ), torch.no_grad():
@@ -206,7 +206,7 @@ def with_detections(name):
 
 
 def files(folder):
-    """What a folder may hold: JPEG files of many kinds, other images, and files that nobody can read. Return the good ones."""
+    """Write what a folder may hold: JPEG files of many kinds, other images, and files that nobody can read. Return the good ones."""
     for number in range(6):
         cv2.imwrite(str(folder / f"a{number}.jpg"), make_image(50 + 9 * number, 70, seed=number))
     cv2.imwrite(str(folder / "b.JPG"), make_image(40, 33, 1))
@@ -244,7 +244,7 @@ PARTS = ("boxes", "masks", "keypoints", "obb", "probs")
 
 
 def run(model, source, device, tmp_path, on, **options):
-    """Results of stock, or with the switch, or another one, on; a new predictor each time."""
+    """Return results of stock, or with the switch, or another one, on; a new predictor each time."""
     model.predictor = None
     if on:
         drop_in.patch(**{"predict_optim" if on is True else on: True})
@@ -348,7 +348,7 @@ def test_each_batch_goes_through_the_network_once(ahead, detector, folder, devic
 
 @pytest.fixture(scope="module")
 def transformer():
-    """An RT-DETR whose scores and boxes differ from query to query."""
+    """Return an RT-DETR whose scores and boxes differ from query to query."""
     from ultralytics import RTDETR
 
     with mock.patch.dict(os.environ), torch.no_grad():
@@ -572,7 +572,7 @@ EVENTS = (
 
 
 def with_callbacks(detector, functions):
-    """A model like it that has these callbacks."""
+    """Return a model like it that has these callbacks."""
     model = copy.copy(detector)
     model.predictor = None
     model.callbacks = {event: list(known) for event, known in detector.callbacks.items()}

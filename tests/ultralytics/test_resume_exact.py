@@ -52,7 +52,7 @@ def test_resumed_training_has_the_bits_of_one_run(program, digits, tmp_path, arg
 
 @pytest.fixture
 def train(ultralytics_environment, digits, tmp_path):
-    """Runs killed.py; what each epoch has saved, and what was printed."""
+    """Run killed.py; return what each epoch has saved, and what was printed."""
 
     def run(name, kill=0, *options):
         command = [str(part) for part in (PROGRAMS / "killed.py", digits, tmp_path, name, *options)]

@@ -73,7 +73,7 @@ def make_batch(groups, seed=0, device="cpu", size=64):
 
 
 def train(model, batches, seed=3):
-    """Loss, items and gradients of each step, whose random numbers begin with a seed."""
+    """Return loss, items and gradients of each step, whose random numbers begin with a seed."""
     torch.manual_seed(seed)
     results = []
     for batch in batches:
@@ -86,7 +86,7 @@ def train(model, batches, seed=3):
 
 
 def check(stock, ours, near=1e-4, whole=0.0):
-    """Losses, items and the gradient of each parameter are near; or the whole gradient is, if that is given."""
+    """Check that losses, items and the gradient of each parameter are near; or the whole gradient is, if that is given."""
     (theirs, drawn), (found, drawn_by_ours) = stock, ours
     assert torch.equal(drawn, drawn_by_ours), "other random numbers were drawn"
     for (loss, items, gradients), (mine, my_items, my_gradients) in zip(theirs, found, strict=True):
@@ -229,7 +229,7 @@ def test_predictions_in_half_precision_are_in_nhwc_memory(on, monkeypatch, dtype
 
 
 def validate(model, batches):
-    """Predictions, loss and items of each batch of a trainer's validation."""
+    """Return predictions, loss and items of each batch of a trainer's validation."""
 
     def validator(_):
         with torch.inference_mode():
@@ -398,7 +398,7 @@ def test_the_sum_of_a_rep_conv_joins_its_norm(identity, on, monkeypatch):
 
 
 def fuse(model):
-    """As a predictor does it, where the switch is on."""
+    """Fuse as a predictor does it, where the switch is on."""
     for module in model.modules():
         if isinstance(module, Conv):
             module.conv = fuse_conv_and_bn(module.conv, module.bn)

@@ -56,7 +56,7 @@ def models():
 
 
 def make_batch(seed=1, count=7, images=3, size=(64, 96), overlap=True, ratio=4, keypoints=17, columns=3):
-    """The middle one of three images has no label."""
+    """Make a batch of three images, of which the middle one has no label."""
     torch.manual_seed(seed)
     of = torch.randint(0, 2, (count,)).sort()[0] * (2 if images == 3 else 1)
     height, width = size[0] // ratio, size[1] // ratio
@@ -76,7 +76,7 @@ def make_batch(seed=1, count=7, images=3, size=(64, 96), overlap=True, ratio=4, 
 
 
 def batch_of(name, seed=1, count=7, images=3, size=(64, 96), **options):
-    """With angles beside the boxes where the model turns them."""
+    """Make a batch with angles beside the boxes where the model turns them."""
     batch = make_batch(seed, count, images, size, **options)
     if "obb" in name:
         batch["bboxes"] = torch.cat((batch["bboxes"], (torch.rand(count, 1) - 0.25) * torch.pi), 1)
@@ -89,7 +89,7 @@ def outputs(model, batch):
 
 
 def pair(model):
-    """Stock's criterion of a model, and ours."""
+    """Return stock's criterion of a model, and ours."""
     kinds = {tasks.SegmentationModel: "segment", tasks.PoseModel: "pose", tasks.OBBModel: "obb"}
     kind = kinds[type(model)]
     if not hasattr(model.model[-1], "one2one_cv2"):
@@ -104,7 +104,7 @@ HEADS = ("boxes", "scores", "angle", "mask_coefficient", "kpts", "kpts_sigma")
 
 
 def run(criterion, preds, batch, parameters=()):
-    """Of one head, or of both, and of parameters of the loss. Prototypes, or a tuple of them and semantic logits, are leaves, too."""
+    """Run the loss of one head, or both, and of parameters of the loss. Prototypes, or a tuple of them and semantic logits, are leaves, too."""
     branches = {name: {**preds[name]} for name in ("one2many", "one2one")} if "one2many" in preds else {"": {**preds}}
     leaves = []
     for name, branch in branches.items():
@@ -125,7 +125,7 @@ def run(criterion, preds, batch, parameters=()):
 
 
 def both(model, batch):
-    """Losses, items and gradients of both, also by the flow of YOLO26's poses."""
+    """Return losses, items and gradients of both, also by the flow of YOLO26's poses."""
     preds, flow = outputs(model, batch), list(getattr(model.model[-1], "flow_model", torch.nn.Module()).parameters())
     before = {name: value.clone() for name, value in batch.items()}
     results = [run(criterion, preds, batch, flow) for criterion in pair(model)]
@@ -511,7 +511,7 @@ CRITERIA = {
 
 
 def two_epochs(program, digits, folder, model, tolerances, *flags):
-    """Trainer, validation and all: the losses of both epochs are stock's."""
+    """Train two epochs, validation and all: the losses of both epochs are stock's."""
     ran = program("train_task.py", digits, folder, model, *flags)
     stock, ours = ran["stock"], ran["ours"]
     assert stock["criteria"] == [f"<class 'ultralytics.utils.loss.{CRITERIA[model]}'>"] * 2

@@ -19,7 +19,7 @@ SEGMENT26 = "SegmentLoss26" if hasattr(stock_loss, "SegmentLoss26") else "v8Segm
 
 @pytest.fixture(params=["fake", "cuda"])
 def gpu(request, monkeypatch):
-    """Graphs on the CPU, and on the GPU, where there is one."""
+    """Run the test with graphs on the CPU, and on the GPU, where there is one."""
     if request.param == "cuda":
         if reason := cuda_missing():
             pytest.skip(reason)
@@ -39,7 +39,7 @@ def make(name, device):
 
 
 def own_loss(outputs, targets, num_targets=None):
-    """Pulls all outputs toward the mean of the targets that are in use."""
+    """Pull all outputs toward the mean of the targets that are in use."""
     count = len(targets) if num_targets is None else num_targets
     used = (torch.arange(len(targets), device=targets.device) < count)[:, None]
     aim = (targets[:, 2:] * used).sum() / (4 * count)
@@ -59,7 +59,7 @@ def make_loss(kind, model):
 
 
 def batches(count, loss, device):
-    """Images, targets, and what the loss takes beside them."""
+    """Yield images, targets, and what the loss takes beside them."""
     columns, branch = getattr(loss, "target_columns", 6), getattr(loss, "one2many", loss)
     generator = torch.Generator().manual_seed(1)
     for i in range(count):

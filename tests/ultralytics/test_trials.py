@@ -20,7 +20,7 @@ sys.exit(json.loads(words)[0] if words else 0)
 
 @pytest.fixture
 def programs(monkeypatch):
-    """A ``Subprocess`` whose waiting programs take an exit status as their only word; ``drawn`` are the threads that drew."""
+    """Return a ``Subprocess`` whose waiting programs take an exit status as their only word; ``drawn`` are the threads that drew."""
     started = []
 
     def start(command, **options):

@@ -272,7 +272,7 @@ def as_on_gpu(monkeypatch):
 
 
 def take_any_device_for_a_gpu(monkeypatch):
-    """The CPU's tensors take the way of a GPU's."""
+    """Let the CPU's tensors take the way of a GPU's."""
 
     class Torch:
         def __getattr__(self, name):
@@ -558,7 +558,7 @@ CASES = some_slow(itertools.product(HEADS, WAYS), [(task, way) for way, (_, task
 
 @pytest.fixture
 def plots(monkeypatch):
-    """Of 30 dots an inch, which take a tenth of the time, and one after another: two threads scale the same images on the CPU."""
+    """Draw plots of 30 dots an inch, which take a tenth of the time, one after another: two threads scale the same images on the CPU."""
     figure = pytest.importorskip("matplotlib.figure").Figure
     save = figure.savefig
     monkeypatch.setattr(figure, "savefig", lambda self, name, **options: save(self, name, **options | {"dpi": 30}))
@@ -568,7 +568,7 @@ def plots(monkeypatch):
 
 @pytest.fixture(scope="module")
 def data_of(tmp_path_factory):
-    """Makes data.yaml of a task: images of several shapes, one without labels, one of a class out of range, one that nobody can read."""
+    """Make data.yaml of a task: images of several shapes, one without labels, one of a class out of range, one that nobody can read."""
     root = tmp_path_factory.mktemp("validations")
 
     @functools.cache

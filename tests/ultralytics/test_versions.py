@@ -76,7 +76,7 @@ OTHERS = {
 
 
 def trials(*folders):
-    """The obstacles that the small cases of all switches find in the Ultralytics of these folders, or in the installed one."""
+    """Return the obstacles that the small cases of all switches find in the Ultralytics of these folders, or in the installed one."""
     path = [str(check_versions.ROOT), *map(str, folders), os.environ.get("PYTHONPATH", "")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, PROGRAMS / "trials.py", "ultralytics"]

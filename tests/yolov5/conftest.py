@@ -17,7 +17,7 @@ TRAIN = (*SMALL, "--weights", "", "--epochs", 2, "--noautoanchor", "--noplots", 
 
 @pytest.fixture(scope="session")
 def real_yolov5(tmp_path_factory):
-    """Makes a layout of the real YOLOv5 by its name, once."""
+    """Make a layout of the real YOLOv5 by its name, once."""
     if reason := real.missing():
         pytest.skip(reason)
     root = tmp_path_factory.mktemp("yolov5")
@@ -33,7 +33,7 @@ def real_yolov5(tmp_path_factory):
 
 @pytest.fixture(params=["package", *some_slow(["head"], ()), *some_slow(["checkout"], (), pytest.mark.nightly)])
 def yolov5(request, real_yolov5) -> real.YOLOv5:
-    """The test runs once in each layout; `make test` takes PyPI's package alone."""
+    """Run the test once in each layout; `make test` takes PyPI's package alone."""
     return real_yolov5(request.param)
 
 

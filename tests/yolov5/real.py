@@ -26,7 +26,7 @@ LAYOUTS = ("package", "checkout", "head")
 
 
 def missing() -> str | None:
-    """Why the real scripts cannot run here, or None."""
+    """Return why the real scripts cannot run here, or None."""
     names = [name for name in ("yolov5", "ultralytics", "cv2", "PIL") if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(names)} (requirements/yolov5.txt)" if names else None
 
@@ -71,7 +71,7 @@ def python(
 
 
 def with_torch_fastdet(environment: dict[str, str]) -> dict[str, str]:
-    """``environment`` with this very torch_fastdet importable, one thread (the models are tiny), and no distributed run."""
+    """Return ``environment`` with this very torch_fastdet importable, one thread (the models are tiny), and no distributed run."""
     ours = str(Path(torch_fastdet.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), ours]))
     distributed = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
@@ -138,7 +138,7 @@ def _edit(path: Path, pattern: str, replacement: str) -> None:
 
 
 def results(run: Path) -> dict[str, list[float]]:
-    """The columns of a run's results.csv, epoch by epoch; without segment/train.py's last row, which is not an epoch."""
+    """Return the columns of a run's results.csv, epoch by epoch; without segment/train.py's last row, which is not an epoch."""
     with open(run / "results.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if None not in row.values()]
     rows = [{key.strip(): float(value) for key, value in row.items()} for row in rows]

@@ -33,7 +33,7 @@ for file, made in (("yolov5s.pt", DetectionModel("models/yolov5n.yaml", nc=2)), 
 
 @pytest.fixture(scope="module")
 def clone(real_yolov5, data):
-    """YOLOv5's own folder layout, with the weights, images and data files that the pages name."""
+    """Make YOLOv5's own folder layout, with the weights, images and data files that the pages name."""
     checkout = real_yolov5("checkout")
     checkout.python("-c", MODELS)
     for name in ("coco.yaml", "mine.yaml"):

@@ -73,7 +73,7 @@ def make_targets(count, batch, classes, device="cpu"):
 
 
 def sample(device="cpu", count=6, dtype=torch.float32):
-    """A model, its loss, and heads and targets of two images."""
+    """Return a model, its loss, and heads and targets of two images."""
     model = Model(device=device)
     return model, ComputeLoss(model), make_heads(model, 2, 64, dtype), make_targets(count, 2, 5, device)
 

@@ -32,7 +32,7 @@ def yolo():
 
 @pytest.fixture
 def switched(monkeypatch):
-    """Switches on by name, as where there is a GPU; everything is put back afterwards."""
+    """Turn switches on by name, as where there is a GPU; put everything back afterwards."""
     monkeypatch.setattr(switch_module, "missing_gpu", lambda: None)
     yield lambda **switches: drop_in.patch(**switches)
     drop_in.unpatch()
@@ -177,7 +177,7 @@ def test_on_the_cpu_they_say_so(yolo, switched, switch, capsys):
 
 
 def backend_of(model, half=False):
-    """What detect.py, val.py and torch.hub run a model by, without the file of weights that it is made from."""
+    """Return what detect.py, val.py and torch.hub run a model by, without the file of weights that it is made from."""
     common = pytest.importorskip("yolov5.models.common")
     backend = common.DetectMultiBackend.__new__(common.DetectMultiBackend)
     torch.nn.Module.__init__(backend)
@@ -300,7 +300,7 @@ def test_validation_takes_the_memory_of_graphs(yolo, switched, monkeypatch, caps
 
 
 def train(model, batches):
-    """Steps as train.py makes them, with the last loss alive during the next forward pass."""
+    """Run steps as train.py makes them, with the last loss alive during the next forward pass."""
     compute_loss = ComputeLoss(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
     losses = []

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:Converting 
 
 @pytest.fixture(autouse=True)
 def _float32_convolutions():
-    """cuDNN's TF32 gives other bits for another batch."""
+    """Turn TF32 off: it gives other bits for another batch."""
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
 
@@ -38,7 +38,7 @@ def saved_and_loaded(module):
 
 
 def by_stock(network, post, ims, size, bgr):
-    """letterbox, BGR to RGB, division, network, decode, suppression and scale_boxes of the installed yolov5."""
+    """Run letterbox, BGR to RGB, division, network, decode, suppression and scale_boxes of the installed yolov5."""
     letterbox = pytest.importorskip("yolov5.utils.augmentations", exc_type=ImportError).letterbox
     from torch_fastdet import ops
 

@@ -28,7 +28,7 @@ TOGETHER = {"cpu": 40, "cuda": 1}
 
 @pytest.fixture(scope="module")
 def outcome(real_yolov5, tmp_path_factory):
-    """What the program said of a case: "ok", or what went wrong."""
+    """Return what the program said of a case: "ok", or what went wrong."""
     made: dict[tuple, str] = {}
 
     def outcome(device: str, case: str, cases: list[str]) -> str:

@@ -19,7 +19,7 @@ LAYOUT = "checkout"
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory) -> Path:
-    """16 images of the demo's digits, to train and to validate on."""
+    """Return 16 images of the demo's digits, to train and to validate on."""
     data = make(tmp_path_factory.mktemp("digits") / "data", Recipe(image_size=SIZE, train=16, val=1))
     data.write_text(data.read_text().replace("val: images/val", "val: images/train"))
     return data
@@ -27,14 +27,14 @@ def digits(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def weights(real_yolov5, digits, tmp_path_factory) -> Path:
-    """yolov5n that finds those digits, made by stock."""
+    """Return yolov5n that finds those digits, made by stock."""
     out = tmp_path_factory.mktemp("weights") / "digits.pt"
     real_yolov5(LAYOUT).program("overfit.py", real_yolov5(LAYOUT).prefix, digits, out)
     return out
 
 
 def table(output: str) -> list[list[str]]:
-    """val.py's printed rows: class, images, instances, P, R, mAP50, mAP50-95."""
+    """Return val.py's printed rows: class, images, instances, P, R, mAP50, mAP50-95."""
     # A row may stand behind a progress bar on one line.
     rows = re.findall(r"(\w+(?:[ \t]+[\d.e-]+){6,})[ \t]*$", output, re.MULTILINE)
     return [row.split() for row in rows]
@@ -45,7 +45,7 @@ def boxes(folder: Path) -> dict[str, np.ndarray]:
 
 
 def both(yolov5, script: str, *arguments, project: Path) -> tuple[str, str]:
-    """Output of a script, stock and with --nms_optim; what it writes is in ``project``/stock and ``project``/fast."""
+    """Return output of a script, stock and with --nms_optim; what it writes is in ``project``/stock and ``project``/fast."""
     common = (script, *arguments, "--project", project, "--exist-ok", "--name")
     stock = yolov5.stock(*common, "stock").stdout
     validates = script.endswith("val")
@@ -61,7 +61,7 @@ def both(yolov5, script: str, *arguments, project: Path) -> tuple[str, str]:
 
 
 def assert_same_boxes(project: Path, rtol: float = 2e-5, atol: float = 2e-5) -> int:
-    """The same rows in the same order; decoding rounds in the last bit, files hold six digits."""
+    """Assert the same rows in the same order; decoding rounds in the last bit, files hold six digits."""
     stock, fast = boxes(project / "stock"), boxes(project / "fast")
     assert stock.keys() == fast.keys()
     for name, rows in stock.items():

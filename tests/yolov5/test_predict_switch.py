@@ -21,14 +21,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning")
 
 @pytest.fixture(scope="module", autouse=True)
 def _yolov5():
-    """Imported by the tests, not with them: YOLOv5 changes settings of torch, OpenCV and the environment."""
+    """Import YOLOv5 in the tests, not with them: it changes settings of torch, OpenCV and the environment."""
     global common, STOCK
     common = pytest.importorskip("yolov5.models.common", exc_type=ImportError)
     STOCK = common.AutoShape.forward
 
 
 class Network(torch.nn.Module):
-    """Keeps its input, and finds two boxes that depend on it."""
+    """Keep its input, and find two boxes that depend on it."""
 
     def __init__(self):
         super().__init__()
@@ -225,7 +225,7 @@ def test_detect_of_a_folder(real_yolov5, device, tmp_path):
 
 @pytest.fixture
 def load_images(patched, tmp_path):
-    """``LoadImages`` of a folder with ten images and a video."""
+    """Return ``LoadImages`` of a folder with ten images and a video."""
     import cv2
     from yolov5.utils.dataloaders import LoadImages
 

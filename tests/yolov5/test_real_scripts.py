@@ -27,7 +27,7 @@ def package_file(name: str) -> Path:
 
 
 def weights(yolov5: real.YOLOv5, *checkpoints) -> list[dict[str, torch.Tensor]]:
-    """What stock YOLOv5 finds in checkpoints, in a process that has no torch_fastdet."""
+    """Return what stock YOLOv5 finds in checkpoints, in a process that has no torch_fastdet."""
     files = {checkpoint: checkpoint.with_suffix(".state_dict") for checkpoint in checkpoints}
     if new := [checkpoint for checkpoint, file in files.items() if not file.exists()]:
         yolov5.program("load_in_stock.py", *new)

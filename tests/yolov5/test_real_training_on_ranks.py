@@ -21,7 +21,7 @@ STOPPED = "Stopping training early"
 
 
 def stopping(made, folder):
-    """A copy of the checkout, whose trainings stop early after the second epoch."""
+    """Return a copy of the checkout, whose trainings stop early after the second epoch."""
     shutil.copytree(made.folder, folder)
     real._edit(folder / "utils/torch_utils.py", r"stop = delta >= self\.patience", "stop = epoch >= 1")
     path = made.environment["PYTHONPATH"].replace(str(made.folder), str(folder))
@@ -29,7 +29,7 @@ def stopping(made, folder):
 
 
 def let_ranks_train_on_cpu(folder):
-    """Which stock refuses."""
+    """Let ranks train on the CPU, which stock refuses."""
     device = r"assert torch\.cuda\.device_count\(\) > LOCAL_RANK.*?init_process_group\([^\n]*\)"
     # With the timeout that stands in for NCCL's 10 minutes.
     timeout = f"__import__('datetime').timedelta(seconds={TIMEOUT} if 'ours' in sys.argv else 600)"
@@ -42,7 +42,7 @@ def let_ranks_train_on_cpu(folder):
 
 
 def let_rank_0_scan_long(folder):
-    """Both data sets, longer than the timeout of the process group."""
+    """Let rank 0 scan both data sets for longer than the timeout of the process group."""
     first = r"(with torch_distributed_zero_first\(rank\):[^\n]*\n +)(dataset = LoadImagesAndLabels\()"
     real._edit(folder / "utils/dataloaders.py", first, rf"\1time.sleep({TIMEOUT + 2} * (RANK == 0)); \2")
 

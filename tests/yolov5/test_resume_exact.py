@@ -16,7 +16,7 @@ KILLS = {"while it writes the file beside last.pt, in its second epoch": 11, "be
 
 @pytest.fixture
 def trainings(real_yolov5, data, tmp_path):
-    """Trains at once, and with ends of processes; both folders, and what the processes of each have printed."""
+    """Train at once, and with ends of processes; return both folders, and what the processes of each have printed."""
     checkout = real_yolov5("checkout")
     arguments = [*TRAIN, "--cfg", "yolov5n.yaml", "--data", data.boxes, "--project", tmp_path, "--save-period", 1]
 
@@ -51,7 +51,7 @@ def same_training(checkout, epochs, once, ended):
 
 
 def saved(outputs):
-    """What each process has saved: checksums of weights, gradients, optimizer, scaler, moving average, random states and so on."""
+    """Return what each process has saved: checksums of weights, gradients, optimizer, scaler, moving average, random states and so on."""
     return [[json.loads(state) for state in re.findall("^SAVED (.*)$", output, flags=re.M)] for output in outputs]
 
 

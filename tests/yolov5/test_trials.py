@@ -57,7 +57,7 @@ def test_targets_share_no_cell(loss):
 
 @pytest.fixture
 def trials(real_yolov5):
-    """The obstacles that the small cases of all switches find in a layout of YOLOv5, or in the checkout in a folder."""
+    """Return the obstacles that the small cases of all switches find in a layout of YOLOv5, or in the checkout in a folder."""
 
     def run(layout, folder=None):
         real = real_yolov5(layout)

@@ -78,7 +78,7 @@ def test_matches_as_stock(yolov5, device, seed):
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("scale", [1, 2])
 def test_masks_match_as_stock(yolov5, device, overlap, scale):
-    """Return masks of labels as large as those of predictions, and half as large."""
+    """Match masks of labels as large as those of predictions, and half as large."""
     from yolov5.segment import val
 
     stock = val.process_batch
@@ -100,7 +100,7 @@ def test_masks_match_as_stock(yolov5, device, overlap, scale):
 
 
 class Finds(torch.nn.Module):
-    """Stands in for a segmentation model that finds the labels of a loader's batches, some well, some badly, and things that are not there."""
+    """Stand in for a segmentation model that finds the labels of a loader's batches, some well, some badly, and things that are not there."""
 
     def __init__(self, batches, missed: int, channels: int = 32) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def split(declarators: str) -> list[str]:
-    """At the commas between declarators, not at those inside of brackets; < and > are brackets outside of others."""
+    """Split at the commas between declarators, not at those inside of brackets; < and > are brackets outside of others."""
     parts, depth, angles = [""], 0, 0
     for char in declarators:
         depth += (char in "([{") - (char in ")]}")

@@ -106,7 +106,7 @@ def limited(model):
 
 
 def in_second_epoch(change):
-    """Something that a user's callback does when the second epoch begins."""
+    """Do something that a user's callback does when the second epoch begins."""
 
     def prepare(model):
         model.add_callback("on_train_epoch_start", lambda trainer: change(trainer) if trainer.epoch == 1 else None)
@@ -139,7 +139,7 @@ def swap_loader(trainer):
 
 
 class Stop(Exception):
-    """Ends a training as a lost machine would."""
+    """End a training as a lost machine would."""
 
 
 def stop_after_an_epoch(model):
@@ -281,14 +281,14 @@ def patched(case):
 
 
 def allocated():
-    """Bytes on the GPU when all models are gone, and what cuBLAS works in."""
+    """Return bytes on the GPU when all models are gone, and what cuBLAS works in."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_allocated()
 
 
 def refused(**arguments):
-    """What asking for cuda_graph by name raises on the real device."""
+    """Return what asking for cuda_graph by name raises on the real device."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(switch, "missing_gpu", lambda: None)
         patch(cuda_graph=True)

@@ -34,7 +34,7 @@ SWITCHES = ("cuda_graph", "channels_last", "multi_tensor_optimizer", "loss_optim
 
 
 def held() -> dict[str, int]:
-    """What a training must leave as it was. Threads of loaders that are gone take a moment to end."""
+    """Return what a training must leave as it was. Threads of loaders that are gone take a moment to end."""
     gc.collect()
     end = time.monotonic() + 10
     while threading.active_count() > 1 and time.monotonic() < end:

@@ -21,7 +21,7 @@ def plain(dataset):
 
 
 def sampler(dataset):
-    """Stock's class, with a sampler that has a generator of its own."""
+    """Return stock's class, with a sampler that has a generator of its own."""
     generators = torch.Generator(), torch.Generator()
     drawn = RandomSampler(dataset, generator=generators[0])
     return InfiniteDataLoader(

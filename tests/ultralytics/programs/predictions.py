@@ -81,14 +81,14 @@ def family(name):
 
 
 def grey():
-    """A model of one channel, whose loader makes such images of colored ones; images of one channel, too."""
+    """Predict with a model of one channel, whose loader makes such images of colored ones; images of one channel, too."""
     model = model_of("grey")
     assert model.model.model[0].conv.in_channels == 1
     return [predictions(model), [rows(model.predict(image[..., :1], **COMMON)) for image in IMAGES]]
 
 
 def odd():
-    """Sides that no stride divides, thin images and a single pixel."""
+    """Predict sides that no stride divides, thin images and a single pixel."""
     shapes = [(33, 47), (61, 64), (1, 1), (500, 7), (3, 333), (127, 129)] * 4
     drawn = np.random.default_rng(1)
     model, images = model_of("odd"), [drawn.integers(0, 256, (*shape, 3), dtype=np.uint8) for shape in shapes]

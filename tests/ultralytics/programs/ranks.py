@@ -38,7 +38,7 @@ class OnTheCpu(Trainer):
         dist.init_process_group("gloo")
 
     def final_eval(self):
-        """Takes this rank's GPU, whatever the trainer's device is."""
+        """Take this rank's GPU, whatever the trainer's device is."""
 
 
 def without_devices(init):

@@ -34,7 +34,7 @@ else:
 
 
 class Stop(Exception):
-    """Ends a training as a lost machine would."""
+    """End a training as a lost machine would."""
 
 
 def train(model, stop, **arguments):

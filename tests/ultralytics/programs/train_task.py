@@ -47,7 +47,7 @@ stock_topk = torch.topk
 
 
 def topk(values, k, dim=-1, largest=True, **rest):
-    """Ties by index, as on a GPU: on the CPU their order is unspecified."""
+    """Break ties by index, as on a GPU: on the CPU their order is unspecified."""
     if values.is_cuda:
         return stock_topk(values, k, dim=dim, largest=largest, **rest)
     values, indices = values.sort(dim=dim, descending=largest, stable=True)

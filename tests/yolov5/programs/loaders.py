@@ -68,7 +68,7 @@ def make(name, segments=False, count=24):
 
 
 def batches(root, epochs=2, batch_size=6, stop=None, before=None, keep=None, **options):
-    """All batches of some epochs, the state that the generators are left in, and items of the data set."""
+    """Return all batches of some epochs, the state that the generators are left in, and items of the data set."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -121,7 +121,7 @@ def same(root="boxes", **options):
 
 
 def described(error):
-    """Its kind and its last line. Its frames hold loaders: torch waits five seconds for each process of one that the
+    """Return its kind and its last line. Its frames hold loaders: torch waits five seconds for each process of one that the
     cycle collector finds."""
     traceback.clear_frames(error.__traceback__)
     return type(error).__name__, str(error).strip().splitlines()[-1]
@@ -222,7 +222,7 @@ def missing_file():
 
 
 def outcome(**options):
-    """The images, or stock's kind of error and its last line."""
+    """Return the images, or stock's kind of error and its last line."""
     try:
         return [batch[0] for batch in batches(**options, epochs=1) if isinstance(batch, tuple)]
     except Exception as error:
@@ -336,7 +336,7 @@ def spawn():
 
 
 class Albumentations:
-    """Draws and changes images, as the real one may."""
+    """Draw and change images, as the real one may."""
 
     def __init__(self, size=SIZE):
         self.transform = True

@@ -34,7 +34,7 @@ class Operators(TorchDispatchMode):
 
 
 def names():
-    """Every global of every YOLOv5 and ultralytics module, and the class attributes of nn.Upsample, by identity."""
+    """Return every global of every YOLOv5 and ultralytics module, and the class attributes of nn.Upsample, by identity."""
     found = {("nn.Upsample", key): id(value) for key, value in vars(torch.nn.Upsample).items()}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] in ("yolov5", "utils", "models", "ultralytics", "user_code", "__main__"):
@@ -44,7 +44,7 @@ def names():
 
 
 def step():
-    """A training step from one seed: the model, its loss and gradients, and which operators of ours ran."""
+    """Return a training step from one seed: the model, its loss and gradients, and which operators of ours ran."""
     yolo = importlib.import_module(f"{prefix}models.yolo")
     loss = importlib.import_module(f"{prefix}utils.loss")
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def step():
 
 
 def check_step(items, gradients):
-    """Against stock's: the same losses and gradients, but for rounding, which batch norm over few values amplifies."""
+    """Check against stock's: the same losses and gradients, but for rounding, which batch norm over few values amplifies."""
     torch.testing.assert_close(items, stock_items, rtol=1e-5, atol=1e-7)
     for name, gradient in gradients.items():
         scale = stock_gradients[name].abs().max().item()
@@ -92,7 +92,7 @@ def check_stock():
 
 
 def check_model(model):
-    """Copies, halves and traces as stock does, and what is traced holds no operator of ours."""
+    """Copy, halve and trace as stock does, and what is traced holds no operator of ours."""
     model.eval()
     image = torch.rand(1, 3, 64, 64)
     with torch.no_grad():
