@@ -41,7 +41,7 @@ class Fuzzer {
     }
   }
 
-  // Decodes the whole and a rectangle, if the packed JPEG is sound and its image no larger than 4 megapixels.
+  // Decode the whole and a rectangle, if the packed JPEG is sound and its image no larger than 4 megapixels.
   void decode(const std::vector<uint8_t>& packed) {
     if (packed.size() < kJpegHeaderBytes) return;
     const auto& h = *reinterpret_cast<const JpegHeader*>(packed.data());

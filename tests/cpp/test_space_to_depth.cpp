@@ -10,7 +10,7 @@ namespace {
 
 struct Loops {
   static void seed(uint64_t) {}
-  // Calls f(zero of the source's type, zero of the target's).
+  // Call f(zero of the source's type, zero of the target's).
   template <typename F>
   static bool with_types(const SpaceToDepthParams& params, F&& f) {
     with_dtype<Halves>(params.source_dtype,

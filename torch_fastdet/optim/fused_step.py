@@ -168,7 +168,7 @@ class FusedStep:
         def take(optimizer: torch.optim.Optimizer, *_: object, **__: object) -> None:
             self._step(model)
 
-        # Runs the hooks of this optimizer and of all, as optimizer.step() does; what they change counts for this step.
+        # Run the hooks of this optimizer and of all, as optimizer.step() does; what they change counts for this step.
         torch.optim.Optimizer.profile_hook_step(take)(self.optimizer)
 
     def _step(self, model: nn.Module | None) -> None:

@@ -75,7 +75,7 @@ inline void define_standard_tables(JpegFile& file) {
   }
 }
 
-// Reads EXIF's orientation from a TIFF header and its first directory.
+// Read EXIF's orientation from a TIFF header and its first directory.
 class ExifReader {
  public:
   ExifReader(const uint8_t* data, int64_t size) : data_(data), size_(size) {}

@@ -89,7 +89,7 @@ struct NoSecondGradient : torch::autograd::Function<NoSecondGradient> {
   }
 };
 
-// Calls a backward operator, whose results have no gradient under create_graph=True either.
+// Call a backward operator, whose results have no gradient under create_graph=True either.
 class FirstGradient : public c10::OperatorKernel {
  public:
   explicit FirstGradient(std::string refusal) : refusal_(std::move(refusal)) {}

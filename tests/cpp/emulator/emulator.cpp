@@ -219,7 +219,7 @@ void switch_to(Fiber& to) {
 #endif
 }
 
-// Runs a thread that may run; the host where there is none.
+// Run a thread that may run; the host where there is none.
 void run_another() {
   if (!block.ready_count || !block.failure.empty()) return switch_to(host_context);
   unsigned& pick = block.ready[random_bits() % block.ready_count];

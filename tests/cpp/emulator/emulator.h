@@ -117,7 +117,7 @@ struct Shape {
   dim3 grid, block;
   size_t shared_bytes;
 };
-// Runs a kernel to its end. What a device would refuse is left for cudaGetLastError; what is undefined behaviour
+// Run a kernel to its end. What a device would refuse is left for cudaGetLastError; what is undefined behaviour
 // throws.
 void run(const Shape& shape, const void* kernel, Body body, const void* arguments);
 

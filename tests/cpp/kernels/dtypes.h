@@ -8,7 +8,7 @@
 
 namespace torch_fastdet::core {
 
-// Calls check(zero, seed, dtype) for these types in turn; zero has the type that sums have.
+// Call check(zero, seed, dtype) for these types in turn; zero has the type that sums have.
 template <class Check>
 void for_each_seed(uint64_t count, std::initializer_list<DType> dtypes, const Check& check) {
   for (uint64_t seed = 0; seed < rounds(count) && !testing::Test::HasFailure(); ++seed) {

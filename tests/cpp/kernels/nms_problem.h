@@ -57,7 +57,7 @@ struct Found {
   static DType wide(const Problem& problem) { return arithmetic_dtype(problem.source.dtype); }
 };
 
-// Returns the GPU's plan, and how many were kept.
+// Return the GPU's plan, and how many were kept.
 template <class Backend>
 std::pair<NmsPlan, int64_t> check(const Problem& problem) {
   const NmsPlan plan = plan_nms(problem.source, problem.options, problem.shared_limit);

@@ -55,7 +55,7 @@ class Problem {
   }
 
  private:
-  // Calls f(output, square's channel, weight) with the indices of each product.
+  // Call f(output, square's channel, weight) with the indices of each product.
   template <typename F>
   void for_products(F&& f) const {
     const StemConvSizes& s = sizes_;

@@ -17,7 +17,7 @@ struct Results {
   std::vector<double> loss;
 };
 
-// Runs launch(params) with memory for `Params`, of which set(params) fills in its own part.
+// Run launch(params) with memory for `Params`, of which set(params) fills in its own part.
 template <typename Params, typename T, typename Set, typename Launch>
 Results run(const v8_problem::Problem<T>& problem, const Set& set, const Launch& launch) {
   const V8Heads& heads = problem.heads;
