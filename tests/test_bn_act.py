@@ -378,7 +378,7 @@ def in_a_step(module, x, once=True, amp=True):
 
 
 def assert_as_near_as_autocast(module, x, joined):
-    """Sums of a convolution may have another order: over all tensors, the relative error is at most 1.5 times autocast's."""
+    """Allow sums of a convolution another order: over all tensors, the relative error is at most 1.5 times autocast's."""
     exact = in_a_step(stock_of(module).double(), x.double(), amp=False)[1]
     theirs = in_a_step(stock_of(module), x, once=False)[1]
     count, mine = in_a_step(module, x)

@@ -489,7 +489,7 @@ def _first(future):
 
 
 def _endless(harm):
-    """Training that would not end by itself, with some harm to rank 1."""
+    """Train without an end, with some harm to rank 1."""
     graphed = GraphedModule(make(), required=True)
     for i, x in enumerate(images_of_this_rank((32,), 4) * 10000):
         if i == 5:

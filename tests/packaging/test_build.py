@@ -305,7 +305,7 @@ def files_in_git() -> set[str]:
 
 @pytest.fixture
 def sdist(tmp_path):
-    """Of the CPU alone."""
+    """Make one of the CPU alone."""
     source, dist = tmp_path / "source", tmp_path / "dist"
     not_source = (".git", ".venv*", "build", "dist", "runs", "*.so", "*.egg-info", ".dev", "_build_config.json")
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*not_source))

@@ -63,7 +63,7 @@ def detect(cmake, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def export():
-    """examples/export.py."""
+    """Import examples/export.py."""
     return importlib.import_module("examples.export")
 
 

@@ -77,7 +77,7 @@ def bn_act(
     residual: Tensor | None = None,
     statistics: tuple[Tensor, Tensor] | None = None,
 ) -> Result:
-    """statistics: mean and 1 / sqrt(variance + eps), if not those of x."""
+    """Compute by the definition; statistics: mean and 1 / sqrt(variance + eps), if not those of x."""
     x, grad_y = x.detach().double(), grad_y.detach().double()
     channels = (1, -1, 1, 1)
     gamma = torch.ones(x.shape[1], device=x.device).double() if weight is None else weight.detach().double()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def deformable_attention(value: Tensor, shapes: list[tuple[int, int]], locations: Tensor, weights: Tensor) -> Tensor:
-    """value (B, S, H, C), locations (B, Q, H, L, P, 2), weights (B, Q, H, L, P) -> (B, Q, H * C). Differentiable."""
+    """Map value (B, S, H, C), locations (B, Q, H, L, P, 2), weights (B, Q, H, L, P) -> (B, Q, H * C). Differentiable."""
     value, locations, weights = value.double(), locations.double(), weights.double()
     batch, _, heads, channels = value.shape
     queries = locations.shape[1]

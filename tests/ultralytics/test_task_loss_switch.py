@@ -305,7 +305,7 @@ def test_weights_of_the_branches_after_epochs(models, name):
 
 
 def assert_bad_class_is_refused(model, batch):
-    """On a GPU at the end of the call or later."""
+    """Expect the error, on a GPU at the end of the call or later."""
     bad, criterion = {**batch, "cls": batch["cls"].clone()}, pair(model)[1]
     bad["cls"][3] = 4
     with pytest.raises(ValueError, match=r"targets row 3, column 1 \(class\) is (4|not a class)"):

@@ -41,7 +41,7 @@ class YOLOv5:
     environment: dict[str, str]
 
     def command(self, script: str) -> list[str]:
-        """``script`` is "train", "val", "detect" or "segment/train"."""
+        """Return the command of ``script``: "train", "val", "detect" or "segment/train"."""
         if self.layout == "package":
             return ["-m", f"yolov5.{script.replace('/', '.')}"]
         return [f"{script}.py"]

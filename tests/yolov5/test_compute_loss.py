@@ -79,7 +79,7 @@ def sample(device="cpu", count=6, dtype=torch.float32):
 
 
 def without_shared_cells(targets):
-    """On CUDA stock's objectness is a matter of chance where targets share a cell: keep one target an image."""
+    """Keep one target an image: on CUDA stock's objectness is a matter of chance where targets share a cell."""
     keep = {int(image): row for row, image in enumerate(targets[:, 0])}
     return targets[sorted(keep.values())]
 

@@ -450,7 +450,7 @@ def fork(**changed):
 
 
 def planned(lines):
-    """The batches were planned to the end, and by nothing but plans."""
+    """Check that batches were planned to the end, and by nothing but plans."""
     assert (
         lines.about("batches are made") and not lines.about("a plan cannot say") and not lines.about("leaves the rest")
     ), lines.lines
@@ -475,7 +475,7 @@ def changed_code():
 
 
 def pair(self, index):
-    """Two images side by side on a wide canvas, the second one upside down, of which a part is shown."""
+    """Place two images side by side on a wide canvas, the second one upside down, of which a part is shown."""
     s, labels = self.img_size, []
     canvas = np.full((s, 2 * s, 3), 114, dtype=np.uint8)
     for number, i in enumerate([index, random.choice(self.indices)]):
@@ -505,14 +505,14 @@ def mosaic9():
 
 
 def blurred(image, *arguments, **options):
-    """Half of the images are blurred and darkened, in place: no plan can say that."""
+    """Blur and darken half of the images, in place: no plan can say that."""
     if random.random() < 0.5:
         cv2.blur(image, (3, 3), dst=image)
         image //= 2
 
 
 def cut_out(image, *arguments, **options):
-    """A rectangle of one colour, and one of another part of the image."""
+    """Draw a rectangle of one colour, and one of another part of the image."""
     image[4:20, 5:30] = random.randint(0, 255)
     image[40:60, 30:50] = image[10:30, 20:40]
 
