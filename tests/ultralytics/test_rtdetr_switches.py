@@ -1,6 +1,8 @@
 """RT-DETR's training: its criterion by loss_optim, and its step with denoising queries by cuda_graph, against Ultralytics' own."""
 
 import copy
+import functools
+import warnings
 import weakref
 from types import SimpleNamespace
 
@@ -24,6 +26,7 @@ from tests.graphs import fake_gpu
 from torch_fastdet.nn import bn_act, widened
 from torch_fastdet.patching import switch
 from torch_fastdet.rewrites.rewrite import rewritten
+from torch_fastdet.rewrites.rtdetr import _attend_self as attend_self
 from torch_fastdet.rewrites.rtdetr import deformable_attention, max_pools, without_averaged_weights
 from torch_fastdet.switches.cuda_graph import rtdetr
 from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
@@ -142,6 +145,63 @@ def test_steps_in_graphs_are_stocks(kind, on, capfd, monkeypatch):
     near = {} if kind == "fake" else {"near": 2e-2, "whole": 5e-2}
     check(stock, train(make_model().to(device), batches), **near)
     assert "captured forward and backward of RTDETRDetectionModel for input (2, 3, 64, 64)" in capfd.readouterr().err
+
+
+def test_losses_of_twenty_iterations_are_stocks(on):
+    """With small steps: with large ones a rounding soon selects another query, and losses differ by percents from there on."""
+
+    def losses():
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        torch.manual_seed(3)
+        for i in range(20):
+            loss, _ = model(make_batch(GROUPS[i % len(GROUPS)], i))
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+            optimizer.step()
+            found.append(loss.item())
+        return found[-20:]
+
+    found = []
+    stock = losses()
+    on("fake", cuda_graph=True, loss_optim=True, bn_act_optim=True)
+    assert losses() == pytest.approx(stock, rel=1e-3)
+    assert min(stock[1:]) < 0.9 * stock[0]
+
+
+def test_steps_of_equal_seeds_have_equal_bits(on, monkeypatch):
+    """A trainer's ``deterministic=True`` gets no warning, as fused attention and ``grid_sample`` would give."""
+    device = on("cuda", cuda_graph=True, loss_optim=True, bn_act_optim=True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    batches = [make_batch([5, 3, 0, 9], i, device, size=160) for i in range(5)]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings(), torch.autocast("cuda"):
+            warnings.filterwarnings("error", message=".*deterministic")
+            first, second = (train(make_model().to(device), batches)[0] for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for (loss, _, gradients), (other, _, others) in zip(first, second, strict=True):
+        assert torch.equal(loss, other)
+        assert all(torch.equal(gradients[name], others[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_trained_self_attention_has_the_bits_of_the_original(masked, device):
+    torch.manual_seed(0)
+    attention = torch.nn.MultiheadAttention(32, 4).to(device)
+    x, value = (torch.randn(20, 2, 32, device=device, requires_grad=True) for _ in range(2))
+    mask = (torch.rand(20, 20, device=device) < 0.3).fill_diagonal_(False) if masked else None
+    results = []
+    for attend in (attention, functools.partial(attend_self, attention)):
+        with torch.autocast(device, torch.bfloat16):
+            output = attend(x, x, value, attn_mask=mask)[0]
+        gradients = torch.autograd.grad(output.float().square().sum(), [x, value, *attention.parameters()])
+        results.append((output, *gradients))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.slow

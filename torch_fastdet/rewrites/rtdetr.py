@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as functional_of_torch
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import runs_plainly
@@ -56,14 +57,34 @@ def deformable_attention(model: nn.Module) -> Changes:
                 yield module, "forward", functools.partial(forward, module)
 
 
+def _softmax(scores: Tensor, dim: int) -> Tensor:
+    with torch.autocast(scores.device.type, enabled=False):
+        return scores.softmax(dim)  # its kernel computes in float32: the same bits as from and to float32
+
+
+@functools.cache
+def _attention_by_scores() -> Function:
+    """Return ``nn.MultiheadAttention.forward`` with scores in memory, whose softmax keeps their dtype under autocast.
+
+    Its gradients are deterministic; those of cuDNN's attention and of the memory-efficient one are not.
+    """
+    functional = SimpleNamespace(**vars(functional_of_torch))
+    functional.multi_head_attention_forward = with_names(functional.multi_head_attention_forward, softmax=_softmax)
+    return functools.partial(with_names(nn.MultiheadAttention.forward, F=functional), average_attn_weights=False)
+
+
+def _attend_self(attention: nn.MultiheadAttention, *args: object, **kwargs: object) -> object:
+    fused: Function = functools.partial(nn.MultiheadAttention.forward, need_weights=False)
+    return (_attention_by_scores() if torch.is_grad_enabled() else fused)(attention, *args, **kwargs)
+
+
 def without_averaged_weights(model: nn.Module) -> Changes:
-    """Let self-attention of RT-DETR's layers compute no averaged weights, which nothing reads, and so may be fused."""
-    forward: Function = functools.partial(nn.MultiheadAttention.forward, need_weights=False)
+    """Let self-attention of RT-DETR's layers compute no averaged weights, which nothing reads; without gradients it is fused."""
     for layer in model.modules() if adds_freely(model) else ():
         name = _SELF_ATTENTION.get(type(layer).__name__) if type(layer).__module__ == _MODULE else None
         attention = getattr(layer, name) if name else None
         if type(attention) is nn.MultiheadAttention and runs_plainly(attention, nn.MultiheadAttention.forward):
-            yield attention, "forward", functools.partial(forward, attention)
+            yield attention, "forward", functools.partial(_attend_self, attention)
 
 
 def _on_its_device(module: nn.Module, *args: object, **kwargs: object) -> object:
