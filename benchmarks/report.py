@@ -198,7 +198,7 @@ SECTIONS = {
     "yolov5_loss.md": ("gpu-loss-floor",),
     **{f"{name}.md": (f"gpu-{name}-floor",) for name in ("bn_act", "stem_conv", "pool", "v8_loss", "rtdetr")},
     **{f"{name}.md": (f"gpu-{name}-floor",) for name in ("nms", "masks", "image", "jpeg")},
-    "machine.md": ("h100-machine", "gpu-memory"),
+    "machine.md": ("h100-machine", "gpu-memory", "gpu-small_cards"),
     "results.md": ("gpu-truths", "all-rows"),
     "results_yolov5.md": ("gpu-dataset", "h100-dataset", "gpu-train", "h100-train", "gpu-val"),
     "results_ultralytics.md": ("gpu-ultralytics", "gpu-rtdetr_training", "h100-ultralytics"),
