@@ -397,7 +397,8 @@ def plot(machine: work.Machine, rows: list[Placed], path: Path) -> None:
         return
     rows = [row for row in rows if row.measured_s]
     numbers = {id(row): number for number, row in enumerate(rows, 1)}
-    colors = {family: f"C{index}" for index, family in enumerate(TITLES)}
+    present = {row.family for row in rows}  # matplotlib has ten colours
+    colors = {family: f"C{index}" for index, family in enumerate(family for family in TITLES if family in present)}
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(17, max(7.0, 0.8 + 0.23 * len(rows))), width_ratios=(1.1, 1), layout="constrained"
     )
