@@ -43,7 +43,7 @@ class Operators(TorchDispatchMode):
 
 def on_the_cpu():
     """Let the switch run on the CPU, as its operator can."""
-    switch.missing_gpu = lambda: None
+    switch.obstacle_to_gpu = lambda: None
     bn_act.DEVICES = stem.DEVICES = ("cpu", "cuda")
     stem.DTYPES = (*stem.DTYPES, torch.float64)
 

@@ -50,7 +50,7 @@ def test_a_part_of_a_gpu_by_its_name(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5c2ae2ba-8fbb-5e6a-8b0a-1c1f8f0e2f2a")
     monkeypatch.setattr(switch.ctypes, "CDLL", lambda name: None)  # there is a driver
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert switch.missing_gpu() is None
+    assert switch.obstacle_to_gpu() is None
 
 
 def results(device: torch.device) -> list[torch.Tensor]:

@@ -50,7 +50,7 @@ def pairs(host: str) -> dict[str, Pair]:
     found: dict[str, Pair] = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
         # Switches that need a GPU replace their names here too.
-        monkeypatch.setattr(engine_switch, "missing_gpu", lambda: None)
+        monkeypatch.setattr(engine_switch, "obstacle_to_gpu", lambda: None)
         drop_in.patch(fastdet=True)
         replacements = list(importlib.import_module(f"torch_fastdet.{host}.host").HOST.patches.replacements)
         drop_in.unpatch()

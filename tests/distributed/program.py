@@ -400,7 +400,7 @@ def switched(host, plain, batches, value_of, options, steps):
     keys = list(wrapped.state_dict())
     graphed, optimizer = whole(model)
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+        monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
         host.patch(cuda_graph=True)
     assert DDP.forward is not stock
     try:
@@ -462,7 +462,7 @@ def what_the_switch_leaves_to_stock():
     model = model.to(fake_gpu.GPU.device).train()
     x = images_of_this_rank((64,), 1)[0]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+        monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
         host.patch(cuda_graph=True)
     try:
         with pytest.raises(host.SwitchError, match="several processes train the model, but not by Distributed"):

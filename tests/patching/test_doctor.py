@@ -96,7 +96,7 @@ def test_exit_status_and_output(host, capsys, monkeypatch, asked, status, as_jso
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_framework_that_is_not_installed(host, capsys, monkeypatch, as_json):
     """One line: nothing of it can be examined, not even for switches that need no framework."""
-    monkeypatch.setattr(host, "missing", lambda: Obstacle("host is not installed (pip install host)."))
+    monkeypatch.setattr(host, "obstacle_to_host", lambda: Obstacle("host is not installed (pip install host)."))
     monkeypatch.setattr(doctor, "examine", None)
     assert (
         doctor.run(host, "host", None, [], {}, as_json) == 0 and doctor.run(host, "host", None, ["fine"], {}, True) == 2

@@ -241,7 +241,7 @@ def test_a_late_module_gets_the_original_of_its_package_or_the_first_one(loaded)
 
 def test_a_switch_that_needs_a_gpu(loaded, host, monkeypatch, capsys):
     host.switches = {"area_optim": AREA, "size_optim": dataclasses.replace(SIZE, evidence=(GPU,))}
-    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: "there is no GPU.")
+    monkeypatch.setattr("torch_fastdet.patching.switch.obstacle_to_gpu", lambda: "there is no GPU.")
     loaded(module("host.shapes", STOCK))
     assert len(host.patch({ALL: True})) == 1
     assert capsys.readouterr().err.count("torch_fastdet: size_optim does not apply: there is no GPU.\n") == 1
@@ -253,7 +253,7 @@ def test_the_rows_of_a_class(loaded, host, capsys):
     """One method that is added, one that follows it, one that stays with a line, one that is missing, and a class of torch."""
 
     def unknown(stock):
-        return "it is unknown."
+        return Obstacle("it is unknown.")
 
     where = ("host.shapes",)
     targets = (

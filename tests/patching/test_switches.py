@@ -125,7 +125,7 @@ def test_the_same_switches_apply_whatever_the_callers_settings_are(monkeypatch, 
         warnings.simplefilter("ignore")
         pytest.importorskip(module, reason=f"{host} is not installed")
     # The switches that need a GPU, too.
-    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
+    monkeypatch.setattr("torch_fastdet.patching.switch.obstacle_to_gpu", lambda: None)
     expected = usual_lines(drop_in)
     assert any(line.startswith("bn_act_optim") for line in expected)
     first = functools.cache(loss.drop_in.__wrapped__)  # classes are made anew, as at the first patch() of a process

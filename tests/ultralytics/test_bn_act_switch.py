@@ -61,7 +61,7 @@ BLOCKS = {
 @pytest.fixture
 def evaluate(device, monkeypatch):
     """Return the results of a block in a captured evaluation, of the original and with bn_act_optim, and operators of the latter."""
-    monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+    monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
     monkeypatch.setattr(bn_act, "DEVICES", ("cpu", "cuda"))
 
     def run(model, fused, dtype=torch.float64):

@@ -302,7 +302,7 @@ def model_on(kind, name, monkeypatch, memory_format=torch.contiguous_format):
     tasks = pytest.importorskip("ultralytics.nn.tasks", reason="ultralytics is not installed")
     from ultralytics.cfg import get_cfg
 
-    monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+    monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     device = "cpu" if kind == "fake" else "cuda"
     torch.manual_seed(0)
@@ -341,7 +341,7 @@ def test_a_model_without_graphs_runs_as_the_original(monkeypatch, fused):
     """RT-DETR's own predict is not captured. Fused blocks would keep the host longer than the original ones."""
     tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
     fake_gpu.install(monkeypatch)
-    monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+    monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
     model, batch = (
         tasks.RTDETRDetectionModel("rtdetr-l.yaml", nc=3, verbose=False).train(),
         labelled("detect", 2, "cpu"),

@@ -119,7 +119,7 @@ def on(monkeypatch):
             monkeypatch.setattr(bn_act, "DEVICES", ("cpu", "cuda"))
         elif reason := cuda_missing():
             pytest.skip(reason)
-        monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+        monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
         patch(**switches)
         return "cpu" if kind == "fake" else "cuda"
 

@@ -429,7 +429,7 @@ def test_rle_part_of_yolo26_poses_in_graphs(kind, models, monkeypatch):
         fake_gpu.install(monkeypatch)
     elif reason := cuda_missing():
         pytest.skip(reason)
-    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
+    monkeypatch.setattr("torch_fastdet.patching.switch.obstacle_to_gpu", lambda: None)
     device = "cpu" if kind == "fake" else "cuda"
     model = copy.deepcopy(models("yolo26n-pose.yaml", data_kpt_shape=[5, 3])).to(device)
     flow = list(model.model[-1].flow_model.parameters())

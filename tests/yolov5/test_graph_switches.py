@@ -33,7 +33,7 @@ def yolo():
 @pytest.fixture
 def switched(monkeypatch):
     """Turn switches on by name, as where there is a GPU; put everything back afterwards."""
-    monkeypatch.setattr(switch_module, "missing_gpu", lambda: None)
+    monkeypatch.setattr(switch_module, "obstacle_to_gpu", lambda: None)
     yield lambda **switches: drop_in.patch(**switches)
     drop_in.unpatch()
 

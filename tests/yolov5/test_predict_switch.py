@@ -161,7 +161,7 @@ def test_callers_of_a_batcher_share_a_hub_model(device):
 
 @pytest.fixture
 def patched(monkeypatch):
-    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
+    monkeypatch.setattr("torch_fastdet.patching.switch.obstacle_to_gpu", lambda: None)
     drop_in.patch(predict_optim=True)
     yield common.AutoShape.forward
     drop_in.unpatch()
@@ -197,7 +197,7 @@ def test_an_own_letterbox_stays(device, monkeypatch):
 
 
 def test_refusals(monkeypatch):
-    monkeypatch.setattr("torch_fastdet.patching.switch.missing_gpu", lambda: None)
+    monkeypatch.setattr("torch_fastdet.patching.switch.obstacle_to_gpu", lambda: None)
     letterbox = common.letterbox
     with monkeypatch.context() as other:
         other.setattr(common, "letterbox", lambda im, *args, **kw: letterbox(im, *args, color=(0, 0, 0), **kw))

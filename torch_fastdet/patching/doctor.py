@@ -15,6 +15,7 @@ import torch
 from torch_fastdet import memory
 from torch_fastdet._build_info import build_info
 from torch_fastdet.patching.engine import Host
+from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.replace import describe
 from torch_fastdet.patching.switch import Active, Outcome, Outside, Switch, Target
 
@@ -25,7 +26,7 @@ class SwitchReport:
 
     name: str
     asked: bool
-    why_not: str | None
+    why_not: Obstacle | None
     in_part: bool = False
     notice: str | None = None
     targets: list[Outcome] = field(default_factory=list)
@@ -38,7 +39,7 @@ class SwitchReport:
 
 def examine(host: Host, asked: Collection[str] = (), options: Mapping[str, str] | None = None) -> list[SwitchReport]:
     """Return what ``patch()`` would do for each switch. ``options`` are the training's own, by their names, as the user typed them."""
-    if host.missing() is None and (prefix := host.prefix()):
+    if host.obstacle_to_host() is None and (prefix := host.prefix()):
         # patch() looks at some modules when the framework imports them.
         targets = [
             target for switch in host.switches.values() for target in switch.targets if isinstance(target, Target)
@@ -50,19 +51,19 @@ def examine(host: Host, asked: Collection[str] = (), options: Mapping[str, str] 
 
 
 def _examine(host: Host, switch: Switch, asked: bool, options: Mapping[str, str]) -> SwitchReport:
-    failed: str | None = None
+    failed: Obstacle | None = None
     try:
         active = host.try_switch(switch)
     except Exception as error:  # whatever its modules need
         active = Active(switch, host.patches)
-        failed = f"its modules cannot be imported: {type(error).__name__}: {error}"
+        failed = Obstacle(f"its modules cannot be imported: {type(error).__name__}: {error}")
     given = (question(options[option]) for option, question in switch.options.items() if option in options)
     by_options = next((answer for answer in given if answer is not None), None)
     why_not = host.obstacle(switch) or by_options or active.why_not or failed
     report = SwitchReport(switch.name, asked, why_not, rewrites=switch.rewrites)
     report.in_part = active.why_not is not None and by_options is None and active.has_replaced_any()
     report.notice = None if report.why_not or switch.notice is None else switch.notice()
-    if host.missing() is None or not switch.needs_host:
+    if host.obstacle_to_host() is None or not switch.needs_host:
         report.targets = [_target(target, active.outcomes.get(id(target))) for target in switch.targets]
     return report
 
@@ -137,7 +138,7 @@ def run(
 ) -> int:
     """Print the report, and return the exit status: 2 if a switch that was asked for by name cannot apply, else 0."""
     found = facts(name, version)
-    if (missing := host.missing()) is not None:
+    if (missing := host.obstacle_to_host()) is not None:
         print(json.dumps({**found, "switches": [], "notes": [str(missing)]}) if as_json else f"{name}: {missing}")
         return 2 if asked else 0
     reports = examine(host, asked, options)

@@ -42,7 +42,7 @@ class Host:
 
     # To override -----------------------------------------------------------------------------------------------------
 
-    def missing(self) -> Obstacle | None:
+    def obstacle_to_host(self) -> Obstacle | None:
         """Return why the host cannot be used here; None where it can."""
         return None
 
@@ -142,8 +142,7 @@ class Host:
 
     def obstacle(self, switch: Switch) -> Obstacle | None:
         """Return why a switch as a whole cannot apply here; None where it can."""
-        missing = self.missing() if switch.needs_host else None
-        return missing if missing is not None else obstacle_among(switch.evidence)
+        return (self.obstacle_to_host() if switch.needs_host else None) or obstacle_among(switch.evidence)
 
     @without_dispatch_modes()  # the originals' small cases need numbers
     def _start(self, active: Active, import_now: bool) -> None:
@@ -164,8 +163,8 @@ class Host:
                 self.import_modules(active.switch.modules)
                 if dry:  # nothing has watched the imports
                     active.look_through(self.patches.modules())
-                if (reason := active.found_nothing()) is not None:
-                    active.cannot_apply(reason)
+                if (obstacle := active.obstacle_to_all()) is not None:
+                    active.cannot_apply(obstacle)
         finally:
             active.starting = False
 

@@ -38,7 +38,7 @@ class Follows(Obstacle):
 
 
 class Evidence(Protocol):
-    def obstacle(self, stock: object) -> Obstacle | None:
+    def obstacle(self, stock: object, /) -> Obstacle | None:
         """Return why ``stock``, a function or class of the framework, is not the known one; None if it is."""
 
     def __str__(self) -> str:
@@ -74,22 +74,19 @@ def plainly_on_the_cpu() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Asks:
-    """Ask a question of its own ``about`` something, by a function of the original that returns a sentence, or None if all is well."""
+    """Ask a question of its own ``about`` something, by a function of the original."""
 
     about: str
-    question: Callable[[object], str | None]
-
-    def obstacle(self, stock: object = None) -> Obstacle | None:
-        answer = self.question(stock)
-        return None if answer is None else Obstacle(answer)
+    obstacle: Callable[[object], Obstacle | None]
 
     def __str__(self) -> str:
         return self.about
 
 
-_NO_MEMFD = "decoded images are shared through memfd_create, which this system does not have."
+_NO_MEMFD = Obstacle("decoded images are shared through memfd_create, which this system does not have.")
+_NO_OPENCV = Obstacle("OpenCV (cv2) is not installed.")
 MEMFD = Asks("memfd_create", lambda _: None if hasattr(os, "memfd_create") else _NO_MEMFD)
-OPENCV = Asks("OpenCV", lambda _: None if importlib.util.find_spec("cv2") else "OpenCV (cv2) is not installed.")
+OPENCV = Asks("OpenCV", lambda _: None if importlib.util.find_spec("cv2") else _NO_OPENCV)
 
 
 @dataclass(frozen=True)
@@ -302,10 +299,10 @@ def release(version: str) -> tuple[int, ...]:
 def at_least(package: str, oldest: str) -> Asks:
     """Ask whether the installed ``package`` is not older than ``oldest``, the first version whose results the drop-ins have."""
 
-    def question(_: object) -> str | None:
+    def obstacle(_: object = None) -> Obstacle | None:
         if release(version := installed_version(package)) >= release(oldest):
             return None
         supported = f"{oldest}, the oldest version that is supported"
-        return f"{package} {version} is older than {supported}; type: pip install -U {package}"
+        return Obstacle(f"{package} {version} is older than {supported}; type: pip install -U {package}")
 
-    return Asks(f"{package} {oldest} or later", question)
+    return Asks(f"{package} {oldest} or later", obstacle)

@@ -27,25 +27,25 @@ T = TypeVar("T")
 Make = Callable[["Active", Stock, Stock], object]
 
 
-def missing_gpu() -> str | None:
+def obstacle_to_gpu() -> Obstacle | None:
     """Return why no GPU can be used in this process. CUDA is not started: a training script may choose the visible GPUs later."""
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a CPU build."
+        return Obstacle(f"torch {torch.__version__} is a CPU build.")
     count = gpu_count()  # reads CUDA_VISIBLE_DEVICES, too
     if count < 0:
         try:
             ctypes.CDLL("libcuda.so.1")
         except OSError:
-            return "there is no CUDA driver on this machine."
-    return "there is no GPU that this process may use." if count == 0 else None
+            return Obstacle("there is no CUDA driver on this machine.")
+    return Obstacle("there is no GPU that this process may use.") if count == 0 else None
 
 
-GPU = Asks("a GPU", lambda _: missing_gpu())
+GPU = Asks("a GPU", lambda _: obstacle_to_gpu())
 
 
-def needs_gpu(device: str) -> str | None:
+def obstacle_in_device(device: str) -> Obstacle | None:
     """Return, for the doctor, why a switch for training on a GPU cannot apply with this ``--device``."""
-    return "the model trains on the CPU, not on a GPU." if device == "cpu" else None
+    return Obstacle("the model trains on the CPU, not on a GPU.") if device == "cpu" else None
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Target:
     def places(self) -> tuple[str, ...]:
         return (*self.where, *self.moved)
 
-    def missing_from(self, just_run: str) -> Obstacle | None:
+    def obstacle_in_modules(self, just_run: str) -> Obstacle | None:
         """Return why there is nothing to replace, if a module that should define the function or class has been run; else None."""
         run = [name for name in self.places if name == just_run or is_run(name)]
         here, there = ({root(name) for name in run if name in names} for names in (self.where, self.moved))
@@ -105,9 +105,9 @@ class Target:
             return None  # a module that may define it can still come, as where a module of this name is somebody else's
         if any(defined_in(name, self.name) for name in self.places):
             return None
-        return self.none_in(*run)
+        return self.obstacle_in(*run)
 
-    def none_in(self, *places: str) -> Obstacle:
+    def obstacle_in(self, *places: str) -> Obstacle:
         """Return what is said where none of the places defines the function or class."""
         return Obstacle(
             f"no {self.name} is defined in {' or '.join(places)}, or it has been replaced by somebody else."
@@ -167,7 +167,7 @@ class Switch:
     on_demand: bool = False
     evidence: tuple[Evidence, ...] = ()
     needs_host: bool = True
-    options: dict[str, Callable[[str], str | None]] = field(default_factory=dict)
+    options: dict[str, Callable[[str], Obstacle | None]] = field(default_factory=dict)
     notice: Callable[[], str | None] | None = None
     by_name_only: bool = False
     rewrites: tuple[str, ...] = ()
@@ -278,7 +278,7 @@ class Active:
             if not target.is_method:
                 for definer in target.places:
                     self.look_for(target, definer, modules)
-                missing = target.missing_from(just_run)
+                missing = target.obstacle_in_modules(just_run)
                 definers = [sys.modules[name] for name in target.places if name in sys.modules]
                 for module in (*of_host, *self.patches.of_host(definers)):
                     if (other := self.patches.somebody_elses(module, target.name)) is not None:
@@ -294,13 +294,13 @@ class Active:
                 if namespace(module).get("__name__") in target.where:
                     self._look_for_method(target, module)
 
-    def found_nothing(self) -> str | None:
+    def obstacle_to_all(self) -> Obstacle | None:
         """Return why nothing of the host can be replaced, in one line; None if something was found."""
         names = [target for target in self.switch.targets if isinstance(target, Target)]
         if not names or any(id(name) in self.outcomes and self.outcomes[id(name)].found for name in names):
             return None
-        wanted = {f"{definer}.{name.name}": None for name in names for definer in name.places}
-        return f"found nothing to replace: there is no {' or '.join(wanted)}, or it has been replaced by somebody else."
+        wanted = " or ".join({f"{definer}.{name.name}": None for name in names for definer in name.places})
+        return Obstacle(f"found nothing to replace: there is no {wanted}, or it has been replaced by somebody else.")
 
     def look_for(self, target: Target, definer: str, modules: list[ModuleType]) -> None:
         """Replace the function or class that the module ``definer`` defines wherever ``modules`` hold it."""
@@ -336,8 +336,7 @@ class Active:
                 self.outcomes[id(target)] = Outcome(f"{where}.{target.name}", Obstacle(f"{target.after} stays."))
                 return
         if owner is None or (stock is None and not target.adds):
-            missing = Obstacle(f"{where} has no {class_name if owner is None else target.name}.")
-            self.is_missing(target, where, missing)
+            self.is_missing(target, where, Obstacle(f"{where} has no {class_name if owner is None else target.name}."))
             return
         obstacle = target.obstacle(owner, stock)
         new = self._make(target, stock, owner) if obstacle is None else obstacle

@@ -47,10 +47,10 @@ class Ultralytics(Host):
             self._patch_programs()
         return self.patches.lines()
 
-    def missing(self) -> Obstacle | None:
+    def obstacle_to_host(self) -> Obstacle | None:
         if not _is_installed():
             return Obstacle("ultralytics is not installed (pip install ultralytics).")
-        return VERSION.obstacle()
+        return VERSION.obstacle(None)
 
     def prefix(self) -> str:
         return f"{PACKAGE}."

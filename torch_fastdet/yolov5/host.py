@@ -76,7 +76,7 @@ class YOLOv5(Host):
     #: The script that a launcher runs; YOLOv5 may be beside it or above it.
     script: Path | None = None
 
-    def missing(self) -> Obstacle | None:
+    def obstacle_to_host(self) -> Obstacle | None:
         if script_has_yolov5(self.script):
             return None
         places = "on the path" if self.script is None else f"beside or above {self.script}, or on the path"

@@ -253,8 +253,8 @@ def patched(case):
     with pytest.MonkeyPatch.context() as monkeypatch:
         if options.device == "cpu":
             fake_gpu.install(monkeypatch)
-            monkeypatch.setattr(switch, "missing_gpu", lambda: None)
-            monkeypatch.setattr(training, "objection", lambda *_: None)
+            monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
+            monkeypatch.setattr(training, "obstacle_in_training", lambda *_: None)
         with contextlib.redirect_stderr(said):
             optimizer = "optimizer" in CASES[case][0]
             loss = case in WITH_LOSS
@@ -290,7 +290,7 @@ def allocated():
 def refused(**arguments):
     """Return what asking for cuda_graph by name raises on the real device."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+        monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
         patch(cuda_graph=True)
         try:
             YOLO("yolov8n.yaml").train(project=options.project, **{**COMMON, **arguments})

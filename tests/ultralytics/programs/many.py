@@ -63,8 +63,8 @@ found, begin = [], time.monotonic()
 with pytest.MonkeyPatch.context() as monkeypatch:
     if options.device == "cpu":
         fake_gpu.install(monkeypatch)
-        monkeypatch.setattr(switch, "missing_gpu", lambda: None)
-        monkeypatch.setattr(training, "objection", lambda *_: None)
+        monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
+        monkeypatch.setattr(training, "obstacle_in_training", lambda *_: None)
     for number in range(options.count):
         if time.monotonic() - begin > options.seconds:
             break

@@ -205,7 +205,7 @@ def run(case, patched, monkeypatch):
         if patched:
             if options.device == "cpu":
                 fake_gpu.install(monkeypatch)
-                monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+                monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
             patch(cuda_graph=True)
         found = CASES[case]()
         shapes = [graphs.shapes for graphs in made]

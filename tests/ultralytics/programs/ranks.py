@@ -50,8 +50,8 @@ if BACKEND == "gloo":
     monkeypatch.setattr(DistributedDataParallel, "__init__", without_devices(DistributedDataParallel.__init__))
 if BACKEND == "gloo" and KIND == "graphed":
     fake_gpu.install(monkeypatch)
-    monkeypatch.setattr(switch, "missing_gpu", lambda: None)
-    monkeypatch.setattr(training, "objection", lambda *_: None)
+    monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
+    monkeypatch.setattr(training, "obstacle_in_training", lambda *_: None)
 if KIND == "graphed":
     patch(cuda_graph=True, channels_last=True, loss_optim=TRANSFORMER)
 

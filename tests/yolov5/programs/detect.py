@@ -17,7 +17,7 @@ import torch_fastdet.yolov5 as drop_in
 
 prefix, device, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
 IMAGES = 40
-switch.missing_gpu = lambda: None  # files are read ahead without one, too
+switch.obstacle_to_gpu = lambda: None  # files are read ahead without one, too
 (folder / "images").mkdir()
 rng = np.random.default_rng(0)
 for number in range(IMAGES):

@@ -6,7 +6,7 @@ import sys
 import torch_fastdet.patching.switch as switch
 import torch_fastdet.yolov5 as drop_in
 
-switch.missing_gpu = lambda: None
+switch.obstacle_to_gpu = lambda: None
 common = importlib.import_module(f"{sys.argv[1]}models.common")
 stock = common.AutoShape.forward
 lines = drop_in.patch(predict_optim=True)

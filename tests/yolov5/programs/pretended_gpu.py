@@ -11,5 +11,5 @@ from torch_fastdet.yolov5 import launcher
 if __name__ == "__main__":
     monkeypatch = pytest.MonkeyPatch()
     fake_gpu.install(monkeypatch)
-    monkeypatch.setattr(switch, "missing_gpu", lambda: None)
+    monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
     launcher.main(["train.py", *sys.argv[1:]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torch_fastdet.patching.evidence import installed_version
-from torch_fastdet.patching.switch import GPU, Switch, needs_gpu
+from torch_fastdet.patching.switch import GPU, Switch, obstacle_in_device
 from torch_fastdet.switches.channels_last.common import layout_targets
 from torch_fastdet.switches.frameworks import VERSION, yolov5
 
@@ -16,7 +16,7 @@ YOLOV5 = Switch(
     ),
     modules=("models.yolo",),
     evidence=(GPU,),
-    options={"device": needs_gpu},
+    options={"device": obstacle_in_device},
 )
 
 
@@ -25,6 +25,6 @@ ULTRALYTICS = Switch(
     "train on channels_last (NHWC) memory, which ultralytics does itself; needs a GPU",
     (),
     evidence=(GPU, VERSION),
-    options={"device": needs_gpu},
+    options={"device": obstacle_in_device},
     notice=lambda: f"ultralytics {installed_version('ultralytics')} trains on NHWC memory itself; nothing is replaced",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from torch_fastdet.patching.evidence import Signature
-from torch_fastdet.patching.switch import GPU, Switch, Target, needs_gpu
+from torch_fastdet.patching.switch import GPU, Switch, Target, obstacle_in_device
 from torch_fastdet.rewrites import registry
 from torch_fastdet.rewrites.registry import lines
 from torch_fastdet.switches.cuda_graph import ultralytics as of_ultralytics
@@ -28,7 +28,7 @@ YOLOV5 = Switch(
     ),
     modules=("models.yolo", "models.common", "utils.general"),
     evidence=(GPU,),
-    options={"device": needs_gpu},
+    options={"device": obstacle_in_device},
     rewrites=lines(registry.YOLOV5),
 )
 
@@ -60,6 +60,6 @@ ULTRALYTICS = Switch(
     ),
     modules=("nn.tasks", "engine.trainer", "nn.backends.pytorch", "utils.ops"),
     evidence=(GPU, VERSION),
-    options={"device": needs_gpu, "compile": of_ultralytics.compile_objection},
+    options={"device": obstacle_in_device, "compile": of_ultralytics.obstacle_in_compile},
     rewrites=lines(registry.ULTRALYTICS),
 )

@@ -19,7 +19,7 @@ from torch_fastdet._say import saying_once
 from torch_fastdet._torch import meanwhile
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.rows import RowGraphs
-from torch_fastdet.patching.evidence import Signature
+from torch_fastdet.patching.evidence import Obstacle, Signature
 from torch_fastdet.patching.protocols import Function, Stock, Trainer
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
@@ -38,29 +38,30 @@ def trains(model: nn.Module, x: object) -> bool:
     return isinstance(x, torch.Tensor) and _capture.on_gpu(x)
 
 
-def objection(trainer: Trainer) -> str | None:
+def obstacle_in_training(trainer: Trainer) -> Obstacle | None:
     """Return why the switch cannot apply to this training; None where it can."""
-    if trainer.args.compile and (reason := compile_objection(str(trainer.args.compile))) is not None:
-        return reason
-    return None if trainer.device.type == "cuda" else f"the model trains on {trainer.device.type}, not on a GPU."
+    if trainer.args.compile:
+        return obstacle_in_compile(str(trainer.args.compile))
+    device = trainer.device.type
+    return None if device == "cuda" else Obstacle(f"the model trains on {device}, not on a GPU.")
 
 
 def setup_train(active: Active, stock: Callable[[Trainer], object], _: object) -> Callable[[Trainer], object]:
-    """Return ``BaseTrainer._setup_train`` that asks first for an :func:`objection`."""
+    """Return ``BaseTrainer._setup_train`` that asks first for an :func:`obstacle_in_training`."""
 
     @functools.wraps(stock)
     def _setup_train(trainer: Trainer) -> object:
-        if (reason := objection(trainer)) is not None:
-            active.cannot_apply(reason)
+        if (obstacle := obstacle_in_training(trainer)) is not None:
+            active.cannot_apply(obstacle)
         return stock(trainer)
 
     return _setup_train
 
 
-def compile_objection(value: str) -> str | None:
+def obstacle_in_compile(value: str) -> Obstacle | None:
     if value == "False":
         return None
-    return f"compile={value} is given too, which makes graphs of its own; leave one of the two out."
+    return Obstacle(f"compile={value} is given too, which makes graphs of its own; leave one of the two out.")
 
 
 def training_graphs(active: Active) -> TrainingGraphs:

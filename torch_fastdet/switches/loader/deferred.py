@@ -16,6 +16,7 @@ from torch.utils.data import get_worker_info
 from torch_fastdet.images.memory import CHANNELS, ImageMemory
 from torch_fastdet.images.recorder import Recorder
 from torch_fastdet.images.unread import Unread, reader
+from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.protocols import Names, UltralyticsDataset
 
 AUGMENT, DATASET = "ultralytics.data.augment", "ultralytics.data.dataset"
@@ -39,7 +40,7 @@ class Planner:
 
     def items(self, indices: list[int]) -> list[Names]:
         """Return what the original data set returns for a batch, with a :class:`ImagePlan` under ``img``."""
-        if cannot_plan(self.stock) is not None:  # somebody has changed its transforms since
+        if obstacle_in_dataset(self.stock) is not None:  # somebody has changed its transforms since
             decode_kept(self.stock, self.recorder.memory)
             return [self.stock[index] for index in indices]
         loaded = list(self.stock.buffer)
@@ -193,35 +194,34 @@ MIXINS: dict[tuple[str, str], type] = {
 }
 
 
-def cannot_plan(dataset: UltralyticsDataset) -> str | None:
+def obstacle_in_dataset(dataset: UltralyticsDataset) -> Obstacle | None:
     """Return why a data set's images are left to the original code; None where they are not."""
     cls = type(dataset)
     view = view_class(cls)
     if view is None or not issubclass(view, DatasetView):
-        return f"{cls.__name__} is not Ultralytics' YOLODataset."
+        return Obstacle(f"{cls.__name__} is not Ultralytics' YOLODataset.")
     if changed := {"load_image", "collate_fn", "get_image_and_label"} & vars(dataset).keys():
-        return f"{min(changed)} of this data set has been replaced."
-    if dataset.channels != CHANNELS:
-        return f"its images have {dataset.channels} channel{'s' if dataset.channels > 1 else ''}, not {CHANNELS}."
-    return _unknown_transform(dataset.transforms, dataset)
+        return Obstacle(f"{min(changed)} of this data set has been replaced.")
+    if (channels := dataset.channels) != CHANNELS:
+        return Obstacle(f"its images have {channels} channel{'s' if channels > 1 else ''}, not {CHANNELS}.")
+    return _obstacle_in(dataset.transforms, dataset)
 
 
-def _unknown_transform(transform: object, dataset: UltralyticsDataset) -> str | None:
+def _obstacle_in(transform: object, dataset: UltralyticsDataset) -> Obstacle | None:
     cls = type(transform)
     view, name = view_class(cls), cls.__name__
     if view is None:
         if (cls.__module__, cls.__qualname__) != (AUGMENT, "Albumentations"):
-            return f"{name} is not a known transform."
-        if vars(transform).get("transform") is not None:
-            return "Albumentations, which is installed, changes images."
-        return None
+            return Obstacle(f"{name} is not a known transform.")
+        unused = vars(transform).get("transform") is None
+        return None if unused else Obstacle("Albumentations, which is installed, changes images.")
     if issubclass(view, ComposeView):
-        return next(filter(None, (_unknown_transform(step, dataset) for step in vars(transform)["transforms"])), None)
+        return next(filter(None, (_obstacle_in(step, dataset) for step in vars(transform)["transforms"])), None)
     if any(callable(value) and key.startswith(("apply_", "get_")) for key, value in vars(transform).items()):
-        return f"a method of its {name} has been replaced."
+        return Obstacle(f"a method of its {name} has been replaced.")
     if issubclass(view, MixView):
         first = vars(transform)["pre_transform"]
         if vars(transform)["dataset"] is not dataset:
-            return f"its {name} takes images from another data set."
-        return None if first is None else _unknown_transform(first, dataset)
+            return Obstacle(f"its {name} takes images from another data set.")
+        return None if first is None else _obstacle_in(first, dataset)
     return None

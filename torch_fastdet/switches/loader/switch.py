@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable
 
-from torch_fastdet.patching.evidence import MEMFD, OPENCV, Asks, SameCode, Signature
+from torch_fastdet.patching.evidence import MEMFD, OPENCV, Asks, Obstacle, SameCode, Signature
 from torch_fastdet.patching.protocols import Stock
 from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import ALL_READ, ultralytics, yolov5
@@ -65,11 +65,10 @@ YOLOV5 = Switch(
 )
 
 
-def _known(_: object) -> str | None:
+def _obstacle_in_code(_: object) -> Obstacle | None:
     from torch_fastdet.switches.loader import ultralytics as loader  # with cv2, which few commands need
 
-    changed = loader.unknown_code()
-    return None if changed is None else f"{changed} is not that of {ALL_READ}."
+    return loader.obstacle_in_code(f"is not that of {ALL_READ}.")
 
 
 def _build_dataloader(active: Active, stock: Callable[..., object], build: Stock) -> Callable[..., object]:
@@ -92,7 +91,7 @@ ULTRALYTICS = Switch(
             ultralytics("data.build"),
             "build_dataloader",
             make=_build_dataloader,
-            evidence=(Signature(BUILD_DATALOADER), Asks("the code of its data loaders", _known)),
+            evidence=(Signature(BUILD_DATALOADER), Asks("the code of its data loaders", _obstacle_in_code)),
         ),
     ),
     modules=("data.build",),

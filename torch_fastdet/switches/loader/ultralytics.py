@@ -23,10 +23,10 @@ from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.by_name import FiledAsStock
-from torch_fastdet.patching.evidence import fingerprint
+from torch_fastdet.patching.evidence import Obstacle, fingerprint
 from torch_fastdet.patching.protocols import Function, Loader, Stock, UltralyticsDataset
 from torch_fastdet.patching.replace import in_place_of
-from torch_fastdet.switches.loader.deferred import Planner, cannot_plan, view_class
+from torch_fastdet.switches.loader.deferred import Planner, obstacle_in_dataset, view_class
 
 # Fingerprints of the code of Ultralytics that this switch replaces or counts on, from 8.4.184 to 8.4.190.
 RTDETR = "ultralytics.models.rtdetr.val"  # imported by who trains one
@@ -42,8 +42,8 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def unknown_code(but: tuple[str, ...] = ()) -> str | None:
-    """Return the first name of Ultralytics, ``but`` some, whose code is not the one that is known here; None where all is."""
+def obstacle_in_code(verdict: str, but: tuple[str, ...] = ()) -> Obstacle | None:
+    """Return the ``verdict`` on the first name of Ultralytics, ``but`` some, whose code is not known here; None where all is."""
     for module, names in KNOWN.items():
         if module == RTDETR and module not in sys.modules:
             continue
@@ -52,7 +52,7 @@ def unknown_code(but: tuple[str, ...] = ()) -> str | None:
             for part in name.split("."):
                 found = vars(found).get(part)
             if name not in but and _fingerprint(found) not in known:
-                return f"{module}.{name}"
+                return Obstacle(f"{module}.{name} {verdict}")
     return None
 
 
@@ -272,10 +272,10 @@ def build_dataloader(stock: Function, stock_loader: object) -> Callable[..., obj
             return loader
         arguments = signature.bind(*args, **kwargs)
         arguments.apply_defaults()
-        reason = cannot_plan(loader.dataset) or _changed_code(loader)
-        if reason is None:
+        obstacle = obstacle_in_dataset(loader.dataset) or _obstacle_in_loader(loader)
+        if obstacle is None:
             return plan_loader(loader, arguments.arguments["device"]) or loader
-        tell(f"the original loader makes the batches: {reason}")
+        tell(f"the original loader makes the batches: {obstacle}")
         return loader
 
     return build_dataloader
@@ -285,11 +285,10 @@ def _keeps_collate_fn(loader: Loader) -> bool:
     return loader.collate_fn is type(loader.dataset).collate_fn
 
 
-def _changed_code(loader: object) -> str | None:
+def _obstacle_in_loader(loader: object) -> Obstacle | None:
     if not _keeps_collate_fn(loader):
-        return "its collate_fn is not the data set's."
-    changed = unknown_code(but=REPLACED)
-    return None if changed is None else f"{changed} has been replaced."
+        return Obstacle("its collate_fn is not the data set's.")
+    return obstacle_in_code("has been replaced.", but=REPLACED)
 
 
 #: The switch itself replaces these.

@@ -23,6 +23,7 @@ from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
+from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.protocols import Names, Stock, YOLOv5Dataset
 
 
@@ -168,7 +169,7 @@ def keeps_files() -> bool:
 
 def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> ImageMemory | None:
     """Return a memory with places for a data set's images, in the sizes that ``load_image`` will give them."""
-    as_files = keeps_files() and not everything and cannot_plan(dataset) is None  # else the original code wants pixels
+    as_files = keeps_files() and not (everything or obstacle_in_dataset(dataset))  # else the original code wants pixels
     side, originals = dataset.img_size, [(height, width) for width, height in dataset.shapes.tolist()]
     shapes, ways = sizes(type(dataset).torch_fastdet_stock, dataset, originals, side)
     what = (str(dataset.img_size), str(dataset.augment), *dataset.im_files)
@@ -176,12 +177,12 @@ def _memory_for(dataset: YOLOv5Dataset, everything: bool) -> ImageMemory | None:
     return shared_by_ranks(what, shapes, lambda: UNLIMITED if everything else host_budget(), files)
 
 
-def cannot_plan(dataset: YOLOv5Dataset) -> str | None:
+def obstacle_in_dataset(dataset: YOLOv5Dataset) -> Obstacle | None:
     """Return why a data set's images are left to the original code; None where they are not."""
     if "torch_fastdet_stock" not in vars(type(dataset)):
-        return f"{type(dataset).__name__} is not YOLOv5's."
+        return Obstacle(f"{type(dataset).__name__} is not YOLOv5's.")
     if getattr(dataset.albumentations, "transform", None) is not None:
-        return "Albumentations, which is installed, changes images."
+        return Obstacle("Albumentations, which is installed, changes images.")
     return None
 
 
@@ -227,12 +228,12 @@ def loader_classes(stock: type) -> tuple[type, type]:
 
 def _planned(dataset: YOLOv5Dataset, options: Names) -> PlannedLoading | None:
     """Set up plans for a loader and change its options accordingly; None where YOLOv5 makes the images."""
-    collate, reason = options.get("collate_fn"), cannot_plan(dataset)
-    if reason is None and collate is type(dataset).collate_fn4:
-        reason = "--quad puts four images together."
-    if reason is not None:
+    collate, obstacle = options.get("collate_fn"), obstacle_in_dataset(dataset)
+    if obstacle is None and collate is type(dataset).collate_fn4:
+        obstacle = Obstacle("--quad puts four images together.")
+    if obstacle is not None:
         if hasattr(type(dataset), "torch_fastdet_stock"):
-            warn(f"loader_optim: decodes each image once, and leaves the rest to YOLOv5: {reason}")
+            warn(f"loader_optim: decodes each image once, and leaves the rest to YOLOv5: {obstacle}")
         return None
     if collate is not type(dataset).collate_fn or options.get("batch_size", 1) is None:
         return None  # a loader of somebody's own

@@ -39,7 +39,7 @@ YOLOV5 = Switch(
         ),
     ),
     modules=("utils.torch_utils",),
-    options={"optimizer": of_yolov5.unknown_optimizer},
+    options={"optimizer": of_yolov5.obstacle_in_optimizer},
 )
 
 ULTRALYTICS = Switch(

@@ -46,9 +46,9 @@ def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: obj
     @in_place_of(stock)
     def build_optimizer(*args: object, **kwargs: object) -> torch.optim.Optimizer:
         theirs = stock(*args, **kwargs)
-        reason = MUSGD.obstacle(type(theirs)) if is_stock_musgd(theirs) else None
-        if reason is not None:
-            active.cannot_apply(reason)
+        obstacle = MUSGD.obstacle(type(theirs)) if is_stock_musgd(theirs) else None
+        if obstacle is not None:
+            active.cannot_apply(obstacle)
             return theirs
         return optim.converted(theirs)
 

@@ -13,6 +13,7 @@ from torch_fastdet._torch.private import NORM_LAYERS
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.optim import SGD, Adam, AdamW
 from torch_fastdet.patching.by_name import ByName
+from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.protocols import Function, Names
 from torch_fastdet.patching.switch import Active
 
@@ -61,9 +62,9 @@ def smart_optimizer(
     return optimizer
 
 
-def unknown_optimizer(name: str) -> str | None:
-    fast = ("SGD", "Adam", "AdamW")
-    return None if name in fast else f"the optimizer is {name}, and only SGD, Adam and AdamW are replaced."
+def obstacle_in_optimizer(name: str) -> Obstacle | None:
+    fast = name in ("SGD", "Adam", "AdamW")
+    return None if fast else Obstacle(f"the optimizer is {name}, and only SGD, Adam and AdamW are replaced.")
 
 
 def replacing_optimizer(active: Active, stock: Callable[..., torch.optim.Optimizer], _: object) -> Function:
@@ -72,10 +73,10 @@ def replacing_optimizer(active: Active, stock: Callable[..., torch.optim.Optimiz
     def smart_optimizer(
         model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5
     ) -> torch.optim.Optimizer:
-        if (reason := unknown_optimizer(name)) is not None:
-            active.cannot_apply(reason)
+        if (obstacle := obstacle_in_optimizer(name)) is not None:
+            active.cannot_apply(obstacle)
         theirs = stock(model, name, lr, momentum, decay)
-        return theirs if reason else optim.converted(theirs)
+        return theirs if obstacle else optim.converted(theirs)
 
     smart_optimizer.__qualname__ = "smart_optimizer"  # in the line that patch() prints
     return smart_optimizer

@@ -48,7 +48,7 @@ ULTRALYTICS = Switch(
             "BaseTrainer.save_model",
             make=of_ultralytics.saving,
             evidence=(SELF,),
-            class_evidence=(Asks("the local variable of its training loop", of_ultralytics.unknown_loop),),
+            class_evidence=(Asks("the local variable of its training loop", of_ultralytics.obstacle_in_loop),),
             after="BaseTrainer.run_callbacks",
         ),
         Target(

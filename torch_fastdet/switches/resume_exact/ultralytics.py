@@ -13,6 +13,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from torch_fastdet._say import say
 from torch_fastdet._torch.modules import own_attributes
+from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.protocols import Function, Loader, Trainer
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
@@ -90,13 +91,13 @@ class Run:
         }
 
 
-def unknown_draws(loader: object) -> str | None:
+def obstacle_in_loader(loader: object) -> Obstacle | None:
     """Return why the place of a trainer's loader in its random draws cannot be noted; None where it can."""
     generator, sampler = getattr(loader, "generator", None), getattr(loader, "sampler", None)
     draws = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and sampler.generator is generator)
     if hasattr(loader, "iterator") and isinstance(generator, torch.Generator) and draws:
         return None
-    return "the trainer has a data loader of its own, and one of build_dataloader is expected."
+    return Obstacle("the trainer has a data loader of its own, and one of build_dataloader is expected.")
 
 
 def _position_of(loader: Loader) -> Position:
@@ -120,12 +121,12 @@ def _frame() -> FrameType | None:
     return frames.training_frame("_do_train", (LAST_STEP,))
 
 
-def unknown_loop(trainer: Trainer) -> str | None:
+def obstacle_in_loop(trainer: Trainer) -> Obstacle | None:
     """Return why the position in an accumulation cannot be read; None where it can."""
-    code = getattr(inspect.unwrap(vars(trainer).get("_do_train", unknown_loop)), "__code__", None)
+    code = getattr(inspect.unwrap(vars(trainer).get("_do_train", obstacle_in_loop)), "__code__", None)
     if code is not None and LAST_STEP in code.co_varnames:
         return None
-    return f"{trainer.__module__}.{trainer.__name__}._do_train has no local variable {LAST_STEP}."
+    return Obstacle(f"{trainer.__module__}.{trainer.__name__}._do_train has no local variable {LAST_STEP}.")
 
 
 def calling(active: Active, stock: Callable[..., None], _: object) -> Callable[..., None]:
@@ -139,8 +140,8 @@ def calling(active: Active, stock: Callable[..., None], _: object) -> Callable[.
             if event == "on_train_epoch_start":
                 active.cannot_apply("the training has several processes, and one is expected.")
         elif event == "on_train_epoch_start" and (frame := _frame()) is not None:
-            if (reason := unknown_draws(trainer.train_loader)) is not None:
-                active.cannot_apply(reason)
+            if (obstacle := obstacle_in_loader(trainer.train_loader)) is not None:
+                active.cannot_apply(obstacle)
             runs.setdefault(trainer, Run()).begin_epoch(trainer, frame)
         elif event == "on_train_epoch_end" and trainer in runs and (position := runs[trainer].position) is not None:
             position.in_epoch = False

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_fastdet import _C
+from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.protocols import Results, Track, Tracker
 
 Row: TypeAlias = NDArray[np.float64]
@@ -84,34 +85,35 @@ class Kind(NamedTuple):
     probe_motion: Callable[[Tracker, list[Track], object, Results], None] = _probe_motion
     new_tracks: Callable[[Tracker, int], list[Track]] = _new_tracks
 
-    def obstacle(self, tracker: Tracker) -> str | None:
+    def obstacle(self, tracker: Tracker) -> Obstacle | None:
         """Return why the core cannot do what a tracker does; None if it can."""
         name = type(tracker).__name__
         for option in self.numbers:
             if not _is_number(value := getattr(tracker.args, option)):
-                return f"{option} of {name} is {value!r}, and not a number."
+                return Obstacle(f"{option} of {name} is {value!r}, and not a number.")
         kinds = {option: kind for option, (_, kind) in self.options.items()}
         for option, kind in {**kinds, **dict.fromkeys(self.checked, float)}.items():
             value = getattr(tracker, option)
             if kind is not bool and not (_is_number(value, kind) and value >= 0):
-                return f"{option} of {name} is {value!r}, and no {'integer' if kind is int else 'number'} from 0."
+                wanted = "integer" if kind is int else "number"
+                return Obstacle(f"{option} of {name} is {value!r}, and no {wanted} from 0.")
         for option in ("match_thr", "lost_match_thr"):
             if (value := getattr(tracker, option, 0)) > 1:
-                return f"{option} of {name} is {value!r}, and above 1."
+                return Obstacle(f"{option} of {name} is {value!r}, and above 1.")
         # From 1 on, all pairs of boxes that do not meet are as good.
         if not hasattr(tracker, "match_thr") and (value := tracker.args.match_thresh) >= 1:
-            return f"match_thresh of {name} is {value!r}, and not below 1."
+            return Obstacle(f"match_thresh of {name} is {value!r}, and not below 1.")
         for option in ("max_frames_lost", "max_time_lost"):
             if not (_is_number(value := getattr(tracker, option, 0), int) and value >= 0):
-                return f"track_buffer of {name} is {value!r}, and no integer from 0."
+                return Obstacle(f"track_buffer of {name} is {value!r}, and no integer from 0.")
         if getattr(tracker, "init_iou_suppress", 1) == 0:
-            return f"init_iou_suppress of {name} is 0."
+            return Obstacle(f"init_iou_suppress of {name} is 0.")
         for option in ("proximity_thresh", "appearance_thresh"):
             value = getattr(tracker, option, 1)  # TrackTrack has none of them
             if not _is_number(value) or (getattr(tracker.args, "with_reid", False) and value <= 0):
-                return f"{option} of {name} is {value!r}, and no number above 0."
+                return Obstacle(f"{option} of {name} is {value!r}, and no number above 0.")
         if not self.moves and getattr(getattr(tracker, "gmc", None), "method", None) is not None:
-            return f"{name} follows a moving camera (gmc_method)."
+            return Obstacle(f"{name} follows a moving camera (gmc_method).")
         return None
 
     def make(self, tracker: Tracker) -> _C.Tracker:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from torch_fastdet.patching.evidence import Asks, Behaves, Signature
+from torch_fastdet.patching.evidence import Asks, Behaves, Obstacle, Signature
 from torch_fastdet.patching.protocols import Function, Tracker
 from torch_fastdet.patching.replace import describe, is_code_of, original
 from torch_fastdet.patching.switch import Active, Switch, Target
@@ -24,18 +24,18 @@ MODULES = {
 LISTS = ("tracked_stracks", "lost_stracks", "removed_stracks", "removed_stracks_frame")
 
 
-def _has_core(_: object) -> str | None:
+def _obstacle_to_core(_: object) -> Obstacle | None:
     if importlib.util.find_spec("torch_fastdet._C") is not None:
         return None
-    return "torch_fastdet._C is not built for this Python, whose headers (python3-dev) were missing."
+    return Obstacle("torch_fastdet._C is not built for this Python, whose headers (python3-dev) were missing.")
 
 
-def _replaced(tracker: Tracker) -> str | None:
+def _obstacle_in_update(tracker: Tracker) -> Obstacle | None:
     # The others inherit ByteTrack's.
     holder = next(each for each in tracker.__mro__ if original(each, "update") is not None)
     if is_code_of(original(holder, "update"), "ultralytics"):
         return None
-    return f"{describe(holder)}.update has been replaced by somebody else, and stays."
+    return Obstacle(f"{describe(holder)}.update has been replaced by somebody else, and stays.")
 
 
 def _updating(active: Active, stock: Function, tracker: type) -> object:
@@ -56,7 +56,7 @@ def _update(where: tuple[str, ...], name: str) -> Target:
         f"{name}.update",
         make=_updating,
         class_evidence=(
-            Asks("nobody else's code", _replaced),
+            Asks("nobody else's code", _obstacle_in_update),
             Signature(("self", "results", "img", "dets_del" if name == "TRACKTRACK" else "feats", "kwargs"), "update"),
             Behaves(f"its {name}", _tried, 0.0, REFERENCE),
         ),
@@ -101,5 +101,5 @@ ULTRALYTICS = Switch(
     # Ultralytics' trackers import lap, and install it where it is missing: leave that to the first call of track.
     modules=("trackers.byte_tracker", *MODULES.values()) if importlib.util.find_spec("lap") else (),
     on_demand=True,
-    evidence=(Asks("the module torch_fastdet._C", _has_core), VERSION),
+    evidence=(Asks("the module torch_fastdet._C", _obstacle_to_core), VERSION),
 )

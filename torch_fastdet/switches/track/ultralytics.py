@@ -77,8 +77,7 @@ def obstacle_to(tracker: Tracker, known: Stock) -> Obstacle | None:
     known_looks = [fingerprint(getattr(known, method)) == code for method, code in kind.looks]
     if _looks(tracker) and not (known_looks and all(known_looks)):
         return Obstacle(f"{name} re-identifies (with_reid), which the core does as ultralytics {REFERENCE} alone.")
-    reason = kind.obstacle(tracker)
-    return None if reason is None else Obstacle(reason)
+    return kind.obstacle(tracker)
 
 
 def _looks(tracker: Tracker) -> bool:

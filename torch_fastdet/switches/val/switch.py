@@ -101,7 +101,7 @@ def _matrix_class(active: Active, stock: type, _: object) -> type:
             if any(defined_in(holder, target.name) for holder in holders):
                 active.look_for(target, "__main__", [main])
             else:
-                active.is_missing(target, path, target.none_in(path, "utils.metrics"), runs_now=True)
+                active.is_missing(target, path, target.obstacle_in(path, "utils.metrics"), runs_now=True)
 
     return stand_in(active.name, stock, of_yolov5.confusion_matrix_class(stock, look_at_script))
 
