@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import harness
 from torch_fastdet import ultralytics as drop_in
-from torch_fastdet.rewrites.registry import fewer_copies
+from torch_fastdet.rewrites.all_rewrites import fewer_copies
 
 MODELS = ("yolov8s", "yolo26s")
 

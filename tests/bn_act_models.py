@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_fastdet.nn import bn_act, stem
+from torch_fastdet.nn import forwards, stem
 from torch_fastdet.patching import switch
 from torch_fastdet.rewrites.casts import weights_cast_once
 
@@ -44,7 +44,7 @@ class Operators(TorchDispatchMode):
 def on_the_cpu():
     """Let the switch run on the CPU, as its operator can."""
     switch.obstacle_to_gpu = lambda: None
-    bn_act.DEVICES = stem.DEVICES = ("cpu", "cuda")
+    forwards.DEVICES = stem.DEVICES = ("cpu", "cuda")
     stem.DTYPES = (*stem.DTYPES, torch.float64)
 
 

@@ -1,4 +1,4 @@
-"""torch_fastdet.nn.bn_act on a Conv and a Bottleneck of our own, shaped as those of YOLOv5 and Ultralytics: what is fused, and what
+"""torch_fastdet.nn.forwards on a Conv and a Bottleneck of our own, shaped as those of YOLOv5 and Ultralytics: what is fused, and what
 stays stock's."""
 
 import copy
@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.bn_act_models import Operators
 from torch_fastdet.graphs import GraphedModule
-from torch_fastdet.nn import bn_act
-from torch_fastdet.nn.bn_act import (
+from torch_fastdet.nn import forwards
+from torch_fastdet.nn.forwards import (
     bottleneck_forward,
     c2f_forward,
     c3_forward,
@@ -92,7 +92,7 @@ class SPPF(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fused(monkeypatch):
-    monkeypatch.setattr(bn_act, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(forwards, "DEVICES", ("cpu", "cuda"))
     assert CONV.is_that_of(Conv.forward) and BOTTLENECK.is_that_of(Bottleneck.forward)
     forward = conv_forward(Conv.forward)
     monkeypatch.setattr(Conv, "forward", forward)

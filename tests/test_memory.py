@@ -12,8 +12,8 @@ import torch
 
 from torch_fastdet import memory
 from torch_fastdet._torch.captures import one_capture
-from torch_fastdet.graphs.pool import GraphPool
-from torch_fastdet.images.memory import ImageMemory
+from torch_fastdet.graphs.graph_pool import GraphPool
+from torch_fastdet.images.image_memory import ImageMemory
 from torch_fastdet.memory import CAPTURE, GPU_BUDGET, HOST_BUDGET, UPLOAD, Owner, machine_memory, parse_size, with_room
 
 needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_fastdet.ops.detection_masks import crop_mask, crop_mask_, instance_masks
 from torch_fastdet.ops.letterbox import letterbox, place
-from torch_fastdet.ops.masks import crop_mask, crop_mask_, instance_masks
 
 __all__ = [
     "ultralytics_crop_mask",

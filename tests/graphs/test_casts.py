@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from torch_fastdet.nn import stem, widened
-from torch_fastdet.nn.bn_act import is_used
+from torch_fastdet.nn.forwards import is_used
 from torch_fastdet.rewrites import casts as _casts
 from torch_fastdet.rewrites.casts import weights_cast_once
 

@@ -8,7 +8,7 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet.images import finish
-from torch_fastdet.images.memory import hand_out
+from torch_fastdet.images.image_memory import hand_out
 
 
 def images_on_the_cpu(memory, cached=0):

@@ -11,8 +11,8 @@ import torch
 from torch_fastdet import memory
 from torch_fastdet.images import finish, loop
 from torch_fastdet.images.finish import DeviceImages, Turns
-from torch_fastdet.images.jpeg import AS_IT_IS, Files
-from torch_fastdet.images.memory import ImageMemory, JpegFiles
+from torch_fastdet.images.image_memory import ImageMemory, JpegFiles
+from torch_fastdet.images.jpeg_files import AS_IT_IS, Files
 from torch_fastdet.images.plan import Source, pack, whole
 
 

@@ -18,11 +18,11 @@ import torch
 from tests.images.leftovers import open_memories
 from tests.images.pretended import images_on_the_cpu, made
 from tests.launches import no_sync
-from torch_fastdet.images import jpeg
+from torch_fastdet.images import jpeg_files
 from torch_fastdet.images.finish import DeviceImages
-from torch_fastdet.images.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, pack_jpeg, packed_size
+from torch_fastdet.images.image_memory import ImageMemory, JpegFiles
+from torch_fastdet.images.jpeg_files import AREA, AS_IT_IS, LINEAR, OTHERWISE, Files, pack_jpeg, packed_size
 from torch_fastdet.images.loop import PlannedLoading
-from torch_fastdet.images.memory import ImageMemory, JpegFiles
 from torch_fastdet.images.on_cpu import run_on_cpu
 from torch_fastdet.images.plan import AFFINE, FILES, OWN, PERSPECTIVE, ImagePlan, Layer, Source, around, pack, shown
 from torch_fastdet.images.unread import Unread
@@ -174,7 +174,7 @@ def test_names_that_are_not_utf8(tmp_path):
 
 
 def test_nothing_is_kept_where_memory_is_low(files, monkeypatch):
-    monkeypatch.setattr("torch_fastdet.images.memory.is_low", lambda: True)
+    monkeypatch.setattr("torch_fastdet.images.image_memory.is_low", lambda: True)
     memory = memory_of(files)
     assert all(memory.read(index) for index in range(4))
     assert memory.files.used() == 0 and len(memory.files.sent) == 4
@@ -343,7 +343,7 @@ def test_rectangles_are_put_together():
 @pytest.mark.parametrize("cached", [0, 10_000, 1 << 15])
 @pytest.mark.parametrize("decoded", [(), (1, 3)], ids=["files", "files and images"])
 def test_batches_of_files_have_the_same_pixels(cached, decoded, room, resized, files, monkeypatch):
-    monkeypatch.setattr(jpeg, "ROOM", 15_000)
+    monkeypatch.setattr(jpeg_files, "ROOM", 15_000)
     shapes = list(RESIZED.values()) if resized else SIZES
     memory = memory_of(
         files, room, shapes=shapes, originals=SIZES, ways=[LINEAR, AREA, AREA, LINEAR] if resized else None

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from tests.forks import exit_status, fork
 from tests.images.leftovers import open_memories
 from torch_fastdet.images import fence
-from torch_fastdet.images import memory as memories
+from torch_fastdet.images import image_memory as memories
 from torch_fastdet.images import shared_by_ranks as ranks
-from torch_fastdet.images.jpeg import AS_IT_IS, Files
-from torch_fastdet.images.memory import ImageMemory, JpegFiles
+from torch_fastdet.images.image_memory import ImageMemory, JpegFiles
+from torch_fastdet.images.jpeg_files import AS_IT_IS, Files
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.memory import host_budget, report
 

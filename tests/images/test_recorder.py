@@ -8,7 +8,7 @@ import torch
 
 cv2 = pytest.importorskip("cv2", reason="OpenCV is not installed")
 
-from torch_fastdet.images.memory import ImageMemory  # noqa: E402
+from torch_fastdet.images.image_memory import ImageMemory  # noqa: E402
 from torch_fastdet.images.recorder import CannotRecord, Recorder  # noqa: E402
 
 

@@ -5,7 +5,7 @@ import math
 import cv2
 import pytest
 
-from torch_fastdet.images.jpeg import AREA, AS_IT_IS, LINEAR, OTHERWISE
+from torch_fastdet.images.jpeg_files import AREA, AS_IT_IS, LINEAR, OTHERWISE
 from torch_fastdet.images.unread import Unread, reader, sizes
 
 

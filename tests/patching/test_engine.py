@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from torch_fastdet import _say
+from torch_fastdet.patching.command_line import Launcher
 from torch_fastdet.patching.engine import ALL, Host
 from torch_fastdet.patching.evidence import Asks, Obstacle, plainly_on_the_cpu
-from torch_fastdet.patching.launcher import Launcher
 from torch_fastdet.patching.replace import SwitchError, with_names
 from torch_fastdet.patching.switch import GPU, Outside, Switch, Target
 

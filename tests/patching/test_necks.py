@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fastdet.nn import bn_act, stem
+from torch_fastdet.nn import forwards, stem
 from torch_fastdet.rewrites.layers import stem_of_bytes, takes_bytes, upsample_concat
 from torch_fastdet.rewrites.rewrite import Framework, rewritten
 from torch_fastdet.switches.upsample.switch import upsample_forward
@@ -181,9 +181,9 @@ def operators(call, *args):
 @pytest.mark.parametrize("case", ["in half precision", "in float32", "of a block in eval mode"])
 def test_images_of_bytes(device, monkeypatch, case, memory_format):
     """The bits of images that were divided before. In half precision, and channels_last, no pass divides them."""
-    monkeypatch.setattr(bn_act, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(forwards, "DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(stem, "DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(Block, "forward", bn_act.conv_forward(Block.forward))
+    monkeypatch.setattr(Block, "forward", forwards.conv_forward(Block.forward))
     model = Detector().to(device, memory_format=memory_format)
     model.model[0].train(case != "of a block in eval mode")
     images = torch.randint(256, (2, 3, 16, 12), dtype=torch.uint8, device=device)
@@ -202,7 +202,7 @@ def test_images_of_bytes(device, monkeypatch, case, memory_format):
 
 def test_images_of_bytes_only_where_the_stem_alone_reads_them(monkeypatch):
     plain = Block.forward
-    monkeypatch.setattr(Block, "forward", bn_act.conv_forward(plain))
+    monkeypatch.setattr(Block, "forward", forwards.conv_forward(plain))
 
     def takes(change=lambda model: None, methods=("forward", "loop"), modules=HERE):
         model = Detector()

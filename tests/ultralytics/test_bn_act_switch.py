@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.bn_act_models import Operators
-from torch_fastdet.nn import bn_act
+from torch_fastdet.nn import forwards
 from torch_fastdet.patching import switch
-from torch_fastdet.rewrites.registry import fewer_copies
+from torch_fastdet.rewrites.all_rewrites import fewer_copies
 from torch_fastdet.ultralytics import patch, unpatch
 
 modules = pytest.importorskip("ultralytics.nn.modules", exc_type=ImportError)
@@ -62,7 +62,7 @@ BLOCKS = {
 def evaluate(device, monkeypatch):
     """Return the results of a block in a captured evaluation, of the original and with bn_act_optim, and operators of the latter."""
     monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
-    monkeypatch.setattr(bn_act, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(forwards, "DEVICES", ("cpu", "cuda"))
 
     def run(model, fused, dtype=torch.float64):
         for module in model.modules():

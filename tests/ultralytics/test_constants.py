@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fastdet.rewrites.rewrite import rewritten
-from torch_fastdet.rewrites.rtdetr import constants_on_device
+from torch_fastdet.rewrites.rtdetr_layers import constants_on_device
 
 transformer = pytest.importorskip("ultralytics.nn.modules.transformer", exc_type=ImportError)
 head = pytest.importorskip("ultralytics.nn.modules.head", exc_type=ImportError)

@@ -12,7 +12,7 @@ import torch
 from tests.conftest import cuda_missing
 from tests.graphs import fake_gpu
 from torch_fastdet import memory
-from torch_fastdet.nn import bn_act
+from torch_fastdet.nn import forwards
 from torch_fastdet.patching import switch
 from torch_fastdet.switches.cuda_graph.ultralytics import begin_again
 from torch_fastdet.ultralytics import patch, unpatch
@@ -314,9 +314,9 @@ def model_on(kind, name, monkeypatch, memory_format=torch.contiguous_format):
 @pytest.fixture
 def fused(monkeypatch):
     """Yield a count that grows with each block whose norm and activation are one operator, here on the CPU too."""
-    calls, plain = [], bn_act.norm_and_activation
-    monkeypatch.setattr(bn_act, "DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(bn_act, "norm_and_activation", lambda *given: calls.append(given) or plain(*given))
+    calls, plain = [], forwards.norm_and_activation
+    monkeypatch.setattr(forwards, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(forwards, "norm_and_activation", lambda *given: calls.append(given) or plain(*given))
     yield calls
     unpatch()
 

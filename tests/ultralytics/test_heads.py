@@ -10,11 +10,11 @@ import torch
 
 from tests.bn_act_models import Operators, tensors
 from torch_fastdet import rewrites
-from torch_fastdet.nn import bn_act
+from torch_fastdet.nn import forwards
 from torch_fastdet.nn.joint import JOINT, OF_ONE_INPUT
+from torch_fastdet.rewrites.all_rewrites import fewer_copies
 from torch_fastdet.rewrites.casts import weights_cast_once
 from torch_fastdet.rewrites.heads import first_blocks, head_rows
-from torch_fastdet.rewrites.registry import fewer_copies
 from torch_fastdet.rewrites.rewrite import rewritten
 
 ultralytics = pytest.importorskip("ultralytics", exc_type=ImportError)
@@ -30,7 +30,7 @@ def make(name, device="cpu"):
 @pytest.fixture
 def fused_blocks(monkeypatch):
     block = type(make("yolov8n.yaml").model[0])
-    monkeypatch.setattr(block, "forward", bn_act.conv_forward(block.forward))
+    monkeypatch.setattr(block, "forward", forwards.conv_forward(block.forward))
 
 
 def outputs(preds):
@@ -135,7 +135,7 @@ HEADS = {
 
 def compare_first_blocks(detect, device, monkeypatch, joined):
     """Compare outputs with first blocks at once and without; return how many levels were at once."""
-    monkeypatch.setattr(bn_act, "DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(forwards, "DEVICES", ("cpu", "cuda"))
     channels = [branch[0].conv.in_channels for branch in detect.cv2]
     model = torch.nn.Module()
     model.model = torch.nn.Sequential(detect.to(device, memory_format=torch.channels_last))

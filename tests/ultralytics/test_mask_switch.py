@@ -10,8 +10,8 @@ import torch
 
 import torch_fastdet.ultralytics as drop_in
 from torch_fastdet import _say, masks
+from torch_fastdet.ops.detection_masks import instance_masks
 from torch_fastdet.ops.letterbox import place
-from torch_fastdet.ops.masks import instance_masks
 from torch_fastdet.switches.mask import switch as mask_switch
 
 

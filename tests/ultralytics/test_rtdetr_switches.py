@@ -23,12 +23,12 @@ from ultralytics.utils.torch_utils import fuse_conv_and_bn
 
 from tests.conftest import cuda_missing, some_slow
 from tests.graphs import fake_gpu
-from torch_fastdet.nn import bn_act, widened
+from torch_fastdet.nn import forwards, widened
 from torch_fastdet.patching import switch
 from torch_fastdet.rewrites.rewrite import rewritten
-from torch_fastdet.rewrites.rtdetr import _attend_self as attend_self
-from torch_fastdet.rewrites.rtdetr import deformable_attention, max_pools, without_averaged_weights
-from torch_fastdet.switches.cuda_graph import rtdetr
+from torch_fastdet.rewrites.rtdetr_layers import _attend_self as attend_self
+from torch_fastdet.rewrites.rtdetr_layers import deformable_attention, max_pools, without_averaged_weights
+from torch_fastdet.switches.cuda_graph import rtdetr_step
 from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
 from torch_fastdet.ultralytics import patch, unpatch
 
@@ -116,7 +116,7 @@ def on(monkeypatch):
     def start(kind, **switches):
         if kind == "fake":
             fake_gpu.install(monkeypatch)
-            monkeypatch.setattr(bn_act, "DEVICES", ("cpu", "cuda"))
+            monkeypatch.setattr(forwards, "DEVICES", ("cpu", "cuda"))
         elif reason := cuda_missing():
             pytest.skip(reason)
         monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
@@ -333,13 +333,13 @@ def test_labels_of_the_host_are_kept_for_a_step():
     batch = {name: value.clone() for name, value in host.items()}
     labels = [host[name] for name in ("batch_idx", "cls", "bboxes")]
     copies = [batch[name] for name in ("batch_idx", "cls", "bboxes")]
-    rtdetr.keep_labels(copies, labels)
-    assert rtdetr.labels_on_host(batch)[1] is labels[1]
+    rtdetr_step.keep_labels(copies, labels)
+    assert rtdetr_step.labels_on_host(batch)[1] is labels[1]
     batch["cls"] = batch["cls"].clone()
-    assert rtdetr.labels_on_host(batch)[1] is not labels[1], "somebody has put other labels there"
+    assert rtdetr_step.labels_on_host(batch)[1] is not labels[1], "somebody has put other labels there"
     batch["cls"] = copies[1]
     batch["bboxes"].mul_(2)
-    assert torch.equal(rtdetr.labels_on_host(batch)[2], labels[2] * 2), "somebody has written to them"
+    assert torch.equal(rtdetr_step.labels_on_host(batch)[2], labels[2] * 2), "somebody has written to them"
     first = weakref.ref(copies[0])
     del batch, copies
     assert first() is None, (
@@ -354,7 +354,7 @@ def test_trainer_and_validator_keep_them(cuda, on):
     validator.device, validator.args = cuda, SimpleNamespace(quantize=None)
     for preprocess in (trainer.preprocess_batch, validator.preprocess):
         host = make_batch([2, 1])
-        assert rtdetr.labels_on_host(preprocess(dict(host)))[1] is host["cls"]
+        assert rtdetr_step.labels_on_host(preprocess(dict(host)))[1] is host["cls"]
 
 
 @pytest.mark.parametrize("groups", [[3, 0, 2], [0, 0], [130, 1]])
@@ -369,7 +369,7 @@ def test_denoising_queries_are_stocks(groups):
     }
     head = type("Head", (), {"nc": CLASSES, "num_denoising": 100, "label_noise_ratio": 0.5, "box_noise_scale": 1.0})
     torch.manual_seed(1)
-    padded, count, meta = rtdetr._draw(stock_ops.get_cdn_group, head, targets)
+    padded, count, meta = rtdetr_step._draw(stock_ops.get_cdn_group, head, targets)
     torch.manual_seed(1)
     wanted = stock_ops.get_cdn_group(targets, CLASSES, queries, embed, 100, 0.5, 1.0, True)
     found, boxes, mask, own = padded.embedded(queries, embed)
@@ -442,9 +442,9 @@ def test_the_sum_of_a_rep_conv_joins_its_norm(identity, on, monkeypatch):
     ours = copy.deepcopy(stock)
     wanted = stock(x)
     on("fake", bn_act_optim=True)
-    sums, plain = [], bn_act.norm_and_activation
+    sums, plain = [], forwards.norm_and_activation
     monkeypatch.setattr(
-        bn_act, "norm_and_activation", lambda *given: sums.append(given[3:] not in ((), (None,))) or plain(*given)
+        forwards, "norm_and_activation", lambda *given: sums.append(given[3:] not in ((), (None,))) or plain(*given)
     )
     found = ours(x)
     assert sums == ([False, False] if identity else [False, True])
@@ -499,9 +499,9 @@ def test_convolutions_of_48_channels_have_16_more(make, fused, device, on, monke
     torch.manual_seed(0)
     block = make().eval().to(device, torch.float16, memory_format=torch.channels_last)
     x = torch.randn(2, block.cv1.conv.in_channels if isinstance(block, C2f) else 48, 6, 5).to(device, torch.float16)
-    x, calls, plain = x.contiguous(memory_format=torch.channels_last), [], bn_act.widened
+    x, calls, plain = x.contiguous(memory_format=torch.channels_last), [], forwards.widened
     monkeypatch.setattr(widened, "SLOW_ON", {"cpu": 0} | widened.SLOW_ON)
-    monkeypatch.setattr(bn_act, "widened", lambda *given: calls.append(1) or plain(*given))
+    monkeypatch.setattr(forwards, "widened", lambda *given: calls.append(1) or plain(*given))
     with torch.no_grad():
         wanted = copy.deepcopy(block).float()(x.float()).half()
         on("fake", bn_act_optim=True)
@@ -521,8 +521,8 @@ def test_a_fused_rep_conv_is_one_convolution_and_one_operator(on, monkeypatch):
         wanted = block(x)
         on("fake", bn_act_optim=True)
         fuse(block)
-        plain = bn_act._write
-        monkeypatch.setattr(bn_act, "_write", lambda *given, **options: calls.append(1) or plain(*given, **options))
+        plain = forwards._write
+        monkeypatch.setattr(forwards, "_write", lambda *given, **options: calls.append(1) or plain(*given, **options))
         torch.testing.assert_close(block(x), wanted, rtol=1e-4, atol=1e-5)
     assert calls == [1]
 

@@ -8,9 +8,9 @@ import torch
 import torch_fastdet.ultralytics as drop_in
 import torch_fastdet.yolov5
 from tests.yolov5.test_upsample_switch import Operators
-from torch_fastdet.nn.bn_act import conv_forward
+from torch_fastdet.nn.forwards import conv_forward
+from torch_fastdet.rewrites.all_rewrites import fewer_copies
 from torch_fastdet.rewrites.layers import takes_bytes
-from torch_fastdet.rewrites.registry import fewer_copies
 
 
 @pytest.fixture

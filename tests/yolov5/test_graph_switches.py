@@ -16,7 +16,7 @@ from tests.conftest import cuda_missing
 from tests.graphs import fake_gpu
 from tests.yolov5.test_compute_loss import HYP, make_targets
 from torch_fastdet.patching import switch as switch_module
-from torch_fastdet.rewrites.registry import fewer_copies
+from torch_fastdet.rewrites.all_rewrites import fewer_copies
 from torch_fastdet.switches.channels_last import layout
 from torch_fastdet.switches.channels_last.layout import to_channels_last
 from torch_fastdet.yolov5 import ComputeLoss

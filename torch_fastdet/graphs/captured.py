@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch_fastdet._torch.graph import Graph
 from torch_fastdet._torch.private import Context, tree_flatten
 from torch_fastdet.graphs import capture as _capture
-from torch_fastdet.graphs.pool import GraphPool, Memory
+from torch_fastdet.graphs.graph_pool import GraphPool, Memory
 from torch_fastdet.graphs.refusal import first_line, location_of, why_not
 
 G = TypeVar("G")

@@ -19,8 +19,8 @@ from torch_fastdet._torch.private import every_module_has_hooks, foreach_copy_, 
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.baked import BakedForward
 from torch_fastdet.graphs.captured import CapturedCallable, CapturedPasses
-from torch_fastdet.graphs.pool import Memory
-from torch_fastdet.nn import bn_act
+from torch_fastdet.graphs.graph_pool import Memory
+from torch_fastdet.nn import forwards
 
 # A capture takes as long as some 30 calls save: so many calls pay for one, and the first few are free.
 _CALLS_FOR_A_CAPTURE = 32
@@ -159,7 +159,7 @@ class InferenceGraphs(CapturedCallable[_Captured]):
         """Return an eager call of what would be captured, or a copy of it where the graphs of training lend their memory."""
 
         def call() -> object:
-            with self.capturing(), bn_act.captured():
+            with self.capturing(), forwards.captured():
                 return run(x)
 
         # Lending takes some milliseconds: not for shapes that will not be captured soon.
@@ -196,7 +196,7 @@ class InferenceGraphs(CapturedCallable[_Captured]):
             _capture.capture_into(captured.graph.held, self._pool.handle, stream, random_numbers=False, collect=False),
             _capture.uncached_autocast(_capture.autocast_dtype()),
             self.capturing(),
-            bn_act.captured(),
+            forwards.captured(),
         ):
             static = torch.empty_like(x)
             result = run(static)

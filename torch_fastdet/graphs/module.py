@@ -22,7 +22,7 @@ from torch_fastdet.graphs.baked import BakedModule
 from torch_fastdet.graphs.captured import CapturedPasses, Passes
 from torch_fastdet.graphs.ranks import GradientAverage, Ranks
 from torch_fastdet.graphs.refusal import CaptureError, why_not
-from torch_fastdet.nn import bn_act
+from torch_fastdet.nn import forwards
 from torch_fastdet.rewrites.casts import weights_cast_once
 
 
@@ -73,7 +73,7 @@ class ModuleGraphs(CapturedPasses):
         return (self._forward or self.module.forward)(*inputs)
 
     def _contexts(self) -> list[contextlib.AbstractContextManager]:
-        return [bn_act.captured(), self.capturing(), weights_cast_once(self.module, _capture.autocast_dtype())]
+        return [forwards.captured(), self.capturing(), weights_cast_once(self.module, _capture.autocast_dtype())]
 
     def _first(self, *inputs: torch.Tensor) -> object:
         """Return an eager call of what would be captured: a resumed training begins with the bits that a replay would have."""

@@ -21,7 +21,7 @@ from torch_fastdet.graphs.loss_items import copy_early, read_early
 from torch_fastdet.graphs.module import GraphedModule
 from torch_fastdet.graphs.ranks import Ranks
 from torch_fastdet.graphs.refusal import CaptureError, why_not
-from torch_fastdet.nn import bn_act
+from torch_fastdet.nn import forwards
 from torch_fastdet.nn.stem import divided
 from torch_fastdet.optim import FusedStep
 from torch_fastdet.rewrites.casts import weights_cast_once
@@ -386,7 +386,7 @@ class TrainStep(CapturedCallable[_Phase]):
 
     def _forward(self, images: torch.Tensor, labels: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         autocast = _capture.uncached_autocast(self.amp)
-        with bn_act.captured(), autocast, self._offer.in_step(self.model), weights_cast_once(self.model, self.amp):
+        with forwards.captured(), autocast, self._offer.in_step(self.model), weights_cast_once(self.model, self.amp):
             x = images if images.is_floating_point() or self._takes_bytes(images) else divided(images)
             outputs = self.model.forward(x)
             if labels:

@@ -16,8 +16,8 @@ import torch
 
 from torch_fastdet import ops
 from torch_fastdet._say import say, warn
-from torch_fastdet.images.jpeg import Wanted, one_after_another
-from torch_fastdet.images.memory import ImageMemory, hand_out
+from torch_fastdet.images.image_memory import ImageMemory, hand_out
+from torch_fastdet.images.jpeg_files import Wanted, one_after_another
 from torch_fastdet.images.plan import FILES, OWN, SHARED, Plan, shown_of
 from torch_fastdet.images.worker import PlannedBatch, Sent, with_each, with_images
 from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, waits_for_steps, with_room, words

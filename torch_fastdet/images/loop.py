@@ -16,7 +16,7 @@ import torch
 
 from torch_fastdet._say import count, say
 from torch_fastdet.images.finish import Finisher
-from torch_fastdet.images.memory import ImageMemory
+from torch_fastdet.images.image_memory import ImageMemory
 from torch_fastdet.images.plan import Indices
 from torch_fastdet.images.worker import Collate, PlannedBatch, Sent
 from torch_fastdet.memory import is_out_of_memory, words

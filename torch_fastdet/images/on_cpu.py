@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torch_fastdet import ops
-from torch_fastdet.images.memory import CHANNELS, ImageMemory
+from torch_fastdet.images.image_memory import CHANNELS, ImageMemory
 from torch_fastdet.images.plan import KEEP_BGR, ImagePlan, Plan, in_pixels, pack, whole
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from torch_fastdet.images.memory import ImageMemory
+from torch_fastdet.images.image_memory import ImageMemory
 
 NO_WARP, AFFINE, PERSPECTIVE = 0, 1, 2
 FLIP_LEFT_RIGHT, FLIP_UP_DOWN, KEEP_BGR = 1, 2, 4

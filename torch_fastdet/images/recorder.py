@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from torch_fastdet._say import warn
-from torch_fastdet.images.memory import CHANNELS, ImageMemory
+from torch_fastdet.images.image_memory import CHANNELS, ImageMemory
 from torch_fastdet.images.on_cpu import finish
 from torch_fastdet.images.plan import (
     AFFINE,

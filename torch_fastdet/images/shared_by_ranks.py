@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch_fastdet._say import warn
 from torch_fastdet._torch import private
 from torch_fastdet._torch.private import group_size
-from torch_fastdet.images.jpeg import Files
-from torch_fastdet.images.memory import ImageMemory, JpegFiles
+from torch_fastdet.images.image_memory import ImageMemory, JpegFiles
+from torch_fastdet.images.jpeg_files import Files
 
 #: How long a process waits for the one that makes the memory, in seconds. That one looks up the size of each file.
 WAIT = 600.0

@@ -8,7 +8,7 @@ from typing import Any
 import cv2
 
 from torch_fastdet._say import warn
-from torch_fastdet.images.jpeg import AREA, AS_IT_IS, CHANNELS, LINEAR, OTHERWISE
+from torch_fastdet.images.jpeg_files import AREA, AS_IT_IS, CHANNELS, LINEAR, OTHERWISE
 from torch_fastdet.images.recorder import recording_module
 from torch_fastdet.patching.replace import with_names
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from torch_fastdet._say import warn
-from torch_fastdet.images.memory import CHANNELS, ImageMemory
+from torch_fastdet.images.image_memory import CHANNELS, ImageMemory
 from torch_fastdet.images.on_cpu import finish, run_on_cpu
 from torch_fastdet.images.parcel import Parcel
 from torch_fastdet.images.plan import Bytes, ImagePlan, Plan, pack

@@ -13,6 +13,9 @@ from torch_fastdet.ops.bn_act import bias_act as bias_act
 from torch_fastdet.ops.bn_act import bn_act as bn_act
 from torch_fastdet.ops.bn_act import bn_act_cat as bn_act_cat
 from torch_fastdet.ops.deformable_attention import deformable_attention as deformable_attention
+from torch_fastdet.ops.detection_masks import crop_mask as crop_mask
+from torch_fastdet.ops.detection_masks import crop_mask_ as crop_mask_
+from torch_fastdet.ops.detection_masks import instance_masks as instance_masks
 from torch_fastdet.ops.image import image_augment as image_augment
 from torch_fastdet.ops.image import image_augment_ as image_augment_
 from torch_fastdet.ops.image import image_gather_ as image_gather_
@@ -26,9 +29,6 @@ from torch_fastdet.ops.jpeg import jpeg_pack as jpeg_pack
 from torch_fastdet.ops.jpeg import jpeg_plan as jpeg_plan
 from torch_fastdet.ops.letterbox import letterbox as letterbox
 from torch_fastdet.ops.linear_assignment import linear_assignment as linear_assignment
-from torch_fastdet.ops.masks import crop_mask as crop_mask
-from torch_fastdet.ops.masks import crop_mask_ as crop_mask_
-from torch_fastdet.ops.masks import instance_masks as instance_masks
 from torch_fastdet.ops.metrics import confusion_matrix_ as confusion_matrix_
 from torch_fastdet.ops.metrics import match_detections as match_detections
 from torch_fastdet.ops.multi_tensor import multi_tensor_clip_grad_norm_ as multi_tensor_clip_grad_norm_

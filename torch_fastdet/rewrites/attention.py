@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet._torch.private import Context
-from torch_fastdet.nn.bn_act import OPENS, Block, Opened, added, closed, opened
+from torch_fastdet.nn.forwards import OPENS, Block, Opened, added, closed, opened
 from torch_fastdet.patching.evidence import agree, make_images
 from torch_fastdet.patching.protocols import Function, Names
 from torch_fastdet.rewrites.rewrite import Changes, adds_freely, is_in_nhwc, plain_modules

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fastdet._torch.private import Context, foreach_copy_, foreach_zero_, runs_plainly
-from torch_fastdet.nn.bn_act import convolutions_of_one_input, is_used
+from torch_fastdet.nn.forwards import convolutions_of_one_input, is_used
 from torch_fastdet.nn.joint import JOINT
 from torch_fastdet.nn.stem import has_stem_shape
 from torch_fastdet.nn.widened import WIDENED, is_slow

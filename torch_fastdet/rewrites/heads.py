@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet._torch.private import runs_plainly
-from torch_fastdet.nn.bn_act import blocks_of_one_input, convolved
+from torch_fastdet.nn.forwards import blocks_of_one_input, convolved
 from torch_fastdet.nn.joint import OF_ONE_INPUT
 from torch_fastdet.patching.evidence import agree, make_images, stand_ins
 from torch_fastdet.patching.protocols import Function, Head, Model, Names

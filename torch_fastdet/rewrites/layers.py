@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import runs_plainly
-from torch_fastdet.nn.bn_act import begins_with_stem, forward_of_bytes
+from torch_fastdet.nn.forwards import begins_with_stem, forward_of_bytes
 from torch_fastdet.patching.evidence import agree, make_images
 from torch_fastdet.patching.protocols import Function, Model
 from torch_fastdet.rewrites.rewrite import Changes, Framework, layers_of

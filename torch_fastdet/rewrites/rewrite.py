@@ -10,7 +10,7 @@ from torch import nn
 
 from torch_fastdet._torch.modules import is_channels_last, own_attributes
 from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
-from torch_fastdet.nn.bn_act import is_used
+from torch_fastdet.nn.forwards import is_used
 from torch_fastdet.patching.protocols import Head, Model
 
 #: Attributes to set: owner, name and value.

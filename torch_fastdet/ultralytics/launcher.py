@@ -7,8 +7,8 @@ import importlib.util
 import sys
 
 from torch_fastdet.patching import doctor as examination
+from torch_fastdet.patching.command_line import Launcher
 from torch_fastdet.patching.evidence import installed_version
-from torch_fastdet.patching.launcher import Launcher
 from torch_fastdet.patching.switch import SwitchError
 from torch_fastdet.ultralytics.host import HOST
 

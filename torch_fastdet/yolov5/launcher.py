@@ -19,7 +19,7 @@ from types import CodeType, ModuleType
 from torch_fastdet._deferred import raised_at_the_end
 from torch_fastdet._say import say
 from torch_fastdet.patching import doctor as examination
-from torch_fastdet.patching.launcher import Launcher
+from torch_fastdet.patching.command_line import Launcher
 from torch_fastdet.patching.switch import SwitchError
 from torch_fastdet.switches.registry import YOLOV5 as SWITCHES
 from torch_fastdet.yolov5 import host

@@ -11,7 +11,7 @@ from ultralytics.nn.tasks import DetectionModel
 
 from tests.bn_act_models import FORMATS, compare, compare_in_a_step, compare_in_evaluation, compare_on_a_gpu
 from torch_fastdet import ultralytics as drop_in
-from torch_fastdet.rewrites.registry import fewer_copies
+from torch_fastdet.rewrites.all_rewrites import fewer_copies
 
 name, *device = sys.argv[1:]
 cats = (10, 12) if name in ("yolov10n", "yolo26n") else (10, 10)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fastdet.nn.bn_act import (
+from torch_fastdet.nn.forwards import (
     attention_forward,
     attention_of,
     bottleneck_forward,

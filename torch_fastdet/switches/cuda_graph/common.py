@@ -15,11 +15,11 @@ from torch_fastdet._torch.private import group_size, is_replica
 from torch_fastdet.graphs import CaptureError, ModuleGraphs, no_capture
 from torch_fastdet.graphs.ranks import GradientAverage
 from torch_fastdet.memory import with_room
-from torch_fastdet.nn import bn_act
+from torch_fastdet.nn import forwards
 from torch_fastdet.patching.evidence import Evidence
 from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.switch import Active, Target
-from torch_fastdet.rewrites.registry import fewer_copies
+from torch_fastdet.rewrites.all_rewrites import fewer_copies
 from torch_fastdet.switches.cuda_graph.ddp import GraphedDDP
 
 
@@ -37,7 +37,7 @@ class TrainingGraphs:
     def __init__(self, switch: Active) -> None:
         self.ddp = GraphedDDP(switch)
         self._switch = switch
-        switch.replace(bn_act, "fuses", bn_act.is_captured, quietly=True)
+        switch.replace(forwards, "fuses", forwards.is_captured, quietly=True)
         self._graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
         #: Returns the graphs of the last training pass, if they are still there.
         self.last: Callable[[], ModuleGraphs | None] = lambda: None
@@ -45,7 +45,7 @@ class TrainingGraphs:
     def __call__(self, model: nn.Module, x: torch.Tensor, stock: Function, *others: torch.Tensor) -> Stock:
         """Return ``stock(model, x, *others)``, by a replay where that can be."""
         if x.requires_grad:  # a measurement of how much memory a batch needs
-            with bn_act.captured():
+            with forwards.captured():
                 return stock(model, x, *others)
         average = self.ddp.average(model)
         if average is None and (group_size() > 1 or self.ddp.wraps(model)):

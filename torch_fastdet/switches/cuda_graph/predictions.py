@@ -15,7 +15,7 @@ from torch_fastdet.graphs import InferenceGraphs
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.captured import CapturedPasses
 from torch_fastdet.patching.protocols import Function, Stock
-from torch_fastdet.rewrites.registry import fewer_copies
+from torch_fastdet.rewrites.all_rewrites import fewer_copies
 from torch_fastdet.switches.channels_last.layout import FASTER_IN_NHWC, to_channels_last
 
 # Heads of Ultralytics keep these for the shape of their last input, and compute them again for another.

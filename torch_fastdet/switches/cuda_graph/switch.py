@@ -6,12 +6,12 @@ import functools
 
 from torch_fastdet.patching.evidence import Signature
 from torch_fastdet.patching.switch import GPU, Switch, Target, obstacle_in_device
-from torch_fastdet.rewrites import registry
-from torch_fastdet.rewrites.registry import lines
+from torch_fastdet.rewrites import all_rewrites
+from torch_fastdet.rewrites.all_rewrites import lines
 from torch_fastdet.switches.cuda_graph import ultralytics as of_ultralytics
 from torch_fastdet.switches.cuda_graph import yolov5 as of_yolov5
 from torch_fastdet.switches.cuda_graph.common import timer
-from torch_fastdet.switches.cuda_graph.rtdetr import DRAW, DRAWS, LOSS, get_cdn_group, model_loss, preprocess_batch
+from torch_fastdet.switches.cuda_graph.rtdetr_step import DRAW, DRAWS, LOSS, get_cdn_group, model_loss, preprocess_batch
 from torch_fastdet.switches.cuda_graph.ultralytics import FORWARD, PREDICT, model_predict
 from torch_fastdet.switches.frameworks import SELF, VERSION, ultralytics, yolov5
 
@@ -29,7 +29,7 @@ YOLOV5 = Switch(
     modules=("models.yolo", "models.common", "utils.general"),
     evidence=(GPU,),
     options={"device": obstacle_in_device},
-    rewrites=lines(registry.YOLOV5),
+    rewrites=lines(all_rewrites.YOLOV5),
 )
 
 
@@ -61,5 +61,5 @@ ULTRALYTICS = Switch(
     modules=("nn.tasks", "engine.trainer", "nn.backends.pytorch", "utils.ops"),
     evidence=(GPU, VERSION),
     options={"device": obstacle_in_device, "compile": of_ultralytics.obstacle_in_compile},
-    rewrites=lines(registry.ULTRALYTICS),
+    rewrites=lines(all_rewrites.ULTRALYTICS),
 )

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from torch_fastdet.images.memory import CHANNELS, ImageMemory
+from torch_fastdet.images.image_memory import CHANNELS, ImageMemory
 from torch_fastdet.images.recorder import Recorder
 from torch_fastdet.images.unread import Unread, reader
 from torch_fastdet.patching.evidence import Obstacle

@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from torch_fastdet._say import saying_once, warn
-from torch_fastdet.images.jpeg import Files
+from torch_fastdet.images.image_memory import CHANNELS, ImageMemory
+from torch_fastdet.images.jpeg_files import Files
 from torch_fastdet.images.loop import Ahead, PlanBatches, PlannedLoading
-from torch_fastdet.images.memory import CHANNELS, ImageMemory
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget

@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from torch_fastdet._say import warn
-from torch_fastdet.images.jpeg import Files
+from torch_fastdet.images.image_memory import ImageMemory
+from torch_fastdet.images.jpeg_files import Files
 from torch_fastdet.images.loop import PlanBatches, PlannedLoading
-from torch_fastdet.images.memory import ImageMemory
 from torch_fastdet.images.plan import Indices
 from torch_fastdet.images.recorder import Recorder
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks

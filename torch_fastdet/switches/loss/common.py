@@ -15,7 +15,7 @@ from torch_fastdet._deferred import DeferredStatus
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
 from torch_fastdet.patching.protocols import Names
-from torch_fastdet.rewrites.registry import fewer_copies
+from torch_fastdet.rewrites.all_rewrites import fewer_copies
 
 TARGET_COLUMNS = ("image", "class", "x", "y", "w", "h")
 WANTED = ("an image index of the batch", "a class index below the number of classes", *["a finite number"] * 4)

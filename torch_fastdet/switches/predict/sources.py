@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torch_fastdet import ops
 from torch_fastdet.images.ahead import in_order
-from torch_fastdet.images.jpeg import is_jpeg
+from torch_fastdet.images.jpeg_files import is_jpeg
 from torch_fastdet.memory import is_out_of_memory
 from torch_fastdet.ops.jpeg import decode_packed
 from torch_fastdet.patching.protocols import Loader

@@ -21,7 +21,7 @@ import torch
 
 from torch_fastdet._say import warn
 from torch_fastdet.images.fence import fence
-from torch_fastdet.images.jpeg import CHANNELS, Files, Wanted, pack_jpeg, packed_size
+from torch_fastdet.images.jpeg_files import CHANNELS, Files, Wanted, pack_jpeg, packed_size
 from torch_fastdet.memory import HOST_BUDGET, Owner, is_low, register
 from torch_fastdet.patching.protocols import Names
 

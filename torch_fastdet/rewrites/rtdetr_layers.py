@@ -12,7 +12,7 @@ from torch.nn import functional as functional_of_torch
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import runs_plainly
-from torch_fastdet.nn.bn_act import window_of
+from torch_fastdet.nn.forwards import window_of
 from torch_fastdet.patching.evidence import alike
 from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.replace import with_names

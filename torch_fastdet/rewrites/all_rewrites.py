@@ -13,7 +13,7 @@ from torch_fastdet.rewrites.attention import attention_in_rows
 from torch_fastdet.rewrites.heads import first_blocks, head_rows, head_views
 from torch_fastdet.rewrites.layers import stem_of_bytes, upsample_concat
 from torch_fastdet.rewrites.rewrite import Rewrite, rewritten
-from torch_fastdet.rewrites.rtdetr import (
+from torch_fastdet.rewrites.rtdetr_layers import (
     constants_on_device,
     deformable_attention,
     max_pools,
