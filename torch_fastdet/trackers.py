@@ -191,12 +191,11 @@ class OCSORT(ByteTrack):
 
     @checked
     def __init__(self, delta_t: int = 3, inertia: float = 0.2, use_byte: bool = False, **options: Any) -> None:
-        self._kind: dict[str, Any] = {"span": delta_t, "inertia": inertia, "low": use_byte}
-        _check_from_zero("OCSORT", delta_t=delta_t, inertia=inertia)
+        self._kind = _from_zero("OCSORT", delta_t=delta_t, inertia=inertia, use_byte=use_byte)
         super().__init__(**options)
 
     def _make_core(self) -> _C.Tracker:
-        return _C.ObservationTracker(**self._kind)
+        return _C.ObservationTracker(*self._kind)
 
 
 class FastTracker(ByteTrack):
@@ -232,28 +231,23 @@ class FastTracker(ByteTrack):
         init_iou_suppress: float = 0.7,
         **options: Any,
     ) -> None:
-        self._kind: dict[str, Any] = {
-            "velocity_back": reset_velocity_offset_occ,
-            "position_back": reset_pos_offset_occ,
-            "enlarge": enlarge_bbox_occ,
-            "dampen": dampen_motion_occ,
-            "grace": active_occ_to_lost_thresh,
-            "cover": occ_cover_thresh,
-            "window": occ_reappear_window,
-            "suppress": init_iou_suppress,
-        }
-        _check_from_zero(
+        self._kind = _from_zero(
             "FastTracker",
             reset_velocity_offset_occ=reset_velocity_offset_occ,
             reset_pos_offset_occ=reset_pos_offset_occ,
+            enlarge_bbox_occ=enlarge_bbox_occ,
+            dampen_motion_occ=dampen_motion_occ,
+            active_occ_to_lost_thresh=active_occ_to_lost_thresh,
             occ_cover_thresh=occ_cover_thresh,
+            occ_reappear_window=occ_reappear_window,
+            init_iou_suppress=init_iou_suppress,
         )
         if not init_iou_suppress > 0:
             raise ValueError(f"FastTracker: init_iou_suppress is {init_iou_suppress}, but a number above 0 is expected")
         super().__init__(**options)
 
     def _make_core(self) -> _C.Tracker:
-        return _C.OcclusionTracker(**self._kind)
+        return _C.OcclusionTracker(*self._kind)
 
 
 class TrackTrack(BoTSORT):
@@ -291,17 +285,7 @@ class TrackTrack(BoTSORT):
         min_track_len: int = 3,
         **options: Any,
     ) -> None:
-        self._kind: dict[str, Any] = {
-            "low_price": penalty_p,
-            "recovered_price": penalty_q,
-            "step": reduce_step,
-            "score_weight": conf_weight,
-            "angle_weight": angle_weight,
-            "lost_limit": lost_match_thr,
-            "apart": tai_thr,
-            "confirmed_from": min_track_len,
-        }
-        _check_from_zero(
+        self._kind = _from_zero(
             "TrackTrack",
             penalty_p=penalty_p,
             penalty_q=penalty_q,
@@ -310,6 +294,7 @@ class TrackTrack(BoTSORT):
             angle_weight=angle_weight,
             lost_match_thr=lost_match_thr,
             tai_thr=tai_thr,
+            min_track_len=min_track_len,
         )
         defaults = {"track_high_thresh": 0.6, "track_low_thresh": 0.25, "new_track_thresh": 0.7, "match_thresh": 0.7}
         options = defaults | options
@@ -320,7 +305,7 @@ class TrackTrack(BoTSORT):
         super().__init__(**options)
 
     def _make_core(self) -> _C.Tracker:
-        return _C.MutualTracker(**self._kind)
+        return _C.MutualTracker(*self._kind)
 
     def update(
         self,
@@ -365,7 +350,9 @@ def _array(name: str, word: str, value: ArrayLike, dtype: type[np.floating[Any]]
         raise TypeError(f"{name}: {word} is a {kind} ({error}), but an array of numbers is expected") from None
 
 
-def _check_from_zero(name: str, **values: float) -> None:
-    for option, value in values.items():
+def _from_zero(name: str, **options: float) -> tuple[Any, ...]:
+    """Return the options, which the core takes in this order."""
+    for option, value in options.items():
         if not value >= 0:
             raise ValueError(f"{name}: {option} is {value}, but a number from 0 is expected")
+    return tuple(options.values())

@@ -53,7 +53,7 @@ class Kind(NamedTuple):
 
     Args:
         core: its core.
-        options: attributes of a tracker that the core takes: what it calls them, and their types.
+        options: attributes of a tracker that the core takes, in its order, and their types.
         checked: other attributes that must be numbers from 0.
         recall: sets the attributes of a tracker's track from the columns of its past.
         record: sets these columns, which are NaN before, from a track's attributes.
@@ -70,7 +70,7 @@ class Kind(NamedTuple):
     """
 
     core: Callable[..., _C.Tracker]
-    options: dict[str, tuple[str, type]]
+    options: dict[str, type]
     checked: tuple[str, ...] = ()
     recall: Callable[[Tracker, Track, Row], None] = lambda tracker, track, past: None
     record: Callable[[Track, Row], None] = lambda track, past: None
@@ -91,8 +91,7 @@ class Kind(NamedTuple):
         for option in self.numbers:
             if not _is_number(value := getattr(tracker.args, option)):
                 return Obstacle(f"{option} of {name} is {value!r}, and not a number.")
-        kinds = {option: kind for option, (_, kind) in self.options.items()}
-        for option, kind in {**kinds, **dict.fromkeys(self.checked, float)}.items():
+        for option, kind in {**self.options, **dict.fromkeys(self.checked, float)}.items():
             value = getattr(tracker, option)
             if kind is not bool and not (_is_number(value, kind) and value >= 0):
                 wanted = "integer" if kind is int else "number"
@@ -117,7 +116,7 @@ class Kind(NamedTuple):
         return None
 
     def make(self, tracker: Tracker) -> _C.Tracker:
-        return self.core(**{name: kind(getattr(tracker, option)) for option, (name, kind) in self.options.items()})
+        return self.core(*(kind(getattr(tracker, option)) for option, kind in self.options.items()))
 
 
 def _is_number(value: object, kind: type = float) -> bool:
@@ -221,7 +220,7 @@ def _mutual_frame_options(tracker: Tracker) -> FrameOptions:
 
 _OBSERVING = Kind(
     _C.ObservationTracker,
-    {"delta_t": ("span", int), "inertia": ("inertia", float), "use_byte": ("low", bool)},
+    {"delta_t": int, "inertia": float, "use_byte": bool},
     recall=_recall_observations,
     record=_record_observations,
 )
@@ -237,14 +236,14 @@ KINDS = {
     "FASTTracker": Kind(
         _C.OcclusionTracker,
         {
-            "reset_velocity_offset_occ": ("velocity_back", int),
-            "reset_pos_offset_occ": ("position_back", int),
-            "enlarge_bbox_occ": ("enlarge", float),
-            "dampen_motion_occ": ("dampen", float),
-            "active_occ_to_lost_thresh": ("grace", int),
-            "occ_cover_thresh": ("cover", float),
-            "occ_reappear_window": ("window", int),
-            "init_iou_suppress": ("suppress", float),
+            "reset_velocity_offset_occ": int,
+            "reset_pos_offset_occ": int,
+            "enlarge_bbox_occ": float,
+            "dampen_motion_occ": float,
+            "active_occ_to_lost_thresh": int,
+            "occ_cover_thresh": float,
+            "occ_reappear_window": int,
+            "init_iou_suppress": float,
         },
         recall=_recall_occlusions,
         record=_record_occlusions,
@@ -252,15 +251,15 @@ KINDS = {
     "TRACKTRACK": Kind(
         _C.MutualTracker,
         {
-            "penalty_p": ("low_price", float),
-            "penalty_q": ("recovered_price", float),
-            "reduce_step": ("step", float),
-            "conf_weight": ("score_weight", float),
-            "angle_weight": ("angle_weight", float),
-            "lost_match_thr": ("lost_limit", float),
-            "tai_thr": ("apart", float),
-            "min_track_len": ("confirmed_from", int),
-            "iou_weight": ("overlap_weight", float),
+            "penalty_p": float,
+            "penalty_q": float,
+            "reduce_step": float,
+            "conf_weight": float,
+            "angle_weight": float,
+            "lost_match_thr": float,
+            "tai_thr": float,
+            "min_track_len": int,
+            "iou_weight": float,
         },
         checked=("match_thr", "new_track_thresh", "reid_weight"),
         recall=_recall_ways,
