@@ -1,25 +1,26 @@
-"""Exports models that call torch_fastdet's operators to ONNX, as standard operators where these give the same bits."""
+"""Writes torch_fastdet's operators to ONNX, as standard operators where these give the same bits.
+
+    torch.onnx.export(model, (image,), "network.onnx", dynamo=True, custom_translation_table=translations())
+
+The file needs no torch_fastdet. A model that calls other operators of torch_fastdet is an error of ``torch.onnx.export``: export the
+network that gives raw heads, and run the post-processing on these.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from os import PathLike
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
 import torch_fastdet.ops  # noqa: F401  (registers the operators)
 
-__all__ = ["export", "translations"]
-
-OPSET = 18  # the oldest that torch writes without saying otherwise
+__all__ = ["translations"]
 
 
 def translations() -> dict[Callable[..., object], Callable[..., object]]:
-    """Return the ``custom_translation_table`` by which ``torch.onnx.export(..., dynamo=True)`` writes torch_fastdet's operators.
+    """Return the ``custom_translation_table`` of ``torch.onnx.export(..., dynamo=True)``.
 
-    The table has operators whose ONNX form gives the same bits: ``upsample_nearest2x``, ``upsample_nearest2x_cat``, ``max_pools_cat``
+    It has the operators whose ONNX form gives the same bits: ``upsample_nearest2x``, ``upsample_nearest2x_cat``, ``max_pools_cat``
     (without indices; the runtime decides on NaNs) and ``space_to_depth``.
 
     Raises:
@@ -61,53 +62,3 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
         ours.max_pools_cat.default: max_pools_cat,
         ours.space_to_depth.default: space_to_depth,
     }
-
-
-def export(
-    model: nn.Module | torch.export.ExportedProgram,
-    args: Sequence[object] | torch.Tensor = (),
-    file: str | PathLike[str] | None = None,
-    **options: Any,
-) -> torch.onnx.ONNXProgram:
-    """Export a model as ``torch.onnx.export(..., dynamo=True)`` does, with torch_fastdet's operators as standard ONNX operators.
-
-    The file needs no torch_fastdet. See :func:`translations` for the operators.
-
-    Args:
-        model: A module or an exported program.
-        args: Example inputs in a tuple, or the only one; not used for an exported program.
-        file: Where to write the model; None writes no file.
-        options: ``dynamic_shapes``, ``kwargs`` and ``strict`` are ``torch.export.export``'s, the others ``torch.onnx.export``'s.
-
-    Returns:
-        The ONNX program.
-
-    Raises:
-        ValueError: The model calls an operator of torch_fastdet that has no exact ONNX form, or ``dynamo=False``. Nothing is written.
-        ImportError: onnxscript is not installed.
-    """
-    if not options.pop("dynamo", True):
-        raise ValueError(
-            "torch_fastdet.onnx.export: dynamo is False, but the exporter without dynamo cannot write our operators"
-        )
-    table = translations()
-    own = {name: options.pop(name) for name in ("dynamic_shapes", "kwargs", "strict") if name in options}
-    if isinstance(model, torch.export.ExportedProgram):
-        program = model
-    else:
-        with torch.no_grad():
-            program = torch.export.export(model, (args,) if isinstance(args, torch.Tensor) else tuple(args), **own)
-    modules = [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
-    called = {str(node.target) for module in modules for node in module.graph.nodes}
-    unknown = {name for name in called if name.startswith("torch_fastdet.")} - set(map(str, table))
-    if unknown:
-        names = ", ".join(sorted(name.split(".")[1] for name in unknown))
-        raise ValueError(
-            f"torch_fastdet.onnx.export: the model calls {names}, for which ONNX has no operators that give the same bits; export the "
-            "network that gives raw heads, and run the post-processing on these"
-        )
-    table |= options.pop("custom_translation_table", None) or {}
-    given = {"opset_version": OPSET, "verbose": False, **options}
-    written = torch.onnx.export(program, (), file, dynamo=True, custom_translation_table=table, **given)
-    assert written is not None  # only the exporter without dynamo gives None
-    return written
