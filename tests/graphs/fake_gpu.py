@@ -101,12 +101,23 @@ class Recorder(TorchDispatchMode):
 _made: list[tuple[object, weakref.ref[torch.Tensor]]] = []
 
 
+# Pools that graphs were captured into, and these graphs, while they live.
+_pools: set[object] = set()
+_graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
+
+
+def _enter(pool) -> None:
+    if pool in _pools and not any(graph.pool is pool for graph in _graphs):
+        raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: the pool has ended with its last graph")
+
+
 class Lent(TorchDispatchMode):
     """What is made inside lies in a pool: a replay of its graphs overwrites whatever is left of it."""
 
     def __init__(self, pool, stream) -> None:
         super().__init__()
         self.pool = pool
+        _enter(pool)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         outputs = function(*args, **(kwargs or {}))
@@ -171,7 +182,10 @@ def _capture_into(graph, pool, stream, random_numbers=True, collect=True):
     assert pool is not None and stream is not None
     if pool in _failed_pools:
         raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+    _enter(pool)
     recorder, graph.pool = Recorder(graph), pool
+    _pools.add(pool)
+    _graphs.add(graph)
     _recorders.append(recorder)
     try:
         with recorder:

@@ -212,6 +212,31 @@ def test_first_passes_run_in_the_memory_of_training(gpu, graphs_of, monkeypatch,
     assert (graphs._pool.memory is training._pool.memory) == (training._pool.handle == pool) == shared
 
 
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_training_that_is_collected_while_it_lends(gpu, graphs_of, monkeypatch, at):
+    """A trainer is in cycles of references: its graphs may go at any time, and their memory with the last of them."""
+    net = Plain().to(GPU.device).train()
+    lenders = [ModuleGraphs(net, say=lambda line: None)]
+    for _ in range(3):
+        lenders[0](images(48, 4)).sum().backward()
+    model = made()
+    graphs = graphs_of(model, beside=lambda: lenders[0] if lenders else None)
+    lend, lent = graphs._lent, []
+
+    def lent_once(device):
+        lent.append(lend(device))
+        if len(lent) == at:
+            lenders.clear()
+            gc.collect()
+        return lent[-1]
+
+    monkeypatch.setattr(graphs, "_lent", lent_once)
+    for _ in range(4):
+        check(graphs, model, images())
+    assert lent[at - 1] is not None
+    assert graphs.reason is None and len(graphs.shapes) == 1 and graphs.memory() > 0
+
+
 def test_first_passes_take_no_memory_beside_training(cuda, graphs_of):
     """Only their results do."""
 

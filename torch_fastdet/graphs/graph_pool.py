@@ -36,8 +36,16 @@ class Memory:
         self.stream = _capture.new_stream(device, self)
         self.handle = _capture.new_pool()
 
+    def keeper(self) -> GraphPool[Any] | None:
+        """Return whose graphs keep the memory while the result is held; None if they are gone, and the allocator refuses it, therefore."""
+        owner = self.owner()
+        return owner if owner is not None and owner.memory is self and len(owner) else None
+
     def run(self, run: Callable[[], object], module: nn.Module) -> object:
         """Return a copy of ``run()``, which runs ``module``, here. If that leaves a tensor, which replays would overwrite, all graphs go."""
+        keeper = self.keeper()  # a trainer is often in a cycle, which may be collected at any time
+        if keeper is None:
+            return run()
         used = partial(private.pool_bytes, self.handle, "allocated_size")
         before, autocast = used(), _capture.uncached_autocast(_capture.autocast_dtype())
         with _capture.attributes_copied(module), _capture.running_in(self.handle, self.stream), autocast:
@@ -156,12 +164,14 @@ class GraphPool(Owner, Generic[G]):
         """
         while len(self._graphs) >= self.max_graphs:
             self._graphs.popitem(last=False)
-        if not self._graphs:  # a pool ends with its last graph
-            self.memory = lent
 
         def captured() -> G:
             assert self.device is not None
-            memory = self.memory = self.memory or Memory(self, self.device)
+            keeper = None if lent is None else lent.keeper()
+            if not self._graphs:  # a pool ends with its last graph
+                self.memory = Memory(self, self.device) if keeper is None else lent
+            memory = self.memory
+            assert memory is not None
             try:
                 return make()
             except BaseException:
