@@ -190,7 +190,8 @@ def test_steps_of_equal_seeds_have_equal_bits(on, monkeypatch):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_trained_self_attention_has_the_bits_of_the_original(masked, device):
+def test_deterministic_self_attention_has_the_bits_of_the_original(masked, device, monkeypatch):
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     torch.manual_seed(0)
     attention = torch.nn.MultiheadAttention(32, 4).to(device)
     x, value = (torch.randn(20, 2, 32, device=device, requires_grad=True) for _ in range(2))
