@@ -14,6 +14,7 @@ from tests.graphs import fake_gpu
 from torch_fastdet import memory
 from torch_fastdet.nn import forwards
 from torch_fastdet.patching import switch
+from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
 from torch_fastdet.switches.cuda_graph.ultralytics import begin_again
 from torch_fastdet.ultralytics import patch, unpatch
 from torch_fastdet.ultralytics.host import HOST
@@ -364,6 +365,21 @@ def test_a_measurement_of_memory_is_one_of_fused_blocks(monkeypatch, fused):
     assert not fused
     model(torch.rand(2, 3, 64, 64, requires_grad=True))
     assert len(fused) > 20
+
+
+@pytest.mark.parametrize("fuses, own, nhwc", [(True, False, True), (False, False, False), (True, True, False)])
+def test_predictions_of_fused_blocks_in_half_precision_are_in_nhwc_memory(fuses, own, nhwc, monkeypatch, fused):
+    model, _ = model_on("fake", "yolov8n", monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    if own:  # a module of a user's
+        model.model[0].act = type("Own", (torch.nn.SiLU,), {"__module__": __name__})()
+    model, x = model.eval().half(), torch.rand(2, 3, 64, 64).half()
+    patch(cuda_graph=True, bn_act_optim=fuses)
+    graphs = PredictionGraphs("cuda_graph")
+    with torch.inference_mode():
+        first, *_, last = (graphs(model, x, model)[0] for _ in range(4))
+    assert torch.equal(first, last)
+    assert model.model[1].conv.weight.is_contiguous(memory_format=torch.channels_last) == nhwc
 
 
 QUICK = ("yolov8n-cls", "yolo26n-pose")

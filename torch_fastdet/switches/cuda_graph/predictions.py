@@ -16,6 +16,7 @@ from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.captured import CapturedPasses
 from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.rewrites.all_rewrites import fewer_copies
+from torch_fastdet.rewrites.rewrite import adds_freely
 from torch_fastdet.switches.channels_last.layout import FASTER_IN_NHWC, to_channels_last
 
 # Heads of Ultralytics keep these for the shape of their last input, and compute them again for another.
@@ -68,10 +69,16 @@ class PredictionGraphs:
 
 
 def _is_faster_in_nhwc(model: nn.Module) -> bool:
-    """Return whether the model is RT-DETR's, and of a precision for which NHWC is faster here. Its graphs round in other places anyway."""
+    """Return whether NHWC is faster here in the precision of a model of Ultralytics whose graphs round in other places anyway.
+
+    These are RT-DETR's, and those of ``bn_act_optim`` without modules of a user, which may ask for views that NHWC has not.
+    """
     layers = getattr(model, "model", None)
     kind = type(layers[-1]) if isinstance(layers, nn.Sequential) and len(layers) else None
-    if kind is None or (kind.__module__, kind.__name__) != ("ultralytics.nn.modules.head", "RTDETRDecoder"):
+    if kind is None or kind.__module__ != "ultralytics.nn.modules.head":
+        return False
+    own = any(type(part).__module__.partition(".")[0] not in ("torch", "ultralytics") for part in model.modules())
+    if kind.__name__ != "RTDETRDecoder" and (own or not adds_freely(model)):
         return False
     weight = next(model.parameters())
     least = FASTER_IN_NHWC.get(str(weight.dtype).removeprefix("torch."))
