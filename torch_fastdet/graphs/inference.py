@@ -134,7 +134,8 @@ class InferenceGraphs(CapturedCallable[_Captured]):
                 self._pool.reset()
                 captured = None
             if self._baked.has_hooks() or every_module_has_hooks():
-                self._tell_of_fallback(f"{self.what} has hooks, which a replay would not call; it runs eagerly")
+                self._say_once(line := f"{self.what} has hooks, which a replay would not call; it runs eagerly")
+                note_fallback(line)
                 return run(x)
             if self._baked.trains(module):
                 return run(x)
@@ -174,10 +175,6 @@ class InferenceGraphs(CapturedCallable[_Captured]):
             and not torch.is_grad_enabled()
             and not _capture.is_capturing()
         )
-
-    def _tell_of_fallback(self, line: str) -> None:
-        self._say_once(line)
-        note_fallback(line)
 
     def _refuse(self, reason: str, cause: BaseException | None = None) -> None:
         super()._refuse(reason, cause)

@@ -48,12 +48,6 @@ def importable_prefix() -> str | None:
     return "yolov5." if any(map(_is_yolov5, _folders("yolov5"))) else None
 
 
-def script_has_yolov5(script: Path | None) -> bool:
-    """Return whether a script finds a YOLOv5: next to it or above it (segment/train.py), on the path, or the package."""
-    near = [] if script is None else list(script.resolve().parents)[:3]
-    return any(_is_yolov5(folder) for folder in near) or importable_prefix() is not None
-
-
 def is_loaded() -> bool:
     """Return whether modules of a YOLOv5, a checkout's or the package's, are imported in this process."""
     packages = (sys.modules.get(prefix + name) for prefix in ("", "yolov5.") for name in ("utils", "models"))
@@ -77,7 +71,8 @@ class YOLOv5(Host):
     script: Path | None = None
 
     def obstacle_to_host(self) -> Obstacle | None:
-        if script_has_yolov5(self.script):
+        near = [] if self.script is None else list(self.script.resolve().parents)[:3]
+        if any(map(_is_yolov5, near)) or importable_prefix() is not None:
             return None
         places = "on the path" if self.script is None else f"beside or above {self.script}, or on the path"
         return Obstacle(_MISSING.format(places=places))

@@ -83,10 +83,6 @@ class Run:
                 say(f"resume_exact: goes on from {self.last} to the last bit")
         self.position.begin_epoch()
 
-    def end_epoch(self) -> None:
-        if self.position is not None:
-            self.position.in_epoch = False
-
     def end(self) -> None:
         """End the training: last.pt has been stripped, and nothing can be resumed."""
         if self.last is not None:
@@ -120,8 +116,8 @@ def calling(active: Active, stock: Callable[..., object], _: object) -> Function
         if hook == "on_train_epoch_start":
             if (frame := frames.training_frame("train", OF_TRAIN)) is not None:
                 training_run.begin_epoch(frame)
-        elif hook == "on_train_epoch_end":
-            training_run.end_epoch()
+        elif hook == "on_train_epoch_end" and training_run.position is not None:
+            training_run.position.in_epoch = False
         elif hook == "on_train_end":
             training_run.end()
         return result

@@ -211,11 +211,6 @@ def _selected(stock: Function) -> tuple[list[object], list[object]]:
 MATCHED = Behaves("its match_predictions", _matched, 0, REFERENCE)
 
 
-def _matching() -> Function:
-    """Return ``match_predictions`` of the framework's validators, which a task's or a user's class may override."""
-    return importlib.import_module(ultralytics("engine.validator")[0]).BaseValidator.match_predictions
-
-
 def _update(overlaps: of_ultralytics.Overlaps | None = None) -> Function:
     def make(_: Active, stock: Function, validator: Stock) -> object:
         names = vars(sys.modules[validator.__module__])
@@ -230,7 +225,9 @@ def _update(overlaps: of_ultralytics.Overlaps | None = None) -> Function:
             draws = overlaps is not None and overlaps.draws
             preparing = own, super(validator, validator)._prepare_batch if draws else own
         function = None if overlaps is None else lambda: names[overlaps.function]
-        prepare = of_ultralytics.match_all(_matching(), rows, preparing, overlaps, function)
+        # A task's or a user's class may override it.
+        matching = importlib.import_module(ultralytics("engine.validator")[0]).BaseValidator.match_predictions
+        prepare = of_ultralytics.match_all(matching, rows, preparing, overlaps, function)
         return of_ultralytics.update_on_host(stock, validator._process_batch, prepare)
 
     return make
