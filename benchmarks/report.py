@@ -369,8 +369,8 @@ BY_HAND = "†"
 COMPUTED = "‡"
 MARKS = {
     APART: "the two times are of different days",
-    BY_HAND: "copied by hand from what a script of that day printed",  # with a link to its folder's sources.md
-    COMPUTED: f"{EPOCH:,} times the median of an iteration",
+    BY_HAND: "the figures were copied by hand from what a script of that day printed",  # with a link to its folder's sources.md
+    COMPUTED: f"the time is {EPOCH:,} times the median of an iteration",
 }
 # Columns that a table has where one of its rows has a value: title, key of the row, how it is written.
 OPTIONAL_COLUMNS = (
@@ -696,7 +696,7 @@ def measured(text: str, benchmarks: dict[str, list[dict]], figures: str = "Times
     rows = [row for of_it in benchmarks.values() for row in of_it]
     days = sorted({row["date"] for row in rows})
     torches = ", ".join(sorted({row["torch"].partition("+")[0] for row in rows}))
-    where = ", ".join(sorted({machine_of(row) for row in rows}))
+    where = re.sub(r"\b1 threads", "1 thread", ", ".join(sorted({machine_of(row) for row in rows})))
     sources = {BY_HAND: _sources(rows)}
     marks = "".join(f" {mark}: {meaning}{sources.get(mark, '')}." for mark, meaning in MARKS.items() if mark in text)
     return f"{text}\n{_figures(figures, rows)} on {where}, torch {torches}, {' to '.join(dict.fromkeys([days[0], days[-1]]))}.{marks}\n"
@@ -765,10 +765,12 @@ def section(name: str) -> str:
         from benchmarks.small_cards import small_table
 
         rows = of_any_gpu(what)
-        return measured(small_table(rows), {what: rows}, "The largest batch, and its speed,")
+        return measured(
+            small_table(rows), {what: rows}, "The batch is the largest that fits, and the speed was measured"
+        )
     if what == "rates" and (folder := newest(kind, "roofline.md")):
         rates = (folder / "roofline.md").read_text().partition("\n")[0]
-        return f"{rates} [All cases](benchmarks/results/{folder.name}/roofline.md)\n"
+        return f"{rates} [All cases](benchmarks/results/{folder.name}/roofline.md) have a table.\n"
     if folder := newest(kind, f"{what}.md"):  # roofline, training_truth, machine
         lines = (folder / f"{what}.md").read_text().splitlines(keepends=True)
         if shown:

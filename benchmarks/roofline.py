@@ -330,17 +330,16 @@ def unmeasured_steps(machine: work.Machine, placed: list[Placed]) -> list[Placed
 
 def ceilings(machine: work.Machine) -> str:
     text = (
-        f"{machine.name}: copy {machine.bytes_per_s / 1e9:,.0f} GB/s, matrix products fp32 "
-        f"{machine.flops_per_s['fp32'] / 1e12:.3g} and {shown('fp16', machine)} "
-        f"{machine.flops_per_s['fp16'] / 1e12:.3g} TFLOP/s, so "
-        f"{machine.ops_to_byte('fp32'):.1f} and {machine.ops_to_byte('fp16'):.0f} FLOP/B"
+        f"On {machine.name}, copies reach {machine.bytes_per_s / 1e9:,.0f} GB/s, and matrix products "
+        f"{machine.flops_per_s['fp32'] / 1e12:.3g} TFLOP/s in fp32 and {machine.flops_per_s['fp16'] / 1e12:.3g} in "
+        f"{shown('fp16', machine)}, which is {machine.ops_to_byte('fp32'):.1f} and {machine.ops_to_byte('fp16'):.0f} FLOP/B."
     )
     if machine.is_gpu:
-        text += f"; a kernel takes {machine.launch_s * 1e6:.2f} us at the least"
+        text += f" A kernel takes {machine.launch_s * 1e6:.2f} us at the least."
     if machine.cached_bytes_per_s:
         sizes = (f"{rate / 1e9:,.0f} at {size / 1e6:.2g} MB" for size, rate in machine.cached_bytes_per_s.items())
-        text += f"; copies that stay in the caches, GB/s: {', '.join(sizes)}"
-    return text + ".\n"
+        text += f" Copies that stay in the caches reach these GB/s: {', '.join(sizes)}."
+    return text + "\n"
 
 
 def table(machine: work.Machine, rows: list[Placed]) -> str:

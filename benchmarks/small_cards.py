@@ -28,7 +28,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from benchmarks.harness import OURS, ROOT, WORK, add_place, at_least, environment
-from benchmarks.report import APART_MIB, as_json, results_folder, table
+from benchmarks.report import APART_MIB, NOT_MEASURED, as_json, results_folder, table
 
 MODELS = ("yolov8s", "yolov8n", "yolo26s", "rtdetr-l", "yolov8m", "yolo11s", "yolov5s")
 CARDS = (8, 10, 12, 16, 24)
@@ -253,7 +253,7 @@ def small_table(rows: list[dict[str, Any]]) -> str:
         speed = f", {row['images_per_s']:,.0f} images/s" if "images_per_s" in row else ""
         cells.setdefault((row["model"], row["card"]), {})[row["variant"]] = f"{row['batch'] or 'none'}{speed}"
     lines = [
-        [model, f"{card} GB", found.get("stock", "not run"), found.get(OURS, "not run")]
+        [model, f"{card} GB", found.get("stock", NOT_MEASURED), found.get(OURS, NOT_MEASURED)]
         for (model, card), found in sorted(cells.items(), key=lambda each: (MODELS.index(each[0][0]), each[0][1]))
     ]
     return table(["model", "card", "stock", OURS], lines)

@@ -213,6 +213,17 @@ def all_commands(pattern: str) -> list[str]:
     return list(dict.fromkeys(c for page in PAGES for c in commands(page) if re.fullmatch(pattern, c)))
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", all_commands(r"python3? -m (benchmarks|examples|tools\.(?!api))\b.*"))
+def test_options_exist(command, tmp_path):
+    """Of programs that need long, a GPU or the network: what the command names stands in their help."""
+    shown = run(f"python -m {command.split()[2]} --help", tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    only = re.search(r"--only ([\w ]+)", command)
+    for word in re.findall(r"--[\w-]+", command) + (only[1].split() if only else []):
+        assert re.search(rf"(?<![\w-]){word}\b", shown.stdout), f"{command} has no {word}"
+
+
 def test_make_help_runs():
     assert "gpu-report-check" in run("make help", ROOT).stdout
 

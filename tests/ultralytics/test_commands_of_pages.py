@@ -23,7 +23,8 @@ SHORT = {
 }
 FILES = """
 import cv2
-YOLO("yolo11n.yaml").save("yolo11n.pt")
+for name in ("yolo11n", "yolo11n-seg"):
+    YOLO(f"{name}.yaml").save(f"{name}.pt")
 Path("mine.yaml").write_text(Path("coco8.yaml").read_text())
 film = cv2.VideoWriter("street.mp4", cv2.VideoWriter_fourcc(*"mp4v"), 10, (128, 96))
 for i in range(4):
@@ -49,4 +50,6 @@ def test_command_runs(command, folder, ultralytics_environment):
         arguments += [*SHORT[arguments[2]].split(), "device=cpu"]
     environment = ultralytics_environment | {"CUDA_VISIBLE_DEVICES": ""}
     result = starter.python(arguments, folder, environment, seconds=300)
-    assert result.returncode == 0 and "torch_fastdet" in result.stdout, result.stdout[-3000:]
+    needs_gpu = re.search(r"--(bn_act_optim|cuda_graph)", command)
+    assert result.returncode == (2 if needs_gpu else 0), result.stdout[-3000:]
+    assert "torch_fastdet" in result.stdout, result.stdout[-3000:]
