@@ -13,8 +13,7 @@ inline void save(Writer& writer, const std::string& name, const at::Tensor& tens
   const at::Tensor host = wide.detach().cpu();
   const at::ScalarType type = host.scalar_type();
   const char kind = type == at::kBool                 ? 'b'
-                    : type == at::kByte               ? 'u'
-                    : at::isIntegralType(type, false) ? 'i'
+                    : at::isIntegralType(type, false) ? (at::isSignedType(type) ? 'i' : 'u')
                     : at::isFloatingType(type)        ? 'f'
                                                       : '?';
   const std::string dtype = detail::name_of(kind, host.element_size());
