@@ -59,7 +59,7 @@ def deformable_attention(model: nn.Module) -> Changes:
 
 def _softmax(scores: Tensor, dim: int) -> Tensor:
     with torch.autocast(scores.device.type, enabled=False):
-        return scores.softmax(dim)  # its kernel computes in float32: the same bits as from and to float32
+        return scores.softmax(dim)  # computed in float32: forward, the bits of a float32 softmax
 
 
 @functools.cache
