@@ -316,6 +316,26 @@ def test_what_the_original_update_does(trackers, caplog):
     assert "for Boxes of float64" in said and said.count("\n") == 5
 
 
+@pytest.mark.parametrize("frame", [0, 6])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_filter_of_the_users_own_counts(trackers, caplog, name, frame):
+    """...one that replaces the tracker's, or the tracker's own with other weights."""
+    frames, outputs = scene(8, 20, 14), []
+    for patched in (False, True):
+        if patched:
+            drop_in.patch(track_optim=True)
+        for replaced in (True, False) if not frame else (True,):
+            tracker = getattr(trackers, name)(namespace())
+            found = [run(tracker, rows) for rows in frames[:frame]]
+            if replaced:
+                tracker.kalman_filter = type("Mine", (type(tracker.kalman_filter),), {})()
+            tracker.kalman_filter._std_weight_position *= 3
+            outputs.append(found + [run(tracker, rows) for rows in frames[frame:]])
+    wanted, ours = outputs[: len(outputs) // 2], outputs[len(outputs) // 2 :]
+    assert all(np.array_equal(a, b) for one, other in zip(wanted, ours) for a, b in zip(one, other))
+    assert f"the original update runs: {name} has a Kalman filter of its own." in caplog.text
+
+
 @pytest.mark.parametrize("place", SOME)
 def test_an_update_of_the_users_own_stays_and_is_named(trackers, monkeypatch, place):
     kind = getattr(trackers, place)

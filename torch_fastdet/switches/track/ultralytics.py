@@ -48,6 +48,7 @@ class _Held:
         self.core.break_ties_by(_assigned)
         self.outside = {*LIVE, *REMOVED}
         self.ids: object = None
+        self.filter = tracker.kalman_filter
         #: The live tracks by id, as the framework's objects, which hold what they look like; None without re-identification.
         self.looks: dict[int, Track] | None = {} if _looks(tracker) else None
 
@@ -73,11 +74,23 @@ def obstacle_to(tracker: Tracker, known: Stock) -> Obstacle | None:
     }
     if other:
         return Obstacle(f"{name} has its own {', '.join(sorted(other)[:3])}.")
+    if _has_own_filter(tracker):
+        return Obstacle(f"{name} has a Kalman filter of its own.")
     kind = KINDS[known.__name__]
     known_looks = [fingerprint(getattr(known, method)) == code for method, code in kind.looks]
     if _looks(tracker) and not (known_looks and all(known_looks)):
         return Obstacle(f"{name} re-identifies (with_reid), which the core does as ultralytics {REFERENCE} alone.")
     return kind.obstacle(tracker)
+
+
+def _has_own_filter(tracker: Tracker) -> bool:
+    """Return whether somebody has replaced the tracker's filter, or changed its numbers."""
+    filters = importlib.import_module("ultralytics.trackers.utils.kalman_filter")
+    known = getattr(tracker, "get_kalmanfilter", filters.KalmanFilterXYWH)()
+    own = tracker.kalman_filter
+    return type(own) is not type(known) or not all(
+        np.array_equal(value, vars(known).get(option)) for option, value in vars(own).items()
+    )
 
 
 def _looks(tracker: Tracker) -> bool:
@@ -106,6 +119,9 @@ def updating(active: Active, stock: Function, known: type) -> Function:
         if KEY not in attributes:
             attributes[KEY] = hold(self)
         held = attributes[KEY]
+        if held is not None and held.filter is not self.kalman_filter:  # reset() makes one, too
+            give_back(self)
+            held = attributes[KEY] = hold(self)
         if held is None:
             return own(self, results, img, *args, **kwargs)
         rotated = type(results) is OBB
@@ -280,7 +296,7 @@ def _tracks(
             {name: kind_of(value) for (name, kind_of), value in zip(ATTRIBUTES.items(), row[72:82])},
             mean=row[:8].copy(),
             covariance=row[8:72].reshape(8, 8).copy(),
-            kalman_filter=tracker.kalman_filter,
+            kalman_filter=vars(tracker)[KEY].filter,
             next_id=tracker._ids.__next__,
         )
         track._tlwh = track.tlwh.astype(np.float32)
