@@ -288,6 +288,7 @@ SOURCES = {
     "folder": (lambda folder, good: folder, {"batch": 1}),
     "folder, batch 4": (lambda folder, good: folder, {"batch": 4}),
     "folder, batch 8": (lambda folder, good: folder, {"batch": 8}),  # from eight on Ultralytics reads in threads
+    "folder, batch 2.5": (lambda folder, good: folder, {"batch": 2.5}),
     "glob": (lambda folder, good: f"{folder}/a*.jpg", {"batch": 3}),
     "file": (lambda folder, good: Path(good[0]), {}),
     "text file": (lambda folder, good: folder / "list.txt", {"batch": 2}),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import os
 import threading
 from collections.abc import Callable, Generator
@@ -173,15 +174,15 @@ def of_files(dataset: Loader, stager: Stager) -> Generator[Batch]:
         found = sequential_jpeg(path) if decodes else None
         return by_opencv(path) if found is None else found[0]
 
-    files = dataset.files[: dataset.ni]
-    read_ahead = _read_ahead(read, files, dataset.bs)
+    files, batch = dataset.files[: dataset.ni], math.ceil(dataset.bs)  # Ultralytics takes 2.5, too
+    read_ahead = _read_ahead(read, files, batch)
     with contextlib.closing(read_ahead):
         while dataset.count < dataset.ni:
             paths: list[str] = []
             images: list[Any] = []
             info: list[str] = []
-            while len(images) < dataset.bs and dataset.count < dataset.ni:
-                group = list(itertools.islice(read_ahead, dataset.bs - len(images)))
+            while len(images) < batch and dataset.count < dataset.ni:
+                group = list(itertools.islice(read_ahead, batch - len(images)))
                 if images:  # in the places of files that cannot be read
                     decoded = [by_opencv(files[dataset.count + i]) for i in range(len(group))]
                 else:
