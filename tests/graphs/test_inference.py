@@ -237,6 +237,25 @@ def test_training_that_is_collected_while_it_lends(gpu, graphs_of, monkeypatch, 
     assert graphs.reason is None and len(graphs.shapes) == 1 and graphs.memory() > 0
 
 
+def test_memory_that_a_capture_failed_in_is_not_lent_again(gpu, graphs_of, monkeypatch):
+    """Its next graphs lie in another pool, which those of training do not keep."""
+    net = Plain().to(GPU.device).train()
+    training = ModuleGraphs(net, say=lambda line: None)
+    for _ in range(3):
+        training(images(48, 4)).sum().backward()
+    models = made(), made()
+    bad, good = (graphs_of(model, beside=lambda: training) for model in models)
+    monkeypatch.setattr(bad, "_captured", lambda *_: 1 / 0)
+    for _ in range(2):
+        check(bad, models[0], images())
+    assert bad.reason is not None
+    for _ in range(2):
+        for _ in range(4):
+            check(good, models[1], images())
+        assert good.reason is None and len(good.shapes) == 1
+        good.reset()
+
+
 def test_first_passes_take_no_memory_beside_training(cuda, graphs_of):
     """Only their results do."""
 

@@ -35,11 +35,14 @@ class Memory:
         self.owner = weakref.ref(owner)
         self.stream = _capture.new_stream(device, self)
         self.handle = _capture.new_pool()
+        self.failed = (
+            False  # a borrower's capture: ``handle`` is another pool then, which the owner's graphs do not keep
+        )
 
     def keeper(self) -> GraphPool[Any] | None:
         """Return whose graphs keep the memory while the result is held; None if they are gone, and the allocator refuses it, therefore."""
         owner = self.owner()
-        return owner if owner is not None and owner.memory is self and len(owner) else None
+        return owner if owner is not None and owner.memory is self and len(owner) and not self.failed else None
 
     def run(self, run: Callable[[], object], module: nn.Module) -> object:
         """Return a copy of ``run()``, which runs ``module``, here. If that leaves a tensor, which replays would overwrite, all graphs go."""
@@ -176,7 +179,7 @@ class GraphPool(Owner, Generic[G]):
                 return make()
             except BaseException:
                 # Torch's allocator of pinned memory refuses to capture there again.
-                memory.handle = _capture.new_pool()
+                memory.handle, memory.failed = _capture.new_pool(), memory.owner() is not self
                 raise
 
         try:
