@@ -630,8 +630,8 @@ def memory_table(benchmarks: dict[str, list[dict]], limits: list[dict]) -> str:
             cells = [
                 str(row["batch"]) if row else f"about {largest_batch(peaks, card)}" for card, row in zip(CARDS, fits)
             ]
-            rows.append([name, variant, *(f"{peak:,.0f} MiB" for peak in peaks), *cells])
-    head = [f"peak, batch {batch}" for batch in BATCHES] + [f"{card} GB" for card in CARDS]
+            rows.append([name, variant, *(f"{peak:,.0f}" for peak in peaks), *cells])
+    head = [f"MiB, batch {batch}" for batch in BATCHES] + [f"{card} GB" for card in CARDS]
     return table(["training at 640 pixels", "variant", *head], rows)
 
 

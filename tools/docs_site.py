@@ -18,12 +18,13 @@ SWITCHES = "torch_fastdet/switches"
 NOTES = re.compile(r"^\[benchmarks/NOTES\.md\]: .*\n?|\[(benchmarks/NOTES\.md)\]", re.MULTILINE)
 SOURCE = re.compile(r"^- \[(torch_fastdet\.[\w.]+)\]\(\S+\.py\)$", re.MULTILINE)
 CODE = re.compile(r"(?<=<code>).*?(?=</code>)", re.DOTALL)
-NAME = re.compile(r"(?<=<code>)[^<]*_[^<]*(?=</code>)")
 OPTION = re.compile(r"(?<![\w!/-])--?[a-z][\w-]*")
 CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 ROW = re.compile(r"<t[hd]\b.*?</t[hd]>", re.DOTALL)
 TEXT = re.compile(r"(?<=>)[^<]+")
-BREAK = re.compile(r"(?<=torch_)(?=fastdet)|(?<=forward\+)(?=backward)|(?<=fp16)(?=\()")
+BREAK = re.compile(
+    r"(?<=\w_)(?=\w)|(?<=[a-z]\.)(?=[a-z]+_)|(?<=forward\+)(?=backward)|(?<=NHWC)(?=fp)|(?<=NCHW)(?=fp)|(?<=fp16)(?=\()"
+)
 TOGETHER = re.compile(
     r"(?<=\d) (?=(?:ns|us|ms|s|kB|MB|MiB|GB|TB)\b)|(?<=\bn) (?== \d)|(?<=\bn =) (?=\d)|(?<=\bbatch) (?=\d)"
 )
@@ -71,5 +72,4 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 def on_page_content(html: str, **_: object) -> str:
     html = CODE.sub(lambda code: OPTION.sub(r'<span class="option">\g<0></span>', code[0]), html)
     html = ROW.sub(lambda cell: TEXT.sub(lambda text: BREAK.sub("<wbr>", text[0]), cell[0]), html)
-    html = CELL.sub(lambda cell: TOGETHER.sub("&nbsp;", cell[0]), html)
-    return CELL.sub(lambda cell: NAME.sub(lambda name: name[0].replace("_", "_<wbr>"), cell[0]), html)
+    return CELL.sub(lambda cell: TOGETHER.sub("&nbsp;", cell[0]), html)
