@@ -35,9 +35,8 @@ class Memory:
         self.owner = weakref.ref(owner)
         self.stream = _capture.new_stream(device, self)
         self.handle = _capture.new_pool()
-        self.failed = (
-            False  # a borrower's capture: ``handle`` is another pool then, which the owner's graphs do not keep
-        )
+        # Whether a borrower's capture failed: ``handle`` is another pool then, which the owner's graphs do not keep.
+        self.failed = False
 
     def keeper(self) -> GraphPool[Any] | None:
         """Return whose graphs keep the memory while the result is held; None if they are gone, and the allocator refuses it, therefore."""
