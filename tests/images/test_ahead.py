@@ -6,11 +6,8 @@ import time
 
 import pytest
 
+from tests.threads import readers
 from torch_fastdet.images.ahead import following, in_order
-
-
-def threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("torch_fastdet")]
 
 
 def test_results_come_in_order_whichever_is_ready_first():
@@ -19,7 +16,7 @@ def test_results_come_in_order_whichever_is_ready_first():
         return i * i
 
     assert list(in_order(work, range(20), threads=4, ahead=6)) == [i * i for i in range(20)]
-    assert list(in_order(work, [], threads=4, ahead=6)) == [] and not threads()
+    assert list(in_order(work, [], threads=4, ahead=6)) == [] and not readers()
 
 
 def test_it_is_so_far_ahead_and_no_farther():
@@ -30,7 +27,7 @@ def test_it_is_so_far_ahead_and_no_farther():
     time.sleep(0.05)
     assert sorted(begun) == list(range(8))  # the three, and five ahead
     results.close()
-    assert not threads() and sorted(begun) == list(range(8))
+    assert not readers() and sorted(begun) == list(range(8))
 
 
 def test_an_error_is_raised_in_its_place():
@@ -41,7 +38,7 @@ def test_an_error_is_raised_in_its_place():
     assert [next(results) for _ in range(3)] == [-1, -1, -1]
     with pytest.raises(ZeroDivisionError):
         next(results)
-    assert not threads() and next(results, None) is None
+    assert not readers() and next(results, None) is None
 
 
 def test_an_iterator_runs_in_a_thread_and_is_closed():
@@ -64,4 +61,4 @@ def test_an_iterator_runs_in_a_thread_and_is_closed():
     left = following(numbers(9), 2)
     assert next(left) == 0
     del left
-    assert closed == [5, 7, 9] and not threads()
+    assert closed == [5, 7, 9] and not readers()

@@ -26,6 +26,7 @@ import ultralytics.engine.predictor as predictor
 from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.threads import readers
 from torch_fastdet import ultralytics as drop_in
 from torch_fastdet.ops.letterbox import place
 from torch_fastdet.serving import Batcher
@@ -261,7 +262,7 @@ def run(model, source, device, tmp_path, on, **options):
             return list(model.predict(source, **given))
     finally:
         drop_in.unpatch()
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("torch_fastdet")]
+        assert not readers()
         assert pipeline.KEY not in vars(model.predictor)
 
 
@@ -672,9 +673,9 @@ def test_a_stream_that_is_left(ahead, detector, folder, device, tmp_path):
         options = {**OPTIONS_OF_RUN, "device": str(device), "batch": 2, "stream": True}
         stream = detector.predict(folder[0], **options)
         assert next(stream).path == folder[1][0]
-        assert [thread for thread in threading.enumerate() if thread.name.startswith("torch_fastdet")]
+        assert readers()
         del stream
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("torch_fastdet")]
+        assert not readers()
         assert len(list(detector.predict(folder[1][:2], **options))) == 2
     finally:
         drop_in.unpatch()
@@ -768,7 +769,7 @@ def test_cameras_that_drop(ahead, detector, folder, device, tmp_path, monkeypatc
         run(detector, tmp_path / "both.streams", device, tmp_path, on, stream_buffer=True) for on in (False, True)
     ]
     assert_same(found, stock)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     read, live = [], loaders.LoadStreams.__next__
     monkeypatch.setattr(loaders.LoadStreams, "__next__", lambda its: read.append(its.count) or live(its))
     drop_in.patch(predict_optim=True)
@@ -781,7 +782,7 @@ def test_cameras_that_drop(ahead, detector, folder, device, tmp_path, monkeypatc
             results.close()
     finally:
         drop_in.unpatch()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_a_video_that_ends_early(ahead, detector, folder, device, tmp_path):

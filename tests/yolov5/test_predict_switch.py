@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.threads import readers
 from torch_fastdet import yolov5 as drop_in
 from torch_fastdet.patching.switch import SwitchError
 from torch_fastdet.serving import Batcher
@@ -245,10 +245,6 @@ def read(loader):
         (path, im, im0, line, loader.count, loader.mode, getattr(loader, "frame", 0))
         for path, im, im0, _, line in loader
     ]
-
-
-def readers():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("torch_fastdet")]
 
 
 @pytest.mark.parametrize(
