@@ -51,7 +51,7 @@ HEADLINES = [
     Headline("train.py of YOLOv5, yolov5s, batch 64: an epoch of 118,287 images (COCO's size)", "h100:dataset", COCO_CASE, times=EPOCH),
     Headline("Ultralytics' trainer: an iteration of yolov8s, batch 16", "ultralytics", "yolov8s, batch 16"),
     Headline("Ultralytics' trainer: an iteration of yolo26s, batch 16", "ultralytics", "yolo26s, batch 16"),
-    Headline("Ultralytics' trainer: an iteration of rtdetr-l, batch 16", "ultralytics", "rtdetr-l, batch 16"),
+    Headline("Ultralytics' trainer: an iteration of rtdetr-l, batch 16, fused attention", "ultralytics", "rtdetr-l, batch 16"),
     Headline("val.py of YOLOv5: the whole command on 5,000 JPEGs, yolov5s", "val",
              "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command"),
     Headline("YOLO(\"yolov8n\").predict of one image in memory", "detector",
