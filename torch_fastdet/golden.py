@@ -46,27 +46,29 @@ def save(folder: str | os.PathLike, stages: Mapping[str, Tensors]) -> Path:
 
     Raises:
         TypeError: A dtype, or what is given as a tensor, cannot be saved.
-        ValueError: A name has other characters.
+        ValueError: A name has other characters, or is given twice. Nothing is written then.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors: dict[str, torch.Tensor | np.ndarray] = {}
-    for name, value in stages.items():
-        if isinstance(value, (torch.Tensor, np.ndarray)):
-            tensors[name] = value
-        else:
-            tensors |= {f"{name}.{i}": tensor for i, tensor in enumerate(value)}
-    with open(folder / INDEX, "w") as index:
-        for name, tensor in tensors.items():
+    arrays: dict[str, np.ndarray] = {}
+    for stage, value in stages.items():
+        lone = isinstance(value, (torch.Tensor, np.ndarray))
+        for name, tensor in (
+            {stage: value}.items() if lone else ((f"{stage}.{i}", each) for i, each in enumerate(value))
+        ):
             if not NAME.fullmatch(name):
                 raise ValueError(f"a stage's name must be letters, digits, '_', '-' and '.', not {name!r}")
+            if name in arrays:
+                raise ValueError(f"stage {name!r} is given twice, but each stage is saved once")
             if isinstance(tensor, torch.Tensor):
                 tensor = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy(force=True)
-            array = np.asarray(tensor, order="C")
-            if array.dtype.str not in DTYPES:
-                raise TypeError(f"stage {name!r} has dtype {array.dtype}, but one of {', '.join(DTYPES)} is expected")
-            np.save(folder / f"{name}.npy", array)
-            index.write(f"{name}\n")
+            arrays[name] = np.asarray(tensor, order="C")
+            if (dtype := arrays[name].dtype).str not in DTYPES:
+                raise TypeError(f"stage {name!r} has dtype {dtype}, but one of {', '.join(DTYPES)} is expected")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / INDEX).unlink(missing_ok=True)  # a folder without one is not whole
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+    (folder / INDEX).write_text("".join(f"{name}\n" for name in arrays))
     return folder
 
 
@@ -144,8 +146,10 @@ def compare(a: str | os.PathLike, b: str | os.PathLike, rtol: float = 0.0, atol:
         atol: Absolute tolerance.
 
     Raises:
-        FileNotFoundError, ValueError: as of :func:`load`; or there are no stages.
+        FileNotFoundError, ValueError: as of :func:`load`; or there are no stages, or a tolerance is negative.
     """
+    if not (rtol >= 0 and atol >= 0):
+        raise ValueError(f"rtol is {rtol} and atol is {atol}, but 0 or more is expected")
     in_a, in_b = load(a), load(b)
     names = dict.fromkeys([*in_a, *in_b])
     if not names:

@@ -122,6 +122,11 @@ def test_bad_input_is_one_sentence(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none/stages\.txt"):
         golden.load(tmp_path / "none")
     golden.save(tmp_path, {"x": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"stage 'x.0' is given twice"):
+        golden.save(tmp_path, {"x": [torch.zeros(1)], "x.0": torch.zeros(1)})
+    assert list(golden.load(tmp_path)) == ["x"], "the folder stays as it was"
+    with pytest.raises(ValueError, match="rtol is -1"):
+        golden.compare(tmp_path, tmp_path, rtol=-1)
     (tmp_path / "x.npy").unlink()
     with pytest.raises(ValueError, match=r"x\.npy is not an \.npy file of a stage: .*No such file"):
         golden.load(tmp_path)
