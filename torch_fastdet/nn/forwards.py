@@ -508,6 +508,10 @@ def _open_attention(block: Block, x: Tensor, _: Tensor) -> Opened | None:
     tail = block.ffn if hasattr(block, "ffn") else block.mlp
     if block.training or not getattr(block, "add", True) or not _ends_in_conv(tail):
         return None
+    return _attended(block, tail, x)
+
+
+def _attended(block: Block, tail: Block, x: Tensor) -> Opened:
     x = added(x, block.attn, x)
     return _plus(opened(tail, x), x)
 
@@ -689,12 +693,7 @@ def _filled(room: Tensor, shortcut: Tensor, y: Tensor, first: int, blocks: Seque
 
 def attention_of(block: Block) -> list[Block]:
     """Return the one part of a block that has ``attn`` and ``ffn`` itself: ``y + ffn(y)`` of ``y = x + attn(x)``."""
-
-    def opens(x: Tensor) -> Opened:
-        y = added(x, block.attn, x)
-        return _plus(opened(block.ffn, y), y)
-
-    return [SimpleNamespace(**{OPENS: opens})]
+    return [SimpleNamespace(**{OPENS: functools.partial(_attended, block, block.ffn)})]
 
 
 def hg_block_forward(stock: Forward) -> Forward:
