@@ -14,6 +14,7 @@ from torch_fastdet._torch.private import inside_compiled, is_compiled_in_place
 from torch_fastdet.graphs import InferenceGraphs
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.captured import CapturedPasses
+from torch_fastdet.patching.import_hook import top_level
 from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.rewrites.all_rewrites import fewer_copies
 from torch_fastdet.rewrites.rewrite import adds_freely
@@ -77,8 +78,8 @@ def _is_faster_in_nhwc(model: nn.Module) -> bool:
     kind = type(layers[-1]) if isinstance(layers, nn.Sequential) and len(layers) else None
     if kind is None or kind.__module__ != "ultralytics.nn.modules.head":
         return False
-    own = any(type(part).__module__.partition(".")[0] not in ("torch", "ultralytics") for part in model.modules())
-    if kind.__name__ != "RTDETRDecoder" and (own or not adds_freely(model)):
+    packages = {top_level(type(part).__module__) for part in model.modules()}
+    if kind.__name__ != "RTDETRDecoder" and not (packages <= {"torch", "ultralytics"} and adds_freely(model)):
         return False
     weight = next(model.parameters())
     least = FASTER_IN_NHWC.get(str(weight.dtype).removeprefix("torch."))
