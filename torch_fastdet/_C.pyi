@@ -65,4 +65,5 @@ class MutualTracker(Tracker):
         lost_limit: float,
         apart: float,
         confirmed_from: int,
+        overlap_weight: float = ...,
     ) -> None: ...

@@ -82,7 +82,7 @@ def _attend_self(attention: nn.MultiheadAttention, *args: object, **kwargs: obje
 def without_averaged_weights(model: nn.Module) -> Changes:
     """Let self-attention of RT-DETR's layers compute no averaged weights, which nothing reads.
 
-    It is fused then, unless a training is to be deterministic: that costs 2 ms of 40 (rtdetr-l, batch 16, H200).
+    It is fused then, unless a training is to be deterministic; benchmarks/NOTES.md has what that costs.
     """
     for layer in model.modules() if adds_freely(model) else ():
         name = _SELF_ATTENTION.get(type(layer).__name__) if type(layer).__module__ == _MODULE else None
