@@ -6,6 +6,7 @@ import copy
 import functools
 import math
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ from tests.optim.samples import (
     set_grads,
 )
 from torch_fastdet import optim
+from torch_fastdet._say import counts
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.optim import SGD, FusedStep
+from torch_fastdet.switches.optimizer import ultralytics as of_ultralytics
 
 
 class TestFusedStep:
@@ -357,3 +360,58 @@ def test_training_in_bfloat16_is_stocks(device, optimizer, settings, scale):
         for mine, wanted in zip(ours.average.parameters(), stock.average.parameters()):
             torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
         assert ours.scaler.state_dict() == stock.scaler.state_dict()
+
+
+PARTS = {"optimizer": ["step"], "scaler": ["step", "update", "unscale_"], "ema": ["update"]}
+
+
+@pytest.mark.parametrize(
+    "seen", ["pre", "post", "pre of all", *(f"{part}.{name}" for part in PARTS for name in PARTS[part])]
+)
+def test_what_users_put_on_a_trainers_parts_runs(device, monkeypatch, seen):
+    """Hooks of Ultralytics' optimizer see clipped gradients, and what replaces a method of a part is called."""
+
+    class Trainer:
+        model = nn.Linear(4, 4).to(device)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler(device.type, init_scale=4.0)
+        ema = of_ultralytics.ModelEMA(model)
+
+        def optimizer_step(self):
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=10.0)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            self.ema.update(self.model)
+
+    for owner, name in ((nn.utils, "clip_grad_norm_"), (torch.amp.GradScaler, "unscale_")):
+        monkeypatch.setattr(owner, name, getattr(optim, name))
+    trainer, norms = Trainer(), []
+    stepped = of_ultralytics.stepping(SimpleNamespace(name="multi_tensor_optimizer"), Trainer.optimizer_step, None)
+    torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda _: 1.0)  # puts a step that counts on the optimizer
+
+    def note(*_):
+        norms.append(torch.stack([p.grad.norm() for p in trainer.model.parameters()]).norm().item())
+
+    def train():
+        counts.clear()
+        trainer.scaler.scale(1000 * trainer.model(torch.ones(2, 4, device=device)).sum()).backward()
+        stepped(trainer)
+        return dict(counts)
+
+    assert "fused steps" in str(train())
+    part, _, name = seen.partition(".")
+    if name:
+        stock = getattr(getattr(trainer, part), name)
+        monkeypatch.setattr(getattr(trainer, part), name, lambda *args: norms.append(0.0) or stock(*args))
+    elif seen == "pre of all":
+        handle = register_optimizer_step_pre_hook(note)
+    else:
+        handle = getattr(trainer.optimizer, f"register_step_{seen}_hook")(note)
+    assert "original steps" in str(train())
+    assert len(norms) == 1 and norms[0] <= 10.001
+    if not name:
+        handle.remove()
+        assert "fused steps" in str(train())
+    counts.clear()

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_unflatten as tree_unflatten
@@ -238,6 +239,14 @@ def take_unscale(
     entry["found_inf_per_device"] = found
     entry["stage"] = OptState.UNSCALED
     return True
+
+
+def steps_plainly(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a call of ``optimizer.step`` is its class's step and nothing else: no hook, nothing put on the instance."""
+    step = vars(optimizer).get("step")  # a scheduler puts one there that counts
+    plain = step is None or (hasattr(step, "_wrapped_by_lr_sched") and step.__wrapped__ is type(optimizer).step)
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return plain and not any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from torch_fastdet import ema, optim
 from torch_fastdet._say import count
+from torch_fastdet._torch import private
 from torch_fastdet._torch.tensors import ModuleWatch, unwrap
 from torch_fastdet.optim.convert import is_stock_musgd
 from torch_fastdet.optim.gradients import OURS
@@ -108,5 +109,7 @@ def _has_our_parts(trainer: Trainer) -> bool:
         and type(ema) is ModelEMA
         and torch.nn.utils.clip_grad_norm_ is optim.clip_grad_norm_
         and vars(torch.amp.GradScaler).get("unscale_") is optim.unscale_
-        and "unscale_" not in vars(scaler)
+        and {"unscale_", "step", "update"}.isdisjoint(vars(scaler))
+        and "update" not in vars(ema)
+        and private.steps_plainly(optimizer)  # hooks read gradients that are unscaled and clipped
     )
