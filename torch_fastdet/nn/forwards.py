@@ -19,25 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fastdet import ops
-from torch_fastdet._torch.private import (
-    every_module_has_hooks,
-    is_compiled_in_place,
-    is_recorded,
-    is_transforming,
-    module_has_hooks,
-    runs_plainly,
-)
-from torch_fastdet.nn.joint import (
-    JOINT,
-    OF_ONE_INPUT,
-    Keep,
-    NormInto,
-    NormsOfParts,
-    NormSplit,
-    Options,
-    Twice,
-    room_like,
-)
+from torch_fastdet._torch import private
+from torch_fastdet.nn import joint
 from torch_fastdet.nn.stem import convolve, convolve_squares, divided, has_stem_shape, is_stem
 from torch_fastdet.nn.widened import is_slow, widened
 
@@ -71,7 +54,7 @@ _capturing: list[None] = []
 
 def is_watched() -> bool:
     """Return whether something sees each module's call, or records a program that has to run without us."""
-    return every_module_has_hooks() or is_recorded() or is_transforming()
+    return private.every_module_has_hooks() or private.is_recorded() or private.is_transforming()
 
 
 def _maker_of(forward: object) -> object:
@@ -115,8 +98,8 @@ def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
         and type(act) in ACTIVATIONS
         and norm.training
         and (norm.momentum is not None or not norm.track_running_stats)
-        and runs_plainly(norm, _FORWARDS[nn.BatchNorm2d])
-        and runs_plainly(act, _FORWARDS[type(act)])
+        and private.runs_plainly(norm, _FORWARDS[nn.BatchNorm2d])
+        and private.runs_plainly(act, _FORWARDS[type(act)])
         and not is_watched()
     )
 
@@ -153,8 +136,8 @@ def _is_evaluated(block: Block) -> bool:
         and _is_plain(block.conv)
         and block.conv.weight.device.type in DEVICES
         and type(act) in ACTIVATIONS
-        and runs_plainly(act, _FORWARDS[type(act)])
-        and (norm is None or (type(norm) is nn.BatchNorm2d and runs_plainly(norm, _FORWARDS[nn.BatchNorm2d])))
+        and private.runs_plainly(act, _FORWARDS[type(act)])
+        and (norm is None or (type(norm) is nn.BatchNorm2d and private.runs_plainly(norm, _FORWARDS[nn.BatchNorm2d])))
         and (norm is None or (not norm.training and norm.running_mean is not None))
         and not is_watched()
     )
@@ -166,13 +149,17 @@ def _is_plain(conv: nn.Module) -> bool:
         type(conv) is nn.Conv2d
         and conv.padding_mode == "zeros"
         and (conv.bias is None or conv.bias.dtype == conv.weight.dtype)
-        and runs_plainly(conv, _FORWARDS[nn.Conv2d])
+        and private.runs_plainly(conv, _FORWARDS[nn.Conv2d])
     )
 
 
 def convolved(branch: nn.Module, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return what a branch makes of x but for the bias of the convolution that it ends in, and that bias; its result and None otherwise."""
-    if type(branch) is not nn.Sequential or not len(branch) or not runs_plainly(branch, _FORWARDS[nn.Sequential]):
+    if (
+        type(branch) is not nn.Sequential
+        or not len(branch)
+        or not private.runs_plainly(branch, _FORWARDS[nn.Sequential])
+    ):
         return branch(x), None
     layers: list[Block] = list(branch)
     last = layers.pop()
@@ -243,7 +230,7 @@ def _finished(block: Block, x: Tensor, shortcut: Tensor | None = None) -> Tensor
 
 def _place(block: Block, x: Tensor) -> Tensor:
     """Return where an evaluated block's result for x may be written: x, or a tensor without the channels that :func:`widened` adds."""
-    return room_like(x, x.shape[1]) if is_slow(block.conv, x.dtype) else x
+    return joint.room_like(x, x.shape[1]) if is_slow(block.conv, x.dtype) else x
 
 
 def _is_added(shortcut: Tensor | None, x: Tensor) -> bool:
@@ -273,7 +260,7 @@ def norm_and_activation(norm: nn.BatchNorm2d, act: nn.Module, x: Tensor, shortcu
     return y if add or shortcut is None else shortcut + y
 
 
-def _options(block: Block) -> Options:
+def _options(block: Block) -> joint.Options:
     return block.bn.momentum or 0.0, block.bn.eps, ACTIVATIONS[type(block.act)], _slope(block.act)
 
 
@@ -319,8 +306,8 @@ def _jointly(blocks: list[Block], x: Tensor, before: list[int]) -> tuple[Tensor,
 
     Ask can_fuse for each block first.
     """
-    joint = vars(blocks[0].conv).get(JOINT)
-    z = None if joint is None else joint(x)
+    run = vars(blocks[0].conv).get(joint.JOINT)
+    z = None if run is None else run(x)
     if z is None:
         return None
     norms = [block.bn for block in blocks]
@@ -331,7 +318,7 @@ def _jointly(blocks: list[Block], x: Tensor, before: list[int]) -> tuple[Tensor,
     if len(dtypes) > 1 or not all(_fits(part, norm) for part, norm in zip(parts, norms)):
         return None
     weights_and_biases = [norm.weight for norm in norms] + [norm.bias for norm in norms]
-    return NormsOfParts.apply(z, before, norms, _options(blocks[0]), *weights_and_biases)
+    return joint.NormsOfParts.apply(z, before, norms, _options(blocks[0]), *weights_and_biases)
 
 
 def _can_share(x: Tensor, norm: nn.BatchNorm2d) -> bool:
@@ -354,7 +341,7 @@ def _into(room: Tensor, first: int, block: Block, x: Tensor, shortcut: Tensor | 
     """Return ``room`` with the block's result for x, plus ``shortcut``, in its channels from ``first`` on. Ask :func:`_goes_into` first."""
     if block.training:
         norm = block.bn
-        return NormInto.apply(room, first, x, norm, _options(block), shortcut, norm.weight, norm.bias)
+        return joint.NormInto.apply(room, first, x, norm, _options(block), shortcut, norm.weight, norm.bias)
     _write(block, x, room, shortcut, first=first)
     return room
 
@@ -402,8 +389,8 @@ def _is_fused(block: Block) -> bool:
         _maker_of(forward) is conv_forward_fuse
         and type(block).forward_fuse is forward
         and not hasattr(block, "bn")
-        and not module_has_hooks(block)
-        and not is_compiled_in_place(block)
+        and not private.module_has_hooks(block)
+        and not private.is_compiled_in_place(block)
     )
 
 
@@ -417,7 +404,7 @@ def begins_with_stem(block: Block) -> bool:
     conv = getattr(block, "conv", None)
     return (
         _made_by(conv_forward, block)
-        and runs_plainly(block, type(block).forward)
+        and private.runs_plainly(block, type(block).forward)
         and type(conv) is nn.Conv2d
         and has_stem_shape(conv)
     )
@@ -437,7 +424,7 @@ def _is_conv(block: Block) -> bool:
     """Return whether ``block`` is one of :func:`conv_forward`, its norm fused or not, and one for :func:`_finished`."""
     if not _made_by(conv_forward, block) or (not block.training and torch.is_grad_enabled()):
         return False
-    plain = hasattr(block, "bn") and runs_plainly(block, type(block).forward)
+    plain = hasattr(block, "bn") and private.runs_plainly(block, type(block).forward)
     if block.training:
         return plain and can_fuse(block.bn, block.act)
     return (plain or _is_fused(block)) and _is_evaluated(block)
@@ -454,7 +441,7 @@ def opened(block: Block, x: Tensor, shortcut: Tensor | None = None) -> Opened:
         return opens(x)
     forward = getattr(type(block), "forward", None)
     opener, found = _OPENERS.get(_maker_of(forward) or forward), None
-    if opener is not None and runs_plainly(block, forward):
+    if opener is not None and private.runs_plainly(block, forward):
         found = opener(block, x, x if shortcut is None else shortcut)
     return (None, block(x), None) if found is None else found
 
@@ -575,25 +562,25 @@ def _c3_parts(c3: Block, x: Tensor) -> Tensor | None:
     last = inner[-1] if inner else None
     if not (
         last is not None
-        and runs_plainly(c3.m, _FORWARDS[nn.Sequential])
+        and private.runs_plainly(c3.m, _FORWARDS[nn.Sequential])
         and _made_by(_open_bottleneck, last)
-        and runs_plainly(last, type(last).forward)
+        and private.runs_plainly(last, type(last).forward)
         and _is_conv(last.cv2)
         and _is_conv(c3.cv2)
     ):
         return None
-    joint = None
+    halves = None
     if _is_conv(c3.cv1):
-        joint = _jointly([c3.cv1, c3.cv2], x, [0, last.cv2.conv.out_channels])
-    y = c3.cv1(x) if joint is None else joint[0]
+        halves = _jointly([c3.cv1, c3.cv2], x, [0, last.cv2.conv.out_channels])
+    y = c3.cv1(x) if halves is None else halves[0]
     for block in inner[:-1]:
         y = block(y)
     shortcut = None
     if last.add:
-        shortcut, y = Twice.apply(y) if last.cv2.training and _can_share(y, last.cv2.bn) else (y, y)
+        shortcut, y = joint.Twice.apply(y) if last.cv2.training and _can_share(y, last.cv2.bn) else (y, y)
     deep = _begun(last.cv2, last.cv1(y))
-    if joint is not None:
-        return _behind(last.cv2, deep, joint[1], shortcut)
+    if halves is not None:
+        return _behind(last.cv2, deep, halves[1], shortcut)
     shallow = _begun(c3.cv2, x)
     if last.cv2.training and c3.cv2.training:
         return norms_and_activations_cat([last.cv2, c3.cv2], [deep, shallow], shortcut)
@@ -602,7 +589,7 @@ def _c3_parts(c3: Block, x: Tensor) -> Tensor | None:
 
 def _side_by_side(first: Block, x: Tensor, second: Block, y: Tensor, shortcut: Tensor | None = None) -> Tensor:
     """Return the concatenation of the results of two blocks for x and y of their convolutions, the first one plus ``shortcut``."""
-    room = room_like(y, x.shape[1] + y.shape[1])
+    room = joint.room_like(y, x.shape[1] + y.shape[1])
     if not (_goes_into(room, first, x, shortcut) and _goes_into(room, second, y, None)):
         return torch.cat([_finished(first, x, shortcut), _finished(second, y)], 1)
     return _into(_into(room, 0, first, x, shortcut), x.shape[1], second, y, None)
@@ -686,7 +673,7 @@ def _filled(room: Tensor, shortcut: Tensor, y: Tensor, first: int, blocks: Seque
             y = closed(end, y, residual)
             if y.shape[1] != width or not _is_like(y, room):
                 return _chain([room[:, :first], y], blocks[i:])
-            room, shortcut, y = Keep.apply(room, first, y)
+            room, shortcut, y = joint.Keep.apply(room, first, y)
         first += width
     return room
 
@@ -708,7 +695,7 @@ def hg_block_forward(stock: Forward) -> Forward:
         blocks, channels = list(self.m), self.sc.conv.in_channels
         if not blocks or type(x) is not Tensor or x.numel() == 0 or (channels - x.shape[1]) % len(blocks):
             return stock(self, x)
-        room = room_like(x, channels)
+        room = joint.room_like(x, channels)
         torch.ops.torch_fastdet.sum_slices([x], room.narrow(1, 0, x.shape[1]))
         y = _begun(self.ec, self.sc(_filled(room, x, x, x.shape[1], blocks)))
         return _finished(self.ec, y, x if self.add else None)
@@ -719,8 +706,8 @@ def hg_block_forward(stock: Forward) -> Forward:
 def _split(cv1: Block, x: Tensor, channels: int, half: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return a tensor of ``channels`` that begins with the result of ``cv1`` for x of its convolution, and twice a copy of that's last ``half``."""
     if cv1.training:
-        return NormSplit.apply(x, channels, cv1.bn, _options(cv1), cv1.bn.weight, cv1.bn.bias)
-    room, last = room_like(x, channels), room_like(x, half)
+        return joint.NormSplit.apply(x, channels, cv1.bn, _options(cv1), cv1.bn.weight, cv1.bn.bias)
+    room, last = joint.room_like(x, channels), joint.room_like(x, half)
     _write(cv1, x, room, None, last)
     return room, last, last
 
@@ -733,7 +720,7 @@ def _chain(parts: list[Tensor], blocks: Sequence[nn.Module]) -> Tensor:
 
 def blocks_of_one_input(blocks: Sequence[Block], x: Tensor) -> dict[nn.Module, Tensor]:
     """Return what those of the blocks whose convolutions were joined make of x, by one convolution; nothing where there is none."""
-    joined = [b for b in blocks if isinstance(getattr(b, "conv", None), nn.Module) and JOINT in vars(b.conv)]
+    joined = [b for b in blocks if isinstance(getattr(b, "conv", None), nn.Module) and joint.JOINT in vars(b.conv)]
     if not joined or not all(map(_is_conv, joined)):
         return {}
     return dict(zip(joined, _jointly(joined, x, [0] * len(joined)) or ()))
@@ -743,7 +730,7 @@ def convolutions_of_one_input(model: nn.Module) -> Iterator[list[nn.Conv2d]]:
     """Return convolutions that read one tensor: of ``OF_ONE_INPUT``, and of ``cv1`` and ``cv2`` where the forward is one of
     :func:`c3_forward`."""
     modules: list[Block] = list(model.modules())
-    groups = [blocks for module in modules for blocks in vars(module).get(OF_ONE_INPUT, [])]
+    groups = [blocks for module in modules for blocks in vars(module).get(joint.OF_ONE_INPUT, [])]
     for blocks in groups + [[block.cv1, block.cv2] for block in modules if _made_by(_open_c3, block)]:
         convs = [getattr(block, "conv", None) for block in blocks]
         yield [conv for conv in convs if isinstance(conv, nn.Conv2d)]
@@ -751,7 +738,7 @@ def convolutions_of_one_input(model: nn.Module) -> Iterator[list[nn.Conv2d]]:
 
 def window_of(pool: nn.Module) -> int:
     """Return the side of the window of a max pooling of stride 1 that the operators know, unobserved; 0 for another module."""
-    if type(pool) is not nn.MaxPool2d or not runs_plainly(pool, _FORWARDS[nn.MaxPool2d]):
+    if type(pool) is not nn.MaxPool2d or not private.runs_plainly(pool, _FORWARDS[nn.MaxPool2d]):
         return 0
     size = pool.kernel_size
     known = (pool.stride, pool.dilation) == (1, 1) and not pool.return_indices
@@ -769,7 +756,7 @@ def _pooled(cv1: Block, pool: Block, pools: int, x: Tensor) -> Tensor:
     """Return the concatenation of ``cv1(x)`` and of ``pools`` poolings, each of the one before it."""
     if not cv1.training and _is_conv(cv1):
         y = _begun(cv1, x)
-        room = room_like(y, y.shape[1] * (pools + 1))
+        room = joint.room_like(y, y.shape[1] * (pools + 1))
         if _goes_into(room, cv1, y, None):
             torch.ops.torch_fastdet.max_pools_(_into(room, 0, cv1, y, None), pool.kernel_size, pools)
             return room

@@ -9,18 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_fastdet._torch.tensors import new_state
-from torch_fastdet.optim._watch import (
-    HAS_MOMENTUM,
-    MOVED_SGD,
-    MUON,
-    NESTEROV,
-    Binding,
-    BoundOptimizer,
-    Group,
-    MakeState,
-    Numbers,
-    Scaling,
-)
+from torch_fastdet.optim import _watch
 
 MUON_BUFFER, SGD_BUFFER = "momentum_buffer", "momentum_buffer_SGD"
 # Newton-Schulz: X <- a X + (b G + c G G) X with the Gram matrix G = X X', which drives the singular values of X towards 1. The
@@ -120,25 +109,25 @@ def _matrices(params: list[Tensor]) -> _Matrices:
     return _Grouped(params) if grouped else _Batched(params)
 
 
-class MusgdBinding(Binding):
+class MusgdBinding(_watch.Binding):
     """Hold two MultiTensorStates: of all parameters, for SGD, and of those with ``use_muon``, for Muon's momentum."""
 
     name = "MuSGD"
     buffer_names = (MUON_BUFFER, SGD_BUFFER)
 
     @staticmethod
-    def tensors_of(group: Group) -> tuple[float | Tensor, ...]:
+    def tensors_of(group: _watch.Group) -> tuple[float | Tensor, ...]:
         return group["lr"], group["momentum"], group["weight_decay"]
 
     @classmethod
-    def numbers_of(cls, optimizer: Any, group: Group) -> tuple[list[float | Tensor], int]:
+    def numbers_of(cls, optimizer: Any, group: _watch.Group) -> tuple[list[float | Tensor], int]:
         lr, along = group["lr"], 0.0
         if group["use_muon"]:
             lr, along = lr * optimizer.sgd, -(lr * optimizer.muon)
-        flags = NESTEROV * bool(group["nesterov"]) + HAS_MOMENTUM
+        flags = _watch.NESTEROV * bool(group["nesterov"]) + _watch.HAS_MOMENTUM
         return [lr, group["momentum"], 0.0, group["weight_decay"], along], flags
 
-    def __init__(self, optimizer: torch.optim.Optimizer, make_state: MakeState) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, make_state: _watch.MakeState) -> None:
         self.matrices: list[int] = []  # by their place among the parameters
         self.muons: dict[torch.dtype, _Matrices] = {}
         self.muon_state: Any = None
@@ -183,12 +172,12 @@ class MusgdBinding(Binding):
             if self.muon_state is None:
                 self.muon_state = new_state("MuSGD", params, [self.owner[i] for i in self.matrices], self.matrices)
             found = self._found(MUON_BUFFER, params)
-            self.muon_state.set_buffers(MUON, found, [inputs[i] for i in self.matrices], [])
+            self.muon_state.set_buffers(_watch.MUON, found, [inputs[i] for i in self.matrices], [])
         own = [SGD_BUFFER if self.own_groups[group] else MUON_BUFFER for group in self.owner]
         buffers = [self._found(name, [p])[0] for name, p in zip(own, self.params)]
-        self.tensors.set_buffers(MOVED_SGD, buffers, [along.get(i) for i in range(len(self.params))], [])
+        self.tensors.set_buffers(_watch.MOVED_SGD, buffers, [along.get(i) for i in range(len(self.params))], [])
 
-    def before_update(self, numbers: Numbers, scaling: Scaling, reduced: bool) -> None:
+    def before_update(self, numbers: _watch.Numbers, scaling: _watch.Scaling, reduced: bool) -> None:
         if self.muon_state is None:
             return
         if reduced and not self.sharing:
@@ -199,7 +188,7 @@ class MusgdBinding(Binding):
             muon.run()
 
 
-class MuSGD(BoundOptimizer):
+class MuSGD(_watch.BoundOptimizer):
     """Implement ``ultralytics.optim.MuSGD`` with few launches: momentum and SGD of all groups are one each, Newton-Schulz 17.
 
     Arguments, results and state_dict (both ways) are those of Ultralytics' class. In a group with ``use_muon`` each parameter moves by its

@@ -8,17 +8,11 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
-from torch_fastdet.rewrites import rewrite
+from torch_fastdet.rewrites import rewrite, rtdetr_layers
 from torch_fastdet.rewrites.attention import attention_in_rows
 from torch_fastdet.rewrites.heads import first_blocks, head_rows, head_views
 from torch_fastdet.rewrites.layers import stem_of_bytes, upsample_concat
 from torch_fastdet.rewrites.rewrite import Rewrite, rewritten
-from torch_fastdet.rewrites.rtdetr_layers import (
-    constants_on_device,
-    deformable_attention,
-    max_pools,
-    without_averaged_weights,
-)
 
 _UPSAMPLINGS = "upsamplings write into the concatenations behind them"
 _STEM = "the stem reads uint8 images and divides them by 255"
@@ -35,10 +29,10 @@ ULTRALYTICS: dict[str, Rewrite] = {
     "attention blocks read channels_last images without copying them": attention_in_rows,
     "Ultralytics' Detect writes the channels of an anchor side by side": head_rows,
     "first convolutions of a level's branches are one": first_blocks,
-    "max pooling of stride 1 and without padding keeps bytes as indices": max_pools,
-    "RT-DETR makes its constants on the GPU": constants_on_device,
-    "RT-DETR's deformable attention is one operator": deformable_attention,
-    "RT-DETR's self-attention averages no weights": without_averaged_weights,
+    "max pooling of stride 1 and without padding keeps bytes as indices": rtdetr_layers.max_pools,
+    "RT-DETR makes its constants on the GPU": rtdetr_layers.constants_on_device,
+    "RT-DETR's deformable attention is one operator": rtdetr_layers.deformable_attention,
+    "RT-DETR's self-attention averages no weights": rtdetr_layers.without_averaged_weights,
 }
 
 

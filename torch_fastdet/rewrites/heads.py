@@ -13,15 +13,7 @@ from torch_fastdet.nn.forwards import blocks_of_one_input, convolved
 from torch_fastdet.nn.joint import OF_ONE_INPUT
 from torch_fastdet.patching.evidence import agree, make_images, stand_ins
 from torch_fastdet.patching.protocols import Function, Head, Model, Names
-from torch_fastdet.rewrites.rewrite import (
-    ULTRALYTICS_HEADS,
-    YOLOV5,
-    Changes,
-    adds_freely,
-    detect_of,
-    head_of,
-    is_in_nhwc,
-)
+from torch_fastdet.rewrites import rewrite
 
 _SEQUENTIAL = nn.Sequential.forward
 
@@ -40,12 +32,12 @@ def _makes_views(forward: Function) -> bool:
     return agree(forward, raw_heads, attributes, [make_images(6), -make_images(6)])
 
 
-def head_views(model: Model) -> Changes:
+def head_views(model: Model) -> rewrite.Changes:
     """Let YOLOv5's Detect return (bs, na, ny, nx, no) views of its convolutions' outputs, where the original copies them.
 
     ComputeLoss writes its gradients in the same layout, so that these are not copied either.
     """
-    detect = detect_of(model, "forward", YOLOV5)
+    detect = rewrite.detect_of(model, "forward", rewrite.YOLOV5)
     if detect is not None and _makes_views(type(detect).forward):
         yield detect, "forward", functools.partial(raw_heads, detect)
 
@@ -106,13 +98,13 @@ def _makes_outputs(forward_head: Function) -> bool:
     return agree(whole(forward_head), whole(_outputs), attributes, [make_images(4), -make_images(4)])
 
 
-def head_rows(model: Model) -> Changes:
+def head_rows(model: Model) -> rewrite.Changes:
     """Let the boxes and scores of Ultralytics' Detect have the channels of an anchor side by side, as its convolutions write them.
 
     In evaluation the distances of boxes are made from them as they lie.
     """
-    detect = detect_of(model, "forward_head", ULTRALYTICS_HEADS, evaluated=True)
-    if detect is None or not (adds_freely(model) and is_in_nhwc(model)):
+    detect = rewrite.detect_of(model, "forward_head", rewrite.ULTRALYTICS_HEADS, evaluated=True)
+    if detect is None or not (rewrite.adds_freely(model) and rewrite.is_in_nhwc(model)):
         return
     if _makes_outputs(getattr(type(detect), "forward_head", None)):
         yield detect, "forward_head", functools.partial(_outputs, detect)
@@ -150,9 +142,9 @@ def _levels(head: object) -> Iterator[_Level]:
                 yield _Level(plain)
 
 
-def first_blocks(model: Model) -> Changes:
+def first_blocks(model: Model) -> rewrite.Changes:
     """Let boxes and classes of YOLOv8, and boxes and masks, or angles, of all, begin with one convolution (:mod:`torch_fastdet.nn.joint`)."""
-    head = head_of(model, ULTRALYTICS_HEADS) if adds_freely(model) else None
+    head = rewrite.head_of(model, rewrite.ULTRALYTICS_HEADS) if rewrite.adds_freely(model) else None
     if levels := list(_levels(head)):
         yield head, OF_ONE_INPUT, [level.blocks for level in levels]
         for level in levels:

@@ -11,21 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fastdet.nn.forwards import (
-    attention_forward,
-    attention_of,
-    bottleneck_forward,
-    c2f_forward,
-    c3_forward,
-    cib_forward,
-    conv_forward,
-    conv_forward_fuse,
-    down_forward,
-    hg_block_forward,
-    light_forward,
-    rep_conv_forward,
-    sppf_forward,
-)
+from torch_fastdet.nn import forwards
 from torch_fastdet.patching.evidence import Asks, Formula, make_images
 from torch_fastdet.patching.protocols import Function, Model
 from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
@@ -179,35 +165,35 @@ SPP_ELAN = Formula(
 
 
 # What makes the forwards of blocks that change in evaluation alone.
-_ELAN = functools.partial(c2f_forward, parts=operator.attrgetter("cv2", "cv3"), last="cv4", trains=False)
-_A2C2F = functools.partial(c2f_forward, pieces=1, trains=False)
-_C2PSA = functools.partial(c2f_forward, parts=lambda block: [block.m], left_out=1, trains=False)
-_PSA = functools.partial(c2f_forward, parts=attention_of, left_out=1, trains=False)
-_SPP_ELAN = functools.partial(sppf_forward, counts=False, elan=True)
+_ELAN = functools.partial(forwards.c2f_forward, parts=operator.attrgetter("cv2", "cv3"), last="cv4", trains=False)
+_A2C2F = functools.partial(forwards.c2f_forward, pieces=1, trains=False)
+_C2PSA = functools.partial(forwards.c2f_forward, parts=lambda block: [block.m], left_out=1, trains=False)
+_PSA = functools.partial(forwards.c2f_forward, parts=forwards.attention_of, left_out=1, trains=False)
+_SPP_ELAN = functools.partial(forwards.sppf_forward, counts=False, elan=True)
 # Method, what makes it, the method that is replaced before, and evidence. Without one of these only fused models, the sum, or the
 # concatenation, stay the original.
 _Row = tuple[str, Function, str, Formula]
 _CONVS: tuple[_Row, ...] = (
-    ("Conv.forward_fuse", conv_forward_fuse, "Conv.forward", CONV_FUSE),
-    ("RepConv.forward_fuse", conv_forward_fuse, "Conv.forward", CONV_FUSE),
-    ("LightConv.forward", light_forward, "Conv.forward", LIGHT_CONV),
-    ("RepConv.forward", rep_conv_forward, "Conv.forward", REP_CONV),
+    ("Conv.forward_fuse", forwards.conv_forward_fuse, "Conv.forward", CONV_FUSE),
+    ("RepConv.forward_fuse", forwards.conv_forward_fuse, "Conv.forward", CONV_FUSE),
+    ("LightConv.forward", forwards.light_forward, "Conv.forward", LIGHT_CONV),
+    ("RepConv.forward", forwards.rep_conv_forward, "Conv.forward", REP_CONV),
 )
 _BLOCKS: tuple[_Row, ...] = (
-    ("Bottleneck.forward", bottleneck_forward, "Conv.forward", BOTTLENECK),
-    ("C3.forward", c3_forward, "Bottleneck.forward", C3),
-    ("C2f.forward", c2f_forward, "C3.forward", C2F),
+    ("Bottleneck.forward", forwards.bottleneck_forward, "Conv.forward", BOTTLENECK),
+    ("C3.forward", forwards.c3_forward, "Bottleneck.forward", C3),
+    ("C2f.forward", forwards.c2f_forward, "C3.forward", C2F),
     ("RepNCSPELAN4.forward", _ELAN, "Conv.forward", ELAN),
     ("A2C2f.forward", _A2C2F, "Conv.forward", A2C2F),
     ("C2PSA.forward", _C2PSA, "Conv.forward", C2PSA),
     ("PSA.forward", _PSA, "Conv.forward", PSA),
-    ("CIB.forward", cib_forward, "Conv.forward", CIB),
-    ("ADown.forward", down_forward, "Conv.forward", DOWN),
+    ("CIB.forward", forwards.cib_forward, "Conv.forward", CIB),
+    ("ADown.forward", forwards.down_forward, "Conv.forward", DOWN),
     ("SPPELAN.forward", _SPP_ELAN, "Conv.forward", SPP_ELAN),
-    ("RepVGGDW.forward_fuse", conv_forward_fuse, "Conv.forward", CONV_FUSE),
-    ("PSABlock.forward", attention_forward, "Conv.forward", PSA_BLOCK),
-    ("ABlock.forward", attention_forward, "Conv.forward", A_BLOCK),
-    ("HGBlock.forward", hg_block_forward, "Conv.forward", HG_BLOCK),
+    ("RepVGGDW.forward_fuse", forwards.conv_forward_fuse, "Conv.forward", CONV_FUSE),
+    ("PSABlock.forward", forwards.attention_forward, "Conv.forward", PSA_BLOCK),
+    ("ABlock.forward", forwards.attention_forward, "Conv.forward", A_BLOCK),
+    ("HGBlock.forward", forwards.hg_block_forward, "Conv.forward", HG_BLOCK),
 )
 
 
@@ -229,13 +215,13 @@ def _targets(where: tuple[str, ...], rows: tuple[_Row, ...]) -> list[Target]:
 
 def _switch(conv: tuple[str, ...], blocks: tuple[str, ...], modules: tuple[str, ...]) -> Switch:
     """Return the switch of a framework, by full names of the modules that may define ``Conv``, and its other blocks."""
-    sppf = _made("SPPF.forward", lambda stock: sppf_forward(stock, SPPF_N.is_that_of(stock)))
+    sppf = _made("SPPF.forward", lambda stock: forwards.sppf_forward(stock, SPPF_N.is_that_of(stock)))
     pools = Asks(f"it computes {_SPPF}", lambda f: None if SPPF.is_that_of(f) else SPPF_N.obstacle(f))
     return Switch(
         "bn_act_optim",
         "BatchNorm, or bias, and activation as one operator, with the shortcut's sum and the concatenations of C3, C2f and HGBlock; the stem; SPPF; needs a GPU",
         (
-            Target(conv, "Conv.forward", make=_made("Conv.forward", conv_forward), evidence=(CONV,)),
+            Target(conv, "Conv.forward", make=_made("Conv.forward", forwards.conv_forward), evidence=(CONV,)),
             *_targets(conv, _CONVS),
             *_targets(blocks, _BLOCKS),
             Target(blocks, "SPPF.forward", make=sppf, evidence=(pools,), otherwise="nothing"),
