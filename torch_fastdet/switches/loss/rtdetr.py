@@ -62,16 +62,24 @@ def padded_targets(
 
 
 class _SharedGradient(torch.autograd.Function):
-    """Return the terms of a loss, each of which has the gradient of their sum. It is NaN where they are not weighted alike."""
+    """Return the terms of a loss, each of which has the gradient of their sum. It is NaN where they are not weighted alike, or, if that
+    is asked (``checks``, on a GPU a host sync), an error."""
 
     @staticmethod
-    def forward(ctx: Context, loss: Tensor, terms: Tensor) -> Tensor:
+    def forward(ctx: Context, loss: Tensor, terms: Tensor, checks: bool) -> Tensor:
+        ctx.checks = checks
         return terms.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.where((grad == grad[0]).all(), grad[0], torch.nan), None
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
+        alike = (grad == grad[0]).all()
+        if ctx.checks and not alike and grad.isfinite().all():
+            raise RuntimeError(
+                "loss_optim: the terms of RT-DETR's loss are weighted differently, but their gradient is that of their sum; leave "
+                "this switch out (--no-loss_optim, or patch(fastdet=True, loss_optim=False))"
+            )
+        return torch.where(alike, grad[0], torch.nan), None, None
 
 
 class RTDETRLoss(Criterion):
@@ -80,7 +88,8 @@ class RTDETRLoss(Criterion):
     ``loss_gain`` and ``matcher.cost_gain`` are read at each call. With other options than those of RT-DETR (``aux_loss``,
     ``use_uni_match``, other constants of the focal terms, another number of classes) the original code runs.
 
-    The gradient is that of the sum of all terms. If terms are weighted differently, it is NaN.
+    The gradient is that of the sum of all terms. If terms are weighted differently, RuntimeError is raised: on a GPU in the first call,
+    and in later ones the gradient is NaN.
 
     A class that the model does not have raises ValueError: on the CPU at once; on a GPU in a later call or in :meth:`check`, which
     waits.
@@ -126,6 +135,7 @@ class RTDETRLoss(Criterion):
         if not self.takes(scores.shape[-1]):
             return super().forward(preds, batch, dn_bboxes, dn_scores, dn_meta)  # type: ignore[misc]
         denoising = None if dn_bboxes is None or dn_scores is None or dn_meta is None else (dn_bboxes, dn_scores)
+        checks = not scores.is_cuda or ("_fastdet" not in vars(self) and not torch.cuda.is_current_stream_capturing())
         matched, queries = None, 0
         if denoising is not None:
             matched, queries = self.matched(dn_meta or {}), denoising[0].shape[2]
@@ -137,7 +147,7 @@ class RTDETRLoss(Criterion):
             for sets in (main, dn)
             for part in ((sets[-1], sets[:-1].sum(0)) if len(sets) else sets.new_zeros(2, 3))
         ]
-        named = _SharedGradient.apply(loss, torch.cat([*parts])).unbind()
+        named = _SharedGradient.apply(loss, torch.cat([*parts]), checks).unbind()
         names = ["_".join(("loss", part, *of)) for of in ((), ("aux",), ("dn",), ("aux", "dn")) for part in PARTS]
         return dict(zip(names, named, strict=True))
 
