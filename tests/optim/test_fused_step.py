@@ -368,7 +368,7 @@ PARTS = {"optimizer": ["step"], "scaler": ["step", "update", "unscale_"], "ema":
 @pytest.mark.parametrize(
     "seen", ["pre", "post", "pre of all", *(f"{part}.{name}" for part in PARTS for name in PARTS[part])]
 )
-def test_what_users_put_on_a_trainers_parts_runs(device, monkeypatch, seen):
+def test_what_users_put_on_a_trainers_parts_runs(device, monkeypatch, seen, capsys):
     """Hooks of Ultralytics' optimizer see clipped gradients, and what replaces a method of a part is called."""
 
     class Trainer:
@@ -410,6 +410,7 @@ def test_what_users_put_on_a_trainers_parts_runs(device, monkeypatch, seen):
     else:
         handle = getattr(trainer.optimizer, f"register_step_{seen}_hook")(note)
     assert "original steps" in str(train())
+    assert capsys.readouterr().err.count("multi_tensor_optimizer: Ultralytics' own code takes the step: ") == 1
     assert len(norms) == 1 and norms[0] <= 10.001
     if not name:
         handle.remove()

@@ -430,7 +430,7 @@ def test_two_loops_over_one_loader(ultralytics, root, request):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_collate_fn_that_is_given_later_gets_images(ultralytics, root, device, workers):
+def test_a_collate_fn_that_is_given_later_gets_images(ultralytics, root, device, workers, capsys):
     def give(loader):
         stock = loader.collate_fn
         loader.collate_fn = lambda items: {**stock(items), "sums": [int(item["img"].sum()) for item in items]}
@@ -438,10 +438,11 @@ def test_a_collate_fn_that_is_given_later_gets_images(ultralytics, root, device,
     options = {"workers": workers, "before": give, "epochs": 1, **HYP}
     stock = batches(ultralytics, root("boxes"), **options)
     compare(ours(batches, ultralytics, root("boxes"), device=device, **options), stock)
+    assert capsys.readouterr().err.count("makes the batches: its collate_fn is not the data set's.") == 1
 
 
 @pytest.mark.cpu
-def test_classes_of_users_get_stocks_loader(ultralytics, root, monkeypatch, capsys):
+def test_classes_of_users_get_stocks_loader(ultralytics, root, monkeypatch, capfd):
     class Weighted(ultralytics.dataset.YOLODataset):
         def __getitem__(self, index):
             return super().__getitem__(index // 2)
@@ -454,13 +455,15 @@ def test_classes_of_users_get_stocks_loader(ultralytics, root, monkeypatch, caps
     def use(loader):
         loader.dataset.transforms.transforms[4] = Lighter()
 
-    stock = batches(ultralytics, root("boxes"), before=use)
-    compare(ours(batches, ultralytics, root("boxes"), before=use), stock)
+    stock = {workers: batches(ultralytics, root("boxes"), before=use, workers=workers) for workers in (0, 2)}
+    for workers in (2, 0):
+        compare(ours(batches, ultralytics, root("boxes"), before=use, workers=workers), stock[workers])
+        assert capfd.readouterr().err.count("makes the batches: Lighter is not a known transform.") == 1
     drop_in.patch(loader_optim=True)
     monkeypatch.setattr(ultralytics.build, "YOLODataset", Weighted)
     loader, _ = loader_of(ultralytics, root("boxes"))
     assert type(loader) is ultralytics.build.InfiniteDataLoader
-    assert "the original loader makes the batches: Weighted is not Ultralytics' YOLODataset." in capsys.readouterr().err
+    assert "the original loader makes the batches: Weighted is not Ultralytics' YOLODataset." in capfd.readouterr().err
 
 
 @pytest.mark.cpu

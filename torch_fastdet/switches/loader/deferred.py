@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import get_worker_info
 
+from torch_fastdet._say import warn
 from torch_fastdet.images.image_memory import CHANNELS, ImageMemory
 from torch_fastdet.images.recorder import Recorder
 from torch_fastdet.images.unread import Unread, reader
 from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.protocols import Names, UltralyticsDataset
 
+AS_STOCK = "loader_optim: the original loader makes the batches: {}"
 AUGMENT, DATASET = "ultralytics.data.augment", "ultralytics.data.dataset"
 
 
@@ -40,7 +42,10 @@ class Planner:
 
     def items(self, indices: list[int]) -> list[Names]:
         """Return what the original data set returns for a batch, with a :class:`ImagePlan` under ``img``."""
-        if obstacle_in_dataset(self.stock) is not None:  # somebody has changed its transforms since
+        if (obstacle := obstacle_in_dataset(self.stock)) is not None:  # somebody has changed its transforms since
+            worker = get_worker_info()
+            if worker is None or worker.id == 0:
+                warn(AS_STOCK.format(obstacle))
             decode_kept(self.stock, self.recorder.memory)
             return [self.stock[index] for index in indices]
         loaded = list(self.stock.buffer)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from torch_fastdet._say import saying_once, warn
+from torch_fastdet._say import warn
 from torch_fastdet.images.image_memory import CHANNELS, ImageMemory
 from torch_fastdet.images.jpeg_files import Files
 from torch_fastdet.images.loop import Ahead, PlanBatches, PlannedLoading
@@ -26,7 +26,7 @@ from torch_fastdet.patching.by_name import FiledAsStock
 from torch_fastdet.patching.evidence import Obstacle, fingerprint
 from torch_fastdet.patching.protocols import Function, Loader, Stock, UltralyticsDataset
 from torch_fastdet.patching.replace import in_place_of
-from torch_fastdet.switches.loader.deferred import Planner, obstacle_in_dataset, view_class
+from torch_fastdet.switches.loader.deferred import AS_STOCK, Planner, obstacle_in_dataset, view_class
 
 # Fingerprints of the code of Ultralytics that this switch replaces or counts on, from 8.4.184 to 8.4.190.
 RTDETR = "ultralytics.models.rtdetr.val"  # imported by who trains one
@@ -207,8 +207,11 @@ class PlannedLoader(FiledAsStock):
     _as_stock: bool = False
 
     def _get_iterator(self: Loader) -> object:
-        self._as_stock = self._plans is None or not _keeps_collate_fn(self)
+        obstacle = None if self._plans is None else _obstacle_in_collate_fn(self)
+        self._as_stock = self._plans is None or obstacle is not None
         if self._as_stock:
+            if obstacle is not None:
+                warn(AS_STOCK.format(obstacle))
             return super()._get_iterator()  # type: ignore[misc]
         # This loader's processes work on plans. The attributes of the original loader stay as people expect them.
         loader = DataLoader(
@@ -263,7 +266,6 @@ def _loader_class(stock: type) -> type:
 def build_dataloader(stock: Function, stock_loader: object) -> Callable[..., object]:
     """Return Ultralytics' ``build_dataloader``, whose loaders plan where they can."""
     signature = inspect.signature(stock)
-    tell = saying_once("loader_optim", warn)
 
     @in_place_of(stock)
     def build_dataloader(*args: object, **kwargs: object) -> object:
@@ -272,23 +274,22 @@ def build_dataloader(stock: Function, stock_loader: object) -> Callable[..., obj
             return loader
         arguments = signature.bind(*args, **kwargs)
         arguments.apply_defaults()
-        obstacle = obstacle_in_dataset(loader.dataset) or _obstacle_in_loader(loader)
+        obstacle = (
+            obstacle_in_dataset(loader.dataset)
+            or _obstacle_in_collate_fn(loader)
+            or obstacle_in_code("has been replaced.", but=REPLACED)
+        )
         if obstacle is None:
             return plan_loader(loader, arguments.arguments["device"]) or loader
-        tell(f"the original loader makes the batches: {obstacle}")
+        warn(AS_STOCK.format(obstacle))
         return loader
 
     return build_dataloader
 
 
-def _keeps_collate_fn(loader: Loader) -> bool:
-    return loader.collate_fn is type(loader.dataset).collate_fn
-
-
-def _obstacle_in_loader(loader: object) -> Obstacle | None:
-    if not _keeps_collate_fn(loader):
-        return Obstacle("its collate_fn is not the data set's.")
-    return obstacle_in_code("has been replaced.", but=REPLACED)
+def _obstacle_in_collate_fn(loader: Loader) -> Obstacle | None:
+    kept = loader.collate_fn is type(loader.dataset).collate_fn
+    return None if kept else Obstacle("its collate_fn is not the data set's.")
 
 
 #: The switch itself replaces these.

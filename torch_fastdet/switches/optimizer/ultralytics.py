@@ -8,12 +8,13 @@ from collections.abc import Callable, Container
 import torch
 
 from torch_fastdet import ema, optim
-from torch_fastdet._say import count
+from torch_fastdet._say import count, warn
 from torch_fastdet._torch import private
 from torch_fastdet._torch.tensors import ModuleWatch, unwrap
 from torch_fastdet.optim.convert import is_stock_musgd
 from torch_fastdet.optim.gradients import OURS
 from torch_fastdet.patching.by_name import ByName
+from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.protocols import Function, Model, Trainer
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
@@ -62,10 +63,13 @@ def stepping(active: Active, stock: Callable[[Trainer], None], _: object) -> Cal
 
     @in_place_of(stock)
     def optimizer_step(trainer: Trainer) -> None:
-        step, ours = known.get(trainer), _has_our_parts(trainer)
-        if ours and (step is None or not step.is_of(trainer)):
-            known[trainer] = step = _Step(trainer)
-        if not ours or step is None or step.fused is None:
+        step, obstacle = known.get(trainer), _obstacle_in_parts(trainer)
+        if obstacle is None:
+            if step is None or not step.is_of(trainer):
+                known[trainer] = step = _Step(trainer)
+            obstacle = step.obstacle
+        if step is None or step.fused is None or obstacle is not None:
+            warn(f"{active.name}: Ultralytics' own code takes the step: {obstacle}")
             count(active.name, "original steps")
             stock(trainer)
             return
@@ -85,14 +89,16 @@ class _Step:
         self.watch = ModuleWatch(model)
         params = [p for group in trainer.optimizer.param_groups for p in group["params"]]
         averages = [id(average) for _, average, _ in trainer.ema.pairs(model)]
-        fits = (
-            len({p.device for p in params}) == 1
-            # The original clips what the model holds, and a fused step what the optimizer holds.
-            and set(map(id, params)) == set(map(id, model.parameters()))
-            and len(set(averages)) == len(averages)  # tied weights move twice in the original average
-        )
+        self.obstacle: Obstacle | None = None
+        if len({p.device for p in params}) > 1:
+            self.obstacle = Obstacle("the parameters are on several devices.")
+        # The original clips what the model holds, and a fused step what the optimizer holds.
+        elif set(map(id, params)) != set(map(id, model.parameters())):
+            self.obstacle = Obstacle("the optimizer's parameters are not those of the model.")
+        elif len(set(averages)) < len(averages):  # they move twice in the original average
+            self.obstacle = Obstacle("the model has tied weights.")
         self.count = len(params)
-        self.fused = optim.FusedStep(*self.parts, MAX_NORM) if fits else None
+        self.fused = None if self.obstacle else optim.FusedStep(*self.parts, MAX_NORM)
 
     def is_of(self, trainer: Trainer) -> bool:
         parts = trainer.optimizer, trainer.scaler, trainer.ema
@@ -100,16 +106,19 @@ class _Step:
         return same and self.count == sum(len(group["params"]) for group in trainer.optimizer.param_groups)
 
 
-def _has_our_parts(trainer: Trainer) -> bool:
-    """Return whether the trainer's step calls what a fused step stands for, and nothing else."""
+def _obstacle_in_parts(trainer: Trainer) -> Obstacle | None:
+    """Return why the trainer's step is not what a fused step stands for, or is more than that."""
     optimizer, scaler, ema = trainer.optimizer, trainer.scaler, trainer.ema
-    return (
-        type(optimizer) in OURS
-        and type(scaler) is torch.amp.GradScaler
-        and type(ema) is ModelEMA
-        and torch.nn.utils.clip_grad_norm_ is optim.clip_grad_norm_
-        and vars(torch.amp.GradScaler).get("unscale_") is optim.unscale_
-        and {"unscale_", "step", "update"}.isdisjoint(vars(scaler))
-        and "update" not in vars(ema)
-        and private.steps_plainly(optimizer)  # hooks read gradients that are unscaled and clipped
-    )
+    if type(optimizer) not in OURS:
+        return Obstacle(f"the optimizer is {type(optimizer).__name__}.")
+    if (
+        type(scaler) is not torch.amp.GradScaler
+        or type(ema) is not ModelEMA
+        or torch.nn.utils.clip_grad_norm_ is not optim.clip_grad_norm_
+        or vars(torch.amp.GradScaler).get("unscale_") is not optim.unscale_
+        or not {"unscale_", "step", "update"}.isdisjoint(vars(scaler))
+        or "update" in vars(ema)
+    ):
+        return Obstacle("its scaler, its clipping or its moving average has been replaced.")
+    # Hooks read gradients that are unscaled and clipped.
+    return None if private.steps_plainly(optimizer) else Obstacle("the optimizer has hooks, or a step of its own.")
