@@ -73,6 +73,7 @@ class Host:
         with _one_thread:
             started = self.switch_on(names, by_name, import_now)
             self.requests.append(dict(switches))
+            self.patches.asked |= switches
             self._say_what_is_on(started)
             return self.patches.lines()
 
@@ -89,6 +90,7 @@ class Host:
             count = self.patches.put_back()
             self.on.clear()
             self.requests.clear()
+            self.patches.asked.clear()
         if count:
             say(f"put back {counted(count, 'names')}")
         hide(self)

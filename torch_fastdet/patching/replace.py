@@ -166,6 +166,8 @@ class Patches:
         self.replacements: list[Replacement] = []
         #: Called once, before everything is put back.
         self.at_end: list[Callable[[], None]] = []
+        #: The last word of ``patch()`` on each switch that somebody has named.
+        self.asked: dict[str, bool] = {}
         self._packages = set(packages)
         self.dry = dry
         self._left_alone = LEFT_ALONE | set(left_alone)

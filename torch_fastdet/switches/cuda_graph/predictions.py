@@ -30,10 +30,18 @@ class PredictionGraphs:
     Args:
         switch: the switch, for lines.
         beside: as for :class:`InferenceGraphs`.
+        may_move: returns whether models may be put into NHWC memory.
     """
 
-    def __init__(self, switch: str, beside: Callable[[], CapturedPasses | None] = lambda: None) -> None:
-        self._beside = beside
+    def __init__(
+        self,
+        switch: str,
+        beside: Callable[[], CapturedPasses | None] = lambda: None,
+        may_move: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._beside, self._may_move = beside, may_move
+        #: Models that stay in their memory format.
+        self.stay: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.tell, self._say = saying_once(switch, warn), saying_once(switch)
         self._graphs: weakref.WeakKeyDictionary[nn.Module, InferenceGraphs] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -55,7 +63,7 @@ class PredictionGraphs:
         return graphs(x, forward)
 
     def _new(self, model: nn.Module) -> InferenceGraphs:
-        if _is_faster_in_nhwc(model):
+        if self._may_move() and model not in self.stay and _is_faster_in_nhwc(model):
             with torch.inference_mode(False):  # so that the weights can be trained
                 to_channels_last(model)
         # The values of a WeakKeyDictionary must not hold its keys, nor its owner: memory goes back without the cycle collector.

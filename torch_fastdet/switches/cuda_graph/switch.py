@@ -55,6 +55,7 @@ ULTRALYTICS = Switch(
         _beside(_TRAINER, "BaseTrainer._build_train_pipeline", make=of_ultralytics.begin_again, evidence=(SELF,)),
         _beside(_TRAINER, "BaseTrainer.validate", make=of_ultralytics.validate, evidence=(SELF,)),
         Target(ultralytics("nn.backends.pytorch"), "PyTorchBackend.forward", make=of_ultralytics.backend_forward),
+        _beside(ultralytics("nn.autobackend"), "AutoBackend.__init__", make=of_ultralytics.backend_init),
         _beside(_TASKS, "BaseModel.forward", make=of_ultralytics.model_forward, evidence=(FORWARD,)),
         timer(ultralytics("utils.ops"), (SELF,)),
     ),

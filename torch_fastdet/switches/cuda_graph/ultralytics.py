@@ -102,7 +102,9 @@ def model_predict(active: Active, stock: Function, model_class: Stock) -> Functi
 
 def _evaluation_graphs(active: Active) -> PredictionGraphs:
     training = active.shared(training_graphs)
-    return PredictionGraphs(active.name, lambda: training.last())
+    return PredictionGraphs(
+        active.name, lambda: training.last(), lambda: active.patches.asked.get("channels_last", True)
+    )
 
 
 def validate(active: Active, stock: Callable[[Trainer], object], _: object) -> Callable[[Trainer], object]:
@@ -134,6 +136,20 @@ def model_forward(active: Active, stock: Function, _: object) -> Function:
         return found
 
     return forward
+
+
+def backend_init(active: Active, stock: Function, _: object) -> Function:
+    """Return ``AutoBackend.__init__`` that notes a model for which ``channels_last=False`` is given."""
+    graphs = active.shared(_evaluation_graphs)
+
+    @in_place_of(stock)
+    def __init__(backend: Stock, *args: object, **kwargs: object) -> None:
+        stock(backend, *args, **kwargs)
+        model = getattr(backend, "model", None)
+        if kwargs.get("channels_last") is False and isinstance(model, nn.Module):
+            graphs.stay.add(model)
+
+    return __init__
 
 
 def backend_forward(active: Active, stock: Function, _: object) -> Function:
