@@ -466,6 +466,32 @@ def test_odd_options_are_the_originals(trackers, name):
     assert outputs() == wanted
 
 
+CHANGES = {
+    "OCSORT": [("inertia", 5.0), ("use_byte", True)],
+    "FASTTracker": [("occ_cover_thresh", 0.0), ("init_iou_suppress", 0.1)],
+    "TRACKTRACK": [("penalty_p", 1.0), ("lost_match_thr", 0.3), ("iou_weight", 0.1), ("tai_thr", 0.0)],
+    "BYTETracker": [("get_dists", lambda tracks, found: np.ones((len(tracks), len(found)), np.float32))],
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_is_set_between_frames_counts(trackers, name):
+    frames = scene(3, 40, 30)
+
+    def outputs(option, value):
+        tracker = getattr(trackers, name)(namespace())
+        for t, rows in enumerate(frames):
+            if t == 8:
+                setattr(tracker, option, value)
+            yield run(tracker, rows).tolist()
+
+    unchanged = list(outputs("frame_id", 8))
+    wanted = [list(outputs(*change)) for change in CHANGES[name]]
+    assert any(outputs != unchanged for outputs in wanted)
+    drop_in.patch(track_optim=True)
+    assert [list(outputs(*change)) for change in CHANGES[name]] == wanted
+
+
 def test_options_that_are_no_numbers(trackers):
     rows = scene(8, 5, 1)[0]
     errors = []

@@ -115,6 +115,11 @@ class Kind(NamedTuple):
             return Obstacle(f"{name} follows a moving camera (gmc_method).")
         return None
 
+    def settings(self, tracker: Tracker) -> tuple[FrameOptions, list[object]]:
+        """Return the frame options, and what else a core was made for: another number of attributes may be a method of its own."""
+        own = [getattr(tracker, option) for option in self.options]
+        return self.frame_options(tracker), [*own, getattr(tracker.args, "with_reid", False), len(vars(tracker))]
+
     def make(self, tracker: Tracker) -> _C.Tracker:
         return self.core(*(kind(getattr(tracker, option)) for option, kind in self.options.items()))
 

@@ -49,6 +49,7 @@ class _Held:
         self.outside = {*LIVE, *REMOVED}
         self.ids: object = None
         self.filter = tracker.kalman_filter
+        self.settings = kind.settings(tracker)
         #: The live tracks by id, as the framework's objects, which hold what they look like; None without re-identification.
         self.looks: dict[int, Track] | None = {} if _looks(tracker) else None
 
@@ -117,9 +118,11 @@ def updating(active: Active, stock: Function, known: type) -> Function:
     def update(self: Tracker, results: Results, img: object = None, *args: Any, **kwargs: Any) -> object:
         attributes = self.__dict__
         if KEY not in attributes:
+            attributes[KEY] = None
             attributes[KEY] = hold(self)
         held = attributes[KEY]
-        if held is not None and held.filter is not self.kalman_filter:  # reset() makes one, too
+        # reset() makes a filter, too
+        if held is not None and (held.filter is not self.kalman_filter or held.settings != kind.settings(self)):
             give_back(self)
             held = attributes[KEY] = hold(self)
         if held is None:
@@ -149,7 +152,7 @@ def updating(active: Active, stock: Function, known: type) -> Function:
         moves = kind.moves and img is not None and self.gmc.method is not None
         motion = camera_motion(self, kind, results, img, rotated) if moves else None
         born = core.last_id
-        out = core.update(rows, *kind.frame_options(self), motion, rotated, recovered, **looks)
+        out = core.update(rows, *held.settings[0], motion, rotated, recovered, **looks)
         if held.looks is not None:
             held.looks = looks_of(core, kind, held.looks, seen)
         for _ in range(core.last_id - born):
