@@ -353,6 +353,7 @@ def test_own_rows_are_compared_one_by_one(ultralytics, as_on_gpu, device, task, 
     found = metrics_of(task, device, kind=kind)
     assert_same(found, stock)
     assert len(found[0]["conf"][0]) == 20
+    assert ("one by one: " in capsys.readouterr().err) == (when != "before" or task != "detect")
 
 
 def test_a_fork_without_the_function_is_stocks(ultralytics, monkeypatch, capsys):
@@ -445,6 +446,13 @@ def test_a_matrix_that_leaves_rotated_boxes_out(ultralytics):
     drop_in.patch(val_optim=True)
     found = matrix(truth | {validation.OVERLAPS: overlaps})
     assert np.array_equal(found, expected) and np.trace(found) == 4
+
+
+@pytest.mark.parametrize("saves", [("save_json",), ("save_json", "save_txt")], ids=len)
+def test_masks_as_text_are_written_by_the_original_loop(ultralytics, as_on_gpu, device, tmp_path, saves, capsys):
+    drop_in.patch(val_optim=True)
+    metrics_of("segment", device, files=tmp_path, saves=saves)
+    assert ("one by one: masks are shown" in capsys.readouterr().err) == ("save_txt" in saves)
 
 
 @pytest.mark.parametrize("method", ["pred_to_json", "scale_preds"])

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch_fastdet._say import count
 from torch_fastdet.images.recorder import recording_module
 from torch_fastdet.ops.letterbox import Placing
+from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.protocols import Function, Model, Names, Predictor, Stock
 from torch_fastdet.patching.replace import is_code_of, original, with_names
@@ -95,7 +96,12 @@ def sourcing(active: Active, stock: Callable, owner: Stock) -> Callable:
     def setup_source(self: Predictor, source: object, *args: object, **kwargs: object) -> None:
         self.__dict__.pop(KEY, None)
         beginning.feed, beginning.clocks = None, ()
-        takes = runs_ahead(self, owner)
+        takes = False
+        if self.model is not None and torch.device(self.device).type in DEVICES:
+            obstacle = obstacle_ahead(self, owner)
+            takes = obstacle is None
+            if obstacle is not None:
+                active.tell(f"{active.name}: Ultralytics' own loop predicts: {obstacle}")
         stock(
             self, with_names_of_files(source, getattr(self.model, "channels", 3)) if takes else source, *args, **kwargs
         )
@@ -109,25 +115,31 @@ def parts_of(_: Active) -> Parts:
     return Parts()
 
 
-def runs_ahead(predictor: Predictor, base: Stock) -> bool:
-    """Return whether the predictor's model and methods are those that the pipeline knows."""
-    if predictor.model is None or torch.device(predictor.device).type not in DEVICES or predictor.model.format != "pt":
-        return False
+def obstacle_ahead(predictor: Predictor, base: Stock) -> Obstacle | None:
+    """Return what the pipeline does not know of the predictor's model, methods or options; None where it knows all."""
     from ultralytics.models.rtdetr import RTDETRPredictor
     from ultralytics.models.yolo.detect import DetectionPredictor
     from ultralytics.models.yolo.segment import SegmentationPredictor
 
     kind, options = type(predictor), predictor.args
-    own = {"preprocess", "inference", "pre_transform"}
-    if any(getattr(kind, name) is not getattr(base, name) for name in own) or own & vars(predictor).keys():
-        return False
-    if kind.postprocess not in [
-        each.postprocess for each in (DetectionPredictor, SegmentationPredictor, RTDETRPredictor)
-    ]:
-        return False
-    makers = [getattr(kind, name) for name in ("construct_result", "construct_results") if hasattr(kind, name)]
-    known = all(is_code_of(getattr(maker, "__wrapped__", maker), "ultralytics") for maker in makers)
-    return known and not (options.augment or options.visualize or options.embed)
+    if predictor.model.format != "pt":
+        return Obstacle(f"the model's format is {predictor.model.format}.")
+    own = [
+        name
+        for name in ("preprocess", "inference", "pre_transform")
+        if getattr(kind, name) is not getattr(base, name) or name in vars(predictor)
+    ]
+    known = [each.postprocess for each in (DetectionPredictor, SegmentationPredictor, RTDETRPredictor)]
+    if kind.postprocess not in known:
+        own.append("postprocess")
+    for name in ("construct_result", "construct_results"):
+        maker = getattr(kind, name, None)
+        if maker is not None and not is_code_of(getattr(maker, "__wrapped__", maker), "ultralytics"):
+            own.append(name)
+    if own:
+        return Obstacle(f"{kind.__name__} has its own {', '.join(own)}.")
+    asked = [name for name in ("augment", "visualize", "embed") if getattr(options, name)]
+    return Obstacle(f"{', '.join(asked)} is set.") if asked else None
 
 
 def inferring(active: Active, stock: Callable, _: object) -> Callable:

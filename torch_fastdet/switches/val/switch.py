@@ -212,14 +212,14 @@ MATCHED = Behaves("its match_predictions", _matched, 0, REFERENCE)
 
 
 def _update(overlaps: of_ultralytics.Overlaps | None = None) -> Function:
-    def make(_: Active, stock: Function, validator: Stock) -> object:
+    def make(active: Active, stock: Function, validator: Stock) -> object:
         names = vars(sys.modules[validator.__module__])
         host = top_level(validator.__module__)
         own, rows = validator._prepare_batch, validator._prepare_pred
         if not is_code_of(rows, host):
             if overlaps is not None:
                 return Obstacle("its _prepare_pred has been replaced by somebody else, and may give other rows.")
-            return of_ultralytics.update_on_host(stock, validator._process_batch)
+            return of_ultralytics.update_on_host(stock, validator._process_batch, active.tell)
         preparing = None
         if is_code_of(own, host):
             draws = overlaps is not None and overlaps.draws
@@ -227,8 +227,8 @@ def _update(overlaps: of_ultralytics.Overlaps | None = None) -> Function:
         function = None if overlaps is None else lambda: names[overlaps.function]
         # A task's or a user's class may override it.
         matching = importlib.import_module(ultralytics("engine.validator")[0]).BaseValidator.match_predictions
-        prepare = of_ultralytics.match_all(matching, rows, preparing, overlaps, function)
-        return of_ultralytics.update_on_host(stock, validator._process_batch, prepare)
+        prepare = of_ultralytics.match_all(matching, rows, preparing, overlaps, function, active.tell)
+        return of_ultralytics.update_on_host(stock, validator._process_batch, active.tell, prepare)
 
     return make
 

@@ -19,6 +19,7 @@ from torch_fastdet._say import count
 from torch_fastdet._torch import meanwhile
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet._torch.tensors import as_float
+from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.import_hook import top_level
 from torch_fastdet.patching.protocols import Batch, ConfusionMatrix, Function, Stock, Validator
 from torch_fastdet.patching.replace import is_code_of
@@ -33,6 +34,7 @@ Call: TypeAlias = tuple[Batch, Batch, float, float]
 RULE = "greedy"
 #: The labels of an image on the host have under this name what ``_process_batch`` returns.
 MATCHED = "torch_fastdet_matched"
+ONE_BY_ONE = "images are matched one by one"
 #: A confusion matrix has under this name what it counts once the batch is over.
 WAITING = "torch_fastdet_waiting"
 #: A ``gather_stats`` that finishes the last batch has this attribute.
@@ -113,6 +115,7 @@ def match_all(
     preparing: tuple[Function, Function] | None,
     overlaps: Overlaps | None = None,
     function: Callable[[], Callable[..., Tensor]] | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> Callable[[Validator, list[dict[str, Tensor]], Batch], Function | None]:
     """Make a validator's ``_prepare_batch``, with the matches of all images of a batch from one launch and one copy.
 
@@ -125,12 +128,13 @@ def match_all(
         preparing: the framework's ``_prepare_batch``, and the one that prepares boxes and classes instead; None: another one is used.
         overlaps: what a task compares beside boxes or instead of them.
         function: returns the framework's function that computes these.
+        tell: takes the line that says why images are matched one by one.
     """
 
     def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> Function | None:
         own = validator._prepare_batch
-        rows_stay = getattr(validator._prepare_pred, "__func__", None) is keeping_rows
-        if type(validator).match_predictions is not matching or not rows_stay or _shows_masks(validator, preds[0]):
+        if (obstacle := _obstacle_to_batches(validator, matching, keeping_rows, preds[0])) is not None:
+            tell(f"val_optim: {ONE_BY_ONE}: {obstacle}")
             return own if overlaps is None else None
         with own_attributes([(validator, "device", HOST)]):
             if preparing is not None and getattr(own, "__func__", None) is preparing[0]:
@@ -164,6 +168,19 @@ def match_all(
         return lambda number, _: prepared[number]
 
     return prepare_all
+
+
+def _obstacle_to_batches(
+    validator: Validator, matching: Function, keeping_rows: Function, pred: dict[str, Tensor]
+) -> Obstacle | None:
+    """Return why the images of a batch are not matched at once; None where they are."""
+    name = type(validator).__name__
+    if type(validator).match_predictions is not matching:
+        return Obstacle(f"{name} has its own match_predictions.")
+    if getattr(validator._prepare_pred, "__func__", None) is not keeping_rows:
+        return Obstacle(f"{name} has its own _prepare_pred.")
+    shown = _shows_masks(validator, pred)
+    return Obstacle("masks are shown, or saved otherwise than as Ultralytics' own JSON.") if shown else None
 
 
 def _prepared_at_once(validator: Validator, prepare: Function, batch: Batch, images: int) -> list[Batch]:
@@ -361,7 +378,10 @@ def match_overlaps(stock: Function) -> Function:
 
 
 def update_on_host(
-    stock: Function, processing: Function, prepare_all: Callable[[Validator, Any, Any], Function | None] | None = None
+    stock: Function,
+    processing: Function,
+    tell: Callable[[str], None],
+    prepare_all: Callable[[Validator, Any, Any], Function | None] | None = None,
 ) -> Function:
     """Return a validator's ``update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
 
@@ -370,8 +390,10 @@ def update_on_host(
     """
 
     def update_now(self: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> None:
-        on_gpu = type(self)._process_batch is processing and torch.device(self.device).type != "cpu"
-        if not on_gpu or not preds:
+        on_gpu, own = torch.device(self.device).type != "cpu", type(self)._process_batch is not processing
+        if on_gpu and own:
+            tell(f"val_optim: {ONE_BY_ONE}: {type(self).__name__} has its own _process_batch.")
+        if not on_gpu or own or not preds:
             stock(self, preds, batch)
             return
         if self.args.single_cls:  # in place, as the original does, for the plots that come later
@@ -381,21 +403,21 @@ def update_on_host(
         if self.args.plots and self.args.visualize:  # matches are drawn with tensors on the image's device
             names.append("img")
         labels = batch | {name: batch[name].cpu() for name in names if name in batch}
-        own: list[tuple[object, str, object]] = [(self, "device", HOST)]
+        changes: list[tuple[object, str, object]] = [(self, "device", HOST)]
         if prepare_all is not None:
             prepare = prepare_all(self, preds, labels)
             if prepare is None:
                 stock(self, preds, batch)
                 return
-            own.append((self, "_prepare_batch", prepare))
+            changes.append((self, "_prepare_batch", prepare))
             scale = self.scale_preds
-            own.append((self, "scale_preds", lambda predn, label: label.pop(SCALED, None) or scale(predn, label)))
+            changes.append((self, "scale_preds", lambda predn, label: label.pop(SCALED, None) or scale(predn, label)))
             preds = [{name: pred[name] for name in pred if name != "masks"} for pred in preds]
         waiting: list[Any] = []
         matrix = getattr(self, "confusion_matrix", None)
         if matrix is not None:
-            own.append((matrix, WAITING, waiting))
-        with own_attributes(own):
+            changes.append((matrix, WAITING, waiting))
+        with own_attributes(changes):
             stock(self, _to_host(preds), labels)
         if waiting:
             _count_together(waiting[0][0], matrix, [call for _, call in waiting])
