@@ -295,6 +295,7 @@ SOURCES = {
     "text file": (lambda folder, good: folder / "list.txt", {"batch": 2}),
     "paths": (lambda folder, good: good, {}),
     "many paths": (lambda folder, good: [*good, *good[::-1]], {}),  # more than one batch
+    "many paths, batch 16.5": (lambda folder, good: [*good, *good[::-1]], {"batch": 16.5}),
     "all kinds in a list": (lambda folder, good: [Path(good[0]), cv2.imread(good[1]), Image.open(good[2])], {}),
     "arrays": (lambda folder, good: make_images(good), {}),
     "many arrays": (lambda folder, good: [cv2.imread(good[0])] * 17 + make_images(good), {}),
@@ -494,6 +495,10 @@ def test_images_of_results(ahead, detector, folder, device, tmp_path, monkeypatc
         assert {type(vars(each)["orig_img"]) for each in (loaded, deep)} == {np.ndarray}
         assert found[5].orig_img is found[5].orig_img and type(vars(found[5])["orig_img"]) is np.ndarray
         found[5].orig_img = held[0].numpy()
+        del of_cpu.orig_img
+        with pytest.raises(AttributeError):
+            del of_cpu.orig_img
+        of_cpu.orig_img = held[0].numpy()
     finally:
         drop_in.unpatch()
     assert "orig_img" not in vars(type(found[0]))

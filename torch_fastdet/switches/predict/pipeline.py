@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
 import weakref
@@ -165,7 +166,8 @@ class Feed:
         if hasattr(self.loader, "threads"):
             return of_streams(self.loader, Stager(self.device, None))
         of_names = hasattr(self.loader, "nf")
-        size = self.loader.bs if of_names else max(predictor.args.batch, LIST_BATCH)
+        # Ultralytics, which does not look at it for a list, takes 16.5 and None.
+        size = self.loader.bs if of_names else math.ceil(max(predictor.args.batch or 0, LIST_BATCH))
         self._several = self.loader.nf > min(size, self.loader.ni) if of_names else len(self.loader) > size
         reading: torch.cuda.Stream | None = None
         if self._several and self._on_gpu:

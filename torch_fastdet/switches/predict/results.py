@@ -103,11 +103,14 @@ class Images(list):
 
 def lazy_image(*_: object) -> property:
 
+    def missing(result: Results) -> AttributeError:
+        return AttributeError(f"'{type(result).__name__}' object has no attribute '{NAME}'")
+
     def read(result: Results) -> object:
         try:
             value = result.__dict__[NAME]
         except KeyError:
-            raise AttributeError(f"'{type(result).__name__}' object has no attribute '{NAME}'") from None
+            raise missing(result) from None
         if isinstance(value, Pixels):
             value = result.__dict__[NAME] = value.numpy()
         return value
@@ -115,7 +118,12 @@ def lazy_image(*_: object) -> property:
     def write(result: Results, value: object) -> None:
         result.__dict__[NAME] = value
 
-    return property(read, write, lambda result: result.__dict__.pop(NAME))
+    def erase(result: Results) -> None:
+        if NAME not in vars(result):
+            raise missing(result)
+        del result.__dict__[NAME]
+
+    return property(read, write, erase)
 
 
 def renewing(_: object, stock: Callable[[Any], Any], __: object) -> Callable[[Any], Any]:
