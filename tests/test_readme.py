@@ -175,8 +175,35 @@ def test_stages_page(tmp_path, monkeypatch):
 
 # Commands --------------------------------------------------------------------------------------------------------------
 
-#: Whose words the launcher shares out.
-LAUNCHED = r"(\w+=\w+ )?(python|torchrun( --\w+ \S+)+) -m torch_fastdet\.yolov5 (doctor )?\S+\.py .*"
+#: Nightly tests of the frameworks run these: tests/yolov5/test_commands_of_pages.py, tests/ultralytics/test_commands_of_pages.py.
+OF_YOLOV5 = r"(\w+=\w+ )?python -m torch_fastdet\.yolov5 (?!.*(--resume |\.\.\.))(doctor )?[\w/]+\.py .*"
+OF_ULTRALYTICS = r"python -m torch_fastdet\.ultralytics (?!.*(device=0|train resume|--resume_exact))\w.*"
+#: test_command_runs, with what is typed behind, so that it ends soon without a GPU.
+SHORT = {
+    r"make help|python -m (torch_fastdet|torch_fastdet(\.yolov5)? doctor|tools\.api|benchmarks\.report)": "",
+    r"python -m torch_fastdet benchmark": "--device cpu --model yolov8n --imgsz 64 --images 16 --batch 8 --epochs 3",
+    r"python -m examples\.(export|serve|fine_tune) .*": "",
+    r"python -m examples\.cameras .*": "--device cpu --model yolov8n.yaml --cameras 2 --frames 2 --imgsz 64",
+    r"python -m benchmarks --only .*": "--device cpu --budget 0 --out build/measured",
+    r"python -m benchmarks\.bench_rtdetr": "--device cpu --out build/measured",
+    r"python -m benchmarks\.bench_dataset .*": "--device cpu --out build/measured --batches 8 --model yolov5n --images 16 --stock-images 16 --epochs 2",
+    r"python -m benchmarks\.roofline": "--device cpu --results build/measured",
+    r"python -m benchmarks\.step_(plot|layers)": "",
+    r"python -m benchmarks\.training_truth": "--small --seeds 1 --epochs 2 --images 32 --batch-size 8 --image-size 64 --device cpu --out build/truth",
+}
+#: tests/packaging/test_build.py runs these.
+PIP = r"pip (un)?install (?!-U|.*==2\.10).*"
+#: test_stages_page and tests/packaging/test_cmake.py run these.
+TESTED = r"python -m torch_fastdet\.golden .*|cmake .*"
+#: What nothing runs as it stands, by what it takes. CONTRIBUTING.md says so.
+NOT_RUN = {
+    "several GPUs": r"torchrun .*|.* device=0,1,2,3 .*",
+    "a GPU": r"make test-gpu|python3? -m (benchmarks\.(memory_limits|small_cards|layout_table)|tools\.gpu_report run --rest)",
+    "root, or gigabytes": r"apt-get .*|pip install (-U|.*==2\.10).*|python -m tools\.(cuda12|canary table)|(CUDA_HOME|TORCH_CUDA_ARCH_LIST)=\S+ pip .*",
+    "hours": r"make soak",
+    "a training that was stopped": r".*(--resume|train resume|--resume_exact).*",
+    "words of the reader": r".*\.\.\..*|pip install|python -m (benchmarks|torch_fastdet\.(yolov5|ultralytics))",
+}
 
 
 def commands(page: Path) -> list[str]:
@@ -189,44 +216,79 @@ def commands(page: Path) -> list[str]:
     return list(dict.fromkeys(line for line in found if line and not line.startswith("#")))
 
 
-def run(command: str, folder: Path) -> subprocess.CompletedProcess:
-    arguments = shlex.split(command)
-    if arguments[0] == "python":
-        arguments[0] = sys.executable
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(arguments, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
-
-
-def test_commands_exist():
-    """The make targets, and the modules and files of the repository that Python is to run."""
-    makefile, setup = (ROOT / "Makefile").read_text(), (ROOT / "setup.py").read_text()
-    for page, command in ((each, command) for each in PAGES for command in commands(each)):
-        for target in re.findall(r"(?<= )[a-z][\w-]*(?![\w=-])", command) if command.startswith("make ") else ():
-            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page.name} names make {target}"
-        for name in re.findall(r"(\w+)=", command) if command.startswith("make ") else ():
-            assert re.search(rf"\b{name}\b", makefile + setup), f"{page.name} sets {name} for make"
-        for module in re.findall(r"-m ((?:torch_fastdet|benchmarks|examples|tests|tools)\b[\w.]*)", command):
-            place = ROOT / module.replace(".", "/")
-            assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), f"{page.name}: no {module}"
-
-
 def all_commands(pattern: str) -> list[str]:
     return list(dict.fromkeys(c for page in PAGES for c in commands(page) if re.fullmatch(pattern, c)))
 
 
+def run(command: str, folder: Path) -> subprocess.CompletedProcess:
+    """Run a command as a shell does, with the Python of this process and, where ``folder`` is no copy, the modules of this tree."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
+    return subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True)
+
+
+def test_every_command_runs():
+    """By a test, by .ci/run or by a workflow, or CONTRIBUTING.md says that nothing runs it."""
+    makefile = (ROOT / "Makefile").read_text() + (ROOT / "setup.py").read_text()
+    files = [ROOT / ".ci/run", *sorted((ROOT / ".github/workflows").glob("*.yml"))]
+    lines = [line.split("# ")[0] for file in files for line in file.read_text().splitlines()]
+    made = {word for line in lines for words in re.findall(r"\bmake (.*)", line) for word in words.split()}
+    ran = re.compile("|".join([OF_YOLOV5, OF_ULTRALYTICS, *SHORT, PIP, TESTED, *NOT_RUN.values()]))
+    for page, command in ((each, command) for each in PAGES for command in commands(each)):
+        if not ran.fullmatch(command):
+            program, *words = command.split()
+            targets, names = {w for w in words if "=" not in w}, {w.split("=")[0] for w in words if "=" in w}
+            assert program == "make" and targets <= made, f"nothing runs what {title(page)} says: {command}"
+            assert all(re.search(rf"\b{name}\b", makefile) for name in names), f"{title(page)} sets {names} for make"
+
+
+FILES = """
+import cv2, torch
+from yolov5.models import yolo
+made = yolo.DetectionModel(Path(yolo.__file__).with_name("yolov5n.yaml"), nc=80)
+torch.save({"model": made.half(), "ema": None}, "yolov5s.pt")
+Path("clips").mkdir()
+film = cv2.VideoWriter("clips/street.mp4", cv2.VideoWriter_fourcc(*"mp4v"), 10, (128, 96))
+for i in range(4):
+    film.write(np.full((96, 128, 3), 20 * i, np.uint8))
+film.release()
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    """Copy this tree, with what is built in place and the files that the pages name: commands may write there."""
+    folder = tmp_path_factory.mktemp("pages") / "checkout"
+    left = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "runs", "site", "third_party")
+    shutil.copytree(ROOT, folder, ignore=left)
+    result = run(f"python -c {shlex.quote(YOLO + FILES)}", folder)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return folder
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("command", all_commands(r"python3? -m (benchmarks|examples|tools\.(?!api))\b.*"))
-def test_options_exist(command, tmp_path):
-    """Of programs that need long, a GPU or the network: what the command names stands in their help."""
-    shown = run(f"python -m {command.split()[2]} --help", tmp_path)
-    assert shown.returncode == 0, shown.stderr
-    only = re.search(r"--only ([\w ]+)", command)
-    for word in re.findall(r"--[\w-]+", command) + (only[1].split() if only else []):
-        assert re.search(rf"(?<![\w-]){word}\b", shown.stdout), f"{command} has no {word}"
+@pytest.mark.cpu
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("command", [c for pattern in SHORT for c in all_commands(pattern)])
+def test_command_runs(command, checkout):
+    (words,) = (words for pattern, words in SHORT.items() if re.fullmatch(pattern, command))
+    result = run(f"{command} {words}", checkout)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 
 def test_make_help_runs():
     assert "gpu-report-check" in run("make help", ROOT).stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", all_commands("|".join(NOT_RUN.values())))
+def test_options_exist(command, tmp_path):
+    """Of programs that nothing runs: what the command names stands in their help."""
+    for module in re.findall(r"-m ((?:benchmarks|tools)\S*)", command):
+        shown = run(f"python -m {module} --help", tmp_path)
+        assert shown.returncode == 0, shown.stderr
+        assert all(word in shown.stdout for word in re.findall(r"--[\w-]+", command)), f"{command} has other options"
 
 
 # Links -----------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 import torch_fastdet
 from tests import starter
 from tests.conftest import some_slow
+from tests.test_readme import PIP, all_commands
 from tests.yolov5.real import with_torch_fastdet
 from tools import check_wheel
 from torch_fastdet import _library
@@ -323,24 +324,48 @@ def test_sdist_has_every_file(sdist):
         assert not tracked - {name.partition("/")[2] for name in archive.getnames()} - {".gitignore"}
 
 
+@pytest.fixture
+def empty_environment(tmp_path) -> dict[str, str]:
+    """Make a virtual environment that sees what is installed here, but not torch_fastdet and build tools; return its variables."""
+    seen, folder = tmp_path / "seen", tmp_path / "environment"
+    seen.mkdir()
+    for entry in Path(torch.__file__).parents[1].iterdir():
+        if not re.match("torch_fastdet|__editable__|setuptools|ninja|pip", entry.name):
+            (seen / entry.name).symlink_to(entry)
+    run(sys.executable, "-m", "venv", folder)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "seen.pth").write_text(str(seen))
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return env | {"PATH": f"{folder}/bin{os.pathsep}{os.environ['PATH']}", "TORCH_FASTDET_CUDA": "0"}
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="no pip")
-def test_sdist_to_wheel_to_install(tmp_path, sdist, quick_compiler):
-    """sdist -> wheel -> install in an empty folder, for the CPU alone and without network; the operators run there."""
-    env = {**os.environ, "TORCH_FASTDET_CUDA": "0", "CXX": quick_compiler}
-    dist, site, empty = (tmp_path / name for name in ("dist", "site", "empty"))
-    pip = [sys.executable, "-m", "pip"]
-    run(*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", dist, sdist, env=env, cwd=tmp_path)
-    (wheel,) = dist.glob("*.whl")
-    assert check_wheel.check(wheel)[0] == []
-    run(*pip, "install", "--no-deps", "--no-index", "--target", site, wheel)
+@pytest.mark.skipif(not torch.__version__.startswith("2.11"), reason="the pages name PyTorch 2.11")
+def test_install_as_the_pages_say(tmp_path, sdist, quick_compiler, empty_environment):
+    """A wheel of the sdist, then its files: pip's commands of the pages install both, and the operators run in an empty folder."""
+    env = empty_environment | {"CXX": quick_compiler}
+    dist, empty = tmp_path / "dist", tmp_path / "empty"
     empty.mkdir()
-    env["PYTHONPATH"] = str(site)
-    said = run(sys.executable, "-m", "torch_fastdet", cwd=empty, env=env)
-    assert "CPU only" in said and "bbox_iou" in said
     program = (
         "import torch, torch_fastdet as fastdet; x = torch.rand(3, 4, requires_grad=True); "
         "fastdet.ops.iou_loss(x, x.detach()).backward(); print(fastdet.__file__, x.grad.shape)"
     )
-    assert str(site) in run(sys.executable, "-c", program, cwd=empty, env=env)
+
+    def typed(*commands: str, folder: Path) -> str:
+        for command in commands:
+            run("bash", "-c", command, cwd=folder, env=env, input="y\n")
+        said = run("python", "-m", "torch_fastdet", cwd=empty, env=env)
+        assert "CPU only" in said and "bbox_iou" in said
+        return run("python", "-c", program, cwd=empty, env=env)
+
+    everything = all_commands(PIP)
+    with_wheel = [command for command in everything if "--find-links" in command]
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"]
+    run(*pip, "-w", dist, sdist, env=os.environ | {"TORCH_FASTDET_CUDA": "0", "CXX": quick_compiler}, cwd=tmp_path)
+    (wheel,) = dist.glob("*.whl")
+    assert check_wheel.check(wheel)[0] == []
+    assert str(tmp_path / "environment") in typed(*with_wheel, folder=tmp_path)
+    others = [command for command in everything if command not in with_wheel]
+    assert str(tmp_path / "source") in typed(*others, folder=tmp_path / "source")

@@ -6,14 +6,9 @@ import shlex
 import pytest
 
 from tests import starter
-from tests.test_readme import YOLO, all_commands
+from tests.test_readme import OF_ULTRALYTICS, YOLO, all_commands
 
-#: Left to tests of their own: "...", several GPUs and trainings that were stopped.
-COMMANDS = [
-    command
-    for command in all_commands(r"python -m torch_fastdet\.ultralytics \w.*")
-    if not re.search(r"\.\.\.|device=0|train resume|--resume_exact", command)
-]
+COMMANDS = all_commands(OF_ULTRALYTICS)
 #: What is typed behind a command, for one short epoch on the CPU.
 SHORT = {
     "train": "epochs=1 imgsz=64 batch=2 workers=0 plots=False",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import starter
-from tests.test_readme import LAUNCHED, all_commands
+from tests.test_readme import OF_YOLOV5, all_commands
 from tests.yolov5.conftest import IMAGE
 
 #: What is typed behind a command, for one short epoch on the CPU.
@@ -18,9 +18,8 @@ SHORT = {
     "segment/val.py": f"--img {IMAGE} --batch 4 --workers 0 --device cpu",
     "detect.py": f"--img {IMAGE} --device cpu",
 }
-#: Left to tests of their own: "..." and several GPUs, of which the other tests show more, and trainings that were stopped.
-APART = re.compile(r"\.\.\.|torchrun|--resume ")
-COMMANDS = [command for command in all_commands(LAUNCHED) if not APART.search(command)]
+
+COMMANDS = all_commands(OF_YOLOV5)
 MODELS = """
 import sys, torch
 from models.yolo import DetectionModel, SegmentationModel
