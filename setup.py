@@ -283,7 +283,7 @@ def python_module() -> list[Extension]:
             ],
             language="c++",
             # -ffp-contract=off: as the operators. The trackers' results have NumPy's bits.
-            extra_compile_args={"cxx": ["-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]},
+            extra_compile_args={"cxx": ["-O3", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]},
         )
     ]
 

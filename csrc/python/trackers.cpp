@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <array>
+#include <cstring>
 #include <optional>
 
 #include "core/track/mutual.h"
@@ -62,6 +63,17 @@ py::array_t<float> update(Tracker& tracker, const Floats& rows, double high, dou
   return out;
 }
 
+bool is_finite(const Floats& rows) {
+  const float* value = rows.data();
+  int odd = 0;
+  for (py::ssize_t i = 0; i < rows.size(); i++) {
+    int32_t bits;
+    std::memcpy(&bits, value + i, sizeof(bits));
+    odd |= (bits & 0x7f800000) == 0x7f800000;
+  }
+  return !odd;
+}
+
 py::array_t<double> save(const Tracker& tracker, int list) {
   py::array_t<double> rows({tracker.size(kLists[list]), tracker.columns()});
   tracker.save(kLists[list], rows.mutable_data());
@@ -94,6 +106,7 @@ void break_ties_by(Tracker& tracker, const py::function& solve) {
 }  // namespace
 
 void bind_trackers(py::module_& m) {
+  m.def("is_finite", is_finite, py::arg("values"));
   py::class_<Tracker>(m, "Tracker", "The core of torch_fastdet.trackers, which documents it.")
       .def(py::init<bool>(), py::arg("xywh"))
       .def("update", update, py::arg("detections"), py::arg("high"), py::arg("low"), py::arg("new_track"),

@@ -30,14 +30,17 @@ class SparseAssignment {
     for (int i = 0; i < rows; i++) start_[i + 1] += start_[i];
     row_of_.assign(columns_, -1), column_of_.assign(rows, -1);
     row_price_.assign(rows, 0.0), column_price_.assign(columns_, 0.0);
-    pending_.clear();
+    pending_.clear(), doubtful_.clear();
     for (int i = 0; i < rows; i++) {  // every row takes its best column, if that is free
       int best = -1;
-      double least = std::numeric_limits<double>::min();
-      for (int e = start_[i]; e < start_[i + 1]; e++)
+      double least = std::numeric_limits<double>::min(), second = least;
+      for (int e = start_[i]; e < start_[i + 1]; e++) {
+        second = std::min(second, std::max(least, weight_[e]));
         if (weight_[e] < least) least = weight_[e], best = column_[e];
+      }
       if (best < 0) continue;
       row_price_[i] = least;
+      if (second - least < 2 * kSlack) doubtful_.push_back(i);
       if (row_of_[best] < 0)
         row_of_[best] = i, column_of_[i] = best;
       else
@@ -55,40 +58,46 @@ class SparseAssignment {
   // additional node stands for what may stay unmatched.
   bool tied() {
     const int rows = static_cast<int>(column_of_.size());
-    std::vector<int>& before = from_;  // how many nodes come before a node
-    before.assign(rows + 1, 0);
-    for (int node = 0; node <= rows; node++) visit_tight(node, [&](int next) { before[next]++; });
-    pending_.clear();
-    for (int node = 0; node <= rows; node++)
-      if (!before[node]) pending_.push_back(node);
-    for (size_t done = 0; done < pending_.size(); done++)
-      visit_tight(pending_[done], [&](int next) {
-        if (!--before[next]) pending_.push_back(next);
-      });
-    return static_cast<int>(pending_.size()) <= rows;
+    std::sort(doubtful_.begin(), doubtful_.end());
+    doubtful_.erase(std::unique(doubtful_.begin(), doubtful_.end()), doubtful_.end());
+    arcs_.clear();
+    for (int i : doubtful_) visit_tight(i, [&](int next) { arcs_.push_back({i, next}); });
+    if (arcs_.empty()) return false;
+    leaving_.assign(rows + 1, 0);
+    for (const Arc& arc : arcs_) leaving_[arc.from]++;
+    for (size_t before = 0; before != arcs_.size();) {  // drop what leads nowhere
+      before = arcs_.size();
+      leaving_[rows] = std::any_of(arcs_.begin(), arcs_.end(), [&](const Arc& arc) { return may_lose(arc.from); });
+      arcs_.erase(std::remove_if(arcs_.begin(), arcs_.end(),
+                                 [&](const Arc& arc) { return !leaving_[arc.to] && leaving_[arc.from]--; }),
+                  arcs_.end());
+    }
+    return !arcs_.empty();
   }
 
  private:
   static constexpr double kSlack = 1e-12;
   enum Mark : uint8_t { kNew, kReached, kScanned };
   int columns_ = 0, used_ = 0;
-  std::vector<int> start_, column_, row_of_, column_of_, from_, pending_, reached_;
+  struct Arc {
+    int from, to;
+  };
+  std::vector<int> start_, column_, row_of_, column_of_, from_, pending_, reached_, leaving_;
+  std::vector<int> doubtful_;  // rows that may have more than one tight pair
+  std::vector<Arc> arcs_;
   std::vector<double> weight_, row_price_, column_price_, distance_;
   std::vector<uint8_t> mark_;
 
-  // Visit the rows whose column a row could take without loss, or who could lose theirs; `rows` is the additional node.
+  bool may_lose(int row) const { return column_of_[row] < 0 || column_price_[column_of_[row]] >= -kSlack; }
+
+  // Visit the rows whose column a row could take without loss; the number of rows stands for the additional node.
   template <class Visit>
-  void visit_tight(int node, const Visit& visit) const {
+  void visit_tight(int row, const Visit& visit) const {
     const int rows = static_cast<int>(column_of_.size());
-    if (node == rows) {
-      for (int i = 0; i < rows; i++)
-        if (column_of_[i] < 0 || column_price_[column_of_[i]] >= -kSlack) visit(i);
-      return;
-    }
-    if (column_of_[node] >= 0 && row_price_[node] >= -kSlack) visit(rows);
-    for (int e = start_[node]; e < start_[node + 1]; e++) {
+    if (column_of_[row] >= 0 && row_price_[row] >= -kSlack) visit(rows);
+    for (int e = start_[row]; e < start_[row + 1]; e++) {
       const int j = column_[e];
-      if (j == column_of_[node] || weight_[e] - row_price_[node] - column_price_[j] > kSlack) continue;
+      if (j == column_of_[row] || weight_[e] - row_price_[row] - column_price_[j] > kSlack) continue;
       visit(row_of_[j] < 0 ? rows : row_of_[j]);
     }
   }
@@ -126,9 +135,12 @@ class SparseAssignment {
       row = row_of_[next];
     }
     row_price_[first] += length;
+    doubtful_.push_back(first);
     for (int j : reached_) {
-      if (mark_[j] == kScanned)
+      if (mark_[j] == kScanned) {
         row_price_[row_of_[j]] += length - distance_[j], column_price_[j] -= length - distance_[j];
+        doubtful_.push_back(row_of_[j]);
+      }
       mark_[j] = kNew;
     }
     int column = free_column;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 
 namespace torch_fastdet::core {
 
@@ -41,6 +42,11 @@ struct StillState {  // as long as no camera moves
 struct KalmanState : StillState {
   Covariance cross;  // of each coordinate with swap()'s; zero until a camera moves
 };
+
+inline void prefetch(const StillState* state) {
+  for (size_t at = 0; at < sizeof(StillState); at += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(state) + at, 1);
+}
 
 struct CameraMotion {
   double rotation[2][2];

@@ -31,6 +31,7 @@ class MutualTracker : public Tracker {
  protected:
   static constexpr float kMeets = 0.1f;  // pairs overlap by more
   static constexpr size_t kSeen = 4;
+  static constexpr int kMatched = -2;
   static constexpr int64_t kBack = 3;  // frames
 
   struct Seen {
@@ -102,8 +103,9 @@ class MutualTracker : public Tracker {
   void match_mutually(const std::vector<int>& slots, double limit, bool priced) {
     find_pairs(slots, static_cast<float>(limit), priced);
     matches_.clear();
+    best_of_row_.resize(slots.size()), best_of_column_.resize(high_.size());
     for (; !pairs_.empty(); limit -= kind_.step) {
-      best_of_row_.assign(slots.size(), -1), best_of_column_.assign(high_.size(), -1);
+      for (const Pair& pair : pairs_) best_of_row_[pair.row] = best_of_column_[pair.column] = -1;
       for (int k = 0; k < static_cast<int>(pairs_.size()); k++) {  // of equals the first row, or column
         int &row = best_of_row_[pairs_[k].row], &column = best_of_column_[pairs_[k].column];
         const float cost = pairs_[k].cost;
@@ -111,9 +113,10 @@ class MutualTracker : public Tracker {
         if (row < 0 || cost < pairs_[row].cost || (cost == pairs_[row].cost && pairs_[k].column < pairs_[row].column))
           row = k;
       }
-      for (int k : best_of_row_) {
-        if (k < 0 || best_of_column_[pairs_[k].column] != k) continue;
+      for (int k = 0; k < static_cast<int>(pairs_.size()); k++) {  // a row's are side by side
         const Pair& pair = pairs_[k];
+        if (best_of_row_[pair.row] != k || best_of_column_[pair.column] != k) continue;
+        best_of_row_[pair.row] = kMatched;
         matches_.push_back(pair);
         const TrackStatus status = tracks_[slots[pair.row]].status;
         if (status != TrackStatus::kTracked && status != TrackStatus::kNew) found_.push_back(slots[pair.row]);
@@ -123,7 +126,7 @@ class MutualTracker : public Tracker {
       const float next = static_cast<float>(limit - kind_.step);
       pairs_.erase(std::remove_if(pairs_.begin(), pairs_.end(),
                                   [&](const Pair& p) {
-                                    return !(p.cost < next) || used_[p.column] || tracks_[slots[p.row]].frame == frame_;
+                                    return !(p.cost < next) || used_[p.column] || best_of_row_[p.row] == kMatched;
                                   }),
                    pairs_.end());
     }
@@ -218,7 +221,7 @@ class MutualTracker : public Tracker {
   Past& new_past(int slot) {
     if (pasts_.size() < tracks_.size()) pasts_.resize(tracks_.size());
     Past& past = pasts_[slot];
-    past.seen.clear(), past.ways = {};
+    past.seen.clear(), past.seen.reserve(kSeen), past.ways = {};
     return past;
   }
 

@@ -33,8 +33,8 @@ class ObservationTracker : public Tracker {
   struct Past {
     std::vector<Observation> seen;  // the newest span + 2, oldest first
     Point direction{};              // a unit vector; NaN: not known yet
-    KalmanState corrected;          // the filter after the last observation
     TrackBox last;                  // where the last observation is now: a camera moves it
+    KalmanState corrected;          // the filter after the last observation
   };
   ObservationOptions kind_;
   std::vector<Past> pasts_;  // by slot
@@ -47,6 +47,7 @@ class ObservationTracker : public Tracker {
     if (pasts_.size() < tracks_.size()) pasts_.resize(tracks_.size());
     Past& past = pasts_[slot];
     past.seen.clear();
+    past.seen.reserve(kind_.span + 3);
     past.direction.x = std::numeric_limits<float>::quiet_NaN();
     return past;
   }
@@ -81,7 +82,8 @@ class ObservationTracker : public Tracker {
     Past& past = pasts_[slot];
     see(past, stage.rows[detection].upright());
     Tracker::take(slot, stage, detection);
-    past.corrected = tracks_[slot].state;
+    static_cast<StillState&>(past.corrected) = tracks_[slot].state;
+    if (mixed_) past.corrected.cross = tracks_[slot].state.cross;
     auto before = past.seen.rbegin();
     while (before + 1 != past.seen.rend() && before->frame > frame_ - kind_.span) ++before;
     const Point now = centre(past.seen.back().box), then = centre(before->box), way{now.x - then.x, now.y - then.y};
@@ -103,7 +105,9 @@ class ObservationTracker : public Tracker {
     const Costs costs{options_.fuse_score};
     match(pool_, high_, options_.match_limit, false, [&](int i, int j, float overlap, const Detection& d) {
       float cost = costs(i, j, overlap, d);
-      if (cost <= options_.match_limit) cost += kind_.inertia * turn(pasts_[pool_[i]], d.upright());
+      const Past& past = pasts_[pool_[i]];
+      if (cost <= options_.match_limit) cost += kind_.inertia * turn(past, d.upright());
+      __builtin_prefetch(past.seen.data(), 1), prefetch(&past.corrected);  // take() comes soon
       return with_looks(cost, pool_[i], overlap, d);
     });
   }

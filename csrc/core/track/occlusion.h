@@ -52,6 +52,7 @@ class OcclusionTracker : public Tracker {
     Past& past = pasts_[slot];
     past = {std::move(past.states)};
     past.states.clear();
+    past.states.reserve(kept_);
     return past;
   }
 
@@ -67,6 +68,11 @@ class OcclusionTracker : public Tracker {
   const StillState* state_before(const Past& past, int64_t back) const {
     const size_t held = past.states.size(), steps = back ? static_cast<size_t>(back) : held;
     return steps > held ? nullptr : &past.states[(past.matches - steps) % kept_];
+  }
+
+  void advance(const CameraMotion* motion) override {
+    for (int s : pool_) prefetch(pasts_[s].states.data() + pasts_[s].matches % kept_);  // for take()
+    Tracker::advance(motion);
   }
 
   void started(int slot) override { remember(new_past(slot), tracks_[slot].state); }

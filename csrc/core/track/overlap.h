@@ -64,13 +64,13 @@ struct TrackShapes {
 };
 
 // Each axis is cut into slices; a slice has bits for the boxes that begin in it or before and those that end in it or
-// later. Four ANDs give the boxes that may meet a query, in the order of upper edges, of which it reads few words.
+// later. ANDs give the boxes that may meet a query. Boxes are in the order of upper edges, so few words are read.
 class BoxIndex {
  public:
   void build(const TrackBox* boxes, int count) {
     words_ = (count + 63) / 64;
     slices_ = count <= 32 ? 16 : count <= 128 ? 64 : kMaxSlices;
-    bits_.assign(static_cast<size_t>(4) * slices_ * words_, 0);
+    bits_.assign(static_cast<size_t>(3) * slices_ * words_, 0);
     if (!count) return;
     float left = 3e38f, top = 3e38f, right = -3e38f, bottom = -3e38f;
     for (int j = 0; j < count; j++) {
@@ -79,29 +79,26 @@ class BoxIndex {
     }
     x_ = {left, slices_ / std::max(right - left, 1e-6f), slices_ - 1.f};
     y_ = {top, slices_ / std::max(bottom - top, 1e-6f), slices_ - 1.f};
-    int start[kMaxSlices + 1] = {0};
+    std::fill(upper_, upper_ + slices_ + 1, 0);
     order_.resize(count);
     slice_of_.resize(count);
-    for (int j = 0; j < count; j++) start[(slice_of_[j] = static_cast<uint8_t>(y_.slice(boxes[j].y1))) + 1]++;
-    for (int k = 0; k < slices_; k++) start[k + 1] += start[k];
-    uint64_t *begin_x = set(0), *end_x = set(1), *begin_y = set(2), *end_y = set(3);
+    for (int j = 0; j < count; j++) upper_[(slice_of_[j] = static_cast<uint8_t>(y_.slice(boxes[j].y1))) + 1]++;
+    for (int k = 0; k < slices_; k++) upper_[k + 1] += upper_[k];
+    uint64_t *begin_x = set(0), *end_x = set(1), *end_y = set(2);
     for (int j = 0; j < count; j++) {
-      const int place = start[slice_of_[j]]++, word = place >> 6;
+      const int place = upper_[slice_of_[j]]++, word = place >> 6;
       const uint64_t bit = uint64_t{1} << (place & 63);
       order_[place] = j;
       begin_x[x_.slice(boxes[j].x1) * words_ + word] |= bit;
       end_x[x_.slice(boxes[j].x2) * words_ + word] |= bit;
-      begin_y[slice_of_[j] * words_ + word] |= bit;
       end_y[y_.slice(boxes[j].y2) * words_ + word] |= bit;
     }
     const int all = slices_ * words_;
-    for (int k = words_; k < all; k++) begin_x[k] |= begin_x[k - words_], begin_y[k] |= begin_y[k - words_];
+    for (int k = words_; k < all; k++) begin_x[k] |= begin_x[k - words_];
     for (int k = all - words_ - 1; k >= 0; k--) end_x[k] |= end_x[k + words_], end_y[k] |= end_y[k + words_];
     for (int k = 0; k < slices_; k++) {
-      int first = 0, last = words_ - 1;
-      while (first < words_ && !end_y[k * words_ + first]) first++;
-      while (last >= 0 && !begin_y[k * words_ + last]) last--;
-      first_[k] = first, last_[k] = last;
+      first_[k] = 0;
+      while (first_[k] < words_ && !end_y[k * words_ + first_[k]]) first_[k]++;
     }
   }
 
@@ -113,9 +110,11 @@ class BoxIndex {
       const int top = y_.slice(queries[i].y1), bottom = y_.slice(queries[i].y2);
       const uint64_t* begin_x = set(0) + x_.slice(queries[i].x2) * words_;
       const uint64_t* end_x = set(1) + x_.slice(queries[i].x1) * words_;
-      const uint64_t *begin_y = set(2) + bottom * words_, *end_y = set(3) + top * words_;
-      for (int w = first_[top]; w <= last_[bottom]; w++) {
-        const uint64_t bits = begin_x[w] & end_x[w] & begin_y[w] & end_y[w];
+      const uint64_t* end_y = set(2) + top * words_;
+      for (int w = first_[top]; w * 64 < upper_[bottom]; w++) {
+        const int more = upper_[bottom] - w * 64;
+        const uint64_t begin_y = more < 64 ? (uint64_t{1} << more) - 1 : ~uint64_t{0};
+        const uint64_t bits = begin_x[w] & end_x[w] & begin_y & end_y[w];
         hits_[hits] = {bits, i, w * 64};
         hits += bits != 0;
       }
@@ -147,11 +146,12 @@ class BoxIndex {
   };
   int slices_ = 16, words_ = 0;
   Axis x_{0, 0, 0}, y_{0, 0, 0};
-  std::vector<uint64_t> bits_;  // four sets (begin x, end x, begin y, end y) of slices_ x words_
+  std::vector<uint64_t> bits_;  // three sets (begin x, end x, end y) of slices_ x words_
   std::vector<int> order_, rows_, columns_;
   std::vector<uint8_t> slice_of_;
   std::vector<Hit> hits_;
-  int first_[kMaxSlices], last_[kMaxSlices];  // the words of end y and begin y that are not empty
+  int first_[kMaxSlices];      // the first words of end y that are not empty
+  int upper_[kMaxSlices + 1];  // how many boxes begin in a slice of y or before
   uint64_t* set(int k) { return bits_.data() + static_cast<size_t>(k) * slices_ * words_; }
 };
 

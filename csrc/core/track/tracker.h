@@ -43,7 +43,6 @@ struct Appearances {
 enum class TrackStatus : uint8_t { kNew = 0, kTracked = 1, kLost = 2, kRemoved = 3 };
 
 struct Track {
-  KalmanState state;
   TrackBox box;
   int64_t id = 0, frame = 0, start = 0;                     // frame: of the last detection; start: of the first
   int64_t length = 0;                                       // detections since it was born or found again
@@ -53,6 +52,7 @@ struct Track {
   float score = 0, cls = 0;
   TrackStatus status = TrackStatus::kNew;
   bool confirmed = false;
+  KalmanState state;  // ends with what is not read while the camera stands still
 };
 
 class Tracker {
@@ -81,10 +81,12 @@ class Tracker {
   void update(const FrameDetections& detections, const TrackOptions& options, const CameraMotion* motion,
               const FrameDetections& recovered = {}, const Appearances& looks = {}) {
     options_ = options, looks_ = looks;
-    look_row_.resize(tracks_.size());
-    int row = 0;
-    for (const std::vector<int>* list : {&tracked_, &lost_})
-      for (int s : *list) look_row_[s] = row++;
+    if (looks.costs) {
+      look_row_.resize(tracks_.size());
+      int row = 0;
+      for (const std::vector<int>* list : {&tracked_, &lost_})
+        for (int s : *list) look_row_[s] = row++;
+    }
     rotated_ = detections.rotated;
     frame_++;
     split(detections, recovered);
@@ -510,18 +512,18 @@ class Tracker {
   }
 
   void merge_lists() {
-    std::vector<int> tracked;
-    tracked.swap(tracked_);
-    for (int s : tracked) {
+    size_t kept = 0;
+    for (int s : tracked_) {
       if (tracks_[s].status == TrackStatus::kTracked)
-        tracked_.push_back(s);
+        tracked_[kept++] = s;
       else if (tracks_[s].status == TrackStatus::kRemoved)
         free_slots_.push_back(s);
     }
+    tracked_.resize(kept);
     tracked_.insert(tracked_.end(), born_.begin(), born_.end());
     tracked_.insert(tracked_.end(), found_.begin(), found_.end());
     lost_.insert(lost_.end(), missed_.begin(), missed_.end());
-    size_t kept = 0;
+    kept = 0;
     for (int s : lost_) {
       if (tracks_[s].status == TrackStatus::kTracked) continue;
       if (tracks_[s].removals)  // from an earlier frame; a track that has become stale now stays for one more

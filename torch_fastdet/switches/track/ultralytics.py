@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_fastdet._C import is_finite
 from torch_fastdet.patching.evidence import Obstacle, fingerprint
 from torch_fastdet.patching.protocols import Function, Names, Results, Stock, Track, Tracker
 from torch_fastdet.patching.replace import in_place_of
@@ -35,6 +36,7 @@ ATTRIBUTES: dict[str, Callable[[Any], object]] = {
     "is_activated": bool,
     "angle": lambda value: None if np.isnan(value) else value,
 }
+FLOAT32 = np.dtype(np.float32)
 KEY = "torch_fastdet_core"  # in a tracker's attributes: its _Held, or None where its own update runs
 _held: weakref.WeakSet[Any] = weakref.WeakSet()  # the trackers that have a KEY
 
@@ -48,6 +50,7 @@ class _Held:
         self.core.break_ties_by(_assigned)
         self.outside = {*LIVE, *REMOVED}
         self.ids: object = None
+        self.frame = self.last_id = 0  # the core's
         self.filter = tracker.kalman_filter
         self.settings = kind.settings(tracker)
         #: The live tracks by id, as the framework's objects, which hold what they look like; None without re-identification.
@@ -132,15 +135,15 @@ def updating(active: Active, stock: Function, known: type) -> Function:
         recovered = kwargs.get("dets_del", args[0] if args else None) if kind.recovers else None
         if recovered is not None:
             recovered = np.column_stack(recovered)
-        known_rows = type(rows) is np.ndarray and rows.dtype == np.float32
-        finite = known_rows and (kind.recovers or np.isfinite(rows).all())
-        if not finite or (recovered is not None and recovered.dtype != np.float32):
+        known_rows = type(rows) is np.ndarray and rows.dtype == FLOAT32
+        finite = known_rows and (kind.recovers or is_finite(rows))
+        if not finite or (recovered is not None and recovered.dtype != FLOAT32):
             odd = ", not all finite" if known_rows and not finite else ""
             active.tell(f"{active.name}: the original update runs for {describe_rows(results)}{odd}.")
             give_back(self)
             return own(self, results, img, *args, **kwargs)
         core = held.core
-        moved = held.outside or held.ids is not self._ids or core.frame != self.frame_id
+        moved = held.outside or held.ids is not self._ids or held.frame != self.frame_id
         if moved and not take_over(self, held):
             active.tell(f"{active.name}: the original update runs: a track is not finite.")
             return own(self, results, img, *args, **kwargs)
@@ -151,13 +154,14 @@ def updating(active: Active, stock: Function, known: type) -> Function:
             seen, looks = look(self, held, results, img, feats)
         moves = kind.moves and img is not None and self.gmc.method is not None
         motion = camera_motion(self, kind, results, img, rotated) if moves else None
-        born = core.last_id
+        held.frame += 1
         out = core.update(rows, *held.settings[0], motion, rotated, recovered, **looks)
         if held.looks is not None:
             held.looks = looks_of(core, kind, held.looks, seen)
-        for _ in range(core.last_id - born):
+        born, held.last_id = held.last_id, core.last_id
+        for _ in range(held.last_id - born):
             next(self._ids)
-        attributes["frame_id"] = core.frame
+        attributes["frame_id"] = held.frame
         return out
 
     return update
@@ -310,7 +314,7 @@ def _tracks(
 
 def take_over(tracker: Tracker, held: _Held) -> bool:
     """Load the core from the lists of tracks that the tracker's attributes hold; return False if a track is not finite."""
-    if held.ids is not tracker._ids or held.core.frame != tracker.frame_id:
+    if held.ids is not tracker._ids or held.frame != tracker.frame_id:
         give_out(tracker, LIVE + REMOVED)
     attributes = tracker.__dict__
     columns = held.core.columns
@@ -321,8 +325,8 @@ def take_over(tracker: Tracker, held: _Held) -> bool:
     if removed is not None:  # where they were does not matter any more
         removed[~_finite(removed), :STATE] = 0
     lists.append(removed)
-    held.core.load(lists, tracker.frame_id, next(copy.copy(tracker._ids)) - 1)
-    held.ids = tracker._ids
+    held.frame, held.last_id, held.ids = tracker.frame_id, next(copy.copy(tracker._ids)) - 1, tracker._ids
+    held.core.load(lists, held.frame, held.last_id)
     if held.looks is not None and not held.outside.isdisjoint(LIVE):
         held.looks = {track.track_id: track for name in LIVE for track in attributes[name]}
     held.outside.clear()
