@@ -474,6 +474,46 @@ CHANGES = {
 }
 
 
+def mark_removed(tracker):
+    for track in tracker.tracked_stracks[:2]:
+        track.mark_removed()
+
+
+def move_to_lost(tracker):
+    tracker.lost_stracks += [tracker.tracked_stracks.pop(0) for _ in range(3)]
+
+
+def couple(tracker):
+    for track in tracker.tracked_stracks:
+        track.covariance[0, 3] = track.covariance[3, 0] = 0.5
+
+
+@pytest.mark.parametrize("change", [mark_removed, move_to_lost, couple, lambda tracker: tracker.reset_id()])
+@pytest.mark.parametrize("name", NAMES)
+def test_tracks_that_no_tracker_leaves_so_are_the_originals(trackers, name, change):
+    wanted = None
+    for patched in (False, True):
+        if patched:
+            drop_in.patch(track_optim=True)
+        tracker, found = getattr(trackers, name)(namespace()), []
+        for t, rows in enumerate(scene(3, 14, 16)):
+            if t == 6:
+                change(tracker)
+            found.append(run(tracker, rows).tolist())
+        wanted = wanted or found
+        assert found == wanted
+
+
+def test_a_list_of_a_subclass_is_the_originals(trackers):
+    found = []
+    for patched in (False, True):
+        if patched:
+            drop_in.patch(track_optim=True)
+        tracker = type("Mine", (trackers.BYTETracker,), {"tracked_stracks": []})(namespace())
+        found.append([(run(tracker, rows).tolist(), len(tracker.tracked_stracks)) for rows in scene(3, 14, 6)])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_is_set_between_frames_counts(trackers, name):
     frames = scene(3, 40, 30)

@@ -33,7 +33,9 @@ def _probe_motion(tracker: Tracker, probes: list[Track], img: object, results: R
 
 def _new_tracks(tracker: Tracker, count: int) -> list[Track]:
     boxes = importlib.import_module("ultralytics.engine.results").Boxes
-    return tracker.init_track(boxes(np.tile(np.array([0, 0, 1, 1, 1, 0], np.float32), (count, 1)), (1, 1)))
+    return type(tracker).init_track(
+        tracker, boxes(np.tile(np.array([0, 0, 1, 1, 1, 0], np.float32), (count, 1)), (1, 1))
+    )
 
 
 def _detections(tracker: Tracker, results: Results, img: object, feats: Any) -> list[dict[int, Track]]:
@@ -172,6 +174,7 @@ def _record_occlusions(track: Track, past: Row) -> None:
 
 def _recall_ways(tracker: Tracker, track: Track, past: Row) -> None:
     track.min_track_len = tracker.min_track_len
+    track.idx = np.float64(track.idx)
     track.prev_score, track.velocity = np.float32(past[0]), past[1:9].reshape(4, 2).astype(np.float32)
     track._history.clear()
     for frame, *box, wide in past[9:].reshape(-1, 6):

@@ -23,7 +23,7 @@ from torch_fastdet.patching.protocols import Function, Names, Results, Stock, Tr
 from torch_fastdet.patching.replace import in_place_of
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.frameworks import REFERENCE
-from torch_fastdet.switches.track.kinds import KINDS, STATE, Kind
+from torch_fastdet.switches.track.kinds import KINDS, LOST, STATE, Kind
 
 LIVE, REMOVED = ("tracked_stracks", "lost_stracks"), ("removed_stracks", "removed_stracks_frame")
 #: Columns 72 to 81 of a row of the core, as attributes of a track.
@@ -74,7 +74,8 @@ def obstacle_to(tracker: Tracker, known: Stock) -> Obstacle | None:
         key
         for layer in (*below, tracker)
         for key in vars(layer)
-        if not key.startswith("__") and callable(getattr(known, key, None))
+        if not key.startswith("__")
+        and (callable(getattr(known, key, None)) or (layer is not tracker and key in LIVE + REMOVED))
     }
     if other:
         return Obstacle(f"{name} has its own {', '.join(sorted(other)[:3])}.")
@@ -145,7 +146,9 @@ def updating(active: Active, stock: Function, known: type) -> Function:
         core = held.core
         moved = held.outside or held.ids is not self._ids or held.frame != self.frame_id
         if moved and not take_over(self, held):
-            active.tell(f"{active.name}: the original update runs: a track is not finite.")
+            active.tell(
+                f"{active.name}: the original update runs: a track is not finite, or not as a tracker leaves it."
+            )
             return own(self, results, img, *args, **kwargs)
         looks: dict[str, Any] = {}
         seen: dict[int, Track] = {}
@@ -313,24 +316,37 @@ def _tracks(
 
 
 def take_over(tracker: Tracker, held: _Held) -> bool:
-    """Load the core from the lists of tracks that the tracker's attributes hold; return False if a track is not finite."""
+    """Load the core from the lists of tracks that the tracker's attributes hold; return False if it has no place for one."""
     if held.ids is not tracker._ids or held.frame != tracker.frame_id:
         give_out(tracker, LIVE + REMOVED)
     attributes = tracker.__dict__
     columns = held.core.columns
     lists: list[Any] = [_rows(attributes[name], columns, held.kind) for name in LIVE]
-    if not (held.kind.recovers or all(_finite(rows).all() for rows in lists)):
+    last_id = next(copy.copy(tracker._ids)) - 1
+    if not (held.kind.recovers or all(_finite(rows).all() for rows in lists)) or not _in_order(
+        lists[0], lists[1], last_id
+    ):
         return False
     removed = _rows(attributes[REMOVED[0]], columns, None) if REMOVED[0] in held.outside else None
     if removed is not None:  # where they were does not matter any more
         removed[~_finite(removed), :STATE] = 0
     lists.append(removed)
-    held.frame, held.last_id, held.ids = tracker.frame_id, next(copy.copy(tracker._ids)) - 1, tracker._ids
-    held.core.load(lists, held.frame, held.last_id)
+    try:
+        held.core.load(lists, tracker.frame_id, last_id)
+    except ValueError:  # a covariance that no tracker makes
+        return False
+    held.frame, held.last_id, held.ids = tracker.frame_id, last_id, tracker._ids
     if held.looks is not None and not held.outside.isdisjoint(LIVE):
         held.looks = {track.track_id: track for name in LIVE for track in attributes[name]}
     held.outside.clear()
     return True
+
+
+def _in_order(tracked: NDArray[np.float64], lost: NDArray[np.float64], last_id: int) -> bool:
+    """Return whether the tracks are in the list of their state, and each has an id of its own, which no later one gets."""
+    ids = np.concatenate((tracked, lost))[:, 72]
+    at_home = (tracked[:, 79] < LOST).all() and (lost[:, 79] >= LOST).all()
+    return bool(at_home and len(np.unique(ids)) == len(ids) and ids.max(initial=0) <= last_id)
 
 
 def _finite(rows: NDArray[np.float64]) -> NDArray[np.bool_]:
