@@ -634,6 +634,26 @@ def test_a_callback_may_change_images(ahead, detector, folder, device, tmp_path,
     assert_same(found[1], found[0])
 
 
+def test_a_hook_has_seen_this_batch_last(ahead, detector, folder, device):
+    """Re-identification takes what a hook has kept for the features of this batch's objects."""
+    found = []
+    for on in (False, True):
+        seen = []
+
+        def watch(its, seen=seen):
+            its.model.model.model[-1].register_forward_pre_hook(lambda _, given: seen.append(given[0][0].sum().item()))
+
+        model = with_callbacks(detector, {"on_predict_start": watch})
+        if on:
+            drop_in.patch(predict_optim=True)
+        try:
+            options = {**OPTIONS_OF_RUN, "device": str(device), "batch": 2, "stream": True}
+            found.append([seen[-1] for _ in model.predict(f"{folder[0]}/a*.jpg", **options)])
+        finally:
+            drop_in.unpatch()
+    assert found[1] == pytest.approx(found[0], rel=1e-3) and len(set(found[0])) == 3
+
+
 def fewer(its):
     its.args.max_det = 3
 

@@ -183,8 +183,8 @@ class Feed:
         callbacks = [getattr(each, "func", each) for event in BETWEEN for each in predictor.callbacks.get(event, ())]
         if not all(is_code_of(callback, "ultralytics") for callback in callbacks) or "postprocess" in vars(predictor):
             return False
-        network = predictor.model
-        return not any(any(forward_hooks(part)) for part in network.modules())
+        backend = predictor.model  # of which modules() does not find the network
+        return not any(any(forward_hooks(part)) for each in (backend, backend.model) for part in each.modules())
 
     def _show(self, flight: Flight) -> tuple[list[str], Images, list[str]]:
         batch, self.flight = flight.batch, flight
