@@ -20,6 +20,7 @@ from torch import nn
 
 from tests.conftest import with_trapz
 from torch_fastdet.graphs.loss_items import LossItems
+from torch_fastdet.patching import replace
 from torch_fastdet.patching import switch as engine_switch
 
 # YOLOv5 writes through expanded boxes, and calls what newer numpys deprecate.
@@ -55,6 +56,9 @@ def pairs(host: str) -> dict[str, Pair]:
         replacements = list(importlib.import_module(f"torch_fastdet.{host}.host").HOST.patches.replacements)
         drop_in.unpatch()
     for r in replacements:
+        # What an earlier switch of these had put there went back, too.
+        below = any(r.old is earlier.new for earlier in replacements)
+        assert below or vars(r.owner).get(r.attribute, replace._MISSING) is r.old, f"{r} was put back"
         name = r.attribute if isinstance(r.owner, ModuleType) else f"{r.owner.__name__}.{r.attribute}"
         found.setdefault(name, Pair(r.old, r.new, r.owner))
     return found

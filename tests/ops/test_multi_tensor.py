@@ -249,17 +249,6 @@ def test_grad_scale_steps_with_the_gradient_as_it_is_stored(device, dtype):
         assert all(torch.equal(a, b) for a, b in zip(mine, wanted))
 
 
-def test_float32_ema_is_the_stock_loop_bit_by_bit(device):
-    averages, values = lists("odd sizes", device, torch.float32, 2)
-    stock = [v.clone() for v in averages]
-    decay = 0.9999 * (1 - 2.718281828459045 ** (-7 / 2000))
-    for v, x in zip(stock, values):
-        v *= decay
-        v += (1 - decay) * x
-    ops.multi_tensor_ema_(averages, values, decay)
-    assert all(torch.equal(a, b) for a, b in zip(averages, stock))
-
-
 def test_mixed_dtypes_and_strides_in_one_list(device):
     generator = torch.Generator().manual_seed(1)
     averages, values = [], []

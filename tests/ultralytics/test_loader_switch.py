@@ -359,19 +359,6 @@ def test_batches_do_not_lie_in_dev_shm(ultralytics, root, request, tmp_path):
     compare(pickle.loads(found.read_bytes()), wanted)
 
 
-@pytest.mark.cpu
-def test_names_are_put_back(ultralytics):
-    u = ultralytics
-    before = [vars(u.data), vars(u.build), vars(u.base.BaseDataset)]
-    before = [dict(found) for found in before]
-    said = drop_in.patch(loader_optim=True)
-    assert u.data.build_dataloader is not before[0]["build_dataloader"]
-    assert sum("BaseDataset" in line for line in said) == 2
-    drop_in.unpatch()
-    for found, was in zip((u.data, u.build, u.base.BaseDataset), before, strict=True):
-        assert all(vars(found)[name] is value for name, value in was.items())
-
-
 def test_a_loader_survives_unpatch_and_is_stocks_to_others(ultralytics, root, device):
     stock = batches(ultralytics, root("boxes"), workers=2, **HYP)
     drop_in.patch(loader_optim=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torch_fastdet.ultralytics as drop_in
-from torch_fastdet import _say, masks
+from torch_fastdet import masks
 from torch_fastdet.ops.detection_masks import instance_masks
 from torch_fastdet.ops.letterbox import place
 from torch_fastdet.switches.mask import switch as mask_switch
@@ -22,21 +22,6 @@ def ops():
         ops = pytest.importorskip("ultralytics.utils.ops", reason="ultralytics is not installed")
     yield ops
     drop_in.unpatch()
-
-
-def test_is_replaced_and_put_back(ops):
-    loss = pytest.importorskip("ultralytics.utils.loss")
-    stock, crop = (ops.process_mask, ops.process_mask_native), loss.crop_mask
-    said = drop_in.patch(mask_optim=True)
-    assert ops.crop_mask is loss.crop_mask and ops.crop_mask.__wrapped__ is masks.ultralytics_crop_mask
-    assert sum(line.startswith("mask_optim: ultralytics.utils.ops.process_mask") for line in said) == 2
-    ours = masks.ultralytics_process_mask, masks.ultralytics_process_mask_native
-    assert (ops.process_mask.__wrapped__, ops.process_mask_native.__wrapped__) == ours
-    assert not _say.counts, "the trials are not the run's work"
-    ops.process_mask(torch.randn(4, 8, 8), torch.randn(3, 4), torch.rand(3, 4) * 32, (32, 32))
-    assert _say.counts == {("mask_optim", "masks"): 3}
-    drop_in.unpatch()
-    assert (ops.process_mask, ops.process_mask_native) == stock and ops.crop_mask is loss.crop_mask is crop
 
 
 def redefine(ops, monkeypatch, name, parameters, source):

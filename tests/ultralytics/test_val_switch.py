@@ -48,15 +48,6 @@ def batch(labels: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"cls": labels[:, 0], "bboxes": labels[:, 1:]}
 
 
-def test_is_replaced_and_put_back(ultralytics):
-    names = "update_metrics", "_process_batch"
-    before = [vars(ultralytics.validator)[name] for name in names] + [vars(ultralytics.matrix)["process_batch"]]
-    said = drop_in.patch(val_optim=True)
-    assert sum(line.startswith("val_optim: ultralytics.") for line in said) == 14
-    drop_in.unpatch()
-    assert before == [vars(ultralytics.validator)[name] for name in names] + [vars(ultralytics.matrix)["process_batch"]]
-
-
 @pytest.mark.parametrize(("n", "m"), [(50, 9), (0, 3), (3, 0)])
 def test_matches_as_stock(ultralytics, device, n, m):
     detections, labels = image(n, m, 1)
@@ -425,11 +416,7 @@ def test_a_matrix_that_leaves_rotated_boxes_out(ultralytics):
     """Overlaps that the validator has computed are of all boxes."""
     metrics = pytest.importorskip("ultralytics.utils.metrics")
     labels = torch.cat([40 + 300 * torch.rand(5, 2), 10 + 20 * torch.rand(5, 2), torch.zeros(5, 1)], 1)
-    detections = {
-        "bboxes": labels.flip(0),
-        "conf": torch.linspace(0.9, 0.5, 5),
-        "cls": torch.arange(4.0, -1.0, -1.0),
-    }
+    detections = {"bboxes": labels.flip(0), "conf": torch.linspace(0.9, 0.5, 5), "cls": torch.arange(4.0, -1.0, -1.0)}
     truth = {"bboxes": labels, "cls": torch.arange(5.0)}
 
     class Fewer(metrics.ConfusionMatrix):
