@@ -21,20 +21,14 @@ CASES = {
     "hidden again": ("_say.show('host'); _say.hide('host'); " + WARN, "slow\n"),
     "configured": (ROOT_AT.format("INFO") + "_say.show('host'); " + WARN, "mine slow\nmine fast\n"),
     "configured later": ("_say.show('host'); " + ROOT_AT.format("WARNING") + WARN, "mine slow\n"),
-    "own handler": (
-        "import logging; _say.logger.addHandler(logging.NullHandler()); _say.show('host'); " + WARN,
-        "",
-    ),
+    "own handler": ("import logging; _say.logger.addHandler(logging.NullHandler()); _say.show('host'); " + WARN, ""),
     "no stderr": ("import sys; sys.stderr = None; _say.show('host'); " + WARN, ""),
     "closed stderr": ("import sys; sys.stderr.close(); _say.show('host'); " + WARN, ""),
     "quieter": (
         "import os; os.environ['TORCH_FASTDET_LOG'] = 'warning'; _say.show('host'); " + WARN,
         "torch_fastdet: slow\n",
     ),
-    "disabled": (
-        "import logging; _say.show('host'); logging.disable(logging.INFO); " + WARN,
-        "torch_fastdet: slow\n",
-    ),
+    "disabled": ("import logging; _say.show('host'); logging.disable(logging.INFO); " + WARN, "torch_fastdet: slow\n"),
     "filtered": (
         "_say.show('host'); _say.logger.addFilter(lambda record: record.levelno > 20); " + WARN,
         "torch_fastdet: slow\n",

@@ -125,8 +125,7 @@ on_both = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize(
-    "backend, cases, case",
-    [*of_both(QUICK), *of_both(FURTHER, pytest.mark.nightly), *of_both(HOSTS, pytest.mark.slow)],
+    "backend, cases, case", [*of_both(QUICK), *of_both(FURTHER, pytest.mark.nightly), *of_both(HOSTS, pytest.mark.slow)]
 )
 def test_training_is_that_of_distributed_data_parallel(runs, backend, cases, case):
     if cases is HOSTS and (reason := real.missing()):

@@ -105,11 +105,7 @@ def _bn_act_backward(a: Any) -> list[Tensor]:
     options = {"activation": a.activation, "slope": a.slope, "statistics": (a.mean, a.invstd)}
     found = bn_act.bn_act(a.x, a.weight, a.bias, a.grad_y, **options)
     none = torch.empty(0, dtype=torch.float64)  # the gradient of a parameter that there is not
-    return [
-        found.grad_x,
-        none if a.weight is None else found.grad_weight,
-        none if a.bias is None else found.grad_bias,
-    ]
+    return [found.grad_x, none if a.weight is None else found.grad_weight, none if a.bias is None else found.grad_bias]
 
 
 def _bn_act_cat(a: Any) -> list[Tensor]:

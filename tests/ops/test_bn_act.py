@@ -119,10 +119,7 @@ def test_against_definition_and_stock(device, shape, dtype, memory_format):
         assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
     assert layout(grads[0]) == layout(grads_stock[0])
     assert_as_good_as_stock(
-        [y, *grads],
-        [y_stock, *grads_stock],
-        [exact.y, exact.grad_x, exact.grad_weight, exact.grad_bias],
-        dtype,
+        [y, *grads], [y_stock, *grads_stock], [exact.y, exact.grad_x, exact.grad_weight, exact.grad_bias], dtype
     )
     count = shape[0] * shape[2] * shape[3]
     mean, variance = exact.running(norm.running_mean, norm.running_var, norm.momentum, count)

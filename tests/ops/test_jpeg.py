@@ -249,10 +249,7 @@ def test_refusals_say_why():
         "no size": [patched(data, 0xC0, lambda b: b[:1] + b"\0\0" + b[3:])],
         "too large": [patched(data, 0xC0, lambda b: b[:1] + struct.pack(">HH", 65500, 65500) + b[5:])],
         "a table is missing": [patched(patched(data, 0xDB, lambda b: None), 0xDB, lambda b: None)],
-        "arithmetic coding": [
-            data.replace(b"\xff\xc0", b"\xff\xc9", 1),
-            data[:2] + b"\xff\xcc\0\4\0\x10" + data[2:],
-        ],
+        "arithmetic coding": [data.replace(b"\xff\xc0", b"\xff\xc9", 1), data[:2] + b"\xff\xcc\0\4\0\x10" + data[2:]],
     }
     for reason, files in refused.items():
         _, images, refusals = ops.jpeg_pack([tensor(file) for file in files])

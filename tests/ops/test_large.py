@@ -143,9 +143,7 @@ PER_IMAGE = {
         OPS.max_pools_cat_backward,
     ),
     "softmax_backward": Images(
-        512 * 512,
-        lambda: [half(3, 512, 512), torch.rand(3, 512, 512) / 256],
-        OPS.softmax_backward,
+        512 * 512, lambda: [half(3, 512, 512), torch.rand(3, 512, 512) / 256], OPS.softmax_backward
     ),
     "bbox_iou": Images(
         4 << 16, lambda: [half(3, 1 << 16, 4).abs(), half(3, 1 << 16, 4).abs()], lambda a, b: ops.bbox_iou(a, b)

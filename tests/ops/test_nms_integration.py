@@ -243,9 +243,7 @@ def test_modules_store_plain_numbers(device):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"conf_thres": 2}, {"iou_thres": -0.1}, {"max_det": -1}, {"max_nms": -1}, {"per_class": "x"}],
-    ids=str,
+    "options", [{"conf_thres": 2}, {"iou_thres": -0.1}, {"max_det": -1}, {"max_nms": -1}, {"per_class": "x"}], ids=str
 )
 def test_modules_refuse_at_construction(options):
     (name,) = options

@@ -14,15 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.launches import launched
-from tests.optim.samples import (
-    NESTEROV,
-    Loop,
-    equal,
-    model_on,
-    named_groups,
-    parameters,
-    set_grads,
-)
+from tests.optim.samples import NESTEROV, Loop, equal, model_on, named_groups, parameters, set_grads
 from torch_fastdet import optim
 from torch_fastdet._say import counts
 from torch_fastdet.ema import ModelEMA

@@ -15,14 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optim.samples import (
-    DAMPENED,
-    NESTEROV,
-    equal,
-    groups,
-    parameters,
-    set_grads,
-)
+from tests.optim.samples import DAMPENED, NESTEROV, equal, groups, parameters, set_grads
 from tests.references import multi_tensor as reference
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.optim import SGD, FusedStep, clip_grad_norm_, converted, unscale_
@@ -270,10 +263,7 @@ def test_errors_come_before_anything_is_written(device):
         optimizer.step()
     assert equal(params, before)
     assert not optimizer.state_dict()["state"]
-    for wrong, message in (
-        (torch.optim.RMSprop(params), "optimizer is RMSprop"),
-        (None, "optimizer is NoneType"),
-    ):
+    for wrong, message in ((torch.optim.RMSprop(params), "optimizer is RMSprop"), (None, "optimizer is NoneType")):
         with pytest.raises(TypeError, match=message):
             FusedStep(wrong)
     for wrong in (-1.0, float("nan"), "x"):

@@ -95,11 +95,7 @@ def half_precision():
         torch.set_default_dtype(before)
 
 
-SETTINGS = {
-    "half": half_precision,
-    "meta": lambda: torch.device("meta"),
-    "fake tensors": FakeTensorMode,
-}
+SETTINGS = {"half": half_precision, "meta": lambda: torch.device("meta"), "fake tensors": FakeTensorMode}
 
 
 def usual_lines(drop_in):

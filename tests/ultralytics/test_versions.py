@@ -157,10 +157,7 @@ class TestSupported:
             raise KeyError("anything")
 
         found, start = {
-            "decay": lambda: (
-                AVERAGE.obstacle(lambda *a, **k: ModelEMA(*a, tau=1999, **k)),
-                "its moving average of a",
-            ),
+            "decay": lambda: (AVERAGE.obstacle(lambda *a, **k: ModelEMA(*a, tau=1999, **k)), "its moving average of a"),
             "eps": lambda: (IOU.obstacle(lambda *a, **k: bbox_iou(*a, eps=0.1, **k)), "its bbox_iou of a"),
             "momentum": lambda: (
                 MUSGD.obstacle(lambda g, **k: MuSGD([{**x, "momentum": 0.8} for x in g], **k)),

@@ -180,10 +180,7 @@ def test_a_yolov5_script_that_does_not_use_a_function_is_no_error(fake_yolov5):
     )
 
 
-@pytest.mark.parametrize(
-    "ending, code",
-    [("sys.exit(5)", 5), ("raise RuntimeError", 1)],
-)
+@pytest.mark.parametrize("ending, code", [("sys.exit(5)", 5), ("raise RuntimeError", 1)])
 def test_a_script_that_fails_keeps_its_exit_code(fake_yolov5, ending, code):
     (fake_yolov5.folder / "broken.py").write_text(f"import sys\n{ending}\n")
     out = fake_yolov5.python("-m", "torch_fastdet.yolov5", "broken.py", "--bbox_iou_optim", code=code).stdout
@@ -193,13 +190,7 @@ def test_a_script_that_fails_keeps_its_exit_code(fake_yolov5, ending, code):
 LAST_STEP = OWN_LOOP.replace("BAD", "7") + "train()\n"
 
 
-@pytest.mark.parametrize(
-    "ending, code, error",
-    [
-        ("", 1, "ValueError: row 7 of 8 is bad"),
-        ("sys.exit(5)", 5, ""),
-    ],
-)
+@pytest.mark.parametrize("ending, code, error", [("", 1, "ValueError: row 7 of 8 is bad"), ("sys.exit(5)", 5, "")])
 def test_a_fault_of_the_last_step_is_raised(fake_yolov5, ending, code, error):
     (fake_yolov5.folder / "last.py").write_text(LAST_STEP + ending)
     lines = fake_yolov5.python("-m", "torch_fastdet.yolov5", "last.py", "--loss_optim", code=code).stdout.splitlines()
