@@ -450,6 +450,7 @@ def test_odd_options_are_the_originals(trackers, name):
     ways = [{"track_buffer": value} for value in ("a", None, 7.5, float("inf"))]
     ways += [{option: value} for option in ("match_thresh", "new_track_thresh") for value in (1, float("nan"), True)]
     ways += [{"use_byte": "yes"}, {"inertia": float("inf")}, {"proximity_thresh": "a"}, {"min_track_len": 2.5}]
+    ways += [{"reset_pos_offset_occ": 10**12}]
 
     def outputs():
         found = []

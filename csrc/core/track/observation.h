@@ -47,7 +47,7 @@ class ObservationTracker : public Tracker {
     if (pasts_.size() < tracks_.size()) pasts_.resize(tracks_.size());
     Past& past = pasts_[slot];
     past.seen.clear();
-    past.seen.reserve(kind_.span + 3);
+    past.seen.reserve(std::min<int64_t>(kind_.span + 3, kReserved));
     past.direction.x = std::numeric_limits<float>::quiet_NaN();
     return past;
   }

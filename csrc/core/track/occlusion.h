@@ -52,7 +52,7 @@ class OcclusionTracker : public Tracker {
     Past& past = pasts_[slot];
     past = {std::move(past.states)};
     past.states.clear();
-    past.states.reserve(kept_);
+    past.states.reserve(std::min(kept_, kReserved));
     return past;
   }
 
@@ -71,7 +71,10 @@ class OcclusionTracker : public Tracker {
   }
 
   void advance(const CameraMotion* motion) override {
-    for (int s : pool_) prefetch(pasts_[s].states.data() + pasts_[s].matches % kept_);  // for take()
+    for (int s : pool_) {  // for take()
+      const Past& past = pasts_[s];
+      prefetch(past.states.data() + std::min(past.matches % kept_, past.states.size()));
+    }
     Tracker::advance(motion);
   }
 

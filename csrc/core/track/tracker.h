@@ -183,6 +183,7 @@ class Tracker {
     Track track;
   };
   static constexpr size_t kRemembered = 1000;  // removed tracks
+  static constexpr size_t kReserved = 16;      // of what a track remembers, before it needs more
   static constexpr double kPi = 3.14159265358979323846;
   static constexpr double kLowLimit = 0.5, kUnconfirmedLimit = 0.7;
   static constexpr float kDuplicate = 0.15f;
