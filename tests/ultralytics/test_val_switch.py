@@ -214,6 +214,10 @@ def assert_same(found, stock):
     assert np.array_equal(found[1], stock[1])
 
 
+def preparing_images_itself(stock):
+    return type("Own", (stock,), {"_prepare_batch": lambda self, si, batch: stock._prepare_batch(self, si, batch)})
+
+
 @pytest.mark.parametrize("counts", [IMAGES, [(9, 0)] * 3, [(0, 4)] * 3, [(0, 0)] * 2, [(9, 4)]], ids=str)
 @pytest.mark.parametrize("task", ["detect", *TASKS])
 def test_metrics_are_stocks(ultralytics, device, task, counts, monkeypatch):
@@ -221,6 +225,7 @@ def test_metrics_are_stocks(ultralytics, device, task, counts, monkeypatch):
     ways = [{"case": case} for case in ("", "not sorted", "mixed labels", "single_cls")] if task == "detect" else [{}]
     if task == "segment":
         ways = [{"overlap": overlap, "size": size} for overlap in (True, False) for size in (32, 48)]
+        ways.append({"size": 48, "kind": preparing_images_itself})
     stock = [metrics_of(task, device, counts=counts, **way) for way in ways]
     drop_in.patch(val_optim=True)
     calls, counted = [], []

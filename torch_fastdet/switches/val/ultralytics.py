@@ -535,6 +535,7 @@ def _of_masks(
 
 def _drawn(labels: list[Batch], device: torch.device) -> Tensor:
     """Return (labels, h, w): 0 or 1. An image's own are these, or one map in which the pixels of label i are i + 1."""
+    labels = [label for label in labels if len(label["cls"])]  # the others' masks may have another size
     if labels[0]["masks"].dim() == 3:
         return _joined(labels, "masks", device).float()
     maps = torch.cat([label["masks"].expand(len(label["cls"]), -1, -1) for label in labels])
