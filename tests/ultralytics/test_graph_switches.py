@@ -382,21 +382,25 @@ def test_predictions_of_fused_blocks_in_half_precision_are_in_nhwc_memory(fuses,
     assert model.model[1].conv.weight.is_contiguous(memory_format=torch.channels_last) == nhwc
 
 
+OFF, ALL = {"channels_last": False}, {"fastdet": True}
+
+
 @pytest.mark.parametrize(
-    "switches, options", [({"channels_last": False}, {}), ({}, {"channels_last": False}), ({}, {})]
+    "calls, options, nhwc",
+    [([OFF], {}, False), ([{}], OFF, False), ([{}], {}, True), ([OFF, {}], {}, False), ([OFF, ALL], {}, True)],
 )
-def test_predictions_stay_in_nchw_memory_where_channels_last_is_off(switches, options, monkeypatch, fused):
-    """As a switch, or as Ultralytics' argument."""
+def test_predictions_stay_in_nchw_memory_where_channels_last_is_off(calls, options, nhwc, monkeypatch, fused):
+    """As a switch, by the last word on it, or as Ultralytics' argument."""
     model, _ = model_on("fake", "yolov8n", monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    patch(fastdet=False, cuda_graph=True, bn_act_optim=True, **switches)
+    for switches in calls:
+        patch(**{"fastdet": False, "cuda_graph": True, "bn_act_optim": True} | switches)
     from ultralytics.nn.autobackend import AutoBackend
 
     backend = AutoBackend(model.eval(), fuse=False, verbose=False, **options)
     model.half().to(memory_format=torch.contiguous_format)
     with torch.inference_mode():
         backend(torch.rand(2, 3, 64, 64).half())
-    nhwc = not switches and not options
     assert model.model[1].conv.weight.is_contiguous(memory_format=torch.channels_last) == nhwc
 
 

@@ -73,7 +73,7 @@ class Host:
         with _one_thread:
             started = self.switch_on(names, by_name, import_now)
             self.requests.append(dict(switches))
-            self.patches.asked |= switches
+            self.patches.asked |= {**switches, **dict.fromkeys(names, True)}
             self._say_what_is_on(started)
             return self.patches.lines()
 
