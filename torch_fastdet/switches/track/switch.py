@@ -91,7 +91,7 @@ def _lists(where: tuple[str, ...], tracker: str) -> list[Target]:
 
 ULTRALYTICS = Switch(
     "track_optim",
-    "the trackers of track on a C++ core, in place of a Python object and NumPy products for each track",
+    "the trackers of track on a C++ core, without a Python object and NumPy products for each track",
     (
         _update(BYTE, "BYTETracker"),
         *_lists(BYTE, "BYTETracker"),
