@@ -205,10 +205,8 @@ class Patches:
         """Return whether this is a name of torch or a similar library, and not of the host or a module that imported from it."""
         return top_level(replacement.module) in self._left_alone
 
-    def replace(
-        self, switch: str, owner: object, attribute: str, new: object, what: str = "", quietly: bool = False
-    ) -> None:
-        """Set ``owner.attribute`` to ``new`` and remember what was there; print it in a line that ends with ``what``."""
+    def replace(self, switch: str, owner: object, attribute: str, new: object, quietly: bool = False) -> None:
+        """Set ``owner.attribute`` to ``new``, remember what was there, and print a line."""
         old = (namespace(owner) if isinstance(owner, ModuleType) else vars(owner)).get(attribute, _MISSING)
         for known in self.replacements:
             if known.owner is owner and known.attribute == attribute and known.new is new:
@@ -220,7 +218,7 @@ class Patches:
             if isinstance(owner, ModuleType):  # a method is found by its class
                 self._remember_holders(new)
             setattr(owner, attribute, new)
-        self._remember(Replacement(switch, owner, attribute, old, new, quietly), what)
+        self._remember(Replacement(switch, owner, attribute, old, new, quietly))
 
     def replace_everywhere(self, switch: str, stock: object, new: object, modules: Collection[ModuleType]) -> None:
         """Replace ``stock`` by ``new`` under every name that holds it in ``modules``."""
@@ -248,10 +246,10 @@ class Patches:
 
     # Inside ----------------------------------------------------------------------------------------------------------
 
-    def _remember(self, replacement: Replacement, what: str = "", say_it: bool = True) -> None:
+    def _remember(self, replacement: Replacement, say_it: bool = True) -> None:
         self.replacements.append(replacement)
         if say_it and not replacement.quiet and not self.dry:
-            say(f"{replacement}{what}", logging.DEBUG)
+            say(str(replacement), logging.DEBUG)
 
     def _remember_holders(self, new: object) -> None:
         """Note the modules that hold the drop-in already: they imported it from us on purpose, and keep it."""

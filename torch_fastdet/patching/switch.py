@@ -66,8 +66,7 @@ class Target:
         adds: the class has no such method of its own, nor by inheritance.
         otherwise: what to do at an obstacle, and if no loaded module has it: ``"refuse"``, the switch cannot apply; ``"say"`` why; or
             ``"nothing"``.
-        note: the end of the line that says what is replaced.
-        quiet: there is no such line.
+        quiet: no line says what is replaced.
     """
 
     where: tuple[str, ...]
@@ -81,7 +80,6 @@ class Target:
     after: str = ""
     adds: bool = False
     otherwise: Literal["refuse", "say", "nothing"] = "refuse"
-    note: str = ""
     quiet: bool = False
 
     @property
@@ -133,7 +131,6 @@ class Outside:
     owner: Stock
     name: str
     drop_in: object
-    note: str = ""
 
     def obstacle(self) -> Obstacle | None:
         if is_code_of(original(self.owner, self.name), "torch"):
@@ -215,9 +212,9 @@ class Active:
             self._shared[make] = make(self)
         return self._shared[make]
 
-    def replace(self, owner: object, attribute: str, new: object, note: str = "", quietly: bool = False) -> None:
-        """Set ``owner.attribute``, a name of a module or class, and print a line that ends with ``note``; unpatch() undoes it."""
-        self.patches.replace(self.name, owner, attribute, new, note, quietly)
+    def replace(self, owner: object, attribute: str, new: object, quietly: bool = False) -> None:
+        """Set ``owner.attribute``, a name of a module or class, and print a line; unpatch() undoes it."""
+        self.patches.replace(self.name, owner, attribute, new, quietly)
 
     def replacement(self, owner: object, attribute: str) -> Stock:
         """Return what takes the place of ``owner.attribute`` by this switch; None if nothing does."""
@@ -263,7 +260,7 @@ class Active:
                 obstacle = target.obstacle()
                 self.outcomes[id(target)] = Outcome(f"{describe(target.owner)}.{target.name}", obstacle)
                 if obstacle is None:
-                    self.replace(target.owner, target.name, target.drop_in, target.note)
+                    self.replace(target.owner, target.name, target.drop_in)
                 else:
                     self.cannot_apply(obstacle)
         if not self.patches.dry and self.switch.notice is not None and (line := self.switch.notice()) is not None:
@@ -344,7 +341,7 @@ class Active:
         if isinstance(new, Obstacle):
             self._stays(target, new, f"{describe(owner)}.{method}")
         elif new is not None:
-            self.replace(owner, method, new, target.note, target.quiet)
+            self.replace(owner, method, new, target.quiet)
 
     def _make(self, target: Target, stock: object, owner: object) -> object:
         return target.drop_in if target.make is None else target.make(self, stock, owner)

@@ -13,7 +13,6 @@ _counting = counting("nms_optim", "batches suppressed")
 #: These replace the frameworks' functions.
 YOLOV5_SUPPRESSION = _counting(yolov5_non_max_suppression)
 ULTRALYTICS_SUPPRESSION = _counting(ultralytics_non_max_suppression)
-DECODED = " (float32 heads decoded by torch_fastdet.ops.yolov5_decode)"
 YOLOV5 = Switch(
     "nms_optim",
     "decode and non-maximum suppression without host syncs or a time limit, in val, detect, segment and validation",
@@ -27,7 +26,6 @@ YOLOV5 = Switch(
             class_evidence=(trial.DECODING,),
             own=True,
             otherwise="say",
-            note=DECODED,
         ),
         Target(
             yolov5("models.yolo"),
@@ -35,7 +33,6 @@ YOLOV5 = Switch(
             make=decoding.segmenting,
             after="Detect.forward",
             otherwise="nothing",
-            note=DECODED,
         ),
     ),
     modules=("utils.general", "models.yolo", "models.common"),

@@ -38,7 +38,6 @@ YOLOV5 = Switch(
             make=_by("auto_shape", "detecting"),
             evidence=(AUTO_SHAPE,),
             own=True,
-            note=" (images by torch_fastdet.ops.image_letterbox)",
         ),
         Target(
             yolov5("utils.dataloaders"),
@@ -47,7 +46,6 @@ YOLOV5 = Switch(
             evidence=(Signature(("self",)),),
             own=True,
             otherwise="say",
-            note=" (files are read ahead)",
         ),
     ),
     modules=("models.common", "utils.dataloaders"),
@@ -73,7 +71,6 @@ def _detector(name: str, make: str, *parameters: str) -> Target:
         evidence=(Signature(("self", *parameters)),),
         own=True,
         otherwise="say",
-        note=" (of the pipeline's batches)",
     )
 
 
@@ -91,7 +88,6 @@ ULTRALYTICS = Switch(
                 Behaves("its preprocess", _by("ultralytics", "prepared"), 0, REFERENCE),
             ),
             own=True,
-            note=" (by torch_fastdet.ops.image_letterbox)",
         ),
         *(
             _predictor(
@@ -100,7 +96,6 @@ ULTRALYTICS = Switch(
                 own=True,
                 after="BasePredictor.preprocess",
                 otherwise="say",
-                note=" (images in batches that are ahead, on a GPU)",
             )
             for name, make in (
                 ("inference", "inferring"),
@@ -120,7 +115,6 @@ ULTRALYTICS = Switch(
             ),
             own=True,
             otherwise="say",
-            note=" (by torch_fastdet.ops.filter_detections)",
         ),
         Target(ultralytics("engine.results"), "Results.orig_img", make=_lazy_image, adds=True, quiet=True),
         Target(ultralytics("engine.results"), "Results.new", make=_by("results", "renewing"), quiet=True),

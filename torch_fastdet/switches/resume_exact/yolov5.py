@@ -108,7 +108,7 @@ class Run:
 def calling(active: Active, stock: Callable[..., object], _: object) -> Function:
     """Return ``Callbacks.run``, by which train.py says where it is; ``torch.save`` with it."""
     training_run = active.shared(Run)
-    active.replace(torch, "save", saving(training_run, torch.save), " (checkpoints whole or not at all)")
+    active.replace(torch, "save", saving(training_run, torch.save))
 
     @in_place_of(stock)
     def run(callbacks: object, hook: str, *args: object, **kwargs: object) -> object:

@@ -60,7 +60,6 @@ def _update(where: tuple[str, ...], name: str) -> Target:
             Signature(("self", "results", "img", "dets_del" if name == "TRACKTRACK" else "feats", "kwargs"), "update"),
             Behaves(f"its {name}", _tried, 0.0, REFERENCE),
         ),
-        note=" (by torch_fastdet.trackers)",
     )
 
 

@@ -48,7 +48,7 @@ def upsample_forward(self: torch.nn.Upsample, input: torch.Tensor) -> torch.Tens
 YOLOV5 = Switch(
     "upsample_optim",
     "nearest 2x upsampling in the neck by a bandwidth-bound kernel",
-    (Outside(torch.nn.Upsample, "forward", upsample_forward, " (nearest by two; other modes stay torch's)"),),
+    (Outside(torch.nn.Upsample, "forward", upsample_forward),),
     needs_host=False,
 )
 ULTRALYTICS = dataclasses.replace(YOLOV5, needs_host=True)
