@@ -7,34 +7,21 @@ Other operators count as nothing, as the elementwise operators of torch do that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 __all__ = ["FORMULAS", "register"]
 
-Shape = Sequence[int]
-
-
-def _stem_conv2d(squares: Shape, weight: Shape, *, out_shape: Shape) -> int:
-    return 2 * math.prod(out_shape) * math.prod(weight[1:])
-
-
-def _stem_conv2d_backward(grad_output: Shape, squares: Shape, kernel_size: int, **_: object) -> int:
-    return 2 * math.prod(grad_output) * squares[1] * kernel_size**2
-
-
-def _instance_masks(protos: Shape, coefficients: Shape, *_: object, **__: object) -> int:
-    """Count the products of coefficients and prototypes. The boxes are taken to cover the image."""
-    return 2 * math.prod(coefficients) * math.prod(protos[-2:])
-
-
 #: Operator -> formula of the shapes of its arguments, for the operators that multiply matrices.
 FORMULAS: dict[str, Callable[..., int]] = {
-    "stem_conv2d": _stem_conv2d,
-    "stem_conv2d_backward": _stem_conv2d_backward,
-    "instance_masks": _instance_masks,
+    "stem_conv2d": lambda squares, weight, *, out_shape: 2 * math.prod(out_shape) * math.prod(weight[1:]),
+    "stem_conv2d_backward": lambda grad_output, squares, kernel_size, **_: (
+        2 * math.prod(grad_output) * squares[1] * kernel_size**2
+    ),
+    # The products of coefficients and prototypes. The boxes are taken to cover the image.
+    "instance_masks": lambda protos, coefficients, *_, **__: 2 * math.prod(coefficients) * math.prod(protos[-2:]),
 }
 
 

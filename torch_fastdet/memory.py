@@ -164,10 +164,7 @@ def gpu_budget(device: torch.device) -> int:
 _GROUPS = {
     "": (
         "sys/fs/cgroup",
-        [
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.high", "memory.current", "inactive_file"),
-        ],
+        [("memory.max", "memory.current", "inactive_file"), ("memory.high", "memory.current", "inactive_file")],
     ),
     "memory": ("sys/fs/cgroup/memory", [("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")]),
 }

@@ -35,12 +35,7 @@ def _read(file: Unread, *_: object, **__: object) -> Unread:
 
 
 def _resize(
-    image: Unread,
-    dsize: Size,
-    dst: object = None,
-    fx: float = 0,
-    fy: float = 0,
-    interpolation: int = cv2.INTER_LINEAR,
+    image: Unread, dsize: Size, dst: object = None, fx: float = 0, fy: float = 0, interpolation: int = cv2.INTER_LINEAR
 ) -> Unread:
     known = image.way == AS_IT_IS and dst is None
     return Unread((dsize[1], dsize[0]), WAYS.get(interpolation, OTHERWISE) if known else OTHERWISE)

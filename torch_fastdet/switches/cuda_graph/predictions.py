@@ -69,11 +69,7 @@ class PredictionGraphs:
         # The values of a WeakKeyDictionary must not hold its keys, nor its owner: memory goes back without the cycle collector.
         alive: Function = weakref.ref(model)
         return InferenceGraphs(
-            model,
-            settings=_settings_of,
-            capturing=lambda: fewer_copies(alive()),
-            beside=self._beside,
-            say=self._say,
+            model, settings=_settings_of, capturing=lambda: fewer_copies(alive()), beside=self._beside, say=self._say
         )
 
 
