@@ -63,7 +63,7 @@ def test_trainer_of_ultralytics(tmp_path, stop):
     )
     trainer.final_eval = lambda: events.append("final_eval")
     trainer.run_callbacks = events.append
-    do_train = ultralytics.ending(None, loop, None)
+    do_train = ultralytics.do_train(None, loop, None)
     if stop:
         do_train(trainer)
         assert events == ["setup", "final_eval", "on_train_end", "teardown"]

@@ -84,6 +84,20 @@ def in_place_of(stock: Stock, name: str = "") -> Callable[[F], F]:
     return named
 
 
+def around(function: Function) -> Function:
+    """Return what a target makes of an original by ``function``, which is called with the switch and that in front of its arguments."""
+
+    def make(active: object, stock: Stock, _: object = None) -> Function:
+        @in_place_of(stock, function.__name__)
+        def call(*args: object, **kwargs: object) -> object:
+            return function(active, stock, *args, **kwargs)
+
+        call.__module__ = function.__module__
+        return call
+
+    return make
+
+
 class _Names(Names):
     """Iterate over some names, and behind them those that a module holds at the time of asking."""
 

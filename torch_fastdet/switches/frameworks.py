@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+
 from torch_fastdet.patching.evidence import Signature, at_least
+from torch_fastdet.patching.protocols import Function
 
 YOLOV5_REFERENCE = "YOLOv5 7.0"
 #: The first version of Ultralytics whose results the drop-ins have, and the last one that was read.
@@ -21,3 +24,12 @@ def yolov5(module: str) -> tuple[str, ...]:
 def ultralytics(module: str) -> tuple[str, ...]:
     """Return the full name of a module of Ultralytics, as a tuple like :func:`yolov5`."""
     return (f"ultralytics.{module}",)
+
+
+def by(module: str, name: str) -> Function:
+    """Return a function of a module of this folder, which is imported when it is called: with cv2, which few commands need."""
+
+    def call(*arguments: object) -> object:
+        return getattr(importlib.import_module(f"torch_fastdet.switches.{module}"), name)(*arguments)
+
+    return call

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import importlib
 import importlib.util
 import sys
@@ -15,6 +14,8 @@ from torch_fastdet._say import counts, warn
 from torch_fastdet.patching.engine import ALL, Host
 from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.import_hook import is_run, namespace
+from torch_fastdet.patching.protocols import Function
+from torch_fastdet.patching.replace import around
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.frameworks import VERSION
 from torch_fastdet.switches.registry import ULTRALYTICS as SWITCHES
@@ -27,6 +28,14 @@ TUNER = f"{PACKAGE}.engine.tuner"
 
 def _is_installed() -> bool:
     return PACKAGE in sys.modules or importlib.util.find_spec(PACKAGE) is not None
+
+
+@around
+def _reported(host: Host, stock: Function, *args: object, **kwargs: object) -> object:
+    counts.clear()  # those of predictions or of an interrupted training
+    result = stock(*args, **kwargs)
+    host.report()
+    return result
 
 
 class Ultralytics(Host):
@@ -64,17 +73,7 @@ class Ultralytics(Host):
             stock = vars(kind).get(name)
             known = any(r.owner is kind and r.attribute == name for r in self.patches.replacements)
             if stock is not None and not known:
-                self.patches.replace("report", kind, name, self._reporting(stock), quietly=True)
-
-    def _reporting(self, stock: Callable[..., object]) -> Callable[..., object]:
-        @functools.wraps(stock)
-        def call(self_: object, *args: object, **kwargs: object) -> object:
-            counts.clear()  # those of predictions or of an interrupted training
-            result = stock(self_, *args, **kwargs)
-            self.report()
-            return result
-
-        return call
+                self.patches.replace("report", kind, name, _reported(self, stock), quietly=True)
 
     def _patch_distributed(self) -> None:
         """Patch in the processes of a training on several GPUs, too: they run a script that Ultralytics writes."""
@@ -130,7 +129,7 @@ class Ultralytics(Host):
         elif not isinstance(tuner.plot_tune_results, trials.Plots):
             programs.plots = trials.Plots(tuner.plot_tune_results)
             self.patches.replace("programs", tuner, "plot_tune_results", programs.plots, quietly=True)
-            ahead = trials.with_programs_ahead(tuner.Tuner.__call__, programs)
+            ahead = trials.with_programs_ahead(programs, tuner.Tuner.__call__)
             self.patches.replace("programs", tuner.Tuner, "__call__", ahead, quietly=True)
 
 

@@ -7,7 +7,6 @@ all trials so far. Here both run beside a trial. A program that waits has no CUD
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 import os
@@ -18,6 +17,9 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+from torch_fastdet.patching.protocols import Function
+from torch_fastdet.patching.replace import around
 
 #: A training imports these before its first iteration. ``deterministic=True`` asks for the second.
 MODULES = "ultralytics.models", "torch._inductor.config", "torchvision", "requests", "matplotlib.font_manager"
@@ -127,15 +129,11 @@ class Plots:
             raise error
 
 
-def with_programs_ahead(stock: Callable[..., object], programs: Subprocess) -> Callable[..., object]:
-    """Return ``Tuner.__call__``, whose programs begin ahead."""
-
-    @functools.wraps(stock)
-    def __call__(self: object, *args: object, **kwargs: object) -> object:
-        with programs.ahead():
-            return stock(self, *args, **kwargs)
-
-    return __call__
+@around
+def with_programs_ahead(programs: Subprocess, stock: Function, *args: object, **kwargs: object) -> object:
+    """Run ``Tuner.__call__``, whose programs begin ahead."""
+    with programs.ahead():
+        return stock(*args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_fastdet._say import say, saying_once
 from torch_fastdet.graphs.capture import on_gpu
 from torch_fastdet.patching.protocols import Function, Stock
-from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.replace import around, in_place_of
 from torch_fastdet.patching.switch import Active, Target
 from torch_fastdet.switches.channels_last.layout import place, to_channels_last
 from torch_fastdet.switches.cuda_graph.yolov5 import trains
@@ -63,15 +63,11 @@ def plain_copy(model: nn.Module, memo: dict[int, object]) -> nn.Module:
     return result
 
 
-def plain_fuse(stock: Function) -> Function:
-    """Stand in for ``fuse()`` of a model: its parameters are made contiguous first, because the original calls ``.view`` on them."""
-
-    @in_place_of(stock, "channels_last.fuse")
-    def fuse(model: nn.Module, *args: object, **kwargs: object) -> object:
-        _make_contiguous(model)
-        return stock(model, *args, **kwargs)
-
-    return fuse
+@around
+def plain_fuse(_: object, stock: Function, model: nn.Module, *args: object, **kwargs: object) -> object:
+    """Make a model's parameters contiguous before ``fuse()``, because the original calls ``.view`` on them."""
+    _make_contiguous(model)
+    return stock(model, *args, **kwargs)
 
 
 def layout_targets(where: tuple[str, ...], model: str, otherwise: Literal["nothing", "refuse"]) -> tuple[Target, ...]:
@@ -80,5 +76,5 @@ def layout_targets(where: tuple[str, ...], model: str, otherwise: Literal["nothi
     return (
         Target(where, name, make=_in_layout, otherwise=otherwise),
         Target(where, f"{model}.__deepcopy__", make=lambda *_: plain_copy, adds=True, after=name),
-        Target(where, f"{model}.fuse", make=lambda _, stock, __: plain_fuse(stock), after=name, quiet=True),
+        Target(where, f"{model}.fuse", make=plain_fuse, after=name, quiet=True),
     )

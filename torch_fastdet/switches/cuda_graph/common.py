@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from torch_fastdet.memory import with_room
 from torch_fastdet.nn import forwards
 from torch_fastdet.patching.evidence import Evidence
 from torch_fastdet.patching.protocols import Function, Stock
+from torch_fastdet.patching.replace import around
 from torch_fastdet.patching.switch import Active, Target
 from torch_fastdet.rewrites.all_rewrites import fewer_copies
 from torch_fastdet.switches.cuda_graph.ddp import GraphedDDP
@@ -101,15 +101,13 @@ class InThread(threading.local):
         """Make what each thread holds."""
 
 
+@around
+def _time(_: object, stock: Function, timer: object) -> float:
+    """Wait for the whole GPU, as the original does: no thread may do so while another one captures."""
+    with no_capture():
+        return stock(timer)
+
+
 def timer(where: tuple[str, ...], evidence: tuple[Evidence, ...]) -> Target:
-    """Return the framework's ``Profile.time``, which waits for the whole GPU: no thread may do so while another one captures."""
-
-    def make(_: Active, stock: Callable[..., float], __: object) -> Callable[..., float]:
-        @functools.wraps(stock)
-        def time(timer: object) -> float:
-            with no_capture():
-                return stock(timer)
-
-        return time
-
-    return Target(where, "Profile.time", make=make, evidence=evidence, otherwise="nothing", quiet=True)
+    """Return the framework's ``Profile.time``."""
+    return Target(where, "Profile.time", make=_time, evidence=evidence, otherwise="nothing", quiet=True)

@@ -24,7 +24,7 @@ from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.patching.evidence import SameCode
 from torch_fastdet.patching.protocols import Batch, Function, Head, Model, Names, Stock
-from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.replace import around, in_place_of
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.cuda_graph.ultralytics import training_graphs, trains
 from torch_fastdet.switches.frameworks import ALL_READ
@@ -109,17 +109,13 @@ def labels_on_host(batch: Batch) -> tuple[Tensor, ...]:
     return tuple(label.cpu() for label in labels)
 
 
-def preprocess_batch(_: Active, stock: Function, __: object) -> Function:
-    """Return what brings a trainer's or a validator's batch to the GPU: the labels on the host are kept for this step."""
-
-    @functools.wraps(stock)
-    def preprocess_batch(engine: object, batch: Batch) -> object:
-        on_host = [batch.get(name) for name in _LABELS]
-        result = stock(engine, batch)
-        keep_labels([result.get(name) for name in _LABELS], on_host)
-        return result
-
-    return preprocess_batch
+@around
+def preprocess_batch(_: object, stock: Function, engine: object, batch: Batch) -> object:
+    """Keep the labels on the host for this step, where a trainer's or a validator's batch is brought to the GPU."""
+    on_host = [batch.get(name) for name in _LABELS]
+    result = stock(engine, batch)
+    keep_labels([result.get(name) for name in _LABELS], on_host)
+    return result
 
 
 @functools.cache

@@ -9,7 +9,6 @@ torch_fastdet.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -17,11 +16,12 @@ from torch import nn
 from torch_fastdet import memory
 from torch_fastdet._say import saying_once
 from torch_fastdet._torch import meanwhile
+from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.rows import RowGraphs
 from torch_fastdet.patching.evidence import Obstacle, Signature
 from torch_fastdet.patching.protocols import Function, Stock, Trainer
-from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.replace import around, in_place_of
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.cuda_graph.common import InThread, TrainingGraphs
 from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
@@ -46,16 +46,12 @@ def obstacle_in_training(trainer: Trainer) -> Obstacle | None:
     return None if device == "cuda" else Obstacle(f"the model trains on {device}, not on a GPU.")
 
 
-def setup_train(active: Active, stock: Callable[[Trainer], object], _: object) -> Callable[[Trainer], object]:
-    """Return ``BaseTrainer._setup_train`` that asks first for an :func:`obstacle_in_training`."""
-
-    @functools.wraps(stock)
-    def _setup_train(trainer: Trainer) -> object:
-        if (obstacle := obstacle_in_training(trainer)) is not None:
-            active.cannot_apply(obstacle)
-        return stock(trainer)
-
-    return _setup_train
+@around
+def setup_train(active: Active, stock: Function, trainer: Trainer) -> object:
+    """Ask first for an :func:`obstacle_in_training`, in ``BaseTrainer._setup_train``."""
+    if (obstacle := obstacle_in_training(trainer)) is not None:
+        active.cannot_apply(obstacle)
+    return stock(trainer)
 
 
 def obstacle_in_compile(value: str) -> Obstacle | None:
@@ -74,15 +70,11 @@ def training_graphs(active: Active) -> TrainingGraphs:
     return TrainingGraphs(active)
 
 
-def begin_again(_: Active, stock: Callable[[Trainer], object], __: object) -> Callable[[Trainer], object]:
-    """Return ``BaseTrainer._build_train_pipeline``, by which the trainer also goes on with a smaller batch where memory ran out."""
-
-    @functools.wraps(stock)
-    def _build_train_pipeline(trainer: Trainer) -> object:
-        memory.release(trainer.device)
-        return stock(trainer)
-
-    return _build_train_pipeline
+@around
+def begin_again(_: object, stock: Function, trainer: Trainer) -> object:
+    """Give memory back in ``BaseTrainer._build_train_pipeline``, by which the trainer also goes on with a smaller batch where it ran out."""
+    memory.release(trainer.device)
+    return stock(trainer)
 
 
 def model_predict(active: Active, stock: Function, model_class: Stock) -> Function:
@@ -107,19 +99,11 @@ def _evaluation_graphs(active: Active) -> PredictionGraphs:
     )
 
 
-def validate(active: Active, stock: Callable[[Trainer], object], _: object) -> Callable[[Trainer], object]:
-    """Return ``BaseTrainer.validate``, which validates the moving average of the weights."""
-    here = active.shared(InThread)
-
-    @functools.wraps(stock)
-    def validate(trainer: Trainer) -> object:
-        here.model = getattr(trainer.ema, "ema", None)
-        try:
-            return stock(trainer)
-        finally:
-            here.model = None
-
-    return validate
+@around
+def validate(active: Active, stock: Function, trainer: Trainer) -> object:
+    """Note that ``BaseTrainer.validate`` validates the moving average of the weights."""
+    with own_attributes([(active.shared(InThread), "model", getattr(trainer.ema, "ema", None))]):
+        return stock(trainer)
 
 
 def model_forward(active: Active, stock: Function, _: object) -> Function:

@@ -7,9 +7,10 @@ from functools import partial
 import torch
 from torch import nn
 
+from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.patching.protocols import Function, Stock
-from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.replace import around
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.cuda_graph.common import InThread, TrainingGraphs
 from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
@@ -26,19 +27,12 @@ def trains(active: Active, model: nn.Module, x: torch.Tensor) -> bool:
     return _capture.on_gpu(x)
 
 
-def backend_forward(active: Active, stock: Function, _: object) -> Function:
-    """Return ``DetectMultiBackend.forward``: while it runs a model, the model's forward takes its graphs."""
-    here = active.shared(InThread)
-
-    @in_place_of(stock, "cuda_graph.forward")
-    def forward(backend: object, *args: object, **kwargs: object) -> object:
-        here.model = getattr(backend, "model", None) if getattr(backend, "pt", False) else None
-        try:
-            return stock(backend, *args, **kwargs)
-        finally:
-            here.model = None
-
-    return forward
+@around
+def backend_forward(active: Active, stock: Function, backend: object, *args: object, **kwargs: object) -> object:
+    """Let the model's forward take its graphs while ``DetectMultiBackend.forward`` runs it."""
+    model = getattr(backend, "model", None) if getattr(backend, "pt", False) else None
+    with own_attributes([(active.shared(InThread), "model", model)]):
+        return stock(backend, *args, **kwargs)
 
 
 def model_forward(active: Active, stock: Function, model_class: Stock) -> Function:

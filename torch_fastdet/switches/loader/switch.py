@@ -55,8 +55,8 @@ YOLOV5 = Switch(
         *(
             Target(yolov5("utils.torch_utils"), name, make=make, evidence=(Signature((parameter,)),), otherwise="say")
             for name, make, parameter in (
-                ("torch_distributed_zero_first", ranks.first_rank_first, "local_rank"),
-                ("smart_DDP", ranks.smart_ddp, "model"),
+                ("torch_distributed_zero_first", ranks.torch_distributed_zero_first, "local_rank"),
+                ("smart_DDP", ranks.smart_DDP, "model"),
             )
         ),
     ),
@@ -76,7 +76,7 @@ def _build_dataloader(active: Active, stock: Callable[..., object], build: Stock
 
     base = importlib.import_module("ultralytics.data.base").BaseDataset
     for method in ("cache_images", "set_rectangle"):
-        active.replace(base, method, getattr(loader, method)(vars(base)[method]))
+        active.replace(base, method, getattr(loader, method)(active, vars(base)[method], base))
     scans = importlib.import_module("ultralytics.data.dataset")
     labels.scan_by_threads(active, scans, "ThreadPool", labels.ultralytics_result, labels.ULTRALYTICS)
     return loader.build_dataloader(stock, build.InfiniteDataLoader)

@@ -25,7 +25,7 @@ from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.by_name import FiledAsStock
 from torch_fastdet.patching.evidence import Obstacle, fingerprint
 from torch_fastdet.patching.protocols import Function, Loader, Stock, UltralyticsDataset
-from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.replace import around, in_place_of
 from torch_fastdet.switches.loader.deferred import AS_STOCK, Planner, obstacle_in_dataset, view_class
 
 # Fingerprints of the code of Ultralytics that this switch replaces or counts on, from 8.4.184 to 8.4.190.
@@ -118,25 +118,21 @@ class SharedImages:
         return self.stock, ([self[i] for i in range(len(self))],)  # copies and files hold the original
 
 
-def cache_images(stock: Callable[..., None]) -> Callable[..., None]:
-    """Return ``BaseDataset.cache_images`` that decodes into the shared memory for ``cache="ram"``."""
-
-    @in_place_of(stock)
-    def cache_images(self: UltralyticsDataset) -> None:
-        cls: type = type(self)
-        if self.cache != "ram" or view_class(cls) is None or self.channels != CHANNELS:
-            stock(self)
-            return
-        memory = memory_of(self, lambda: UNLIMITED)
-        if memory is None:
-            stock(self)
-            return
-        filling = object.__new__(_filling_class(cls))
-        filling.__dict__ = self.__dict__
-        filling.memory = memory
-        stock(filling)
-
-    return cache_images
+@around
+def cache_images(_: object, stock: Function, self: UltralyticsDataset) -> None:
+    """Decode into the shared memory in ``BaseDataset.cache_images`` for ``cache="ram"``."""
+    cls: type = type(self)
+    if self.cache != "ram" or view_class(cls) is None or self.channels != CHANNELS:
+        stock(self)
+        return
+    memory = memory_of(self, lambda: UNLIMITED)
+    if memory is None:
+        stock(self)
+        return
+    filling = object.__new__(_filling_class(cls))
+    filling.__dict__ = self.__dict__
+    filling.memory = memory
+    stock(filling)
 
 
 @functools.cache
@@ -155,16 +151,12 @@ def _filling_class(stock: type) -> Any:
     return Filling
 
 
-def set_rectangle(stock: Callable[..., None]) -> Callable[..., None]:
-    """Return ``BaseDataset.set_rectangle``, which drops the images' sizes: they are kept."""
-
-    @in_place_of(stock)
-    def set_rectangle(self: UltralyticsDataset) -> None:
-        if view_class(type(self)) is not None:
-            _file_shapes[self] = {label["im_file"]: label["shape"] for label in self.labels}
-        stock(self)
-
-    return set_rectangle
+@around
+def set_rectangle(_: object, stock: Function, self: UltralyticsDataset) -> None:
+    """Keep the images' sizes, which ``BaseDataset.set_rectangle`` drops."""
+    if view_class(type(self)) is not None:
+        _file_shapes[self] = {label["im_file"]: label["shape"] for label in self.labels}
+    stock(self)
 
 
 # Loaders --------------------------------------------------------------------------------------------------------------

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch_fastdet._torch import private
 from torch_fastdet._torch.private import group_size
 from torch_fastdet.patching.protocols import Function
-from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.replace import around
 
 #: Seconds to wait, as many as Ultralytics gives its whole process group.
 LONGEST = 3 * 3600.0
@@ -32,28 +32,20 @@ def meet() -> None:
         time.sleep(0.05)
 
 
-def first_rank_first(_: object, stock: Callable[[int], contextlib.AbstractContextManager], __: object) -> Function:
-    """Return ``torch_distributed_zero_first``: its barrier comes when the first rank of each machine is ready."""
-
-    @in_place_of(stock)
-    @contextlib.contextmanager
-    def torch_distributed_zero_first(local_rank: int) -> Iterator[None]:
-        if local_rank > 0:
-            meet()
-        with stock(local_rank):
-            yield
-            if local_rank == 0:
-                meet()
-
-    return torch_distributed_zero_first
-
-
-def smart_ddp(_: object, stock: Function, __: object) -> Function:
-    """Return ``smart_DDP``, which the others reach while rank 0 reads the validation set and checks anchors."""
-
-    @in_place_of(stock)
-    def smart_DDP(model: object) -> object:
+@around
+@contextlib.contextmanager
+def torch_distributed_zero_first(_: object, stock: Function, local_rank: int) -> Iterator[None]:
+    """Come to the barrier of ``torch_distributed_zero_first`` when the first rank of each machine is ready."""
+    if local_rank > 0:
         meet()
-        return stock(model)
+    with stock(local_rank):
+        yield
+        if local_rank == 0:
+            meet()
 
-    return smart_DDP
+
+@around
+def smart_DDP(_: object, stock: Function, model: object) -> object:
+    """Wait in ``smart_DDP``, which the others reach while rank 0 reads the validation set and checks anchors."""
+    meet()
+    return stock(model)

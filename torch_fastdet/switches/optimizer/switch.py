@@ -28,7 +28,7 @@ YOLOV5 = Switch(
         Target(
             yolov5("utils.torch_utils"),
             "smart_optimizer",
-            make=of_yolov5.replacing_optimizer,
+            make=of_yolov5.replace_optimizer,
             evidence=(Signature(of_yolov5.smart_optimizer),),
         ),
         Target(
@@ -56,7 +56,7 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("engine.trainer"),
             "BaseTrainer.build_optimizer",
-            make=of_ultralytics.building,
+            make=of_ultralytics.build_optimizer,
             evidence=(Signature(("self", "model", "name", "lr", "momentum", "decay", "iterations")),),
         ),
         Target(

@@ -16,7 +16,7 @@ from torch_fastdet.optim.gradients import OURS
 from torch_fastdet.patching.by_name import ByName
 from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.protocols import Function, Model, Trainer
-from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.replace import around, in_place_of
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.optimizer.trial import MUSGD
 
@@ -42,19 +42,15 @@ class ModelEMA(ema.ModelEMA):
 MAX_NORM = 10.0  # of the trainer's clipping
 
 
-def building(active: Active, stock: Callable[..., torch.optim.Optimizer], _: object) -> Function:
-    """Return ``BaseTrainer.build_optimizer``, which writes its log lines; the optimizer that it returns becomes torch_fastdet's."""
-
-    @in_place_of(stock)
-    def build_optimizer(*args: object, **kwargs: object) -> torch.optim.Optimizer:
-        theirs = stock(*args, **kwargs)
-        obstacle = MUSGD.obstacle(type(theirs)) if is_stock_musgd(theirs) else None
-        if obstacle is not None:
-            active.cannot_apply(obstacle)
-            return theirs
-        return optim.converted(theirs)
-
-    return build_optimizer
+@around
+def build_optimizer(active: Active, stock: Function, *args: object, **kwargs: object) -> torch.optim.Optimizer:
+    """Make the optimizer torch_fastdet's that ``BaseTrainer.build_optimizer`` returns, which writes its log lines."""
+    theirs = stock(*args, **kwargs)
+    obstacle = MUSGD.obstacle(type(theirs)) if is_stock_musgd(theirs) else None
+    if obstacle is not None:
+        active.cannot_apply(obstacle)
+        return theirs
+    return optim.converted(theirs)
 
 
 def stepping(active: Active, stock: Callable[[Trainer], None], _: object) -> Callable[[Trainer], None]:

@@ -15,6 +15,7 @@ from torch_fastdet.optim import SGD, Adam, AdamW
 from torch_fastdet.patching.by_name import ByName
 from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.protocols import Function, Names
+from torch_fastdet.patching.replace import around
 from torch_fastdet.patching.switch import Active
 
 # Maps the names that train.py's --optimizer takes to functions of parameter groups, a rate and a momentum (Adam's beta 1).
@@ -67,19 +68,15 @@ def obstacle_in_optimizer(name: str) -> Obstacle | None:
     return None if fast else Obstacle(f"the optimizer is {name}, and only SGD, Adam and AdamW are replaced.")
 
 
-def replacing_optimizer(active: Active, stock: Callable[..., torch.optim.Optimizer], _: object) -> Function:
-    """Return the original, with its SGD, Adam or AdamW made torch_fastdet's; for other optimizers the switch says that it cannot apply."""
-
-    def smart_optimizer(
-        model: nn.Module, name: str = "Adam", lr: float = 0.001, momentum: float = 0.9, decay: float = 1e-5
-    ) -> torch.optim.Optimizer:
-        if (obstacle := obstacle_in_optimizer(name)) is not None:
-            active.cannot_apply(obstacle)
-        theirs = stock(model, name, lr, momentum, decay)
-        return theirs if obstacle else optim.converted(theirs)
-
-    smart_optimizer.__qualname__ = "smart_optimizer"  # in the line that patch() prints
-    return smart_optimizer
+@around
+def replace_optimizer(
+    active: Active, stock: Function, model: nn.Module, name: str = "Adam", *args: object, **options: object
+) -> torch.optim.Optimizer:
+    """Make SGD, Adam or AdamW of the original torch_fastdet's; for other optimizers the switch says that it cannot apply."""
+    if (obstacle := obstacle_in_optimizer(name)) is not None:
+        active.cannot_apply(obstacle)
+    theirs = stock(model, name, *args, **options)
+    return theirs if obstacle else optim.converted(theirs)
 
 
 def filed_average(_: Active, stock: type, __: object) -> type:

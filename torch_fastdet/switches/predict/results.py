@@ -10,7 +10,7 @@ import gc
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any, SupportsIndex
 
@@ -18,7 +18,8 @@ import cv2
 import numpy as np
 from torch import Tensor
 
-from torch_fastdet.patching.protocols import Results
+from torch_fastdet.patching.protocols import Function, Results
+from torch_fastdet.patching.replace import around
 
 NAME = "orig_img"
 _recent: deque[list[weakref.ref[Pixels]]] = deque()  # batches whose pixels are on a GPU
@@ -126,13 +127,10 @@ def lazy_image(*_: object) -> property:
     return property(read, write, erase)
 
 
-def renewing(_: object, stock: Callable[[Any], Any], __: object) -> Callable[[Any], Any]:
-    """Return ``Results.new``, from which ``cpu()``, ``to()`` and slices come, without reading the image."""
-
-    def new(self: Results) -> object:
-        return stock(SimpleNamespace(**vars(self)) if isinstance(vars(self)[NAME], Pixels) else self)
-
-    return new
+@around
+def renew(_: object, stock: Function, self: Results) -> object:
+    """Run ``Results.new``, from which ``cpu()``, ``to()`` and slices come, without reading the image."""
+    return stock(SimpleNamespace(**vars(self)) if isinstance(vars(self)[NAME], Pixels) else self)
 
 
 def read_all(results: type) -> None:

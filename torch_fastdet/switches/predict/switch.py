@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 from torch_fastdet.patching.evidence import OPENCV, Behaves, SameCode, Signature
-from torch_fastdet.patching.protocols import Function
 from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
-from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
-
-
-def _by(module: str, name: str) -> Function:
-    """Return a function of a module of this folder, which is imported when it is called: with cv2, which few commands need."""
-
-    def call(*arguments: object) -> object:
-        return getattr(importlib.import_module(f"torch_fastdet.switches.predict.{module}"), name)(*arguments)
-
-    return call
-
+from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, by, ultralytics, yolov5
 
 AUTO_SHAPE = SameCode(
     {"": ("682ef1b5", "fabc6950", "3d64e9fd"), "letterbox": ("c04b349e", "f051914d")},
@@ -35,14 +23,14 @@ YOLOV5 = Switch(
         Target(
             yolov5("models.common"),
             "AutoShape.forward",
-            make=_by("auto_shape", "detecting"),
+            make=by("predict.auto_shape", "detecting"),
             evidence=(AUTO_SHAPE,),
             own=True,
         ),
         Target(
             yolov5("utils.dataloaders"),
             "LoadImages.__next__",
-            make=_by("yolov5", "reading"),
+            make=by("predict.yolov5", "read_ahead"),
             evidence=(Signature(("self",)),),
             own=True,
             otherwise="say",
@@ -55,8 +43,8 @@ YOLOV5 = Switch(
 
 
 def _lazy_image(active: Active, _: object, results: object) -> object:
-    active.patches.at_end.append(functools.partial(_by("results", "read_all"), results))
-    return _by("results", "lazy_image")()
+    active.patches.at_end.append(functools.partial(by("predict.results", "read_all"), results))
+    return by("predict.results", "lazy_image")()
 
 
 def _predictor(name: str, make: Make, **options: Any) -> Target:
@@ -67,7 +55,7 @@ def _detector(name: str, make: str, *parameters: str) -> Target:
     return Target(
         ultralytics("models.yolo.detect.predict"),
         f"DetectionPredictor.{name}",
-        make=_by("ultralytics", make),
+        make=by("predict.ultralytics", make),
         evidence=(Signature(("self", *parameters)),),
         own=True,
         otherwise="say",
@@ -81,21 +69,17 @@ ULTRALYTICS = Switch(
     (
         _predictor(
             "preprocess",
-            _by("ultralytics", "preprocessing"),
+            by("predict.ultralytics", "preprocessing"),
             evidence=(Signature(("self", "im")),),
             class_evidence=(
                 Signature(("self", "im"), "pre_transform"),
-                Behaves("its preprocess", _by("ultralytics", "prepared"), 0, REFERENCE),
+                Behaves("its preprocess", by("predict.ultralytics", "prepared"), 0, REFERENCE),
             ),
             own=True,
         ),
         *(
             _predictor(
-                name,
-                _by("ultralytics", make),
-                own=True,
-                after="BasePredictor.preprocess",
-                otherwise="say",
+                name, by("predict.ultralytics", make), own=True, after="BasePredictor.preprocess", otherwise="say"
             )
             for name, make in (
                 ("inference", "inferring"),
@@ -108,16 +92,16 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("models.rtdetr.predict"),
             "RTDETRPredictor.postprocess",
-            make=_by("ultralytics", "selecting"),
+            make=by("predict.ultralytics", "selecting"),
             evidence=(
                 Signature(("self", "preds", "img", "orig_imgs")),
-                Behaves("its postprocess", _by("ultralytics", "selected"), 0, REFERENCE),
+                Behaves("its postprocess", by("predict.ultralytics", "selected"), 0, REFERENCE),
             ),
             own=True,
             otherwise="say",
         ),
         Target(ultralytics("engine.results"), "Results.orig_img", make=_lazy_image, adds=True, quiet=True),
-        Target(ultralytics("engine.results"), "Results.new", make=_by("results", "renewing"), quiet=True),
+        Target(ultralytics("engine.results"), "Results.new", make=by("predict.results", "renew"), quiet=True),
     ),
     modules=("engine.predictor",),
     evidence=(OPENCV,),

@@ -25,7 +25,7 @@ YOLOV5 = Switch(
         Target(
             yolov5("utils.dataloaders"),
             "create_dataloader",
-            make=of_yolov5.loading,
+            make=of_yolov5.create_dataloader,
             evidence=(Signature(CREATE_DATALOADER),),
         ),
     ),
@@ -40,13 +40,13 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("engine.trainer"),
             "BaseTrainer.run_callbacks",
-            make=of_ultralytics.calling,
+            make=of_ultralytics.run_callbacks,
             evidence=(Signature(("self", "event")),),
         ),
         Target(
             ultralytics("engine.trainer"),
             "BaseTrainer.save_model",
-            make=of_ultralytics.saving,
+            make=of_ultralytics.save_model,
             evidence=(SELF,),
             class_evidence=(Asks("the local variable of its training loop", of_ultralytics.obstacle_in_loop),),
             after="BaseTrainer.run_callbacks",
@@ -54,7 +54,7 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("engine.trainer"),
             "BaseTrainer._do_train",
-            make=of_ultralytics.ending,
+            make=of_ultralytics.do_train,
             after="BaseTrainer.save_model",
             quiet=True,
         ),

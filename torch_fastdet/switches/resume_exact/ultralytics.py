@@ -15,7 +15,7 @@ from torch_fastdet._say import say
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.protocols import Function, Loader, Trainer
-from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.replace import around
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.resume_exact import files, frames
 from torch_fastdet.switches.resume_exact import state as training
@@ -129,57 +129,45 @@ def obstacle_in_loop(trainer: Trainer) -> Obstacle | None:
     return Obstacle(f"{trainer.__module__}.{trainer.__name__}._do_train has no local variable {LAST_STEP}.")
 
 
-def calling(active: Active, stock: Callable[..., None], _: object) -> Callable[..., None]:
-    """Return ``BaseTrainer.run_callbacks``, by which the trainer says where it is."""
+@around
+def run_callbacks(active: Active, stock: Function, trainer: Trainer, event: str) -> None:
+    """Follow the trainer, which says by ``BaseTrainer.run_callbacks`` where it is."""
     runs = active.shared(_runs)
-
-    @in_place_of(stock)
-    def run_callbacks(trainer: Trainer, event: str) -> None:
-        stock(trainer, event)
-        if trainer.world_size > 1:
-            if event == "on_train_epoch_start":
-                active.cannot_apply("the training has several processes, and one is expected.")
-        elif event == "on_train_epoch_start" and (frame := _frame()) is not None:
-            if (obstacle := obstacle_in_loader(trainer.train_loader)) is not None:
-                active.cannot_apply(obstacle)
-            runs.setdefault(trainer, Run()).begin_epoch(trainer, frame)
-        elif event == "on_train_epoch_end" and trainer in runs and (position := runs[trainer].position) is not None:
-            position.in_epoch = False
-        elif event == "on_train_end" and trainer in runs:  # last.pt is stripped, and nothing can be resumed
-            files.forget(Path(trainer.last))
-
-    return run_callbacks
+    stock(trainer, event)
+    if trainer.world_size > 1:
+        if event == "on_train_epoch_start":
+            active.cannot_apply("the training has several processes, and one is expected.")
+    elif event == "on_train_epoch_start" and (frame := _frame()) is not None:
+        if (obstacle := obstacle_in_loader(trainer.train_loader)) is not None:
+            active.cannot_apply(obstacle)
+        runs.setdefault(trainer, Run()).begin_epoch(trainer, frame)
+    elif event == "on_train_epoch_end" and trainer in runs and (position := runs[trainer].position) is not None:
+        position.in_epoch = False
+    elif event == "on_train_end" and trainer in runs:  # last.pt is stripped, and nothing can be resumed
+        files.forget(Path(trainer.last))
 
 
-def saving(active: Active, stock: Callable[..., object], _: object) -> Function:
-    """Return ``BaseTrainer.save_model``, which writes to paths that write whole files, the first with the file of torch_fastdet."""
+@around
+def save_model(active: Active, stock: Function, trainer: Trainer) -> object:
+    """Write whole files in ``BaseTrainer.save_model``, the first with the file of torch_fastdet."""
     runs = active.shared(_runs)
-
-    @in_place_of(stock)
-    def save_model(trainer: Trainer) -> object:
-        run, frame = runs.get(trainer), _frame()
-        if run is None or run.position is None or frame is None:
-            return stock(trainer)
-        paths = {name: WholeFile(vars(trainer)[name]) for name in ("last", "best", "wdir")}
-        paths["last"].with_state = lambda: run.state_of(trainer, frame)
-        with own_attributes([(trainer, name, path) for name, path in paths.items()]):
-            return stock(trainer)
-
-    return save_model
+    run, frame = runs.get(trainer), _frame()
+    if run is None or run.position is None or frame is None:
+        return stock(trainer)
+    paths = {name: WholeFile(vars(trainer)[name]) for name in ("last", "best", "wdir")}
+    paths["last"].with_state = lambda: run.state_of(trainer, frame)
+    with own_attributes([(trainer, name, path) for name, path in paths.items()]):
+        return stock(trainer)
 
 
-def ending(_: Active, stock: Callable[..., object], __: object) -> Function:
-    """Return ``BaseTrainer._do_train``, whose loop would train one epoch of a training that is over."""
-
-    @in_place_of(stock)
-    def _do_train(trainer: Trainer, *args: object) -> object:
-        try:
-            return stock(trainer, *args)
-        except Over:
-            say("resume_exact: the training was over when it was killed, and ends now")
-            trainer.final_eval()
-            trainer.run_callbacks("on_train_end")
-            trainer.run_callbacks("teardown")
-            return None
-
-    return _do_train
+@around
+def do_train(_: object, stock: Function, trainer: Trainer, *args: object) -> object:
+    """End a training that is over, of which ``BaseTrainer._do_train`` would train one epoch."""
+    try:
+        return stock(trainer, *args)
+    except Over:
+        say("resume_exact: the training was over when it was killed, and ends now")
+        trainer.final_eval()
+        trainer.run_callbacks("on_train_end")
+        trainer.run_callbacks("teardown")
+        return None

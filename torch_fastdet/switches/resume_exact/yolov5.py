@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from torch_fastdet._say import say
 from torch_fastdet.patching.protocols import Function
-from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.replace import around, in_place_of
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.resume_exact import files, frames
 from torch_fastdet.switches.resume_exact import state as training
@@ -147,21 +147,17 @@ def saving(run: Run, stock: Callable[..., None]) -> Callable[..., None]:
     return save
 
 
-def loading(active: Active, stock: Function, _: object) -> Function:
-    """Return ``create_dataloader``, whose training loader gets a position."""
+@around
+def create_dataloader(active: Active, stock: Function, *args: object, **kwargs: object) -> object:
+    """Give the training loader of ``create_dataloader`` a position."""
     signature = inspect.signature(stock)
     run = active.shared(Run)
-
-    @in_place_of(stock)
-    def create_dataloader(*args: object, **kwargs: object) -> object:
-        made = stock(*args, **kwargs)
-        arguments = signature.bind(*args, **kwargs)
-        arguments.apply_defaults()
-        if arguments.arguments["augment"]:
-            if arguments.arguments["rank"] != -1:
-                active.cannot_apply("the training has several processes, and one is expected.")
-            else:
-                run.made_loader(made[0])
-        return made
-
-    return create_dataloader
+    made = stock(*args, **kwargs)
+    arguments = signature.bind(*args, **kwargs)
+    arguments.apply_defaults()
+    if arguments.arguments["augment"]:
+        if arguments.arguments["rank"] != -1:
+            active.cannot_apply("the training has several processes, and one is expected.")
+        else:
+            run.made_loader(made[0])
+    return made

@@ -5,13 +5,14 @@ The core holds the tracks. They become the framework's own objects when somebody
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 
 from torch_fastdet.patching.evidence import Asks, Behaves, Obstacle, Signature
 from torch_fastdet.patching.protocols import Function, Tracker
 from torch_fastdet.patching.replace import describe, is_code_of, original
-from torch_fastdet.patching.switch import Active, Switch, Target
-from torch_fastdet.switches.frameworks import REFERENCE, VERSION, ultralytics
+from torch_fastdet.patching.switch import Switch, Target
+from torch_fastdet.switches.frameworks import REFERENCE, VERSION, by, ultralytics
 
 BYTE = ultralytics("trackers.byte_tracker")
 MODULES = {
@@ -38,50 +39,25 @@ def _obstacle_in_update(tracker: Tracker) -> Obstacle | None:
     return Obstacle(f"{describe(holder)}.update has been replaced by somebody else, and stays.")
 
 
-def _updating(active: Active, stock: Function, tracker: type) -> object:
-    from torch_fastdet.switches.track.ultralytics import updating
-
-    return updating(active, stock, tracker)
-
-
-def _tried(tracker: type) -> tuple[object, object]:
-    from torch_fastdet.switches.track.trial import tracked
-
-    return tracked(tracker)
-
-
 def _update(where: tuple[str, ...], name: str) -> Target:
     return Target(
         where,
         f"{name}.update",
-        make=_updating,
+        make=by("track.ultralytics", "updating"),
         class_evidence=(
             Asks("nobody else's code", _obstacle_in_update),
             Signature(("self", "results", "img", "dets_del" if name == "TRACKTRACK" else "feats", "kwargs"), "update"),
-            Behaves(f"its {name}", _tried, 0.0, REFERENCE),
+            Behaves(f"its {name}", by("track.trial", "tracked"), 0.0, REFERENCE),
         ),
     )
 
 
-def _state(_: Active, __: object, ___: type) -> object:
-    from torch_fastdet.switches.track.ultralytics import state
-
-    return state
-
-
 def _lists(where: tuple[str, ...], tracker: str) -> list[Target]:
     """Return the lists of a tracker and of what inherits from it, and its state."""
-
-    def reads(name: str) -> Function:
-        def make(_: Active, __: object, ___: type) -> object:
-            from torch_fastdet.switches.track.ultralytics import handing_out
-
-            return handing_out(name)
-
-        return make
-
-    made: dict[str, Function] = {name: reads(name) for name in LISTS}
-    made["__getstate__"] = _state
+    made: dict[str, Function] = {
+        name: functools.partial(by("track.ultralytics", "handing_out"), name) for name in LISTS
+    }
+    made["__getstate__"] = lambda *_: by("track.ultralytics", "state")
     return [
         Target(where, f"{tracker}.{name}", make=make, adds=True, after=f"{tracker}.update", quiet=True)
         for name, make in made.items()

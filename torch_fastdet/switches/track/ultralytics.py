@@ -235,7 +235,7 @@ class _Probe:
 # The lists of tracks ---------------------------------------------------------------------------------------------------
 
 
-def handing_out(name: str) -> property:
+def handing_out(name: str, *_: object) -> property:
     """Return a tracker's list of that name, which the core fills when it is read."""
 
     def read(self: Tracker) -> object:

@@ -204,7 +204,7 @@ def _selected(stock: Function) -> tuple[list[object], list[object]]:
     rows[..., :4] /= 100
     ways = ({"classes": None, "conf": 0.65, "max_det": 2}, {"classes": [0], "conf": 0.001, "max_det": 300})
     probes = [SimpleNamespace(args=SimpleNamespace(imgsz=imgsz, **way)) for way in ways for imgsz in (64, [48, 96])]
-    ours = of_ultralytics.select(stock)
+    ours = of_ultralytics.select(None, stock, None)
     return [stock(probe, (rows.clone(), None)) for probe in probes], [ours(probe, rows.clone()) for probe in probes]
 
 
@@ -234,10 +234,10 @@ def _update(overlaps: of_ultralytics.Overlaps | None = None) -> Function:
 
 
 def _process(overlaps: of_ultralytics.Overlaps) -> Function:
-    def make(_: Active, stock: Function, validator: Stock) -> object:
+    def make(active: Active, stock: Function, validator: Stock) -> object:
         if overlaps.function not in vars(sys.modules[validator.__module__]):
             return Obstacle(f"{validator.__module__} has no {overlaps.function}.")
-        return of_ultralytics.matched(stock)
+        return of_ultralytics.matched(active, stock, validator)
 
     return make
 
@@ -251,7 +251,7 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("engine.validator"),
             "BaseValidator.match_predictions",
-            make=lambda _, stock, __: of_ultralytics.match_overlaps(stock),
+            make=of_ultralytics.match_predictions,
             evidence=(Signature(("self", "pred_classes", "true_classes", "iou", "use_scipy")),),
             own=True,
             class_evidence=(MATCHED,),
@@ -259,7 +259,7 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("models.yolo.detect.val"),
             "DetectionValidator._process_batch",
-            make=lambda _, stock, __: of_ultralytics.matched(stock),
+            make=of_ultralytics.matched,
             evidence=(PROCESS,),
             own=True,
             class_evidence=(Signature(("self", "preds", "batch"), "update_metrics"), MATCHED),
@@ -328,7 +328,7 @@ ULTRALYTICS = Switch(
         Target(
             ultralytics("models.rtdetr.val"),
             "RTDETRValidator.postprocess",
-            make=lambda _, stock, __: of_ultralytics.select(stock),
+            make=of_ultralytics.select,
             evidence=(Signature(("self", "preds")), Behaves("its postprocess", _selected, 0, REFERENCE)),
             own=True,
             otherwise="say",

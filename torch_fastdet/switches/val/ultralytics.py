@@ -22,7 +22,7 @@ from torch_fastdet._torch.tensors import as_float
 from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.import_hook import top_level
 from torch_fastdet.patching.protocols import Batch, ConfusionMatrix, Function, Stock, Validator
-from torch_fastdet.patching.replace import is_code_of
+from torch_fastdet.patching.replace import around, is_code_of
 from torch_fastdet.suppression import rows_of_rtdetr
 from torch_fastdet.switches.val import average_precision, run_lengths
 
@@ -61,14 +61,10 @@ def _labels(batch: dict[str, Tensor]) -> Tensor:
     return torch.cat([batch["cls"].reshape(-1, 1), batch["bboxes"][:, :4]], 1)
 
 
-def matched(stock: Function) -> Function:
-    """Return a validator's ``_process_batch``: the matches of :func:`match_all` if there are any."""
-
-    @functools.wraps(stock)
-    def _process_batch(self: Validator, preds: dict[str, Tensor], batch: Batch) -> dict[str, object]:
-        return batch[MATCHED] if MATCHED in batch else stock(self, preds, batch)
-
-    return _process_batch
+@around
+def matched(_: object, stock: Function, self: Validator, preds: dict[str, Tensor], batch: Batch) -> dict[str, object]:
+    """Return the matches of :func:`match_all`, if there are any, from a validator's ``_process_batch``."""
+    return batch[MATCHED] if MATCHED in batch else stock(self, preds, batch)
 
 
 def _image_of(sizes: list[int]) -> Tensor:
@@ -76,22 +72,17 @@ def _image_of(sizes: list[int]) -> Tensor:
     return torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
 
 
-def select(stock: Function) -> Function:
-    """Return ``RTDETRValidator.postprocess`` by one operator, and one copy to the host for all images of a batch."""
-    check_imgsz = stock.__globals__["check_imgsz"]
-
-    @functools.wraps(stock)
-    def postprocess(self: Validator, preds: Any) -> object:
-        batch = len(preds[0] if isinstance(preds, (list, tuple)) else preds)
-        height, width = check_imgsz(self.args.imgsz, stride=1, min_dim=2)
-        found = rows_of_rtdetr(preds, [[width, height]] * batch, self.args)
-        if found is None:
-            return stock(self, preds)
-        count("val_optim", "batches selected")
-        images = found.rows(found.counts.tolist())
-        return [{"bboxes": rows[:, :4], "conf": rows[:, 4], "cls": rows[:, 5]} for rows in images]
-
-    return postprocess
+@around
+def select(_: object, stock: Function, self: Validator, preds: Any) -> object:
+    """Run ``RTDETRValidator.postprocess`` by one operator, with one copy to the host for all images of a batch."""
+    batch = len(preds[0] if isinstance(preds, (list, tuple)) else preds)
+    height, width = stock.__globals__["check_imgsz"](self.args.imgsz, stride=1, min_dim=2)
+    found = rows_of_rtdetr(preds, [[width, height]] * batch, self.args)
+    if found is None:
+        return stock(self, preds)
+    count("val_optim", "batches selected")
+    images = found.rows(found.counts.tolist())
+    return [{"bboxes": rows[:, :4], "conf": rows[:, 4], "cls": rows[:, 5]} for rows in images]
 
 
 class _Table(NamedTuple):
@@ -360,21 +351,23 @@ def confuse(stock: Function) -> Function:
     return process_batch
 
 
-def match_overlaps(stock: Function) -> Function:
-    """Return ``BaseValidator.match_predictions`` in C++, by whatever overlaps a task has."""
-
-    @functools.wraps(stock)
-    def match_predictions(
-        self: Validator, pred_classes: Tensor, true_classes: Tensor, iou: Tensor, use_scipy: bool = False
-    ) -> Tensor:
-        if use_scipy:
-            return stock(self, pred_classes, true_classes, iou, use_scipy)
-        count("val_optim", "images matched")
-        rows, labels = torch.zeros(len(pred_classes), 6), torch.zeros(len(true_classes), 5)
-        rows[:, 5], labels[:, 0] = pred_classes, true_classes
-        return ops.match_detections(rows, labels, as_float(self.iouv).cpu(), rule=RULE, iou=as_float(iou).cpu())
-
-    return match_predictions
+@around
+def match_predictions(
+    _: object,
+    stock: Function,
+    self: Validator,
+    pred_classes: Tensor,
+    true_classes: Tensor,
+    iou: Tensor,
+    use_scipy: bool = False,
+) -> Tensor:
+    """Run ``BaseValidator.match_predictions`` in C++, by whatever overlaps a task has."""
+    if use_scipy:
+        return stock(self, pred_classes, true_classes, iou, use_scipy)
+    count("val_optim", "images matched")
+    rows, labels = torch.zeros(len(pred_classes), 6), torch.zeros(len(true_classes), 5)
+    rows[:, 5], labels[:, 0] = pred_classes, true_classes
+    return ops.match_detections(rows, labels, as_float(self.iouv).cpu(), rule=RULE, iou=as_float(iou).cpu())
 
 
 def update_on_host(
