@@ -205,6 +205,8 @@ class PlannedLoader(FiledAsStock):
             if obstacle is not None:
                 warn(AS_STOCK.format(obstacle))
             return super()._get_iterator()  # type: ignore[misc]
+        if (obstacle := obstacle_in_dataset(self.dataset)) is not None:
+            warn(AS_STOCK.format(obstacle))
         # This loader's processes work on plans. The attributes of the original loader stay as people expect them.
         loader = DataLoader(
             planned_dataset(Planner(self.dataset, self._plans.memory, *self._images)),
