@@ -43,8 +43,7 @@ class Planner:
     def items(self, indices: list[int]) -> list[Names]:
         """Return what the original data set returns for a batch, with a :class:`ImagePlan` under ``img``."""
         if (obstacle := obstacle_in_dataset(self.stock)) is not None:  # somebody has changed its transforms since
-            worker = get_worker_info()
-            if worker is None or worker.id == 0:
+            if get_worker_info() is None:  # the loader has said it before it started a process
                 warn(AS_STOCK.format(obstacle))
             decode_kept(self.stock, self.recorder.memory)
             return [self.stock[index] for index in indices]
