@@ -1,4 +1,4 @@
-"""Predictions that the suppression tests share: trained-like and adversarial, small enough for the oracle."""
+"""Provide the suppression tests' predictions: trained-like and adversarial, small enough for the oracle."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def clustered(images: int, anchors: int, classes: int, nm: int = 0, size: float = 640.0, seed: int = 0) -> Tensor:
-    """Return boxes in clusters around a few objects, with scores that fall off: what a trained YOLOv5 gives. float32."""
+    """Return float32 boxes in clusters around a few objects, with falling scores, as a trained YOLOv5 gives them."""
     g = torch.Generator().manual_seed(seed)
     objects = max(1, anchors // 12)
     which = torch.randint(objects, (images, anchors), generator=g)
@@ -29,7 +29,7 @@ def clustered(images: int, anchors: int, classes: int, nm: int = 0, size: float 
 
 
 def rotated(images: int, anchors: int, classes: int, size: float = 640.0, seed: int = 0) -> Tensor:
-    """Return rotated boxes in clusters, (images, 4 + classes + 1, anchors), the angle last. Confidences are distinct. float32."""
+    """Return rotated boxes in clusters, (images, 4 + classes + 1, anchors), angles last. Confidences are distinct."""
     g = torch.Generator().manual_seed(seed)
     upright = clustered(images, anchors, classes, 1, size, seed)
     order = torch.stack([torch.randperm(anchors * classes, generator=g) for _ in range(images)])
@@ -56,7 +56,7 @@ def _grid(count: int, step: float, side: float) -> Tensor:
 
 
 def adversarial() -> dict[str, Tensor]:
-    """Return name -> one image (1, N, 5 + classes)."""
+    """Return a dict that maps names to single images (1, N, 5 + classes)."""
     g = torch.Generator().manual_seed(1)
     falling = torch.linspace(0.99, 0.3, 700)
     cases = {
@@ -68,10 +68,10 @@ def adversarial() -> dict[str, Tensor]:
             torch.tensor([[100.0, 100, 50, 50]]).repeat(700, 1), falling, 3, torch.arange(700) % 3
         ),
     }
-    # IoU of exactly one half: 10 x 10 beside 10 x 5 in it; suppressed only below that threshold.
+    # The IoU is exactly one half: 10 x 10 against 10 x 5 inside it. It is suppressed only below that threshold.
     half = torch.tensor([[20.0, 20, 10, 10], [20, 17.5, 10, 5], [100, 100, 10, 10], [100, 97.5, 10, 5]])
     cases["IoU at the threshold"] = of_boxes(half, torch.tensor([0.9, 0.8, 0.7, 0.6]))
-    # IoU that rounds to float32(0.6): 6 / 10.
+    # The IoU, 6 / 10, rounds to float32(0.6).
     exact = torch.tensor([[20.0, 20, 10, 10], [20, 18, 10, 6]])
     cases["IoU at 0.6"] = of_boxes(exact, torch.tensor([0.9, 0.8]))
     cases["score at the threshold"] = of_boxes(_grid(64, 20, 10), torch.tensor([0.25, 0.250001, 0.5, 0.2499999] * 16))

@@ -1,4 +1,4 @@
-"""bbox_iou and iou_loss against a float64 oracle, against PyTorch's own gradients, and at the edges."""
+"""Compare bbox_iou and iou_loss with a float64 oracle and with PyTorch's own gradients, and test their edge cases."""
 
 import math
 
@@ -10,18 +10,18 @@ from tests.references import bbox_iou as reference
 from torch_fastdet import ops
 
 KINDS = {"iou": {}, "giou": {"GIoU": True}, "diou": {"DIoU": True}, "ciou": {"CIoU": True}}
-# A block is 128 pairs on the CPU, 256 on the GPU; the CPU's chunk is 2,048.
+# A block takes 128 pairs on the CPU and 256 on the GPU; the CPU's chunk is 2,048.
 SIZES = [1, 3, 127, 128, 129, 255, 257, 1023, 2047, 2049, 5000]
 kinds = pytest.mark.parametrize("kind", KINDS)
 layouts = pytest.mark.parametrize("xywh", [True, False], ids=["xywh", "xyxy"])
 
 
 def boxes(*shape, xywh=True, dtype=torch.float32, device="cpu", size=40.0):
-    """Return two tensors of boxes: some apart, most overlapping, the first sixth of equal corners or equal altogether."""
+    """Return two tensors of boxes. Some are apart, most overlap, and the first sixth share corners or are equal."""
     first = torch.rand(*shape, 4, dtype=torch.float64) * size + size / 8
     second = first + torch.randn(*shape, 4, dtype=torch.float64) * size / 6
     second[..., 2:] = second[..., 2:].abs() + size / 64
-    # Multiples of 1/4 are exact in half precision: ties are ties in every dtype.
+    # Multiples of 1/4 are exact in half precision, so ties are ties in every dtype.
     first, second = (torch.round(box * 4) / 4 for box in (first, second))
     rows = second.view(-1, 4)
     ties = max(1, rows.shape[0] // 12)
@@ -38,7 +38,7 @@ def with_grad(*tensors):
 
 
 def gradients(function, box1, box2, weight):
-    """Return function(box1, box2) and the gradients of its weighted sum by both boxes."""
+    """Return function(box1, box2) and the gradients of its weighted sum with respect to both boxes."""
     box1, box2 = with_grad(box1, box2)
     result = function(box1, box2)
     result.backward(weight.to(result.dtype))
@@ -106,13 +106,13 @@ def test_dtypes_promote(device, first, second):
     wanted = torch.promote_types(first, second)
     assert ops.bbox_iou(box1, box2, CIoU=True).dtype == wanted
     assert ops.iou_loss(box1, box2).dtype == wanted
-    # One rounding of the result to its type, and of each gradient to its box's type.
+    # The result is rounded once to its type, and each gradient once to its box's type.
     epsilon = max(torch.finfo(dtype).eps for dtype in (first, second, torch.promote_types(wanted, torch.float32)))
     check_against_oracle(box1, box2, rtol=2 * epsilon + 1e-5, atol=epsilon + 2e-6, CIoU=True)
 
 
 def test_half_precision_does_not_overflow(device):
-    """Areas of float16 boxes above 256 px are beyond float16's largest number (vision #3371, yolov5 #13828)."""
+    """Areas of float16 boxes above 256 px exceed float16's largest number (vision #3371, yolov5 #13828)."""
     box1, box2 = boxes(200, dtype=torch.float16, device=device, size=4000.0)
     for flags in KINDS.values():
         result = ops.bbox_iou(box1, box2, **flags)
@@ -131,7 +131,7 @@ def test_identical_float32_boxes(device, kind):
             lambda a, b: ops.bbox_iou(a, b, **KINDS[kind]), box, box, torch.ones(20_000, 1, device=device)
         )
         assert result.isfinite().all() and grad1.isfinite().all() and grad2.isfinite().all()
-        # At 640 px a corner's rounding is 6e-5 px, and the smallest box here 0.01 px wide.
+        # At 640 px a corner is rounded by 6e-5 px, and the smallest box here is 0.01 px wide.
         assert (result - 1).abs().median() < 1e-5
 
 
@@ -151,7 +151,8 @@ DEGENERATE = {
 @pytest.mark.parametrize("other", ["usual", "itself", "a point elsewhere"])
 @pytest.mark.parametrize("name", DEGENERATE)
 def test_degenerate_boxes_are_finite(device, kind, xywh, other, name):
-    """Stock's CIoU gradient is NaN or infinite where a height vanishes (DIoU-pytorch-detectron #19)."""
+    """Degenerate boxes have finite gradients, which stock CIoU's are not without height (DIoU-pytorch-detectron
+    #19)."""
     flat = torch.tensor([DEGENERATE[name]], device=device)
     second = {"usual": [11.0, 9.0, 4.0, 4.0], "itself": DEGENERATE[name], "a point elsewhere": [3.0, 3.0, 0.0, 0.0]}
     box2 = torch.tensor([second[other]], device=device)
@@ -166,7 +167,7 @@ def test_degenerate_boxes_are_finite(device, kind, xywh, other, name):
 
 
 def test_flat_box_does_not_poison_a_broadcast(device):
-    """One flat box among those that box2 is compared with; stock's whole gradient by box2 turns NaN."""
+    """One flat box of box1 leaves the gradient of a broadcast box2 finite; all of stock's turns NaN."""
     box1, box2 = boxes(300, device=device)
     box1[17, 3] = 0
     box2 = box2[:1]
@@ -177,7 +178,7 @@ def test_flat_box_does_not_poison_a_broadcast(device):
 
 
 def test_nan_and_infinity(device):
-    """NaN in any coordinate gives NaN, for each kind and on each device; other pairs do not notice."""
+    """NaN in any coordinate gives NaN, for each kind and on each device; other pairs do not change."""
     for flags in KINDS.values():
         for c in range(4):
             for xywh in (True, False):
@@ -210,7 +211,7 @@ BROADCASTS = [
 @pytest.mark.parametrize(("first", "second"), BROADCASTS, ids=str)
 def test_broadcasting(device, first, second):
     box1, box2 = boxes(*first, device=device)[0], boxes(*second, device=device)[1]
-    # Sums over up to 5,000 pairs of float32 terms.
+    # The sums are over up to 5,000 pairs of float32 terms.
     check_against_oracle(box1, box2, CIoU=True, rtol=1e-4, atol=1e-5)
     check_against_oracle(box1, box2, xywh=False, GIoU=True, rtol=1e-4, atol=1e-5)
     for reduction in ("mean", "sum", "none"):
@@ -232,7 +233,7 @@ def test_broadcasting(device, first, second):
 
 
 def strided_views(box, name):
-    """Return the same boxes in other memory."""
+    """Return the same boxes in another memory layout."""
     n = box.shape[0]
     if name == "transposed":  # yolov5 once passed pbox.T; a column then lies n apart
         return box.t().contiguous().t()
@@ -262,7 +263,7 @@ def strided_views(box, name):
     "name", ["transposed", "every other row", "columns of a wider row", "rows of 8", "misaligned", "every other column"]
 )
 def test_strides(device, name, dtype):
-    """Any strides give the bits that contiguous boxes give, values and gradients."""
+    """Values and gradients have the same bits for any strides as for contiguous boxes."""
     box1, box2 = boxes(301, dtype=dtype, device=device)
     weight = torch.rand(301, 1, device=device)
     expected = gradients(lambda a, b: ops.bbox_iou(a, b, CIoU=True), box1, box2, weight)
@@ -276,7 +277,7 @@ def test_strides(device, name, dtype):
 
 
 def test_too_many_dimensions(device):
-    """Nine dimensions that merge work; nine that do not raise a sentence."""
+    """Nine dimensions work where they can be merged, and raise a one-line error where they cannot."""
     box = torch.rand(*[2] * 9, 4, device=device)
     assert ops.bbox_iou(box, box).shape == (*[2] * 9, 1)
     scattered = box.permute(8, 7, 6, 5, 4, 3, 2, 1, 0, 9)
@@ -286,7 +287,7 @@ def test_too_many_dimensions(device):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @kinds
-# On a GPU: one block up to 256 pairs, then up to 8 that fold in a cluster, beyond 65,536 a second launch.
+# A GPU uses one block up to 256 pairs, then up to 8 that reduce in a cluster, and a second launch beyond 65,536.
 @pytest.mark.parametrize("n", [1, 129, 256, 257, 3000, 65_536, 65_537])
 def test_loss(device, kind, reduction, n):
     box1, box2 = boxes(n, device=device)
@@ -309,7 +310,7 @@ def test_loss(device, kind, reduction, n):
 
 
 def test_empty(device):
-    """No pairs: the mean is NaN and the sum 0, as PyTorch has it, and gradients are empty, or 0 where broadcast."""
+    """Without pairs the mean is NaN and the sum 0, as in PyTorch, and gradients are empty, or 0 where broadcast."""
     for first, second in (((0,), (0,)), ((1,), (0,)), ((0, 3), (3,)), ((2, 0), (1, 1))):
         box1, box2 = with_grad(torch.rand(*first, 4, device=device), torch.rand(*second, 4, device=device))
         result = ops.bbox_iou(box1, box2, CIoU=True)
@@ -324,7 +325,7 @@ def test_empty(device):
 
 
 def test_result_is_fresh_and_writable(device):
-    """YOLOv5 runs iou.detach().clamp_(0) on the squeezed result."""
+    """The result can be written in place: YOLOv5 runs iou.detach().clamp_(0) on the squeezed result."""
     box1, box2 = boxes(50, device=device)
     box1.requires_grad_()
     iou = ops.bbox_iou(box1, box2, CIoU=True).squeeze(-1)
@@ -348,7 +349,7 @@ def test_only_one_gradient_is_wanted(device):
 
 
 def test_expanded_incoming_gradient(device):
-    """sum() sends back a gradient of stride 0."""
+    """The gradient that sum() sends back has stride 0."""
     box1, box2 = boxes(300, device=device)
     box1, box2 = with_grad(box1, box2)
     ops.bbox_iou(box1, box2, DIoU=True).sum().backward()
@@ -395,7 +396,8 @@ def test_boxes_changed_after_the_forward_pass(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_autocast_gives_float32(device, dtype):
-    """As stock's CIoU on CUDA, where pow and sum are on PyTorch's float32 list; float64 stays, and so do gradients' dtypes."""
+    """The result is float32 as stock CIoU's on CUDA, where autocast runs pow and sum in float32; gradient dtypes
+    stay."""
     box1, box2 = boxes(60, dtype=dtype, device=device)
     wide = torch.promote_types(dtype, torch.float32)
     one = torch.ones((), device=device)
@@ -513,7 +515,7 @@ def test_eps(device, eps):
 
 
 class OfMasked(torch.nn.Module):
-    """The number of boxes is known when it runs: what the masks of a loss leave."""
+    """A program whose number of boxes is known only when it runs, as after the masks of a loss."""
 
     def forward(self, a, b, mask):
         a, b = a[mask], b[mask]
@@ -557,7 +559,7 @@ def test_compile_of_masked_boxes(device):
 
 @pytest.mark.parametrize("n", [3000, 20_000])
 def test_cuda_graph_replay_with_changed_inputs(cuda, n):
-    """20,000 pairs sum through memory of the graph's own, which no allocation between replays may disturb."""
+    """20,000 pairs are summed through memory of the graph's own, which no allocation between replays may overwrite."""
     static = boxes(n, device=cuda)
     box1, box2 = with_grad(*static)
     stream = torch.cuda.Stream()
@@ -588,7 +590,7 @@ def test_cuda_graph_replay_with_changed_inputs(cuda, n):
 
 @pytest.mark.sanitizer
 def test_sanitizer_small(cuda):
-    """Every kernel once, over more than one block, with broadcasting and odd strides."""
+    """Every kernel runs once, over more than one block, with broadcasting and odd strides."""
     for dtype in (torch.float16, torch.float32, torch.float64):
         box1, box2 = with_grad(*boxes(300, dtype=dtype, device=cuda))
         ops.bbox_iou(box1, box2[:1], CIoU=True).sum().backward()

@@ -1,4 +1,4 @@
-"""bn_act against its definition and against BatchNorm2d with the activation behind it."""
+"""Compare bn_act with its definition and with BatchNorm2d followed by the activation."""
 
 import copy
 
@@ -13,8 +13,8 @@ from torch_fastdet import ops
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 FORMATS = [torch.contiguous_format, torch.channels_last]
-# Vectors that fit and that do not, along C and along H * W; one row, one column, one channel; slices of several widths
-# (C / 8 = 3, 10, 12, 17) and more positions than a block takes at once.
+# The shapes fill vectors or do not, along C and along H * W. They have one row, one column, one channel, slices of
+# several widths (C / 8 = 3, 10, 12, 17) and more positions than a block takes at once.
 SHAPES = [
     (2, 16, 6, 8),
     (3, 24, 5, 7),
@@ -38,7 +38,7 @@ ACTIVATIONS = {
 
 
 def random(shape, device, dtype=torch.float32, memory_format=torch.contiguous_format):
-    # From the CPU's generator: the same numbers on every device.
+    # The CPU's generator gives the same numbers on every device.
     return torch.randn(shape).to(device=device, dtype=dtype, memory_format=memory_format)
 
 
@@ -73,7 +73,7 @@ def stock(x, norm, activation="silu", residual=None):
 
 
 def run(function, x, norm, grad, residual=None, **options):
-    """Return output, the gradients of x, weight and bias (and residual), and the norm's buffers behind it."""
+    """Return the output, the gradients of x, weight and bias (and residual), and the buffers of the norm afterwards."""
     norm = copy.deepcopy(norm)
     x = x.detach().clone().requires_grad_()
     inputs = [x, norm.weight, norm.bias]
@@ -85,7 +85,7 @@ def run(function, x, norm, grad, residual=None, **options):
 
 
 def layout(tensor):
-    """Return strides, where they mean something."""
+    """Return the strides of dimensions with more than one element."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size > 1]
 
 
@@ -95,7 +95,7 @@ def error(value, exact):
 
 def assert_as_good_as_stock(values, stock_values, exact, dtype):
     """Assert an error of at most 1.5 times stock's own, or that of rounding the exact result once to dtype (plus
-    float32's own rounding of sums, which are relative to the largest value)."""
+    float32's own rounding of sums, which is relative to the largest value)."""
     unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps if dtype != torch.float64 else 0)
     for value, theirs, want in zip(values, stock_values, exact):
         scale = want.abs().max().item() if want.numel() else 0.0
@@ -178,7 +178,7 @@ def test_without_parameters_or_statistics(device):
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("offset, spread", [(1000.0, 0.01), (-3e4, 1.0), (1.0, 1e-3)])
 def test_large_means_keep_their_variance(device, offset, spread, memory_format):
-    """E[x^2] - E[x]^2 in float32 would have no correct digit here."""
+    """The variance keeps its digits; E[x^2] - E[x]^2 in float32 would have no correct digit here."""
     x = (torch.randn(4, 16, 20, 20, dtype=torch.float64) * spread + offset).float()
     x = x.to(device=device, memory_format=memory_format)
     y = ops.bn_act(x, None, None, eps=1e-12, activation="identity")
@@ -208,7 +208,7 @@ def test_not_finite_stays_in_its_channel(device, value, memory_format):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_infinite_gradient_reaches_the_parameters(device, activation):
-    """Else GradScaler would never lower its scale."""
+    """An infinite gradient reaches the parameters; otherwise GradScaler would never lower its scale."""
     norm = make_norm(8, device)
     x = random((2, 8, 4, 4), device, torch.float16, torch.channels_last)
     grad = torch.ones_like(x)
@@ -223,7 +223,7 @@ def test_infinite_gradient_reaches_the_parameters(device, activation):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("memory_format", FORMATS)
 def test_strides(device, memory_format, dtype):
-    """Slices along the channels, crops, misaligned storage, expanded and transposed gradients: as of contiguous tensors."""
+    """Channel slices, crops, misaligned, expanded and transposed tensors give the results of contiguous tensors."""
     norm = make_norm(16, device)
     wide = random((2, 40, 8, 12), device, dtype, memory_format)
     flat = random((1 + 2 * 16 * 8 * 12,), device, dtype)
@@ -284,7 +284,7 @@ def test_autocast_passes_dtypes_through(device):
 
 
 def test_parameters_of_half_precision(device):
-    """model.half().train(): everything is float16, as stock allows."""
+    """model.half().train() makes everything float16, which stock allows too."""
     norm = make_norm(16, device).half()
     x = random((4, 16, 8, 8), device, torch.float16, torch.channels_last)
     grad = random(x.shape, device, torch.float16, torch.channels_last)
@@ -304,7 +304,7 @@ def cat_parts(norms, parts):
     return parts, *([getattr(norm, name) for norm in norms] for name in names)
 
 
-# Channels of the parts: vectors that fit and that do not, one part, three, and a slice that begins at an odd channel.
+# The channels of the parts fill vectors or do not; there are one to three parts, and a slice begins at an odd channel.
 PARTS = [(16, 8), (24,), (3, 16), (8, 5, 40), (64, 64)]
 
 
@@ -312,8 +312,8 @@ PARTS = [(16, 8), (24,), (3, 16), (8, 5, 40), (64, 64)]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channels", PARTS)
 def test_cat_has_the_values_of_its_parts(device, channels, dtype, memory_format):
-    """The parts are bn_act, which is compared with the definition above. On a GPU a part at an odd place is read and written by
-    single elements, so that its sums have another order."""
+    """The parts equal bn_act, which is compared with the definition above. A GPU reads and writes a part at an odd
+    place by single elements, so its sums have another order."""
     tolerance = 0.0
     if device.type == "cuda" and any(c % 8 for c in channels):
         tolerance = 64 * max(torch.finfo(dtype).eps, 2e-8 if dtype != torch.float64 else 0)
@@ -412,7 +412,7 @@ def test_cat_errors_leave_everything_as_it_was(device, change, message):
 
 
 def places_of(x, sizes, before=8):
-    """Return for each part of x a tensor, the second and further ones the last channels of a wider one."""
+    """Return for each part of x a tensor; all but the first are the last channels of a wider one."""
     layout = torch.contiguous_format if x.is_contiguous() else torch.channels_last
     wide = [before if i else 0 for i in range(len(sizes))]
     shapes = [(x.shape[0], first + size, *x.shape[2:]) for first, size in zip(wide, sizes)]
@@ -424,7 +424,7 @@ def places_of(x, sizes, before=8):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(8, 16), (32, 32), (64, 128), (3, 16, 5, 40), (16,)])
 def test_parts_are_norms_of_their_own(device, sizes, dtype, memory_format):
-    """The values and gradients of bn_act of each part alone, but for the order of its sums."""
+    """Values and gradients are those of bn_act of each part alone, apart from the order of the sums."""
     norms = [make_norm(c, device, dtype) for c in sizes]
     x, grad = (random((2, sum(sizes), 6, 8), device, dtype, memory_format) for _ in range(2))
     residual = random(x.shape, device, dtype, memory_format) if len(sizes) == 1 else None
@@ -542,7 +542,7 @@ def test_repeatable(device):
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_kernels_in_bounds(cuda, dtype, memory_format):
-    """Small cases of every type and both access widths, for compute-sanitizer."""
+    """Run small cases of every type and both access widths, for compute-sanitizer."""
     for shape in ((2, 24, 5, 8), (3, 7, 5, 3), (2, 160, 9, 8)):
         norm = make_norm(shape[1], cuda, dtype)
         x, grad, residual = (random(shape, cuda, dtype, memory_format) for _ in range(3))
@@ -582,7 +582,7 @@ def vectors(channels, device, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_evaluation(device, shape, dtype, memory_format):
-    """One rounding of the exact result, or what float32 loses of a sum."""
+    """The exact result is rounded once, apart from what a float32 sum loses."""
     x, residual = (random(shape, device, dtype, memory_format) for _ in range(2))
     weight, bias, mean, variance = vectors(shape[1], device)
     of_norm = {"weight": weight, "mean": mean, "variance": variance, "eps": 1e-3}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_fastdet import ops
 
 TENSOR = torch.ones(1, 4)
-# Of each type: a right value, and wrong ones with what the error says of them.
+# Each type has a right value, and wrong ones with what the error says about them.
 KINDS = {
     Tensor: (TENSOR, [([1], " is a list, but a tensor"), (1.5, " is a float, but a tensor")]),
     float: (
@@ -25,12 +25,12 @@ KINDS = {
     torch.dtype: (torch.uint8, [("float16", " is a str, but a dtype"), (float, " is a type, but a dtype")]),
     torch.device: ("cpu", [(1.5, " is a float, but a device"), (["cpu"], " is a list, but a device")]),
 }
-# Plain Python that takes sides of any numbers.
+# These are plain Python and take sides of any number type.
 OF_NUMBERS = {"letterbox", "scale_boxes"}
 
 
 def kind(hint):
-    """Return the type without None, and whether None is right too."""
+    """Return the type without None, and whether None is allowed."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         parts = typing.get_args(hint)
         return next(part for part in parts if part is not types.NoneType), types.NoneType in parts
@@ -71,7 +71,7 @@ def test_a_wrong_type_is_one_sentence(name):
     hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
     given = {key: right(hints[key]) for key, p in parameters.items() if p.default is p.empty}
     for key in parameters:
-        # scale_boxes leaves shapes to letterbox.
+        # scale_boxes leaves the check of shapes to letterbox.
         op = "(scale_boxes|letterbox)" if name == "scale_boxes" else name
         for value, says in wrong(hints[key], name in OF_NUMBERS):
             with pytest.raises(TypeError, match=rf"^{op}: {key}{says}[^\n]* is expected$"):
@@ -79,7 +79,7 @@ def test_a_wrong_type_is_one_sentence(name):
 
 
 def test_numbers_of_other_types_serve():
-    """NumPy's, and tensors of one element, as the operators themselves take them."""
+    """Numbers of NumPy and tensors of one element are accepted, as by the operators themselves."""
     prediction = torch.rand(1, 50, 8) * 100
     prediction[..., 4:] /= 100
     wanted = ops.non_max_suppression_padded(prediction, 0.25, 0.5, [1, 2], True, False, 7)

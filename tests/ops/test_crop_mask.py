@@ -1,4 +1,4 @@
-"""crop_mask: the definition, the functions of the installed yolov5 and ultralytics bit for bit, and gradients."""
+"""Compare crop_mask with its definition and, bit for bit, with yolov5's and ultralytics' functions; check gradients."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ DTYPES = [*FLOATS, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32
 
 
 def drawn(n: int, size: tuple[int, int], dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return masks, and boxes across their border, empty, outside or not numbers."""
+    """Return masks, and boxes that cross their border, are empty, lie outside or hold NaN."""
     _, _, boxes = problem(n, 1, 1, size)
     values = torch.randn(n, *size)
     if dtype is torch.bool:
         return values > 0, boxes
-    # Integers of all widths: a pixel that is kept keeps every bit.
+    # Integers use their full width: a pixel that is kept keeps every bit.
     return (values if dtype.is_floating_point else values.double().mul(2**40).long()).to(dtype), boxes
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Return whether bits are equal, or both are NaN."""
+    """Return whether the bits are equal, or both values are NaN."""
     signs = not found.is_floating_point() or bool(((found.signbit() == wanted.signbit()) | wanted.isnan()).all())
     return found.dtype == wanted.dtype and signs and torch.allclose(found, wanted, 0, 0, equal_nan=True)
 
@@ -82,7 +82,7 @@ def test_gradient_is_stocks(device, in_place):
 
 
 def test_in_place_is_noticed(device):
-    """What autograd saved before cannot be used any more, and a leaf is refused."""
+    """Autograd rejects a saved tensor that crop_mask_ wrote, and crop_mask_ rejects a leaf."""
     values, boxes = (t.to(device) for t in drawn(3, (4, 4)))
     leaf = values.clone().requires_grad_()
     saved = leaf.exp()

@@ -1,4 +1,4 @@
-"""deformable_attention against its definition in float64, and against grid_sample."""
+"""Compare deformable_attention with its definition in float64 and with grid_sample."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 operator = torch.ops.torch_fastdet.deformable_attention
 backward_operator = torch.ops.torch_fastdet.deformable_attention_backward
 
-# batch, queries, heads, channels, points, shapes: vectors and single channels, groups of 1 to 32 lanes with idle ones, tiles of a
-# part of a row.
+# Each case is batch, queries, heads, channels, points, shapes. They cover vectors and single channels, groups of 1 to
+# 32 lanes with idle ones, and tiles of part of a row.
 CASES = [
     (2, 5, 2, 32, 4, [(6, 7), (3, 4)]),
     (1, 1, 1, 8, 1, [(1, 1)]),
@@ -29,7 +29,7 @@ CASES = [
 
 
 def problem(case, device="cpu", dtype=torch.float32, point_dtype=None):
-    """Return value, shapes, locations (some outside) and weights, from the CPU's generator."""
+    """Return value, shapes, locations (some outside) and weights, drawn with the CPU's generator."""
     batch, queries, heads, channels, points, shapes = case
     point_dtype = point_dtype or (torch.float64 if dtype == torch.float64 else torch.float32)
     pixels, levels = sum(h * w for h, w in shapes), len(shapes)
@@ -53,7 +53,7 @@ def exact(value, shapes, locations, weights, grad):
 
 
 def assert_near(found, wanted, dtype, arithmetic, width=20):
-    """Assert that it is within the storage type's rounding, and that of sums and of places, measured by the tensor's largest value."""
+    """Assert errors within the rounding of the storage type, of sums and of places, relative to the largest value."""
     assert found.dtype == dtype
     found, least = found.double().cpu(), torch.finfo(dtype).smallest_normal
     most = wanted.abs().max() if wanted.numel() else 0.0
@@ -76,7 +76,7 @@ def test_is_the_definition(device, case, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_points_of_another_type(device, dtype):
-    """They are read in the arithmetic type, and their gradients come in their own."""
+    """Points are read in the arithmetic type, and their gradients have their own type."""
     value, shapes, locations, weights = problem(CASES[0], device, torch.float32, dtype)
     grad = torch.randn(2, 5, 64, device=device)
     found = gradients(ops.deformable_attention, value, shapes, locations, weights, grad)
@@ -87,7 +87,7 @@ def test_points_of_another_type(device, dtype):
 
 
 def sampled(value, shapes, locations, weights):
-    """Return the form that is written with grid_sample."""
+    """Return the result of an implementation with grid_sample."""
     batch, _, heads, channels = value.shape
     queries, levels, points = locations.shape[1], len(shapes), locations.shape[4]
     maps = value.permute(0, 2, 3, 1).flatten(0, 1).split([h * w for h, w in shapes], 2)
@@ -111,7 +111,7 @@ def test_is_grid_sample(device, case):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_everything_at_one_pixel(device, dtype):
-    """The integers of the value's gradient do not overflow where all queries meet, nor where one is far larger."""
+    """The integers of the value's gradient do not overflow where all queries meet or one gradient is far larger."""
     value, shapes, locations, weights = problem((1, 500, 1, 32, 4, [(9, 9)]), device, dtype)
     locations = torch.full_like(locations, 0.5)
     for grad in (
@@ -135,7 +135,7 @@ def test_tiny_and_huge_gradients(device):
 
 
 def test_locations_that_are_no_numbers(device):
-    """They lie outside: they add nothing, and get no gradient."""
+    """Locations that are NaN or infinite lie outside: they add nothing and get no gradient."""
     value, shapes, locations, weights = problem(CASES[0], device)
     bad = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -1e30], device=device)
     locations[0, :, 0, 0, 0, 0] = bad
@@ -154,7 +154,7 @@ def test_locations_that_are_no_numbers(device):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_gradient_that_is_no_number(device, dtype, bad):
-    """It is seen in the value's gradient of its image and head, and in no other."""
+    """NaN in the gradient reaches the value's gradient of its image and head, and no other."""
     value, shapes, locations, weights = problem(CASES[0], device, dtype)
     locations = locations.clamp(0.2, 0.8)
     grad = torch.randn(2, 5, 64, device=device).to(dtype)
@@ -278,7 +278,7 @@ def test_repeatable(device, dtype):
 
 @pytest.mark.alone
 def test_launches(cuda):
-    """One launch forward and two backward, where the points are float32."""
+    """With float32 points the forward pass is one launch and the backward pass two."""
     inputs = problem((2, 50, 8, 32, 4, [(20, 20), (10, 10), (5, 5)]), cuda, torch.float16)
     grad = torch.randn(2, 50, 256, device=cuda).half()
     gradients(ops.deformable_attention, *inputs, grad)
@@ -290,7 +290,7 @@ def test_launches(cuda):
 
 @pytest.mark.alone
 def test_more_than_2_31_elements(cuda):
-    """The last image, alone, is the reference."""
+    """The last image of the batch gives what it gives alone."""
     if torch.cuda.mem_get_info()[0] < 20 * 2**30:
         pytest.skip("needs 20 GiB of GPU memory")
     batch, shapes = 1030, [(80, 80), (40, 40), (20, 20)]

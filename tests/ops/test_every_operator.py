@@ -1,6 +1,6 @@
-"""What every operator has to carry, one call of each: PyTorch's programs, autocast, streams, graphs, another GPU.
+"""Test what every operator has to support, with one call of each: compilers, autocast, streams, graphs, another GPU.
 
-Values, gradients, dtypes and errors are compared in the operators' own files.
+The operators' own files compare values, gradients, dtypes and errors.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def labels() -> Tensor:
 
 
 def free_heads(extra: int = 0) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return boxes, scores and other channels of each level, as Ultralytics' heads give them."""
+    """Return the boxes, scores and other channels of each level, as Ultralytics' heads give them."""
     heads = ultralytics_heads(2, 5, ne=extra) if extra else ultralytics_heads(2, 5)
     return *split_heads(heads, 16, 5), [head[:, 69:] for head in heads]
 
 
 def of_v8(*between: Any, columns: int = 6, settings: tuple = ()) -> tuple:
-    """Return joined heads and what a loss of them takes: the arguments of ``between`` come in front of the targets."""
+    """Return joined heads and a v8 loss' other arguments, with those of ``between`` in front of the targets."""
     values = torch.cat((settings_on(), torch.tensor(settings, dtype=torch.float64)))
     gains = [torch.tensor([12.0, 1.5], dtype=torch.float64)] if len(between) == 3 and between[2].dim() == 1 else []
     return make_joined(2, 4, SIZES), *between, rows(5, columns), values, *gains, [8.0, 16.0], flat(SIZES)
@@ -87,7 +87,7 @@ def segmented() -> tuple:
 
 
 def norm(*channels: int) -> list[list[Tensor]]:
-    """Return weights, biases, running means and variances, and counts of norms."""
+    """Return the weights, biases, running means and variances, and batch counts of norms."""
     vectors = [[torch.rand(c) + 0.5 for c in channels] for _ in range(4)]
     return [*vectors, [torch.tensor(3) for _ in channels]]
 
@@ -106,7 +106,7 @@ def lists(count: int) -> list[list[Tensor]]:
     return [[torch.randn(5), torch.randn(0), torch.randn(3, 4)] for _ in range(count)]
 
 
-#: Of each operator: how it is called, on the CPU, with the numbers of the tensors that get gradients.
+#: Each entry returns a function, its arguments and options on the CPU, and the indices of tensors that get gradients.
 CALLS: dict[str, Callable[[], tuple[Any, tuple, dict[str, Any], tuple[int, ...]]]] = {
     "bbox_iou": lambda: (ops.bbox_iou, (boxes(6), boxes(3, 1)), {"xywh": False, "CIoU": True}, (0, 1)),
     "iou_loss": lambda: (ops.iou_loss, (boxes(60), boxes(60)), {"kind": "giou"}, (0, 1)),
@@ -255,7 +255,7 @@ DIFFERENTIABLE = [name for name, make in CALLS.items() if make()[3]]
 
 
 class Sample:
-    """A call as a function of its tensors."""
+    """Wrap a call as a function of its tensors."""
 
     def __init__(self, name: str, device: torch.device | str, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -275,7 +275,7 @@ class Sample:
         return tree_unflatten(leaves, self.form)
 
     def __call__(self, *tensors: Tensor, function: Callable | None = None) -> list[Tensor]:
-        """Return the results, and what the tensors hold afterwards if the operator writes."""
+        """Return the results and, if the operator writes in place, its tensors afterwards."""
         tensors = tuple(tensor.clone() for tensor in tensors) if self.writes else tensors
         args, options = self.arguments(tensors)
         found = tree_leaves((function or self.function)(*args, **options))
@@ -300,7 +300,7 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 
 class Operators(TorchDispatchMode):
-    """The first call of each operator of ours, with copies of its arguments."""
+    """Record the first call of each torch_fastdet operator, with copies of its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-#: One of each kind of schema: lists, optional tensors and numbers, several results, results that are written.
+#: These cover each kind of schema: lists, optional tensors and numbers, several results, results that are written.
 SCHEMAS = (
     "bbox_iou",
     "upsample_nearest2x_cat",
@@ -328,19 +328,19 @@ SCHEMAS = (
     "multi_tensor_sgd_",
     "bn_act_cat",
 )
-#: Compiled by day; opcheck, which compiles with dynamic shapes, is run with all.
+#: The daily run compiles these; opcheck, which compiles with dynamic shapes, runs with all.
 FEWER = some_slow(CALLS, SCHEMAS, pytest.mark.nightly)
 
 
 @pytest.mark.parametrize("name", some_slow(CALLS, SCHEMAS))
 def test_opcheck(device, name):
-    """The schema, the gradients' registration and the shapes that are foretold, also of the backward pass."""
+    """opcheck accepts schema, autograd registration and fake tensors, also of the backward pass."""
     sample = Sample(name, device)
     with Operators() as operators:
         sample.run()
     assert operators.calls
     for operator, (args, kwargs) in operators.calls.items():
-        # What the losses of masks keep has rows that nobody writes, and nobody reads.
+        # The mask losses keep buffers with rows that are neither written nor read.
         but = ("test_aot_dispatch_dynamic",) if "_mask_loss" in operator.name() else ()
         tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
         torch.library.opcheck(operator, args, kwargs, test_utils=[test for test in tests if test not in but])
@@ -377,7 +377,7 @@ def test_compile(device, name, dynamic):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_default_backend(device, name):
-    """Its lowering has rules of its own for schemas."""
+    """The default backend lowers schemas by rules of its own."""
     sample = Sample(name, device)
     torch._dynamo.reset()
     compiled = torch.compile(sample.__call__, fullgraph=True)
@@ -385,7 +385,7 @@ def test_default_backend(device, name):
     assert same(compiled(*tensors), sample(*tensors))
 
 
-#: Compositions of PyTorch's, whose own operators autocast casts.
+#: These are composed of PyTorch's own operators, which autocast casts.
 OF_WIDER_TYPES = ("iou", "segmentation", "pose")
 
 
@@ -397,7 +397,7 @@ def test_autocast_leaves_the_types(device, name):
         assert same(sample.run(), wanted)
 
 
-#: Those that have gradients of any order.
+#: These have gradients of any order.
 OF_ANY_ORDER = ("upsample", "space_to_depth", "crop_mask", "yolov5_decode")
 
 
@@ -421,7 +421,7 @@ def test_what_has_no_gradient_does_not_require_one(device, name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_replays_follow_the_tensors(cuda, name):
-    """A graph, forward and backward, and nothing in it waits for the GPU."""
+    """A graph of forward and backward follows its tensors, and nothing in it waits for the GPU."""
     sample = Sample(name, cuda)
     sample.run()
     with no_sync():
@@ -437,7 +437,7 @@ def test_replays_follow_the_tensors(cuda, name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_side_stream(cuda, name):
-    """Kernels run on the current stream: behind a long wait there, they see what was written after it."""
+    """Kernels run on the current stream: after a long wait there, they see what was written behind it."""
     sample = Sample(name, cuda)
     wanted = [x.clone() for x in sample.run()]
     sources = [x.detach().clone() for x in sample.tensors]

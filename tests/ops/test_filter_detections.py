@@ -1,4 +1,4 @@
-"""filter_detections: the rows of a model without suppression, against a loop in float64."""
+"""Compare filter_detections, which filters a model's rows without suppression, with a loop in float64."""
 
 import pytest
 import torch

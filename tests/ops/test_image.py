@@ -1,4 +1,4 @@
-"""The image operators against plain calls of OpenCV, to the bit."""
+"""Compare the image operators with plain calls of OpenCV, bit for bit."""
 
 import numpy as np
 import pytest
@@ -16,12 +16,12 @@ RULES = {"warp": WARP, "hsv_lanes": LANES}
 
 
 def tensors(arrays, device):
-    """Return arrays (None stays) on the device, at least 8-byte aligned."""
+    """Return the arrays (None stays None) on the device, aligned to at least 8 bytes."""
     return [None if a is None else torch.from_numpy(np.ascontiguousarray(a)).to(device) for a in arrays]
 
 
 def assert_pixels(ours, theirs, levels=1):
-    """Assert that they are equal; with OpenCV 5, whose warp is float32, at most ``levels`` on one value in a thousand."""
+    """Assert equality. With OpenCV 5, whose warp is float32, one value in a thousand may be off by ``levels``."""
     difference = np.abs(ours.astype(int) - theirs)
     if WARP == "fixed":
         assert not difference.any(), f"{(difference > 0).sum()} of {difference.size} differ, by {difference.max()}"
@@ -30,7 +30,7 @@ def assert_pixels(ours, theirs, levels=1):
 
 
 class Problem:
-    """Random tables of an augmentation over `storages`, as numpy arrays."""
+    """Draw random tables of an augmentation over `storages`, as numpy arrays."""
 
     def __init__(self, seed, size, batch=6, channels=3, storages=2, sources=8, warps=(0, 1, 2)):
         rng = self.rng = np.random.default_rng(seed)
@@ -43,7 +43,7 @@ class Problem:
                 parts.append(rng.integers(0, 256, h * w * channels + int(rng.integers(0, 3)), dtype=np.uint8))
                 self.sources.append((storage, offset, h, w))
                 offset += parts[-1].size
-            # Whole words: the GPU reads some, and a sanitizer watches.
+            # Storages end on a whole word because the GPU reads words and a sanitizer watches.
             parts.append(np.zeros(-offset % 4, np.uint8))
             self.storages.append(np.concatenate(parts))
         self.placements, self.layers, self.matrices, self.masks = [], [], [], [np.zeros(3, np.uint8)]
@@ -119,7 +119,7 @@ SIZES = [(64, 64), (32, 96), (37, 53), (1, 1), (7, 131), (129, 1), (16, 64), (15
 
 @pytest.mark.parametrize("name", opencv5.MATRICES)
 def test_warps_of_opencv_5(device, name):
-    """Whatever is installed: its own recorded pixels."""
+    """The recorded pixels of OpenCV 5 serve as reference, whichever version is installed."""
     source = opencv5.make_image()
     h, w, _ = source.shape
     tables = (
@@ -148,7 +148,7 @@ def test_augment(device, size, channels):
 
 
 def mosaic(seed, batch, side, degrees=0.0, shear=0.0, perspective=0.0, sources=16):
-    """Return YOLOv5's plan: four images of one size around a random centre, its affine matrix, HSV tables and flips."""
+    """Return YOLOv5's plan: four images of one size around a random center, an affine matrix, HSV tables and flips."""
     problem = Problem(seed, (side, side), batch=0, storages=1, sources=0)
     rng = problem.rng
     images = rng.integers(0, 256, (sources, side, side, 3), dtype=np.uint8)
@@ -188,7 +188,7 @@ def mosaic(seed, batch, side, degrees=0.0, shear=0.0, perspective=0.0, sources=1
 
 @pytest.mark.parametrize("share", [-3e38, -1.0, 2.0, 1e300, np.nan])
 def test_a_blend_beyond_its_range_gives_levels(device, share):
-    # A level beyond 255 would be looked up beside the colour tables.
+    # A level beyond 255 would be looked up outside the color tables.
     problem = mosaic(2, 2, 96)
     problem.pictures[:, 1] = problem.pictures[::-1, 0]
     problem.pictures[:, 3], problem.blend[:] = 0, 0.5
@@ -205,14 +205,14 @@ def test_a_blend_beyond_its_range_gives_levels(device, share):
 def test_mosaic(device, side, options):
     problem = mosaic(1, 4, side, **options)
     out = ops.image_augment(*problem.arguments(device), [side, side], **RULES)
-    # The HSV tables of noise make up to eight levels of one.
+    # The HSV tables of noise can turn one level of difference into eight.
     assert_pixels(out.cpu().numpy(), problem.expected(), levels=8)
 
 
 @pytest.mark.parametrize("warp", ["fixed", "float"])
 @pytest.mark.parametrize("perspective", [0.0, 0.0005, 0.02], ids=["affine", "perspective", "horizon"])
 def test_channels_equal_grey(device, perspective, warp):
-    """On the CPU vector code makes three channels, and the plain loops make one."""
+    """On the CPU, vector code processes three channels and plain loops process one."""
     problem = mosaic(4, 4, 101, degrees=20.0, perspective=perspective)
     problem.tables, problem.pictures[:, 3] = None, -1
     problem.storages = [problem.storages[0].reshape(-1, 3)[:, :1].repeat(3, 1).reshape(-1)]
@@ -232,7 +232,7 @@ def test_dtypes_and_layouts(device, dtype, channels_last, channels):
     options = {"channels": channels, "dtype": dtype, "channels_last": channels_last, **RULES}
     out = ops.image_augment(*arguments, [37, 45], **options)
     levels = ops.image_augment(*arguments, [37, 45], channels=channels, **RULES)
-    # Stock's own division, on that device.
+    # Stock divides in the same way on this device.
     expected = levels if dtype == torch.uint8 else levels.to(dtype) / 255
     assert out.dtype == dtype and torch.equal(out, expected)
     layout = torch.channels_last if channels_last else torch.contiguous_format
@@ -243,7 +243,7 @@ def test_dtypes_and_layouts(device, dtype, channels_last, channels):
 
 
 def test_every_colour():
-    """All 2^24 colours through HSV and back, with tables that leave them."""
+    """All 2^24 colors go through HSV and back, with tables that change nothing."""
     side = 256
     colours = np.stack(np.meshgrid(*[np.arange(256, dtype=np.uint8)] * 3, indexing="ij"), -1).reshape(
         256, side, side, 3
@@ -264,7 +264,7 @@ def test_every_colour():
 
 
 class Plans:
-    """Random plans of letterbox and resize over one storage."""
+    """Draw random plans of letterbox and resize over one storage."""
 
     def __init__(self, seed, channels, count=7):
         rng = np.random.default_rng(seed)
@@ -316,7 +316,7 @@ def test_letterbox(device, seed, channels, bgr):
 
 
 def test_large_images(device):
-    """More than one band of rows, and sizes as users have them."""
+    """Images of users' sizes take more than one band of rows."""
     rng = np.random.default_rng(0)
     sizes = [(1080, 810), (480, 640), (427, 640)]
     parts = [rng.integers(0, 256, h * w * 3, dtype=np.uint8) for h, w in sizes]
@@ -357,7 +357,7 @@ def test_nothing(device):
     storage = torch.zeros(4, dtype=torch.uint8, device=device)
     assert ops.image_letterbox([storage], torch.zeros(0, 10, dtype=torch.int64, device=device), [4, 4]).shape[0] == 0
     ops.image_resize_(storage, [storage[:0]], torch.zeros(0, 8, dtype=torch.int64, device=device))
-    # A layer without placements, and optional arguments left out: the border alone.
+    # A layer without placements, and optional arguments left out, give only the border.
     layers, pictures = torch.tensor([[0, 0, 8, 8, 1, -1]]), torch.tensor([[0, -1, 0, -1]])
     tables = [torch.zeros(0, 10, dtype=torch.int64), layers, torch.eye(3, dtype=torch.float64).view(1, 9), pictures]
     out = ops.image_augment([storage], *(t.to(device) for t in tables), None, None, None, [4, 4])
@@ -382,7 +382,7 @@ ROWS = {  # argument, row, column -> value that makes no sense, and what the err
 
 @pytest.mark.parametrize("place", ROWS)
 def test_rows_that_make_no_sense(device, place):
-    """An error on the CPU; on CUDA, where nobody looks at the rows, no access outside, and the other images as ever."""
+    """The CPU raises an error. CUDA does not check rows, but reads nothing outside and keeps the other images right."""
     problem = mosaic(2, 2, 40)
     arguments = problem.arguments(device)
     expected = ops.image_augment(*arguments, [40, 40], **RULES)
@@ -515,7 +515,7 @@ def test_opencv_rules():
 
 @pytest.mark.parametrize("warp", ["fixed", "float"])
 def test_cuda_equals_cpu(cuda, warp):
-    """One formula for both: the same bits, in either arithmetic."""
+    """CUDA and the CPU give the same bits, in either arithmetic."""
     for seed in range(6):
         problem = Problem(seed, (53, 70))
         ours = ops.image_augment(*problem.arguments(cuda), [53, 70], warp=warp)

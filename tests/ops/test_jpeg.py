@@ -1,4 +1,4 @@
-"""JPEG files against cv2.imdecode, to the bit."""
+"""Compare decoded JPEG files with cv2.imdecode, bit for bit."""
 
 import io
 import itertools
@@ -98,7 +98,7 @@ def test_orientation(little, device):
 
 
 def exif(orientation, order, beside):
-    """Return the body of an EXIF segment: with ``beside`` the orientation lies between a maker's name and a resolution."""
+    """Return the body of an EXIF segment; ``beside`` puts the orientation between a maker's name and a resolution."""
     entries = [struct.pack(f"{order}HHIHH", 0x112, 3, 1, orientation, 0)]
     values = b""
     if beside:
@@ -111,7 +111,7 @@ def exif(orientation, order, beside):
 
 
 def changes(body, every):
-    """Yield the body cut at each place, and with each byte changed: to ``every`` other value, or to some."""
+    """Yield the body cut at each place, and with each byte changed: to every other value if ``every``, else to some."""
     yield from (body[:size] for size in range(len(body)))
     for at, byte in enumerate(body):
         for value in {*range(256)} if every else {0, 1, 3, 6, 255, byte ^ 1, byte ^ 128}:
@@ -136,7 +136,7 @@ def test_a_damaged_exif_segment_is_read_as_opencv_does_or_refused(orientation, o
 
 
 def patched(data, marker, change):
-    """Return the file with the body of its first segment of this marker changed; None drops the segment."""
+    """Return the file with its first segment of this marker changed; the segment is dropped if that gives None."""
     at = data.index(bytes([0xFF, marker]))
     length = int.from_bytes(data[at + 2 : at + 4], "big")
     body = change(data[at + 4 : at + 2 + length])
@@ -155,8 +155,7 @@ def widened(body):
 
 
 def with_ratios(rng, height, width, ratios):
-    """Return a file with these sampling factors, which need not be ones that an encoder writes: random coefficients in codes of one or two
-    bits."""
+    """Return a file with any sampling factors, also such that no encoder writes: random coefficients in short codes."""
 
     def block():
         small = rng.integers(8, size=rng.integers(12))
@@ -183,7 +182,7 @@ def with_ratios(rng, height, width, ratios):
 
 
 def test_all_sampling_ratios(device):
-    """Those that are refused are no JPEGs to OpenCV either: more than ten blocks an MCU, or no whole ratio."""
+    """Refused files are no JPEGs to OpenCV either: they have more than ten blocks per MCU, or no integer ratio."""
     rng, factors, files = np.random.default_rng(0), list(itertools.product((1, 2, 3, 4), repeat=2)), []
     for luma, chroma in itertools.product(factors, factors):
         for other in {chroma, chroma[::-1]}:
@@ -258,7 +257,7 @@ def test_refusals_say_why():
 
 
 def test_a_file_without_its_end_is_refused_because_opencv_does_not_agree_with_itself(tmp_path):
-    """imread repairs it; imdecode, which both hosts call, mostly finds nothing."""
+    """imread repairs the file; imdecode, which both frameworks call, mostly finds nothing."""
     rng = np.random.default_rng(0)
     for _ in range(60):
         data = random_file(rng)
@@ -324,7 +323,7 @@ def test_a_packed_jpeg_is_about_as_large_as_its_file(segment):
 
 
 def test_threads_that_share_one_file_pack_the_same():
-    """Damaged files are refused for the same reason."""
+    """Threads also refuse damaged files for the same reason."""
     rng = np.random.default_rng(0)
     files = [of_opencv(make_image(rng, 400, 600), 95, sampling) for sampling in SAMPLINGS]
     for data in list(files):
@@ -466,7 +465,7 @@ def test_rows_that_make_no_sense_are_skipped_on_the_gpu(cuda):
             out = torch.full((2 * 6720,), 9, dtype=torch.uint8, device=cuda)
             ops.jpeg_decode_(out, storage.to(cuda), broken.to(cuda), sizes)
             torch.cuda.synchronize()
-    # A damaged scan: any pixels, no access beside it.
+    # A damaged scan may give any pixels, but no access outside.
     for _ in range(20):
         broken = storage.clone()
         at = torch.from_numpy(rng.integers(0, len(broken), 50))

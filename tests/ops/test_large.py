@@ -1,7 +1,7 @@
-"""Tensors of more than 2^31 elements: where int32 ends, every family goes on, or refuses in one line.
+"""Every family works, or raises a one-line error, with tensors of more than 2^31 elements, where int32 ends.
 
-Batches of many images: what an operator gives for the first image, for the one that holds element 2^31 and for the last is what it
-gives for a batch of three. Losses and norms take the mean over a batch: of equal images it is that of one.
+For operators on each image, the first image, the one that holds element 2^31 and the last give what they give in a
+batch of three. Losses and norms average over a batch: equal images give what one image gives.
 """
 
 import math
@@ -35,7 +35,7 @@ LAST = torch.channels_last
 
 @pytest.fixture
 def large(cuda) -> torch.device:
-    """Return a GPU with room; what the tests before hold is given back."""
+    """Return a GPU with enough free memory, after earlier tests' cached memory is freed."""
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0] / GIB
     if free < ROOM:
@@ -48,7 +48,7 @@ def half(*shape: int) -> Tensor:
 
 
 def repeated(x: Tensor, count: int, device: torch.device | str) -> Tensor:
-    """Return ``count`` images, as they lie in ``x``: x[0] again and again, x[1] and x[2] where x has them as the last two."""
+    """Return ``count`` images in ``x``'s layout: x[0] repeated, with x[1] and x[2], where given, as the last two."""
     form = LAST if x.dim() == 4 and x.is_contiguous(memory_format=LAST) else torch.contiguous_format
     out = torch.empty((count, *x.shape[1:]), dtype=x.dtype, device=device, memory_format=form)
     x = x.to(device)
@@ -66,7 +66,7 @@ def as_list(results: Tensor | tuple[Tensor, ...] | list[Tensor]) -> list[Tensor]
 
 
 class Images(NamedTuple):
-    """``make()``: arguments of three images, on the CPU. ``elements``: of an image, in the largest tensor."""
+    """Hold ``make()``, which returns arguments of three images, and ``elements`` per image of the largest tensor."""
 
     elements: int
     make: Callable[[], list[Tensor]]
@@ -78,7 +78,7 @@ def heads(channels: int, sure: float = -4.0) -> list[Tensor]:
 
 
 def predictions() -> Tensor:
-    """Return (3, 8400, 85), an object in a hundred places."""
+    """Return (3, 8400, 85) with an object in a hundred places."""
     x = torch.rand(3, ANCHOR_COUNT, 85) * 0.2
     x[..., :2] *= 3000
     x[..., 2:4] *= 300
@@ -219,7 +219,7 @@ def test_images(large, name):
 
 @pytest.mark.parametrize("name", PER_IMAGE)
 def test_shapes_of_images(name):
-    """Without memory."""
+    """Meta tensors give the shapes without memory."""
     case = PER_IMAGE[name]
     few = case.make()
     count = LIMIT // case.elements + 2
@@ -233,8 +233,8 @@ def test_shapes_of_images(name):
 
 
 class Batches(NamedTuple):
-    """``make()``: arguments of one image, on the CPU. ``call(count, tensors)``: what is the same for a batch of ``count`` equal
-    images, and what is differentiated."""
+    """Hold ``make()``, which returns arguments of one image on the CPU, and ``call(count, tensors)``, which returns a
+    value that is equal for a batch of ``count`` equal images and the tensor to differentiate."""
 
     elements: int
     make: Callable[[], list[Tensor]]
@@ -258,7 +258,7 @@ def bn_act_cat(count: int, given: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def boxes_of(count: int, columns: int = 6) -> Tensor:
-    """Return two targets an image."""
+    """Return two targets per image."""
     rows = torch.tensor([[0, 1, 0.4, 0.5, 0.3, 0.4, 0.2], [0, 2, 0.7, 0.6, 0.2, 0.3, -0.3]])[:, :columns]
     rows = rows.repeat(count, 1)
     rows[:, 0] = torch.arange(count).repeat_interleave(2)
@@ -266,7 +266,7 @@ def boxes_of(count: int, columns: int = 6) -> Tensor:
 
 
 def of_images(result: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Return the items, and the loss that does not grow with the batch."""
+    """Return the items, and the loss, which does not grow with the batch."""
     loss, items, *_, status = result
     assert not status.any()
     return items, loss
@@ -327,7 +327,7 @@ def of_levels(channels: int, form: torch.memory_format = torch.contiguous_format
 
 
 def mask() -> Tensor:
-    """Return masks of two objects; float16, so that it is repeated as the others are."""
+    """Return masks of two objects, as float16 so that `repeated` can copy them like other tensors."""
     rows = torch.arange(160)
     return ((rows[:, None] + rows) // 40 % 3).half()[None]
 
@@ -375,7 +375,7 @@ BATCHES = {
 
 
 def run_batch(case: Batches, count: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-    """Return the value, and gradients by image and by parameter, of a sum that grows with the batch."""
+    """Return the value, and gradients per image and per parameter, of a sum that grows with the batch."""
     given = case.make()
     images = len(given) - case.parameters
     leaves = [*(repeated(x, count, device) for x in given[:images]), *(x.to(device) for x in given[images:])]
@@ -415,7 +415,7 @@ SIDE = 46400  # its square is beyond the limit
 
 @pytest.mark.alone
 def test_pairs(large):
-    """More pairs than int32 counts, of few boxes."""
+    """There are more pairs than an int32 counts, of few distinct boxes."""
     check_pairs(SIDE, large)
 
 
@@ -469,7 +469,7 @@ def check_padding(count: int, device: torch.device) -> None:
 
 @pytest.mark.alone
 def test_gradients_of_the_stem(large):
-    """Of equal images: that of one, times their number."""
+    """The gradient of equal images is that of one image times their number."""
     count = LIMIT // (16 * 256 * 256) + 2
     squares, grad = (
         torch.randn(1, 16, 256, 256, device=large).bfloat16().contiguous(memory_format=LAST) for _ in range(2)
@@ -514,7 +514,7 @@ def test_bytes_of_images(large):
 
 
 def check_images(count: int, offset: int, device: torch.device) -> None:
-    """Check resized images and JPEGs, from behind the limit to behind the limit; then bytes that are copied."""
+    """Check resized images and JPEGs that lie beyond the limit and are written beyond it; then copied bytes."""
     size = 640 * 480 * 3
     storage = torch.zeros(offset + SOURCE.size, dtype=torch.uint8, device=device)
     storage[offset:] = torch.from_numpy(SOURCE).to(device)
@@ -537,7 +537,7 @@ def check_images(count: int, offset: int, device: torch.device) -> None:
 
 
 def test_bytes_that_are_copied():
-    """On the CPU alone; 4 GiB, of which the system gives what is written."""
+    """This runs on the CPU alone. It allocates 4 GiB, of which the system provides only what is written."""
     count = 3 << 20
     source, out = (torch.empty(LIMIT + count, dtype=torch.uint8) for _ in range(2))
     source[LIMIT:] = torch.arange(count).byte()

@@ -1,4 +1,4 @@
-"""The one formula of the letterbox against the letterboxes and scale_boxes of both real hosts, over random sizes."""
+"""Compare the letterbox formula with the letterboxes and scale_boxes of both frameworks, over random sizes."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ GREY = 114
 
 
 def sizes(count: int):
-    """Yield shapes of images and of inputs; some fit exactly, some leave half a pixel, some have a side that shrinks to nothing."""
+    """Yield sizes of images and inputs: some fit exactly, some leave half a pixel, some shrink a side to nothing."""
     random = np.random.default_rng(0)
     for _ in range(count):
         yield tuple(random.integers(1, 130, 2).tolist()), tuple((random.integers(1, 9, 2) * 16).tolist())
@@ -21,7 +21,7 @@ def sizes(count: int):
 
 
 def rectangle(image: np.ndarray) -> tuple[int, int, int, int]:
-    """Return height, width, top and left of what is not border."""
+    """Return the height, width, top and left of the area inside the border."""
     rows, columns = (np.flatnonzero((image != GREY).any((2, 1 - axis))) for axis in (0, 1))
     return len(rows), len(columns), int(rows[0]), int(columns[0])
 
@@ -52,7 +52,7 @@ def test_places_as_yolov5():
 
 @pytest.mark.parametrize("host", ["yolov5", "ultralytics"])
 def test_boxes_come_back_as_the_host_brings_them(host):
-    """In float64, up to its rounding."""
+    """Boxes equal the framework's in float64, up to rounding."""
     module = {"yolov5": "yolov5.utils.general", "ultralytics": "ultralytics.utils.ops"}[host]
     scale_boxes = pytest.importorskip(module, exc_type=ImportError).scale_boxes
     boxes = torch.rand(20, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 140

@@ -1,4 +1,4 @@
-"""linear_assignment against scipy.optimize.linear_sum_assignment, to the index."""
+"""Compare linear_assignment with scipy.optimize.linear_sum_assignment, index for index."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def expected(cost: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 
 def near(rng, problems, rows, columns):
-    """Return distances of boxes, most of which lie beside a target: the searches are long."""
+    """Return distances of boxes, most of which lie near a target, so that the searches are long."""
     targets = rng.random((problems, columns, 4))
     beside = np.take_along_axis(targets, rng.integers(max(columns, 1), size=(problems, rows, 1)), 1) if columns else 0
     queries = np.where(rng.random((problems, rows, 1)) < 0.7, beside + rng.normal(0, 0.02, (problems, rows, 4)), 0.5)
@@ -50,7 +50,7 @@ KINDS = {
 
 
 def make(kind, problems, rows, columns, seed=0, full=False):
-    """Return costs, and how many columns count: from none to all."""
+    """Return costs, and how many columns count in each problem: from none to all."""
     rng = np.random.default_rng([seed, rows, columns])
     cost = torch.from_numpy(np.asarray(KINDS[kind](rng, problems, rows, columns), np.float64))
     used = rng.integers(0, columns + 1, problems)
@@ -58,7 +58,7 @@ def make(kind, problems, rows, columns, seed=0, full=False):
     return cost, torch.from_numpy(used)
 
 
-# More rows, more columns, as many; beyond what a warp has in registers (320, 960).
+# The sizes have more rows, more columns or as many of both, also more than a warp keeps in registers (320, 960).
 SIZES = [(30, 7), (7, 30), (9, 9), (40, 33), (64, 65), (1, 5), (5, 1), (100, 40)]
 
 
@@ -123,7 +123,7 @@ def test_empty(device, shape):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("rows, columns", [(30, 7), (7, 30), (1000, 5)])
 def test_costs_that_are_no_numbers(device, rows, columns, bad):
-    """On a GPU the error comes with a later call, and the others are solved all the same."""
+    """On a GPU a later call raises the error, and the other problems are still solved."""
     cost, used = make("random", 5, rows, columns, full=True)
     wanted = expected(cost, used)
     cost[3, 1, 4] = cost[4, 0, 0] = bad
@@ -183,7 +183,7 @@ def test_mixed_devices(cuda):
 
 
 def test_graph(cuda):
-    """What a replay cannot solve is -1, and raises nothing."""
+    """A replay that cannot solve a problem gives -1 and raises nothing."""
     cost, used = (tensor.to(cuda) for tensor in make("near", 20, 300, 30))
     graph, found = capture(lambda: ops.linear_assignment(cost, used))
     cost[3, 0, 0] = float("nan")

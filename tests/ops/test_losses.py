@@ -1,4 +1,4 @@
-"""What the losses over raw heads and rows of targets have in common: YOLOv5's, and that of Ultralytics' detectors."""
+"""Test what the losses over raw heads and rows of targets share: YOLOv5's and those of Ultralytics' detectors."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from torch_fastdet import ops
 
 
 class Loss(NamedTuple):
-    """An operator that gives the loss first and the status last."""
+    """Hold an operator that returns the loss first and the status last."""
 
     call: Any
     fault: Any

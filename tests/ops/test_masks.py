@@ -1,4 +1,4 @@
-"""instance_masks: the definition in float64, and the mask functions of the installed yolov5 and ultralytics."""
+"""Compare instance_masks with its float64 definition and with yolov5's and ultralytics' mask functions."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from tests.references import masks as reference
 from torch_fastdet import masks, ops
 
-# A pixel whose exact margin is below this may be decided either way: float32 sums of a few dozen products of this size.
+# A pixel whose exact margin is below this may go either way: its float32 sum has a few dozen products of this size.
 CLOSE = 2e-5
 
 
 def problem(n: int, height: int, width: int, size: tuple[int, int], channels: int = 8, seed: int = 0):
-    """Return prototypes, coefficients and boxes in pixels of ``size``, many across its border, some empty, outside or not numbers."""
+    """Return prototypes, coefficients and boxes in pixels of ``size``: some cross its border, are empty or NaN."""
     g = torch.Generator().manual_seed(seed)
     protos = torch.randn(channels, height, width, generator=g)
     coefficients = torch.randn(n, channels, generator=g)
@@ -38,14 +38,14 @@ def problem(n: int, height: int, width: int, size: tuple[int, int], channels: in
 
 
 def assert_is_the_definition(found: torch.Tensor, margins: torch.Tensor, few: float = 1e-3) -> None:
-    """Compare every pixel but those within rounding of the threshold, of which there may be only a few."""
+    """Compare all pixels except those within rounding of the threshold, of which there may be only a few."""
     found, wanted = found.cpu().bool(), margins > 0
     differs = found != wanted
     assert (margins[differs].abs() < CLOSE).all(), f"margins {margins[differs].abs().max()}"
     assert differs.sum() <= few * differs.numel() + 2
 
 
-# height, width of the prototypes; size; options
+# Each case has the prototypes' height and width, the size, and options.
 CASES = [
     (40, 40, (160, 160), {}),
     (40, 40, (160, 160), {"sigmoid": True}),
@@ -175,7 +175,7 @@ IMAGES = [(160, 160), (97, 211), (213, 100), (37, 41), (300, 450), (20, 20), (1,
 
 
 def compare(ours, stock, tensors, device, *arguments) -> None:
-    """Assert equality but for pixels within rounding, of which there are at most 3 in 100,000."""
+    """Assert equality except for pixels within rounding, of which there may be 3 in 100,000."""
     wanted = stock(*(t.clone() for t in tensors), *arguments)
     given = [t.to(device) for t in tensors]
     found = ours(*given, *arguments)
@@ -215,7 +215,7 @@ def test_equals_yolov5(device, low, size):
 
 
 def test_takes_what_stock_takes(device):
-    """One box for all masks, and the shape of an image with channels where nothing is resampled."""
+    """The functions accept one box for all masks, and an image shape with channels where nothing is resampled."""
     theirs = pytest.importorskip("ultralytics.utils.ops")
     general = pytest.importorskip("yolov5.utils.segment.general")
     protos, coefficients, _ = problem(5, 24, 40, (96, 160))
@@ -240,7 +240,7 @@ def test_no_other_memory(cuda):
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     found = ops.instance_masks(*tensors, [640, 640])
-    # PyTorch hands out a cached block whole if less than 1 MiB of it would be left.
+    # PyTorch returns a whole cached block if less than 1 MiB of it would be left.
     assert torch.cuda.max_memory_allocated() - before <= found.numel() + 2**20
 
 

@@ -1,4 +1,4 @@
-"""match_detections and confusion_matrix_: the definition, and the validators of the installed yolov5 and ultralytics."""
+"""Compare match_detections and confusion_matrix_ with their definitions and both frameworks' validators."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def image(n: int, m: int, seed: int, classes: int = 3) -> tuple[torch.Tensor, to
 
 
 def rectangles(boxes: torch.Tensor, side: int) -> torch.Tensor:
-    """Return the pixels inside of boxes (n, 4) as masks (n, side, side) of bools."""
+    """Return the pixels inside boxes (n, 4) as boolean masks (n, side, side)."""
     left, top, right, bottom = boxes.T[:, :, None, None]
     y, x = torch.arange(side)[:, None], torch.arange(side)
     return (x >= left) & (x < right) & (y >= top) & (y < bottom)
@@ -57,7 +57,7 @@ def test_match_is_the_definition(device, n, m, rule):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("n, m", SIZES)
 def test_other_overlaps_give_the_definition(device, n, m, rule):
-    """Such as those of masks, in images of a batch; overlaps of equal value among them."""
+    """Given overlaps, such as those of masks, are used for the images of a batch, also where some are equal."""
     matrix, counted = torch.zeros(4, 4, dtype=torch.int64, device=device), np.zeros((4, 4), dtype=np.int64)
     generator = torch.Generator().manual_seed(n + m)
     counts, labels, rows, overlaps = torch.tensor([n, n // 2]), [], [], []

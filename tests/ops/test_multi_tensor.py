@@ -1,4 +1,4 @@
-"""The multi_tensor operators over lists of odd sizes, types, strides and alignments, on both devices."""
+"""Test the multi_tensor operators over lists of odd sizes, types, strides and alignments, on both devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 2e-6, torch.float64: 1e-14}
 OP = torch.ops.torch_fastdet
 
-# Sizes at a segment's and a vector's border; empty tensors first, in the middle and last (pytorch #94865, #100811).
+# Sizes lie around a segment's and a vector's; some tensors are empty, also the first and last (pytorch #94865,
+# #100811).
 SHAPES = [
     (0,),
     (1,),
@@ -40,7 +41,7 @@ def tensors(shapes, device, dtype=torch.float32, seed=0):
 
 
 def unaligned(shapes, device, dtype, seed=0):
-    """Return tensors whose storage begins one element after a 16-byte border."""
+    """Return tensors whose storage begins one element after a 16-byte boundary."""
     result = []
     for value in tensors(shapes, device, dtype, seed):
         flat = torch.empty(value.numel() + 1, device=device, dtype=dtype)[1:]
@@ -49,7 +50,7 @@ def unaligned(shapes, device, dtype, seed=0):
 
 
 def strided(device, dtype, seed=0):
-    """Return tensors that lie otherwise in memory: channels_last, transposed, with gaps, a slice."""
+    """Return tensors with other layouts: channels_last, transposed, with gaps, a slice."""
     a, b, c, d = tensors([(4, 6, 5, 3), (70, 33), (40, 40), (9, 8, 7)], device, dtype, seed)
     return [a.contiguous(memory_format=torch.channels_last), b.t(), c[::2, 1::3], d.permute(2, 0, 1)[1:]]
 
@@ -133,7 +134,7 @@ def test_found_inf_finds_one_value_anywhere(device, bad, where):
         found_inf = torch.zeros((), device=device)
         ops.multi_tensor_unscale_(grads, torch.tensor(2.0, device=device), found_inf)
         assert float(found_inf) == 1
-        # A later list without one leaves it set.
+        # A later list without an infinite value leaves found_inf set.
         ops.multi_tensor_unscale_(tensors(SHAPES, device), torch.tensor(2.0, device=device), found_inf)
         assert float(found_inf) == 1
 
@@ -195,7 +196,7 @@ def test_scalars_in_device_memory(device):
 
 @pytest.mark.parametrize("first", [False, True])
 def test_a_momentum_of_0_in_device_memory_is_none(device, first):
-    """As in torch.optim.SGD, which then reads and writes no buffer, and dampens nothing."""
+    """A momentum of 0 reads and writes no buffer and dampens nothing, as in torch.optim.SGD."""
     params, grads, buffers = lists("odd sizes", device, torch.float32, 3)
     others, before = [p.clone() for p in params], [m.clone() for m in buffers]
     options = {"dampening": 0.5, "weight_decay": 0.1, "nesterov": False, "is_first_step": first}
@@ -238,7 +239,7 @@ def test_scalars_in_device_memory_are_not_read_by_the_host(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_grad_scale_steps_with_the_gradient_as_it_is_stored(device, dtype):
-    """As unscale_ and a step do."""
+    """grad_scale gives what unscale_ and then a step give."""
     params, grads, buffers = lists("odd sizes", device, dtype, 3)
     others = [[t.clone() for t in part] for part in (params, grads, buffers)]
     scale, found_inf = torch.tensor(3.0, device=device), torch.zeros((), device=device)
@@ -271,7 +272,7 @@ def test_mixed_dtypes_and_strides_in_one_list(device):
 
 
 def test_gradients_that_lie_otherwise_than_their_parameters(device):
-    """Bug 34: fused SGD is wrong with differing layouts."""
+    """Layouts of parameters and gradients may differ (bug 34: fused SGD is wrong with differing layouts)."""
     (param,) = tensors([(6, 8, 5, 3)], device)
     grad = tensors([(6, 8, 5, 3)], device, seed=1)[0].contiguous(memory_format=torch.channels_last)
     buffer = tensors([(3, 5, 8, 6)], device, seed=2)[0].permute(3, 2, 1, 0)
@@ -323,7 +324,7 @@ def test_errors_name_the_index_before_anything_is_written(device, case):
 
 
 def test_nothing_is_recorded(device):
-    """Parameters are written as they are; a norm has no gradient; what a recorded operation made cannot be written."""
+    """Leaves are written as they are, a norm has no gradient, and results of recorded operations cannot be written."""
     leaves = [torch.randn(3, device=device, requires_grad=True) for _ in range(2)]
     assert not ops.multi_tensor_norm(leaves).requires_grad
     assert not ops.multi_tensor_clip_grad_norm_(leaves, 0.5).requires_grad
@@ -368,7 +369,7 @@ def step(params: list[torch.Tensor], grads: list[torch.Tensor], buffers: list[to
 
 
 def test_many_calls_in_one_capture(cuda):
-    """More than torch's pool has streams, 32: each list is uploaded on a stream that does not capture."""
+    """More streams are used than torch's pool has, 32; each list is uploaded on a stream that does not capture."""
     averages, values = lists("odd sizes", cuda, torch.float32, 2)
     wanted = [t.clone() for t in averages]
     for pooled in range(40):
@@ -409,7 +410,7 @@ def test_graph_frees_its_work_list(cuda):
         torch.cuda.synchronize()
         graph.reset()
         del graph
-    # CUDA says on a thread of its own that a graph is gone.
+    # CUDA reports on a thread of its own that a graph is destroyed.
     for _ in range(100):
         if allocated() <= before:
             return
@@ -419,7 +420,7 @@ def test_graph_frees_its_work_list(cuda):
 
 @pytest.mark.alone
 def test_more_than_2_to_31_elements(cuda):
-    """apex #1825: sizes kept as int32: illegal access, or silently no update."""
+    """Sizes kept as int32 caused an illegal access or silently no update (apex #1825)."""
     count = (1 << 31) + 4099
     free, _ = torch.cuda.mem_get_info()
     if free < 4 * count + (1 << 30):

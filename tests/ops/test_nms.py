@@ -1,4 +1,4 @@
-"""Padded suppression, decode and post-processing against the oracles, on both devices."""
+"""Compare padded suppression, decode and post-processing with the oracles, on both devices."""
 
 import math
 import sys
@@ -21,7 +21,7 @@ def lists(result):
 
 
 def check(prediction, device, layout="yolov5", **options):
-    """Compare both forms with the oracle: rows equal bit for bit, zero past the count."""
+    """Compare both forms with the oracle: rows are equal bit for bit, and zero past the count."""
     function = ops.non_max_suppression_padded if layout == "yolov5" else ops.ultralytics_non_max_suppression_padded
     labels = options.get("labels")
     placed = options | ({"labels": labels.to(device)} if labels is not None else {})
@@ -82,7 +82,7 @@ def test_ultralytics_options(device, dtype, options):
 
 
 def few_candidates(anchors, classes=6):
-    """Return a prediction, channels first. A thirtieth of the anchors passes .25; some scores are NaN, infinite, above 1 or .25."""
+    """Return a channels-first prediction where 1/30 of the anchors pass .25; some scores are NaN or infinite."""
     g = torch.Generator().manual_seed(anchors)
     prediction = as_ultralytics(clustered(2, anchors, classes, seed=anchors)).contiguous()
     scores = prediction[:, 4:]
@@ -97,7 +97,7 @@ def few_candidates(anchors, classes=6):
 @pytest.mark.parametrize("anchors", [1, 7, 511, 512, 513, 1025, 2047, 2049, 4500])
 @pytest.mark.parametrize("options", ["default", "agnostic", "classes", "cut", "exact", "everything", "nothing"])
 def test_ultralytics_few_candidates(device, anchors, options):
-    """The CPU looks through the class scores of neighbouring anchors together: whatever their number."""
+    """The CPU searches the class scores of neighbouring anchors together, for any number of anchors."""
     prediction = few_candidates(anchors)
     for multi_label in (False, True):
         check(prediction, device, "ultralytics", **OPTIONS[options] | {"multi_label": multi_label})
@@ -128,13 +128,13 @@ def test_adversarial(device, name, options, dtype):
 
 @pytest.mark.parametrize("threshold, kept", [(0.5, 4), (math.nextafter(0.5, 0), 4), (0.4999, 2)])
 def test_iou_at_the_threshold_is_kept(device, threshold, kept):
-    """One rule on both devices, IoU > float32(threshold)."""
+    """Both devices suppress where IoU > float32(threshold)."""
     _, counts = ops.non_max_suppression_padded(ADVERSARIAL["IoU at the threshold"].to(device), iou_thres=threshold)
     assert counts.tolist() == [kept]
 
 
 def test_iou_at_point_six_is_kept(device):
-    """0.6 is not a float32: the IoU 6 / 10 rounds to the very float that the threshold rounds to, so it is kept."""
+    """0.6 is not a float32: the IoU 6 / 10 rounds to the same float as the threshold, so the box is kept."""
     _, counts = ops.non_max_suppression_padded(ADVERSARIAL["IoU at 0.6"].to(device), iou_thres=0.6)
     assert counts.tolist() == [2]
 
@@ -147,14 +147,14 @@ def test_exact_classes_do_not_leak(device):
 
 
 def test_half_boxes_above_256_pixels(device):
-    """Areas of half boxes are float32."""
+    """Areas of half-precision boxes are computed in float32."""
     boxes = torch.tensor([[400.0, 400, 600, 600], [404, 400, 600, 600], [1000, 1000, 30, 30]])
     prediction = of_boxes(boxes, torch.tensor([0.9, 0.8, 0.7])).half().to(device)
     assert ops.non_max_suppression_padded(prediction)[1].tolist() == [2]
 
 
 def test_half_offset_does_not_merge(device):
-    """Class 79's offset does not fit half; neighbours there are told apart, duplicates suppressed."""
+    """Class 79's offset does not fit half precision; neighbors there stay apart, and duplicates are suppressed."""
     boxes = torch.tensor([[100.0, 100, 20, 20], [101, 100, 20, 20], [130, 100, 20, 20]])
     prediction = of_boxes(boxes, torch.tensor([0.9, 0.8, 0.7]), 80, torch.tensor([79, 79, 79])).half().to(device)
     assert ops.non_max_suppression_padded(prediction)[1].tolist() == [2]
@@ -194,7 +194,7 @@ def test_labels(device, dtype, options):
 
 
 def test_layouts(device):
-    """Any strides, both dtypes of alignment, no copy that changes results."""
+    """Any strides and alignments give the same results."""
     base = clustered(2, 333, 5)
     wide = torch.zeros(2, 340, 16)
     wide[:, 3:336, 2:12] = base
@@ -228,7 +228,7 @@ def test_one_image_full_the_rest_empty(device):
 @pytest.mark.parametrize("tied", [False, True], ids=["scattered", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_more_candidates_than_max_nms(device, tied, dtype):
-    """88,000 candidates: the selection overflows its first buffer and cuts by score, then by index."""
+    """With 88,000 candidates the selection overflows its first buffer and cuts by score, then by index."""
     prediction = clustered(2, 1100, 80, seed=3)
     prediction[..., 4] = 1
     if tied:
@@ -247,7 +247,7 @@ def test_many_classes(device):
 
 
 def test_large_kept_list(device):
-    """More detections than one block keeps in shared memory."""
+    """There are more detections than one block keeps in shared memory."""
     g = torch.Generator().manual_seed(0)
     boxes = torch.rand(6000, 4, generator=g) * torch.tensor([2000.0, 2000, 30, 30])
     check(of_boxes(boxes, torch.rand(6000, generator=g)), device, conf_thres=0.1, max_det=6000)
@@ -315,7 +315,7 @@ def test_bad_input_is_a_sentence(device, message):
 
 
 def test_one_class_and_all_candidates(device):
-    """An int is one class, and the greatest integer is "all candidates"."""
+    """An int stands for one class, and the greatest integer for "all candidates"."""
     prediction = clustered(2, 50, 3).to(device)
     assert_equal = lambda a, b: [torch.testing.assert_close(x, y, rtol=0, atol=0) for x, y in zip(a, b)]  # noqa: E731
     assert_equal(
@@ -406,7 +406,7 @@ def test_yolov5_postprocess_is_decode_and_suppression(device, form, dtype, optio
 
 
 def test_postprocess_at_every_threshold(device):
-    """The comparison of logits never disagrees with that of rounded scores: thresholds that are scores themselves."""
+    """Comparing logits and comparing rounded scores agree, also where thresholds are scores themselves."""
     heads = [h.to(device) for h in yolov5_heads(1, 3, dtype=torch.float16)]
     prediction = ops.yolov5_decode(heads, ANCHORS.to(device), STRIDES)
     for threshold in prediction[0, ::37, 4].tolist():
@@ -453,7 +453,7 @@ def test_ultralytics_postprocess(device, channels_last, reg_max, options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", ["default", "validation", "classes", "everything", "nothing"])
 def test_ultralytics_postprocess_of_any_strides(device, dtype, options):
-    """Few candidates, logits that are NaN or infinite: the same from maps whose cells lie side by side, and others."""
+    """Few candidates, some of NaN or infinite logits, are the same from maps with contiguous cells and others."""
     g = torch.Generator().manual_seed(0)
     boxes, scores, wide, last = [], [], [], []
     for ny, nx in ((37, 41), (1, 9), (3, 1)):

@@ -1,4 +1,4 @@
-"""What surrounds the post-processing operators: compilers, graphs, streams, torchvision, modules, memory."""
+"""Test the post-processing operators with compilers, graphs, streams, torchvision, modules and memory limits."""
 
 import io
 
@@ -36,7 +36,7 @@ def test_decode_gradient(device, form):
 
 @pytest.mark.parametrize("marked", [False, True])
 def test_compile_for_any_number_of_labels(device, marked):
-    """More counts than torch.compile would recompile for; letterboxes with them."""
+    """The test takes more label counts than torch.compile would recompile for, and letterboxes with them."""
     prediction = clustered(3, 100, 5, 2).to(device)
     letterboxes = torch.tensor([ops.letterbox([640, 640], [480, 640])] * 3, device=device)
 
@@ -178,7 +178,7 @@ def test_ultralytics_module(device):
 
 @pytest.mark.parametrize("name", ["mask_coefficient", "kpts"])
 def test_ultralytics_dict_with_more_than_boxes(device, name):
-    """Segment and Pose heads: their own channels come out beside the boxes."""
+    """The channels of Segment and Pose heads come out beside the boxes."""
     heads = [h.to(device) for h in ultralytics_heads(2, 5, 16, 3)]
     boxes, scores = split_heads(heads, 16, 5)
     extra = [h[:, 69:] for h in heads]
@@ -195,7 +195,7 @@ def test_ultralytics_dict_with_more_than_boxes(device, name):
 
 
 class Detect(torch.nn.Module):
-    """The attributes that from_model reads, as YOLOv5 and Ultralytics name them."""
+    """Provide the attributes that from_model reads, as YOLOv5 and Ultralytics name them."""
 
     def __init__(self):
         super().__init__()
@@ -226,7 +226,7 @@ def test_modules_from_a_model(device):
 
 
 def test_modules_store_plain_numbers(device):
-    """TorchScript takes neither an int for a float, nor numpy's integers, nor one class for a list."""
+    """TorchScript accepts neither an int for a float, nor numpy's integers, nor one class for a list."""
     given = {"conf_thres": 0, "iou_thres": 1, "classes": 2, "max_wh": 7680, "multi_label": 1, "agnostic": 0}
     given |= {name: np.int64(40) for name in ("max_det", "max_nms")}
     nc, nm, reg_max = np.int64(4), np.int32(2), np.int64(16)
@@ -264,7 +264,7 @@ GRAPHED = {
 
 @pytest.mark.parametrize("options", GRAPHED.values(), ids=GRAPHED.keys())
 def test_graph_replay_with_changed_inputs(cuda, options):
-    """Other data, other counts: from hardly any candidate to many more than the buffer holds."""
+    """Replays follow other data with other counts, from hardly any candidate to many more than the buffer holds."""
     inputs = [clustered(2, 900, 80, seed=s) for s in range(3)]
     inputs[1][..., 4] *= 0.001
     inputs[2][..., 4] = 1
@@ -279,7 +279,7 @@ def test_graph_replay_with_changed_inputs(cuda, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [5, 13, 32, 50])
 def test_torchvision_keeps_the_same(cuda, size):
-    """100,000 random small cases, index for index."""
+    """100,000 random small cases keep the same indices."""
     from torchvision.ops import nms
 
     cases = 25_000
@@ -299,7 +299,7 @@ def test_torchvision_keeps_the_same(cuda, size):
 
 
 def test_input_that_is_written_meanwhile(cuda):
-    """A missing wait between streams gives results of no use, but must not reach memory that is not ours."""
+    """A missing wait between streams gives useless results, but must not access memory outside the tensors."""
     prediction, side = torch.rand(4, 25_200, 85, device=cuda), torch.cuda.Stream()
     torch.cuda.synchronize()
     for _ in range(50):
@@ -311,7 +311,7 @@ def test_input_that_is_written_meanwhile(cuda):
 
 
 def test_workspace_is_bounded_by_the_capacity(cuda):
-    """2.7 million candidates in one image; 8 bytes each of what fits, not of what passes (nor its square: bug 12)."""
+    """2.7 million candidates of an image take 8 bytes for each that fits, not for each that passes (bug 12)."""
     prediction = torch.rand(1, 33_000, 85, device=cuda)
     prediction[..., :4] *= 640
     torch.cuda.synchronize()
@@ -323,7 +323,7 @@ def test_workspace_is_bounded_by_the_capacity(cuda):
 
 
 def test_more_than_370000_boxes(cuda):
-    """The bit matrix of so many boxes overflows int32 elsewhere."""
+    """The bit matrix of this many boxes would overflow int32."""
     g = torch.Generator().manual_seed(0)
     prediction = torch.rand(1, 400_000, 6, generator=g)
     prediction[..., :4] *= torch.tensor([20000.0, 20000, 40, 40])

@@ -1,4 +1,4 @@
-"""max_pools_cat and max_pool against their definition and PyTorch's max pooling."""
+"""Compare max_pools_cat and max_pool with their definition and PyTorch's max pooling."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.references import pool as reference
 from torch_fastdet import ops
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-# Shape, kernel, poolings: vectors and single elements, maps smaller than the window, several trips of a block's threads.
+# The cases (shape, kernel, poolings) take vectors, single elements, small maps and several trips of a block's threads.
 CASES = [
     ((2, 16, 6, 7), 5, 3),
     ((1, 3, 5, 4), 5, 3),
@@ -25,7 +25,7 @@ backward = torch.ops.torch_fastdet.max_pools_cat_backward
 
 
 def random(shape, device, dtype=torch.float32, memory_format=torch.contiguous_format):
-    # From the CPU's generator, with many ties.
+    # Values come from the CPU's generator, with many ties.
     return torch.randn(shape).mul_(2).round_().div_(2).to(device=device, dtype=dtype, memory_format=memory_format)
 
 
@@ -45,7 +45,7 @@ def test_values_and_gradients(device, shape, kernel_size, pools, dtype, memory_f
     expected, sources = reference.max_pools_cat(x.detach(), kernel_size, pools)
     assert y.dtype == dtype and torch.equal(y.double(), expected)
     assert y.stride() == stock(x, kernel_size, pools).stride()
-    # Halves of small numbers: sums are exact in every type.
+    # Halves of small numbers have exact sums in every type.
     grad = random(y.shape, device, dtype, memory_format)
     (grad_x,) = torch.autograd.grad(y, x, grad)
     exact = reference.max_pools_cat_backward(grad, sources)

@@ -1,4 +1,4 @@
-"""Suppression of rotated boxes against the float64 oracle, on both devices."""
+"""Compare suppression of rotated boxes with the float64 oracle, on both devices."""
 
 import pytest
 import torch
@@ -55,14 +55,14 @@ def test_few_candidates(device, multi_label):
 @pytest.mark.sanitizer
 @pytest.mark.parametrize("rule", ["fast", "greedy"])
 def test_many_chunks(device, rule):
-    """Three of the GPU's 2048. The CPU has none, and the oracle takes seconds for so many."""
+    """The boxes take three of the GPU's chunks of 2048; for the CPU, without chunks, the oracle would take seconds."""
     count = 4200 if device.type == "cuda" else 900
     check(rotated(1, count, 2, size=4000.0), device, 2, rotated=rule, conf_thres=0.001, max_det=count)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-9)], ids=str)
 def test_probiou(device, dtype, tolerance):
-    """A pair is decided as float64 does once the threshold is `tolerance` away from its similarity."""
+    """A pair is decided as in float64 once the threshold is `tolerance` away from its similarity."""
     g = torch.Generator().manual_seed(0)
     first = torch.rand(60, 5, generator=g, dtype=torch.float64) * torch.tensor([50, 50, 60, 60, 7]) + 3
     second = first + torch.randn(60, 5, generator=g, dtype=torch.float64) * torch.tensor([5, 5, 3, 3, 0.3])
@@ -87,7 +87,7 @@ def test_fast_and_greedy_part(device):
 
 @pytest.mark.parametrize("rule", ["fast", "greedy"])
 def test_the_same_box_written_another_way(device, rule):
-    """Plus a turn by pi, or with exchanged sides and a quarter turn; also far from 0 and at the head's own ends."""
+    """Turns by pi, and exchanged sides with a quarter turn, give the same box, also at the ends of the range."""
     angle = torch.tensor(
         [-torch.pi / 4, 3 * torch.pi / 4, 7 * torch.pi / 4, torch.pi / 4, 40 * torch.pi - torch.pi / 4]
     )
@@ -146,7 +146,7 @@ def test_repeats_bitwise(device):
 @pytest.mark.parametrize("extra_kind", ["raw", "angle_logit"])
 @pytest.mark.parametrize("rule", ["fast", "greedy"])
 def test_heads(device, rule, extra_kind):
-    """Raw maps in float64 against the decoded prediction: the same detections."""
+    """Raw maps give the same detections in float64 as the decoded prediction."""
     heads = [h.to(device) for h in ultralytics_heads(2, 3, ne=1, dtype=torch.float64)]
     boxes, scores, angles = ([h[:, a:b] for h in heads] for a, b in ((0, 64), (64, 67), (67, 68)))
     decoded = []
@@ -171,7 +171,7 @@ def test_heads(device, rule, extra_kind):
 @pytest.mark.parametrize("values", ["xy", "xyv"])
 @pytest.mark.parametrize("cells", [False, True])
 def test_keypoints(device, cells, values):
-    """Decoded with their anchor, and scaled and clipped where letterboxes are given."""
+    """Keypoints are decoded with their anchor, and scaled and clipped where letterboxes are given."""
     count = 3 * len(values)
     heads = [h.to(device) for h in ultralytics_heads(2, 2, ne=count)]
     boxes, scores, raw = ([h[:, a:b] for h in heads] for a, b in ((0, 64), (64, 66), (66, 66 + count)))
@@ -218,7 +218,7 @@ def test_bad_input_is_a_sentence(message):
 
 
 def test_memory_of_many_candidates(cuda):
-    """30,000 candidates in each of 16 images: no N x N matrix."""
+    """30,000 candidates in each of 16 images need no N x N matrix."""
     prediction = rotated(1, 30000, 1, size=3000.0).expand(16, -1, -1).to(cuda)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

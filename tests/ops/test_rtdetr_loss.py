@@ -1,4 +1,4 @@
-"""rtdetr_loss against its definition in float64, and against RTDETRDetectionLoss of the installed ultralytics."""
+"""Compare rtdetr_loss with its float64 definition and with RTDETRDetectionLoss of the installed ultralytics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 operator = torch.ops.torch_fastdet.rtdetr_loss
 backward_operator = torch.ops.torch_fastdet.rtdetr_loss_backward
 
-# counts, queries, classes, sets, denoising sets and groups
+# Each case has counts, queries, classes, sets, denoising sets and groups.
 CASES = [
     ([3, 0, 5], 20, 6, 4, 3, 2),
     ([0, 0], 20, 6, 3, 0, 0),
@@ -59,13 +59,13 @@ class Problem:
         return (boxes, scores, self.targets, self.counts, *noisy, *([self.matches] if noisy else []))
 
     def run(self, function=ops.rtdetr_loss, grad=1.5, **options):
-        """Return loss, terms, status and gradients."""
+        """Return the loss, terms, status and gradients."""
         leaves = [tensor.detach().requires_grad_() for tensor in self.predictions]
         loss, terms, status = function(*self.arguments(leaves), **options)
         return loss, terms, status, torch.autograd.grad(loss, leaves, torch.full_like(loss, grad))
 
     def exact(self, grad=1.5, **options):
-        """Return terms and gradients of the definition."""
+        """Return the terms and gradients of the definition."""
         leaves = [tensor.detach().cpu().double().requires_grad_() for tensor in self.predictions]
         matches = None if self.matches is None else self.matches.cpu()
         terms = reference.rtdetr_loss(
@@ -137,7 +137,7 @@ def test_is_stocks(case):
 
 
 def test_predictions_that_are_no_numbers(device):
-    """Their costs are 0, so that they take part in the assignment; the loss is NaN."""
+    """NaN and infinite predictions get costs of 0, so that they take part in the assignment; the loss is NaN."""
     problem = Problem(CASES[0], device)
     problem.predictions[1][0, 0, 3] = float("nan")
     problem.predictions[0][1, 2, 4] = float("inf")
@@ -227,7 +227,7 @@ def test_gradcheck(device):
     def loss(*predictions):
         return operator(*problem.arguments(predictions))[0]
 
-    # IoU is a constant in the class term, as a score: its gradient is left out, so boxes are checked without that term.
+    # As a score of the class term IoU gets no gradient, so boxes are checked without that term.
     assert torch.autograd.gradcheck(lambda s: loss(leaves[0].detach(), s, *leaves[2:]), (leaves[1],))
     without = {"class_gain": 0.0}
     boxes = [leaves[0], leaves[2]]

@@ -1,4 +1,4 @@
-"""sum_slices: the bits of torch's additions and copies, in the slice alone. pad_and_sum and sum_rows: copies, and sums within rounding."""
+"""Compare sum_slices, bit for bit, with torch's additions and copies; pad_and_sum and sum_rows within rounding."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_errors_are_one_line_and_write_nothing(device, change, message):
 
 
 def test_large_slices(cuda):
-    """More rows than a launch has blocks' rows beside each other."""
+    """The slices have more rows than the blocks of a launch take at once."""
     x = slices(3, (16, 48, 160, 160), cuda, torch.float16, torch.channels_last)
     out = torch.empty_like(x[0])
     sum_slices(x, out)
@@ -87,7 +87,7 @@ def test_large_slices(cuda):
 
 
 def check_sums(sums, rows):
-    """Hold the sums of rows: additions in float32, or float64 of float64, and one rounding."""
+    """Check the sums of rows: additions in float32, or in float64 for float64, and one rounding."""
     exact, size = rows.double().sum(1), rows.double().abs().sum(1)
     each = torch.finfo(torch.float64 if rows.dtype == torch.float64 else torch.float32).eps
     limit = torch.finfo(rows.dtype).eps * exact.abs() + rows.shape[1] * each * size
@@ -131,7 +131,7 @@ def test_pad_and_sum(device, shape, channels, dtype):
 
 
 def test_pad_and_sum_of_many_positions(device):
-    """More tiles than blocks share: each of them adds up several."""
+    """There are more tiles than blocks, so each block adds up several."""
     x = torch.randn(3, 66, 120, 110).to(device, torch.float16 if device.type == "cuda" else torch.bfloat16)
     check_pad_and_sum(x, 72)
     check_pad_and_sum(x.contiguous(memory_format=torch.channels_last), 72)

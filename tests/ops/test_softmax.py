@@ -1,4 +1,4 @@
-"""torch.ops.torch_fastdet.softmax_backward against torch's softmax: in float64, and in bits on a GPU."""
+"""Compare torch.ops.torch_fastdet.softmax_backward with torch's softmax: in float64, and bit for bit on a GPU."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ SHAPES = [(2, 33, 70), (1, 1, 1), (3, 5, 512), (1, 40, 513), (2, 3, 1024), (5, 6
 
 
 def make(shape, device, dtype, layout):
-    """Return softmax's result, and a gradient of it in this layout."""
+    """Return the result of softmax and a gradient of it in this layout."""
     n, rows, columns = shape
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     y = torch.randn(shape, dtype=torch.float64).mul(3).to(device, wide).softmax(-1)

@@ -1,4 +1,4 @@
-"""space_to_depth against its definition and stock's pixel_unshuffle."""
+"""Compare space_to_depth with its definition and stock's pixel_unshuffle."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.references import space_to_depth as reference
 from torch_fastdet import ops
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-# Shape and channels of the result: vectors of 16 bytes and single elements; more than one trip of a block's threads.
+# Each case has a shape and the result's channels: 16-byte vectors, single elements, several trips of a block's threads.
 CASES = [
     ((2, 3, 6, 8), 16),
     ((1, 3, 2, 2), 12),
@@ -62,7 +62,7 @@ def test_types(device, source):
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("border", [False, True])
 def test_bytes_are_divided_by_255(device, border, memory_format):
-    """The bits of torch's division, which multiplies on a GPU, rounded once more."""
+    """The bits are those of torch's division, which multiplies on a GPU, rounded once more."""
     x = torch.arange(2 * 3 * 16 * 24, device=device).remainder(256).to(torch.uint8).view(2, 3, 16, 24)
     x = x.contiguous(memory_format=memory_format)
     for image in (x, x[:, :2, 2:8, 4:10]):

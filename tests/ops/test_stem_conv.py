@@ -1,4 +1,4 @@
-"""stem_conv2d against its definition and stock's convolution."""
+"""Compare stem_conv2d with its definition and stock's convolution."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch_fastdet import ops
 backward = torch.ops.torch_fastdet.stem_conv2d_backward
 HALF = [torch.float16, torch.bfloat16]
 OUTPUTS = [16, 32, 48, 64, 80, 96]
-# N, H, W of the squares: tiles of 8, 16 and 32 that an image ends in, single rows and columns.
+# Each case has N, H, W of the squares: images end within tiles of 8, 16 and 32, or have single rows and columns.
 SIZES = [(2, 9, 35), (1, 2, 2), (3, 17, 8), (1, 1, 40), (1, 21, 1), (1, 33, 65)]
 
 
@@ -56,7 +56,7 @@ def check(device, dtype, outputs, side, size):
     for got, want in zip(mine, exact):
         assert got.dtype == dtype and got.shape == want.shape
         assert got.is_contiguous(memory_format=torch.channels_last)
-        # One rounding, and sums in float32.
+        # The result is rounded once, and sums are float32.
         largest = want.abs().max().item() if want.numel() else 0
         assert torch.allclose(got.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-5 * largest)
 

@@ -1,4 +1,4 @@
-"""device="auto" and other devices of the list-returning suppressions: where they compute, and that the rows are the same."""
+"""Test where list-returning suppressions compute with device="auto" and others, and that the rows are the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ANCHORS, CLASSES = 4000, 10
 
 
 def prediction(layout, passing, images=2):
-    """Return one in which all classes of ``passing`` anchors an image are above .25."""
+    """Return a prediction in which all classes of ``passing`` anchors per image are above .25."""
     g = torch.Generator().manual_seed(0)
     boxes = torch.rand(images, ANCHORS, 4, generator=g) * 500 + 20
     passes = (torch.arange(ANCHORS) < passing)[torch.randperm(ANCHORS, generator=g)]
@@ -29,7 +29,7 @@ CALLS = [
 
 @pytest.fixture
 def asked(monkeypatch):
-    """Pretend a GPU; return where device="auto" computes, which is the CPU in truth."""
+    """Pretend to have a GPU; return where device="auto" chooses to compute, which is really the CPU."""
     found = []
     decide = suppression._faster_device
 

@@ -1,4 +1,4 @@
-"""upsample_nearest2x and upsample_nearest2x_cat against their definition, stock PyTorch, and each other."""
+"""Compare upsample_nearest2x and upsample_nearest2x_cat with their definition, stock PyTorch, and each other."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.references import upsample as reference
 from torch_fastdet import ops
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-# Vectors of 8, 4, 2 and 1 elements along W and along C, with and without a remainder; single rows, columns and channels.
+# Vectors have 8, 4, 2 and 1 elements along W and C, with and without a remainder; some rows or columns are single.
 SHAPES = [
     (2, 16, 6, 8),
     (1, 8, 3, 20),
@@ -26,7 +26,7 @@ FORMATS = [torch.contiguous_format, torch.channels_last]
 
 
 def random(shape, device, dtype=torch.float32, memory_format=torch.contiguous_format):
-    # From the CPU's generator: the same numbers on every device.
+    # The CPU's generator gives the same numbers on every device.
     return torch.randn(shape).to(device=device, dtype=dtype, memory_format=memory_format)
 
 
@@ -46,7 +46,7 @@ def stock_stride(tensor, memory_format):
 
 
 def views(device, dtype=torch.float32):
-    """Name -> four-dimensional view whose strides are neither contiguous nor channels_last."""
+    """Map names to four-dimensional views whose strides are neither contiguous nor channels_last."""
     nhwc = random((3, 24, 6, 10), device, dtype, torch.channels_last)
     nchw = random((3, 24, 6, 10), device, dtype)
     return {
@@ -92,7 +92,7 @@ def test_backward(device, shape, dtype, memory_format):
     grad = random((*shape[:2], 2 * shape[2], 2 * shape[3]), device, dtype, memory_format)
     (grad_x,) = torch.autograd.grad(ops.upsample_nearest2x(x), x, grad)
     assert grad_x.stride() == stock_stride(grad_x, memory_format)
-    # Sums of four in float32, rounded once, are within one unit in the last place of the exact sum.
+    # Float32 sums of four, rounded once, are within one unit in the last place of the exact sum.
     exact = reference.upsample_nearest2x_backward(grad)
     rounding = torch.finfo(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype).eps
     size = reference.upsample_nearest2x_backward(grad.abs())
@@ -197,7 +197,7 @@ def test_gradcheck(device, memory_format):
 
 
 def test_half_sums_do_not_overflow_early(device):
-    """60000 + 60000 - 60000 - 59008 fits float16, its partial sums do not."""
+    """60000 + 60000 - 60000 - 59008 fits float16, but its partial sums do not."""
     grad = torch.tensor([[60000.0, 60000.0], [-60000.0, -59008.0]], dtype=torch.float16, device=device).view(1, 1, 2, 2)
     assert torch.ops.torch_fastdet.upsample_nearest2x_backward(grad).item() == 992
 
@@ -244,7 +244,7 @@ def test_errors_are_sentences(device, call, message):
 
 
 def test_inference_tensors_beside_a_gradient(device):
-    """Nothing is saved for backward, so that a tensor of inference mode is as good as any."""
+    """Inference tensors are accepted because nothing is saved for backward."""
     with torch.inference_mode():
         x = random((2, 8, 3, 4), device)
     skip = random((2, 5, 6, 8), device).requires_grad_()
@@ -266,7 +266,7 @@ def test_mixed_devices(cuda):
 
 @pytest.mark.sanitizer
 def test_sanitizer_small(cuda):
-    """Every kernel once on small shapes: vectors with tails, odd sides, both layouts, all item sizes."""
+    """Every kernel runs once on small shapes: vectors with tails, odd sides, both layouts, all item sizes."""
     for dtype in (torch.float16, torch.float32, torch.float64):
         for shape in ((2, 8, 4, 8), (1, 3, 5, 7), (2, 17, 3, 1)):
             for memory_format in (torch.contiguous_format, torch.channels_last):

@@ -8,7 +8,7 @@ from torch_fastdet import ops
 
 STRIDES = [8.0, 16.0, 32.0, 64.0]
 SIZES = {1: [(5, 7)], 2: [(6, 4), (3, 2)], 3: [(8, 12), (4, 6), (2, 3)], 4: [(16, 16), (8, 8), (4, 4), (2, 2)]}
-# The loss is a sum in float32 over float32 terms, a gradient in half precision is rounded once: 2^-11 (bfloat16: 2^-8) of itself.
+# The loss is a float32 sum of float32 terms; half-precision gradients are rounded once, by 2^-11 (bfloat16: 2^-8).
 LOSS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.float16: 3e-6, torch.bfloat16: 3e-6}
 GRADIENT = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -30,7 +30,7 @@ def make_joined(batch, classes, sizes, reg_max=16, dtype=torch.float32, device="
 
 
 def per_level(joined, sizes, layout):
-    """Return the joined heads as one tensor a level, lying as `layout` says."""
+    """Return the joined heads as one tensor per level, in the layout that `layout` names."""
     heads = []
     for part, (ny, nx) in zip(torch.cat(joined, 1).split([ny * nx for ny, nx in sizes], 2), sizes):
         head = part.reshape(*part.shape[:2], ny, nx).contiguous()
@@ -51,7 +51,7 @@ def settings_on(device="cpu", **changes):
 
 
 def join(tensors, sizes):
-    """Return gradients of heads in any form as (boxes and scores) beside each other, float64 on the CPU."""
+    """Return gradients of heads in any form as joined boxes and scores, float64 on the CPU."""
     return torch.cat([t.detach().cpu().double().reshape(*t.shape[:2], -1) for t in tensors], 1 if sizes else 2)
 
 
@@ -88,7 +88,7 @@ def compare(heads, targets, sizes, *, joined=True, settings=None, class_weights=
     got = join([head.grad for head in heads], joined)
     for mine, wanted in zip(got.split([4 * reg_max, got.shape[1] - 4 * reg_max], 1), (boxes.grad, scores.grad)):
         wanted = torch.zeros_like(mine) if wanted is None else wanted  # nothing is assigned
-        # Target scores as small as 1e-17 have lost their digits in the overlap: below 1e-9, no share of the gradient counts.
+        # Target scores of 1e-17 lose their digits in the overlap: below 1e-9, no share of the gradient counts.
         assert (mine - wanted).abs().max() <= GRADIENT[dtype] * wanted.abs().max() + 1e-9
     for head in heads:
         assert head.grad.dtype == head.dtype and head.grad.shape == head.shape
@@ -109,7 +109,7 @@ HEADS = [
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_matches_oracle(device, dtype, options):
     heads = make_joined(2, 4, SIZES[3], options.get("reg_max", 16), dtype, device)
-    # The scale stands for GradScaler's: without it half gradients fall below the smallest number.
+    # The scale stands for GradScaler's; without it half-precision gradients underflow.
     assigned = compare(heads, make_targets(13, 2, 4), SIZES[3], scale=1024.0, **options)
     assert sum(map(len, assigned)) > 3
 
@@ -208,7 +208,7 @@ OUTSIDE = [
 
 @pytest.mark.parametrize("row, counts", OUTSIDE)
 def test_boxes_outside_and_without_area(device, row, counts):
-    """As stock: what adds up to 0 or less, or to NaN, is left out; all else is assigned to whatever lies in it."""
+    """As in stock, rows that sum to 0 or less, or to NaN, are left out; all others get the anchors inside."""
     heads = make_joined(1, 3, SIZES[3], dtype=torch.float64, device=device)
     others = make_targets(3, 1, 3)
     targets = torch.cat((others, torch.tensor([row])))
@@ -222,7 +222,7 @@ def test_boxes_outside_and_without_area(device, row, counts):
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_nan_predictions(device, which):
-    """As stock: NaN in the scores, or in a box inside of a target, makes every part NaN; a NaN box elsewhere does nothing."""
+    """As in stock, NaN scores, or a NaN box inside a target, make every part NaN; other NaN boxes do not."""
     targets = torch.tensor([[0, 1, 0.25, 0.25, 0.3, 0.3]], device=device)
     args = (targets, settings_on(device), STRIDES[:3], flat(SIZES[3]))
     inside, outside = 2 * 12 + 2, 7 * 12 + 11
@@ -239,7 +239,7 @@ def test_nan_predictions(device, which):
 
 
 def test_anchors_that_several_targets_want(device):
-    """Identical and nested boxes: each anchor goes to the one that it overlaps most, the first of equal ones."""
+    """Each anchor of identical and nested boxes goes to the one that it overlaps most, and to the first of equals."""
     heads = make_joined(1, 4, SIZES[3], dtype=torch.float64, device=device)
     row = torch.tensor([0, 1, 0.5, 0.5, 0.4, 0.5])
     targets = row.repeat(30, 1)
@@ -250,7 +250,7 @@ def test_anchors_that_several_targets_want(device):
 
 
 def test_negative_labels_are_as_in_stock(device):
-    """An index of -1 looks up the last class's score, and asks for class 0."""
+    """A label of -1 looks up the last class's score and asks for class 0."""
     heads = make_joined(1, 3, SIZES[3], dtype=torch.float64, device=device)
     compare(heads, torch.tensor([[0, -1, 0.5, 0.5, 0.4, 0.5], [0, 2, 0.3, 0.3, 0.4, 0.5]]), SIZES[3])
 

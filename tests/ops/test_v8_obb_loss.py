@@ -1,4 +1,4 @@
-"""v8_obb_loss against a float64 oracle of the whole loss of oriented boxes."""
+"""Compare v8_obb_loss with a float64 oracle of the whole loss of oriented boxes."""
 
 import math
 
@@ -11,7 +11,7 @@ from torch_fastdet import ops
 
 SIZES = [(8, 12), (4, 6)]
 ANCHORS = 120
-# Near 1 probiou loses digits in float32: 1 - exp(-d) of a small d.
+# Near 1 probiou loses digits in float32: it is 1 - exp(-d) of a small d.
 LOSS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 2e-5, torch.bfloat16: 2e-5}
 
 
@@ -90,7 +90,7 @@ def test_angles_at_and_beyond_the_borders(device, turn):
 
 
 def test_targets_that_are_left_out(device):
-    """Sides below two pixels, and numbers that add up to 0 or less, of which the angle is one."""
+    """Targets with sides below two pixels, or with numbers that sum to 0 or less, the angle included, are left out."""
     good = make_targets(4)
     left_out = torch.tensor(
         [[0, 1, 0.5, 0.5, 1.9 / 96, 0.5, 0], [1, 1, 0.5, 0.5, 0.5, 1.9 / 64, 0], [0, 2, 0.1, 0.1, 0.1, 0.1, -99]]

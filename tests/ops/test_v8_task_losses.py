@@ -1,4 +1,4 @@
-"""v8_segmentation_loss and v8_pose_loss: the parts of a task behind v8_loss's assignment, against float64 oracles."""
+"""Compare v8_segmentation_loss and v8_pose_loss with float64 oracles: the task's parts after v8_loss's assignment."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch_fastdet import ops
 
 SIZES = [(8, 12), (4, 6), (2, 3)]
 HEIGHT, WIDTH = 64, 96
-# A sum in float32 over float32 terms. Gradients in half precision are rounded once (2^-11, bfloat16 2^-8), of the largest one.
+# The loss is a float32 sum of float32 terms; half-precision gradients are rounded once, relative to the largest.
 LOSS = {torch.float64: 1e-7, torch.float32: 5e-6, torch.float16: 5e-6, torch.bfloat16: 5e-6}
 GRADIENT = {torch.float64: 1e-7, torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -28,7 +28,7 @@ def exact_leaves(tensors):
 
 
 def compare(got, tensors, want, exact, dtype):
-    """Compare loss and gradients; those of the oracle are by `exact`, ours by `tensors`."""
+    """Compare losses and gradients; the oracle's are with respect to `exact`, the operator's to `tensors`."""
     loss, items, status = got
     parts = PARTS[: len(loss)]
     assert status.tolist() == [0, 0, 0, 0] and loss.shape == items.shape == want.shape
@@ -45,7 +45,7 @@ def compare(got, tensors, want, exact, dtype):
 
 
 def base(targets, exact, **options):
-    """Return the oracle of the detection parts: box, class, distance, and who got which anchor."""
+    """Return the oracle's detection parts (box, class, distance), and which target got which anchor."""
     loss, _, assignments = reference.v8_loss(*exact[:2], SIZES, STRIDES[:3], targets, settings_on().tolist(), **options)
     return loss / len(exact[0]), assignments
 
@@ -96,9 +96,9 @@ def test_masks_match_oracle(device, dtype, overlap, layout):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("topk, topk2, size", [(10, 10, (16, 24)), (7, 1, (16, 24)), (12, 3, (32, 20))])
 def test_compared_masks_match_oracle(device, dtype, overlap, topk, topk2, size):
-    """YOLO26's assignment; the masks of the last case have another size than the prototypes, and soft edges without overlap.
+    """This is YOLO26's assignment; the last case has masks of another size than the prototypes, soft without overlap.
 
-    Not in half precision, in which PyTorch rounds the enlarged prototypes.
+    Half precision is left out because PyTorch rounds the enlarged prototypes there.
     """
     size = size if dtype in (torch.float32, torch.float64) else (16, 24)
     targets = sorted_targets(9, 2)
@@ -164,7 +164,7 @@ def test_no_targets_in_the_batch_or_in_an_image(device):
 
 
 def test_masks_of_another_size(device):
-    """The prototypes are enlarged."""
+    """The prototypes are enlarged to the size of the masks."""
     targets = sorted_targets(5, 2)
     masks = torch.randint(0, 4, (2, 32, 48))
     got, tensors, _ = segmentation(device, torch.float32, targets, masks=masks)
@@ -185,7 +185,7 @@ def test_padding_and_unsorted_rows(device):
     torch.manual_seed(4)
     got, _, _ = segmentation(device, torch.float32, padded, masks=masks, num_targets=torch.tensor([6], device=device))
     torch.testing.assert_close(got[0], want[0], rtol=1e-6, atol=1e-6)
-    # Rows in any order: a target is its image's k-th in that order.
+    # Rows may come in any order: a target is its image's k-th in that order.
     order = torch.tensor([5, 0, 4, 1, 3, 2])
     moved = targets[order]
     renumbered = torch.zeros_like(masks)
@@ -200,7 +200,7 @@ def test_padding_and_unsorted_rows(device):
 
 
 def test_nothing_as_large_as_positives_times_pixels():
-    """What the operator keeps for the backward pass."""
+    """The operator keeps nothing of that size for the backward pass."""
     heads = make_joined(1, 4, SIZES)
     _, _, _, anchor, row, _, _ = torch.ops.torch_fastdet.v8_loss(
         heads, make_targets(50, 1, 4), settings_on(), STRIDES[:3], flat(SIZES)
@@ -252,7 +252,7 @@ def test_keypoints_match_oracle(device, dtype, count, columns, label_columns):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("topk, topk2", [(10, 10), (7, 1), (12, 3)])
 def test_compared_keypoints_match_oracle(device, dtype, label_columns, topk, topk2):
-    """YOLO26's assignment. A target of this list has no visible keypoint, and the last fills the image."""
+    """This is YOLO26's assignment. One target has no visible keypoint, and the last one fills the image."""
     targets = sorted_targets(8, 2)
     targets[-1, 2:] = torch.tensor([0.5, 0.5, 0.95, 0.95])
     keypoints = torch.cat((targets[:, None, 2:4] + torch.rand(8, 5, 2) * 0.2 - 0.1, torch.ones(8, 5, 1)), 2)
@@ -328,7 +328,7 @@ def test_errors_of_keypoints():
 
 
 class ImageSizes(TorchDispatchMode):
-    """The image sizes that v8_mask_loss gets."""
+    """Record the image sizes that v8_mask_loss gets."""
 
     def __init__(self):
         super().__init__()
@@ -341,7 +341,7 @@ class ImageSizes(TorchDispatchMode):
 
 
 def test_an_image_size_is_whole_pixels():
-    """320 / 12 as float32, times 12 cells, is a little less than 320."""
+    """The size is rounded: 320 / 12 as float32, times 12 cells, is a little less than 320."""
     stride = torch.tensor(320 / 12).item()
     assert stride * 12 < 320
     tensors = [*make_joined(2, 4, [(12, 12)]), torch.randn(2, 8, 144), torch.randn(2, 8, 28, 28), torch.ones(2, 28, 28)]

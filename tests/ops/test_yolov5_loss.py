@@ -15,8 +15,8 @@ ANCHORS = torch.tensor(
     ]
 ) / torch.tensor([8.0, 16.0, 32.0, 64.0]).view(4, 1, 1)
 BALANCE = torch.tensor([4.0, 1.0, 0.25, 0.06], dtype=torch.float64)
-# Loss and items are sums in float32 over float32 terms, so they agree with float64 to a few units of 2^-23 times the
-# growth of the terms; a gradient in half precision is rounded once, 2^-11 (bfloat16: 2^-8) of itself.
+# Loss and items are float32 sums of float32 terms, so they agree with float64 to a few units of 2^-23 times the growth
+# of the terms. A half-precision gradient is rounded once, by 2^-11 (bfloat16: 2^-8) of itself.
 LOSS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-6, torch.bfloat16: 2e-6}
 GRADIENT = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -29,7 +29,7 @@ def make_targets(count, batch, classes, device="cpu"):
 
 
 def make_heads(batch, classes, sizes, device="cpu", dtype=torch.float32, layout="anchor_rows"):
-    """Return random leaf heads; `layout` says how they lie in memory and in how many dimensions they come."""
+    """Return random leaf heads; `layout` names their memory layout and number of dimensions."""
     heads = []
     no = 5 + classes
     for ny, nx in sizes:
@@ -105,12 +105,12 @@ def compare(heads, targets, options=None, scale=1.0, anchors=ANCHORS):
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_matches_oracle(device, dtype, options):
-    # The scale stands for GradScaler's: without it half gradients fall below the smallest number.
+    # The scale stands for GradScaler's; without it half-precision gradients underflow.
     compare(make_heads(2, 4, SIZES[3], device, dtype), make_targets(13, 2, 4, device), options, scale=1024.0)
 
 
 def test_an_anchor_that_is_nan_matches_nothing(device):
-    """As in stock, where it fails every comparison: in one side, and in both."""
+    """An anchor with one or two NaN sides fails every comparison, as in stock."""
     anchors = ANCHORS.clone()
     anchors[0, 0, 0] = anchors[1, 1, 1] = anchors[2, 2] = float("nan")
     compare(make_heads(2, 4, SIZES[3], device), make_targets(40, 2, 4, device), anchors=anchors)
@@ -126,7 +126,7 @@ LONGER = {"longer_cell_rows": "cell_rows", "4d_of_more_channels": "4d_channels_l
 def test_layouts(device, dtype, layout):
     heads = make_heads(2, 3, SIZES[3], device, dtype, layout)
     compare(heads, make_targets(9, 2, 3, device), scale=1024.0)
-    # Not head.grad, which autograd makes contiguous where the head has gaps.
+    # autograd makes head.grad contiguous where the head has gaps, so compare the raw gradients.
     loss = ops.yolov5_loss(heads, make_targets(9, 2, 3, device), ANCHORS.to(device)[:3], BALANCE.to(device))[0]
     dense = make_heads(2, 3, SIZES[3], device, dtype, LONGER.get(layout, layout))
     for gradient, head in zip(torch.autograd.grad(loss, heads), dense):
@@ -137,7 +137,7 @@ def test_layouts(device, dtype, layout):
 @pytest.mark.parametrize("layout", ["anchor_rows", "cell_rows", "planes"])
 @pytest.mark.parametrize("classes", [1, 2, 3, 11, 80, 131, 300])
 def test_numbers_of_classes(device, classes, layout):
-    # 6 to 305 elements a row: vectors that hold two objectnesses, one or none; more classes than a warp takes at once.
+    # Rows of 6 to 305 elements have vectors of two, one or no objectness, and more classes than a warp takes at once.
     compare(
         make_heads(1, classes, [(3, 5)], device, torch.float16, layout), make_targets(6, 1, classes, device), scale=64.0
     )
@@ -150,7 +150,7 @@ def test_numbers_of_targets_and_levels(device, count, levels):
 
 
 def test_large_odd_grid(device):
-    # Several blocks of every kernel, none of them full.
+    # Every kernel runs several blocks, none of them full.
     heads = make_heads(1, 3, [(67, 41)], device, torch.float16, "planes")
     compare(heads, make_targets(40, 1, 3, device), scale=4096.0)
     compare(make_heads(1, 3, [(67, 41)], device, torch.float16), make_targets(40, 1, 3, device), scale=4096.0)
@@ -158,7 +158,7 @@ def test_large_odd_grid(device):
 
 @pytest.mark.parametrize("sort_obj_iou", [False, True])
 def test_shared_cells(device, sort_obj_iou):
-    """Targets of one cell: box and class gradients add up, the objectness follows one of them."""
+    """Box and class gradients of targets in one cell add up; the objectness follows one of them."""
     targets = make_targets(3, 1, 4, device).repeat_interleave(15, 0)
     targets[:, 1] = torch.arange(45, device=device) % 4
     targets[:, 4:] *= 1 + torch.arange(45, device=device).view(-1, 1) % 5 * 0.2
@@ -179,7 +179,7 @@ def test_shared_cells(device, sort_obj_iou):
     ],
 )
 def test_grid_lines_and_edges(device, x, y):
-    # On a line a target goes to both neighbours; at x = 1 its cell is the last one and its centre at offset 1.
+    # On a grid line a target goes to both neighbors; at x = 1 its cell is the last one and its center at offset 1.
     targets = torch.tensor([[0, 1, x, y, 0.2, 0.3], [0, 0, y, x, 0.1, 0.1]], device=device)
     compare(make_heads(1, 2, [(16, 16), (8, 8), (4, 4)], device, torch.float64), targets)
 
@@ -197,7 +197,7 @@ def test_grid_lines_and_edges(device, x, y):
     ],
 )
 def test_boxes_outside_the_image(device, box, sort_obj_iou):
-    # As a loader of one's own may give them: stock takes the nearest cell.
+    # Stock assigns boxes outside, which a user's own loader may give, to the nearest cell.
     targets = torch.tensor([[0, 1, *box], [0, 0, 0.4, 0.6, 0.2, 0.3]], device=device)
     compare(make_heads(1, 2, SIZES[3], device, torch.float64), targets, {"sort_obj_iou": sort_obj_iou})
 
@@ -208,7 +208,7 @@ def test_images_and_classes_are_truncated(device):
 
 
 def test_one_match_sorted(device):
-    # Stock fails here: its squeeze leaves a 0-d tensor to sort.
+    # Stock fails here because its squeeze leaves a 0-d tensor to sort.
     targets = torch.tensor([[0, 0, 0.09, 0.09, 0.3, 0.3]], device=device)
     compare(make_heads(1, 2, [(5, 7)], device, torch.float64), targets, {"sort_obj_iou": True, "anchor_t": 1.3})
 
@@ -244,7 +244,7 @@ def test_gradcheck(device):
         )[0]
 
     assert torch.autograd.gradcheck(objectness, heads)
-    # CIoU's weight alpha is a constant in the gradient too, so only the class part of the first is a true derivative.
+    # CIoU's weight alpha is constant in the gradient too, so only the class part of the first is a true derivative.
     for head in heads:
         head.requires_grad_(False)
     rest = [head[..., 5:].clone().requires_grad_() for head in heads]

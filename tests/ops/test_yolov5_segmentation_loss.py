@@ -1,4 +1,4 @@
-"""yolov5_segmentation_loss: the masks of yolov5_loss' matches, against a float64 oracle."""
+"""Compare yolov5_segmentation_loss, on the masks of yolov5_loss' matches, with a float64 oracle."""
 
 import pytest
 import torch
@@ -8,15 +8,15 @@ from tests.ops.test_yolov5_loss import ANCHORS, BALANCE, GRADIENT, SIZES, make_t
 from tests.references import yolov5_loss as reference
 from torch_fastdet import ops
 
-# A sum in float32 over float32 terms. The share of the image that a box covers is float32 in both, its product with the number of
-# matches too here.
+# The loss is a float32 sum of float32 terms. Both compute the share of the image that a box covers in float32; the
+# operator also multiplies it by the number of matches in float32.
 LOSS = {torch.float64: 1e-7, torch.float32: 5e-6, torch.float16: 5e-6, torch.bfloat16: 5e-6}
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 CLASSES, CHANNELS = 3, 8
 
 
 def make(device, dtype, layout="copied", batch=2, size=(32, 24), channels=CHANNELS):
-    """Return heads as leaves, and prototypes."""
+    """Return leaf heads and prototypes."""
     heads = []
     for ny, nx in SIZES[3]:
         head = torch.randn(batch, 3, ny, nx, 5 + CLASSES + channels, dtype=torch.float64).to(device, dtype)
