@@ -1,8 +1,8 @@
-// Rectangles of packed JPEGs on the GPU, in four kernels: prepare (look-up tables and the list of the segments that are
-// needed), entropy (a thread decodes a segment; coefficients of whole blocks go to memory, a line at a time), transform
-// (a thread makes a block's samples), color (a thread makes 8 x 2 pixels).
+// Decode rectangles of packed JPEGs on the GPU in four kernels. "prepare" builds the look-up tables and lists the
+// segments to decode. In "entropy" each thread decodes a segment, and a warp writes whole blocks of coefficients. In
+// "transform" each thread computes the samples of a block. In "color" each thread computes a few rows of 8 pixels.
 //
-// Only prepare looks at a plan's rows. It leaves out a row that makes no sense, and then no other kernel knows of it.
+// Only "prepare" reads the rows of a plan. It skips an invalid row, so that the other kernels never see it.
 #include <cuda_pipeline_primitives.h>
 
 #include "core/common/device.cuh"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr uint32_t kNone = 0xffffffffu;
 constexpr int kPrepareThreads = 256, kTransformThreads = 128, kTransformParts = 4, kColorThreads = 128;
-constexpr int kStride = kJpegBlock + 8;  // of blocks in shared memory: lanes begin in different banks
+constexpr int kStride = kJpegBlock + 8;  // element stride of a block in shared memory; lanes start in different banks
 
 struct Memory {
   JpegState* states;
@@ -36,7 +36,7 @@ __device__ __forceinline__ Memory memory_of(const JpegParams& p) {
           p.workspace + w.end};
 }
 
-// To shared memory or from it, by all threads of the block, sixteen bytes a time.
+// Copy to or from shared memory with all threads of the block, 16 bytes at a time.
 template <int kThreads>
 __device__ __forceinline__ void copy_by_block(void* to, const void* from, int bytes) {
   for (int i = threadIdx.x; i < bytes / static_cast<int>(sizeof(uint4)); i += kThreads) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ JpegRect rect_of(const int64_t* row) {
           static_cast<int>(row[kJpegHeight])};
 }
 
-// Return whether all that a row says lies where it may, and set its region then. The header lies in the storage.
+// Return whether everything in a row is in range, and set its region if so. The header lies within the storage.
 __device__ bool is_sound(const JpegParams& p, const int64_t* row, const JpegHeader& h, JpegRegion& region) {
   const int64_t width = row[kJpegWidth], height = row[kJpegHeight];
   if (width <= 0 || height <= 0 || !jpeg_is_sound(h, p.storage_bytes - row[kJpegOffset])) return false;
@@ -69,7 +69,7 @@ __device__ bool is_sound(const JpegParams& p, const int64_t* row, const JpegHead
          coefficients <= p.decoded_bytes - (groups * kJpegGroup << h.segment_bits) * h.mcu_blocks * block_bytes;
 }
 
-// Bit m: the segment's MCU m is seen. Its first MCU is (x, y).
+// Return the needed MCUs of a segment as bits: bit m is MCU m. The segment's first MCU is (x, y).
 __device__ __forceinline__ uint32_t seen_mcus(const JpegRegion& region, int columns, int x, int y, int count) {
   uint32_t seen = 0;
   for (int m = 0; m < count; ++m) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ uint32_t seen_mcus(const JpegRegion& region, int colu
   return seen;
 }
 
-// All but the header, the region and the quantizers.
+// Fill in everything except the header, the region and the quantizers.
 __device__ void make_state(JpegState& state, const JpegParams& p, const int64_t* row, const Memory& memory) {
   const JpegHeader& h = state.header;
   state.packed = p.storage + row[kJpegOffset];
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
     alignas(16) uint8_t counts[16];  // in registers
     *reinterpret_cast<uint4*>(counts) = *reinterpret_cast<const uint4*>(table);
     JpegLookup& lookup = memory.lookups[static_cast<int64_t>(blockIdx.x) * kJpegMaxTables + i];
-    // The bytes behind the table are no symbols, but they are there: tables never are the last part.
+    // The bytes after the table are not symbols, but they are readable: a table is never the last part.
     const uint32_t symbols = h.bytes - h.table[i] - 16;
     for (uint32_t j = threadIdx.x; j < sizeof lookup.symbols; j += kPrepareThreads) {
       lookup.symbols[j] = j < symbols ? table[16 + j] : 0;
@@ -183,9 +183,9 @@ __global__ void __launch_bounds__(kPrepareThreads) jpeg_prepare(JpegParams p) {
   for (uint32_t i = count + threadIdx.x; i < room; i += kPrepareThreads) slots[i] = JpegSlot{0, 0, 0, 0, 0};
 }
 
-// Bits of a packed scan. They come through a ring in shared memory, which is filled a block of codes ahead: a lane that
-// waited for memory would hold up all 32, and some lane needs a word in nearly each round. Past the scan's end come its
-// last four words again and again.
+// Read the bits of a packed scan through a ring in shared memory, which is filled one block of codes ahead. A lane that
+// waited for memory would stall the whole warp, and in nearly every round some lane needs a word. Reading past the end
+// of the scan repeats its last four words.
 class DeviceBits {
  public:
   static constexpr uint32_t kRing = 16, kRingStride = kRing + 4;  // words; lanes begin in different banks
@@ -204,7 +204,7 @@ class DeviceBits {
 
   __device__ __forceinline__ uint32_t peek() const { return peek_; }
 
-  // `bits` is below 32.
+  // `bits` must be below 32.
   __device__ __forceinline__ void skip(uint32_t bits) {
     peek_ = shift_left(peek_, after_, bits);
     shift_ += bits;
@@ -214,7 +214,7 @@ class DeviceBits {
     third_ = moves ? fourth_ : third_;
     after_ = shift_left(second_, third_, shift_);
     while (moves && next_ == ready_) fetch();
-      // Straight into its register and only where it is needed, so that nothing in this round waits for it.
+      // Load the word into its register only if it is needed, so that nothing in this round waits for it.
 #ifdef __CUDA_ARCH__
     asm volatile("{ .reg .pred moves; setp.ne.u32 moves, %2, 0; @moves ld.shared.u32 %0, [%1]; }"
                  : "+r"(fourth_)
@@ -225,7 +225,7 @@ class DeviceBits {
     next_ += moves;
   }
 
-  // Wait for what was asked for before, and ask for as much as the ring has room for.
+  // Wait for the words requested earlier, and request as many as fit in the ring.
   __device__ __forceinline__ void fetch() {
     __pipeline_wait_prior(0);
     ready_ = asked_;
@@ -252,20 +252,20 @@ class DeviceBits {
 
   const uint32_t* words_;
   uint32_t* ring_;
-  uint32_t last_;           // four words of the scan
-  uint32_t asked_, ready_;  // the words in front of these
+  uint32_t last_;           // index of the scan's last group of four words
+  uint32_t asked_, ready_;  // end of the words requested, and of those that arrived
   uint32_t next_, shift_;
   uint32_t peek_, after_;  // the next 64 bits
   uint32_t second_, third_, fourth_;
 };
 
 struct StoreInShared {
-  static constexpr bool kAlways = true;  // there is room behind a block, and a branch takes longer
+  static constexpr bool kAlways = true;  // the stride leaves space after a block, and a branch takes longer
   int16_t* block;
   __device__ __forceinline__ void operator()(uint32_t i, int value) const { block[i] = static_cast<int16_t>(value); }
 };
 
-// A table of which only the look-ups of short codes are in shared memory.
+// Keep only the look-ups of short codes in shared memory.
 struct SharedLookup {
   const uint16_t* fast;
   const JpegLookup& all;
@@ -307,14 +307,14 @@ __global__ void __launch_bounds__(kJpegGroup) jpeg_entropy(JpegParams p) {
   }
   DeviceBits bits(reinterpret_cast<const uint32_t*>(state.packed + h.scan), h.scan_words, start,
                   rings + threadIdx.x * DeviceBits::kRingStride);
-  // Eight lanes write a block's line, and clear it, for one lane in four at a time.
+  // Groups of eight lanes write and clear the blocks of the warp's lanes, four blocks at a time.
   int16_t* const of_warp = blocks + warp * kWarp * kStride;
   int16_t* const mine = of_warp + lane * kStride;
   int16_t* const from = of_warp + lane / 8 * kStride + lane % 8 * 8;
   const int mcu_blocks = h.mcu_blocks, of_segment = (mcu_blocks << h.segment_bits) * kJpegBlock;
   const int64_t segment = (blockIdx.x - state.first_group) * kJpegGroup + warp * kWarp + lane / 8;
   int16_t* to = state.coefficients + segment * of_segment + lane % 8 * 8;
-  for (uint32_t seen = slot.seen; __any_sync(kFullWarp, seen); seen >>= 1) {  // of this MCU and those behind it
+  for (uint32_t seen = slot.seen; __any_sync(kFullWarp, seen); seen >>= 1) {  // this MCU and the next ones
     const uint32_t lanes = __ballot_sync(kFullWarp, seen & 1) >> lane / 8;
     for (int b = 0; b < mcu_blocks; ++b, to += kJpegBlock) {
       if (seen) {
@@ -346,7 +346,7 @@ __device__ __forceinline__ int half_of(const uint4& v, int i) {
   return i % 2 ? static_cast<int32_t>(x) >> 16 : static_cast<int16_t>(x & 0xffff);
 }
 
-// Four bytes of a word, each clamped to 0..255.
+// Clamp four values to 0..255 and pack them into a word.
 __device__ __forceinline__ uint32_t pack4(int a, int b, int c, int d) {
 #ifdef __CUDA_ARCH__
   uint32_t upper, all;
@@ -407,18 +407,18 @@ __global__ void __launch_bounds__(kTransformThreads) jpeg_transform(JpegParams p
   const JpegRegion& region = state.region;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) - state.first_group) * kJpegGroup;
   const int16_t* const coefficients = state.coefficients + (first << h.segment_bits) * h.mcu_blocks * kJpegBlock;
-  // Blocks in the order of their coefficients: a part for each blockIdx.y, of it 32 for a warp at a time.
+  // Blocks are in the order of their coefficients. Each blockIdx.y takes a part of them, and a warp 32 at a time.
   const int blocks = h.mcu_blocks, count = (kJpegGroup << h.segment_bits) / kTransformParts * blocks;
-  const int reciprocal = 65536 / blocks + 1;  // exact: fewer than 2,560 blocks, at most 10 an MCU
+  const int reciprocal = 65536 / blocks + 1;  // exact, because i < 2,560 and blocks <= 10
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int begin = blockIdx.y * count, end = begin + count;
 
-  // Block i's MCU, and whether it is seen.
+  // Return whether block i is needed, and set its MCU.
   const auto find = [&](int i, int& mcu) {
     mcu = i * reciprocal >> 16;
     return i < end && slots[mcu >> h.segment_bits].seen >> (mcu & ((1 << h.segment_bits) - 1)) & 1;
   };
-  // Coefficients are on their way while those of 32 blocks before are transformed.
+  // Load the coefficients of the next 32 blocks while the current ones are transformed.
   const auto fetch = [&](int at, int stage) {
     int mcu;
     const uint32_t seen = __ballot_sync(kFullWarp, find(at + lane, mcu)) >> lane / 8;
@@ -456,18 +456,18 @@ __global__ void __launch_bounds__(kTransformThreads) jpeg_transform(JpegParams p
   }
 }
 
-// Eight samples of two rows, four a word.
+// Hold eight samples of two rows, four in each word.
 struct Samples {
   uint2 row[2];
 };
 __device__ __forceinline__ int sample_of(const uint2& row, int i) {
   return static_cast<int>((i < 4 ? row.x : row.y) >> (8 * (i & 3)) & 255);
 }
-__device__ __forceinline__ uint2 pack8(const int (&x)[8]) {  // of values that are bytes
+__device__ __forceinline__ uint2 pack8(const int (&x)[8]) {  // the values are bytes
   return make_uint2(x[0] | x[1] << 8 | x[2] << 16 | x[3] << 24, x[4] | x[5] << 8 | x[6] << 16 | x[7] << 24);
 }
 
-// The samples x - 1 to x + 4 of a row.
+// Load samples x - 1 to x + 4 of a row.
 __device__ __forceinline__ void load6(const JpegPlane& plane, const uint8_t* row, int x, int (&out)[6]) {
   if (x > plane.x0 && x + 4 <= plane.last_x) {
     const uint8_t* const at = row + (x - plane.x0);
@@ -481,7 +481,7 @@ __device__ __forceinline__ void load6(const JpegPlane& plane, const uint8_t* row
   }
 }
 
-// Pixels [x, x + 8) of the rows y and y + 1; x is a multiple of 8, y even.
+// Return pixels [x, x + 8) of rows y and y + 1. x is a multiple of 8, and y is even.
 __device__ __forceinline__ Samples upsample(const JpegComponent& c, const JpegPlane& plane, int x, int y) {
   Samples out;
   if (c.upsampling == JpegUpsampling::kBoth) {
@@ -540,7 +540,7 @@ __device__ __forceinline__ Samples upsample(const JpegComponent& c, const JpegPl
   return out;
 }
 
-// Make pixels [x, x + 8) of the rows y and y + 1, as far as they are in the region.
+// Write pixels [x, x + 8) of rows y and y + 1 as far as they lie in the region.
 __device__ __forceinline__ void color_pixels(const JpegState& state, int x, int y) {
   const JpegHeader& h = state.header;
   const JpegRegion& region = state.region;
@@ -595,14 +595,14 @@ __device__ __forceinline__ void color_pixels(const JpegState& state, int x, int 
   }
 }
 
-// The usual file: YCbCr, 4:2:0, not turned.
+// Return whether the file is of the usual kind: YCbCr, 4:2:0, not rotated.
 __device__ __forceinline__ bool is_usual(const JpegState& state) {
   const JpegComponent* const c = state.header.component;
   return state.header.color == JpegColor::kYcc && c[0].ratio_x == 1 && c[0].ratio_y == 1 &&
          c[1].upsampling == JpegUpsampling::kBoth && c[2].upsampling == JpegUpsampling::kBoth && state.turn.dx == 3;
 }
 
-// Bytes of a and, from 4 on, b: `selector` has four bits for each. 8 more: its sign, eight times.
+// Select bytes of a (0 to 3) and b (4 to 7) by four bits of the selector each; 8 more replicates the sign bit.
 template <uint32_t kSelector>
 __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
@@ -619,14 +619,14 @@ __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b) {
 #endif
 }
 
-// Samples of Cb in the lower half, of Cr in the upper.
+// Multiplying by kPair copies a value to both halves of a word: Cb is the lower half, Cr the upper one.
 constexpr uint32_t kPair = 0x10001;
 
-// The places of the chroma samples x - 1 to x + 4 of a row, for a thread of color_usual.
+// Locate the chroma samples x - 1 to x + 4 of a row for one thread of color_usual.
 struct ChromaColumns {
-  const uint8_t *cb, *cr;  // of sample x in the plane's first row
+  const uint8_t *cb, *cr;  // sample x in the plane's first row
   int pitch, first, last;  // rows
-  int left, right;         // -1 and 4, or what is next to them in the image
+  int left, right;         // -1 and 4, or the nearest columns inside the image
 
   __device__ __forceinline__ ChromaColumns(const JpegPlane& b, const JpegPlane& r, int x)
       : cb(b.data + (x - b.x0)),
@@ -649,11 +649,11 @@ struct ChromaColumns {
   }
 };
 
-// Pixel i of eight: jpeg_between_both of both halves, in 16ths, and jpeg_ycc_to_bgr. `half` is 0x8000 in a register.
+// Color pixel i of eight: apply jpeg_between_both to both halves, in 16ths, then jpeg_ycc_to_bgr. `half` is 0x8000.
 template <int i>
 __device__ __forceinline__ void color_pixel(const uint32_t (&sums)[6], uint32_t lights, uint32_t half, int* out) {
   uint32_t pair = 3 * sums[i / 2 + 1] + sums[i % 2 ? i / 2 + 2 : i / 2] - i % 2 * 16 * kPair;
-  pair ^= 0x8000 * kPair;  // the upper bytes, as signed ones, are Cb - 128 and Cr - 128
+  pair ^= 0x8000 * kPair;  // as signed bytes, the upper bytes are now Cb - 128 and Cr - 128
   const int blue = static_cast<int>(permute<0x9991>(pair, 0)), red = static_cast<int>(pair) >> 24;
   const int light = static_cast<int>(permute<0x4054 | i % 4 << 8>(lights, half));
   out[0] = (116130 * blue + light) >> 16;
@@ -661,7 +661,7 @@ __device__ __forceinline__ void color_pixel(const uint32_t (&sums)[6], uint32_t 
   out[2] = (91881 * red + light) >> 16;
 }
 
-// Pixels [x, x + 8) of the rows [y, end) of a usual file; y is even. Cb and Cr have a sample for each.
+// Write pixels [x, x + 8) of rows [y, end) of a usual file. y is even, and Cb and Cr have a sample for each of them.
 __device__ __forceinline__ void color_usual(const JpegState& state, int x, int y, int end) {
   const ChromaColumns chroma(state.planes[1], state.planes[2], x / 2);
   const JpegPlane luma = state.planes[0];
@@ -669,7 +669,7 @@ __device__ __forceinline__ void color_usual(const JpegState& state, int x, int y
   const int64_t dy = state.turn.dy;
   uint8_t* out = state.out + x * 3 + y * dy;
   const int first = state.region.y0;
-  const uint32_t half = 0x8000 * blockDim.y;  // times 1: as a constant it would be loaded for each pixel
+  const uint32_t half = 0x8000 * blockDim.y;  // blockDim.y is 1; the compiler would load a constant for each pixel
   uint32_t above[6], here[6], below[6];
   chroma.load(y / 2 - 1, above);
   chroma.load(y / 2, here);
@@ -731,7 +731,7 @@ __global__ void __launch_bounds__(kColorThreads) jpeg_color(JpegParams p) {
 cudaError_t launch_jpeg_decode(const JpegParams& p, cudaStream_t stream) {
   if (!p.images || !p.groups || !p.tiles) return cudaSuccess;
   const JpegWorkspace w(p.images, p.groups, p.tiles);
-  // No image has any group or tile, but for those that jpeg_prepare finds.
+  // Mark all groups and tiles as unused. jpeg_prepare assigns those of valid rows.
   const auto maps = static_cast<size_t>(w.slots - w.group_images);
   if (const cudaError_t error = cudaMemsetAsync(p.workspace + w.group_images, 0xff, maps, stream)) return error;
   jpeg_prepare<<<static_cast<unsigned>(p.images), kPrepareThreads, 0, stream>>>(p);

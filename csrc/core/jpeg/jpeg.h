@@ -1,9 +1,9 @@
-// A packed JPEG: one relocatable block of bytes that a decoder can enter anywhere. It holds a header, the tables, an
-// index, and the entropy-coded scan without stuffed bytes and markers. jpeg_pack.h makes it, jpeg_loops.h and jpeg.cu
+// A packed JPEG is one relocatable block of bytes that a decoder can enter anywhere. It holds a header, the tables, an
+// index, and the entropy-coded scan without stuffed bytes and markers. jpeg_pack.h writes it; jpeg_loops.h and jpeg.cu
 // decode rectangles of it.
 //
-// MCUs are decoded in segments of 1, 2 or 4, which never cross a restart marker. The index says where each segment
-// begins (a bit of the scan) and what the DC predictors are there.
+// MCUs are decoded in segments of 1, 2 or 4, which never cross a restart marker. The index stores where each segment
+// begins (a bit of the scan) and the DC predictors there.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +15,16 @@ namespace torch_fastdet::core {
 
 constexpr uint32_t kJpegMagic = 0x324a4654;           // "TFJ2": the format's version
 constexpr int kJpegMaxSegmentBits = 2;                // log2 of the MCUs of a segment
-constexpr int kJpegAlignment = 16;                    // of a packed JPEG and of each part in it, bytes
+constexpr int kJpegAlignment = 16;                    // alignment in bytes of a packed JPEG and of each part in it
 constexpr int kJpegBlock = 64;                        // coefficients of a block
 constexpr int kJpegMaxBlocks = 10;                    // of an MCU
-constexpr int kJpegMaxTables = 6;                     // a DC and an AC table a component
+constexpr int kJpegMaxTables = 6;                     // a DC and an AC table for each component
 constexpr int kJpegMaxSide = 65500;                   // pixels; libjpeg's limit
 constexpr int64_t kJpegMaxPixels = int64_t{1} << 30;  // OpenCV's limit
 
 enum class JpegColor : uint8_t { kGrey, kYcc, kRgb };
 
-// The ways in which a component becomes as large as the image.
+// Select how a component is upsampled to the size of the image.
 enum class JpegUpsampling : uint8_t {
   kBox,      // repeat samples
   kColumns,  // triangle filter along x, ratio 2 x 1
@@ -34,11 +34,11 @@ enum class JpegUpsampling : uint8_t {
 
 struct JpegComponent {
   uint8_t h, v;              // blocks in an MCU
-  uint8_t ratio_x, ratio_y;  // pixels a sample
+  uint8_t ratio_x, ratio_y;  // pixels per sample
   JpegUpsampling upsampling;
   uint8_t dc, ac;  // rows of JpegHeader::table
   uint8_t unused;
-  uint16_t width, height;  // samples that are no padding
+  uint16_t width, height;  // samples, without padding
 };
 
 struct JpegHeader {
@@ -50,26 +50,26 @@ struct JpegHeader {
   uint8_t components;      // 1 or 3
   JpegColor color;
   uint8_t mcu_blocks;
-  uint8_t h, v;  // the largest of the components'
+  uint8_t h, v;  // maxima over the components
   uint8_t tables;
   uint8_t segment_bits;  // log2 of the MCUs of a segment
   uint32_t mcu_columns, mcu_rows;
-  uint32_t interval;           // MCUs from restart to restart; all, if there are no restarts
+  uint32_t interval;           // MCUs between restarts; all MCUs if there are no restarts
   uint32_t interval_segments;  // of one interval
   uint32_t segments;
-  // The beginnings of the parts, in bytes from the header.
-  uint32_t quantizers;             // uint16[64] a component, in zigzag order
+  // The parts begin at these offsets, in bytes from the header.
+  uint32_t quantizers;             // uint16[64] per component, in zigzag order
   uint32_t table[kJpegMaxTables];  // 16 counts and their symbols, as in the file; DC tables first
-  uint32_t starts;                 // uint32 a segment
-  uint32_t predictors;             // int16 a segment and component
-  uint32_t scan;                   // words of 32 bits, the first bit on top
+  uint32_t starts;                 // uint32 per segment
+  uint32_t predictors;             // int16 per segment and component
+  uint32_t scan;                   // words of 32 bits, most significant bit first
   uint32_t scan_words;             // padding included
   JpegComponent component[3];
 };
 constexpr int kJpegHeaderBytes = 128;
 static_assert(sizeof(JpegHeader) == kJpegHeaderBytes && kJpegHeaderBytes % kJpegAlignment == 0);
 
-// a / b, rounded up. Sides, and MCUs: in 32 bits, because a GPU takes several times as long to divide 64.
+// Return a / b, rounded up. Sides and MCUs fit in 32 bits, and a GPU takes several times as long to divide 64.
 TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_ceil_div(uint32_t a, uint32_t b) {
   return (a + b - 1) / b;
 }
@@ -78,7 +78,7 @@ TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_mcus(const JpegHeader& h) {
   return h.mcu_columns * h.mcu_rows;
 }
 
-// MCUs, fewer where an interval ends.
+// Return the MCUs of a segment. The last segment of an interval may have fewer.
 TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_segment(const JpegHeader& h) {
   return 1u << h.segment_bits;
 }
@@ -98,7 +98,7 @@ TORCH_FASTDET_HOST_DEVICE JpegSpan jpeg_segment_span(const JpegHeader& h, uint32
   return {begin, end < last ? end : last};
 }
 
-// Return whether a packed JPEG and its parts lie in `available` bytes, so that no decoder reads beside it.
+// Return whether a packed JPEG and its parts lie within `available` bytes, so that no decoder reads outside of it.
 TORCH_FASTDET_HOST_DEVICE bool jpeg_is_sound(const JpegHeader& h, int64_t available) {
   if (h.magic != kJpegMagic || h.bytes > available || h.bytes < kJpegHeaderBytes) return false;
   if (h.width < 1 || h.height < 1 || h.orientation < 1 || h.orientation > 8) return false;
@@ -135,7 +135,7 @@ TORCH_FASTDET_HOST_DEVICE bool jpeg_is_sound(const JpegHeader& h, int64_t availa
   return blocks == h.mcu_blocks && blocks <= kJpegMaxBlocks;
 }
 
-// The image as OpenCV shows it: turned as EXIF says.
+// The image is shown as OpenCV shows it: rotated as EXIF says.
 TORCH_FASTDET_HOST_DEVICE bool jpeg_swaps_axes(const JpegHeader& h) {
   return h.orientation >= 5;
 }
@@ -150,20 +150,20 @@ struct JpegRect {
   int x, y, width, height;
 };
 
-// A rectangle in stored pixels [x0, x1) x [y0, y1), and the MCUs that it takes.
+// Describe a rectangle in stored pixels, [x0, x1) x [y0, y1), and the MCUs that it covers.
 struct JpegRegion {
   int x0, y0, x1, y1;
   int mcu_x0, mcu_y0, mcu_x1, mcu_y1;
 
   TORCH_FASTDET_HOST_DEVICE int plane_width(const JpegComponent& c) const { return (mcu_x1 - mcu_x0) * c.h * 8; }
   TORCH_FASTDET_HOST_DEVICE int plane_height(const JpegComponent& c) const { return (mcu_y1 - mcu_y0) * c.v * 8; }
-  // Of the sample that is first in the component's plane.
+  // Return the column of the first sample in the component's plane.
   TORCH_FASTDET_HOST_DEVICE int plane_x(const JpegComponent& c) const { return mcu_x0 * c.h * 8; }
   TORCH_FASTDET_HOST_DEVICE int plane_y(const JpegComponent& c) const { return mcu_y0 * c.v * 8; }
   TORCH_FASTDET_HOST_DEVICE int mcus() const { return (mcu_x1 - mcu_x0) * (mcu_y1 - mcu_y0); }
 };
 
-// `shown` lies in the image as it is shown, and is not empty.
+// `shown` must lie within the image as it is shown, and must not be empty.
 TORCH_FASTDET_HOST_DEVICE JpegRegion jpeg_region(const JpegHeader& h, const JpegRect& shown) {
   const int o = h.orientation;
   JpegRegion r{};
@@ -192,7 +192,7 @@ TORCH_FASTDET_HOST_DEVICE JpegRegion jpeg_region(const JpegHeader& h, const Jpeg
   return r;
 }
 
-// The place of stored pixel (x, y): first + x * dx + y * dy bytes behind the rectangle's first pixel.
+// Stored pixel (x, y) lies first + x * dx + y * dy bytes after the rectangle's first pixel.
 struct JpegTurn {
   int64_t first, dx, dy;
 };
@@ -209,7 +209,7 @@ TORCH_FASTDET_HOST_DEVICE JpegTurn jpeg_turn(const JpegHeader& h, const JpegRect
   return t;
 }
 
-// Columns of a plan, all int64: what is asked for, and (from kFirstGroup on) where jpeg_plan.h puts it.
+// A plan has these int64 columns: the request and, from kFirstGroup on, the places that jpeg_plan.h assigns.
 enum JpegColumn : int {
   kJpegOffset,  // of the packed JPEG in the storage
   kJpegX,       // the rectangle, in the image as it is shown
@@ -217,12 +217,12 @@ enum JpegColumn : int {
   kJpegWidth,
   kJpegHeight,
   kJpegOut,         // offset of the rectangle's first pixel in the output
-  kJpegPitch,       // bytes from row to row there
-  kJpegFirstGroup,  // groups of kJpegGroup segments, each decoded by one block of threads
+  kJpegPitch,       // bytes between rows of the output
+  kJpegFirstGroup,  // groups of kJpegGroup segments, each decoded by one thread block
   kJpegGroups,
   kJpegFirstTile,  // tiles of kJpegTileWidth x kJpegTileHeight pixels
   kJpegTiles,
-  kJpegPlanes,  // offset behind the workspace's common part
+  kJpegPlanes,  // offset after the workspace's common part
   kJpegCoefficients,
   kJpegColumns
 };
@@ -230,7 +230,7 @@ constexpr int kJpegAskedColumns = kJpegFirstGroup;
 constexpr int kJpegGroup = 64;
 constexpr int kJpegTileWidth = 128, kJpegTileHeight = 64;
 
-// Rectangles of packed JPEGs, decoded into one buffer of pixels (uint8, B G R).
+// Decode rectangles of packed JPEGs into one buffer of pixels (uint8, BGR).
 struct JpegParams {
   const uint8_t* storage;
   int64_t storage_bytes;
@@ -238,9 +238,9 @@ struct JpegParams {
   int64_t images;
   uint8_t* out;
   int64_t out_bytes;
-  // As jpeg_plan.h has them, or more; for CUDA only.
+  // CUDA needs at least the values that jpeg_plan.h computes; the CPU ignores them.
   int64_t decoded_bytes, groups, tiles;
-  uint8_t* workspace;  // JpegWorkspace and, behind it, decoded_bytes
+  uint8_t* workspace;  // JpegWorkspace, followed by decoded_bytes
 };
 
 cudaError_t launch_jpeg_decode(const JpegParams& params, cudaStream_t stream);

@@ -1,7 +1,7 @@
-// Reads the markers of a JPEG file up to its scan. Host only.
+// Read the markers of a JPEG file up to its scan, on the host only.
 //
-// What it takes is what OpenCV decodes without a warning, from ITU-T T.81, JFIF, Adobe's APP14 and EXIF. Everything
-// else is refused with a short reason: OpenCV repairs some of those files, and nobody has written its repairs down.
+// The parser accepts the files that OpenCV decodes without a warning, according to ITU-T T.81, JFIF, Adobe's APP14 and
+// EXIF. It refuses all others with a short reason: OpenCV repairs some of them, but its repairs are not documented.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ struct JpegFile {
   };
   int width = 0, height = 0, components = 0, orientation = 1;
   JpegColor color = JpegColor::kYcc;
-  uint32_t interval = 0;  // MCUs between restarts; 0: none
+  uint32_t interval = 0;  // MCUs between restarts; 0 if there are none
   Component component[3]{};
   uint16_t quantizers[4][kJpegBlock]{};  // in zigzag order
   bool has_quantizer[4]{};
@@ -38,7 +38,7 @@ struct JpegFile {
   const uint8_t* scan = nullptr;
 };
 
-// T.81's tables K.3 to K.6, which decoders assume where a file has none (frames of Motion JPEG).
+// Define T.81's tables K.3 to K.6, which decoders assume if a file has none (frames of Motion JPEG).
 inline void define_standard_tables(JpegFile& file) {
   static constexpr uint8_t kDcCounts[2][16] = {{0, 1, 5, 1, 1, 1, 1, 1, 1}, {0, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1}};
   static constexpr uint8_t kAcCounts[2][16] = {{0, 2, 1, 3, 3, 2, 4, 3, 5, 5, 4, 4, 0, 0, 1, 125},
@@ -80,10 +80,10 @@ class ExifReader {
  public:
   ExifReader(const uint8_t* data, int64_t size) : data_(data), size_(size) {}
 
-  // OpenCV takes any mark of the byte order but "II" for "MM".
+  // OpenCV treats every byte-order mark other than "II" as "MM".
   bool is_tiff() const { return size_ >= 8 && read16(2) == 42; }
 
-  // Set `orientation` where an entry says one other than 1. False for a directory that readers may differ on.
+  // Set `orientation` if an entry has a value other than 1. Return false if readers may disagree on the directory.
   bool read(int& orientation) const {
     const int64_t directory = read32(4);
     if (directory + 2 > size_) return false;
@@ -92,7 +92,7 @@ class ExifReader {
     for (int i = 0; i < entries; ++i) {
       const int64_t entry = directory + 2 + int64_t{12} * i;
       if (entry + 10 > size_) return false;
-      if (read16(entry) == 0x0112) {  // OpenCV reads these ten bytes of the entry alone
+      if (read16(entry) == 0x0112) {  // OpenCV reads only these ten bytes of the entry
         whole = whole && !found;
         found = true;
         const int value = read16(entry + 8);
@@ -127,7 +127,7 @@ class JpegParser {
  public:
   JpegParser(const uint8_t* data, int64_t size) : at_(data), end_(data + size) {}
 
-  // Null, or why the file is refused.
+  // Return null, or the reason why the file is refused.
   const char* parse(JpegFile& file) {
     if (end_ - at_ < 4 || at_[0] != 0xff || at_[1] != 0xd8 || at_[2] != 0xff) return "no JPEG";
     at_ += 2;
@@ -164,7 +164,7 @@ class JpegParser {
       case 0xc9:
       case 0xca:
       case 0xcb:
-      case 0xcc:  // its tables, in a file that does not need them: libjpeg looks at them all the same
+      case 0xcc:  // arithmetic coding tables: libjpeg checks them even in files that do not need them
       case 0xcd:
       case 0xce:
       case 0xcf:
@@ -198,7 +198,7 @@ class JpegParser {
     }
   }
 
-  // OpenCV looks at the first APP1 alone.
+  // OpenCV reads only the first APP1.
   const char* exif(JpegFile& file, const uint8_t* body, int64_t size) {
     const ExifReader reader(body + 6, size - 6);
     int orientation = 1;
@@ -277,7 +277,7 @@ class JpegParser {
     return nullptr;
   }
 
-  // The header of the scan, and what only now is known to be there.
+  // Read the header of the scan, and check that everything it refers to is defined.
   const char* finish(JpegFile& file, const uint8_t* body) {
     if (!file.components) return kDamaged;
     const int64_t size = at_ - body;
@@ -314,7 +314,7 @@ class JpegParser {
   const uint8_t* at_;
   const uint8_t* end_;
   bool jfif_ = false, app1_ = false;
-  int adobe_ = -1;  // the last one's transform
+  int adobe_ = -1;  // transform of the last APP14 marker
 };
 
 }  // namespace torch_fastdet::core

@@ -1,4 +1,4 @@
-// The inverse DCT of a block on the CPU, for any processor and for AVX2, with the same results.
+// Compute the inverse DCT of a block on the CPU, for any processor and for AVX2, with the same results.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@
 
 namespace torch_fastdet::core {
 
-// A block's coefficients, dequantised, row-major.
+// Hold the dequantized coefficients of a block in row-major order.
 struct alignas(32) JpegCoefficients {
   int16_t x[kJpegBlock];
-  int last;  // the last one, as the file counts
+  int last;  // index of the last one, in the file's order
 };
 
-// Eight lanes of the inverse DCT: a vector type of the compiler's, for any processor.
+// Compute eight lanes of the inverse DCT with a vector type of the compiler, for any processor.
 struct JpegEightLanes {
   typedef int32_t Signed __attribute__((vector_size(32)));
   typedef uint32_t Unsigned __attribute__((vector_size(32)));
@@ -37,7 +37,7 @@ TORCH_FASTDET_HOST_DEVICE void jpeg_idct_lanes(int (&x)[8][8]) {
   std::memcpy(x, v, sizeof v);
 }
 
-// Transform a block whose coefficients but DC are all zero.
+// Transform a block whose coefficients other than DC are all zero.
 TORCH_FASTDET_HOST_DEVICE void jpeg_idct_level(const JpegCoefficients& in, uint8_t* out, int pitch) {
   int x[8] = {jpeg_idct_flat_column(in.x[0]), 0, 0, 0, 0, 0, 0, 0};
   jpeg_idct8<18>(x[0], x[1], x[2], x[3], x[4], x[5], x[6], x[7]);
@@ -73,12 +73,12 @@ TORCH_FASTDET_HOST_DEVICE void jpeg_idct_any_processor(const JpegCoefficients& i
 }
 
 #ifdef TORCH_FASTDET_AVX2
-// Saturation is left to packing.
+// Saturation happens when the values are packed.
 struct JpegAvx2Lanes : JpegEightLanes {
   static TORCH_FASTDET_HOST_DEVICE void saturate16(Signed&) {}
 };
 
-// Eight rows of 32 bits become eight columns of 16, saturated: out[i] is columns i and i + 4.
+// Transpose eight rows of 32-bit values into eight columns of 16 bits, saturated: out[i] is columns i and i + 4.
 TORCH_FASTDET_AVX2 inline void jpeg_transpose_avx2(const JpegEightLanes::Signed (&v)[8], __m256i (&out)[4]) {
   __m256i pairs[4];
   for (int i = 0; i < 4; ++i) pairs[i] = _mm256_packs_epi32((__m256i)v[2 * i], (__m256i)v[2 * i + 1]);
@@ -129,7 +129,7 @@ TORCH_FASTDET_AVX2 inline void jpeg_idct_block_avx2(const JpegCoefficients& in, 
 }
 #endif
 
-// Eight samples in each of eight rows.
+// Transform eight samples in each of eight rows.
 template <bool kAvx2>
 TORCH_FASTDET_HOST_DEVICE void jpeg_idct_block(const JpegCoefficients& in, uint8_t* out, int pitch) {
   if (in.last == 0) return jpeg_idct_level(in, out, pitch);

@@ -1,4 +1,4 @@
-// Decode rectangles of packed JPEGs on the CPU: entropy decoding and inverse DCT into planes, then rows of colours.
+// Decode rectangles of packed JPEGs on the CPU: entropy decoding and inverse DCT into planes, then rows of colors.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace torch_fastdet::core {
 
-// Bits of a packed scan. Past its end come its last words again and again.
+// Read the bits of a packed scan. Reading past its end repeats its last words.
 class JpegWordBits {
  public:
   TORCH_FASTDET_HOST_DEVICE JpegWordBits(const uint32_t* words, uint32_t count, uint32_t bit)
@@ -21,7 +21,7 @@ class JpegWordBits {
     left_ = 64 - bit % 32;
     advance();
   }
-  // The next 32 bits, of which the caller may skip 31.
+  // Return the next 32 bits, of which the caller may skip at most 31.
   TORCH_FASTDET_HOST_DEVICE uint32_t peek() const { return static_cast<uint32_t>(buffer_ >> 32); }
   TORCH_FASTDET_HOST_DEVICE void skip(uint32_t bits) {
     buffer_ <<= bits;
@@ -42,7 +42,7 @@ class JpegWordBits {
   uint32_t left_;
 };
 
-// Dequantises what the file has, and clears nothing.
+// Dequantize the coefficients that the file has, without clearing the others.
 struct JpegDequantizer {
   static constexpr bool kAlways = false;
   JpegCoefficients& out;
@@ -54,7 +54,7 @@ struct JpegDequantizer {
   }
 };
 
-// A component's samples for pixels [x0, x1) of row y, into `out` from x0 on. `sums` has room for a plane's row and two.
+// Write a component's samples for pixels [x0, x1) of row y to `out`. `sums` has space for a plane's row plus two.
 TORCH_FASTDET_HOST_DEVICE void jpeg_upsample_row(const JpegComponent& c, const JpegPlane& plane, int y, int x0, int x1,
                                                  int16_t* __restrict sums, uint8_t* __restrict out) {
   const int sample_y = y / c.ratio_y;
@@ -75,7 +75,7 @@ TORCH_FASTDET_HOST_DEVICE void jpeg_upsample_row(const JpegComponent& c, const J
     for (int x = x0; x < x1; ++x) out[x - x0] = row[x / c.ratio_x - plane.x0];
     return;
   }
-  // Ratio 2. The sums of columns first - 1 to last + 1.
+  // The ratio is 2. Compute the sums of columns first - 1 to last + 1.
   const bool both = c.upsampling == JpegUpsampling::kBoth;
   const int first = x0 / 2, last = (x1 - 1) / 2, count = last - first + 1;
   const uint8_t* mine = row + (first - plane.x0);
@@ -85,7 +85,7 @@ TORCH_FASTDET_HOST_DEVICE void jpeg_upsample_row(const JpegComponent& c, const J
   const int before = jpeg_plane_column(plane, first - 1), after = jpeg_plane_column(plane, last + 1);
   sum[-1] = static_cast<int16_t>(both ? 3 * row[before] + near[before] : row[before]);
   sum[count] = static_cast<int16_t>(both ? 3 * row[after] + near[after] : row[after]);
-  int16_t* const pixels = sum + count + 1;  // 2 * count, of which the outermost may not be wanted
+  int16_t* const pixels = sum + count + 1;  // 2 * count values, of which the outermost may be unused
   if (both) {
     for (int64_t i = 0; i < count; ++i) {
       pixels[2 * i] = static_cast<int16_t>(jpeg_between_both(sum[i], sum[i - 1], false));
@@ -103,7 +103,7 @@ TORCH_FASTDET_HOST_DEVICE void jpeg_upsample_row(const JpegComponent& c, const J
 
 class JpegDecoder {
  public:
-  // `packed` is sound, the rectangle lies in the image and is not empty.
+  // `packed` must be sound, and the rectangle must lie within the image and not be empty.
   void decode(const uint8_t* packed, const JpegRect& rect, uint8_t* out, int64_t pitch) {
     packed_ = packed;
     header_ = reinterpret_cast<const JpegHeader*>(packed);
@@ -154,7 +154,7 @@ class JpegDecoder {
     for (int j = 0; j < h.components; ++j) is_ac = is_ac || h.component[j].ac == i;
     const uint8_t* table = packed_ + h.table[i];
     JpegLookup& lookup = lookups_[static_cast<size_t>(i)];
-    // The bytes behind the table are no symbols, but they are there: tables never are the last part.
+    // The bytes after the table are not symbols, but they are readable: a table is never the last part.
     std::memset(lookup.symbols, 0, sizeof lookup.symbols);
     const uint32_t rest = h.bytes - h.table[i] - 16;
     std::memcpy(lookup.symbols, table + 16, std::min<uint32_t>(rest, sizeof lookup.symbols));
@@ -221,7 +221,7 @@ class JpegDecoder {
     }
   }
 
-  // In place. The counters of these loops have 64 bits: where a 32-bit one may wrap (-fwrapv), no vectors are used.
+  // Convert in place. A 32-bit counter that may wrap (-fwrapv) would prevent vector code, so counters have 64 bits.
   static TORCH_FASTDET_HOST_DEVICE void ycc_to_rgb(uint8_t* __restrict first, uint8_t* __restrict second,
                                                    uint8_t* __restrict third, int64_t width) {
     for (int64_t x = 0; x < width; ++x) {
@@ -250,7 +250,7 @@ class JpegDecoder {
   uint8_t* plane_[3]{};
 };
 
-// Null, or what is wrong with row `i` of a plan.
+// Return null, or what is wrong with row `i` of a plan.
 inline const char* jpeg_row_fault(const JpegParams& p, int64_t i) {
   const int64_t* row = p.plan + i * kJpegColumns;
   const int64_t offset = row[kJpegOffset], x = row[kJpegX], y = row[kJpegY];
@@ -272,7 +272,7 @@ inline const char* jpeg_row_fault(const JpegParams& p, int64_t i) {
   return nullptr;
 }
 
-// parallel_for(begin, end, grain, f) calls f(begin, end), over images. The rows have no fault.
+// parallel_for(begin, end, grain, f) calls f(begin, end) over images. The rows must have no fault.
 template <class ParallelFor>
 void decode_jpegs(const JpegParams& p, const ParallelFor& parallel_for) {
   parallel_for(int64_t{0}, p.images, int64_t{1}, [&](int64_t begin, int64_t end) {

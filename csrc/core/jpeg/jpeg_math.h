@@ -1,5 +1,5 @@
-// JPEG's arithmetic to the bits of libjpeg-turbo's vector code: Huffman codes, "islow" inverse DCT, upsampling,
-// colours.
+// These functions are bitwise identical to libjpeg-turbo's vector code: Huffman codes, "islow" inverse DCT, upsampling
+// and colors.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace torch_fastdet::core {
 
-// Row-major place of the coefficient that comes i-th in a file.
+// Return the row-major position of a file's i-th coefficient.
 TORCH_FASTDET_HOST_DEVICE int jpeg_natural(int i) {
   static constexpr uint8_t kOrder[kJpegBlock] = {0,  1,  8,  16, 9,  2,  3,  10, 17, 24, 32, 25, 18, 11, 4,  5,
                                                  12, 19, 26, 33, 40, 48, 41, 34, 27, 20, 13, 6,  7,  14, 21, 28,
@@ -17,11 +17,11 @@ TORCH_FASTDET_HOST_DEVICE int jpeg_natural(int i) {
   return kOrder[i];
 }
 
-// A Huffman look-up table: 5 bits the code's and value's length, 4 the value's, 7 the step of the coefficient's number.
+// An entry of a look-up table has 5 bits for the code's and value's length, 4 for the value's, 7 for the index step.
 constexpr int kJpegFastBits = 9;
 struct alignas(16) JpegLookup {
-  uint16_t fast[1 << kJpegFastBits];  // of the next bits; 0: the code is longer
-  // For codes of length kJpegFastBits + 1 + i: they are below limit[i] as 16 bits; this plus the code is a row.
+  uint16_t fast[1 << kJpegFastBits];  // indexed by the next bits; 0: the code is longer
+  // A code of length kJpegFastBits + 1 + i is below limit[i], as 16 bits. row[i] plus the code is its row.
   uint32_t limit[16 - kJpegFastBits];
   int32_t row[16 - kJpegFastBits];
   uint32_t is_ac, unused;
@@ -36,12 +36,12 @@ TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_entry(uint32_t length, uint32_t symbol, 
   return (length + size) | size << 5 | grows << 9;
 }
 
-// Entry of a code that is longer than kJpegFastBits; `bits` are the next 16. No such code ends the block.
+// Return the entry of a code that is longer than kJpegFastBits. `bits` are the next 16. An unknown code ends the block.
 TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_long_entry(const JpegLookup& table, uint32_t bits) {
   constexpr int kLengths = 16 - kJpegFastBits;
-  int shorter = 0;  // lengths
+  int shorter = 0;  // number of lengths below the code's
   int32_t row = table.row[0];
-  for (int i = 0; i < kLengths; ++i) {  // without branches, so that a GPU waits once
+  for (int i = 0; i < kLengths; ++i) {  // branch-free, so that a GPU waits only once
     const bool is_longer = bits >= table.limit[i];
     shorter += is_longer;
     if (i + 1 < kLengths) row = is_longer ? table.row[i + 1] : row;
@@ -52,7 +52,7 @@ TORCH_FASTDET_HOST_DEVICE uint32_t jpeg_long_entry(const JpegLookup& table, uint
   return jpeg_entry(length, table.symbols[row & 255], table.is_ac);
 }
 
-// All of a table but `fast`, from the 16 counts and the symbols of a DHT.
+// Fill in everything in a table except `fast`, from the 16 counts and the symbols of a DHT.
 TORCH_FASTDET_HOST_DEVICE void jpeg_long_codes(JpegLookup& table, const uint8_t* counts, bool is_ac) {
   uint32_t code = 0;
   int32_t row = 0;
@@ -66,7 +66,7 @@ TORCH_FASTDET_HOST_DEVICE void jpeg_long_codes(JpegLookup& table, const uint8_t*
   table.is_ac = is_ac, table.unused = 0;
 }
 
-// Element x of `fast`. There are `size` bytes at `symbols`: a damaged table may ask for more.
+// Return element x of `fast`. `symbols` has `size` bytes; a damaged table may ask for more.
 TORCH_FASTDET_HOST_DEVICE uint16_t jpeg_fast_entry(const uint8_t* counts, const uint8_t* symbols, uint32_t size,
                                                    bool is_ac, uint32_t x) {
   uint32_t code = 0;
@@ -83,17 +83,17 @@ TORCH_FASTDET_HOST_DEVICE uint16_t jpeg_fast_entry(const uint8_t* counts, const 
   return 0;
 }
 
-// The value whose `size` > 0 bits end at bit `total` of `next`; of 0 bits any.
+// Return the value whose `size` bits end at bit `total` of `next`. The result is arbitrary if `size` is 0.
 TORCH_FASTDET_HOST_DEVICE int jpeg_value(uint32_t next, uint32_t total, uint32_t size) {
-  const uint32_t top = next << (total - size);  // the value's first bit says its sign: 0 is negative
+  const uint32_t top = next << (total - size);  // the value's first bit is its sign: 0 means negative
   const int negative = ~(static_cast<int32_t>(top) >> 31);
   const int magnitude = static_cast<int>((top ^ static_cast<uint32_t>(negative)) >> 1 >> (31 - size));
   return (magnitude ^ negative) - negative;
 }
 
-// Decode a block: store(i, value) for the coefficients that are not 0, i in the file's order, DC always. A `Store`
-// with kAlways is called for codes without a coefficient too, with i = kJpegBlock. `Bits` has peek(), the next 32 bits,
-// and skip(n). Never more than 64 codes, whatever the bits are.
+// Decode a block: call store(i, value) for DC and for each nonzero coefficient, with i in the file's order. If
+// Store::kAlways is set, call it for codes without a coefficient too, with i = kJpegBlock. `Bits` has peek(), which
+// returns the next 32 bits, and skip(n). Never read more than 64 codes, whatever the bits are.
 template <class Bits, class Table, class Store>
 TORCH_FASTDET_HOST_DEVICE void jpeg_decode_block(Bits& bits, const Table& dc, const Table& ac, int& predictor,
                                                  Store&& store) {
@@ -123,7 +123,7 @@ TORCH_FASTDET_HOST_DEVICE int jpeg_dequantize(int coefficient, int quantizer) {
   return jpeg_wrap16(static_cast<int>(static_cast<uint32_t>(coefficient) * static_cast<uint32_t>(quantizer)));
 }
 
-// One lane of the transform (the CPU's type has eight), passed by reference: a processor may lack its registers.
+// This type is one lane of the transform; the CPU's has eight, passed by reference because registers may be missing.
 struct JpegLane {
   using Signed = int;
   using Unsigned = uint32_t;
@@ -131,8 +131,8 @@ struct JpegLane {
   static TORCH_FASTDET_HOST_DEVICE void saturate16(int& x) { x = x > 32767 ? 32767 : x < -32768 ? -32768 : x; }
 };
 
-// Eight points by Loeffler, Ligtenberg and Moschytz: kShift is 11 for columns, then 18 for rows. Sums may wrap to 16
-// bits.
+// Transform eight points by Loeffler, Ligtenberg and Moschytz. kShift is 11 for columns, then 18 for rows. Sums may
+// wrap to 16 bits.
 template <int kShift, class Lanes = JpegLane, class I = typename Lanes::Signed>
 TORCH_FASTDET_HOST_DEVICE void jpeg_idct8(I& x0, I& x1, I& x2, I& x3, I& x4, I& x5, I& x6, I& x7) {
   using U = typename Lanes::Unsigned;
@@ -154,7 +154,7 @@ TORCH_FASTDET_HOST_DEVICE void jpeg_idct8(I& x0, I& x1, I& x2, I& x3, I& x4, I& 
   Lanes::saturate16(x4), Lanes::saturate16(x5), Lanes::saturate16(x6), Lanes::saturate16(x7);
 }
 
-// The column pass where rows 1 to 7 are all zero: it wraps, and does not saturate.
+// Compute the column pass if rows 1 to 7 are all zero. It wraps and does not saturate.
 TORCH_FASTDET_HOST_DEVICE int jpeg_idct_flat_column(int x0) {
   return jpeg_wrap16(4 * x0);
 }
@@ -163,7 +163,7 @@ TORCH_FASTDET_HOST_DEVICE int jpeg_clamp(int x) {
   return x < 0 ? 0 : x > 255 ? 255 : x;
 }
 
-// Triangle filters of samples or of their sums; `near` is on the output's side. The second is right or below.
+// Apply a triangle filter to samples or their sums. `near` is on the output's side; `second` means right or below.
 TORCH_FASTDET_HOST_DEVICE int jpeg_between(int sample, int near, bool second) {
   return (3 * sample + near + 1 + second) >> 2;
 }
@@ -171,12 +171,12 @@ TORCH_FASTDET_HOST_DEVICE int jpeg_between_both(int sum, int near, bool second) 
   return (3 * sum + near + 8 - second) >> 4;
 }
 
-// A component's plane in memory: the samples of a region, whose neighbours outside of the real image are clamped.
+// Describe a component's plane in memory, the samples of a region. Samples outside of the real image are clamped.
 struct JpegPlane {
   const uint8_t* data;
   int pitch;
   int x0, y0;          // the sample that is first in memory
-  int last_x, last_y;  // the last sample that may be looked at
+  int last_x, last_y;  // last readable sample
 };
 
 TORCH_FASTDET_HOST_DEVICE JpegPlane jpeg_plane(const JpegComponent& c, const JpegRegion& region, const uint8_t* data) {
@@ -197,7 +197,7 @@ TORCH_FASTDET_HOST_DEVICE int jpeg_plane_column(const JpegPlane& plane, int x) {
   return jpeg_clamp_to(x, plane.x0, plane.last_x) - plane.x0;
 }
 
-// Not clamped yet.
+// The results are not clamped yet.
 TORCH_FASTDET_HOST_DEVICE void jpeg_ycc_to_bgr(int y, int cb, int cr, int& b, int& g, int& r) {
   constexpr int kHalf = 32768;
   b = y + ((116130 * cb + (kHalf - 128 * 116130)) >> 16);

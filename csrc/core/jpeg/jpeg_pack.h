@@ -1,8 +1,8 @@
-// From a JPEG file to a packed JPEG: takes out stuffed bytes and markers, and reads every code of the scan once, for
-// the index and as a judge. Host only.
+// Pack a JPEG file, on the host only: remove stuffed bytes and markers, and read every code of the scan once, to build
+// the index and to check the file.
 //
-// A file passes if each code exists, no block has more than 64 coefficients, every MCU is there, no restart interval is
-// read beyond its end, and restart markers count from 0 to 7. Then what a decoder makes of it depends on no repair.
+// A file passes if every code exists, no block has more than 64 coefficients, no MCU is missing, no restart interval is
+// read past its end, and restart markers count from 0 to 7. Then its decoded pixels do not depend on any repair.
 #pragma once
 
 #include <algorithm>
@@ -21,10 +21,10 @@ namespace torch_fastdet::core {
 
 class JpegPacker {
  public:
-  // Has another thread run it, soon or never.
+  // Ask another thread to run a function, soon or never.
   using Ask = std::function<void(std::function<void()>)>;
 
-  // Segments have 1 << `segment_bits` MCUs. Up to `helpers` threads read `ask` bytes each of a scan without restarts.
+  // Segments have 1 << `segment_bits` MCUs. Up to `helpers` threads read a scan without restarts, by pieces.
   explicit JpegPacker(int segment_bits = kJpegMaxSegmentBits, int helpers = 0, Ask ask = nullptr,
                       int64_t piece_bytes = 4096)
       : segment_bits_(static_cast<uint8_t>(segment_bits)),
@@ -32,7 +32,7 @@ class JpegPacker {
         ask_(std::move(ask)),
         piece_bytes_(piece_bytes) {}
 
-  // Null and the packed JPEG, or why the file is refused and an empty one.
+  // Return null and the packed JPEG, or the reason why the file is refused and an empty result.
   const char* pack(const uint8_t* data, int64_t size, std::vector<uint8_t>& packed) {
     packed.clear();
     const char* reason = pack_or_refuse(data, size, packed);
@@ -40,12 +40,12 @@ class JpegPacker {
     return reason;
   }
 
-  // Return how many MCUs of the last file other threads have read.
+  // Return how many MCUs of the last file were read by other threads.
   int64_t helped() const { return helped_; }
 
  private:
   static constexpr size_t kAhead = JpegScan::kAhead;
-  // The most MCUs of a scan that several threads read: each takes up to 64 bytes of memory.
+  // Limit the MCUs of a scan that several threads read: each takes up to 64 bytes of memory.
   static constexpr uint32_t kMostShared = 1 << 20;
 
   const char* pack_or_refuse(const uint8_t* data, int64_t size, std::vector<uint8_t>& packed) {
@@ -54,7 +54,7 @@ class JpegPacker {
     const int64_t rest = data + size - file_.scan;
     if (rest > int64_t{1} << 28) return "too large";
     fill_header();
-    // Each block has at least two codes of one bit: what a header promises is no reason to allocate.
+    // Each block has at least two 1-bit codes. Refuse a header that promises more before allocating memory.
     const int64_t mcus = int64_t{header_.mcu_columns} * header_.mcu_rows;
     if (mcus * header_.mcu_blocks * 2 > rest * 8) return "cut short";
     if (mcus > int64_t{1} << 30) return "too large";
@@ -100,7 +100,7 @@ class JpegPacker {
     }
   }
 
-  // Set where the parts are, and return the size of what comes before the scan.
+  // Set the offsets of the parts, and return the size of everything before the scan.
   size_t lay_out() {
     JpegHeader& h = header_;
     size_t at = kJpegHeaderBytes;
@@ -133,8 +133,8 @@ class JpegPacker {
     return at;
   }
 
-  // Copy the scan, and note where restart markers were. It ends at the first marker that is not the next of those.
-  // False where there is none: what OpenCV makes of such a file depends on whether it reads from a path or from memory.
+  // Copy the scan and record where restart markers were. The scan ends at the first marker that is not the next of
+  // those. Return false if there is none: OpenCV then decodes the file differently from a path and from memory.
   bool destuff(const uint8_t* end) {
     restarts_.clear();
     const uint8_t* from = file_.scan;
@@ -179,7 +179,7 @@ class JpegPacker {
     return reason;
   }
 
-  // Call note with each MCU's number, in its restart interval, and beginning. Null, or why the file is refused.
+  // Call note with each MCU's number within its restart interval and its start. Return null or the reason for refusal.
   template <class Note>
   const char* read(const JpegScan& scan, JpegPieces* pieces, const Note& note) {
     const JpegHeader& h = header_;
@@ -211,7 +211,7 @@ class JpegPacker {
         const JpegScan::Found found = scan.skip_mcu(bits, at.predictor, end * 8, [](int) {});
         if (found != JpegScan::Found::kMcu) return last && found == JpegScan::Found::kEnd ? kShort : kDamaged;
       }
-      // Padding to a byte, and no more, before a restart.
+      // Before a restart there may only be padding to a whole byte.
       if (!last && end * 8 - bits.position() >= 8) return kDamaged;
       begin = end;
       if (last) used_bits_ = bits.position();
@@ -240,7 +240,7 @@ class JpegPacker {
     return pieces;
   }
 
-  // Cut off what was not read, and turn bytes into words.
+  // Cut off the bytes that were not read, and convert the rest to words.
   void finish(std::vector<uint8_t>& packed) {
     JpegHeader& h = header_;
     const size_t words = static_cast<size_t>(ceil_div(used_bits_, 32)) + 2;

@@ -1,4 +1,4 @@
-// Places where the CUDA kernels keep each image's data, planned on the host from the packed JPEGs' headers.
+// Plan on the host, from the headers of the packed JPEGs, where the CUDA kernels keep each image's data.
 #pragma once
 
 #include <cstddef>
@@ -8,38 +8,38 @@
 
 namespace torch_fastdet::core {
 
-// The state of an image: jpeg_prepare makes it, in the workspace, and the others copy it to shared memory.
+// Hold the state of an image. jpeg_prepare writes it to the workspace, and the other kernels copy it to shared memory.
 struct alignas(16) JpegState {
   JpegHeader header;
   JpegRegion region;
   JpegTurn turn;
   JpegPlane planes[3];
   const uint8_t* packed;
-  uint8_t* out;           // of stored pixel (0, 0)
-  int16_t* coefficients;  // of the image's first slot
+  uint8_t* out;           // address of stored pixel (0, 0)
+  int16_t* coefficients;  // address of the image's first slot
   int64_t first_group, first_tile;
   int tile_columns;
-  // The component of each block of an MCU, and the place in it.
+  // Each block of an MCU has a component and a position in it.
   uint8_t component[kJpegMaxBlocks], column[kJpegMaxBlocks], row[kJpegMaxBlocks];
-  // The last part, which only jpeg_transform copies. Rows begin in different banks of shared memory.
+  // Only jpeg_transform copies this last part. The rows begin in different banks of shared memory.
   alignas(16) uint16_t quantizers[3][kJpegBlock + 8];
 };
 constexpr int kJpegStateShort = offsetof(JpegState, quantizers);
 
-// A segment that is decoded: what one thread of jpeg_entropy does.
+// Describe a segment to decode, which is the work of one thread of jpeg_entropy.
 struct alignas(16) JpegSlot {
   uint32_t segment;
-  uint32_t seen;  // bit m: its MCU m is seen; 0: nothing to do
-  uint16_t x, y;  // of its first MCU
+  uint32_t seen;  // bit m: MCU m is needed; 0: nothing to do
+  uint16_t x, y;  // coordinates of its first MCU
   uint32_t unused;
 };
 
-// The workspace's common part; behind it come planes and coefficients. Offsets in bytes.
+// Lay out the common part of the workspace, which planes and coefficients follow. Offsets are in bytes.
 struct JpegWorkspace {
-  int64_t states;        // JpegState an image
-  int64_t lookups;       // kJpegMaxTables tables an image
-  int64_t group_images;  // uint32 a group: its image
-  int64_t tile_images;   // uint32 a tile
+  int64_t states;        // JpegState per image
+  int64_t lookups;       // kJpegMaxTables tables per image
+  int64_t group_images;  // uint32 per group: its image
+  int64_t tile_images;   // uint32 per tile
   int64_t slots;         // JpegSlot for each thread of each group
   int64_t end;
 
@@ -55,7 +55,7 @@ struct JpegWorkspace {
   static TORCH_FASTDET_HOST_DEVICE int64_t round_up(int64_t bytes) { return ceil_div(bytes, 256) * 256; }
 };
 
-// The segments that a region takes, counted row by row of MCUs: a segment that two rows share counts once.
+// Count the segments that a region covers, row by row of MCUs. A segment that two rows share counts once.
 struct JpegSegmentRange {
   uint32_t first, end;
 };
@@ -70,7 +70,7 @@ TORCH_FASTDET_HOST_DEVICE JpegSegmentRange jpeg_row_segments(const JpegHeader& h
   return {first, end > first ? end : first};
 }
 
-// Pixels are handed out in tiles that begin at whole tiles of the stored image.
+// Tiles are aligned to whole tiles of the stored image.
 TORCH_FASTDET_HOST_DEVICE int jpeg_tile_columns(const JpegRegion& region) {
   return static_cast<int>(ceil_div(region.x1, kJpegTileWidth)) - region.x0 / kJpegTileWidth;
 }
@@ -82,7 +82,7 @@ struct JpegTotals {
   int64_t decoded_bytes = 0, groups = 0, tiles = 0;
 };
 
-// Complete rows of a plan whose first kJpegAskedColumns are filled in, from each image's header(i).
+// Complete the rows of a plan whose first kJpegAskedColumns are set, given each image's header(i).
 template <class Header>
 JpegTotals complete_jpeg_plan(int64_t* plan, int64_t images, const Header& header) {
   JpegTotals totals;

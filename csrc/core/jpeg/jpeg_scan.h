@@ -1,4 +1,4 @@
-// Reads the scan of a JPEG file without values: for the index, and as a judge. Host only.
+// Read the scan of a JPEG file without its values, on the host only, to build the index and to check the file.
 #pragma once
 
 #include <algorithm>
@@ -24,12 +24,12 @@ inline uint64_t jpeg_load64(const uint8_t* p) {
   return static_cast<uint64_t>(jpeg_load32(p)) << 32 | jpeg_load32(p + 4);
 }
 
-// A Huffman table for reading without values.
+// Look up Huffman codes without reading the values.
 class JpegSkipTable {
  public:
-  static constexpr uint32_t kAlone = 127;  // grows() of an entry that says nothing: take one code by itself
+  static constexpr uint32_t kAlone = 127;  // grows() of an entry without a result: read one code by itself
 
-  // `several`: an entry stands for as many codes as it has bits for. It then takes far longer to make.
+  // With `several`, an entry covers as many codes as fit in its bits. Building the table then takes far longer.
   JpegSkipTable(const JpegHuffman& table, bool is_ac, bool several) : table_(table), bits_(several ? 14 : 12) {
     uint32_t code = 0, row = 0;
     if (is_ac) entries_.assign(size_t{1} << bits_, kAlone << 5);
@@ -47,11 +47,11 @@ class JpegSkipTable {
     for (uint32_t x = 0; x < entries_.size(); ++x) entries_[x] = several_from(x << (16 - bits_));
   }
 
-  // The next bits() bits' meaning, AC only: 5 bits their number, 7 the step of the coefficient's, 1 the block's end.
+  // An AC entry for the next bits() has 5 bits for the bits taken, 7 for the index step and 1 for the end of the block.
   const uint16_t* entries() const { return entries_.data(); }
   int bits() const { return static_cast<int>(bits_); }
 
-  // The next code's length << 8 | its symbol, from the next 16 bits; 0: no such code.
+  // Return the next code's length << 8 | its symbol, given the next 16 bits, or 0 if there is no such code.
   uint32_t one(uint32_t next) const {
     if (const uint32_t found = first_[next >> (16 - kFirstBits)]) return found;
     for (uint32_t length = kFirstBits + 1; length <= 16; ++length) {
@@ -78,7 +78,7 @@ class JpegSkipTable {
     while (taken < bits_ && !ends) {
       const uint32_t code = one(next << taken & 0xffff), entry = entry_of(code), length = code >> 8;
       if (!code || taken + length > bits_) break;
-      // The first code's value may lie behind these bits.
+      // The value of the first code may extend past these bits.
       if (taken && taken + (entry & 31) > bits_) break;
       if (grows + (entry >> 5 & 127) > 63) break;
       taken += entry & 31, grows += entry >> 5 & 127, ends = entry >> 12;
@@ -93,7 +93,7 @@ class JpegSkipTable {
   std::vector<uint16_t> entries_;
 };
 
-// Tables by their contents: most files have the standard ones. One that comes twice gets several codes a look-up.
+// Cache tables by content, as most files have the standard ones. A repeated table gets several codes per look-up.
 class JpegSkipTables {
  public:
   static std::shared_ptr<const JpegSkipTable> get(const JpegHuffman& table, bool is_ac) {
@@ -135,12 +135,12 @@ class JpegSkipTables {
   std::unordered_map<std::string, Entry> entries_;
 };
 
-// Bits of bytes without stuffing; at least 8 bytes more than are asked for must be readable.
+// Read bits from bytes without stuffing. At least 8 bytes beyond the requested ones must be readable.
 class JpegByteBits {
  public:
   JpegByteBits(const uint8_t* data, int64_t first) : begin_(data), next_(data + first) {}
 
-  // At least 56 bits can be taken after it.
+  // Refill the buffer, so that at least 56 bits can be taken.
   void fill() {
     buffer_ |= jpeg_load64(next_) >> count_;
     next_ += (63 - count_) >> 3;
@@ -168,7 +168,7 @@ struct JpegMcu {
 };
 
 struct JpegScan {
-  // More than what a block of codes can take, and the eight bytes that a reader looks ahead: so many must follow.
+  // This exceeds what a block of codes can take plus eight bytes of look-ahead; so many bytes must follow the scan.
   static constexpr size_t kAhead = 64 * 31 / 8 + 16;
 
   enum class Found { kMcu, kDamage, kEnd };
@@ -180,10 +180,10 @@ struct JpegScan {
 
   const uint8_t* data = nullptr;
   int64_t bytes = 0;
-  Block block[kJpegMaxBlocks];  // of an MCU
+  Block block[kJpegMaxBlocks];  // blocks of an MCU
   int blocks = 0;
 
-  // Read an MCU, which must end before bit `end`; `seen` is called with the component of each block.
+  // Read an MCU, which must end before bit `end`. Call `seen` with the component of each block.
   template <class Seen>
   Found skip_mcu(JpegByteBits& bits, int* predictor, int64_t end, const Seen& seen) const {
     for (int i = 0; i < blocks; ++i) {
@@ -218,7 +218,7 @@ struct JpegScan {
         if (entry >> 12) return true;
         continue;
       }
-      // The block's end is near, or the code is long: one code.
+      // The block's end is near or the code is long, so read one code.
       const uint32_t one = ac.one(bits.peek(16)), run = one >> 4 & 15, bits_of_value = one & 15;
       if (!one) return false;
       bits.take((one >> 8) + bits_of_value);
@@ -230,13 +230,13 @@ struct JpegScan {
   }
 };
 
-// A scan without restart markers that several threads read. A reader that starts amid a code soon meets the true codes,
-// after 17 blocks on average, because Huffman codes synchronise themselves. So each piece notes where it found MCUs,
-// and the one thread that comes from the true beginning uses them from the first MCU on that both know. It waits for
-// nobody: it reads what nobody has read yet.
+// Several threads read a scan without restart markers. A reader that starts inside a code soon finds the true codes,
+// after 17 blocks on average, because Huffman codes synchronize themselves. Each piece records where it found MCUs. The
+// thread that starts at the true beginning uses a piece from the first MCU on which both agree. It never waits: it
+// reads pieces that nobody has read yet.
 class JpegPieces {
  public:
-  // Pieces of so many bytes, of a scan with so many MCUs. The scan is copied: threads may outlive the call.
+  // Split a scan with `mcus` MCUs into pieces of `bytes` bytes. The scan is copied, as threads may outlive the call.
   JpegPieces(const JpegScan& scan, int64_t bytes, uint32_t mcus)
       : scan_(scan),
         copy_(scan.data, scan.data + scan.bytes + JpegScan::kAhead),
@@ -248,7 +248,7 @@ class JpegPieces {
 
   size_t count() const { return pieces_.size(); }
 
-  // Read pieces that nobody has begun, in any thread. One that finds no memory is not read.
+  // Read pieces that no thread has started. Any thread may call this. A piece is skipped if memory runs out.
   void help() {
     try {
       for (size_t i; (i = next_.fetch_add(1)) < pieces_.size();) read(i);
@@ -256,14 +256,14 @@ class JpegPieces {
     }
   }
 
-  // From now on nobody begins pieces in front of `piece`.
+  // Do not let other threads start pieces before `piece` any more.
   void skip_to(size_t piece) {
     size_t next = next_.load();
     while (next < piece && !next_.compare_exchange_weak(next, piece)) {
     }
   }
 
-  // Call f with each MCU that follows on `at` in its piece, as far as that is known, while it returns true.
+  // Call f with each known MCU that follows `at` in its piece, while f returns true.
   template <class F>
   void follow(JpegMcu at, const F& f) {
     const auto number = static_cast<size_t>(at.bit / bits_);
@@ -286,16 +286,16 @@ class JpegPieces {
   }
 
  private:
-  // Bytes that make no sense take time.
+  // Limit the errors, because invalid bytes take time.
   static constexpr int kMostErrors = 64;
 
   struct Piece {
-    std::vector<JpegMcu> mcus;  // their predictors begin with 0
-    int low = 0, high = 0;      // of all predictors, after any block
+    std::vector<JpegMcu> mcus;  // predictors are relative to 0
+    int low = 0, high = 0;      // extremes of all predictors after any block
     std::atomic<bool> ready{false};
   };
 
-  // Note MCUs up to the first one that begins in the next piece.
+  // Record MCUs up to the first one that begins in the next piece.
   void read(size_t number) {
     Piece& piece = pieces_[number];
     const int64_t begin = static_cast<int64_t>(number) * bits_;
@@ -312,7 +312,7 @@ class JpegPieces {
       if (found == JpegScan::Found::kEnd) break;
       at.bit = static_cast<uint32_t>(bits.position());
       if (found == JpegScan::Found::kMcu) continue;
-      // It was no true beginning; or the file is damaged, which is found again from there.
+      // The start was wrong, or the file is damaged; reading from the true start will find damage again.
       ++errors;
       at = JpegMcu{(piece.mcus.back().bit / 8 + 1) * 8, {}};
       bits.go_to(at.bit);
@@ -326,7 +326,7 @@ class JpegPieces {
   std::vector<uint8_t> copy_;
   std::vector<Piece> pieces_;
   int64_t bits_;  // of a piece
-  size_t most_;   // MCUs that a piece notes: they take memory
+  size_t most_;   // MCUs that a piece records, limited to save memory
   std::atomic<size_t> next_{1};
 };
 
