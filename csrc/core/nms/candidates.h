@@ -1,5 +1,5 @@
-// Reads candidates from a CandidateSource: objectness, class confidence, box and extra columns of one anchor, with the
-// roundings of the stored type T. One class for each layout, used by the CPU loop and by the kernels.
+// Read candidates from a CandidateSource: objectness, class confidence, box and extra columns of one anchor, rounded to
+// the stored type T. Each layout has a class, which both the CPU loop and the kernels use.
 #pragma once
 
 #include "core/common/storage.h"
@@ -45,16 +45,16 @@ struct Scores {
   TORCH_FASTDET_HOST_DEVICE arithmetic_t<T> at(int64_t c) const { return Storage<T>::load(first[c * stride]); }
 };
 
-// Each layout gives:
+// Each layout provides:
 //   Anchor anchor(image, n)            where anchor n lies
 //   bool objectness(anchor, options, A& value)    false if it cannot pass
 //   Scores<T> scores(anchor)           where its class scores lie
-//   int64_t neighbours(n)              anchors from n on whose class scores lie side by side, if only these decide
-//                                      whether an anchor can pass; 0 or less elsewhere
+//   int64_t neighbours(n)              anchors from n on whose class scores are adjacent, if only these decide whether
+//                                      an anchor can pass; otherwise 0 or less
 //   bool score(raw, options, A& value)            class score before objectness; false if it cannot pass
 //   CenterBox<A> box(anchor)           pixels, rounded to T
 //   A extra(anchor, e)
-//   RotatedCandidate<A> rotated(anchor, class)    pixels and radians, rounded to T, where boxes may be rotated
+//   RotatedCandidate<A> rotated(anchor, class)    pixels and radians, rounded to T, if boxes may be rotated
 template <typename A>
 struct RotatedCandidate {
   CenterBox<A> box;
@@ -100,7 +100,7 @@ struct PredictionLayout {
   }
   static TORCH_FASTDET_HOST_DEVICE RotatedCandidate<A> rotated(const CandidateSource& source, Anchor anchor,
                                                                int64_t box_class) {
-    // The last column of a row without extra columns is its class, and the original takes that for the angle.
+    // Without extra columns the last column of a row is its class, which the original function reads as the angle.
     return {box(source, anchor), source.extra ? extra(source, anchor, source.extra - 1) : A(box_class)};
   }
 };
@@ -234,7 +234,7 @@ struct AnchorFreeHeadLayout : HeadLayout<T> {
   }
 };
 
-// Confidence of a class score: multiplied by objectness in the stored type, or (images with labels) in arithmetic type.
+// Multiply a class score by objectness, rounding to the stored type unless `promoted` (images with labels).
 template <typename Layout>
 TORCH_FASTDET_HOST_DEVICE typename Layout::A confidence(const CandidateSource& source, typename Layout::A objectness,
                                                         typename Layout::A score, bool promoted) {
@@ -248,14 +248,14 @@ TORCH_FASTDET_HOST_DEVICE A confidence_threshold(const NmsOptions& options, bool
   return A(promoted ? options.confidence_promoted : options.confidence);
 }
 
-// No class score at or below it can pass. Scores as they are stored: logits, where the layout has those.
+// Return the stored score (a logit if the layout has logits) that a class score must exceed to pass.
 template <typename Layout>
 TORCH_FASTDET_HOST_DEVICE typename Layout::A score_floor(const NmsOptions& options, bool promoted) {
   using A = typename Layout::A;
   return Layout::kLogits ? A(options.logit_floor) : confidence_threshold<A>(options, promoted);
 }
 
-// Corners of candidate anchor n (a label if n >= source.anchors), in the input's pixels.
+// Return the corners of candidate anchor n (a label if n >= source.anchors), in the input's pixels.
 template <typename Layout>
 TORCH_FASTDET_HOST_DEVICE CornerBox<typename Layout::A> candidate_corners(const CandidateSource& source, int64_t image,
                                                                           int64_t n, bool promoted) {
@@ -283,7 +283,7 @@ TORCH_FASTDET_HOST_DEVICE typename Layout::A candidate_extra(const CandidateSour
   return confidence<Layout>(source, objectness, value, promoted);
 }
 
-// Return the same as it comes out: with `letterbox`, this image's row, keypoints are in original pixels.
+// Return the extra column as the output has it: given the image's row `letterbox`, keypoints are in original pixels.
 template <typename Layout>
 TORCH_FASTDET_HOST_DEVICE typename Layout::A detection_extra(const CandidateSource& source, const NmsOptions& options,
                                                              int64_t image, int64_t n, int64_t e, bool promoted,
@@ -297,7 +297,7 @@ TORCH_FASTDET_HOST_DEVICE typename Layout::A detection_extra(const CandidateSour
   return value;
 }
 
-// The row of an image in NmsOutput::letterboxes, or null.
+// Return the row of an image in NmsOutput::letterboxes, or null.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE const A* letterbox_row(const NmsOutput& output, int64_t image) {
   return output.letterboxes ? static_cast<const A*>(output.letterboxes) + image * 6 : nullptr;

@@ -1,4 +1,4 @@
-// Raw YOLOv5 head maps to the decoded prediction tensor of the original Detect module.
+// Decode raw YOLOv5 head maps to the prediction tensor of the original Detect module.
 #pragma once
 
 #include "core/common/cuda_api.h"
@@ -6,8 +6,9 @@
 
 namespace torch_fastdet::core {
 
-// output (images, anchors, 5 + classes + extra), contiguous, of the source's dtype: center and size in pixels, sigmoid
-// of objectness and classes, extra channels as they are. Computed in the arithmetic type and rounded once.
+// `output` is contiguous, (images, anchors, 5 + classes + extra) of the source's dtype. It has center and size in
+// pixels, sigmoids of objectness and classes, and the extra channels. Arithmetic is in the arithmetic type and rounds
+// once.
 struct DecodeParams {
   CandidateSource source;  // layout kAnchorHeads
   void* output = nullptr;

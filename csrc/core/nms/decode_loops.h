@@ -1,4 +1,4 @@
-// yolov5_decode on the CPU: threads over anchors, by parallel_for(begin, end, grain, f).
+// Run the YOLOv5 decode on the CPU. parallel_for(begin, end, grain, f) distributes anchors over threads.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 #include "core/nms/decode.h"
 
 namespace torch_fastdet::core::nms_loops {
-namespace {  // of each file that includes this: functions that it calls once are inlined
+namespace {  // local to each including file, so that functions called once are inlined
 
-constexpr int64_t kCells = 16;  // decoded at once: whole vectors of any instruction set
+constexpr int64_t kCells = 16;  // cells decoded at once: whole vectors of any instruction set
 
 template <typename A>
 void sigmoids(const A* logits, A* shares) {
@@ -41,7 +41,7 @@ Sigmoids<A> sigmoid_kernel() {
   return sigmoids<A>;
 }
 
-// A channel of `count` neighbouring cells, side by side: where it lies, or in `room`.
+// Return a channel of `count` neighbouring cells as contiguous values, copied to `room` unless they already are.
 template <typename T>
 const arithmetic_t<T>* side_by_side(const T* from, int64_t step, int64_t count, arithmetic_t<T>* room) {
   if constexpr (std::is_same_v<T, arithmetic_t<T>>) {
@@ -51,7 +51,7 @@ const arithmetic_t<T>* side_by_side(const T* from, int64_t step, int64_t count, 
   return room;
 }
 
-// The rows of `count` neighbouring cells, from the anchor's on.
+// Decode the rows of `count` neighbouring cells, beginning with the anchor's.
 template <typename T>
 void decode_cells(const CandidateSource& source, const HeadAnchor<T>& anchor, int64_t count,
                   Sigmoids<arithmetic_t<T>> apply, T* rows) {
@@ -64,7 +64,7 @@ void decode_cells(const CandidateSource& source, const HeadAnchor<T>& anchor, in
   A room[kCells] = {}, shares[kCells];
   for (int64_t c = 0; c < width; ++c) {
     const T* from = anchor.boxes + c * head.boxes.channel;
-    __builtin_prefetch(from + kCells * step);  // a channel of the next cells: pages away from this cell's next channel
+    __builtin_prefetch(from + kCells * step);  // the same channel of the next cells, pages away from the next channel
     const A* values = side_by_side(from, step, count, room);
     if (c < logits) {
       apply(values, shares);

@@ -1,4 +1,4 @@
-// Rows above a threshold in their order, one block an image.
+// Select the rows above a threshold and keep their order. Each image has one block.
 #include "core/common/device.cuh"
 #include "core/common/dtype.cuh"
 #include "core/nms/filter.h"

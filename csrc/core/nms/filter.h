@@ -1,4 +1,4 @@
-// Rows of a model without suppression: those above a threshold, in their order.
+// Select rows of a model without suppression: those above a threshold, in their order.
 #pragma once
 
 #include "core/common/cuda_api.h"
@@ -8,18 +8,18 @@
 
 namespace torch_fastdet::core {
 
-// Strides in elements. Row: box, confidence, class, further columns, which are copied.
+// Strides are in elements. A row has the box, confidence, class and further columns, which are copied.
 struct FilterParams {
   const void* rows = nullptr;   // (images, count, columns)
   const void* sizes = nullptr;  // (images, 2) of the detections' type: width and height. Boxes are then center and size
-                                // as shares of them, and come out as corners. Null: boxes stay.
+                                // relative to it, and are output as corners. Null: boxes stay as they are.
   int64_t images = 0, count = 0, columns = 0;
   int64_t image_stride = 0, row_stride = 0, column_stride = 0;
   double confidence = 0;  // rounded to `dtype`
-  bool finite = false;    // rows whose box is not finite go too
+  bool finite = false;    // drop rows whose box is not finite
   ClassFilter filter;
   NmsOutput output;
-  int64_t capacity = 0;  // rows an image of the output
+  int64_t capacity = 0;  // output rows per image
   DType dtype = DType::kFloat32;
 };
 
@@ -43,7 +43,7 @@ TORCH_FASTDET_HOST_DEVICE bool passes_filter(const FilterParams& p, int64_t imag
   return static_cast<A>(number) == name && p.filter.has(number);
 }
 
-// Row `row` of the input becomes row `place` of the output.
+// Write row `row` of the input to row `place` of the output.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE void write_filtered(const FilterParams& p, int64_t image, int64_t row, int64_t place) {
   using A = typename Storage<T>::arithmetic;

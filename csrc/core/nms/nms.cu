@@ -1,4 +1,4 @@
-// The launch of a whole suppression: workspace, selection, sort, greedy suppression.
+// Launch a whole suppression: workspace, selection, sort and greedy suppression.
 #include "core/nms/nms_device.cuh"
 
 namespace torch_fastdet::core {
@@ -6,7 +6,7 @@ namespace torch_fastdet::core {
 cudaError_t launch_nms(const CandidateSource& source, const NmsOptions& options, const ClassFilter& filter,
                        const NmsOutput& output, const NmsPlan& plan, void* workspace, cudaStream_t stream) {
   if (plan.images == 0) return cudaSuccess;
-  if (plan.kept == 0) {  // no candidate, or no room for one
+  if (plan.kept == 0) {  // no candidates, or no detections wanted
     const size_t rows = static_cast<size_t>(plan.images * options.max_detections);
     const size_t value = source.dtype == DType::kFloat64 ? 8 : 4;
     cudaError_t error = cudaMemsetAsync(output.counts, 0, static_cast<size_t>(plan.images) * 8, stream);

@@ -1,4 +1,4 @@
-// Keys, workspace and parameters that the kernels of non-maximum suppression share.
+// Define the keys, workspace and parameters that the kernels of non-maximum suppression share.
 #pragma once
 
 #include "core/common/device.cuh"
@@ -8,7 +8,7 @@
 
 namespace torch_fastdet::core {
 
-// (descending confidence, ascending index) as one ascending unsigned key. Confidences are positive and finite.
+// Encode (descending confidence, ascending index) as one ascending unsigned key. Confidences are positive and finite.
 template <typename A>
 struct Keys;
 
@@ -40,12 +40,12 @@ struct Keys<double> {
 template <typename A>
 using key_of = typename Keys<A>::Key;
 
-// The cut of an image: keys with (key >> shift) <= prefix are kept, once `decided`.
+// Hold the cut of an image: once `decided`, keys with (key >> shift) <= prefix are kept.
 template <typename Key>
 struct CutState {
   Key prefix;
   uint32_t better;     // candidates before the prefix
-  uint32_t above_one;  // whether any class score is above 1
+  uint32_t above_one;  // whether any class score exceeds 1
   uint16_t shift, decided;
 };
 static_assert(sizeof(CutState<unsigned __int128>) <= 32);
@@ -58,7 +58,7 @@ struct NmsKernel : NmsOffsets {
   int64_t capacity, kept;
   int32_t merges;
   bool cuts;
-  bool sorts_small;  // the suppressing block sorts an image of kSelfSorted candidates itself
+  bool sorts_small;  // the suppressing block sorts an image of up to kSelfSorted candidates itself
 
   template <typename T>
   __device__ __forceinline__ T* at(size_t offset) const {
@@ -67,7 +67,7 @@ struct NmsKernel : NmsOffsets {
   __device__ __forceinline__ bool is_promoted(int64_t image) const {
     return source.label_count && at<uint8_t>(promoted)[image];
   }
-  // Return how many candidates wait in an image's buffer: what it holds, even if the source changed between passes.
+  // Return how many candidates an image's buffer holds, even if the source changed between passes.
   __device__ __forceinline__ int64_t buffered(int64_t image) const {
     const uint32_t count = at<uint32_t>(found)[image];
     const int64_t waiting = cuts && count > capacity ? at<uint32_t>(gathered)[image] : count;
@@ -106,7 +106,7 @@ __device__ __forceinline__ void with_layout(const CandidateSource& source, F&& f
   }
 }
 
-// Return the bits of kCount `boxes` that suppress `mine` if kept: branchless comparisons, then quotients of the few.
+// Return the bits of kCount `boxes` that suppress `mine` if kept. Compare without branches, then divide for the few.
 template <typename A, int kCount>
 __device__ __forceinline__ uint32_t suppressors(const CornerBox<A>* boxes, const int32_t* classes,
                                                 const CornerBox<A>& mine, int32_t my_class, bool same_class,
@@ -114,7 +114,7 @@ __device__ __forceinline__ uint32_t suppressors(const CornerBox<A>* boxes, const
   uint32_t bits = 0;
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
-    const CornerBox<A> other = boxes[j];  // one 16-byte load, whatever the comparisons say
+    const CornerBox<A> other = boxes[j];  // one 16-byte load, whatever the comparisons give
     bits |= proper_boxes_meet(other, mine) ? 1u << j : 0u;
   }
   for (uint32_t rest = bits; rest; rest &= rest - 1) {

@@ -1,4 +1,4 @@
-// The entry to suppression on the GPU.
+// This is the entry point of suppression on the GPU.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +7,7 @@
 
 namespace torch_fastdet::core {
 
-// `workspace`: plan.bytes, aligned to 256. Queues kernels on `stream`; returns at once.
+// `workspace` has plan.bytes bytes and is aligned to 256. The kernels are queued on `stream` without waiting for them.
 cudaError_t launch_nms(const CandidateSource& source, const NmsOptions& options, const ClassFilter& filter,
                        const NmsOutput& output, const NmsPlan& plan, void* workspace, cudaStream_t stream);
 

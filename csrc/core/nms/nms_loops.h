@@ -1,5 +1,5 @@
-// Suppression on the CPU: parallel_for(begin, end, grain, f) over images or inside each, by candidates.h and
-// nms_math.h.
+// Run suppression on the CPU with candidates.h and nms_math.h. parallel_for(begin, end, grain, f) runs over the images
+// or within each of them.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 #include "core/nms/scale_boxes_math.h"
 
 namespace torch_fastdet::core::nms_loops {
-namespace {  // of each file that includes this: functions that it calls once are inlined
+namespace {  // local to each including file, so that functions called once are inlined
 
 constexpr int64_t kAnchorsPerTask = 2048;
 constexpr int64_t kFirstChunk = 256, kLargestChunk = 4096;
@@ -38,9 +38,9 @@ void keep_best(Candidates<A>& candidates, int64_t count) {
   candidates.resize(count);
 }
 
-constexpr int64_t kBlock = 32;  // boxes that any_overlaps() tests without a branch
+constexpr int64_t kBlock = 32;  // boxes that any_overlaps() tests without branching
 
-// Upright boxes of one kind of arithmetic, side by side for vector instructions.
+// Hold upright boxes of one arithmetic type as arrays, for vector instructions.
 template <typename A>
 struct Boxes {
   using Box = CornerBox<A>;
@@ -57,7 +57,7 @@ struct Boxes {
     class_index.push_back(box_class);
   }
 
-  // Return whether any of boxes [begin, end) suppresses `box`; the arithmetic of overlaps without its branches.
+  // Return whether any of boxes [begin, end) suppresses `box`. This is overlaps() without its branches.
   template <bool same_class>
   bool any_overlaps(int64_t begin, int64_t end, const Box& box, int32_t box_class, A threshold) const {
     const A box_area = core::area(box);
@@ -80,7 +80,7 @@ struct Boxes {
   }
 };
 
-// Do the same for rotated boxes: the cheap test for a block of them, the formula for those that are near.
+// Do the same for rotated boxes: test a block of them cheaply, and evaluate the formula if any is near.
 template <typename A>
 struct RotatedBoxes {
   using Box = RotatedBox<A>;
@@ -118,7 +118,7 @@ struct RotatedBoxes {
 
 constexpr int64_t kNeighbours = 512;  // anchors whose class scores are read together
 
-// Raise each of `highest` to the anchor's score of one class; anchors lie side by side. NaN counts for nothing.
+// Raise each of `highest` to the score of one class at the same anchor. Anchors are adjacent, and NaN is ignored.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE void raise_to(const T* scores, int64_t begin, int64_t end,
                                         arithmetic_t<T>* __restrict highest) {
@@ -204,7 +204,7 @@ class ImageSuppression {
     found.push_back({confidence, static_cast<uint32_t>(n * source_.classes + c)});
   }
 
-  // Where a step from class to class is long, neighbours are read together, and one by one only those that can pass.
+  // If classes are far apart in memory, read neighbouring anchors together, then only those that can pass one by one.
   void select_anchors(int64_t n, int64_t end, Candidates<A>& found) const {
     const A floor = score_floor<Layout>(options_, promoted_);
     A highest[kNeighbours];
@@ -272,7 +272,7 @@ class ImageSuppression {
     return same_class ? suppress<Boxes<A>, true>(candidates) : suppress<Boxes<A>, false>(candidates);
   }
 
-  // Decode a candidate into its row and to where it is compared. False if it is not finite.
+  // Decode a candidate into its row and the box used for comparison. Return false if it is not finite.
   bool place(const Candidate<A>& candidate, A offset, Row& row, CornerBox<A>& placed) const {
     const int64_t n = candidate.index / source_.classes;
     const int32_t c = static_cast<int32_t>(candidate.index % source_.classes);
@@ -292,14 +292,14 @@ class ImageSuppression {
     return finite;
   }
 
-  // Sort, decode and decide chunk by chunk, so that an image which fills max_detections early pays for no more.
+  // Sort, decode and decide in chunks, so that an image that reaches max_detections early stops early.
   template <typename List, bool same_class>
   int64_t suppress(Candidates<A>& candidates) {
     const int64_t total = static_cast<int64_t>(candidates.size());
     const A threshold = A(options_.iou);
     const A offset = options_.class_rule == ClassRule::kOffset ? A(options_.max_wh) : A(0);
     const bool fast = options_.rotated == RotatedRule::kFast;
-    List against;  // what is kept or, if `fast`, all candidates so far
+    List against;  // the kept boxes or, if `fast`, all candidates so far
     std::vector<Row> rows;
     std::vector<typename List::Box> placed;
     std::vector<uint8_t> alive;
@@ -392,7 +392,7 @@ void dispatch_source(const CandidateSource& source, F&& f) {
   }
 }
 
-// `threads`: how many share the work. Where there are fewer images, each image is threaded inside.
+// `threads` is how many threads share the work. If there are fewer images, each image is processed in parallel.
 template <class Halves, typename ParallelFor>
 void suppress(const CandidateSource& source, const NmsOptions& options, const ClassFilter& filter,
               const NmsOutput& output, int64_t threads, const ParallelFor& parallel_for) {

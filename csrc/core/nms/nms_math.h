@@ -1,4 +1,4 @@
-// The decisions of non-maximum suppression, once for the CPU and the GPU.
+// Make the decisions of non-maximum suppression with the same code on the CPU and the GPU.
 #pragma once
 
 #include "core/common/exact_math.h"
@@ -7,9 +7,9 @@
 namespace torch_fastdet::core {
 
 enum class ClassRule : int32_t {
-  kOffset,    // boxes are moved by class * max_wh before they are compared, as the original functions do
-  kExact,     // boxes of one class only, compared where they are
-  kAgnostic,  // all boxes
+  kOffset,    // move boxes by class * max_wh before comparing them, as the original functions do
+  kExact,     // compare only boxes of the same class, without moving them
+  kAgnostic,  // compare all boxes
 };
 
 template <typename A>
@@ -17,7 +17,7 @@ TORCH_FASTDET_HOST_DEVICE A area(const CornerBox<A>& box) {
   return mul_rn(sub_rn(box.x2, box.x1), sub_rn(box.y2, box.y1));
 }
 
-// Return whether two boxes have common area, for overlaps(); one without positive sides meets nothing.
+// Return whether two boxes intersect, for overlaps(). A box without positive sides intersects nothing.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE bool meets(const CornerBox<A>& a, const CornerBox<A>& b) {
   const A left = a.x1 > b.x1 ? a.x1 : b.x1, right = a.x2 < b.x2 ? a.x2 : b.x2;
@@ -25,7 +25,7 @@ TORCH_FASTDET_HOST_DEVICE bool meets(const CornerBox<A>& a, const CornerBox<A>& 
   return right > left && bottom > top;
 }
 
-// The box; one without area becomes a void box, which fails every comparison in proper_boxes_meet().
+// Return the box, or if it has no area a void box, which fails every comparison in proper_boxes_meet().
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE CornerBox<A> proper_or_void(const CornerBox<A>& box) {
   const A infinity = static_cast<A>(HUGE_VAL);
@@ -35,11 +35,11 @@ TORCH_FASTDET_HOST_DEVICE CornerBox<A> proper_or_void(const CornerBox<A>& box) {
 
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE bool proper_boxes_meet(const CornerBox<A>& a, const CornerBox<A>& b) {
-  // Without short cuts: a branch costs more than three comparisons.
+  // Do not short-circuit: a branch costs more than three comparisons.
   return (a.x1 < b.x2) & (b.x1 < a.x2) & (a.y1 < b.y2) & (b.y1 < a.y2);
 }
 
-// IoU > threshold of two boxes that meet, on every device: the quotient is rounded before it is compared.
+// Return IoU > threshold for two boxes that intersect. Every device rounds the quotient before comparing it.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE bool meeting_boxes_overlap(const CornerBox<A>& kept, const CornerBox<A>& later, A threshold) {
   const A left = kept.x1 > later.x1 ? kept.x1 : later.x1, right = kept.x2 < later.x2 ? kept.x2 : later.x2;
@@ -53,7 +53,7 @@ TORCH_FASTDET_HOST_DEVICE bool overlaps(const CornerBox<A>& kept, const CornerBo
   return meets(kept, later) && meeting_boxes_overlap(kept, later, threshold);
 }
 
-// Box corners as the original functions round them: every operation to the stored type, given by Round.
+// Return box corners rounded as the original functions do: Round rounds every operation to the stored type.
 template <typename Round, typename A>
 TORCH_FASTDET_HOST_DEVICE CornerBox<A> corners(const CenterBox<A>& box, Round round) {
   const A half_width = round(mul_rn(box.width, A(0.5))), half_height = round(mul_rn(box.height, A(0.5)));

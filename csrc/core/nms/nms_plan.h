@@ -1,4 +1,4 @@
-// The memory that a suppression on the GPU needs, and the kernels that it launches. Host arithmetic alone.
+// Compute on the host the memory that a suppression on the GPU needs and the kernels that it launches.
 #pragma once
 
 #include <algorithm>
@@ -13,18 +13,18 @@ namespace torch_fastdet::core {
 constexpr int kHistogramBits = 11;
 constexpr int kHistogramBins = 1 << kHistogramBits;
 constexpr int kMaxCutLevels = 12;
-// Detections an image up to which one block keeps its list in shared memory.
+// One block keeps its list in shared memory up to this many detections per image.
 constexpr int64_t kSharedDetections = 1024;
-// Sorted runs that a block merges while it suppresses.
+// A block merges at most this many sorted runs while it suppresses.
 constexpr int kMergedRuns = 16;
-// Candidates decided together where the kept list lies in device memory.
+// This many candidates are decided together if the kept list is in device memory.
 constexpr int64_t kWideChunk = 2048;
-// Candidates of an image that the block which suppresses them sorts itself.
+// The suppressing block itself sorts an image of at most this many candidates.
 constexpr int64_t kSelfSorted = 1024;
 // An image with at most this many candidates is never cut before the sort.
 constexpr int64_t kUncutCandidates = 32768;
 
-// Keys that one block sorts, and candidates that it decides together. The key of a float64 confidence is wide.
+// One block sorts this many keys. The key of a float64 confidence is wide.
 constexpr int nms_tile(bool wide_key) {
   return wide_key ? 2048 : 4096;
 }
@@ -32,12 +32,12 @@ constexpr int nms_chunk(bool wide_key) {
   return wide_key ? 256 : 512;
 }
 
-// One digit of the radix search for the cut: bits [shift, shift + width) of a key, under the prefix above parent_shift.
+// A level is one digit of the radix search for the cut: bits [shift, shift + width), below the prefix at parent_shift.
 struct CutLevel {
   int32_t parent_shift, shift, width;
 };
 
-// The beginning of each piece of the workspace, in bytes. [0, zeroed) must be zero before the first kernel.
+// Each piece of the workspace begins at these bytes. [0, zeroed) must be zero before the first kernel.
 struct NmsOffsets {
   size_t found = 0, gathered = 0, tickets = 0, cut_states = 0, histogram = 0;
   size_t kept_count = 0, suppressed = 0, overlapped = 0, zeroed = 0;
@@ -48,21 +48,21 @@ struct NmsOffsets {
 
 struct NmsPlan : NmsOffsets {
   int64_t images = 0;
-  int64_t possible = 0;     // candidates an image can have
-  int64_t capacity = 0;     // keys an image has room for
+  int64_t possible = 0;     // most candidates of an image
+  int64_t capacity = 0;     // keys that fit in an image's buffer
   int64_t tile = 0;         // keys that one block sorts
-  int64_t runs = 0;         // sorted runs an image, at most
-  int64_t merges = 0;       // passes that double the runs' length
-  int64_t merged_runs = 0;  // runs after them
-  bool cuts = false;        // more candidates may pass than there is room for
+  int64_t runs = 0;         // most sorted runs of an image
+  int64_t merges = 0;       // passes that double the length of the runs
+  int64_t merged_runs = 0;  // runs after these passes
+  bool cuts = false;        // more candidates may pass than fit
   bool wide = false;        // the kept list lies in device memory
-  int64_t kept = 0;         // detections an image can have
+  int64_t kept = 0;         // most detections of an image
   RotatedRule rotated = RotatedRule::kNone;
   int32_t levels = 0;
   CutLevel level[kMaxCutLevels] = {};
 };
 
-// Shared memory of a suppressing block: the kept list, and runs with their merged lists or a chunk's bit matrix.
+// Return the shared memory of a suppressing block: kept list, and runs with merged lists or a chunk's bit matrix.
 inline int64_t suppress_shared_bytes(bool wide_key, int64_t runs) {
   const int64_t box = wide_key ? 32 : 16, key = wide_key ? 16 : 8, chunk = nms_chunk(wide_key);
   const int64_t lists = runs > 1 ? runs + (runs + 1) / 2 + (runs + 3) / 4 : 0;
@@ -71,7 +71,7 @@ inline int64_t suppress_shared_bytes(bool wide_key, int64_t runs) {
   return kept + std::max(matrix, lists * chunk * key) + 1024;
 }
 
-// The digits by which the cut of an image is searched, highest first: those of the confidence, then of the index.
+// Set the digits by which an image's cut is searched, highest first: those of the confidence, then of the index.
 inline void plan_cut(NmsPlan& plan, bool wide_key, int64_t pairs) {
   int32_t index_bits = 1;
   while ((pairs - 1) >> index_bits) ++index_bits;
@@ -128,7 +128,7 @@ inline void plan_workspace(NmsPlan& plan, bool wide_key, bool has_labels) {
   plan.bytes = at;
 }
 
-// shared_limit: bytes of shared memory that a block of this device may have.
+// `shared_limit` is the shared memory in bytes that a block of this device may use.
 inline NmsPlan plan_nms(const CandidateSource& source, const NmsOptions& options, int64_t shared_limit) {
   const bool wide_key = source.dtype == DType::kFloat64;
   NmsPlan plan;
@@ -136,7 +136,7 @@ inline NmsPlan plan_nms(const CandidateSource& source, const NmsOptions& options
   const int64_t rows = source.anchors + source.label_count;
   plan.possible = options.multi_label ? rows * source.classes : (source.classes ? rows : 0);
   plan.tile = nms_tile(wide_key);
-  const int64_t wanted = std::min(options.max_candidates, plan.possible);  // callers say "all" by the greatest integer
+  const int64_t wanted = std::min(options.max_candidates, plan.possible);  // the greatest integer means "all"
   const int64_t roomy = (wanted / 16 * 17 + plan.tile) / plan.tile * plan.tile;
   plan.capacity = std::min(plan.possible, std::max(kUncutCandidates, roomy));
   plan.cuts = plan.possible > plan.capacity;

@@ -1,4 +1,4 @@
-// Writes detections: one row when its box is decided, then what is left of the output.
+// Write detections: a row when its box is decided, then the rest of the output.
 #pragma once
 
 #include "core/nms/nms_device.cuh"
@@ -37,7 +37,7 @@ __device__ __forceinline__ void write_row(const NmsKernel& p, int64_t image, int
   write_numbers(p, image, row, anchor, box.x, box.y, box.width, box.height, confidence, box_class);
 }
 
-// One block: count, extra columns of the rows kept, zeros (and index -1) past them.
+// Write the count, the extra columns of the kept rows, and zeros (and index -1) past them, with one block.
 template <typename A>
 __device__ __forceinline__ void write_rest(const NmsKernel& p, int64_t image, int64_t kept, bool promoted) {
   const int64_t rows = p.options.max_detections, extra = p.source.extra;

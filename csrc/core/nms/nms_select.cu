@@ -1,4 +1,4 @@
-// Selection: marks images with labels, then the layout's kernels.
+// Mark the images with labels, then run the selection kernels of the layout.
 #include "core/nms/nms_select.cuh"
 
 namespace torch_fastdet::core {
@@ -13,7 +13,7 @@ __global__ void mark_promoted_kernel(const __grid_constant__ NmsKernel p) {
   }
 }
 
-// Return whether a warp that reads one channel of 32 neighbouring anchors reads them side by side.
+// Return whether a warp that reads one channel of 32 neighbouring anchors reads adjacent elements.
 bool anchors_adjacent(const CandidateSource& source) {
   switch (source.layout) {
     case CandidateLayout::kPrediction:

@@ -1,6 +1,6 @@
-// Selection: which (anchor, class) pairs pass, as keys in each image's buffer. An image whose candidates do not fit is
-// cut first, by a radix search over its keys for the best max_candidates or a few more. Every pass of it reads the
-// source again, so that the capacity bounds memory.
+// Select the (anchor, class) pairs that pass, as keys in each image's buffer. An image whose candidates do not fit is
+// cut first: a radix search over its keys finds the best max_candidates or a few more. Each of its passes reads the
+// source again, so that the capacity bounds the memory.
 #pragma once
 
 #include "core/nms/nms_device.cuh"
@@ -14,7 +14,7 @@ struct SelectKernel {
   ClassFilter filter;
   SelectMode mode;
   int64_t blocks_per_image;
-  bool anchors_adjacent;  // neighbouring anchors lie side by side in memory
+  bool anchors_adjacent;  // neighbouring anchors are adjacent in memory
   int32_t level_index;
   CutLevel level;
 };
@@ -27,15 +27,14 @@ struct BlockRows {  // anchors of a block that passed objectness
   static constexpr int kSize = kSelectThreads * kItems;
   Scores<typename Layout::Stored> scores[kSize];
   typename Layout::A objectness[kSize];
-  uint16_t anchor[kSize];  // from the block's first
+  uint16_t anchor[kSize];  // relative to the block's first
   uint8_t broken[kSize];
   int32_t warp_counts[kSelectWarps];
 };
 
-// The visit of a block to its anchors [first, first + kItems * kSelectThreads),
-// kItems a thread. It hands candidates to a sink, warp by warp: sink.add(valid,
-// confidence, index) is called by whole warps; sink.full() ends the visit of a
-// warp. Each step is inlined, which keeps the members in registers.
+// A block visits its anchors [first, first + kItems * kSelectThreads), kItems per thread, and passes candidates to a
+// sink one warp at a time. Whole warps call sink.add(valid, confidence, index); sink.full() ends a warp's visit. Every
+// step is inlined, which keeps the members in registers.
 template <typename Layout, int kItems>
 struct Visit {
   using A = typename Layout::A;
@@ -51,12 +50,12 @@ struct Visit {
   const A threshold;
   const bool any_nan_drops;
 
-  // The thread's anchors, and the lanes of its warp whose anchors passed objectness.
+  // These are the thread's anchors, and the lanes of its warp whose anchors passed objectness.
   ScoresOf scores[kItems];
   A objectness[kItems];
   unsigned lanes[kItems];
   int count = 0;  // anchors of the block that passed
-  int rank = 0;   // of them, those of the warps before this one
+  int rank = 0;   // of these, the anchors of earlier warps
 
   __device__ __forceinline__ Visit(const SelectKernel& p, int64_t image, int64_t first, bool promoted,
                                    BlockRows<Layout, kItems>& rows)
@@ -81,7 +80,7 @@ struct Visit {
     return confidence > threshold && confidence < static_cast<A>(HUGE_VAL) && is_allowed(p.filter, c);
   }
 
-  // Labels follow the anchors. Each is a candidate of confidence 1.
+  // Labels follow the anchors. Each label is a candidate of confidence 1.
   template <typename Sink>
   __device__ __forceinline__ void visit_labels(Sink& sink) const {
     for (int item = 0; item < kItems; ++item) {
@@ -97,7 +96,7 @@ struct Visit {
     }
   }
 
-  // Find the anchors whose objectness is above `least` and can pass.
+  // Find the anchors whose objectness exceeds `least` and that can pass.
   __device__ __forceinline__ void find_anchors(A least) {
     int in_warp = 0;
 #pragma unroll
@@ -123,7 +122,7 @@ struct Visit {
     }
   }
 
-  // Each lane walks the classes of its anchors; a warp reads neighbours together.
+  // Each lane goes through the classes of its own anchors, so that a warp reads neighbours together.
   template <typename Sink>
   __device__ __forceinline__ void visit_own_anchors(Sink& sink) const {
 #pragma unroll
@@ -136,7 +135,7 @@ struct Visit {
   __device__ __forceinline__ void visit_own_anchor(int item, Sink& sink) const {
     constexpr int kBatch = 8;
     const int64_t n = first + item * kSelectThreads + threadIdx.x;
-    // Local copies: with members the compiler makes a branch of each load of a batch, so that they wait for each other.
+    // With members instead of local copies the compiler branches on each load of a batch, which serializes the loads.
     const int classes = this->classes;
     const ScoresOf mine = scores[item];
     const bool present = (lanes[item] >> lane) & 1;
@@ -175,7 +174,7 @@ struct Visit {
     if (!options.multi_label) sink.add(present && !broken && passes(best, best_class), best, index(n, best_class));
   }
 
-  // Put the anchors that passed side by side in shared memory; mark those with NaN class scores.
+  // Compact the anchors that passed into shared memory, and mark those with NaN class scores.
   __device__ __forceinline__ void share_rows() {
 #pragma unroll
     for (int item = 0; item < kItems; ++item) {
@@ -202,15 +201,15 @@ struct Visit {
     __syncthreads();
   }
 
-  static constexpr int kRows = 4;  // that a warp reads together
+  static constexpr int kRows = 4;  // rows that a warp reads together
 
-  // Share the rows among the warps. (With members as bounds the compiler puts the arrays in local memory.)
+  // Distribute the rows over the warps. (With members as bounds the compiler puts the arrays in local memory.)
   template <typename Sink>
   __device__ __forceinline__ void visit_shared_rows(Sink& sink) const {
     const int count = this->count, classes = this->classes, lane = this->lane, warp = this->warp;
     const bool multi_label = options.multi_label;
     for (int base = warp * kRows; base < count && !sink.full(); base += kSelectWarps * kRows) {
-      // The best that a lane has found of each row, where an anchor has one class only.
+      // If an anchor has only one class, these are the lane's best of each row.
       A best[kRows];
       int best_class[kRows];
       bool broken[kRows];
@@ -258,7 +257,7 @@ struct Visit {
         }
       }
       if (multi_label) continue;
-      // Lane r takes row r's best of all lanes: highest confidence, lowest class.
+      // Lane r takes row r's best over all lanes: the highest confidence, then the lowest class.
       A mine = -1;
       int my_class = 0;
       bool valid = false;
@@ -286,7 +285,7 @@ struct Visit {
   }
 };
 
-// Hand the candidates among a block's anchors to `sink`. Anchors whose objectness is not above `least` are skipped.
+// Pass a block's candidates to `sink`. Skip anchors whose objectness does not exceed `least`.
 template <typename Layout, int kItems, typename Sink>
 __device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t image, int64_t first, bool promoted,
                                               typename Layout::A least, BlockRows<Layout, kItems>& rows, Sink& sink) {
@@ -302,12 +301,12 @@ __device__ __forceinline__ void visit_anchors(const SelectKernel& p, int64_t ima
   visit.visit_shared_rows(sink);
 }
 
-// Collects a warp's keys and writes them 32 at a time.
+// Collect a warp's keys and write them 32 at a time.
 template <typename A>
 class WarpAppender {
  public:
   using Key = key_of<A>;
-  // Keys with (key >> shift) > last are left out.
+  // Keys with (key >> shift) > last are skipped.
   __device__ WarpAppender(Key* staged, Key* keys, uint32_t* count, int64_t capacity, bool cut, int shift, Key last)
       : staged_(staged), keys_(keys), count_(count), capacity_(capacity), cut_(cut), shift_(shift), last_(last) {}
 
@@ -330,7 +329,7 @@ class WarpAppender {
     }
   }
   __device__ __forceinline__ void see(bool, A) {}
-  // Return whether more has been found than there is room for: the image will be cut and its candidates gathered again.
+  // Return whether the buffer is full: the image will then be cut and its candidates gathered again.
   __device__ __forceinline__ bool full() const { return full_; }
   __device__ __forceinline__ void flush() {
     if (size_) write(size_);
@@ -358,7 +357,7 @@ class WarpAppender {
   bool full_ = false;
 };
 
-// Counts the digits of one level, of keys under the prefix of the levels above.
+// Count the digits of one level, for keys with the prefix of the levels above.
 template <typename A>
 struct DigitCounter {
   using Key = key_of<A>;
@@ -378,7 +377,7 @@ struct DigitCounter {
   __device__ __forceinline__ bool full() const { return false; }
 };
 
-// Let the image's last block find the cut's digit in the histogram, and clear it for the next level.
+// Find the cut's digit in the histogram, in the image's last block, and clear it for the next level.
 template <typename A>
 __device__ void decide_level(const SelectKernel& p, int64_t image) {
   using Key = key_of<A>;
@@ -420,18 +419,18 @@ __device__ void decide_level(const SelectKernel& p, int64_t image) {
   }
 }
 
-// The confidence an anchor needs to matter to the cut: at most the objectness if no class score is above 1.
+// Return the confidence that an anchor needs to affect the cut. It is at most the objectness if no score exceeds 1.
 template <typename A>
 __device__ __forceinline__ A least_objectness(const SelectKernel& p, const CutState<key_of<A>>& state) {
   using Key = key_of<A>;
   if (!p.nms.source.has_objectness || state.above_one || !state.shift) return -1;
-  const int low = state.shift;  // keys up to the last of the prefix
+  const int low = state.shift;  // includes all keys with the prefix
   const Key last = (state.prefix << low) | ((Key(1) << low) - 1);
   const A lowest = Keys<A>::confidence(last);
   return lowest > A(1e-30) ? lowest - lowest * A(1e-6) : A(-1);
 }
 
-// Add a block's histogram, in shared memory, to its image's; the last block decides the level.
+// Add a block's histogram in shared memory to its image's. The last block decides the level.
 template <typename A>
 __device__ __forceinline__ void finish_histogram(const SelectKernel& p, int64_t image, const uint32_t* histogram) {
   uint32_t* global = p.nms.at<uint32_t>(p.nms.histogram) + image * kHistogramBins;
@@ -472,7 +471,7 @@ __global__ void __launch_bounds__(kSelectThreads, sizeof(typename Layout::A) == 
   Key* staged = reinterpret_cast<Key*>(shared) + warp * 64;
 
   if (p.mode == SelectMode::kAppend) {
-    // One reader: other blocks add to the count meanwhile, and the whole block must take one way.
+    // Let one thread read the count: other blocks are adding to it, and the whole block must take the same branch.
     if (p.nms.cuts) {
       __shared__ bool overflowed;
       if (threadIdx.x == 0) overflowed = __ldcg(found) > p.nms.capacity;
@@ -531,7 +530,7 @@ cudaError_t launch_select_items(SelectKernel& p, const NmsPlan& plan, cudaStream
 
 template <typename Layout>
 cudaError_t launch_select_layout(SelectKernel& p, const NmsPlan& plan, cudaStream_t stream) {
-  // Whether a thread waits for four anchors at once: best where objectness leaves few, and lanes share no anchor.
+  // Let each thread load four anchors at once if objectness leaves few of them and lanes share no anchor.
   if constexpr (Layout::kMayHaveObjectness) {
     const int64_t rows = p.nms.source.anchors + p.nms.source.label_count;
     const bool few = p.nms.source.has_objectness && (!p.anchors_adjacent || p.nms.options.confidence >= 0.05);
@@ -540,7 +539,7 @@ cudaError_t launch_select_layout(SelectKernel& p, const NmsPlan& plan, cudaStrea
   return launch_select_items<Layout, 1>(p, plan, stream);
 }
 
-// One translation unit a layout, so that they compile side by side.
+// Each layout has its own translation unit, so that they compile in parallel.
 cudaError_t launch_select_prediction(SelectKernel& kernel, const NmsPlan& plan, cudaStream_t stream);
 cudaError_t launch_select_anchor_heads(SelectKernel& kernel, const NmsPlan& plan, cudaStream_t stream);
 cudaError_t launch_select_anchor_free_heads(SelectKernel& kernel, const NmsPlan& plan, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// Selection kernels of one layout; see nms_select.cuh.
+// These are the selection kernels of one layout; see nms_select.cuh.
 #include "core/nms/nms_select.cuh"
 
 namespace torch_fastdet::core {

@@ -1,4 +1,4 @@
-// Sort each image's keys into runs of one tile, and merge runs where a later block cannot merge all.
+// Sort each image's keys into runs of one tile, and merge the runs if a later block cannot merge them all.
 #include <cub/block/block_merge_sort.cuh>
 
 #include "core/nms/nms_device.cuh"
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kSortThreads) sort_kernel(const __grid_constan
   }
 }
 
-// Merge neighbouring runs of `length` keys: each key finds its place in the sibling run.
+// Merge neighbouring runs of `length` keys. Each key finds its place in the other run of its pair.
 template <typename Key>
 __global__ void __launch_bounds__(256)
     merge_kernel(const __grid_constant__ NmsKernel p, const Key* from, Key* to, int64_t length) {

@@ -1,6 +1,6 @@
-// Exact greedy suppression with an early stop, one block an image: the next chunk of candidates in order of confidence
-// is tested against the kept list in shared memory, then within itself by a bit matrix, until max_detections are kept
-// or the candidates end. The chunk comes from up to kMergedRuns sorted runs, merged as far as it is needed.
+// Compute exact greedy suppression with an early stop. One block per image tests the next chunk of candidates, in order
+// of confidence, against the kept list in shared memory, then within itself by a bit matrix, until max_detections are
+// kept or no candidate is left. It merges a chunk from up to kMergedRuns sorted runs, only as far as needed.
 #include "core/nms/nms_device.cuh"
 #include "core/nms/nms_rows.cuh"
 
@@ -11,11 +11,11 @@ namespace {
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
 static_assert(kSelfSorted == kThreads);
 
-// Merge the first `want` keys of two sorted lists of which `a_count` and `b_count` keys are known.
+// Return the key at `position` of the merge of two sorted lists, of which `a_count` and `b_count` keys are known.
 template <typename Key>
 __device__ __forceinline__ Key merged_at(const Key* a, int a_count, const Key* b, int b_count, int position) {
   int low = position > b_count ? position - b_count : 0, high = position < a_count ? position : a_count;
-  while (low < high) {  // how many keys before `position` come from a
+  while (low < high) {  // find how many keys before `position` come from a
     const int half = (low + high) / 2;
     if (a[half] < b[position - 1 - half]) {
       low = half + 1;
@@ -44,22 +44,22 @@ struct Kept {
   CornerBox<A> box[kSharedDetections];
   int32_t box_class[kSharedDetections];
   int64_t cursor[kMergedRuns];
-  uint32_t alive[kWords];  // candidates of the chunk that nothing kept suppresses
+  uint32_t alive[kWords];  // candidates of the chunk that no kept box suppresses
   uint32_t keeps[kWords];  // survivors of the chunk that are kept
   int32_t before[kWords];  // detections kept before each 32 survivors
   int32_t total;           // detections kept
 };
 
-// Lies where the runs are merged, which is over by then.
+// A chunk reuses the memory in which the runs were merged.
 template <typename A>
 struct Chunk {
   static constexpr int kSize = Keys<A>::kChunk;
   CornerBox<A> box[kSize];
   int32_t box_class[kSize];
-  uint32_t earlier[kSize / 32][kSize];  // bit j of [w][i]: survivor w * 32 + j suppresses survivor i, if it is kept
+  uint32_t earlier[kSize / 32][kSize];  // bit j of [w][i]: survivor w * 32 + j suppresses survivor i if it is kept
 };
 
-// Sort one key a thread: neighbours within a warp by shuffles, others through `shared`.
+// Sort one key per thread. Neighbours within a warp exchange keys by shuffles, others through `shared`.
 template <typename Key>
 __device__ __forceinline__ Key sort_block(Key key, Key* shared) {
   const int thread = threadIdx.x;
@@ -84,14 +84,14 @@ __device__ __forceinline__ Key sort_block(Key key, Key* shared) {
 
 template <typename A>
 struct Candidate {
-  CornerBox<A> box{}, placed;  // as it comes out; where it is compared
+  CornerBox<A> box{}, placed;  // the box that is output, and the one that is compared
   A confidence = 0;
   int32_t box_class = 0;
   uint32_t anchor = 0;
   bool alive = false;
 };
 
-// One block and its image. The whole block takes each step; all are inlined, which keeps the members in registers.
+// A block processes its image. The whole block takes each step; all are inlined, which keeps the members in registers.
 template <typename A>
 struct Suppression {
   using Key = key_of<A>;
@@ -102,7 +102,7 @@ struct Suppression {
   const NmsKernel& p;
   Kept<A>& s;
   Chunk<A>& chunk;
-  Key* const windows;  // [runs][kChunk], where the chunk lies later
+  Key* const windows;  // [runs][kChunk], overlapping the later chunk
   const int64_t image;
   const int thread, lane, warp;
   const uint32_t classes;
@@ -137,7 +137,7 @@ struct Suppression {
 
   __device__ __forceinline__ void start() const {
     if (thread < kMergedRuns) s.cursor[thread] = 0;
-    // Tests read the list in batches, past its end.
+    // Tests read the list in batches and may read past its end.
     for (int i = thread; i < kSharedDetections; i += kThreads) s.box[i] = nothing;
     if (p.sorts_small && buffered <= kSelfSorted && buffered > 0) {
       const Key sorted = sort_block(thread < buffered ? keys[thread] : ~Key(0), windows);
@@ -145,7 +145,7 @@ struct Suppression {
     }
   }
 
-  // The next `count` keys in order, one a thread.
+  // Return the next `count` keys in order, one per thread.
   __device__ __forceinline__ Key next_keys(int count) const {
     Key key = ~Key(0);
     if (runs == 1) {
@@ -169,7 +169,7 @@ struct Suppression {
     return key;
   }
 
-  // Merge the windows pair by pair; return the first kChunk keys of all.
+  // Merge the windows in pairs, and return the first kChunk keys of all.
   __device__ __forceinline__ const Key* merge_windows() const {
     Key* level = windows;
     Key* other = windows + runs * kChunk;
@@ -181,7 +181,7 @@ struct Suppression {
         const Key* a = level + 2 * pair * kChunk;
         other[i] = 2 * pair + 1 < lists ? merged_at(a, kChunk, a + kChunk, kChunk, at) : a[at];
       }
-      // The windows stay: the cursors are moved by what was taken of them.
+      // Keep the windows: the cursors advance by the keys taken from them.
       Key* free = level == windows ? other + merged * kChunk : level;
       level = other;
       other = free;
@@ -189,7 +189,7 @@ struct Suppression {
     return level;
   }
 
-  // Move the cursor of each run past its keys up to `last`, which are the first ones of its window.
+  // Advance the cursor of each run past its keys up to `last`, which are the first keys of its window.
   __device__ __forceinline__ void advance_cursors(Key last) const {
     for (int run = warp; run < runs; run += kWarps) {
       int taken = 0;
@@ -224,12 +224,12 @@ struct Suppression {
     return mine;
   }
 
-  // Test whether anything kept suppresses them; kShares threads share the list of a candidate.
+  // Test whether a kept box suppresses the candidates. kShares threads share the list for each candidate.
   __device__ __forceinline__ void test_against_kept(int kept) const {
     const int mine = thread % kChunk, share = thread / kChunk;
     const CornerBox<A> my_box = chunk.box[mine];
     const int32_t my_class = chunk.box_class[mine];
-    const bool can_meet = my_box.x1 < my_box.x2;  // a void box meets none
+    const bool can_meet = my_box.x1 < my_box.x2;  // a void box intersects none
     bool open = can_meet;
     for (int first = share * kBatch; first < kept; first += kShares * kBatch) {
       if (!__any_sync(kFullWarp, open)) break;
@@ -242,7 +242,7 @@ struct Suppression {
     __syncthreads();
   }
 
-  // Survivors side by side, in order: `me` is this thread's place. Returns their number.
+  // Compact the survivors in order: `me` is this thread's position. Return their number.
   __device__ __forceinline__ int gather_survivors(Candidate<A>& mine, int& me) const {
     int survivors = 0;
     me = 0;
@@ -263,7 +263,7 @@ struct Suppression {
     return survivors;
   }
 
-  // Which earlier survivors would suppress each: tasks of 32 x 32 pairs below the diagonal.
+  // Compute which earlier survivors would suppress each one, in tasks of 32 x 32 pairs below the diagonal.
   __device__ __forceinline__ void test_survivors(int words) const {
     const int tasks = words * (words + 1) / 2;
     for (int task = warp; task < tasks; task += kWarps) {
@@ -280,7 +280,7 @@ struct Suppression {
     __syncthreads();
   }
 
-  // Greedy over the bit matrix, 32 survivors at a time, by one warp. Lane i holds what is kept of its 32.
+  // Decide greedily over the bit matrix, 32 survivors at a time, with one warp. Lane i holds the kept bits of word i.
   __device__ __forceinline__ void decide(int kept, int survivors, int words) const {
     static_assert(kWords <= 32);
     int total = kept, my_before = 0;

@@ -1,6 +1,6 @@
-// Exact greedy suppression for long kept lists, by the whole GPU: candidates are decided kWideChunk at a time. One
-// launch tests a chunk against everything kept and against itself (a bit matrix of fixed size), the next decides it in
-// order. Rotated boxes go this way too; with RotatedRule::kFast a chunk is tested against everything before it.
+// Compute exact greedy suppression for long kept lists with the whole GPU, kWideChunk candidates at a time. One launch
+// tests a chunk against all kept boxes and against itself (a bit matrix of fixed size); the next launch decides it in
+// order. Rotated boxes use these kernels too. RotatedRule::kFast tests a chunk against all candidates before it.
 #include "core/nms/nms_device.cuh"
 #include "core/nms/nms_rows.cuh"
 #include "core/nms/rotated_math.h"
@@ -61,7 +61,7 @@ struct Rotated {
     finite = is_finite(candidate);
     return finite ? place_rotated(candidate, offset, A(p.options.reach_scale)) : nothing();
   }
-  // Test as suppressors() in nms_device.cuh: first the cheap test for all, then the formula for the few that are near.
+  // Test as suppressors() in nms_device.cuh does: cheaply for all boxes, then by the formula for the few that are near.
   static __device__ __forceinline__ uint32_t suppressed_by(const Box* boxes, const int32_t* classes, const Box& mine,
                                                            int32_t my_class, bool same_class, A threshold) {
     uint32_t bits = 0;
@@ -83,7 +83,7 @@ struct Rotated {
   }
 };
 
-// Boxes of all candidates where they are compared, in order of confidence.
+// Place the boxes of all candidates for comparison, in order of confidence.
 template <typename Kind>
 __global__ void __launch_bounds__(kThreads) place_kernel(const __grid_constant__ NmsKernel p) {
   using A = typename Kind::A;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) place_kernel(const __grid_constant__
   bool finite = false;
   p.at<typename Kind::Box>(p.boxes)[image * p.capacity + i] =
       Kind::place(p, image, n, box_class, mul_rn(A(box_class), offset), finite);
-  // A class that no other has marks a box that is not finite.
+  // A class that no other box has marks a box that is not finite.
   p.at<int32_t>(p.classes)[image * p.capacity + i] = finite ? static_cast<int32_t>(box_class) : -1;
 }
 
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) test_kernel(const __grid_constant__ 
   if (first >= total || kept >= p.kept) return;
   const int count = total - first < kChunk ? static_cast<int>(total - first) : kChunk;
   const bool fast = p.options.rotated == RotatedRule::kFast;
-  const int64_t before = fast ? first : kept;  // boxes that this chunk is tested against, before itself
+  const int64_t before = fast ? first : kept;  // boxes that this chunk is tested against, besides itself
   const bool same_class = p.options.class_rule == ClassRule::kExact;
   const A threshold = A(p.options.iou);
   const int thread = threadIdx.x, lane = thread & 31;
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreads) test_kernel(const __grid_constant__ 
       }
       continue;
     }
-    const int first_word = static_cast<int>(start / 32), last_word = i / 32;  // of a whole warp
+    const int first_word = static_cast<int>(start / 32), last_word = i / 32;  // the same for a whole warp
     for (int word = 0; word * 32 < size && first_word + word <= last_word; ++word) {
       uint32_t bits =
           Kind::suppressed_by(others + word * 32, other_classes + word * 32, mine, my_class, same_class, threshold);
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads) test_kernel(const __grid_constant__ 
   }
 }
 
-// Detections before each word of `keeps`, by one warp: a scan over pairs of words. Lane 31 gets the number of all.
+// Count the detections before each word of `keeps` by one warp's scan over pairs of words. Lane 31 returns the sum.
 __device__ __forceinline__ int count_before(const uint32_t (&keeps)[kWords], int32_t (&before)[kWords], int lane) {
   static_assert(kWords == 64);
   const int a = __popc(keeps[2 * lane]), both = a + __popc(keeps[2 * lane + 1]);
@@ -207,8 +207,8 @@ __global__ void __launch_bounds__(kDecideThreads) decide_kernel(const __grid_con
       const uint32_t candidates = finite & ~suppressed[i / 32] & ~(fast ? overlapped[i / 32] : 0u);
       open[i / 32] = candidates;
       doubtful[i / 32] = fast ? 0u : candidates & overlapped[i / 32];
-      keeps[i / 32] = candidates;                   // final where nothing is doubtful
-      suppressed[i / 32] = overlapped[i / 32] = 0;  // for the next chunk
+      keeps[i / 32] = candidates;                   // final unless some are doubtful
+      suppressed[i / 32] = overlapped[i / 32] = 0;  // cleared for the next chunk
     }
   }
   __syncthreads();
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kDecideThreads) decide_kernel(const __grid_con
   const int words = (count + 31) / 32;
   for (int block = 0; block < words; ++block) {
     const uint32_t checked = doubtful[block];
-    if (!checked) continue;  // the whole block together
+    if (!checked) continue;  // the same for the whole block
     const int i = block * 32 + lane;
     const bool check = (checked >> lane) & 1;
     uint32_t hit = 0;
@@ -298,7 +298,7 @@ cudaError_t launch(const NmsKernel& kernel, const NmsPlan& plan, cudaStream_t st
   const int64_t decided = plan.capacity < kernel.options.max_candidates ? plan.capacity : kernel.options.max_candidates;
   place_kernel<Kind><<<dim3(static_cast<unsigned>(ceil_div(decided, kThreads)), images), kThreads, 0, stream>>>(kernel);
   for (int64_t first = 0; first < decided; first += kChunk) {
-    // As many segments as there can be: all candidates before this chunk kept, and the chunk itself.
+    // Launch the maximum of segments: all candidates before this chunk are kept, and the chunk itself.
     const int64_t before = fast || first < plan.kept ? first : plan.kept;
     const int64_t segments = ceil_div(before, kSegment) + kChunk / kSegment;
     test_kernel<Kind><<<dim3(static_cast<unsigned>(segments * kGroups), images), kThreads, 0, stream>>>(kernel, first);

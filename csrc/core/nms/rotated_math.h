@@ -1,5 +1,5 @@
-// Rotated boxes as suppression compares them: by probiou, the similarity of the Gaussians that have the boxes' spread
-// (https://arxiv.org/abs/2106.06072). The formula is evaluated in the order of the original's float32 operations.
+// Compare rotated boxes as suppression does: by probiou, the similarity of Gaussians that have the boxes' spread
+// (https://arxiv.org/abs/2106.06072). The formula follows the order of the original's float32 operations.
 #pragma once
 
 #include <cmath>
@@ -12,18 +12,18 @@ namespace torch_fastdet::core {
 
 template <typename A>
 struct alignas(16) RotatedBox {
-  A x, y;   // center, where it is compared
+  A x, y;   // center, as compared
   A reach;  // two boxes whose centers are further apart than sqrt(reach + reach) do not overlap
   A determinant;
   A a, b, c;  // covariance [[a, c], [c, b]]
   A unused;
 };
 
-// Half the condition of RotatedBox::reach for squares of side 1, with room for the rounding of every step.
+// Return RotatedBox::reach for boxes whose longest side is 1, with a margin for the rounding of every step.
 //
-// With S = S1 + S2 the distance of the Gaussians is d' S^-1 d / 4 (their log term is 0 or more), which is no less than
-// 3 |d|^2 / (side1^2 + side2^2), for the largest spread of S is at most (side1^2 + side2^2) / 12. Boxes overlap by more
-// than t only if their distance is below -log(1 - (1 - t)^2).
+// With S = S1 + S2 the distance of the Gaussians is d' S^-1 d / 4 (their log term is 0 or more). This is at least 3
+// |d|^2 / (side1^2 + side2^2), because the largest spread of S is at most (side1^2 + side2^2) / 12. Boxes overlap by
+// more than t only if their distance is below -log(1 - (1 - t)^2).
 inline double reach_scale_of(double iou_threshold) {
   const double share = 1 + 1e-7 - (1 - iou_threshold) * (1 - iou_threshold) - 1e-6;
   if (!(share > 0)) return HUGE_VAL;
@@ -53,7 +53,7 @@ TORCH_FASTDET_HOST_DEVICE RotatedBox<A> place_rotated(const RotatedCandidate<A>&
   const A product = mul_rn(placed.a, placed.b);
   const A determinant = sub_rn(product, mul_rn(placed.c, placed.c));
   placed.determinant = determinant < 0 ? A(0) : determinant;
-  // The bound holds for accurate, large covariances; others (below a pixel, 60 times as long as wide) meet all.
+  // The bound holds for accurate, large covariances; others (below a pixel, 60 times as long as wide) are near all.
   const bool bounded = determinant >= mul_rn(product, A(1e-3)) && determinant >= A(1e-3);
   const A longest = mul_rn(along > across ? along : across, A(12));
   placed.reach = bounded ? mul_rn(longest, reach_scale) : static_cast<A>(HUGE_VAL);
@@ -66,7 +66,7 @@ TORCH_FASTDET_HOST_DEVICE RotatedBox<A> no_rotated_box() {
   return {A(0), A(0), -static_cast<A>(HUGE_VAL), A(0), A(0), A(0), A(0), A(0)};
 }
 
-// Return whether two boxes may overlap. False if either meets nothing: the sum of its reach is then negative or NaN.
+// Return whether two boxes may overlap. A box that overlaps nothing makes the sum of reaches negative or NaN.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE bool rotated_boxes_near(const RotatedBox<A>& first, const RotatedBox<A>& second) {
   const A x = first.x - second.x, y = first.y - second.y;
@@ -89,7 +89,7 @@ TORCH_FASTDET_HOST_DEVICE A probiou(const RotatedBox<A>& first, const RotatedBox
   return sub_rn(A(1), sqrt_rn(add_rn(sub_rn(A(1), exp_rn(-distance)), eps)));
 }
 
-// Return whether a box suppresses a later one. A NaN does not.
+// Return whether a box suppresses a later one. NaN does not suppress.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE bool rotated_boxes_overlap(const RotatedBox<A>& first, const RotatedBox<A>& second,
                                                      A threshold) {

@@ -1,4 +1,4 @@
-// Boxes back in original pixels, one thread a box.
+// Scale boxes back to original pixels, one box per thread.
 #include "core/nms/nms_device.cuh"
 #include "core/nms/scale_boxes_math.h"
 

@@ -1,4 +1,4 @@
-// Boxes of a letterboxed network input back in the pixels of the original images.
+// Scale boxes of a letterboxed network input back to the pixels of the original images.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,14 @@
 
 namespace torch_fastdet::core {
 
-// Strides in elements; output is contiguous. Columns past the box are copied.
+// Strides are in elements, and the output is contiguous. Columns after the box are copied.
 struct ScaleBoxesParams {
   const void* boxes = nullptr;        // (images, boxes, columns)
   const void* letterboxes = nullptr;  // (images, 6) contiguous, float (double for double): Letterbox<A>
   void* output = nullptr;
   int64_t images = 0, count = 0, columns = 0;
   int64_t image_stride = 0, box_stride = 0, column_stride = 0;
-  bool center_size = false;  // boxes are center and size: only the center is moved, nothing is clipped
+  bool center_size = false;  // boxes are center and size: only move the center, and clip nothing
   DType dtype = DType::kFloat32;
 };
 

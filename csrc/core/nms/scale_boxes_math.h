@@ -1,4 +1,4 @@
-// One box of ScaleBoxesParams.
+// Scale one box of ScaleBoxesParams.
 #pragma once
 
 #include "core/common/storage.h"

@@ -1,5 +1,5 @@
-// YOLOv5 decode: a block takes neighbouring cells of one anchor of one map, reads them along whichever of cells and
-// channels lie side by side, and writes their rows, which are adjacent in the output, through shared memory.
+// Decode YOLOv5 heads. A block takes neighbouring cells of one anchor of one map and reads them along cells or
+// channels, whichever are adjacent. It writes their rows, which are adjacent in the output, through shared memory.
 #include "core/nms/decode.h"
 #include "core/nms/nms_device.cuh"
 
@@ -13,13 +13,13 @@ constexpr int kSharedBytes = 40960;
 
 struct Kernel {
   DecodeParams decode;
-  int32_t cells;                        // a block
-  bool staged;                          // rows fit shared memory
-  int32_t blocks_of_level[kMaxLevels];  // of one anchor of one image
+  int32_t cells;                        // cells per block
+  bool staged;                          // rows fit in shared memory
+  int32_t blocks_of_level[kMaxLevels];  // blocks for one anchor of one image
   int64_t blocks_per_image;
 };
 
-// The kinds of channels. Center and side want more than the logit.
+// Decode one channel according to its kind. Center and side need more than the logit.
 template <typename T>
 __device__ __forceinline__ T decoded(const CandidateSource& source, const HeadLevel& head, T raw, int anchor_side,
                                      int row, int column, int channel) {
@@ -33,7 +33,7 @@ __device__ __forceinline__ T decoded(const CandidateSource& source, const HeadLe
   return Storage<T>::store(side_of(share, mul_rn(A(sides[anchor_side + channel - 2]), stride)));
 }
 
-// The work of one block: `cells` cells of one anchor of one map, from cell `first` on.
+// Describe the work of one block: `cells` cells of one anchor of one map, beginning with cell `first`.
 template <typename T>
 struct Piece {
   int level, anchor, first, cells, channels, side;
@@ -68,7 +68,7 @@ __device__ __forceinline__ Piece<T> find_piece(const Kernel& k) {
           static_cast<T*>(k.decode.output) + first_row * channels};
 }
 
-// Where neighbouring cells lie side by side: a thread walks the channels of one cell; a warp reads neighbouring cells.
+// If cells are adjacent, each thread goes through the channels of one cell, and a warp reads neighbouring cells.
 template <typename T>
 __device__ __forceinline__ void decode_by_cell(const Kernel& k, const HeadLevel& head, const Piece<T>& piece,
                                                T* target) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void decode_by_cell(const Kernel& k, const HeadLevel&
   }
 }
 
-// Where channels lie side by side: a warp reads the channels of one cell, or of several, 32 elements at a time.
+// If channels are adjacent, a warp reads the channels of one or several cells, 32 elements at a time.
 template <typename T>
 __device__ __forceinline__ void decode_by_channel(const Kernel& k, const HeadLevel& head, const Piece<T>& piece,
                                                   T* target) {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void decode_by_channel(const Kernel& k, const HeadLev
   }
 }
 
-// The rows that were decoded into shared memory go out, 16 bytes at a time where that is aligned.
+// Write the rows that were decoded into shared memory, 16 bytes at a time where aligned.
 template <typename T>
 __device__ __forceinline__ void write_rows(const T* target, T* out, int total) {
   constexpr int kVector = Vector<T>::kSize;
