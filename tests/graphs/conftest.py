@@ -1,4 +1,4 @@
-"""The GPU of these tests: a real one, or the CPU with recorded operators in the place of CUDA graphs."""
+"""Provide the GPU of these tests: a real one, or the CPU with recorded operators that stand in for CUDA graphs."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.graphs import fake_gpu
 
 @pytest.fixture(params=["fake", "cuda"])
 def gpu(request, monkeypatch) -> torch.device:
-    """Run the test once with graphs on the CPU, and once on the GPU, where there is one."""
+    """Run the test with graphs on the CPU and, where there is one, on the GPU."""
     if request.param == "cuda":
         if reason := cuda_missing():
             pytest.skip(reason)
@@ -23,7 +23,7 @@ def gpu(request, monkeypatch) -> torch.device:
 
 @pytest.fixture
 def cuda(monkeypatch) -> torch.device:
-    """Return the GPU for what only a real GPU has: streams, the allocator, autocast."""
+    """Return the GPU for features that only a real GPU has: streams, the allocator, autocast."""
     if reason := cuda_missing():
         pytest.skip(reason)
     monkeypatch.setattr(fake_gpu.GPU, "device", torch.device("cuda", 0))
@@ -32,4 +32,4 @@ def cuda(monkeypatch) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def _deterministic(same_convolutions):
-    """Make results repeat: graphs are compared with eager calls bit by bit."""
+    """Make results repeatable: graphs are compared with eager calls bit by bit."""

@@ -1,8 +1,8 @@
-"""CUDA graphs on the CPU: a capture records operators, a replay runs them again on the same tensors.
+"""Replace CUDA graphs on the CPU: a capture records operators, and a replay runs them again on the same tensors.
 
-What a real graph does is done here too: nothing that is captured has an effect, reading a number back fails the capture,
-numbers of the host are baked in, and a replay writes the tensors of the capture. Not there: the pool (static memory that
-the graph uses for something else afterwards), streams, and autocast.
+As with a real graph, captured operators have no effect, reading a number back fails the capture, host numbers are baked
+in, and a replay writes the tensors of the capture. There is no real pool (static memory that the graph uses for
+something else afterwards), and there are no streams and no autocast.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class FakeGraph:
 
 
 class Recorder(TorchDispatchMode):
-    """Record what runs, and take back what it wrote to tensors that are older than the capture."""
+    """Record the operators that run, and undo their writes to tensors that are older than the capture."""
 
     def __init__(self, graph: FakeGraph) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):
 _made: list[tuple[object, weakref.ref[torch.Tensor]]] = []
 
 
-# Pools that graphs were captured into, and these graphs, while they live.
+# Remember the pools that graphs were captured into, and these graphs while they live.
 _pools: set[object] = set()
 _graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
 
@@ -112,7 +112,7 @@ def _enter(pool) -> None:
 
 
 class Lent(TorchDispatchMode):
-    """What is made inside lies in a pool: a replay of its graphs overwrites whatever is left of it."""
+    """Put tensors that are made inside into a pool: a replay of its graphs overwrites those that are left."""
 
     def __init__(self, pool, stream) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """Recorded in each replay of the graph that has it: it calls ``then``."""
+    """Call ``then`` in each replay of the graph that recorded this event."""
 
     def __init__(self) -> None:
         self.then = lambda: None
@@ -151,17 +151,17 @@ class FakeEvent:
 
 
 _recorders: list[Recorder] = []
-# Pools of captures that failed: torch takes no further one there.
+# These are pools of failed captures, into which torch captures no more.
 _failed_pools: set[object] = set()
 STREAM = FakeStream(torch.device("cpu"))
 _current = [STREAM]
-# The streams of the last replays of graphs that were dropped.
+# These are the streams of the last replays of dropped graphs.
 awaited: list[FakeStream] = []
 
 
 @contextlib.contextmanager
 def on(stream: FakeStream):
-    """Make it the current stream, in all threads."""
+    """Make ``stream`` the current stream in all threads."""
     _current.append(stream)
     try:
         yield
@@ -201,7 +201,7 @@ def _capture_into(graph, pool, stream, random_numbers=True, collect=True):
 
 
 def _fused_step(fused: FusedStep, model=None) -> None:
-    """The step is not an operator that a recorder sees: it is recorded as one call, with the gradients of the capture."""
+    """Record the step as one call with the capture's gradients: a recorder sees no operator in it."""
     if not _recorders:
         _stock_step(fused, model)
         return
@@ -225,7 +225,7 @@ def _numbers(fused: FusedStep):
 
 
 def install(monkeypatch) -> None:
-    """Make the CPU a GPU from here on, as far as graphs ask."""
+    """Make the CPU look like a GPU to the graphs."""
     for name, fake in {
         "on_gpu": lambda tensor: True,
         "is_capturing": lambda: bool(_recorders),

@@ -1,4 +1,4 @@
-"""Small models, batches and training loops that the graphs' tests share."""
+"""Provide small models, batches and training loops that the graphs' tests share."""
 
 from contextlib import nullcontext
 
@@ -13,7 +13,7 @@ from torch_fastdet.switches.loss.yolov5 import ComputeLoss
 
 
 class Net(nn.Module):
-    """Two scales of output, batch norm, a parameter that is never used, and an attribute."""
+    """Return two scales of output; have batch norm, a parameter that is never used, and an attribute."""
 
     def __init__(self, width=16):
         super().__init__()
@@ -46,7 +46,7 @@ def images(*shape, channels_last=False):
 
 
 def three_passes(net, x):
-    """Warm up, capture and replay a graphed net; return the gradients of the last."""
+    """Warm up, capture and replay a graphed net; return the gradients of the last pass."""
     for _ in range(3):
         net.zero_grad()
         loss_of(net(x)).backward()
@@ -83,7 +83,7 @@ def train(model, batches, accumulate=1, amp=None, set_to_none=True, scaler=None)
 
 
 class Detector(nn.Module):
-    """A small YOLO: backbone, three levels, and what ComputeLoss asks of a model."""
+    """Define a small YOLO: a backbone, three levels, and the attributes that ComputeLoss needs."""
 
     def __init__(self, classes=4):
         super().__init__()
@@ -118,7 +118,7 @@ class Detector(nn.Module):
 
 
 def groups_of(model):
-    """Sort parameters as YOLOv5 sorts them: biases, decayed weights, norm weights."""
+    """Group parameters as YOLOv5 does: biases, decayed weights, norm weights."""
     biases = [p for n, p in model.named_parameters() if n.endswith("bias")]
     norms = [m.weight for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Conv2d)]
@@ -144,7 +144,7 @@ def warm_up(optimizer, i):
 
 
 def one_by_one(model, batches, accumulate=1, after=lambda i, ema, step: None):
-    """Run the same training by separate calls; ``after`` is called after each batch."""
+    """Run the same training with separate calls; ``after`` is called after each batch."""
     loss_of_batch, optimizer, scaler, ema = make_training(model)
     fused = FusedStep(optimizer, scaler, ema, 10.0)
     items = []
@@ -185,7 +185,7 @@ def some_batches(count, sizes=(64,)):
 def assert_same_training(model, plain, got, want):
     items, ema, scaler, optimizer = got[:4]
     want_items, want_ema, want_scaler, want_optimizer = want
-    # Sums over targets are grouped by the room that there is for them, which the training does not feel.
+    # The capacity for targets determines how sums over them are grouped, which does not change the training.
     torch.testing.assert_close(items, want_items, rtol=1e-5, atol=1e-6)
     assert torch.isfinite(want_items).all()
     same_state(model, plain)

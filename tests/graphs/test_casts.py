@@ -1,4 +1,4 @@
-"""Autocast's casts of all weights at once, against autocast itself."""
+"""Compare casting all weights at once with autocast."""
 
 import copy
 
@@ -13,7 +13,7 @@ from torch_fastdet.rewrites.casts import weights_cast_once
 
 
 class Net(nn.Module):
-    """Convolutions of every kind: with bias, 1x1, grouped, shared, unused, and one that autocast does not reach; a linear layer."""
+    """Hold every kind of convolution (one that autocast does not reach, an unused one) and a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ def test_same_bits_as_autocast(device, memory_format):
 
 
 class Heads(nn.Module):
-    """Convolutions of 255 outputs, as YOLOv5's heads, one behind an activation in place; and some that get no more rows."""
+    """Hold convolutions of 255 outputs, as YOLOv5's heads, one after an in-place activation; and others."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ def test_rows_of_zeros_change_nothing(device, memory_format, monkeypatch):
 
 
 def test_a_convolution_of_48_channels_gets_16_more(device, monkeypatch):
-    """In float16 alone, and only where ``bn_act_optim`` allows another order of its sums."""
+    """This happens only in float16, and only where ``bn_act_optim`` allows another order of the sums."""
     monkeypatch.setattr(widened, "SLOW_ON", {"cpu": 0} | widened.SLOW_ON)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(48, 48, 3, padding=1, bias=False), nn.ReLU(inplace=True)).to(device)
@@ -123,7 +123,7 @@ def test_a_convolution_of_48_channels_gets_16_more(device, monkeypatch):
 
 
 def test_a_1x1_convolution_with_a_bias_rounds_once(device, monkeypatch):
-    """A matrix product that adds the bias: no farther from exact than autocast, and the gradients are those of a convolution."""
+    """A matrix product with bias is no farther from exact than autocast, and so are its gradients."""
     monkeypatch.setattr(_casts, "PADDED_DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(_casts, "is_used", lambda model: True)
     dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
@@ -166,7 +166,7 @@ def test_a_1x1_convolution_with_a_bias_rounds_once(device, monkeypatch):
 
 @pytest.mark.parametrize("shape", [(2, 50, 24), (70, 24), (24,)])
 def test_a_linear_layer_sums_its_bias_gradient_by_an_operator(device, shape, monkeypatch):
-    """The bits of autocast but for the bias' gradient, which is as near to the exact one."""
+    """Autocast's bits are kept except in the bias gradient, which is as near to the exact one."""
     monkeypatch.setattr(_casts, "PADDED_DEVICES", ("cpu", "cuda"))
     dtype = torch.float16 if device.type == "cuda" else torch.bfloat16
     torch.manual_seed(0)
@@ -219,7 +219,8 @@ def test_nothing_of_ours_is_left_after_an_error():
 
 
 def test_what_is_left_to_autocast():
-    """Hooks, another class, a forward of the instance, other dtypes, the stem, a weight that is not a parameter."""
+    """Autocast still casts for hooks, subclasses, instance forwards, other dtypes, the stem, and plain-tensor
+    weights."""
 
     class Other(nn.Conv2d):
         pass
@@ -246,7 +247,7 @@ def test_what_is_left_to_autocast():
 
 @pytest.mark.alone
 def test_launches(cuda):
-    """Forty layers' casts and those of their gradients are a few launches."""
+    """A few launches cast forty layers and their gradients."""
     net = nn.Sequential(*[nn.Conv2d(16, 16, 1 + 2 * (i % 2), padding=i % 2) for i in range(40)]).to(cuda)
     net = net.to(memory_format=torch.channels_last)
     x = torch.rand(2, 16, 8, 8, device=cuda).contiguous(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""InferenceGraphs: forward passes in eval mode against the same passes without graphs."""
+"""Compare forward passes of InferenceGraphs in eval mode with the same passes without graphs."""
 
 import gc
 import threading
@@ -19,7 +19,7 @@ from torch_fastdet.graphs import capture as _capture
 
 
 class Head(nn.Module):
-    """Answer as detectors do: nested, one tensor twice, with what it computes once for a shape."""
+    """Answer as detectors do: nested, with one tensor twice, and with values that are computed once per shape."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ def check(graphs, model, x):
 
 
 def is_replayed(graphs, model, x):
-    """Check one call; return whether it ran by a graph, and not the model itself."""
+    """Check one call; return whether a graph ran it instead of the model."""
     before = Head.calls
     check(graphs, model, x)
     return Head.calls == before + 1
@@ -103,7 +103,7 @@ def test_replays_are_bit_equal_and_nobodys_answer_is_overwritten(gpu, graphs_of,
 
 
 def test_what_the_capture_makes_stays_in_it(gpu, graphs_of):
-    """The head keeps what it computes for a shape: outside of the graphs' memory, and as long as a graph reads it."""
+    """Values that the head keeps per shape live outside the graphs' memory, and as long as a graph reads them."""
     model = made()
     graphs = graphs_of(model)
     for size in (16, 24, 16, 24, 16, 24):  # each capture finds the other shape's places
@@ -161,7 +161,7 @@ def test_graphs_of_training_and_of_evaluation_share_memory(gpu, graphs_of):
 
 
 class HeadWithTable(Head):
-    """Keep what it computes for a shape where nobody looks."""
+    """Keep the values that are computed per shape where graphs do not look."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ class HeadWithList(HeadWithTable):
 
 @pytest.mark.parametrize("kind", [Head, HeadWithList, HeadWithTable])
 def test_first_passes_run_in_the_memory_of_training(gpu, graphs_of, monkeypatch, kind):
-    """A replay of training overwrites nothing that they leave. Where a tensor stays there unseen, training begins in other memory."""
+    """No replay of training overwrites their results. If a tensor stays unseen, training moves to other memory."""
     lend, lent = _capture.running_in, []
     monkeypatch.setattr(_capture, "running_in", lambda pool, stream: lent.append(pool) or lend(pool, stream))
     net = Plain().to(GPU.device).train()
@@ -214,7 +214,7 @@ def test_first_passes_run_in_the_memory_of_training(gpu, graphs_of, monkeypatch,
 
 @pytest.mark.parametrize("at", [1, 2, 3])
 def test_training_that_is_collected_while_it_lends(gpu, graphs_of, monkeypatch, at):
-    """A trainer is in cycles of references: its graphs may go at any time, and their memory with the last of them."""
+    """The garbage collector may drop a trainer's graphs at any time, and their memory with the last of them."""
     net = Plain().to(GPU.device).train()
     lenders = [ModuleGraphs(net, say=lambda line: None)]
     for _ in range(3):
@@ -238,7 +238,7 @@ def test_training_that_is_collected_while_it_lends(gpu, graphs_of, monkeypatch, 
 
 
 def test_memory_that_a_capture_failed_in_is_not_lent_again(gpu, graphs_of, monkeypatch):
-    """Its next graphs lie in another pool, which those of training do not keep."""
+    """Its next graphs use another pool, which training's graphs do not keep alive."""
     net = Plain().to(GPU.device).train()
     training = ModuleGraphs(net, say=lambda line: None)
     for _ in range(3):
@@ -257,7 +257,7 @@ def test_memory_that_a_capture_failed_in_is_not_lent_again(gpu, graphs_of, monke
 
 
 def test_first_passes_take_no_memory_beside_training(cuda, graphs_of):
-    """Only their results do."""
+    """Only the results of first passes take memory."""
 
     def net():
         return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1)).to(cuda)
@@ -323,7 +323,7 @@ def test_weights_and_settings(gpu, graphs_of):
 
 
 def test_settings_of_torch_have_graphs_of_their_own(gpu, graphs_of, monkeypatch):
-    """A replay computes with the kernels of its capture: in TF32, for instance."""
+    """A replay uses the kernels of its capture, for example in TF32, so other settings need other graphs."""
     model = made()
     graphs = graphs_of(model)
     x = images()
@@ -420,7 +420,7 @@ def test_threads_and_lifetime(gpu, graphs_of):
 
 
 def test_waits_for_the_device_and_captures_take_turns():
-    """A capture waits for those who wait for the device, and they wait for it."""
+    """A capture waits for threads that wait for the device, and they wait for it."""
     order, inside, go = [], threading.Event(), threading.Event()
 
     def capture():
@@ -449,7 +449,7 @@ def test_waits_for_the_device_and_captures_take_turns():
 
 
 def test_threads_that_wait_for_the_device_may_capture():
-    """Also two of them, each while the other one waits for the device."""
+    """Two such threads may also capture, each while the other one waits for the device."""
     both, done = threading.Barrier(2), []
 
     def capture():
@@ -488,7 +488,7 @@ def test_a_process_that_is_forked_beside_a_capture():
 
 
 def test_a_forked_process_frees_nothing_of_the_gpu(monkeypatch):
-    """It has no CUDA, and what its copies of graphs point at is its parent's."""
+    """A forked process has no CUDA, and its copies of graphs point at its parent's memory."""
     freed = []
     library = SimpleNamespace(
         torch_fastdet_take_workspaces=lambda stream: 1, torch_fastdet_free_workspaces=lambda taken: freed.append(taken)
@@ -519,7 +519,7 @@ def test_a_capture_does_not_wait_for_a_collection_of_garbage(cuda, monkeypatch):
 
 
 def test_a_thread_draws_its_random_numbers_during_a_capture(cuda):
-    """Those that it would have without the capture."""
+    """The thread draws the numbers that it would draw without the capture."""
 
     def draw(kept):
         kept.append(torch.rand(1000, device=cuda))
@@ -542,7 +542,7 @@ def test_a_thread_draws_its_random_numbers_during_a_capture(cuda):
 
 
 def test_other_threads_during_a_capture(cuda):
-    """They wait for the device, draw random numbers and allocate; without turns both threads' calls fail."""
+    """Other threads wait for the device, draw random numbers and allocate; without turns both threads' calls fail."""
     GPU.device = cuda
     stop, failed = threading.Event(), []
 
@@ -572,7 +572,7 @@ def test_other_threads_during_a_capture(cuda):
 
 
 def test_streams(cuda):
-    """Replays on two streams write the same memory: one behind the other."""
+    """Replays on two streams write the same memory, so they run one after the other."""
     model = made().to(cuda)
     graphs = InferenceGraphs(model)
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -590,7 +590,7 @@ def test_streams(cuda):
 
 
 def test_under_autocast(cuda):
-    """As a trainer validates: float32 weights, which change between two replays, and half precision inside."""
+    """As in a trainer's validation, float32 weights change between replays, and activations have half precision."""
     model = made().to(cuda)
     graphs = InferenceGraphs(model, say=lambda line: None)
     for call in range(5):

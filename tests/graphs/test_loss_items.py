@@ -1,4 +1,4 @@
-"""Loss items that are read while the GPU works on what was launched after them."""
+"""Test loss items that are read while the GPU runs work that was launched after them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ VALUES = (0.125, 3.7, 1e-3)
 
 
 def keep_busy(device, seconds):
-    """Let the current stream wait so long, by 2 GHz."""
+    """Keep the current stream busy for ``seconds`` at 2 GHz."""
     with torch.cuda.device(device):
         torch.cuda._sleep(int(seconds * 2e9))
 
 
 class _Stream:
-    """A stream of a device that does everything at once, and notes what it waited for."""
+    """Stand in for a stream that runs everything at once; record the events that it waited for."""
 
     def __init__(self) -> None:
         self.waited: list[object] = []
@@ -98,7 +98,7 @@ def test_what_is_written_to_it_is_read(device):
 
 
 def test_values_that_are_handed_out_or_gathered_are_read_in_order(device):
-    """Behind what the current stream does: it may write to them, or compute them."""
+    """Reads wait for the current stream, which may write to the items or compute them."""
     items = _items(device)
     assert {type(items[index]) for index in ([0, 2], items.isfinite(), True, slice(0, 2))} == {torch.Tensor}
     assert type(items[1]) is LossItems
@@ -112,7 +112,7 @@ def test_values_that_are_handed_out_or_gathered_are_read_in_order(device):
 
 
 def test_loggers_find_a_tensor(device):
-    """Weights & Biases and others look at the name of the type."""
+    """Weights & Biases and other loggers look at the name of the type."""
     kind = _items(device).__class__
     assert f"{kind.__module__}.{kind.__name__}" == "torch.Tensor"
 
@@ -144,7 +144,7 @@ def test_plain_where_nothing_is_launched_later():
 
 
 def test_a_step_knows_its_items_before_the_backward_pass(monkeypatch):
-    """As they are then: a loss may return a parameter."""
+    """Items have their values from before the backward pass, even if a loss returns a parameter."""
     fake_gpu.install(monkeypatch)
     model = Detector()
     compute_loss, optimizer, scaler, ema = make_training(model)
@@ -164,7 +164,7 @@ def test_a_step_knows_its_items_before_the_backward_pass(monkeypatch):
 
 
 class Slow(nn.Module):
-    """A mean, and a GPU that is busy for so many seconds in its forward and its backward pass."""
+    """Return a mean, and keep the GPU busy for the given seconds in forward and backward."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class _Busy(torch.autograd.Function):
 
 
 def _slow_step(device: torch.device, forward: float = 0.0, backward: float = 0.0) -> TrainStep:
-    """Its items are those of the first target, behind the forward pass."""
+    """Return a step whose items are those of the first target and follow the forward pass."""
     model = Slow(forward, backward).to(device)
 
     def loss(output, targets, count):
@@ -198,7 +198,7 @@ def _slow_step(device: torch.device, forward: float = 0.0, backward: float = 0.0
 
 
 def _batch(device: torch.device, value: float, size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
-    # Not random numbers of the GPU, which another thread may not draw during a capture.
+    # Draw on the CPU: during a capture another thread must not draw random numbers of the GPU.
     return torch.rand(1, 3, size, size).to(device), torch.full((1, 6), value, device=device)
 
 
@@ -219,7 +219,7 @@ def test_reading_a_steps_items_does_not_wait_for_its_backward_pass(cuda):
 
 @pytest.mark.parametrize("held_up", [False, True])
 def test_items_of_steps_in_flight_keep_their_values(cuda, held_up):
-    """Two image shapes and an accumulation have six graphs in one pool; also if what copies the items is late."""
+    """Two image shapes and an accumulation have six graphs in one pool; the copy of the items may come late."""
     step, stream = _slow_step(cuda, forward=0.002, backward=0.002), torch.cuda.current_stream()
     found, sums, reads = [], [], []
     for i in range(60):
@@ -237,7 +237,7 @@ def test_items_of_steps_in_flight_keep_their_values(cuda, held_up):
 
 
 def test_threads_read_the_items_of_their_own_steps(cuda):
-    """Each on a stream of its own, beside which another one copies the items: nobody waits for another thread's step."""
+    """Each thread has its own stream and another that copies items, so none waits for another thread's step."""
     steps, streams = [_slow_step(cuda, 0.001, 0.001) for _ in range(3)], [torch.cuda.Stream() for _ in range(3)]
 
     def run(step: TrainStep, stream: torch.cuda.Stream, first: float) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""GraphedModule: graphed training against the same training without graphs."""
+"""Compare training with GraphedModule with the same training without graphs."""
 
 import copy
 import gc
@@ -23,7 +23,7 @@ from torch_fastdet.graphs import capture as _capture
 
 
 def twins(model=None, **options):
-    """Return a model as it is, and the same in graphs."""
+    """Return a model without graphs and the same model with graphs."""
     model = Net().to(GPU.device) if model is None else model
     return copy.deepcopy(model), GraphedModule(model, required=True, **options)
 
@@ -49,7 +49,7 @@ def test_training_is_bit_equal(gpu, accumulate, amp, channels_last):
 
 
 def test_first_pass_has_the_bits_of_a_replay(gpu):
-    """Also where the loss gives its gradient in another memory layout than the output's, as Ultralytics' losses do."""
+    """This also holds where the loss gives a gradient in another layout than the output's, as Ultralytics' do."""
     model = GraphedModule(nn.Conv2d(8, 64, 1).to(GPU.device), required=True)
     x, weights = images(6, 8, 16, 16), images(6, 16 * 16, 64)
     found = []
@@ -79,7 +79,7 @@ def test_outputs_of_one_operator_that_the_loss_does_not_use(gpu):
 
 @pytest.fixture
 def deterministic_algorithms():
-    """Set switches as train.py sets them: PyTorch then fills new tensors with NaN, the graphs' own ones too if it were let."""
+    """Set switches as train.py does: PyTorch then fills new tensors with NaN, if it may even those of the graphs."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -112,7 +112,7 @@ def test_deterministic_algorithms(cuda, request):
 
 
 def test_float32_channels_last_gradients(cuda):
-    """Outside half precision torch's NHWC kernels have not given a replay the bits of an eager pass: TF32's tolerance."""
+    """A replay of torch's float32 NHWC kernels differs in bits from an eager pass: allow TF32's tolerance."""
     model = Net().to(GPU.device).to(memory_format=torch.channels_last)
     plain = copy.deepcopy(model)
     x = images(2, 3, 32, 32, channels_last=True)
@@ -162,7 +162,7 @@ def allocator_settings():
 
 @pytest.mark.parametrize("own", ["", "max_split_size_mb:64", "expandable_segments:True", "expandable_segments:False"])
 def test_capture_leaves_the_allocator_settings_alone(cuda, own):
-    """A pool in one segment, which grows, has few gaps; what the user has set stays."""
+    """A pool in one growing segment has few gaps; the user's own settings stay."""
     found, _ = allocator_settings()
     if own:
         torch._C._accelerator_setAllocatorSettings(own)
@@ -186,7 +186,7 @@ def test_capture_leaves_the_allocator_settings_alone(cuda, own):
 
 
 def test_memory_comes_back(cuda):
-    """All that the graphs took, but for what PyTorch keeps of small blocks."""
+    """All memory of the graphs comes back, except what PyTorch keeps for small blocks."""
     net = Net(64).to(GPU.device)
     three_passes(net, images(16, 3, 256, 256))
     torch.cuda.empty_cache()
@@ -205,7 +205,7 @@ def test_memory_comes_back(cuda):
 
 
 class OutOfMemory(nn.Module):
-    """Has too little memory when it is told so."""
+    """Run out of memory ``times`` times."""
 
     def __init__(self):
         super().__init__()
@@ -228,7 +228,7 @@ class OutOfMemory(nn.Module):
 
 @pytest.mark.parametrize("where", ["warm-up", "capture"])
 def test_out_of_memory_drops_graphs(gpu, where):
-    """What failed runs once more, with all graphs dropped."""
+    """The pass that failed runs once more, after all graphs are dropped."""
     gc.collect()  # graphs of earlier tests would be dropped as well, and counted
     said = []
     model = OutOfMemory().to(GPU.device)
@@ -248,7 +248,7 @@ def test_out_of_memory_drops_graphs(gpu, where):
 
 @pytest.mark.parametrize("how", ["dropped", "evicted", "collected", "pending"])
 def test_graphs_are_dropped_behind_their_replays(how, monkeypatch):
-    """The allocator would unmap their memory while a stream still replays them; that is not the current one in each case."""
+    """Dropping waits for the stream that replays, current or not; else the allocator would unmap memory in use."""
     gc.collect()
     fake_gpu.install(monkeypatch)
     graphed, stream = GraphedModule(nn.Conv2d(3, 4, 3), max_graphs=1), fake_gpu.FakeStream(torch.device("cpu"))
@@ -277,7 +277,7 @@ def test_graphs_are_dropped_behind_their_replays(how, monkeypatch):
 
 
 def test_a_loss_that_lives_on_keeps_no_graph(gpu):
-    """As in most loops, where the next forward pass runs before ``loss`` is another one: its graphs could not be dropped."""
+    """In most loops the old ``loss`` lives during the next forward pass; it must not keep its graphs."""
     graphed = GraphedModule(Net().to(GPU.device))
     for _ in range(3):
         outputs = graphed(images(2, 3, 32, 32))
@@ -319,7 +319,7 @@ def test_memory_of_graphs_in_flight_on_another_stream_is_not_unmapped(cuda, how)
 
 
 def test_captures_wait_before_memory_is_unmapped(cuda):
-    """A capture empties the allocator's cache, in which memory of dropped graphs may be that another stream replays."""
+    """A capture empties the allocator's cache, which may hold memory of dropped graphs that still run."""
     first, second = (GraphedModule(nn.Conv2d(3, 8, 3).cuda()) for _ in range(2))
     x = torch.rand(2, 3, 64, 64, device="cuda")
     stream = torch.cuda.Stream()
@@ -335,7 +335,7 @@ def test_captures_wait_before_memory_is_unmapped(cuda):
 
 
 class NormAndNoise(nn.Module):
-    """Write batch norm's statistics and draw random numbers before it runs out of memory."""
+    """Write batch norm's statistics and draw random numbers before running out of memory."""
 
     def __init__(self):
         super().__init__()
@@ -372,7 +372,7 @@ def test_out_of_memory_with_no_graphs(gpu):
 
 
 def test_a_shape_that_there_is_no_memory_to_capture_runs_eagerly(gpu):
-    """Only this one: a trainer may go on with smaller batches. It is not tried again, which would drop all graphs each time."""
+    """Other shapes are still captured. This one is not tried again, which would drop all graphs each time."""
     said = []
     model = OutOfMemory().to(GPU.device)
     graphed = GraphedModule(model, required=True, say=said.append)
@@ -393,7 +393,7 @@ def test_a_shape_that_there_is_no_memory_to_capture_runs_eagerly(gpu):
 
 
 def test_out_of_memory_drops_images_before_graphs(gpu):
-    """They cost an upload, and graphs cost a capture."""
+    """Images are dropped first because they cost an upload, while graphs cost a capture."""
 
     class Images(memory.Owner):
         what, kept = "images", "5 images"
@@ -417,7 +417,7 @@ def test_out_of_memory_drops_images_before_graphs(gpu):
 
 
 class Same(nn.Module):
-    """Its output can be its next input."""
+    """Return an output that can be the next input."""
 
     def __init__(self):
         super().__init__()
@@ -429,7 +429,7 @@ class Same(nn.Module):
 
 @pytest.mark.parametrize("amp", [None, torch.float16])
 def test_an_output_is_the_next_input(gpu, amp):
-    """The graphs' input is memory that they use for other things too."""
+    """An output may be the next input, although the graphs reuse their memory."""
     size = 256 if gpu.type == "cuda" else 32
     net, x = Same().to(GPU.device), images(4, 3, size, size)
     graphed = GraphedModule(copy.deepcopy(net))
@@ -565,7 +565,7 @@ def test_is_the_module_to_others():
 
 
 def test_a_checkpoint_needs_nothing_of_ours(tmp_path):
-    """A pickled GraphedModule is the module, for who has no torch_fastdet too."""
+    """A pickled GraphedModule is the plain module, also without torch_fastdet."""
     both = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SiLU())
     graphed = GraphedModule(both)
     torch.save({"model": graphed, "same": both}, tmp_path / "model.pt")
@@ -588,7 +588,7 @@ def test_registers_and_contents_are_the_modules():
 
 
 def test_graphs_go_with_their_module():
-    """Nothing waits for Python's cycle collector: their memory is the GPU's."""
+    """Graphs do not wait for Python's cycle collector, because they hold GPU memory."""
     graphed = GraphedModule(Net())
     reference = weakref.ref(graphed.graphs)
     gc.disable()
@@ -600,7 +600,7 @@ def test_graphs_go_with_their_module():
 
 
 def test_a_pool_gives_its_graphs_back_after_their_owner_is_gone(gpu):
-    """Who gives memory back holds the pools; the cycle collector may end an owner meanwhile."""
+    """Pools outlive an owner that the cycle collector takes while memory is being freed."""
     gc.collect()  # graphs of earlier tests would be dropped as well
     graphed = GraphedModule(Net().to(GPU.device), required=True)
     x = images(2, 3, 32, 32)
@@ -621,7 +621,7 @@ def test_a_pool_gives_its_graphs_back_after_their_owner_is_gone(gpu):
 
 
 def test_several_processes_need_somebody_who_averages(monkeypatch):
-    """Gradients that a replay writes are not seen by DistributedDataParallel's hooks; tests/distributed has those who average."""
+    """DistributedDataParallel's hooks do not see gradients that a replay writes; tests/distributed tests averaging."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     assert why_not(Net()) == "2 processes train it, and a replay would not exchange their gradients"
@@ -700,7 +700,7 @@ def test_host_synchronisation_is_named(gpu, caplog):
                 loss_of([net(x)]).backward()
     assert "1 (HostSync) failed during the capture" in caplog.text and "runs eagerly" in caplog.text
     same_gradients(graphed, plain)
-    # And nothing is left behind: another model is captured afterwards, on the same stream.
+    # The failed capture leaves nothing behind: another model can be captured afterwards on the same stream.
     other = GraphedModule(Net().to(GPU.device), required=True)
     for _ in range(3):
         loss_of(other(images(2, 3, 32, 32))).backward()
@@ -727,7 +727,7 @@ def test_what_cannot_be_captured(gpu, change, reason):
 
 @pytest.mark.parametrize("order", ["together", "in turn", "backwards"])
 def test_two_passes_before_their_backward_passes(gpu, order):
-    """The second one runs eagerly, which one line says; what it gives is what it gives without graphs."""
+    """The second pass runs eagerly, prints one line, and gives the results of a model without graphs."""
     said, plain = [], Net().to(GPU.device)
     graphed = GraphedModule(copy.deepcopy(plain), required=True, say=said.append)
     batches = [images(2, 3, 32, 32) for _ in range(2)]
@@ -766,7 +766,7 @@ def test_wrong_arguments():
 
 
 def test_forty_models_are_captured_while_other_threads_launch(cuda):
-    """What those launch does not become part of a graph, and no capture fails."""
+    """Other threads' launches do not become part of a graph, and no capture fails."""
     ended, sums = threading.Event(), {"loader": [], "user": []}
 
     def launch(kept):
@@ -799,7 +799,7 @@ def test_forty_models_are_captured_while_other_threads_launch(cuda):
 
 
 def test_backward_on_another_stream(cuda):
-    """p.grad is there for the stream that called backward(), as after any backward pass."""
+    """As after any backward pass, p.grad is ready on the stream that called backward()."""
     plain, graphed = twins()
     x = images(2, 3, 32, 32)
     three_passes(plain, x)
@@ -819,7 +819,7 @@ def test_backward_on_another_stream(cuda):
 
 
 def test_a_process_group_without_a_driver(monkeypatch):
-    """On a machine without a GPU torch.cuda.is_current_stream_capturing raises where torch is built for CUDA."""
+    """Without a GPU, torch.cuda.is_current_stream_capturing raises if torch is built for CUDA."""
 
     def without_driver():
         raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
@@ -837,7 +837,7 @@ def test_a_process_group_without_a_driver(monkeypatch):
 
 
 class Owner:
-    """Of a stream."""
+    """Own a stream."""
 
 
 def captured_product(a, b, owner):
@@ -848,7 +848,7 @@ def captured_product(a, b, owner):
 
 
 def test_cublas_workspaces_belong_to_the_graph(cuda):
-    """torch.compile with reduce-overhead clears torch's; a graph's then belonged to others, and replays ended the process."""
+    """Otherwise torch.compile with reduce-overhead frees a graph's workspaces, and its replays crash."""
     a, b = (torch.randn(512, 512, device=cuda, dtype=torch.half) for _ in range(2))
     expected = a @ b
     torch._C._cuda_clearCublasWorkspaces()

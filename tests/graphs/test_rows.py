@@ -1,4 +1,4 @@
-"""RowGraphs: the gradients of its rows and parameters, against the same function without graphs."""
+"""Compare RowGraphs' gradients of rows and parameters with those of the same function without graphs."""
 
 import copy
 
@@ -12,7 +12,7 @@ from torch_fastdet.graphs.rows import RowGraphs, _eager, _filled_up
 
 
 class Flow(nn.Module):
-    """Its loss of rows is a mean over those that are kept, as that of PoseLoss26."""
+    """Return as loss a mean over the rows that are kept, as PoseLoss26 does."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ def same_flows(flow, plain):
 
 
 def same_steps(graphs, flow):
-    """Run one step of the module in graphs, and one of a copy without."""
+    """Run one step of the module with graphs and one of a copy without."""
     plain, rows = copy.deepcopy(flow), rows_of(40)
     again = rows[0].detach().clone().requires_grad_(), rows[1]
     for net in (flow, plain):
@@ -75,7 +75,7 @@ def same_steps(graphs, flow):
 @pytest.mark.parametrize("amp", [None, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_training_is_bit_equal(gpu, amp, accumulate):
-    """Two branches of one module, weights that change, another number of rows in each step, few and none."""
+    """Two branches share a module; weights change, and each step has another number of rows, also few or none."""
     if amp and gpu.type == "cpu":
         pytest.skip("the stand-in has no autocast")
     flow = Flow().to(gpu)
@@ -97,7 +97,7 @@ def test_training_is_bit_equal(gpu, amp, accumulate):
 
 
 def test_gradients_are_nobody_elses(gpu):
-    """Those that a loop keeps are not written by the next replay."""
+    """The next replay does not write gradients that a loop keeps."""
     flow = Flow().to(gpu)
     graphs = graphs_of()
     kept, values = [], []
@@ -213,7 +213,7 @@ def test_side_stream(cuda, side):
 
 
 def test_more_numbers_than_graphs_run_eagerly(gpu):
-    """A capture in place of one that is kept would take longer than each call."""
+    """A capture that replaces a kept one would take longer than each call."""
     flow, lines = Flow().to(gpu), []
     graphs = RowGraphs("it", lines.append, lines.append, max_graphs=2)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""TrainStep against the same training by separate calls."""
+"""Compare TrainStep with the same training by separate calls."""
 
 import copy
 import gc
@@ -41,7 +41,7 @@ def test_train_step_is_bit_equal_over_200_steps(cuda, channels_last):
         model = model.to(memory_format=torch.channels_last)
     plain = copy.deepcopy(model)
     batches = some_batches(200)
-    # The scale grows every 7 steps until gradients overflow, and so again and again.
+    # The scale grows every 7 steps until gradients overflow, again and again.
     want = one_by_one(plain, batches)
     got = in_graphs(model, batches)
     assert_same_training(model, plain, got, want)
@@ -61,7 +61,7 @@ def test_train_step_accumulates_over_shapes(gpu):
 
 
 class Segmenter(Detector):
-    """With what YOLOv5's Segment has beside a Detect: mask coefficients, and prototypes."""
+    """Add what YOLOv5's Segment has beyond Detect: mask coefficients and prototypes."""
 
     def __init__(self):
         super().__init__(classes=4 + 8)
@@ -73,7 +73,7 @@ class Segmenter(Detector):
 
 
 def test_train_step_takes_masks(gpu):
-    """There is a graph for each shape of them; those of one shape share their memory."""
+    """Each shape of masks has its graph; graphs of one image shape share their memory."""
     first = Segmenter().to_device()
     batches = [(x, rows[rows[:, 0].argsort(stable=True)]) for x, rows in some_batches(12)]
     sides = [8 if i % 4 < 2 else 16 for i in range(12)]
@@ -104,7 +104,7 @@ def test_train_step_takes_masks(gpu):
 
 @pytest.mark.parametrize("what", ["the EMA is validated", "reset", "a setting changes"])
 def test_train_step_keeps_an_accumulation(gpu, what):
-    """What happens between two micro-batches, graphs captured again because of it, and the gradients so far."""
+    """An accumulation survives changes between its micro-batches that make graphs be captured again."""
     model = Detector().to_device()
     plain = copy.deepcopy(model)
     batches = some_batches(18)
@@ -125,7 +125,7 @@ def test_train_step_keeps_an_accumulation(gpu, what):
 
 
 class LargeOnly(nn.Module):
-    """A module whose parameters are used only for maps wider than 8 pixels."""
+    """Use parameters only for maps wider than 8 pixels."""
 
     def __init__(self):
         super().__init__()
@@ -140,7 +140,7 @@ def test_train_step_with_parameters_that_some_micro_batches_use(gpu):
     model.stem.append(LargeOnly())
     model.to_device()
     plain = copy.deepcopy(model)
-    # Of three micro-batches the first, the second, the third and none is a large one.
+    # In turn the first, second, third or none of three micro-batches is large.
     batches = some_batches(36, sizes=(64, 96, 64, 64))
     want = one_by_one(plain, batches, accumulate=3)
     got = in_graphs(model, batches, accumulate=3)
@@ -244,7 +244,7 @@ def test_train_step_out_of_memory_drops_graphs(gpu):
 
 
 def test_train_step_whose_update_failed_can_be_made_again(gpu):
-    """The gradients that were added up before it are what they were."""
+    """Gradients that were accumulated before the failed update are kept."""
     batches, results = some_batches(2), []
     model = Detector().to_device()
     for fails in (False, True):
@@ -302,7 +302,7 @@ def test_train_step_counts_bad_rows(cuda):
 
 
 def test_train_step_counts_bad_rows_before_its_graphs_too(cuda):
-    """A bad row of a step that is not captured yet is not an error of a later, innocent one."""
+    """A bad row of a step before its capture is not reported as an error of a later, correct step."""
     model = Detector().to_device()
     loss_of_batch, optimizer, scaler, ema = make_training(model)
     step = TrainStep(model, loss_of_batch, optimizer, scaler, ema)
@@ -321,7 +321,7 @@ def _swap_groups(optimizer):
 
 
 def _replace_scaler(scaler, fused):
-    """Replace it by one with the same settings and another scale."""
+    """Replace the scaler with one that has the same settings and another scale."""
     device = scaler._scale.device if scaler._scale is not None else torch.device("cpu")
     fused.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**5, growth_interval=scaler.get_growth_interval())
     fused.scaler.scale(torch.zeros((), device=device))
@@ -349,7 +349,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_train_step_follows_settings(gpu, change):
-    """What the host decides is looked at in each call: the same training as by separate calls with the same change."""
+    """Each call looks at the host's settings, so training equals separate calls with the same change."""
     models = [Detector().to_device()]
     models.append(copy.deepcopy(models[0]))
     batches = some_batches(9)
@@ -398,7 +398,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_train_step_with_other_optimizers(gpu, kind):
-    """Rates that change, and an accumulation, as by separate calls."""
+    """Learning rates change and gradients accumulate as with separate calls."""
     models = [Detector().to_device()]
     models.append(copy.deepcopy(models[0]))
     batches, results = some_batches(8), []
@@ -433,7 +433,7 @@ def test_train_step_with_other_optimizers(gpu, kind):
 
 class TestWhatALossOffers:
     class Plain:
-        """A loss that is only called; Keyed has a graph_key too."""
+        """Only be callable; Keyed also has a graph_key."""
 
         def __call__(self, outputs, targets, count):
             loss = sum((output.float() ** 2).mean() for output in outputs)
@@ -465,7 +465,7 @@ class TestWhatALossOffers:
             assert float(step(*batch)) == 0.0
 
     def test_another_loss_is_captured_again(self, gpu):
-        """One at the address of the loss before it, too."""
+        """This also holds for a loss at the address of the previous one."""
         model = Detector().to_device()
         step = TrainStep(model, self.Plain(), SGD(model.parameters(), lr=0.0), max_norm=None)
         batch = some_batches(1)[0]
@@ -496,7 +496,7 @@ class TestWhatALossOffers:
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_train_step_wants_gradients(gpu, off):
-    """And what is made where they are off can be trained with later."""
+    """A step that is made where gradients are off can still be trained with later."""
     model = Detector().to_device()
     with off():
         step = TrainStep(model, ComputeLoss(model), SGD(model.parameters(), lr=0.01), ema=ModelEMA(model))
@@ -588,7 +588,7 @@ def test_train_step_errors(gpu):
 
 
 def test_train_step_goes_on_after_a_capture_that_failed(gpu):
-    """Beside a graph that was captured before: their pool cannot be captured into again."""
+    """Graphs captured earlier stay, although no more can be captured into their pool."""
     model = Detector().to_device()
     step = TrainStep(model, *make_training(model))
     small, large = some_batches(2, sizes=(64, 96))
@@ -608,7 +608,7 @@ HOOKED: list[bool] = []  # a capture puts attributes of modules back
 
 
 class SeesHooks(nn.Module):
-    """Note in each call whether its part has hooks: bn_act_optim leaves such a part to stock."""
+    """Record in each call whether its part has hooks, because bn_act_optim leaves such a part to stock."""
 
     def __init__(self):
         super().__init__()
@@ -638,7 +638,7 @@ def test_a_capture_puts_no_hooks_on_the_model(gpu, graphed):
 
 
 def test_another_stream_keeps_what_its_step_reads(monkeypatch):
-    """Else the memory of images and targets that are dropped could be used again before that stream has read them."""
+    """Otherwise dropped images' and targets' memory could be reused before that stream has read it."""
     fake_gpu.install(monkeypatch)
     seen = []
     monkeypatch.setattr(_capture, "read_on", lambda tensors, stream: seen.append((list(tensors), stream)))
@@ -659,7 +659,7 @@ def test_another_stream_keeps_what_its_step_reads(monkeypatch):
 
 @pytest.mark.parametrize("name, value", [("ssi", 0), ("balance", [1.0, 2.0, 3.0]), ("balance", [4.0, 1.0, 0.4, 9.0])])
 def test_settings_of_autobalance_reach_the_graph(gpu, name, value):
-    """Weights of another number of levels lie elsewhere; a graph would go on with the old ones."""
+    """Balance weights for another number of levels have another address; a graph would use the old ones."""
     models = [Detector().to_device()]
     models.append(copy.deepcopy(models[0]))
     images, targets = some_batches(1)[0]
@@ -691,7 +691,7 @@ def test_train_step_without_scaler_and_average(gpu):
 
 @pytest.mark.parametrize("streams", ["one stream", "a stream each"])
 def test_threads_train_models_at_once(cuda, streams):
-    """Two by TrainStep and two as GraphedModule, with new shapes on the way: the bits of each alone."""
+    """Two TrainSteps and two GraphedModules meet new shapes and give the bits that each gives alone."""
     detectors, nets = [Detector().to_device() for _ in range(2)], [Net().to(GPU.device) for _ in range(2)]
     batches = [some_batches(60, sizes=(64, 96, 128)) for _ in detectors]
     images = [[torch.randn(2, 3, size, size, device=cuda) for size in (32, 48, 64) * 20] for _ in nets]

@@ -1,4 +1,4 @@
-"""Parameters, gradients and a training loop that the optimizer's tests share."""
+"""Provide parameters, gradients and a training loop that the optimizers' tests share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def set_grads(params, seed, scale=1.0, skip=()):
 
 
 def groups(params, decay=5e-4):
-    """Return biases, decayed weights, norm weights: as smart_optimizer makes them."""
+    """Return biases, decayed weights and norm weights as smart_optimizer groups them."""
     return [
         {"params": params[1::3]},
         {"params": params[0::3], "weight_decay": decay},
@@ -58,7 +58,7 @@ def named_groups(model):
 
 
 class Loop:
-    """A training loop's optimizer step, fused or as separate calls."""
+    """Run a training loop's optimizer step, fused or as separate calls."""
 
     def __init__(self, device, fused, scale=True, max_norm=1.0, optimizer=SGD, settings=NESTEROV):
         self.model = model_on(device)
@@ -92,7 +92,7 @@ class Loop:
             self.scaler.unscale_(self.optimizer)
         norm = torch.zeros(())
         if self.max_norm:
-            # In the optimizer's order, so that sums are the same to the bit.
+            # Gradients are in the optimizer's order, so that sums have the same bits.
             norm = clip_grad_norm_([p for g in self.optimizer.param_groups for p in g["params"]], self.max_norm)
         if self.scaler:
             self.scaler.step(self.optimizer)

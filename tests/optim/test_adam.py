@@ -1,4 +1,4 @@
-"""Adam and AdamW: their kernel against a float64 oracle and torch's own, and FusedStep with them and with MuSGD."""
+"""Compare Adam and AdamW with a float64 oracle and torch's own; test FusedStep with them and with MuSGD."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SEPARATE = {"torch AdamW": (AdamW, SETTINGS)}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("changes", [{}, {"maximize": True, "betas": (0.3, 0.9), "eps": 1e-3}], ids=["usual", "other"])
 def test_errors_are_no_larger_than_torchs(device, ours, dtype, changes):
-    """Against steps in float64 from the same start and gradients."""
+    """Errors are measured against float64 steps from the same start and gradients."""
     mine, theirs = parameters(device, dtype=dtype), parameters(device, dtype=dtype)
     exact = [(p.detach().double().cpu().clone(), torch.zeros(()), torch.zeros(())) for p in mine]
     settings = SETTINGS | {"weight_decay": 0.1} | changes
@@ -130,7 +130,7 @@ def test_two_launches_no_sync(cuda, name):
 
 
 def test_numbers_as_tensors(device):
-    """lr and betas are read when the kernel runs."""
+    """The kernel reads lr and betas when it runs."""
     mine, theirs = parameters(device), parameters(device)
     rate = torch.tensor(0.01, device=device)
     ours = AdamW(mine, lr=rate, capturable=device.type == "cuda")
@@ -175,7 +175,7 @@ def test_errors_name_the_argument_and_write_nothing(device):
 
 
 def test_clip_and_unscale_know_all_optimizers(device):
-    """unscale_ takes them in one launch, and clipping finds their work list."""
+    """One launch unscales all gradients, and clipping finds the optimizer's work list."""
     for name, (kind, settings) in FUSED.items():
         if name == "torch AdamW":
             continue
@@ -193,7 +193,7 @@ def test_clip_and_unscale_know_all_optimizers(device):
 
 
 def test_parameters_on_two_kinds_of_memory_come_and_go(device):
-    """Groups that are added later, gradients that come later, states that are replaced."""
+    """Groups and gradients may come later, and states may be replaced."""
     params, twins = parameters(device), parameters(device)
     for of, kind in ((params, AdamW), (twins, torch.optim.AdamW)):
         optimizer = kind(of[:4], **SETTINGS)
@@ -211,7 +211,7 @@ def test_parameters_on_two_kinds_of_memory_come_and_go(device):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_a_state_that_somebody_looked_up(device, name):
-    """``optimizer.state[p]`` makes an empty entry; buffers are made all the same, before the first step and later."""
+    """``optimizer.state[p]`` makes an empty entry; buffers are still created, before the first step and later."""
     kind, settings = FUSED[name]
     models = [Loop(device, fused=True, optimizer=kind, settings=settings) for _ in range(2)]
     for looked_up, loop in enumerate(models):
@@ -231,7 +231,7 @@ def test_a_state_that_somebody_looked_up(device, name):
 
 @pytest.mark.parametrize("ours", [SGD, Adam, AdamW, MuSGD], ids=lambda kind: kind.__name__)
 def test_a_scaler_without_gradients(device, ours):
-    """GradScaler then hands over the number 0 as its finding; torch's fused optimizers raise in update(), too."""
+    """GradScaler then passes the number 0 as found_inf; torch's fused optimizers also raise in update()."""
     params = parameters(device)
     optimizer, scaler = ours(params, lr=0.1), torch.amp.GradScaler(device.type)
     scaler.scale(torch.zeros((), device=device))

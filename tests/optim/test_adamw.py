@@ -1,4 +1,4 @@
-"""torch_fastdet.optim.AdamW against torch.optim.AdamW: results, state_dict both ways, GradScaler."""
+"""Compare torch_fastdet.optim.AdamW with torch.optim.AdamW: results, state_dict both ways, GradScaler."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def take(model, optimizer, steps):
 
 
 def assert_close(mine, theirs):
-    # The fused kernel rounds elsewhere: last bits of each step.
+    # The fused kernel rounds differently, in the last bits of each step.
     for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
@@ -49,7 +49,7 @@ def test_what_is_not_fused_is_an_error():
 
 
 def test_from_what_somebody_has_built():
-    """Groups with their further keys, and defaults; what has no step of ours stays as it is."""
+    """Groups keep further keys and defaults; an optimizer without a torch_fastdet step is returned as it is."""
     model = network("cpu")
     weights, biases = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": weights, "weight_decay": 0.1, "param_group": "weight"}, {"params": biases, "lr": 0.5}]

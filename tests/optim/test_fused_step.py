@@ -1,4 +1,4 @@
-"""FusedStep against the separate calls, eager and in CUDA graphs."""
+"""Compare FusedStep with the separate calls, eager and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_fastdet.switches.optimizer import ultralytics as of_ultralytics
 
 class TestFusedStep:
     def test_growth_intervals(self, device):
-        """One too long for int32 (a way to switch growth off), then one that the count is already past."""
+        """The interval may be too long for int32 (a way to switch growth off), or already exceeded by the count."""
         fused, separate = Loop(device, True), Loop(device, False)
         for step in range(8):
             for loop in (fused, separate):
@@ -34,7 +34,7 @@ class TestFusedStep:
 
     @pytest.mark.parametrize("of", [copy.copy, copy.deepcopy])
     def test_a_copy_writes_its_own_memory(self, device, of):
-        """Captured steps read their numbers there, and must not see those of the copy."""
+        """Captured steps read their numbers there and must not see those of the copy."""
         loop = Loop(device, True)
         loop.step(0)
         loop.fused.refresh()
@@ -69,12 +69,12 @@ class TestFusedStep:
         for a, b in zip(fused.tensors(), separate.tensors()):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
         assert fused.ema.updates == separate.ema.updates == 30
-        # All but the average (whose ramp the fused step evaluates on the device) are the same bits.
+        # All bits are equal except the average's, whose ramp the fused step evaluates on the device.
         assert equal(fused.model.state_dict().values(), separate.model.state_dict().values())
 
     @pytest.mark.parametrize("scale", [256.0, 2.0**126])
     def test_overflows_in_a_row_and_a_scale_at_its_end(self, device, scale):
-        """30 from the first step on; and a scale that grows until float32 ends, where gradients overflow, and comes back."""
+        """Thirty first steps overflow, or the scale grows to float32's limit, overflows and comes back."""
         loops = fused, separate = Loop(device, True), Loop(device, False)
         seen = set()
         for loop in loops:
@@ -102,12 +102,12 @@ class TestFusedStep:
             loop.ema.decay = lambda updates: 0.75
             if scale:
                 loop.scaler.update(3.0)  # whose inverse is rounded
-                # Torch's own has no bfloat16 on a GPU.
+                # Torch's own unscale_ does not support bfloat16 on a GPU.
                 loop.scaler.unscale_ = functools.partial(optim.unscale_, loop.scaler)
             if loop.fused:
                 loop.fused = FusedStep(loop.optimizer, loop.scaler, loop.ema, max_norm=1.0)
         for step in range(8):
-            # clip_grad_norm_ rounds its norm to the gradients' dtype, as torch's does.
+            # Like torch's, clip_grad_norm_ rounds its norm to the gradients' dtype.
             norms = [loop.step(step).to(dtype) for loop in loops]
             assert float(norms[0]) == float(norms[1])
         assert equal(*(loop.tensors() for loop in loops))
@@ -161,7 +161,7 @@ class TestFusedStep:
         assert pickle.loads(pickle.dumps(loop.scaler)).state_dict() == loop.scaler.state_dict()
 
     def test_hooks_of_the_optimizer_and_of_all(self, device):
-        """What they change counts for this step, in the order of torch's own optimizers."""
+        """Hooks' changes take effect in this step, in the order of torch's own optimizers."""
         results = []
         for fused in (True, False):
             (param,) = (nn.Parameter(torch.ones(3, device=device)) for _ in range(1))
@@ -246,7 +246,7 @@ def test_capture_wants_one_step_before(cuda):
 
 
 class StockLoop:
-    """What a trainer does with torch alone; its average by the definition of the stock loop."""
+    """Train with torch alone; average as the stock loop defines it."""
 
     def __init__(self, device, optimizer, settings, scale=True):
         self.model = model_on(device)
@@ -280,7 +280,7 @@ class OurLoop(StockLoop):
 
 
 def check_as_stock(ours, stock):
-    # Convolutions on a GPU round to TF32, which multiplies what the fused step rounds otherwise.
+    # Convolutions on a GPU round to TF32, which amplifies the fused step's other roundings.
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if next(ours.model.parameters()).is_cpu else {"rtol": 1e-2, "atol": 1e-3}
     for mine, wanted in ((ours.model, stock.model), (ours.average, stock.average)):
         for (name, a), b in zip(mine.state_dict().items(), wanted.state_dict().values()):
@@ -293,8 +293,8 @@ def finite(module):
 
 
 def test_an_average_that_turned_nan_in_mixed_precision(device, same_convolutions):
-    """The sequence of ultralytics #24615: activations overflow, the statistics of batch norm turn NaN, the scaler skips the step, and
-    the average takes the statistics. Then the trainer loads what it had saved, and copies finite values into the average."""
+    """In ultralytics #24615 activations overflow, batch norm's statistics turn NaN, the scaler skips the step, and the
+    average takes the statistics. Then the trainer loads a saved state and copies finite values into the average."""
     loops = ours, stock = [kind(device, torch.optim.SGD, NESTEROV) for kind in (OurLoop, StockLoop)]
     generator = torch.Generator().manual_seed(0)
 
@@ -329,7 +329,7 @@ def test_an_average_that_turned_nan_in_mixed_precision(device, same_convolutions
 )
 @pytest.mark.parametrize("scale", [False, True])
 def test_training_in_bfloat16_is_stocks(device, optimizer, settings, scale):
-    """Both get the gradients of one backward pass: rounded to bfloat16, two passes are no measure."""
+    """Both loops get one backward pass's gradients: rounded to bfloat16, two passes cannot be compared."""
     ours, stock = (kind(device, optimizer, settings, scale) for kind in (OurLoop, StockLoop))
     generator = torch.Generator().manual_seed(0)
     for number in range(10):
@@ -361,7 +361,7 @@ PARTS = {"optimizer": ["step"], "scaler": ["step", "update", "unscale_"], "ema":
     "seen", ["pre", "post", "pre of all", *(f"{part}.{name}" for part in PARTS for name in PARTS[part])]
 )
 def test_what_users_put_on_a_trainers_parts_runs(device, monkeypatch, seen, capsys):
-    """Hooks of Ultralytics' optimizer see clipped gradients, and what replaces a method of a part is called."""
+    """Hooks of Ultralytics' optimizer see clipped gradients, and a replaced method of a part is called."""
 
     class Trainer:
         model = nn.Linear(4, 4).to(device)

@@ -1,4 +1,4 @@
-"""torch_fastdet.optim.MuSGD against Ultralytics' own, on the same gradients."""
+"""Compare torch_fastdet.optim.MuSGD with Ultralytics' own on the same gradients."""
 
 import copy
 import io
@@ -21,7 +21,7 @@ def stock():
 
 
 def network(device, channels_last=False):
-    """Return wide, tall, depthwise and one-row weights, matrices of one column count in one batch and in two, and a linear layer."""
+    """Return a network of wide, tall, depthwise, one-row and linear weights, some with equal column counts."""
     torch.manual_seed(0)
     layers = [
         nn.Conv2d(3, 32, 3),
@@ -62,7 +62,7 @@ def set_gradients(model, step, leave_out=()):
 
 
 def assert_same(mine, theirs, steps=1):
-    """Compare the very bits on the CPU. On a GPU products sum in another order: a few percent of an orthogonalised matrix' norm a step."""
+    """Compare bits on the CPU; allow other orders of sums on a GPU, a few percent of an update's norm per step."""
     for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
         if not a.is_cuda:
             torch.testing.assert_close(a, b, rtol=0, atol=0)
@@ -88,7 +88,7 @@ SHAPES = (
 
 
 def matrices(device, shapes, seed=3):
-    """Return what orthogonalises random weights of these shapes, and those weights, which are its inputs."""
+    """Return an orthogonalizer of random weights of these shapes, and the weights, which are its inputs."""
     generator = torch.Generator().manual_seed(seed)
     params = [torch.randn(shape, generator=generator).to(device) for shape in shapes]
     params[1] = params[1].contiguous(memory_format=torch.channels_last)
@@ -99,14 +99,14 @@ def matrices(device, shapes, seed=3):
 
 
 def far(updates, params):
-    """Yield the error of each orthogonalised matrix, as a part of its norm."""
+    """Yield the error of each orthogonalized matrix relative to its norm."""
     for p, update in zip(params, updates, strict=True):
         wanted = orthogonalized(p.flatten(1).cpu()) * max(1.0, p.size(-2) / p.size(-1)) ** 0.5
         yield float((update.flatten(1).double().cpu() - wanted).norm() / wanted.norm())
 
 
 def test_matrices_of_several_shapes(device):
-    """Each is orthogonalised as if it were alone."""
+    """Each matrix is orthogonalized as if it were alone."""
     muon, params = matrices(device, SHAPES)
     assert type(muon) is (musgd._Grouped if device.type == "cuda" else musgd._Batched)
     for _ in range(2):
@@ -125,7 +125,7 @@ def test_what_is_not_float32_goes_through_torchs_products(device):
 
 
 def test_kernels_are_as_near_as_torchs_products(cuda):
-    """On the shapes of yolov8s. Nothing of the results before is left, not even NaN, and the same inputs give the same bits."""
+    """With yolov8s' shapes, nothing of earlier results is left, not even NaN, and equal inputs give equal bits."""
     shapes = [(512, 256, 3, 3), (256, 256, 3, 3), (128, 512, 3, 3), (64, 512, 3, 3), (512, 768, 1, 1), (32, 3, 3, 3)]
     shapes += (
         [(64, 64, 3, 3)] * 9 + [(128, 128, 3, 3)] * 13 + [(80, 80, 3, 3), (64, 64, 1, 1), (1, 16, 1, 1), (512, 256)]
@@ -153,7 +153,7 @@ def test_small_matrices_for_the_sanitizer(cuda):
 
 @pytest.mark.alone
 def test_launches_of_a_step(cuda):
-    """One for the momentum, 17 of Newton-Schulz, one for the update, whatever the shapes; no waiting for the GPU."""
+    """The momentum takes one launch, Newton-Schulz 17 and the update one, for any shapes; nothing waits for the GPU."""
     model = network(cuda)
     optimizer = made(optim.MuSGD, model)
     for step in range(3):
@@ -168,8 +168,8 @@ def test_launches_of_a_step(cuda):
     "nesterov, momenta", [(True, (0.9,)), (False, (0.9,)), (False, (0.0,)), (False, (0.9, 0.0, 0.5))]
 )
 def test_steps_are_stocks(stock, device, channels_last, nesterov, momenta):
-    """Also where some parameters have no gradient in between, and in another learning rate and momentum, as schedulers set them. At a
-    momentum of 0, as a warm-up may have, stock writes the buffers, unlike torch.optim.SGD."""
+    """Some parameters have no gradient in between, and schedulers change learning rate and momentum. At a momentum of
+    0, as in a warm-up, stock writes the buffers, unlike torch.optim.SGD."""
     mine, theirs = network(device, channels_last), network(device, channels_last)
     ours, wanted = (made(kind, model, nesterov=nesterov) for kind, model in ((optim.MuSGD, mine), (stock, theirs)))
     for step in range(6):
@@ -207,7 +207,7 @@ def test_state_dict_goes_both_ways(stock, device, first, second):
 
 
 def test_half_precision_state_is_widened(device):
-    """As the trainer saves it."""
+    """The trainer saves the state in half precision."""
     model = network(device)
     optimizer = made(optim.MuSGD, model)
     set_gradients(model, 0)

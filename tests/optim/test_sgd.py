@@ -1,4 +1,4 @@
-"""SGD, unscale_ and clip_grad_norm_ against torch.optim.SGD, GradScaler and the float64 oracle."""
+"""Compare SGD, unscale_ and clip_grad_norm_ with torch.optim.SGD, GradScaler and the float64 oracle."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_100_varied_steps_are_torch_sgd_bit_by_bit(device, case, dtype):
-    """Varied learning rate and momentum, gradients that appear and disappear, set_to_none or zeroed gradients."""
+    """Learning rate and momentum vary, and gradients appear, disappear, or are set to zero or None."""
     mine, stock = parameters(device, dtype=dtype), parameters(device, dtype=dtype)
     a, b = SGD(groups(mine), **CASES[case]), torch.optim.SGD(groups(stock), **CASES[case])
     for step in range(100):
@@ -56,7 +56,7 @@ def test_100_varied_steps_are_torch_sgd_bit_by_bit(device, case, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_parameters(device, dtype):
-    """Bug 34: fused SGD on the CPU leaves half parameters as they were."""
+    """Half-precision parameters are updated (bug 34: fused SGD on the CPU leaves them unchanged)."""
     mine = parameters(device, dtype=dtype)
     before = [p.detach().clone() for p in mine]
     optimizer = SGD(mine, **NESTEROV)
@@ -79,7 +79,7 @@ def test_state_dict_both_ways(device):
     assert all(
         torch.equal(left["state"][k]["momentum_buffer"], right["state"][k]["momentum_buffer"]) for k in left["state"]
     )
-    # And on, each with the other's state.
+    # Training continues with each other's state.
     saved = io.BytesIO()
     torch.save(left, saved)
     saved.seek(0)
@@ -98,7 +98,7 @@ def test_state_dict_both_ways(device):
 
 @pytest.mark.parametrize("change", ["a new slot", "an empty slot", "slots swapped", "a slot handed on"])
 def test_slots_replaced_by_hand_are_noticed(device, change):
-    """As loops that reset the momentum, or bring a state to a device, do it."""
+    """Loops replace slots to reset the momentum or to move a state to a device."""
     results = []
     for kind in (SGD, torch.optim.SGD):
         p, q = params = [nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
@@ -119,7 +119,7 @@ def test_slots_replaced_by_hand_are_noticed(device, change):
 
 
 def test_tensor_subclasses_are_refused(device):
-    """They have no memory of their own, and nothing would be written."""
+    """Subclasses have no memory of their own, so nothing would be written."""
     from torch.testing._internal.two_tensor import TwoTensor
 
     param = nn.Parameter(TwoTensor(torch.ones(3, device=device), torch.ones(3, device=device)))
@@ -138,7 +138,7 @@ def test_tensor_subclasses_are_refused(device):
 
 
 def test_fused_step_in_a_compiled_function(device):
-    """It is a graph break there, as optimizers are."""
+    """The step is a graph break there, as optimizers are."""
     model, plain = (nn.Linear(4, 4).to(device) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     steps = [FusedStep(SGD(m.parameters(), lr=0.1), max_norm=1.0) for m in (model, plain)]
@@ -154,7 +154,7 @@ def test_fused_step_in_a_compiled_function(device):
 
 
 def test_fused_step_is_copied_and_pickled(device):
-    """Before and after its first step, with what it steps."""
+    """Copies before and after its first step train as it does."""
     model = nn.Linear(4, 4).to(device)
     step = FusedStep(SGD(model.parameters(), lr=0.1, momentum=0.9), None, ModelEMA(model), 1.0)
     for _ in range(2):
@@ -169,7 +169,7 @@ def test_fused_step_is_copied_and_pickled(device):
 
 
 def test_moved_memory_is_noticed(device):
-    """Bugs 22 and 32: pointers change under a cached list."""
+    """Cached lists follow parameters whose pointers change (bugs 22 and 32)."""
     mine, stock = parameters(device), parameters(device)
     a, b = SGD(mine, **NESTEROV), torch.optim.SGD(stock, **NESTEROV)
     for step in range(4):
@@ -181,7 +181,7 @@ def test_moved_memory_is_noticed(device):
                     p.data = p.data.clone()
             if step == 1:
                 params[0].data = params[0].data.contiguous(memory_format=torch.channels_last)
-                # Anew, because torch's own step adds the momentum into p.grad on CUDA (bug 33).
+                # Set gradients again, because torch's own step adds the momentum into p.grad on CUDA (bug 33).
                 set_grads(params, step + 100)
                 params[3].grad = params[3].grad.to(memory_format=torch.channels_last)
                 optimizer.step()
@@ -223,7 +223,7 @@ def test_closure_scheduler_hooks_add_param_group_and_copies(device):
 
 
 def test_a_parameter_moves_to_the_next_group(device):
-    """The flat list of parameters is the same then."""
+    """The flat list of parameters stays the same."""
     mine, stock = ([nn.Parameter(torch.ones(3, device=device)) for _ in range(3)] for _ in range(2))
     for kind, params in ((SGD, mine), (torch.optim.SGD, stock)):
         optimizer = kind([{"params": params[:2], "lr": 1.0}, {"params": params[2:], "lr": 0.125}], lr=1.0)
@@ -319,7 +319,7 @@ def test_a_failed_first_step_leaves_no_momentum_behind(device, fused):
 
 
 def test_an_optimizer_goes_with_its_last_user(device):
-    """Nothing waits for Python's cycle collector: its memory is the GPU's."""
+    """The optimizer does not wait for Python's cycle collector, because it holds GPU memory."""
     params = parameters(device)
     set_grads(params, 0)
     optimizer = SGD(params, **NESTEROV)
@@ -390,7 +390,7 @@ class TestDampening:
 
 
 class TestGradScaler:
-    """torch.amp.GradScaler, as it is, drives SGD without a host sync."""
+    """An unchanged torch.amp.GradScaler drives SGD without a host sync."""
 
     def scaler(self, device, **arguments):
         scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=3, **arguments)
@@ -411,7 +411,7 @@ class TestGradScaler:
                     scaler.unscale_(optimizer)
                 scaler.step(optimizer)
                 if step != 0:  # (a fused step leaves the gradients of a skipped step alone)
-                    # Of the decayed group: in the others torch's step adds the momentum into p.grad on CUDA (bug 33).
+                    # Compare the decayed group: torch's step adds the momentum into other p.grad on CUDA (bug 33).
                     last = [p.grad.clone() for p in params[0::3]]
                 scaler.update()
             results.append((params, last, scaler.state_dict()))
@@ -420,7 +420,7 @@ class TestGradScaler:
         assert results[0][2] == results[1][2]
 
     def test_overflow_on_the_first_step_leaves_no_garbage(self, device):
-        """Bug 6: torch 2.11's fused SGD leaves uninitialised momentum when the first step overflows."""
+        """Buffers stay clean (bug 6: torch 2.11's fused SGD leaves uninitialized momentum after a first overflow)."""
         for dampening in (0.0, 0.5):
             params, stock = parameters(device), parameters(device)
             junk = [torch.full_like(p, float("nan")) for p in params for _ in range(3)]
@@ -482,7 +482,7 @@ def test_clip_grad_norm(device):
 @pytest.mark.parametrize("place", [0, 1, 3])
 @pytest.mark.parametrize("fused", [False, True], ids=["SGD", "FusedStep"])
 def test_a_group_without_parameters(device, fused, place):
-    """YOLOv5's last group is empty in a model without normalisation layers."""
+    """YOLOv5's last group is empty in a model without normalization layers."""
     mine, stock = parameters(device), parameters(device)
     a, b = (kind([*g[:place], {"params": []}, *g[place:]], **NESTEROV)
             for kind, g in ((SGD, groups(mine)), (torch.optim.SGD, groups(stock))))  # fmt: skip
@@ -507,7 +507,7 @@ def test_several_devices_are_an_error_that_names_them():
 
 @pytest.mark.parametrize("dtypes", list(itertools.combinations_with_replacement(DTYPES, 2)), ids=str)
 def test_norm_has_the_dtype_that_torchs_has(device, dtypes):
-    """Bug 54: gradients of half precision gave a norm in float32. Clipping by an optimizer's own work list, too."""
+    """Half-precision gradients' norm is not float32 (bug 54), also when clipping with an optimizer's own work list."""
     params = [nn.Parameter(torch.ones(5, dtype=dtype, device=device)) for dtype in dtypes]
     optimizer, scaler = SGD(params, 0.1), torch.amp.GradScaler(device.type, init_scale=1.0)
     scaler.scale(torch.ones((), device=device))
