@@ -1,4 +1,4 @@
-"""The real Ultralytics package in processes of its own, on the demo's digits."""
+"""Fixtures that run programs with the real Ultralytics package in processes of their own, on the demo's digits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests import starter
 from tests.yolov5.real import with_torch_fastdet
 
 PROGRAMS = Path(__file__).parent / "programs"
-# Ultralytics writes its training log with polars (and does without where that fails), and tracks with lap.
+# Ultralytics writes its training log with polars (it skips the log if that fails), and tracks with lap.
 STAND_INS = {
     "polars.py": "",
     "lap.py": '''
@@ -59,7 +59,7 @@ def program(ultralytics_environment, tmp_path_factory) -> Callable[..., dict[str
         command = [str(PROGRAMS / name), *map(str, arguments)]
         result = starter.python(command, root, ultralytics_environment, seconds)
         assert result.returncode == 0, result.stdout[-6000:]
-        # What switches did is told when the process ends, behind it.
+        # The report of what the switches did follows this line, as it is printed when the process ends.
         found = [line for line in result.stdout.splitlines() if line.startswith("{")]
         return json.loads(found[-1]) | {"output": result.stdout}
 
@@ -68,7 +68,7 @@ def program(ultralytics_environment, tmp_path_factory) -> Callable[..., dict[str
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory) -> Path:
-    """Return the data.yaml of 16 images of digits, which are also those to validate on: a model overfits them quickly."""
+    """Return the data.yaml of 16 images of digits. They are also the validation images, so that a model overfits them quickly."""
     data = make(tmp_path_factory.mktemp("digits") / "data", Recipe(image_size=96, train=16, val=1))
     data.write_text(data.read_text().replace("val: images/val", "val: images/train"))
     return data
@@ -76,7 +76,7 @@ def digits(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def same_threads():
-    """Predictors and trainers on the CPU set how many threads torch has; with OMP_NUM_THREADS=1, as in ``make test``, that changes nothing."""
+    """Restore torch's number of threads, which CPU predictors and trainers set (to the same 1 under ``make test``)."""
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

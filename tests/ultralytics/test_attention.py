@@ -1,4 +1,4 @@
-"""Attention blocks as captured steps run them, against Ultralytics' own."""
+"""Compare attention blocks as captured steps run them with Ultralytics' own."""
 
 import copy
 
@@ -47,7 +47,7 @@ def run(model, x, amp, inside):
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("amp", [False, True])
 def test_values_and_gradients(device, same_convolutions, kind, amp):
-    """The same products of the same numbers. Depthwise convolutions of another memory format may add in another order."""
+    """The blocks compute the same products. Depthwise convolutions in another memory format may add in another order."""
     attention = MAKE[kind]()
     channels = next(attention.parameters()).shape[1]
     model = torch.nn.Sequential(attention, torch.nn.Conv2d(channels, 8, 3)).to(memory_format=torch.channels_last)
@@ -65,7 +65,7 @@ def test_values_and_gradients(device, same_convolutions, kind, amp):
 
 
 def test_what_is_left_to_stock():
-    """Models that are not channels_last, hooks, and classes of somebody's own."""
+    """Models that are not channels_last, modules with hooks, and subclasses keep the original forward."""
 
     class Own(block.AAttn):
         pass
@@ -97,7 +97,7 @@ def test_a_fork_that_scales_behind_the_product_is_left_to_stock(monkeypatch):
 
 @pytest.mark.parametrize("case", ["autocast", "float32", "half alone", "too many positions"])
 def test_softmax(device, case):
-    """One launch backward where the result is float32, for as many positions as the operator takes; else torch's."""
+    """A float32 result takes one launch backward, up to the operator's number of positions. All others use torch's softmax."""
     dtype, columns = (
         (torch.float32 if case == "float32" else torch.bfloat16),
         1025 if case == "too many positions" else 40,

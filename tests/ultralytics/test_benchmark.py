@@ -1,4 +1,4 @@
-"""``python -m torch_fastdet benchmark``: one table of stock and ours, of real trainings."""
+"""``python -m torch_fastdet benchmark`` prints one table of real trainings, original and torch_fastdet."""
 
 import os
 import re

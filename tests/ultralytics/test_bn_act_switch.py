@@ -1,4 +1,4 @@
-"""bn_act_optim on the real Ultralytics."""
+"""Test bn_act_optim on the real Ultralytics."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ def test_models_train_as_stocks(model, program):
     assert program("bn_act.py", model)["as stock"]
 
 
-# The half-precision error of yolo12n is one draw of a long chain: .8 of the original's in NHWC, 1.5 in NCHW. Its blocks are tested below.
+# The half-precision error of yolo12n varies: .8 of the original's in NHWC, 1.5 in NCHW. The tests below check its blocks.
 @pytest.mark.parametrize("model", ["yolov8n", "yolov9t", "yolov10n", "yolo11n", "yolo26n"])
 def test_models_train_as_stocks_on_a_gpu(model, program, cuda):
     assert program("bn_act.py", model, "cuda")["as stock"]
@@ -42,7 +42,7 @@ def fuse(model):
     return model
 
 
-# Sums of torch that stay: those of RepConv whose norms are not fused, and the one with gamma.
+# The number is that of torch's additions that remain: those of RepConv with unfused norms, and the one with gamma.
 BLOCKS = {
     "RepNCSPELAN4": (lambda: block.RepNCSPELAN4(32, 32, 32, 16, 2), 0),
     "ELAN1": (lambda: block.ELAN1(32, 32, 32, 16), 0),
@@ -60,7 +60,7 @@ BLOCKS = {
 
 @pytest.fixture
 def evaluate(device, monkeypatch):
-    """Return the results of a block in a captured evaluation, of the original and with bn_act_optim, and operators of the latter."""
+    """Return a function that evaluates a block without and with bn_act_optim, the latter captured, and returns both and the operators."""
     monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
     monkeypatch.setattr(forwards, "DEVICES", ("cpu", "cuda"))
 
@@ -93,7 +93,7 @@ def test_sums_and_concatenations_in_evaluation(name, fused, evaluate, device):
     make, sums = BLOCKS[name]
     found, wanted, operators = evaluate(make(), fused)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-    # cuDNN's convolutions of float64 give NCHW.
+    # cuDNN's float64 convolutions return NCHW.
     assert device.type == "cuda" or found.is_contiguous(memory_format=torch.channels_last)
     assert (operators.sums, operators.cats, operators.copies) == (sums, 0, 0)
     assert operators.pooled == (name == "SPPELAN")

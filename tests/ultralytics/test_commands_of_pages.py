@@ -9,7 +9,7 @@ from tests import starter
 from tests.test_readme import OF_ULTRALYTICS, YOLO, all_commands
 
 COMMANDS = all_commands(OF_ULTRALYTICS)
-#: What is typed behind a command, for one short epoch on the CPU.
+#: Arguments appended to a command, so that it trains one short epoch on the CPU.
 SHORT = {
     "train": "epochs=1 imgsz=64 batch=2 workers=0 plots=False",
     "val": "imgsz=64 workers=0 plots=False",

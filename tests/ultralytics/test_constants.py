@@ -1,4 +1,4 @@
-"""Constants of RT-DETR as captured passes have them: made on the model's device, with Ultralytics' own values."""
+"""In captured passes RT-DETR makes its constants on the model's device, with the same values as Ultralytics."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ MAKE = {
 
 
 class Ranges(TorchDispatchMode):
-    """Where ranges are made."""
+    """Record the devices on which ranges are made."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""cuda_graph and channels_last under the real trainer: a graphed training is stock's, and nothing of ours is saved."""
+"""Under the real trainer, cuda_graph and channels_last change no result, and checkpoints hold nothing of torch_fastdet."""
 
 import copy
 import functools
@@ -19,7 +19,7 @@ from torch_fastdet.switches.cuda_graph.ultralytics import begin_again
 from torch_fastdet.ultralytics import patch, unpatch
 from torch_fastdet.ultralytics.host import HOST
 
-#: Options, and rebuilds in the middle, by the trainer and by a user's callback: for each change, and each night.
+#: Every change runs CASES, every night FURTHER: options, and rebuilds in mid-training by the trainer and by a user's callback.
 CASES = ("resume", "out_of_memory_thrice")
 FURTHER = (
     "multi_scale",
@@ -60,7 +60,7 @@ def trainings(program, digits, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(program, digits, tmp_path_factory):
-    """Train all cases of a group, once."""
+    """Train all cases of a group once."""
     return functools.cache(lambda cases: program("graphs.py", digits, tmp_path_factory.mktemp("graphs"), *cases))
 
 
@@ -77,7 +77,7 @@ def captured(training):
 
 
 def check(stock, graphed, once=True):
-    """Check that operators that are recorded and run again are the same operators: the same bits."""
+    """Check that the graphed training has the bits of the original one, because graphs replay the same operators."""
     assert str(graphed["losses"]) == str(stock["losses"]) and len(stock["losses"]) >= 5  # NaN is NaN
     assert graphed["state"] == stock["state"]
     assert graphed["ema"] == stock["ema"]
@@ -100,14 +100,14 @@ def test_two_epochs_are_stocks(trainings):
 
 @pytest.mark.nightly
 def test_resumed_loss_of_two_branches_goes_on_with_its_weights(trained):
-    """A resumed trainer makes the criterion, and calls update() once for each epoch that was trained before."""
+    """A resumed trainer creates the criterion and calls update() once for each epoch that was trained before."""
     stock, ours = (trained(("resume_yolo26n",))["resume_yolo26n"][which] for which in ("stock", "graphed"))
     assert ours["branches"] == stock["branches"] and None not in stock["branches"]
     assert len(ours["losses"]) == len(stock["losses"]) == 9
     for first, rel in ((2, 1e-4), (6, 2e-3), (None, 2e-2)):  # rounding grows
         assert ours["losses"][:first] == pytest.approx(stock["losses"][:first], rel=rel)
     for kept in ("state", "ema"):
-        # Means near zero behind attention: weights that differ by 1e-6 move stock's own by a third in these steps.
+        # Means behind attention are near zero: if weights differ by 1e-6, the original's own means move by a third in these steps.
         steady = [name for name in stock[kept] if not name.endswith("attn.proj.bn.running_mean")]
         assert len(steady) > 700 and ours[kept].keys() == stock[kept].keys()
         for name in steady:
@@ -144,12 +144,12 @@ def test_options_of_the_trainer(trained, cases, case):
 
 @pytest.mark.parametrize("cases, case", each_of((), OPTIMIZERS))
 def test_the_optimizers_step_is_fused_too(trained, cases, case):
-    """Rounding differs, and grows from step to step; a step that is missing or taken twice shows at once.
+    """The fused step equals the original's but for rounding, which grows from step to step. A missing or doubled step shows at once.
 
-    Every run on one CPU gives the same bits, whatever its threads and load; another instruction set rounds otherwise. Measured with
+    Every run on one CPU gives the same bits, whatever its threads and load, but another instruction set rounds differently. Measured with
     AVX2, AVX-512 and AMX: at most 7e-4 in six losses, then 3e-3 with AdamW and 4e-2 with MuSGD, whose products are bfloat16 and whose
-    moments a resume reads in float16. Stock itself with weights one rounding away ends as far off as MuSGD, and farther than AdamW.
-    A step that is missing or taken twice is at least 2e-2 off in the next loss, and 7e-2 in the state or the EMA.
+    moments a resume reads in float16. If its weights differ by one rounding, the original ends as far off as MuSGD, and farther than AdamW.
+    A missing or doubled step is at least 2e-2 off in the next loss, and 7e-2 in the state or the EMA.
     """
     stock, graphed = trained(cases)[case]["stock"], trained(cases)[case]["graphed"]
     assert stock["fused"] == 0 and (graphed["fused"] == 0 if case == "NAdam" else graphed["fused"] >= 3)
@@ -163,7 +163,7 @@ def test_the_optimizers_step_is_fused_too(trained, cases, case):
 
 
 def test_a_trainer_that_begins_again_has_the_memory_of_its_gpu():
-    """Its next batch is smaller; what graphs and images held for the one before would stay for ever."""
+    """The memory of graphs and images is freed before a trainer retries with a smaller batch, which would never need it again."""
     order, device = [], torch.device("cuda", 0)
 
     class Held(memory.Owner):
@@ -186,7 +186,7 @@ def test_a_trainer_that_begins_again_has_the_memory_of_its_gpu():
 
 
 def test_two_epochs_on_a_gpu(cuda, program, digits, tmp_path):
-    """Other kernels may run in a graph of float32 NHWC memory: TF32's tolerance. (Stock takes bf16 on GPUs alone.)"""
+    """Losses agree to the tolerance of TF32, as graphs of float32 NHWC memory may run other kernels. (bf16 runs only on GPUs.)"""
     cases = ("plain", "freeze_later", "bf16", "out_of_memory")
     ran = program("graphs.py", digits, tmp_path, *cases, "--device", 0)
     for case in cases:
@@ -199,7 +199,7 @@ def test_two_epochs_on_a_gpu(cuda, program, digits, tmp_path):
 
 @pytest.mark.alone
 def test_memory_that_really_runs_out(cuda, program, digits, tmp_path):
-    """Three times, by the allocator's own errors: the trainer halves its batch three times and ends; nothing stays behind."""
+    """After three real out-of-memory errors the trainer has halved its batch three times. It then finishes, and frees all memory."""
     ran = program("graphs.py", digits, tmp_path, "plain", "limited", "--device", 0)
     stock, graphed = ran["limited"]["stock"], ran["limited"]["graphed"]
     for training in (stock, graphed):
@@ -213,7 +213,7 @@ def test_memory_that_really_runs_out(cuda, program, digits, tmp_path):
 @pytest.mark.alone
 @pytest.mark.parametrize("gib, case, rel", [(2, "rect", 2e-2), (20, "every_switch", 1e-1)])
 def test_a_gpu_that_another_process_fills(cuda, program, digits, tmp_path, gib, case, rel):
-    """So much is free at the start, for both: CUDA itself takes a part. Beside 20 GiB the 8 GiB of a step are captured."""
+    """Both trainings start with ``gib`` GiB free, of which CUDA itself takes a part. With 20 GiB free a step of 8 GiB is captured."""
     torch.cuda.empty_cache()
     held = torch.empty(torch.cuda.mem_get_info()[0] - (gib << 30), dtype=torch.uint8, device=cuda)
     ran = program("graphs.py", digits, tmp_path, case, "--device", 0)[case]
@@ -227,9 +227,9 @@ def test_a_gpu_that_another_process_fills(cuda, program, digits, tmp_path, gib, 
 
 
 def test_options_together_on_a_gpu(cuda, program, digits, tmp_path):
-    """multi_scale, close_mosaic, val, save_period and resume in one training, with the loss and AdamW of ours.
+    """multi_scale, close_mosaic, val, save_period and resume work in one training, together with torch_fastdet's loss and AdamW.
 
-    TF32 rounds, and that grows: stock itself on the CPU, with weights one rounding of TF32 away, is 7e-4 off in the second of nine
+    The rounding of TF32 grows: on the CPU, the original with weights that differ by one rounding of TF32 is 7e-4 off in the second of nine
     losses and 4e-2 in the last.
     """
     ran = program("graphs.py", digits, tmp_path, "together", "--device", 0)["together"]
@@ -243,9 +243,9 @@ def test_options_together_on_a_gpu(cuda, program, digits, tmp_path):
 
 
 def test_rebuilds_on_a_gpu(cuda, program, digits, tmp_path):
-    """By the trainer, and by callbacks of a user. The CPU's tests have stock's bits.
+    """Graphs survive rebuilds by the trainer and by a user's callbacks. The tests on the CPU compare bits.
 
-    Rounding as in test_options_together_on_a_gpu, and on from there: on an H200 it was 1.3e-1 in the last of AdamW's twelve losses, and
+    Rounding is that of test_options_together_on_a_gpu and keeps growing: on an H200 it was 1.3e-1 in the last of AdamW's twelve losses, and
     2e-1 in the last of SGD's nine.
     """
     fused = ("nan_recovery_AdamW", "swap_optimizer_SGD", "swap_ema_SGD")
@@ -265,7 +265,7 @@ def test_rebuilds_on_a_gpu(cuda, program, digits, tmp_path):
 
 
 def labelled(task, count, device):
-    """Return a batch of a task: two objects in each image, and none in the last."""
+    """Return a batch of a task with two objects in each image but the last, which has none."""
     generator = torch.Generator().manual_seed(count)
     batch = {"img": torch.rand(count, 3, 64, 64, generator=generator)}
     objects = 2 * (count - 1)
@@ -295,7 +295,7 @@ MODELS = {
 
 
 def model_on(kind, name, monkeypatch, memory_format=torch.contiguous_format):
-    """Return a model in training on a GPU, or on the CPU where ``fake`` pretends one; and its device."""
+    """Return a model in training mode and its device: a GPU, or the CPU that pretends to be one if ``kind`` is "fake"."""
     if kind == "fake":
         fake_gpu.install(monkeypatch)
     elif reason := cuda_missing():
@@ -314,7 +314,7 @@ def model_on(kind, name, monkeypatch, memory_format=torch.contiguous_format):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Yield a count that grows with each block whose norm and activation are one operator, here on the CPU too."""
+    """Yield a list that grows with each block whose norm and activation run as one operator, here on the CPU too."""
     calls, plain = [], forwards.norm_and_activation
     monkeypatch.setattr(forwards, "DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(forwards, "norm_and_activation", lambda *given: calls.append(given) or plain(*given))
@@ -339,7 +339,7 @@ def test_where_a_capture_fails_the_model_runs_as_the_original(monkeypatch, capsy
 
 
 def test_a_model_without_graphs_runs_as_the_original(monkeypatch, fused):
-    """RT-DETR's own predict is not captured. Fused blocks would keep the host longer than the original ones."""
+    """RT-DETR's own predict is not captured, so its blocks are not fused: they would keep the host busy longer than the original ones."""
     tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
     fake_gpu.install(monkeypatch)
     monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
@@ -358,7 +358,7 @@ def test_a_model_without_graphs_runs_as_the_original(monkeypatch, fused):
 
 
 def test_a_measurement_of_memory_is_one_of_fused_blocks(monkeypatch, fused):
-    """The trainer's search for a batch size: captured passes are fused too."""
+    """The trainer's search for a batch size measures fused blocks, because captured passes are fused too."""
     model, _ = model_on("fake", "yolov8n", monkeypatch)
     patch(cuda_graph=True, bn_act_optim=True)
     model(torch.rand(2, 3, 64, 64))
@@ -390,7 +390,7 @@ OFF, ALL = {"channels_last": False}, {"fastdet": True}
     [([OFF], {}, False), ([{}], OFF, False), ([{}], {}, True), ([OFF, {}], {}, False), ([OFF, ALL], {}, True)],
 )
 def test_predictions_stay_in_nchw_memory_where_channels_last_is_off(calls, options, nhwc, monkeypatch, fused):
-    """As a switch, by the last word on it, or as Ultralytics' argument."""
+    """channels_last may be off as a switch, of which the last call counts, or as an argument of Ultralytics."""
     model, _ = model_on("fake", "yolov8n", monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     for switches in calls:
@@ -416,7 +416,7 @@ QUICK = ("yolov8n-cls", "yolo26n-pose")
     ],
 )
 def test_every_task_trains_as_in_stock(kind, name, monkeypatch, capsys):
-    """Gradients of all parameters, also of those that the loss alone reads."""
+    """All parameters have the original's gradients, including those that only the loss reads."""
     stock, device = model_on(kind, name, monkeypatch)
     from ultralytics.nn.tasks import ClassificationModel
 
@@ -448,7 +448,7 @@ def test_every_task_trains_as_in_stock(kind, name, monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["yolo11n", "yolov8n-seg"])
 @pytest.mark.parametrize("kind", ["fake", "cuda"])
 def test_first_pass_has_the_bits_of_a_replay(kind, name, monkeypatch):
-    """A resumed training begins with an eager pass where the one that was not stopped replays."""
+    """A resumed training runs an eager pass where the training without a stop replays a graph."""
     model, device = model_on(kind, name, monkeypatch, torch.channels_last)
     batch = labelled("segment" if name.endswith("seg") else "detect", 3, device)
     patch(cuda_graph=True, bn_act_optim=True, upsample_optim=True, loss_optim=True)

@@ -1,4 +1,4 @@
-"""Outputs of Detect as captured steps have them, against Ultralytics' own."""
+"""Compare the outputs of Detect in captured steps with Ultralytics' own."""
 
 import contextlib
 import copy
@@ -77,7 +77,7 @@ def test_evaluation(device, same_convolutions, fused_blocks, name):
             with rewritten(model, [head_rows]), Operators() as operators:
                 found = tensors(model(images))
             in_heads = 6 * (2 if name == "yolo26n.yaml" and not fused else 1)
-            # On a CPU blocks of the network stay as they are.
+            # On the CPU the blocks of the network stay unchanged.
             assert operators.evaluated == in_heads if str(device) == "cpu" else operators.evaluated >= in_heads
             again = tensors(model(images))
         for a, b, c in zip(found, want, again):
@@ -134,7 +134,7 @@ HEADS = {
 
 
 def compare_first_blocks(detect, device, monkeypatch, joined):
-    """Compare outputs with first blocks at once and without; return how many levels were at once."""
+    """Compare outputs with joined and separate first blocks, and return how many levels were joined."""
     monkeypatch.setattr(forwards, "DEVICES", ("cpu", "cuda"))
     channels = [branch[0].conv.in_channels for branch in detect.cv2]
     model = torch.nn.Module()
@@ -158,7 +158,7 @@ def compare_first_blocks(detect, device, monkeypatch, joined):
 
 @pytest.mark.parametrize("change, joined", CHANGES.values(), ids=CHANGES)
 def test_first_convolutions_of_a_level_are_one(device, same_convolutions, monkeypatch, fused_blocks, change, joined):
-    """Where the branches begin with the same kind of block. All others are called as stock calls them."""
+    """Branches that begin with the same kind of block are joined. All others are called one by one, as in the original."""
     detect = make("yolov8n.yaml").model[-1]
     change(detect)
     compare_first_blocks(detect, device, monkeypatch, joined)
@@ -181,7 +181,7 @@ def one_by_one(branch):
     ids=["frozen boxes", "another kernel size", "the first of another kernel size"],
 )
 def test_first_convolutions_that_are_alike_among_others(device, same_convolutions, monkeypatch, fused_blocks, change):
-    """Of three branches two go together, whichever they are."""
+    """If two of three branches are alike, these two are joined, whichever they are."""
     head = ultralytics.YOLO("yolov8n-seg.yaml").model.model[-1].train()
     change(head)
     compare_first_blocks(head, device, monkeypatch, 3)
@@ -190,7 +190,7 @@ def test_first_convolutions_that_are_alike_among_others(device, same_convolution
 @pytest.mark.parametrize("name", ["yolov8n.yaml", "yolo26n.yaml"])
 @pytest.mark.parametrize("training", [True, False])
 def test_evidence_of_rewrites_draws_no_random_numbers(fused_blocks, name, training):
-    """It is taken in the middle of a training."""
+    """Evidence is taken in the middle of a training, so it must not change the generators."""
     model = make(name).train(training)
     known = [value for module in vars(rewrites).values() for value in getattr(module, "__dict__", {}).values()]
     caches = [

@@ -1,4 +1,4 @@
-"""ImageDetector of Ultralytics models: one scripted file from uint8 images to what the real predictor finds in them."""
+"""ImageDetector of Ultralytics models turns uint8 images into what the real predictor finds in them, in one scripted file."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:Converting 
 
 @pytest.fixture(autouse=True)
 def _same_convolutions(same_convolutions):
-    """Turn TF32 off: it would give other boxes in a batch than alone."""
+    """Turn TF32 off, because an image would get other boxes in a batch than alone."""
 
 
 def model_of(version: str, task: str, end2end: bool = False):
-    """Return a model with random weights that finds something."""
+    """Return a model with random weights that finds objects."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ultralytics = pytest.importorskip("ultralytics", exc_type=ImportError)
@@ -48,7 +48,7 @@ def model_of(version: str, task: str, end2end: bool = False):
 
 
 def predicted(yolo, ims: list[np.ndarray], device: torch.device, end2end: bool):
-    """Yield rows of the real predictor, laid out as UltralyticsPostProcess does, and its masks."""
+    """Yield rows and masks of the real predictor, laid out as UltralyticsPostProcess returns them."""
     options = OPTIONS | {"imgsz": SIDE, "rect": False, "verbose": False, "device": device.type}
     options |= {"nms": False} if end2end else {}  # which head 8.4.190 takes
     for result in yolo.predict(ims, retina_masks=True, **options):

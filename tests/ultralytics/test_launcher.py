@@ -1,4 +1,4 @@
-"""python -m torch_fastdet.ultralytics: the words of the yolo command, with our flags anywhere among them."""
+"""python -m torch_fastdet.ultralytics takes the arguments of the yolo command, with torch_fastdet's flags anywhere among them."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from torch_fastdet.ultralytics.launcher import LAUNCHER
 
 @pytest.fixture(scope="module")
 def launch(ultralytics_environment, tmp_path_factory):
-    """Run the launcher and return its output; ``code`` is the exit code that is expected."""
+    """Run the launcher and return its output. ``code`` is the expected exit code."""
     folder = tmp_path_factory.mktemp("launcher")
 
     def run(*words, code=0):

@@ -1,4 +1,4 @@
-"""loader_optim in Ultralytics: the batches, generator states and errors of the real package's loaders."""
+"""loader_optim yields the batches, generator states and errors of the real Ultralytics' loaders."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from torch_fastdet._say import fallbacks
 from torch_fastdet.ops import opencv_rules
 
 SIZE = 96
-# As large as SIZE, smaller, larger, flat, tall, and two that are nearly square.
+# These are as large as SIZE, smaller, larger, flat, tall, and two nearly square ones.
 SIZES = [(96, 96), (128, 96), (64, 96), (96, 64), (50, 33), (33, 50), (200, 151), (151, 200), (97, 96), (49, 98)]
-# Their longer side is SIZE: nothing is resized.
+# Their longer side is SIZE, so nothing is resized.
 FILES = [(96, 96), (72, 96), (64, 96), (96, 64), (33, 96), (96, 50), (96, 71), (96, 97 - 1), (95, 96), (48, 96)]
 HYP = {"degrees": 5.0, "shear": 2.0, "flipud": 0.3, "mixup": 0.3}
 SEGMENTS = {"root": "segments", "task": "segment", "copy_paste": 0.6, **HYP}
 
 
 def nine(loader):
-    """Make mosaics of nine images, which no option of Ultralytics asks for."""
+    """Make mosaics of nine images, which no option of Ultralytics selects."""
     steps = [loader.dataset.transforms]
     while steps:
         step = steps.pop()
@@ -74,7 +74,7 @@ CASES = {
     "segment_val": {"root": "segments", "task": "segment", "mode": "val", "rect": True},
     "pose": POSE | {"workers": 2},
     "obb": {"root": "segments", "task": "obb", **HYP},
-    # Labels of nothing, and none at all.
+    # Some labels cover nothing, and some images have no label.
     "bad_segment": SEGMENTS | {"root": "bad"},
     "bad_segment_masks": SEGMENTS | {"root": "bad", "overlap_mask": False, "mask_ratio": 8},
     "bad_pose": POSE | {"root": "bad_pose"},
@@ -103,7 +103,7 @@ CASES = {
 }
 
 
-#: One of each kind of data, way to keep it and way to make batches of it: for each change.
+#: Every change runs these: one of each kind of data, cache and batches.
 QUICK = (
     *("train", "workers", "mosaic9", "close_mosaic", "rect", "ram", "val", "segment", "pose", "obb", "bad_segment"),
     *("files", "files_val", "rtdetr", "little_memory"),
@@ -173,7 +173,7 @@ def _make(cv2, root: Path, kind: str, count: int = 24) -> Path:
         for place in range(0 if number == 5 or kind == "empty" else int(generator.integers(1, 5))):
             x, y, w, h = *generator.uniform(0.3, 0.7, 2), *generator.uniform(0.05, 0.5, 2)
             if kind.startswith("bad") and place:
-                # Vanishes when scaled down; a line; nothing; the whole image, half outside when shifted.
+                # The box vanishes when scaled down, is a line, is empty, or covers the whole image, half of it outside when shifted.
                 w, h = [(0.002, 0.002), (0.4, 0), (0, 0), (2, 2)][(number + place) % 4]
             numbers = [x, y, w, h]
             if kind in ("segments", "bad"):
@@ -207,7 +207,7 @@ def loader_of(u, root, mode="train", rect=False, workers=0, batch=6, device="cpu
 
 
 def batches(u, root, epochs=2, close=None, stop=None, workers=0, before=None, **options):
-    """Return all batches of some epochs, as they were kept, and the state that the generators are left in."""
+    """Return copies of all batches of some epochs, and the final state of the generators."""
     loader, cfg = loader_of(u, root, workers=workers, **options)
     if before is not None:
         before(loader)
@@ -233,7 +233,7 @@ def compare(mine, stock, path="batches"):
         assert mine.dtype == stock.dtype and mine.shape == stock.shape, (path, mine.shape, stock.shape)
         difference = (mine.cpu().float() - stock.float()).abs()
         if mine.dtype == torch.uint8 and opencv_rules()[0] == "float" and path.endswith("img"):
-            # OpenCV 5 warps in float32, whose rounding follows its vector code; HSV tables make more of a level.
+            # OpenCV 5 warps in float32 and rounds as its vector code does. HSV tables enlarge a difference of one level.
             assert difference.max() <= 8 and (difference > 0).float().mean() <= 1e-3, path
         else:
             assert torch.equal(mine.cpu(), stock), (path, (difference > 0).sum())
@@ -261,7 +261,7 @@ def ours(function, *arguments, **options):
 
 @pytest.fixture
 def pretended_gpu(monkeypatch):
-    """Let loaders work as they do where there is a GPU, with the CPU's operator in its place."""
+    """Let loaders work as with a GPU, but with the CPU operator."""
     from torch_fastdet.images import loop
 
     class Images:
@@ -329,7 +329,7 @@ def test_the_training_process_makes_batches_of_plans(ultralytics, root, case, mo
 
 
 def little_shared_memory(kib: int) -> bool:
-    """Give this process, a child, a /dev/shm of its own of this size. Return whether that may be done here."""
+    """Give this child process its own /dev/shm of this size, and return whether that is permitted here."""
     libc = ctypes.CDLL(None, use_errno=True)
     new_mounts, private, recursive = 0x20000, 1 << 18, 1 << 14
     return (
@@ -341,8 +341,8 @@ def little_shared_memory(kib: int) -> bool:
 
 @pytest.mark.cpu
 def test_batches_do_not_lie_in_dev_shm(ultralytics, root, request, tmp_path):
-    """As in a container with 64 MB there. With less than a few batches need, stock's training waits for ever, for a batch that a loader
-    process could not send."""
+    """Training works in a container whose /dev/shm has 64 MB. If a few batches do not fit, the original training waits forever for a
+    batch that a loader process could not send."""
     options = {"workers": 2, "root": root("boxes"), **HYP}
     wanted, found = batches(ultralytics, **options), tmp_path / "found"
     request.getfixturevalue("pretended_gpu")
@@ -469,7 +469,7 @@ def test_files_that_are_exchanged_later_are_those_that_are_shown(ultralytics, ro
 
 @pytest.mark.cpu
 def test_no_batch_goes_through_all_files(ultralytics, root):
-    """A data set may have millions of them."""
+    """A data set may have millions of files, so no batch may iterate over all of them."""
     walks = []
 
     class Counted(list):
@@ -493,7 +493,7 @@ def test_no_batch_goes_through_all_files(ultralytics, root):
 @pytest.mark.cpu
 @pytest.mark.parametrize("when", ["before", "later"])
 def test_changed_code_runs(ultralytics, root, monkeypatch, capsys, when):
-    """A transform that somebody changed is recorded, and its pixels are made where it does what a plan cannot say."""
+    """A transform that somebody changed is recorded. If it does something that a plan cannot express, its pixels are made at once."""
     hsv = ultralytics.augment.RandomHSV
 
     def change(loader=None):
@@ -572,7 +572,7 @@ def test_what_a_user_draws_stays_in_no_image(ultralytics, root, cache):
 @pytest.mark.cpu
 @pytest.mark.parametrize("method", some_slow(["fork", "spawn"], ("fork",)))
 def test_a_process_sees_the_data_set(ultralytics, root, method, tmp_path):
-    """A user's worker_init_fn reads it, and may change it."""
+    """A user's worker_init_fn reads the data set and may change it."""
 
     def use(loader):
         loader.multiprocessing_context, loader.worker_init_fn = method, see
@@ -583,7 +583,7 @@ def test_a_process_sees_the_data_set(ultralytics, root, method, tmp_path):
 
 
 def see(number):
-    """Run in a loader process."""
+    """Check and change the data set in a loader process."""
     from ultralytics.data.dataset import YOLODataset
 
     dataset = torch.utils.data.get_worker_info().dataset
@@ -594,7 +594,7 @@ def see(number):
 @pytest.mark.cpu
 @pytest.mark.parametrize("cache", [None, "ram"])
 def test_without_memory_to_share_stocks_loader_runs(ultralytics, root, monkeypatch, capsys, cache):
-    """As under ulimit and seccomp."""
+    """memfd_create fails, as it does under ulimit and seccomp."""
     options = {"workers": 0, "cache": cache, **HYP}
     stock = batches(ultralytics, root("boxes"), **options)
     monkeypatch.setattr(os, "memfd_create", mock.Mock(side_effect=PermissionError(1, "Operation not permitted")))
@@ -625,7 +625,7 @@ def _huge(content: bytes) -> bytes:
     return content[:size] + bytes.fromhex("ffdcffdc") + content[size + 4 :]
 
 
-# What a file is after the scan; None: gone.
+# Return the file's content after the scan, or None if the file is gone.
 FAULTS = {
     "missing": lambda content: None,
     "empty": lambda content: b"",
@@ -654,7 +654,7 @@ def test_a_file_that_breaks_after_the_scan_is_stocks_error(
         try:
             given = {"mode": "val", "workers": workers, "before": breaks, "batch": 5, "epochs": 1}
             found = batches(ultralytics, where, **given, **options)
-            # Half an image, where OpenCV makes one.
+            # For a truncated file OpenCV returns an image whose lower half is missing.
             return [batch["img"] for batch in found if isinstance(batch, dict)]
         except Exception as error:
             return type(error), str(error).strip().splitlines()[-1]
@@ -713,7 +713,7 @@ def test_a_killed_worker_is_an_error(ultralytics, root, device):
 
 @pytest.fixture
 def interruptible():
-    """Let Ctrl-C raise KeyboardInterrupt, also where a shell started this process in the background, which ignores it."""
+    """Let Ctrl-C raise KeyboardInterrupt even if a shell started this process in the background and so ignores it."""
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, handler)
@@ -732,7 +732,7 @@ def test_control_c_ends_the_loop_and_the_workers(ultralytics, root, device, inte
     before = open_memories()
     with pytest.raises((KeyboardInterrupt, RuntimeError)) as error:
         ours(batches, ultralytics, root("boxes"), workers=2, before=interrupt, device=device)
-    # A worker that ends first is PyTorch's error.
+    # If a worker ends first, PyTorch raises its own error.
     assert error.type is KeyboardInterrupt or "DataLoader worker" in str(error.value)
     del error
     for worker in workers:

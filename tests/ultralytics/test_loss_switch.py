@@ -1,4 +1,4 @@
-"""loss_optim: v8DetectionLoss and E2ELoss of the real package against ours, on its own models' heads."""
+"""loss_optim computes what v8DetectionLoss and E2ELoss of the real package do, on the heads of its own models."""
 
 import copy
 import io
@@ -27,17 +27,17 @@ from torch_fastdet.switches.loss import ultralytics as ours_module
 from torch_fastdet.switches.loss.trial import CRITERION
 from torch_fastdet.ultralytics import SwitchError, patch, unpatch
 
-# In an object, for patch() replaces what modules hold.
+# These are attributes of an object, because patch() replaces module globals.
 REAL = SimpleNamespace(loss=stock_loss.v8DetectionLoss, e2e=stock_loss.E2ELoss)
 TOPK = torch.topk
 OURS, OURS_E2E = ours_module.v8DetectionLoss, ours_module.E2ELoss
-# Both compute in float32, in another order; a gradient is compared with the largest of its tensor.
+# Both losses compute in float32, in different orders. A gradient is compared relative to the largest one of its tensor.
 LOSS, GRADIENT = 5e-5, 5e-5
 
 
 @pytest.fixture(autouse=True)
 def ties_by_index(monkeypatch):
-    """torch.topk gives ties in any order on the CPU; on a GPU, and here, the lower index comes first."""
+    """Let torch.topk put the lower index first, as on a GPU; on the CPU it returns ties in any order."""
 
     def topk(values, k, dim=-1, largest=True):
         values, indices = values.sort(dim=dim, descending=largest, stable=True)
@@ -89,7 +89,7 @@ def make_batch(count=7, images=2, classes=4, size=(64, 96)):
 
 
 def leaves(preds):
-    """Return the raw outputs as leaves of float32, and the tensors that have gradients."""
+    """Return the raw outputs as float32 leaves, and the tensors that have gradients."""
     if "one2many" in preds:
         many, one = leaves(preds["one2many"]), leaves(preds["one2one"])
         return {"one2many": many[0], "one2one": one[0]}, many[1] + one[1]
@@ -221,7 +221,7 @@ def test_weights_of_the_branches_follow_update(models):
 @pytest.mark.parametrize("part", ["scores", "boxes"])
 @pytest.mark.parametrize("cell, numbers", [(0, 1), (27, 3)], ids=["outside", "inside"])
 def test_nan_predictions_give_what_stock_gives(models, name, part, cell, numbers):
-    """One NaN beside the only target: in the scores the class part is NaN; inside it, every part."""
+    """The image has one target and one NaN. In the scores it makes the class part NaN; inside the target, every part."""
     model, batch = models(name), make_batch(1, 1)
     batch["bboxes"] = torch.tensor([[0.3, 0.45, 0.4, 0.6]])
     preds = outputs(model, batch)
@@ -235,7 +235,7 @@ def test_nan_predictions_give_what_stock_gives(models, name, part, cell, numbers
 
 
 class OwnTerm(REAL.loss):
-    """The usual way to change the loss: a term of one's own on the assigned targets."""
+    """Change the loss in the usual way, by a term of one's own on the assigned targets."""
 
     def loss(self, preds, batch):
         (foreground, *_), loss, items = self.get_assigned_targets_and_loss(preds, batch)
@@ -302,7 +302,7 @@ def test_patch_and_unpatch(models, patched, capsys):
 
 
 def test_visual_prompts(models, patched):
-    """TVPDetectLoss changes nc, no and the assigner's classes of the criterion that it made."""
+    """TVPDetectLoss changes nc, no and the assigner's classes of the criterion that it created."""
     model, batch = models("yolov8n.yaml"), make_batch(classes=9)
     preds = outputs(model, batch)
     preds["scores"] = torch.randn(2, 9, preds["scores"].shape[2])
@@ -362,7 +362,7 @@ def test_class_index_that_the_model_does_not_have(models):
 
 @pytest.mark.parametrize("place", ["cpu", pytest.param("0", marks=pytest.mark.gpu)])
 def test_bad_rows_in_the_last_iterations_are_raised(place, program, digits, tmp_path):
-    """On a GPU errors are late, and behind the last iteration no call of the loss follows."""
+    """On a GPU errors arrive late, and no call of the loss follows the last iteration."""
     if place != "cpu" and (reason := cuda_missing()):
         pytest.skip(reason)
     ran = program("late_errors.py", digits, tmp_path, "--device", place)
@@ -372,7 +372,7 @@ def test_bad_rows_in_the_last_iterations_are_raised(place, program, digits, tmp_
 
 
 def test_packed_targets_for_graphs(models):
-    """What TrainStep calls: rows of fixed capacity and a count; the items are a tensor."""
+    """TrainStep passes rows of fixed capacity and a count, and gets the items as one tensor."""
     batch = make_batch()
     rows = torch.cat((batch["batch_idx"].view(-1, 1), batch["cls"], batch["bboxes"]), 1)
     padded = torch.cat((rows, torch.full((9, 6), float("nan"))))
@@ -447,7 +447,7 @@ def ties_last_first(values, k, dim=-1, largest=True):
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("topk", [None, TOPK, ties_last_first], ids=["first", "torch", "last"])
 def test_trial_holds_for_any_order_of_ties(monkeypatch, threads, topk):
-    """patch() must not depend on the machine: on the CPU torch.topk gives ties in any order."""
+    """The result of patch() must not depend on the machine, but torch.topk returns ties in any order on the CPU."""
     if topk is not None:
         monkeypatch.setattr(torch, "topk", topk)
     before, state = torch.get_num_threads(), torch.get_rng_state()
@@ -515,12 +515,12 @@ def test_gpu_matches_stock_and_reports_bad_rows_later(cuda, models, name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("raised", "least", "most"), [(-6, 2, 4), (-1.86, 24, 26), (20, 500, 9000), (3000, 1e5, 1e6)])
 def test_a_high_class_loss_is_stocks_and_exact(device, dtype, raised, least, most):
-    """A validation of YOLO26 once had a class loss of 24.7, six times the usual: benchmarks/NOTES.md."""
+    """A validation of YOLO26 once had a class loss of 24.7, six times the usual one; see benchmarks/NOTES.md."""
     preds, batch = loss_optim.trial(1)
     preds["scores"] = preds["scores"] + raised
     stored = {name: preds[name].to(dtype) for name in ("boxes", "scores")}
     feats = {"feats": preds["feats"]}
-    # What autocast makes of half heads; stock's own half entropies would add up to infinity.
+    # Autocast converts half heads so. In half precision the original's entropies would add up to infinity.
     wide = {name: values.float() for name, values in stored.items()} | feats
     criteria = [kind(loss_optim._Model(1), 7, 1) for kind in (REAL.loss, OURS)]
     theirs = float(criteria[0](wide, batch)[1]["cls_loss"])

@@ -1,6 +1,6 @@
-"""Trainings one after the other in one process leave nothing behind. `make soak` asks for 100; with -s it prints slopes.
+"""Trainings one after the other in one process leave nothing behind. `make soak` runs 100; -s prints slopes.
 
-TRAININGS_STOCK=1: stock's, to compare with.
+TRAININGS_STOCK=1 runs the original trainings for comparison.
 """
 
 import os
@@ -18,7 +18,7 @@ MIB = 1 << 10  # KiB
 
 
 def check(found, more=0):
-    """Check that counts stay, or become a few ``more``: CUDA opens files and starts threads late."""
+    """Check that counts stay the same, but for up to ``more``, as CUDA opens files and starts threads late."""
     rest = found[WARM_UP:]
     print(f"{len(found)} trainings")
     third = len(rest) // 3
@@ -36,7 +36,7 @@ def check(found, more=0):
 
 @pytest.mark.nightly
 def test_trainings_leave_nothing(program, digits, tmp_path):
-    """A model that stays is 12 MiB, its gradients and momentum as much again; a captured shape has 11."""
+    """A leaked model would show: it takes 12 MiB, its gradients and momentum as much again, and a captured shape 11 MiB."""
     check(program("many.py", digits, tmp_path, COUNT, *STOCK, seconds=SECONDS)["found"])
 
 

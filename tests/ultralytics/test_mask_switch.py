@@ -1,4 +1,4 @@
-"""mask_optim in Ultralytics: what is replaced, and the masks of a whole prediction and of the validator."""
+"""mask_optim in Ultralytics replaces the right names, and predictions and the validator have the same masks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ops():
 
 
 def redefine(ops, monkeypatch, name, parameters, source):
-    """Let stock's module define another function, which finds stock's as ``inner``."""
+    """Redefine a function of the original module. ``source`` can call the original as ``inner``."""
     monkeypatch.setitem(vars(ops), "inner", getattr(ops, name))
     monkeypatch.setitem(vars(ops), name, None)
     exec(f"def {name}{parameters}:\n    {source}", vars(ops))
@@ -41,7 +41,7 @@ def test_another_rule_is_refused(ops, monkeypatch, rule):
 
 @pytest.mark.parametrize("height, told", [(41, True), (40, False)])
 def test_the_trial_tells_versions_that_cut_the_border_off_first(height, told):
-    """Up to 8.4.169 prototypes are not enlarged before. A border of a multiple of 8 pixels, as of 40 x 64, shows nothing."""
+    """Up to 8.4.169 the border is cut off before prototypes are enlarged. A border of a multiple of 8 pixels, as of 40 x 64, hides it."""
 
     def cut_first(protos, masks_in, bboxes, shape):
         inner = place(list(shape), list(protos.shape[1:]))

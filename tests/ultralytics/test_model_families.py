@@ -1,4 +1,4 @@
-"""Each family of models that Ultralytics builds without a download trains behind patch() as it trains without."""
+"""Each family of models that Ultralytics builds without a download trains with patch() as it trains without."""
 
 import math
 
@@ -38,7 +38,7 @@ def test_training_of_two_epochs(program, digits, tmp_path, family):
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_on_a_gpu(cuda, program, digits, tmp_path, family):
-    """In mixed precision: captured steps and rounding of half precision are in it."""
+    """In mixed precision, losses agree but for captured steps and the rounding of half precision."""
     ran = program("train_task.py", digits, tmp_path, family, "--device", "0")
     for wanted, mine, tolerance in zip(ran["stock"]["losses"], ran["ours"]["losses"], (0.05, 0.1), strict=True):
         assert all(map(math.isfinite, wanted.values())) and mine == pytest.approx(wanted, rel=tolerance, abs=0.01)
@@ -47,7 +47,7 @@ def test_training_on_a_gpu(cuda, program, digits, tmp_path, family):
 @pytest.mark.cpu
 @pytest.mark.parametrize("name, kind", [("yolov8s-world", "WorldModel"), ("yoloe-11s", "YOLOEModel")])
 def test_a_step_with_texts(name, kind):
-    """Trainers of these download a model of texts, which are random here."""
+    """The trainers of these models download a text model; here the text features are random."""
     tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
     from ultralytics.cfg import get_cfg
 

@@ -1,4 +1,4 @@
-"""torch_fastdet's list-returning suppression against Ultralytics' own function: same rows, same order, every option."""
+"""torch_fastdet's list-returning suppression gives the rows of Ultralytics' own function, in the same order, with every option."""
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def test_end2end_drops_what_is_not_finite(device):
 
 
 def test_84_channels_of_six_anchors_are_read_as_end2end(device):
-    """So does stock: the last dimension alone decides."""
+    """The last dimension alone decides, as in the original."""
     compare(torch.rand(2, 84, 6), device)
 
 
@@ -121,7 +121,7 @@ def test_rotated(device, dtype, options):
 
 
 def test_rotated_adversarial(device):
-    """The same boxes written another way, boxes without sides, thin ones, and coordinates that overflow."""
+    """Suppression handles the same box in other parametrizations, boxes without sides, thin boxes, and coordinates that overflow."""
     turn = torch.pi
     box = [300.0, 200.0, 80.0, 20.0]
     rows = [

@@ -1,4 +1,4 @@
-"""torch_fastdet.ultralytics.patch() on the real package: who gets the drop-ins, and that results stay what they were."""
+"""torch_fastdet.ultralytics.patch() puts the drop-ins into the right places of the real package, and results stay the same."""
 
 import subprocess
 import sys
@@ -116,7 +116,7 @@ def test_training_gives_the_same_losses(program, digits, tmp_path, optimizer):
     assert any("BaseTrainer.optimizer_step" in line for line in fast["lines"])
     assert len(stock["losses"]) == 3
     for theirs, ours in zip(stock["losses"], fast["losses"], strict=True):
-        # Six steps from a random start: rounding grows, a wrong gradient does so at once.
+        # These are six steps from a random start: rounding grows slowly, but a wrong gradient shows at once.
         assert ours == pytest.approx(theirs, rel=2e-3)
     assert fast["losses"][0] == pytest.approx(stock["losses"][0], rel=2e-4)
     assert fast["averages"] == pytest.approx(stock["averages"], rel=1e-4)
@@ -129,7 +129,7 @@ def test_training_gives_the_same_losses(program, digits, tmp_path, optimizer):
 
 @pytest.mark.parametrize("optimizer", ["auto", "MuSGD"])
 def test_training_on_a_gpu_gives_the_losses_of_stock(cuda, program, digits, tmp_path, optimizer):
-    """All switches, in mixed precision: other kernels round otherwise."""
+    """All switches are on in mixed precision, so other kernels round differently."""
     arguments = ("--epochs", 3, "--optimizer", optimizer, "--device", 0)
     stock = program("train.py", digits, tmp_path / "stock", *arguments)
     fast = program("train.py", digits, tmp_path / "fast", *arguments, "--patch")

@@ -1,4 +1,4 @@
-"""What a user pickles of a trainer loads in a process without torch_fastdet."""
+"""Whatever a user pickles of a trainer loads in a process without torch_fastdet."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""UltralyticsPostProcess on the heads of real models with random weights, against stock's decode and suppression."""
+"""UltralyticsPostProcess equals the original decode and suppression, on the heads of real models with random weights."""
 
 import io
 
@@ -14,7 +14,7 @@ TASKS |= {"pose": ("-pose", "PoseModel"), "obb": ("-obb", "OBBModel")}
 
 
 def head_outputs(version, task, end2end=False):
-    """Return the model's head, stock's decoded prediction and the raw dict of two images of 96x128."""
+    """Return the model's head, the original's decoded prediction and the raw dict of two images of 96x128."""
     tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
     suffix, kind = TASKS[task]
     model = getattr(tasks, kind)(f"yolo{version}n{suffix}.yaml", nc=3, verbose=False).eval()
@@ -60,7 +60,7 @@ def test_tasks(version, end2end, task):
 
 
 def test_keypoints_in_original_pixels():
-    """As the predictor's scale_coords."""
+    """Keypoints are scaled as by the predictor's scale_coords."""
     ops_module = pytest.importorskip("ultralytics.utils.ops", exc_type=ImportError)
     head, prediction, raw = head_outputs("11", "pose")
     row = torch.tensor([ops.letterbox([96, 128], [333, 500], rounding="ultralytics")] * 2)

@@ -1,4 +1,4 @@
-"""predict_optim against Ultralytics' own prediction: the same input of the network, and the same results, calls and files."""
+"""predict_optim feeds the network the same input as Ultralytics' own prediction, and gives the same results, callbacks and files."""
 
 import copy
 import itertools
@@ -88,7 +88,7 @@ def test_pixels(patched, device, batch, options):
 
 
 class Allocations(TorchDispatchMode):
-    """Bytes of each tensor that is allocated, on any device."""
+    """Record the bytes of each tensor that is allocated, on any device."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["contiguous", "flipped"])
 def test_a_long_list_is_not_copied(kind, device, monkeypatch):
-    """Of the 40 images a few are in memory twice: none on the CPU that it can read, at most eight others, four on a GPU."""
+    """Few of the 40 images are in memory twice: on the CPU none that it can read in place and at most eight others, on a GPU four."""
     images = [make_image(200, 300, seed=s) for s in range(40)]
     images = images if kind == "contiguous" else [image[:, ::-1] for image in images]
     placings = [place(image.shape[:2], (64, 96)) for image in images]
@@ -207,7 +207,7 @@ def with_detections(name):
 
 
 def files(folder):
-    """Write what a folder may hold: JPEG files of many kinds, other images, and files that nobody can read. Return the good ones."""
+    """Write JPEG files of many kinds, other images, and files that nobody can read. Return the good ones."""
     for number in range(6):
         cv2.imwrite(str(folder / f"a{number}.jpg"), make_image(50 + 9 * number, 70, seed=number))
     cv2.imwrite(str(folder / "b.JPG"), make_image(40, 33, 1))
@@ -245,7 +245,7 @@ PARTS = ("boxes", "masks", "keypoints", "obb", "probs")
 
 
 def run(model, source, device, tmp_path, on, **options):
-    """Return results of stock, or with the switch, or another one, on; a new predictor each time."""
+    """Return the results of a new predictor, original (``on`` false), with the switch (True), or with the switch that ``on`` names."""
     model.predictor = None
     if on:
         drop_in.patch(**{"predict_optim" if on is True else on: True})
@@ -257,7 +257,7 @@ def run(model, source, device, tmp_path, on, **options):
             "exist_ok": True,
             **options,
         }
-        # The batches of a long list differ from stock's.
+        # TF32 is off because the batches of a long list differ from the original's.
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             return list(model.predict(source, **given))
     finally:
@@ -340,7 +340,7 @@ def test_every_source_gives_stocks_results(ahead, detector, folder, device, tmp_
 
 @pytest.mark.parametrize("source", ["many arrays", "glob"])
 def test_each_batch_goes_through_the_network_once(ahead, detector, folder, device, tmp_path, monkeypatch, source):
-    """...also where it has more bytes than are uploaded ahead."""
+    """Each batch goes through the network once, even if it has more bytes than are uploaded ahead."""
     monkeypatch.setattr(sources, "UPLOAD", 1000)
     launched, launch = [], pipeline.Feed._launch
     monkeypatch.setattr(pipeline.Feed, "_launch", lambda *args: launched.append(args[2]) or launch(*args))
@@ -392,7 +392,7 @@ def test_rtdetr_with_options_that_a_callback_changes(ahead, transformer, folder,
 def test_every_task(ahead, folder, device, tmp_path, model):
     model = with_detections(model)
     for options in ({"batch": 4}, {"batch": 4, "retina_masks": True}):
-        # Of rotated boxes with equal scores stock keeps any.
+        # The original may keep any of several rotated boxes with equal scores.
         other = "nms_optim" if model.task == "obb" else False
         stock = run(model, f"{folder[0]}/a*.jpg", device, tmp_path, other, **options)
         assert_same(run(model, f"{folder[0]}/a*.jpg", device, tmp_path, True, **options), stock)
@@ -410,7 +410,7 @@ def test_a_classifier_is_stocks(ahead, folder, device, tmp_path, capsys):
 
 
 def test_screenshots_are_stocks(ahead, detector, device, tmp_path, monkeypatch):
-    """...of a screen that ends after three frames."""
+    """Screenshots give the original's results, up to the end of a screen after three frames."""
     monkeypatch.setattr(loaders, "check_requirements", lambda _: None)
     found = []
     for on in (False, True):
@@ -424,7 +424,7 @@ def test_screenshots_are_stocks(ahead, detector, device, tmp_path, monkeypatch):
 
 
 def test_a_list_is_decoded_as_pillow_does(ahead, detector, tmp_path, device):
-    """...whichever orientation a file has, and wherever that stands."""
+    """A list of files is decoded as by Pillow, whichever orientation a file has and wherever it is stored."""
     whole = cv2.imencode(".jpg", make_image(40, 60))[1].tobytes()
     paths = []
     for orientation in range(10):
@@ -479,7 +479,7 @@ def test_an_address_in_a_long_list_is_fetched_once(ahead, detector, folder, devi
 
 
 def test_images_of_results(ahead, detector, folder, device, tmp_path, monkeypatch):
-    """They become arrays when they are read, copied, pickled or when the switch goes; pixels of a GPU stay for two batches."""
+    """Images become arrays when they are read, copied, pickled or when the switch is undone. Pixels stay on a GPU for two batches."""
     detector.predictor = None
     options = {**OPTIONS_OF_RUN, "device": str(device), "project": str(tmp_path / "runs"), "batch": 2}
     drop_in.patch(predict_optim=True)
@@ -510,7 +510,7 @@ def test_images_of_results(ahead, detector, folder, device, tmp_path, monkeypatc
 
 
 def test_images_of_a_batch_are_arrays():
-    """...for code in C and in copies, too."""
+    """The images of a batch are arrays for C code and in copies, too."""
     arrays = [make_image(4, 5, seed=seed) for seed in range(2)]
     images = results.Images([results.Pixels(torch.from_numpy(array), torch.empty(0)) for array in arrays])
     assert np.array_equal(np.array(images), arrays) and np.array_equal(np.array(images, np.float32), arrays)
@@ -532,7 +532,7 @@ METHODS = (
 
 
 def test_methods_of_results(ahead, detector, folder, device, tmp_path):
-    """Each is the first that a result is asked for."""
+    """Each method is the first one that is called on its result."""
     out, made = tmp_path / "out", []
     for on in (False, True):
         detector.predictor = None
@@ -579,7 +579,7 @@ EVENTS = (
 
 
 def with_callbacks(detector, functions):
-    """Return a model like it that has these callbacks."""
+    """Return a copy of the model with these callbacks."""
     model = copy.copy(detector)
     model.predictor = None
     model.callbacks = {event: list(known) for event, known in detector.callbacks.items()}
@@ -635,7 +635,7 @@ def test_a_callback_may_change_images(ahead, detector, folder, device, tmp_path,
 
 
 def test_a_hook_has_seen_this_batch_last(ahead, detector, folder, device):
-    """Re-identification takes what a hook has kept for the features of this batch's objects."""
+    """The last input that a hook has seen is this batch's, as re-identification takes what a hook has kept for its objects' features."""
     found = []
     for on in (False, True):
         seen = []
@@ -707,7 +707,7 @@ def test_a_stream_that_is_left(ahead, detector, folder, device, tmp_path):
 
 
 def test_files_that_go_while_they_are_read(ahead, detector, folder, device, tmp_path, monkeypatch):
-    """They are skipped, and a warning says so, as with a file that cannot be read."""
+    """Files that disappear meanwhile are skipped with a warning, like files that cannot be read."""
     header = sources.sequential_jpeg
 
     def deleting(path):
@@ -743,7 +743,7 @@ def test_two_predictors_at_once(ahead, detector, folder, device, tmp_path):
 
 
 def test_callers_of_a_batcher_get_what_predict_gives(ahead, detector, device):
-    """...or the error that their own image causes."""
+    """Callers of a Batcher get the results of predict, or the error that their own image causes."""
     images = [make_image(60, 90, seed=seed) for seed in range(6)]
     given = {**OPTIONS_OF_RUN, "device": str(device)}
     detector.predictor = None
@@ -763,7 +763,7 @@ def test_callers_of_a_batcher_get_what_predict_gives(ahead, detector, device):
 
 
 def test_settings_and_models_that_change_between_calls(ahead, detector, folder, device, tmp_path):
-    """...of one predictor, for images of the same shapes."""
+    """One predictor follows settings and models that change between calls, for images of the same shapes."""
     images = make_images(folder[1])
     other = with_callbacks(detector, {})
     other.model = copy.deepcopy(detector.model)
@@ -785,7 +785,7 @@ def test_settings_and_models_that_change_between_calls(ahead, detector, folder, 
 
 
 def test_cameras_that_drop(ahead, detector, folder, device, tmp_path, monkeypatch):
-    """...one of them in the middle of a frame. What is buffered does not depend on the clock, and the next frame is not waited for."""
+    """A camera may drop in the middle of a frame. The buffered frames do not depend on the clock, and nothing waits for the next frame."""
     whole = (folder[0] / "v.avi").read_bytes()
     (tmp_path / "cut.avi").write_bytes(whole[: len(whole) * 2 // 3])
     (tmp_path / "both.streams").write_text(f"{folder[0] / 'v.avi'}\n{tmp_path / 'cut.avi'}\n")
@@ -822,7 +822,7 @@ def test_a_video_that_ends_early(ahead, detector, folder, device, tmp_path):
 
 
 def test_memory_does_not_grow_with_a_list_of_names(ahead, detector, device, tmp_path):
-    """A GPU's neither; the results are dropped as they come."""
+    """The memory of the host and of a GPU does not grow with the list, if results are dropped as they come."""
     path = tmp_path / "a.jpg"
     cv2.imwrite(str(path), make_image(160, 200))
     cv2.imwrite(str(tmp_path / "b.jpg"), make_image(200, 160))
@@ -846,9 +846,9 @@ def test_memory_does_not_grow_with_a_list_of_names(ahead, detector, device, tmp_
     finally:
         drop_in.unpatch()
     image, files = 3 * 160 * 200, path.stat().st_size
-    # 384 more files: how many batches are ahead at the peak varies by some.
+    # The third run has 384 more files. The number of batches that are ahead at the peak varies a little.
     assert peaks[2][0] - peaks[1][0] < 48 * files and peaks[2][1] - peaks[1][1] < 16 * image, (peaks, files)
-    # Lists of the names: the argument's slice, its copies and the batches' paths.
+    # These lists hold the names: the argument's slice, its copies and the batches' paths.
     assert peaks[3][0] - peaks[1][0] < 48 * files + 40 * len(names) and peaks[3][1] - peaks[1][1] < 16 * image, peaks
 
 
@@ -887,7 +887,7 @@ def test_an_own_predictor_keeps_its_methods(ahead, detector, folder, device, tmp
 
 
 def test_no_memory_leaves_files_to_opencv(ahead, detector, folder, device, tmp_path, monkeypatch):
-    """Torch raises another error than OutOfMemoryError for pinned memory."""
+    """For pinned memory torch raises another error than OutOfMemoryError."""
     stock = run(detector, folder[0], device, tmp_path, False, batch=4)
 
     def jpeg_pack(*_, **__):

@@ -1,4 +1,4 @@
-"""cuda_graph under real predictors and validators: stock's bits, whichever the task."""
+"""Under real predictors and validators cuda_graph gives the bits of the original, whichever the task."""
 
 import functools
 
@@ -22,7 +22,7 @@ def check(found):
 
 @pytest.fixture(scope="module")
 def predicted(program, digits):
-    """Run the cases for each change, all others, or all other families, once."""
+    """Run a group of cases once: those of every change, all others, or all other families."""
     run = functools.cache(lambda *cases: program("predictions.py", digits, *cases))
     groups = [QUICK, *([case for case in cases if case not in QUICK] for cases in (CASES, ON_THE_CPU))]
     return lambda case: run(*next(group for group in groups if case in group))[case]

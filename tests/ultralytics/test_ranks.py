@@ -1,4 +1,4 @@
-"""The real trainer on two ranks: with ``cuda_graph`` the losses and the weights are stock's."""
+"""On two ranks of the real trainer, ``cuda_graph`` gives the original's losses and weights."""
 
 import json
 import os

@@ -28,7 +28,7 @@ def same_bits(run, stop):
     assert resumed["left"] == run["left"] == ["best.pt", "last.pt"]
 
 
-# Where mosaics end; at night, before it and after, too.
+# A training is stopped where mosaics end; every night also before and after that.
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -52,7 +52,7 @@ def test_resumed_training_has_the_bits_of_one_run(program, digits, tmp_path, arg
 
 @pytest.fixture
 def train(ultralytics_environment, digits, tmp_path):
-    """Run killed.py; return what each epoch has saved, and what was printed."""
+    """Run killed.py. Return what each epoch has saved, and what was printed."""
 
     def run(name, kill=0, *options):
         command = [str(part) for part in (PROGRAMS / "killed.py", digits, tmp_path, name, *options)]
@@ -77,9 +77,9 @@ def same_end(tmp_path, epochs):
 
 
 def test_killed_training_ends_with_the_bits_of_one_run(train, tmp_path):
-    """By SIGKILL in its second epoch: while the file beside last.pt is written, then between that file and last.pt."""
+    """SIGKILL ends the second epoch while the file beside last.pt is written, then between that file and last.pt."""
     whole, _ = train("whole")
-    # The first epoch that is saved has eight writes: four of last.pt and the file beside it, two each of best.pt and of its own file.
+    # The first saved epoch has eight writes: four of last.pt and the file beside it, two each of best.pt and of its own file.
     killed = [train("killed", kill) for kill in (9, 3, 0)]
     assert ["resume_exact: goes on from" in output for _, output in killed] == [False, True, True]
     assert [states for states, _ in killed] == [whole[:2], whole[1:2], whole[1:]]
@@ -89,7 +89,7 @@ def test_killed_training_ends_with_the_bits_of_one_run(train, tmp_path):
 
 @pytest.mark.nightly
 def test_training_that_was_over_is_not_trained_on(train, tmp_path):
-    """Stopped early, and killed after that epoch's files, before the end of the training."""
+    """The training stops early. The process is killed after that epoch's files, before the end of the training."""
     train("whole", 0, "stop_at=1")
     killed = [train("killed", kill, "stop_at=1") for kill in (8, 0)]
     assert [len(states) for states, _ in killed] == [1, 0]

@@ -1,4 +1,4 @@
-"""RT-DETR's training: its criterion by loss_optim, and its step with denoising queries by cuda_graph, against Ultralytics' own."""
+"""RT-DETR trains as Ultralytics' own, with its criterion by loss_optim and its step with denoising queries by cuda_graph."""
 
 import copy
 import functools
@@ -33,7 +33,7 @@ from torch_fastdet.switches.cuda_graph.predictions import PredictionGraphs
 from torch_fastdet.ultralytics import patch, unpatch
 
 CLASSES = 5
-# One of RT-DETR's blocks each, and a decoder of two layers.
+# The model has one of each of RT-DETR's blocks, and a decoder of two layers.
 SMALL = {
     "nc": CLASSES,
     "backbone": [
@@ -76,7 +76,7 @@ def make_batch(groups, seed=0, device="cpu", size=64):
 
 
 def train(model, batches, seed=3):
-    """Return loss, items and gradients of each step, whose random numbers begin with a seed."""
+    """Return loss, items and gradients of each step. Its random numbers begin with a seed."""
     torch.manual_seed(seed)
     results = []
     for batch in batches:
@@ -89,7 +89,7 @@ def train(model, batches, seed=3):
 
 
 def check(stock, ours, near=1e-4, whole=0.0):
-    """Check that losses, items and the gradient of each parameter are near; or the whole gradient is, if that is given."""
+    """Check that losses, items and the gradient of each parameter are near, or the concatenated gradient if ``whole`` is given."""
     (theirs, drawn), (found, drawn_by_ours) = stock, ours
     assert torch.equal(drawn, drawn_by_ours), "other random numbers were drawn"
     for (loss, items, gradients), (mine, my_items, my_gradients) in zip(theirs, found, strict=True):
@@ -111,7 +111,7 @@ def check(stock, ours, near=1e-4, whole=0.0):
 
 @pytest.fixture
 def on(monkeypatch):
-    """Turn switches on, on a GPU or on the CPU with recorded graphs; the device."""
+    """Return a function that turns switches on and returns the device: a GPU, or the CPU with recorded graphs."""
 
     def start(kind, **switches):
         if kind == "fake":
@@ -127,7 +127,7 @@ def on(monkeypatch):
     unpatch()
 
 
-# Groups of objects: a shape's first pass is eager, its second is captured, later ones are replayed.
+# Each batch has groups of objects. A shape's first pass is eager, the second is captured, later ones are replayed.
 GROUPS = [[3, 0], [1, 4], [0, 0], [5, 1], [120, 2], [2, 2]]
 
 
@@ -140,15 +140,15 @@ def test_steps_in_graphs_are_stocks(kind, on, capfd, monkeypatch):
     batches = [make_batch(groups, i, device) for i, groups in enumerate(GROUPS)]
     stock = train(make_model().to(device), batches)
     on(kind, cuda_graph=True, loss_optim=True, bn_act_optim=True)
-    # A GPU's convolutions add in another order in graphs. That may select another query, or cross a point of the grid, where the
-    # gradient of a parameter jumps by some percent; it was 3% in one of six steps.
+    # In graphs a GPU's convolutions add in another order. That may select another query, or cross a point of the grid, where the gradient
+    # of a parameter jumps by some percent; it was 3% in one of six steps.
     near = {} if kind == "fake" else {"near": 2e-2, "whole": 5e-2}
     check(stock, train(make_model().to(device), batches), **near)
     assert "captured forward and backward of RTDETRDetectionModel for input (2, 3, 64, 64)" in capfd.readouterr().err
 
 
 def test_losses_of_twenty_iterations_are_stocks(on):
-    """With small steps: with large ones a rounding soon selects another query, and losses differ by percents from there on."""
+    """Losses agree with small steps. After large ones rounding soon selects another query, and losses differ by percents from there on."""
 
     def losses():
         model = make_model()
@@ -171,7 +171,7 @@ def test_losses_of_twenty_iterations_are_stocks(on):
 
 
 def test_steps_of_equal_seeds_have_equal_bits(on, monkeypatch):
-    """A trainer's ``deterministic=True`` gets no warning, as fused attention and ``grid_sample`` would give."""
+    """``deterministic=True`` of a trainer warns of no operator, as it would of fused attention and ``grid_sample``."""
     device = on("cuda", cuda_graph=True, loss_optim=True, bn_act_optim=True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
@@ -191,7 +191,7 @@ def test_steps_of_equal_seeds_have_equal_bits(on, monkeypatch):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_deterministic_self_attention_has_the_bits_of_the_original(masked, device, monkeypatch):
-    """Forward; its gradients read the softmax in half precision, where the original keeps it in float32, as CUDA's autocast has it."""
+    """The forward pass has the same bits. Gradients read a half-precision softmax; CUDA's autocast keeps the original's in float32."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     if device == "cpu":
         monkeypatch.setattr(torch.nn.functional, "softmax", lambda scores, dim: scores.float().softmax(dim))
@@ -315,7 +315,7 @@ def validate(model, batches):
 
 @pytest.mark.parametrize("kind", ["fake", "cuda"])
 def test_a_trainers_validation(kind, on, capfd, monkeypatch):
-    """It replays graphs, and its loss reads no number of objects from the GPU."""
+    """A trainer's validation replays graphs, and its loss reads no number of objects from the GPU."""
     if kind == "cuda" and (reason := cuda_missing()):
         pytest.skip(reason)
     device = "cpu" if kind == "fake" else "cuda"
@@ -366,7 +366,7 @@ def test_trainer_and_validator_keep_them(cuda, on):
 
 @pytest.mark.parametrize("groups", [[3, 0, 2], [0, 0], [130, 1]])
 def test_denoising_queries_are_stocks(groups):
-    """What the head gets from the padded input of a graph is what get_cdn_group gives, and spare queries are hidden."""
+    """The head gets the queries of get_cdn_group from a graph's padded input, and spare queries are hidden."""
     batch, queries, embed = make_batch(groups), 7, torch.randn(CLASSES, 6)
     targets = {
         "cls": batch["cls"].long().view(-1),
@@ -465,7 +465,7 @@ def test_the_sum_of_a_rep_conv_joins_its_norm(identity, on, monkeypatch):
 
 
 def fuse(model):
-    """Fuse as a predictor does it, where the switch is on."""
+    """Fuse as a predictor does if the switch is on."""
     for module in model.modules():
         if isinstance(module, Conv):
             module.conv = fuse_conv_and_bn(module.conv, module.bn)
@@ -502,7 +502,7 @@ def test_an_hg_block_writes_into_its_concatenation(light, shortcut, fused, layou
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("make", [lambda: HGBlock(48, 48, 64, 3, 3, shortcut=True), lambda: C2f(96, 96, 2, True)])
 def test_convolutions_of_48_channels_have_16_more(make, fused, device, on, monkeypatch):
-    """In half precision; what reads their results finds the 48 channels alone."""
+    """In half precision 16 channels are added. Whatever reads the results sees only the 48 channels."""
     torch.manual_seed(0)
     block = make().eval().to(device, torch.float16, memory_format=torch.channels_last)
     x = torch.randn(2, block.cv1.conv.in_channels if isinstance(block, C2f) else 48, 6, 5).to(device, torch.float16)

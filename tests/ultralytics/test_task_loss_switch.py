@@ -1,4 +1,4 @@
-"""loss_optim: v8SegmentationLoss, v8PoseLoss and v8OBBLoss of the real package against ours, on their own models' heads."""
+"""loss_optim computes what v8SegmentationLoss, v8PoseLoss and v8OBBLoss of the real package do, on the heads of their own models."""
 
 import copy
 import io
@@ -30,7 +30,7 @@ REAL = SimpleNamespace(
     pose26=stock_loss.PoseLoss26,
 )
 OURS = SimpleNamespace(**{name: getattr(ours_module, kind.__name__) for name, kind in vars(REAL).items()})
-# One model of each criterion, and further ones of the same.
+# EACH has one model for each criterion; FAMILIES add models that use the same ones.
 SEGMENT, POSE, OBB = (
     tuple(f"{family}-{task}.yaml" for family in ("yolov8n", "yolo26n")) for task in ("seg", "pose", "obb")
 )
@@ -76,7 +76,7 @@ def make_batch(seed=1, count=7, images=3, size=(64, 96), overlap=True, ratio=4, 
 
 
 def batch_of(name, seed=1, count=7, images=3, size=(64, 96), **options):
-    """Make a batch with angles beside the boxes where the model turns them."""
+    """Make a batch with angles beside the boxes if the model rotates them."""
     batch = make_batch(seed, count, images, size, **options)
     if "obb" in name:
         batch["bboxes"] = torch.cat((batch["bboxes"], (torch.rand(count, 1) - 0.25) * torch.pi), 1)
@@ -89,7 +89,7 @@ def outputs(model, batch):
 
 
 def pair(model):
-    """Return stock's criterion of a model, and ours."""
+    """Return the original criterion of a model, and torch_fastdet's."""
     kinds = {tasks.SegmentationModel: "segment", tasks.PoseModel: "pose", tasks.OBBModel: "obb"}
     kind = kinds[type(model)]
     if not hasattr(model.model[-1], "one2one_cv2"):
@@ -104,7 +104,7 @@ HEADS = ("boxes", "scores", "angle", "mask_coefficient", "kpts", "kpts_sigma")
 
 
 def run(criterion, preds, batch, parameters=()):
-    """Run the loss of one head, or both, and of parameters of the loss. Prototypes, or a tuple of them and semantic logits, are leaves, too."""
+    """Run the loss of one head or both, and of the loss's parameters. Prototypes (or a tuple with semantic logits) are leaves, too."""
     branches = {name: {**preds[name]} for name in ("one2many", "one2one")} if "one2many" in preds else {"": {**preds}}
     leaves = []
     for name, branch in branches.items():
@@ -125,7 +125,7 @@ def run(criterion, preds, batch, parameters=()):
 
 
 def both(model, batch):
-    """Return losses, items and gradients of both, also by the flow of YOLO26's poses."""
+    """Return losses, items and gradients of both criteria, including the gradients of YOLO26's pose flow."""
     preds, flow = outputs(model, batch), list(getattr(model.model[-1], "flow_model", torch.nn.Module()).parameters())
     before = {name: value.clone() for name, value in batch.items()}
     results = [run(criterion, preds, batch, flow) for criterion in pair(model)]
@@ -134,7 +134,7 @@ def both(model, batch):
 
 
 def assert_same(theirs, ours):
-    """Where oriented boxes agree, probiou loses digits in float32, and so does its gradient: stock's own is off by as much."""
+    """Compare both. Where oriented boxes agree, float32 probiou and its gradient lose digits: the original's own are as far off."""
     near, of_gradients = (1e-4, 1e-3) if "angle_loss" in theirs[1] else (5e-5, 5e-5)
     torch.testing.assert_close(ours[0], theirs[0], rtol=near, atol=near)
     assert list(ours[1]) == list(theirs[1]) and ours[0].dtype == theirs[0].dtype
@@ -158,7 +158,7 @@ def test_families(models, name, seed, size):
 
 @pytest.mark.parametrize("name, parts", [(SEGMENT[0], {"seg_loss"}), (POSE[0], {"pose_loss", "kobj_loss"})])
 def test_other_ties_move_only_the_parts_of_masks_and_keypoints(models, monkeypatch, name, parts):
-    """With the higher index first, stock assigns other anchors without overlap: they have no weight elsewhere."""
+    """If the higher index comes first, the original assigns other anchors without overlap, which have no weight in the other parts."""
     model, batch = models(name), make_batch(1)
     preds = outputs(model, batch)
     theirs, ours = pair(model)
@@ -177,7 +177,7 @@ def test_other_ties_move_only_the_parts_of_masks_and_keypoints(models, monkeypat
 @pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("count, size", [(0, (64, 96)), (1, (64, 64)), (60, (96, 64))], ids=str)
 def test_numbers_of_labels(models, name, count, size):
-    """Without any, the same outputs have no gradient at all, so that the optimizer leaves their layers where they are."""
+    """Without labels the same outputs have no gradient at all, so that the optimizer does not change their layers."""
     assert_same(*both(models(name), batch_of(name, 1, count, 2, size)))
 
 
@@ -204,7 +204,7 @@ KINDS_OF_MASKS = {
 @pytest.mark.parametrize("kind", KINDS_OF_MASKS)
 @pytest.mark.parametrize("name", SEGMENT)
 def test_kinds_of_masks(models, name, kind, ratio):
-    """Without overlap_mask. YOLO26's assignment compares the pixels above 0.5."""
+    """Masks without overlap_mask may have any values. YOLO26's assignment compares the pixels above 0.5."""
     batch = make_batch(2, overlap=False, ratio=ratio)
     batch["masks"] = KINDS_OF_MASKS[kind](torch.rand(batch["masks"].shape))
     model = models(name)
@@ -246,7 +246,7 @@ def test_shapes_of_keypoints(models, name, shape, columns):
 
 @pytest.mark.parametrize("name", POSE)
 def test_own_sigmas_of_keypoints(models, monkeypatch, name):
-    """Of a data set's ``kpt_oks_sigmas``; versions without them ignore these."""
+    """The loss uses a data set's ``kpt_oks_sigmas``; versions that do not know them ignore them."""
     monkeypatch.setattr(models(name), "kpt_oks_sigmas", [0.02 * (i + 1) for i in range(17)], raising=False)
     assert_same(*both(models(name), make_batch()))
 
@@ -279,7 +279,7 @@ def test_gains_are_read_at_each_call(models, name):
 
 @pytest.mark.parametrize("name", [*SEGMENT, *POSE])
 def test_validation_in_inference_mode(models, name):
-    """YOLO26 has no semantic logits then, and no sigmas: their parts are 0."""
+    """In validation YOLO26 has no semantic logits and no sigmas, so that their parts are 0."""
     model, batch = models(name), make_batch()
     with torch.inference_mode():
         preds = model.eval()(batch["img"])
@@ -305,7 +305,7 @@ def test_weights_of_the_branches_after_epochs(models, name):
 
 
 def assert_bad_class_is_refused(model, batch):
-    """Expect the error, on a GPU at the end of the call or later."""
+    """Expect the error. On a GPU it is raised at the end of the call or later."""
     bad, criterion = {**batch, "cls": batch["cls"].clone()}, pair(model)[1]
     bad["cls"][3] = 4
     with pytest.raises(ValueError, match=r"targets row 3, column 1 \(class\) is (4|not a class)"):
@@ -327,7 +327,7 @@ PARTS = {
 
 @pytest.mark.parametrize("name, part", [(name, part) for name in EACH for part in PARTS[name.split("-")[1][:-5]]])
 def test_nan_predictions_give_what_stock_gives(models, name, part):
-    """The one label lies in the middle of the image: nothing else is assigned."""
+    """The only label lies in the middle of the image, so nothing else is assigned."""
     model, batch = models(name), batch_of(name, count=1, images=1)
     batch["batch_idx"].zero_()
     batch["bboxes"][:, :4] = torch.tensor([0.5, 0.5, 0.6, 0.6])
@@ -372,7 +372,7 @@ def test_labels_beside_rows_are_checked(models):
 
 @pytest.mark.parametrize("name", ["yolov8n-seg.yaml", "yolo26n-seg.yaml"])
 def test_rows_of_boxes_and_masks(models, name):
-    """What a TrainStep passes, with room for more rows."""
+    """TrainStep passes the rows with padding for more of them."""
     model, batch = models(name), make_batch()
     if "26" in name:
         criterion, labels = ours_module.E2ELoss(model, OURS.segment26), ("masks", "sem_masks")
@@ -387,7 +387,7 @@ def test_rows_of_boxes_and_masks(models, name):
 
 
 def test_rows_of_boxes_and_keypoints(models):
-    """What a TrainStep passes, with room for more rows."""
+    """TrainStep passes the rows with padding for more of them."""
     model, batch = models("yolov8n-pose.yaml"), make_batch()
     criterion, preds = OURS.pose(model), outputs(models("yolov8n-pose.yaml"), batch)
     rows = torch.cat((ours_module.packed_targets(batch, torch.device("cpu")), batch["keypoints"].flatten(1)), 1)
@@ -424,7 +424,7 @@ def test_patch_and_unpatch(models):
 
 @pytest.mark.parametrize("kind", ["fake", "cuda"])
 def test_rle_part_of_yolo26_poses_in_graphs(kind, models, monkeypatch):
-    """The bits of the same calls without graphs, for batches of any size and a flow that learns."""
+    """Graphs give the bits of the same calls without graphs, for batches of any size and a flow that learns."""
     if kind == "fake":
         fake_gpu.install(monkeypatch)
     elif reason := cuda_missing():
@@ -511,7 +511,7 @@ CRITERIA = {
 
 
 def two_epochs(program, digits, folder, model, tolerances, *flags):
-    """Train two epochs, validation and all: the losses of both epochs are stock's."""
+    """Train two epochs with validation. The losses of both epochs equal the original's."""
     ran = program("train_task.py", digits, folder, model, *flags)
     stock, ours = ran["stock"], ran["ours"]
     assert stock["criteria"] == [f"<class 'ultralytics.utils.loss.{CRITERIA[model]}'>"] * 2
@@ -538,7 +538,7 @@ def test_training_without_any_object(program, digits, tmp_path, model):
 
 @pytest.mark.parametrize("model", CRITERIA)
 def test_training_of_two_epochs_on_a_gpu(cuda, program, digits, tmp_path, model):
-    """All switches, in mixed precision: other kernels round otherwise, and a young model's assignments turn on that."""
+    """All switches are on in mixed precision. Other kernels round differently, which changes the assignments of a barely trained model."""
     ran = two_epochs(program, digits, tmp_path, model, (0.05, 0.1), "--device", 0)
     assert "cuda_graph: captured forward and backward of " in ran["output"]
     assert "cannot apply" not in ran["output"] and "goes on" not in ran["output"]

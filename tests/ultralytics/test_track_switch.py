@@ -1,4 +1,4 @@
-"""Compares track_optim with Ultralytics: the tracks, the tracker's own lists, and what is left to the original update."""
+"""Compare track_optim with Ultralytics: the tracks, the tracker's own lists, and what is left to the original update."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def boxes(rows):
 
 
 def past(track, now):
-    """Return what a track of some trackers remembers, and counts in a frame."""
+    """Return the history that tracks of some trackers keep, and their counts in a frame."""
     if hasattr(track, "mean_history"):
         states = [(mean.tolist(), (covariance + 0.0).tolist()) for mean, covariance in track.mean_history]
         counts = track.not_matched, track.is_occluded, track.occluded_len, track.last_occluded_frame
@@ -58,7 +58,7 @@ def past(track, now):
 
 
 def contents(tracker):
-    """Return everything that the tracker's lists say of its tracks."""
+    """Return everything that the tracker's lists contain about its tracks."""
 
     def of(track):
         numbers = (
@@ -166,7 +166,7 @@ def test_changes_of_the_lists_count(trackers):
 
 
 def compare_updates(trackers, name, seeds):
-    """Compare sequences of all kinds: of recovered detections, rotated, under a moving camera, with boxes without area and NaN."""
+    """Compare all kinds of sequences: with recovered detections, rotated, from a moving camera, with empty boxes and NaN."""
     kind = getattr(trackers, name)
     original = kind.update
     drop_in.patch(track_optim=True)
@@ -204,7 +204,7 @@ def test_updates_in_many_sequences(trackers, name):
 
 
 def compare_looks(trackers, name, seeds):
-    """Compare sequences with features: rotated, under a moving camera, from a model of its own, with lists that are read."""
+    """Compare sequences with features: rotated, from a moving camera, from their own model, with lists that are read."""
     kind = getattr(trackers, name)
     original = kind.update
     drop_in.patch(track_optim=True)
@@ -319,7 +319,7 @@ def test_what_the_original_update_does(trackers, caplog):
 @pytest.mark.parametrize("frame", [0, 6])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_filter_of_the_users_own_counts(trackers, caplog, name, frame):
-    """...one that replaces the tracker's, or the tracker's own with other weights."""
+    """A user's own filter is used, whether it replaces the tracker's or changes the weights of the tracker's own."""
     frames, outputs = scene(8, 20, 14), []
     for patched in (False, True):
         if patched:
@@ -376,7 +376,7 @@ def test_a_tracker_may_be_known_after_the_next_patch(trackers):
 )
 @pytest.mark.parametrize("persist", [False, True])
 def test_videos_by_a_yaml_file(trackers, tmp_path, persist, lines):
-    """Go through the framework's callbacks: two videos, with ids that go on or begin again, and a file with odd values."""
+    """Go through the framework's callbacks: two videos, whose ids continue or begin again, and a file with odd values."""
     import torch
     from ultralytics.engine.results import Results
     from ultralytics.trackers import track
@@ -410,7 +410,7 @@ def test_videos_by_a_yaml_file(trackers, tmp_path, persist, lines):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_equal_boxes_and_infinite_ones_are_the_originals(trackers, name):
-    """End-to-end heads give a box once for each class that it may be: then several assignments are as good."""
+    """End-to-end heads return a box once for each class that it may have. Then several assignments are equally good."""
     wanted = []
     for patched in (False, True):
         if patched:

@@ -1,4 +1,4 @@
-"""TrainStep on Ultralytics' models, with our losses and a loss of one's own, against the same training by separate calls."""
+"""TrainStep equals the same training by separate calls on Ultralytics' models, with torch_fastdet's losses and a custom one."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ SEGMENT26 = "SegmentLoss26" if hasattr(stock_loss, "SegmentLoss26") else "v8Segm
 
 @pytest.fixture(params=["fake", "cuda"])
 def gpu(request, monkeypatch):
-    """Run the test with graphs on the CPU, and on the GPU, where there is one."""
+    """Run the test with graphs on the CPU, and on the GPU if there is one."""
     if request.param == "cuda":
         if reason := cuda_missing():
             pytest.skip(reason)
@@ -39,7 +39,7 @@ def make(name, device):
 
 
 def own_loss(outputs, targets, num_targets=None):
-    """Pull all outputs toward the mean of the targets that are in use."""
+    """Pull all outputs toward the mean of the valid targets."""
     count = len(targets) if num_targets is None else num_targets
     used = (torch.arange(len(targets), device=targets.device) < count)[:, None]
     aim = (targets[:, 2:] * used).sum() / (4 * count)
@@ -59,7 +59,7 @@ def make_loss(kind, model):
 
 
 def batches(count, loss, device):
-    """Yield images, targets, and what the loss takes beside them."""
+    """Yield images, targets, and the other arguments of the loss."""
     columns, branch = getattr(loss, "target_columns", 6), getattr(loss, "one2many", loss)
     generator = torch.Generator().manual_seed(1)
     for i in range(count):
@@ -120,11 +120,11 @@ FURTHER = (
     ],
 )
 def test_equals_the_separate_calls(gpu, same_convolutions, name, kind):
-    # Other convolutions would hide a fault: two runs of the separate calls themselves then differ by 0.3 after six batches.
+    # Other convolutions would hide a fault: two runs of the separate calls would then differ by 0.3 after six batches.
     items, state, average, graphs = run(name, kind, gpu, graphed=True)
     want_items, want_state, want_average, _ = run(name, kind, gpu, graphed=False)
     assert graphs == 2, "the first and the last of an accumulation, captured once"
-    # Our losses have the same bits with room for more targets. The loss of this file sums over that room, and so does RLE, where
+    # torch_fastdet's losses have the same bits whatever the padding of targets. The loss of this file and RLE sum over the padding, and
     # rounding grows from 3e-5 in the third batch to 7e-3 in the eleventh.
     tolerance = {"rtol": 0.0, "atol": 0.0}
     if kind in ("own", "E2ELoss of PoseLoss26"):

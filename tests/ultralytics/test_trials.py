@@ -1,4 +1,4 @@
-"""The programs of ``YOLO.tune``, which begin while the trial before them trains."""
+"""Programs of ``YOLO.tune`` begin while the trial before them trains."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ sys.exit(json.loads(words)[0] if words else 0)
 
 @pytest.fixture
 def programs(monkeypatch):
-    """Return a ``Subprocess`` whose waiting programs take an exit status as their only word; ``drawn`` are the threads that drew."""
+    """Return a ``Subprocess`` whose waiting programs take only an exit status as argument. ``drawn`` lists the threads that drew plots."""
     started = []
 
     def start(command, **options):
@@ -129,7 +129,7 @@ Tuner(dict(words, data=sys.argv[1], project=sys.argv[2], task="detect", model="y
 
 @pytest.mark.nightly
 def test_trials_train_as_programs_of_their_own(ultralytics_environment, digits, tmp_path):
-    """The second trial, which has waited, has the results of the same command that starts alone."""
+    """The second trial waits before it trains, and has the results of the same command that starts alone."""
     env = ultralytics_environment
     command = [sys.executable, "-c", TUNE, str(digits), str(tmp_path / "tune")]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""upsample_optim in Ultralytics; tests/yolov5/test_upsample_switch.py tries the method itself."""
+"""upsample_optim replaces the method in Ultralytics. tests/yolov5/test_upsample_switch.py tests the method itself."""
 
 import warnings
 
@@ -40,7 +40,7 @@ def test_under_autocast_values_are_stocks(model, device):
     count, mine = outputs(model, x)
     assert count == 2
     for a, b in zip(mine, theirs):
-        # cuDNN may take another kernel for another dtype's layout.
+        # cuDNN may choose another kernel for the layout of another dtype.
         torch.testing.assert_close(a, b, **({"rtol": 0.05, "atol": 0.05} if a.is_cuda else {"rtol": 0, "atol": 0}))
     drop_in.unpatch()
     assert torch.nn.Upsample.forward is stock

@@ -1,4 +1,4 @@
-"""Compares val_optim with Ultralytics' validators: which of them get it, and their metrics."""
+"""Compare val_optim with Ultralytics' validators: which of them it changes, and their metrics."""
 
 from __future__ import annotations
 
@@ -131,13 +131,13 @@ IMAGES = (40, 7), (0, 4), (9, 0), (25, 3), (0, 0), (1, 1)  # detections and labe
 
 
 def task_validator(task):
-    """Return the module of a task's validator, and the class."""
+    """Return the module and the class of a task's validator."""
     val = importlib.import_module(f"ultralytics.models.yolo.{task}.val")
     return val, getattr(val, f"{TASKS.get(task, ('Detection',))[0]}Validator")
 
 
 def metrics_of(task, device, case="", counts=IMAGES, pretend=False, overlap=True, size=32, kind=lambda stock: stock, prepare=None, files=None, saves=("save_json",), alive=()):  # fmt: skip
-    """Return the statistics and the confusion matrix that a task's validator gathers of these images, or the error, and write its files."""
+    """Return a validator's statistics and confusion matrix for these images, or its error, and write its files."""
     metrics = importlib.import_module("ultralytics.utils.metrics")
     validator = object.__new__(kind(task_validator(task)[1]))
     alive += type(alive)([validator])
@@ -221,7 +221,7 @@ def preparing_images_itself(stock):
 @pytest.mark.parametrize("counts", [IMAGES, [(9, 0)] * 3, [(0, 4)] * 3, [(0, 0)] * 2, [(9, 4)]], ids=str)
 @pytest.mark.parametrize("task", ["detect", *TASKS])
 def test_metrics_are_stocks(ultralytics, device, task, counts, monkeypatch):
-    """On the CPU the validator takes itself to be on a GPU, and so moves what it has to the host."""
+    """On the CPU a pretended GPU makes the validator move its results to the host."""
     ways = [{"case": case} for case in ("", "not sorted", "mixed labels", "single_cls")] if task == "detect" else [{}]
     if task == "segment":
         ways = [{"overlap": overlap, "size": size} for overlap in (True, False) for size in (32, 48)]
@@ -245,7 +245,7 @@ def test_metrics_are_stocks(ultralytics, device, task, counts, monkeypatch):
 
 @pytest.mark.parametrize("task", ["detect", *TASKS])
 def test_a_matching_of_ones_own_is_called(ultralytics, as_on_gpu, device, task, monkeypatch):
-    """Of a validator's class, where no name is replaced."""
+    """A user's matching on the validator's class is called, where no name is replaced."""
     seen, validator = [], ultralytics.validator if task == "detect" else task_validator(task)[1]
     monkeypatch.setattr(validator, "match_predictions", calling(seen, validator.match_predictions), raising=False)
     drop_in.patch(val_optim=True)
@@ -268,7 +268,7 @@ def as_on_gpu(monkeypatch):
 
 
 def take_any_device_for_a_gpu(monkeypatch):
-    """Let the CPU's tensors take the way of a GPU's."""
+    """Let the CPU's tensors take the code path of a GPU."""
 
     class Torch:
         def __getattr__(self, name):
@@ -282,7 +282,7 @@ def take_any_device_for_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_tasks_own_matching_stays(ultralytics, as_on_gpu, device, task, monkeypatch, capsys):
-    """A user has put it on the validator's class before patch()."""
+    """A matching that a user put on the validator's class before patch() stays."""
     _, validator = task_validator(task)
     seen = []
     monkeypatch.setattr(validator, "_process_batch", calling(seen, validator._process_batch))
@@ -296,7 +296,7 @@ def test_a_tasks_own_matching_stays(ultralytics, as_on_gpu, device, task, monkey
 
 @pytest.mark.parametrize("name", ["validator.match_predictions", "validator._process_batch", "matrix.process_batch"])
 def test_own_matching_is_left_alone_or_refused(ultralytics, name, monkeypatch, capsys):
-    """Also where it gives what stock's does: it may count, or log."""
+    """A user's matching stays even if it returns what the original does, as it may count or log."""
     kind, method = name.split(".")
     owner = getattr(ultralytics, kind)
     if method == "match_predictions":
@@ -313,7 +313,7 @@ def test_own_matching_is_left_alone_or_refused(ultralytics, name, monkeypatch, c
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_tasks_own_overlaps_are_called(ultralytics, as_on_gpu, device, task, monkeypatch):
-    """Also those that came after patch(), whatever they give: here nothing overlaps."""
+    """A task's own overlaps are called even if they were set after patch(), whatever they return: here nothing overlaps."""
     module, _ = task_validator(task)
     name, seen = TASKS[task][1], []
     theirs = getattr(module, name)
@@ -326,7 +326,7 @@ def test_a_tasks_own_overlaps_are_called(ultralytics, as_on_gpu, device, task, m
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("when", ["a subclass", "before", "after"])
 def test_own_rows_are_compared_one_by_one(ultralytics, as_on_gpu, device, task, when, monkeypatch, capsys):
-    """A `_prepare_pred` that leaves out detections, or sorts them, would not fit overlaps of all of them."""
+    """If `_prepare_pred` drops or sorts detections, overlaps of all detections would not match its rows."""
     detect = ultralytics.validator
 
     def every_other(stock):
@@ -418,7 +418,7 @@ def test_a_wrapper_of_pred_to_json_gets_masks(ultralytics, as_on_gpu, device, tm
 
 
 def test_a_matrix_that_leaves_rotated_boxes_out(ultralytics):
-    """Overlaps that the validator has computed are of all boxes."""
+    """The validator has computed overlaps of all boxes, while the matrix leaves some out."""
     metrics = pytest.importorskip("ultralytics.utils.metrics")
     labels = torch.cat([40 + 300 * torch.rand(5, 2), 10 + 20 * torch.rand(5, 2), torch.zeros(5, 1)], 1)
     detections = {"bboxes": labels.flip(0), "conf": torch.linspace(0.9, 0.5, 5), "cls": torch.arange(4.0, -1.0, -1.0)}
@@ -449,7 +449,7 @@ def test_masks_as_text_are_written_by_the_original_loop(ultralytics, as_on_gpu, 
 
 @pytest.mark.parametrize("method", ["pred_to_json", "scale_preds"])
 def test_masks_for_a_method_of_ones_own_stay_where_they_are(ultralytics, as_on_gpu, device, tmp_path, method):
-    """Also where it hands them on."""
+    """Masks stay on the device for a user's method, even if it calls the original one."""
     seen = []
 
     def kind(stock):
@@ -468,7 +468,7 @@ def test_masks_for_a_method_of_ones_own_stay_where_they_are(ultralytics, as_on_g
 
 
 def test_run_lengths_are_cocos(device):
-    """Runs of all lengths: of one digit and of many, shorter and longer than the run before the last."""
+    """The runs have one digit and many, and are shorter and longer than the run before the last."""
     generator = torch.Generator().manual_seed(0)
     runs = (2 ** (torch.rand(4000, generator=generator) * 14)).long()
     pixels = torch.arange(4000).remainder(2).repeat_interleave(runs)[: 3 * 1300 * 1400]
@@ -558,7 +558,7 @@ CASES = some_slow(itertools.product(HEADS, WAYS), [(task, way) for way, (_, task
 
 @pytest.fixture
 def plots(monkeypatch):
-    """Draw plots of 30 dots an inch, which take a tenth of the time, one after another: two threads scale the same images on the CPU."""
+    """Draw plots at 30 dpi, which takes a tenth of the time, one after another, as two threads scale the same images on the CPU."""
     figure = pytest.importorskip("matplotlib.figure").Figure
     save = figure.savefig
     monkeypatch.setattr(figure, "savefig", lambda self, name, **options: save(self, name, **options | {"dpi": 30}))
@@ -568,7 +568,7 @@ def plots(monkeypatch):
 
 @pytest.fixture(scope="module")
 def data_of(tmp_path_factory):
-    """Make data.yaml of a task: images of several shapes, one without labels, one of a class out of range, one that nobody can read."""
+    """Make data.yaml of a task. Its images have several shapes; one has no labels, one a class out of range, and one cannot be read."""
     root = tmp_path_factory.mktemp("validations")
 
     @functools.cache
@@ -633,7 +633,7 @@ def validated(task, device, data, folder, **options):
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 @pytest.mark.usefixtures("ultralytics", "same_convolutions", "plots")
 def test_a_whole_validation_is_stocks(device, data_of, tmp_path, monkeypatch, case):
-    """On the CPU by the way of a GPU, too."""
+    """A whole validation equals the original, on the CPU also by the code path of a GPU."""
     task, way = case
     data, together, on_gpu = data_of(task), [], device.type == "cuda"
     loose = 2e-6 * on_gpu  # the host divides where a GPU multiplies by the inverse

@@ -1,4 +1,4 @@
-"""patch() on whichever ultralytics is installed. `make test-versions` runs it on several."""
+"""patch() works on whichever ultralytics is installed. `make test-versions` runs this on several."""
 
 import inspect
 import json
@@ -56,10 +56,10 @@ def test_an_older_version_gets_one_line(monkeypatch, capsys):
     assert {report.why_not for report in doctor.examine(HOST)} == {VERSION.obstacle()}
 
 
-# The functions and classes of each version that compute something else than those of the newest one.
+# These functions and classes of each version compute something else than those of the newest one.
 OTHERS = {
-    # Prototypes are enlarged after the border is cut off, images are loaded by other code, a detection claims only the label of
-    # its greatest IoU, RT-DETR keeps all classes, and TrackTrack shares its ids with other trackers.
+    # In this version prototypes are enlarged after the border is cut off, images are loaded by other code, a detection claims only the
+    # label of its greatest IoU, RT-DETR keeps all classes, and TrackTrack shares its ids with other trackers.
     "8.4.169": {
         "PoseLoss26",
         "process_mask_native",
@@ -124,7 +124,7 @@ class TestSupported:
         assert "BaseTrainer.optimizer_step stays: " in capsys.readouterr().err
 
     def test_a_forks_soft_suppression_stays(self, monkeypatch, capsys):
-        """It has the same parameters, and lowers the scores of boxes that overlap better ones."""
+        """A fork's function has the same parameters, but lowers the scores of boxes that overlap better ones."""
         from ultralytics.utils import nms
 
         stock = nms.non_max_suppression

@@ -1,7 +1,8 @@
-"""bn_act.py MODEL [cuda]: training and evaluation of it under bn_act_optim are stock's. yolo11n: in both memory formats, and also as a trace.
-yolov9t, yolov10n and yolo12n, whose blocks are changed in evaluation alone: that.
+"""Check that MODEL trains and evaluates under bn_act_optim as the original does: ``bn_act.py MODEL [cuda]``.
 
-cuda: in half precision on a GPU, as near to float64 as stock's."""
+The program runs yolo11n in both memory formats, and also as a trace. The blocks of yolov9t, yolov10n and yolo12n change only in evaluation,
+so it evaluates these. With cuda it runs in half precision on a GPU, and the results must be as close to float64 as the original's.
+"""
 
 import json
 import sys
@@ -35,7 +36,7 @@ else:
     compare(build, drop_in, layouts=FORMATS[:1], concatenations=concatenations)
 if not device and concatenations is not None:
     compare_in_evaluation(build, drop_in, cats)
-    # A level each; boxes and classes of the others begin with convolutions of two kinds.
+    # The head of yolov8n joins one pair a level. In the others, the box and class branches begin with different kinds of convolutions.
     of_heads = 3 if name == "yolov8n" else 0
     compare_in_a_step(build, drop_in, concatenations + of_heads, fewer_copies)
 print(json.dumps({"as stock": True}))

@@ -1,4 +1,4 @@
-"""The real trainer, stock and with ``cuda_graph``; prints both. On the CPU graphs are those of tests/graphs/fake_gpu.py."""
+"""Train with the real trainer, without and with ``cuda_graph``, and print both. On the CPU tests/graphs/fake_gpu.py fakes graphs."""
 
 import argparse
 import contextlib
@@ -59,8 +59,8 @@ def freeze_later(model):
 
 
 def failing(error, times=1):
-    """The error comes from the second batch on, which is when the first shape is captured, until the trainer has made batches
-    smaller so many times."""
+    """Raise the error from the second batch on, when the first shape is captured, until the trainer has reduced the batch size ``times``
+    times."""
 
     def prepare(model):
         def at_batch_start(trainer):
@@ -85,12 +85,12 @@ def failing(error, times=1):
 out_of_memory = failing(RuntimeError("CUDA error: out of memory"))  # CUDA's own, which is not a torch.OutOfMemoryError
 
 
-#: Where memory runs out: in the first batch of 16 images (a forward pass), the second one of 8 (a capture), the first one of 4.
+#: Batch size -> the batch in which memory runs out. For 16 images this is a forward pass, for 8 a capture.
 RUNS_OUT = {16: 1, 8: 2, 4: 1}
 
 
 def limited(model):
-    """The allocator gets 256 MiB more there, where a step on four images keeps 770."""
+    """Let the allocator take only 256 MiB more in those batches, where a step on four images keeps 770."""
     starts = Counter()
 
     def at_batch_start(trainer):
@@ -106,7 +106,7 @@ def limited(model):
 
 
 def in_second_epoch(change):
-    """Do something that a user's callback does when the second epoch begins."""
+    """Apply a change when the second epoch begins, as a user's callback does."""
 
     def prepare(model):
         model.add_callback("on_train_epoch_start", lambda trainer: change(trainer) if trainer.epoch == 1 else None)
@@ -115,7 +115,7 @@ def in_second_epoch(change):
 
 
 def spoil(trainer):
-    """Its loss is NaN, and the trainer goes back to last.pt; once."""
+    """Make the loss NaN once, so that the trainer goes back to last.pt."""
     if not hasattr(trainer, "spoilt"):
         trainer.spoilt = True
         next(trainer.model.parameters()).data.fill_(float("nan"))
@@ -139,7 +139,7 @@ def swap_loader(trainer):
 
 
 class Stop(Exception):
-    """End a training as a lost machine would."""
+    """End a training as the loss of its machine would."""
 
 
 def stop_after_an_epoch(model):
@@ -168,7 +168,7 @@ CASES = {
     "yolo26n": ({"model": "yolo26n.yaml"}, None),
     "bf16": ({"amp": "bf16"}, None),  # on a GPU
     "every_switch": ({"amp": True, "batch": 16, "imgsz": 1280, "epochs": 6, "workers": 2}, None),  # on a GPU
-    # With the optimizer's step fused as well.
+    # These cases also fuse the optimizer's step.
     "AdamW": ({"optimizer": "AdamW", "warmup_epochs": 0}, None),
     "NAdam": ({"optimizer": "NAdam"}, None),  # which is stock's
     "resume_AdamW": ({"optimizer": "AdamW", "epochs": 3}, stop_after_an_epoch),
@@ -178,7 +178,7 @@ CASES = {
     "nan_recovery_AdamW": ({"optimizer": "AdamW", "epochs": 3}, in_second_epoch(spoil)),
     "swap_optimizer_SGD": ({"optimizer": "SGD", "epochs": 3}, in_second_epoch(swap_optimizer)),
     "swap_ema_SGD": ({"optimizer": "SGD", "epochs": 3}, in_second_epoch(swap_ema)),
-    # With the loss too.
+    # These cases also replace the loss.
     "resume_yolo26n": ({"model": "yolo26n.yaml", "epochs": 3}, stop_after_an_epoch),
     "together": (
         {
@@ -195,7 +195,7 @@ CASES = {
     ),
 }
 WITH_LOSS = ("resume_yolo26n", "together")
-#: With our loaders, whose pixels are stock's to the bit before OpenCV 5.
+#: These cases use torch_fastdet's loaders, whose pixels equal the original's to the bit before OpenCV 5.
 WITH_LOADER = (
     ("out_of_memory_thrice", "limited", "cudnn", "nan_recovery", "swap_loader", "rect")
     if opencv_rules()[0] == "fixed"
@@ -275,20 +275,20 @@ def patched(case):
                 result = train(case, "graphed")
         finally:
             unpatch()
-    # The trainer's progress bar may stand before ours in a line.
+    # The trainer's progress bar may precede torch_fastdet's text in a line.
     lines = [line.partition("torch_fastdet: ") for line in said.getvalue().splitlines()]
     return {**result, "said": [ours for _, found, ours in lines if found]}
 
 
 def allocated():
-    """Return bytes on the GPU when all models are gone, and what cuBLAS works in."""
+    """Return the bytes on the GPU after all models and the workspace of cuBLAS have been freed."""
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_allocated()
 
 
 def refused(**arguments):
-    """Return what asking for cuda_graph by name raises on the real device."""
+    """Return the message of the error that an explicit cuda_graph raises on the real device."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(switch, "obstacle_to_gpu", lambda: None)
         patch(cuda_graph=True)

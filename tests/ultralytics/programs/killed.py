@@ -1,8 +1,8 @@
-"""Trains with ``resume_exact`` and the switches of --fastdet, or resumes: DATA PROJECT NAME [OPTION=VALUE ...].
+"""Train with ``resume_exact`` and the switches of --fastdet, or resume: DATA PROJECT NAME [OPTION=VALUE ...].
 
-stop_at=2 is no option of Ultralytics': the training ends early, with two epochs.
+With stop_at=2, which is not an option of Ultralytics, the training stops early after two epochs.
 
-KILL and what is printed: tests/yolov5/programs/killed.py. results.csv has times, and is left out.
+tests/yolov5/programs/killed.py explains KILL and what is printed. results.csv contains times, so it is left out.
 """
 
 import sys

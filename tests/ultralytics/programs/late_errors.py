@@ -1,6 +1,6 @@
-"""A class index that the model does not have, in the last iteration of a training and in the last batch of its validation.
+"""Use a class index that the model does not have, in the last iteration of a training and in the last batch of its validation.
 
-On the CPU, where the operator raises such an error at once, a stand-in has it late: its status arrives when somebody waits.
+The CPU operator raises such an error at once, so a stand-in delays it: its status arrives when something waits for it.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def make_late(monkeypatch, now):
 
 
 def train(where):
-    """Return the error that a training of an epoch ends with."""
+    """Return the error that ends a training of one epoch."""
     now = {"bad": False, "train": 0, "val": 0}
     last = {"train": IMAGES // BATCH, "val": IMAGES // (2 * BATCH)}
 

@@ -1,6 +1,6 @@
-"""Trainings one after the other in one process, with our switches; prints what the process holds after each.
+"""Run trainings one after the other in one process, with all switches, and print what the process holds after each.
 
-On the CPU graphs are those of tests/graphs/fake_gpu.py.
+On the CPU tests/graphs/fake_gpu.py stands in for graphs.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SWITCHES = ("cuda_graph", "channels_last", "multi_tensor_optimizer", "loss_optim
 
 
 def held() -> dict[str, int]:
-    """Return what a training must leave as it was. Threads of loaders that are gone take a moment to end."""
+    """Return the counts that a training must not change. Threads of deleted loaders take a moment to end."""
     gc.collect()
     end = time.monotonic() + 10
     while threading.active_count() > 1 and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""Trains with ``resume_exact`` and data loaders that the trainer makes itself; prints the errors."""
+"""Train with ``resume_exact`` and data loaders that the trainer makes itself, and print the errors."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ def plain(dataset):
 
 
 def sampler(dataset):
-    """Return stock's class, with a sampler that has a generator of its own."""
+    """Return the original loader with a sampler that has its own generator."""
     generators = torch.Generator(), torch.Generator()
     drawn = RandomSampler(dataset, generator=generators[0])
     return InfiniteDataLoader(

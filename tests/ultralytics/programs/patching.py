@@ -1,4 +1,4 @@
-"""Who holds which function before, under and after patch(); prints it."""
+"""Print which modules hold which functions before, during and after patch()."""
 
 import json
 import sys
@@ -70,14 +70,14 @@ drop_in.unpatch()
 result["unknown"] = error(lambda: drop_in.patch(nms=True))
 result["no_bool"] = error(lambda: drop_in.patch(nms_optim=1))
 
-# An Ultralytics whose function takes something else: nothing is replaced.
+# Replace nothing in an Ultralytics whose function takes other parameters.
 original = ultralytics.utils.nms.non_max_suppression
 exec("def non_max_suppression(prediction, in_place=True): pass", vars(ultralytics.utils.nms))
 result["other_signature"] = error(lambda: drop_in.patch(nms_optim=True, bbox_iou_optim=True))
 ultralytics.utils.nms.non_max_suppression = original
 result["after_error"] = holders()
 
-# Several GPUs: the script that Ultralytics writes for their processes patches first.
+# With several GPUs, the script that Ultralytics writes for their processes calls patch() first.
 from ultralytics.utils import dist  # noqa: E402
 
 dist.generate_ddp_file = lambda trainer: trainer

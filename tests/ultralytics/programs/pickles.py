@@ -1,4 +1,4 @@
-"""Trains a small model with every switch, and prints which objects of its trainer name torch_fastdet in a pickle."""
+"""Train a small model with every switch, and print which objects of its trainer name torch_fastdet in a pickle."""
 
 import json
 import pickle

@@ -1,5 +1,5 @@
-"""Real predictors and validators, stock and with ``cuda_graph``; prints what differs. On the CPU graphs are those of
-tests/graphs/fake_gpu.py."""
+"""Run real predictors and validators with and without ``cuda_graph``, and print what differs. On the CPU tests/graphs/fake_gpu.py stands
+in for graphs."""
 
 import argparse
 import contextlib
@@ -81,14 +81,14 @@ def family(name):
 
 
 def grey():
-    """Predict with a model of one channel, whose loader makes such images of colored ones; images of one channel, too."""
+    """Predict with a one-channel model: once from colored images, which its loader converts, and once from one-channel images."""
     model = model_of("grey")
     assert model.model.model[0].conv.in_channels == 1
     return [predictions(model), [rows(model.predict(image[..., :1], **COMMON)) for image in IMAGES]]
 
 
 def odd():
-    """Predict sides that no stride divides, thin images and a single pixel."""
+    """Predict images whose sides no stride divides, thin images and a single pixel."""
     shapes = [(33, 47), (61, 64), (1, 1), (500, 7), (3, 333), (127, 129)] * 4
     drawn = np.random.default_rng(1)
     model, images = model_of("odd"), [drawn.integers(0, 256, (*shape, 3), dtype=np.uint8) for shape in shapes]
@@ -115,7 +115,7 @@ def embed():
 
 
 def hooks():
-    """A tracker with features, for example, hooks the head after some predictions."""
+    """Register a hook on the head after some predictions, as a tracker with features does."""
     model, seen = model_of("hooks"), []
     before = predictions(model)
     handle = model.predictor.model.model.model[-1].register_forward_pre_hook(lambda *args: seen.append(1))

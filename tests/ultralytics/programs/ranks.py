@@ -1,8 +1,8 @@
-"""One of the ranks that train with the real trainer, stock or with ``cuda_graph``. Writes FOLDER/<name>/<rank>.json. Started by torchrun.
+"""Train one rank with the real trainer, with or without ``cuda_graph``, and write FOLDER/<name>/<rank>.json. Started by torchrun.
 
     torchrun --nproc_per_node 2 tests/ultralytics/programs/ranks.py gloo|nccl DATA FOLDER stock|graphed MODEL
 
-With gloo on the CPU: the trainer itself takes several GPUs only, and tests/graphs/fake_gpu.py stands in for them.
+gloo runs on the CPU. The trainer accepts several devices only if they are GPUs, so tests/graphs/fake_gpu.py stands in for them.
 """
 
 import json
@@ -28,7 +28,7 @@ RANK, SIZE = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
 
 
 class OnTheCpu(Trainer):
-    """What the trainer does on several GPUs, without them."""
+    """Trainer that does on the CPU what the original does on several GPUs."""
 
     def __init__(self, overrides):
         super().__init__(overrides=overrides)
@@ -38,7 +38,7 @@ class OnTheCpu(Trainer):
         dist.init_process_group("gloo")
 
     def final_eval(self):
-        """Take this rank's GPU, whatever the trainer's device is."""
+        """Skip the final evaluation, which would take this rank's GPU whatever the trainer's device is."""
 
 
 def without_devices(init):

@@ -1,4 +1,4 @@
-"""Trains with ``resume_exact``: at once, and stopped and resumed; prints checksums of all that a training is, after each epoch."""
+"""Train with ``resume_exact``, in one run and stopped and resumed, and print checksums of the whole training state after each epoch."""
 
 import argparse
 import contextlib
@@ -34,7 +34,7 @@ else:
 
 
 class Stop(Exception):
-    """End a training as a lost machine would."""
+    """End a training as the loss of its machine would."""
 
 
 def train(model, stop, **arguments):

@@ -1,4 +1,4 @@
-"""Trains yolov8n from scratch, stock or patched, and prints the losses of each epoch; on a GPU in mixed precision."""
+"""Train yolov8n from scratch, original or patched, and print the losses of each epoch. On a GPU it trains in mixed precision."""
 
 import argparse
 import json

@@ -1,7 +1,7 @@
-"""Trains a nano model of a task or a family on the digits from scratch, stock and then behind patch(); prints the losses of each epoch. On a
-GPU in mixed precision.
+"""Train a nano model of a task or a family from scratch on the digits, first without and then with patch(), and print the losses of each
+epoch. On a GPU it trains in mixed precision.
 
-The labels are octagons inside of the digits' boxes, the boxes' corners as keypoints, or rhombs inside of the boxes.
+The labels are octagons inside the digits' boxes, the boxes' corners as keypoints, or rhombs inside the boxes.
 """
 
 import argparse
@@ -47,7 +47,7 @@ stock_topk = torch.topk
 
 
 def topk(values, k, dim=-1, largest=True, **rest):
-    """Break ties by index, as on a GPU: on the CPU their order is unspecified."""
+    """Break ties by index as a GPU does, because their order on the CPU is unspecified."""
     if values.is_cuda:
         return stock_topk(values, k, dim=dim, largest=largest, **rest)
     values, indices = values.sort(dim=dim, descending=largest, stable=True)
