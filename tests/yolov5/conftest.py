@@ -1,4 +1,4 @@
-"""A tiny data set and short runs of the real YOLOv5, shared by the tests of this folder."""
+"""Provide a tiny data set and short runs of the real YOLOv5 to the tests of this folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRAIN = (*SMALL, "--weights", "", "--epochs", 2, "--noautoanchor", "--noplots", 
 
 @pytest.fixture(scope="session")
 def real_yolov5(tmp_path_factory):
-    """Make a layout of the real YOLOv5 by its name, once."""
+    """Return a function that makes each layout of the real YOLOv5 once, by its name."""
     if reason := real.missing():
         pytest.skip(reason)
     root = tmp_path_factory.mktemp("yolov5")
@@ -33,13 +33,13 @@ def real_yolov5(tmp_path_factory):
 
 @pytest.fixture(params=["package", *some_slow(["head"], ()), *some_slow(["checkout"], (), pytest.mark.nightly)])
 def yolov5(request, real_yolov5) -> real.YOLOv5:
-    """Run the test once in each layout; `make test` takes PyPI's package alone."""
+    """Run the test once in each layout. `make test` runs only PyPI's package."""
     return real_yolov5(request.param)
 
 
 @dataclass
 class Data:
-    """8 + 4 images with red and blue rectangles, labelled as boxes and as polygons."""
+    """Hold 8 + 4 images with red and blue rectangles, labelled as boxes and as polygons."""
 
     boxes: Path  # a data.yaml
     segments: Path  # another
@@ -90,7 +90,7 @@ class Run:
 
 @pytest.fixture(scope="session")
 def train(tmp_path_factory, data):
-    """Train for eight iterations, once for each distinct command."""
+    """Return a function that trains for eight iterations, once for each distinct command."""
     made: dict[tuple, Run] = {}
     project = tmp_path_factory.mktemp("runs")
 
@@ -152,7 +152,7 @@ if __name__ == "__main__":
 
 
 class FakeYOLOv5:
-    """A checkout of a few lines, which starts in no time."""
+    """Hold a checkout of a few lines, which starts quickly."""
 
     def __init__(self, folder: Path) -> None:
         import os
@@ -179,7 +179,7 @@ class FakeYOLOv5:
             (folder / name).write_text(text)
 
     def hide_package(self) -> None:
-        """Let PyPI's yolov5 not be found, where it is installed."""
+        """Hide PyPI's yolov5 from imports even if it is installed."""
         hidden = self.folder.parent / "hidden"
         hidden.mkdir()
         (hidden / "yolov5.py").write_text("")

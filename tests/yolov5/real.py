@@ -1,9 +1,9 @@
-"""The real YOLOv5 in its three shapes, and processes that run its scripts, stock or through the launcher.
+"""Provide the real YOLOv5 in three layouts, and processes that run its scripts, original or through the launcher.
 
 * ``package``: PyPI's yolov5 (``python -m yolov5.train``);
-* ``checkout``: the GitHub layout (``python train.py``), derived from the package by taking the ``yolov5.`` prefix away;
-* ``head``: the same, with ``bbox_iou`` imported from ultralytics.utils.metrics and ``process_batch`` in utils/metrics.py, as the
-  GitHub head has them.
+* ``checkout``: the GitHub layout (``python train.py``), derived from the package by removing the ``yolov5.`` prefix;
+* ``head``: the same, with ``bbox_iou`` imported from ultralytics.utils.metrics and ``process_batch`` in utils/metrics.py, as at the
+  head of the GitHub repository.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def missing() -> str | None:
 
 @dataclass
 class YOLOv5:
-    """One layout of the real code, and how a process runs it."""
+    """Hold one layout of the real code, and how a process runs it."""
 
     layout: str
     folder: Path  # the current folder of its processes
@@ -50,7 +50,7 @@ class YOLOv5:
         return python(*arguments, folder=self.folder, environment=self.environment, ok=ok)
 
     def program(self, name: str, *arguments: object, ok: bool = True) -> subprocess.CompletedProcess:
-        """Run programs/``name`` as a script of the user's own, in the folder of this YOLOv5."""
+        """Run programs/``name`` as a user's own script, in the folder of this YOLOv5."""
         shutil.copyfile(PROGRAMS / name, self.folder / name)
         return self.python(name, *arguments, ok=ok)
 
@@ -64,7 +64,7 @@ class YOLOv5:
 def python(
     *arguments: object, folder: Path, environment: dict[str, str], ok: bool = True
 ) -> subprocess.CompletedProcess:
-    """Run Python to its end; stdout and stderr come back together."""
+    """Run Python to its end, and return stdout and stderr together."""
     result = starter.python([*map(str, arguments)], folder, environment, seconds=500)
     assert not ok or result.returncode == 0, result.stdout[-6000:]
     return result
@@ -92,7 +92,7 @@ def make(layout: str, root: Path) -> YOLOv5:
         _head(folder)
     env = with_torch_fastdet(environment(root / "environment"))
     if layout != "package":
-        # The package's segment scripts, whose copy this is, import utils before they put the checkout on sys.path.
+        # The package's segment scripts, from which this is made, import utils before they put the checkout on sys.path.
         env["PYTHONPATH"] = os.pathsep.join([str(folder), env["PYTHONPATH"]])
     return YOLOv5(layout, folder, "yolov5." if layout == "package" else "", env)
 
@@ -138,7 +138,7 @@ def _edit(path: Path, pattern: str, replacement: str) -> None:
 
 
 def results(run: Path) -> dict[str, list[float]]:
-    """Return the columns of a run's results.csv, epoch by epoch; without segment/train.py's last row, which is not an epoch."""
+    """Return the columns of a run's results.csv, epoch by epoch, without segment/train.py's last row, which is not an epoch."""
     with open(run / "results.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if None not in row.values()]
     rows = [{key.strip(): float(value) for key, value in row.items()} for row in rows]

@@ -1,4 +1,4 @@
-"""bn_act_optim on the real YOLOv5."""
+"""Test bn_act_optim on the real YOLOv5."""
 
 import pytest
 

@@ -11,7 +11,7 @@ from tests import starter
 from tests.test_readme import OF_YOLOV5, all_commands
 from tests.yolov5.conftest import IMAGE
 
-#: What is typed behind a command, for one short epoch on the CPU.
+#: Arguments appended to a command, so that it trains one short epoch on the CPU.
 SHORT = {
     "train.py": f"--epochs 1 --img {IMAGE} --batch 4 --workers 0 --device cpu --cfg yolov5n.yaml --noautoanchor --noplots",
     "val.py": f"--img {IMAGE} --batch 4 --workers 0 --device cpu",

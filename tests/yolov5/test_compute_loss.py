@@ -1,4 +1,4 @@
-"""torch_fastdet's ComputeLoss against the ComputeLoss of the installed yolov5 package."""
+"""Compare torch_fastdet's ComputeLoss with the one of the installed yolov5 package."""
 
 import pickle
 import warnings
@@ -42,7 +42,7 @@ def stock():
 
 
 class Model(nn.Module):
-    """What ComputeLoss asks of a model: parameters, hyp, and a Detect layer at the end."""
+    """Stand in for a model with what ComputeLoss reads: parameters, hyp, and a Detect layer at the end."""
 
     def __init__(self, classes=5, levels=3, device="cpu", **hyp):
         super().__init__()
@@ -79,7 +79,7 @@ def sample(device="cpu", count=6, dtype=torch.float32):
 
 
 def without_shared_cells(targets):
-    """Keep one target an image: on CUDA stock's objectness is a matter of chance where targets share a cell."""
+    """Keep one target an image: on CUDA the original's objectness depends on chance if targets share a cell."""
     keep = {int(image): row for row, image in enumerate(targets[:, 0])}
     return targets[sorted(keep.values())]
 
@@ -117,7 +117,7 @@ def test_same_as_stock(stock, device, model_options, attributes):
         loss, items = compute(heads, targets)
         results.append((loss, items, torch.autograd.grad(loss, heads)))
     (loss, items, gradients), (ours, our_items, our_gradients) = results
-    # Both are float32; the order of the sums differs.
+    # Both are float32, but add in different orders.
     assert ours.shape == loss.shape == (1,) and our_items.shape == items.shape == (3,)
     assert ours.dtype == loss.dtype and not our_items.requires_grad
     torch.testing.assert_close(ours, loss, rtol=1e-5, atol=1e-6)
@@ -127,7 +127,7 @@ def test_same_as_stock(stock, device, model_options, attributes):
 
 
 def test_targets_of_one_cell(stock):
-    """On the CPU stock writes in order: the last match stays, which is our rule on every device."""
+    """On the CPU the original writes in order, so that the last match stays. torch_fastdet follows this rule on every device."""
     model = Model()
     heads = make_heads(model, 1, 64)
     targets = make_targets(4, 1, 5).repeat_interleave(6, 0)
@@ -226,7 +226,7 @@ def test_bad_row_is_told_by_a_later_call(cuda):
 
 
 def test_half_precision_keeps_the_loss_of_empty_cells():
-    """Most cells have no object, and a logit of -8. In half precision PyTorch's loss loses much of what they add."""
+    """Most cells have no object, and a logit of -8. In half precision PyTorch's loss loses much of their sum."""
     _, compute, heads, _ = sample()
     torch.manual_seed(0)
     heads = [(torch.randn_like(head) - 8).half() for head in heads]
@@ -243,7 +243,7 @@ def test_half_precision_keeps_the_loss_of_empty_cells():
 
 
 def test_calls_without_gradients_wait_for_what_was_bad(monkeypatch):
-    """Validation, which comes behind the last iteration of a training."""
+    """Validation after the last iteration of a training calls the loss without gradients."""
     late_gpu.install(monkeypatch)
     _, compute, heads, targets = sample(count=4)
     targets = targets.as_subclass(late_gpu.OnGpu)
@@ -280,7 +280,7 @@ def test_what_cannot_be_set_says_so():
 @pytest.mark.parametrize("made_inside", [False, True])
 @pytest.mark.parametrize("autobalance", [False, True])
 def test_validation_before_training(device, made_inside, autobalance):
-    """What the loss makes inside of torch.inference_mode() and keeps can be written in training."""
+    """Tensors that the loss makes and keeps inside torch.inference_mode() can be written in training."""
     model = Model(device=device)
     targets = make_targets(6, 2, 5, device)
     compute = None if made_inside else ComputeLoss(model, autobalance)
@@ -299,7 +299,7 @@ def test_validation_before_training(device, made_inside, autobalance):
 
 
 def test_number_of_classes_is_the_heads(device):
-    """Heads of another number of classes than the model's would silently shift what is a class."""
+    """If heads had another number of classes than the model, the channels of classes would silently shift."""
     model = Model(device=device)
     heads = make_heads(
         SimpleNamespace(model=[SimpleNamespace(nc=7, stride=[8, 16, 32], anchors=model.model[-1].anchors)]), 2, 64
@@ -309,7 +309,7 @@ def test_number_of_classes_is_the_heads(device):
 
 
 def test_bad_rows_of_a_buffer(device):
-    """With num_targets too, outside of a graph they are an error; what is behind the rows in use is not looked at."""
+    """Bad rows raise an error with num_targets too, outside a graph. Rows beyond num_targets are not read."""
     _, compute, heads, targets = sample(device)
     targets[2, 1] = 9
     compute(heads, targets, torch.tensor(2, device=device))
@@ -321,7 +321,7 @@ def test_bad_rows_of_a_buffer(device):
 
 
 def test_counting(cuda):
-    """As TrainStep calls it: no error that a later call would raise."""
+    """In counting(), as TrainStep calls it, no later call raises an error."""
     _, compute, heads, targets = sample(cuda)
     targets[2, 1] = 9
     with compute.counting():
@@ -340,7 +340,7 @@ def test_targets_beyond_the_buffer_are_an_error(device, claimed):
 
 
 def test_targets_beyond_a_graphs_buffer_are_an_error(cuda):
-    """The next check says how many were left out, once."""
+    """The next check raises once, with the number of targets that were left out."""
     _, compute, heads, targets = sample(cuda)
     count = torch.tensor(6, device=cuda)
     compute(heads, targets, count)
@@ -359,7 +359,7 @@ def test_targets_beyond_a_graphs_buffer_are_an_error(cuda):
 
 
 def test_checks_belong_to_their_device(cuda):
-    """The event stands behind the status's copy, whatever device is current."""
+    """The event follows the copy of the status, whatever device is current."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU")
     model = Model(device="cuda:1")

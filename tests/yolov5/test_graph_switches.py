@@ -1,4 +1,4 @@
-"""channels_last and cuda_graph on the real DetectionModel: what they replace, where they stay out, what is saved."""
+"""Test channels_last and cuda_graph on the real DetectionModel: what they replace, where they stay off, and what is saved."""
 
 import copy
 import io
@@ -32,7 +32,7 @@ def yolo():
 
 @pytest.fixture
 def switched(monkeypatch):
-    """Turn switches on by name, as where there is a GPU; put everything back afterwards."""
+    """Turn switches on by name as if there were a GPU, and undo everything afterwards."""
     monkeypatch.setattr(switch_module, "obstacle_to_gpu", lambda: None)
     yield lambda **switches: drop_in.patch(**switches)
     drop_in.unpatch()
@@ -69,7 +69,7 @@ def test_what_is_captured_has_stocks_values_in_fewer_copies(yolo, switched, devi
 
 
 def test_a_forks_detect_keeps_its_own_forward(yolo, monkeypatch):
-    """It has stock's name, in stock's module."""
+    """A fork's forward has the original's name, in the original module."""
     stock, model, x = yolo.Detect.forward, make_model(yolo, "cpu"), torch.rand(1, 3, 64, 64)
     monkeypatch.setattr(yolo.Detect, "forward", lambda self, x: [y * 2 for y in stock(self, x)])
     expected = model(x)
@@ -104,7 +104,7 @@ for init in DistributedDataParallel.__init__, stock:
 
 
 def test_ranks_have_their_layout_before_places_of_gradients_are_made(tmp_path):
-    """DistributedDataParallel would copy each gradient into a place of the other layout, and warn."""
+    """If the layout came later, DistributedDataParallel would copy each gradient into a buffer of the other layout, and warn."""
     command = [sys.executable, "-c", RANK, str(tmp_path / "store")]
     result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert result.returncode == 0, result.stderr
@@ -112,7 +112,7 @@ def test_ranks_have_their_layout_before_places_of_gradients_are_made(tmp_path):
 
 
 def test_copies_and_fused_models_are_contiguous(yolo, switched):
-    """Stock's fuse() calls view() on the weights. A model's own class may leave something out of its copies."""
+    """The original fuse() calls view() on the weights. A user's own class may leave something out of its copies."""
 
     class Own(yolo.DetectionModel):
         def __getstate__(self):
@@ -166,7 +166,7 @@ def test_on_the_cpu_they_say_so(yolo, switched, switch, capsys):
 
 
 def backend_of(model, half=False):
-    """Return what detect.py, val.py and torch.hub run a model by, without the file of weights that it is made from."""
+    """Return the backend by which detect.py, val.py and torch.hub run a model, without the weights file from which they create it."""
     common = pytest.importorskip("yolov5.models.common")
     backend = common.DetectMultiBackend.__new__(common.DetectMultiBackend)
     torch.nn.Module.__init__(backend)
@@ -215,7 +215,7 @@ def test_a_backends_answers_are_replayed(yolo, switched, kind, task, monkeypatch
 
 
 def test_autobatch_measures_a_step_of_stocks(yolo, switched, cuda, capsys):
-    """It gives the input a gradient, which no graph takes, and takes a size that fails for one that does not fit."""
+    """AutoBatch gives the input a gradient, which graphs do not support, and takes any error to mean that a size does not fit."""
     switched(cuda_graph=True)
     model = make_model(yolo, cuda)
     capsys.readouterr()
@@ -228,7 +228,7 @@ def test_autobatch_measures_a_step_of_stocks(yolo, switched, cuda, capsys):
 
 @pytest.mark.parametrize("kind", ["fake", "cuda"])
 def test_a_classifier_trains_as_in_stock(yolo, switched, kind, monkeypatch, capsys):
-    """As classify/train.py makes one of a detector, its step included."""
+    """A classifier is made of a detector and trained as in classify/train.py."""
     if kind == "fake":
         fake_gpu.install(monkeypatch)
     elif reason := cuda_missing():
@@ -263,7 +263,7 @@ def test_a_classifier_trains_as_in_stock(yolo, switched, kind, monkeypatch, caps
 
 
 def test_validation_takes_the_memory_of_graphs(yolo, switched, monkeypatch, capsys):
-    """train.py validates eagerly; stock's training has then given its memory back."""
+    """train.py validates eagerly, at a time when the original training has freed its memory."""
     fake_gpu.install(monkeypatch)
     monkeypatch.setattr(layout, "takes_channels_last", lambda device: False)
     switched(cuda_graph=True)
@@ -289,7 +289,7 @@ def test_validation_takes_the_memory_of_graphs(yolo, switched, monkeypatch, caps
 
 
 def train(model, batches):
-    """Run steps as train.py makes them, with the last loss alive during the next forward pass."""
+    """Run steps as in train.py, where the last loss is alive during the next forward pass."""
     compute_loss = ComputeLoss(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
     losses = []
@@ -322,7 +322,7 @@ def test_training_is_stocks(yolo, switched, switches, cuda, capsys):
         got = train(plain, batches)
         if "cuda_graph" in switches:
             assert capsys.readouterr().err.count("captured forward and backward of DetectionModel") == 2
-        # Until the first update; after it, rounding in half precision grows tenfold in a few steps of so small a batch.
+        # Results agree until the first update. After it, rounding in half precision grows tenfold within a few steps of so small a batch.
         torch.testing.assert_close(got[:2], expected[:2], rtol=5e-2, atol=5e-3)
         assert torch.isfinite(got).all()
         if "channels_last" not in switches:  # the kernels are the same then

@@ -1,4 +1,4 @@
-"""ImageDetector: one scripted file from uint8 images to boxes in original pixels, against stock's steps."""
+"""ImageDetector is one scripted file from uint8 images to boxes in original pixels. It equals the original steps."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:Converting 
 
 @pytest.fixture(autouse=True)
 def _float32_convolutions():
-    """Turn TF32 off: it gives other bits for another batch."""
+    """Turn TF32 off, which gives other bits for another batch."""
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
 
@@ -103,7 +103,7 @@ def test_jpeg_files_are_decoded_where_the_module_is(device, bgr, tmp_path):
 
 
 def test_of_a_yolov5_model():
-    """from_model leaves the model as it is; the file needs no YOLOv5."""
+    """from_model does not change the model, and the file needs no YOLOv5."""
     tasks = pytest.importorskip("yolov5.models.yolo", exc_type=ImportError)
     torch.manual_seed(0)
     model = tasks.Model(_yaml(tasks), ch=3, nc=3).eval()
@@ -186,7 +186,7 @@ def test_more_maps_than_levels_are_a_sentence():
 
 @pytest.mark.parametrize("scripted", [False, True], ids=["module", "scripted"])
 def test_threads_share_a_module(device, scripted):
-    """Nothing is kept between calls: each thread has the detections of its own shapes, however many there are."""
+    """The module keeps nothing between calls: each thread gets the detections of its own shapes, however many there are."""
     detector = small_detector(conf_thres=0.3).to(device)
     module = ImageDetector(detector.network, detector.postprocess, 64).eval()
     run = saved_and_loaded(module) if scripted else module
@@ -206,7 +206,7 @@ def test_threads_share_a_module(device, scripted):
 
 
 def test_one_graph(cuda):
-    """forward_batch in a CUDA graph, replayed with other images, after images of another shape."""
+    """A CUDA graph of forward_batch replays with other images, after images of another shape."""
     detector = small_detector(conf_thres=0.3).to(cuda)
     module = saved_and_loaded(ImageDetector(detector.network, detector.postprocess, 128).eval())
     batches = [

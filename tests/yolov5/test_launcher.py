@@ -1,4 +1,4 @@
-"""python -m torch_fastdet.yolov5: the script runs as if it had been started itself, minus our flags."""
+"""python -m torch_fastdet.yolov5 runs a script as if it had been started itself, minus torch_fastdet's flags."""
 
 import json
 
@@ -52,7 +52,7 @@ def test_misuse_is_a_sentence(argv, sentence, capsys):
 
 @pytest.mark.slow
 def test_a_script_sees_what_it_sees_without_us(fake_yolov5):
-    """argv, path, __main__, exit code; multiprocessing by spawn; and utils.loss with the drop-in."""
+    """argv, path, __main__, the exit code and multiprocessing by spawn are the same; only utils.loss has the drop-in."""
     arguments = ("--epochs", "1", "--exit", "3")
     stock = fake_yolov5.python("train.py", *arguments, code=3)
     fast = fake_yolov5.python("-m", "torch_fastdet.yolov5", "train.py", *arguments, "--bbox_iou_optim", code=3)
@@ -126,12 +126,12 @@ def test_a_switch_that_cannot_apply_or_does_not_exist_stops_the_run(fake_yolov5,
     out = fake_yolov5.python(*lost, "--fastdet", folder=tmp_path).stdout
     assert "bbox_iou_optim does not apply: no YOLOv5 was found" in out
     assert "the script ran" in out
-    # A flag that we do not have is the script's to refuse.
+    # The script itself rejects flags that torch_fastdet does not know.
     assert "unrecognized arguments: --no_such_optim" in fake_yolov5.python(*run, "--no_such_optim", code=2).stdout
 
 
 def test_a_switch_that_needs_a_gpu_stops_the_run_without_one(fake_yolov5, switch="cuda_graph"):
-    """By the driver's word alone: CUDA is not started, so that YOLOv5 can still choose its device, and fork."""
+    """Only the driver is asked. CUDA is not initialized, so that YOLOv5 can still choose its device, and fork."""
     run = ("-m", "torch_fastdet.yolov5", "train.py")
     out = fake_yolov5.python(*run, f"--{switch}", code=2, CUDA_VISIBLE_DEVICES="").stdout
     assert len(out.splitlines()) == 1, out
@@ -147,7 +147,7 @@ def test_a_switch_that_needs_a_gpu_stops_the_run_without_one(fake_yolov5, switch
 
 @pytest.mark.parametrize("ending", ["", "sys.exit(0)"])
 def test_a_named_switch_in_a_script_without_yolov5_is_an_error(fake_yolov5, ending):
-    """YOLOv5 is there, but the script imports nothing of it; a utils of its own is not YOLOv5's."""
+    """YOLOv5 exists, but the script imports nothing of it. The script's own utils is not YOLOv5's."""
     other = fake_yolov5.folder.parent / "other" / "utils"
     other.mkdir(parents=True)
     (other / "__init__.py").write_text("")
@@ -163,7 +163,7 @@ def test_a_named_switch_in_a_script_without_yolov5_is_an_error(fake_yolov5, endi
     (line,) = [line for line in out.splitlines() if "replaced nothing" in line]
     assert line.endswith(replaced.removeprefix("bbox_iou_optim")) and "bbox_iou_optim, " in line
     assert "error" not in out
-    # What it replaces in torch is not what was asked for.
+    # Replacements in torch do not count, as the switch was meant for YOLOv5.
     out = fake_yolov5.python(*run, "--multi_tensor_optimizer", code=2).stdout
     assert "torch_fastdet: error: multi_tensor_optimizer replaced nothing of YOLOv5: idle.py imported no YOLOv5" in out
     silent = fake_yolov5.python(*run, "--bbox_iou_optim", code=2, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
@@ -198,7 +198,7 @@ def test_a_fault_of_the_last_step_is_raised(fake_yolov5, ending, code, error):
 
 
 def test_a_fault_of_a_ranks_last_step_is_said(fake_yolov5):
-    """Rank 0 validates after the last step, and goes on to write its checkpoint: torchrun must not stop it."""
+    """Rank 0 validates after the last step and still writes its checkpoint, so torchrun must not stop it."""
     (fake_yolov5.folder / "last.py").write_text(LAST_STEP)
     end = fake_yolov5.python("-m", "torch_fastdet.yolov5", "last.py", "--fastdet", RANK="1")
     assert end.stdout.splitlines() == ["torch_fastdet: rank 1, in one of its last steps: row 7 of 8 is bad"]
@@ -212,7 +212,7 @@ def test_a_module_runs_without_a_blank_behind_m(fake_yolov5):
 
 @pytest.mark.slow
 def test_torchrun_starts_the_launcher(fake_yolov5):
-    """Its worker gets the rank, the script's arguments and the switch."""
+    """The worker of torchrun gets the rank, the script's arguments and the switch."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 1)
     run = (*torchrun, "-m", "torch_fastdet.yolov5", "train.py", "--bbox_iou_optim")
     out = fake_yolov5.python(*run).stdout

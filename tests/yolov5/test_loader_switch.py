@@ -1,4 +1,4 @@
-"""loader_optim: the batches, generator states and errors of the real yolov5's loaders."""
+"""loader_optim yields the batches, generator states and errors of the real yolov5's loaders."""
 
 import re
 
@@ -9,26 +9,26 @@ from tests.yolov5 import real
 from torch_fastdet.ops import opencv_rules
 
 CASES = re.findall(r'^    "(\w+)": ', (real.PROGRAMS / "loaders.py").read_text().split("CASES = {")[1], re.M)
-# Where the GPU changes what is done.
+# On a GPU these cases run other code.
 ON_GPU = [
     case
     for case in CASES
     if case not in ("spawn", "disk", "pickled", "changed_labels", "albumentations", "changed_code")
 ]
-#: What differs between the frameworks, for each change.
+#: Every change runs these cases, in which the frameworks differ.
 QUICK = (
     *("train", "val", "quad", "copy_paste", "files", "pickled", "changed_size", "segmentation", "bad_segments"),
     *("changed_code", "fork_unknown"),
 )
 ON_CPU = [case for case in CASES if "gpu" not in case]
-# Cases that one process runs, one after the other: it imports YOLOv5 for four seconds and spends less than one on most cases. `make test-gpu`
-# gives the tests of a module to all processes, each of which would run all of them.
+# One process runs so many cases, as it imports YOLOv5 for four seconds and spends less than one on most cases. `make test-gpu` distributes
+# the tests of a module over all processes, each of which would run all of them.
 TOGETHER = {"cpu": 40, "cuda": 1}
 
 
 @pytest.fixture(scope="module")
 def outcome(real_yolov5, tmp_path_factory):
-    """Return what the program said of a case: "ok", or what went wrong."""
+    """Return a function that gives the program's result for a case: "ok", or what went wrong."""
     made: dict[tuple, str] = {}
 
     def outcome(device: str, case: str, cases: list[str]) -> str:
@@ -62,7 +62,7 @@ def test_batches_on_the_gpu_are_stocks(case, outcome, cuda):
 
 @pytest.mark.nightly
 def test_training_has_the_losses_of_stock(real_yolov5, train):
-    """The real train.py with two loader processes: the same batches, so the same losses to rounding."""
+    """With two loader processes the real train.py gets the same batches, and so the same losses but for rounding."""
     package = real_yolov5("package")
     stock = real.results(train(package, "--workers", "2", stock=True).folder)
     run = train(package, "--workers", "2", "--loader_optim")

@@ -1,4 +1,4 @@
-"""loss_optim: ComputeLoss where training and validation look for it, and the same training."""
+"""loss_optim puts ComputeLoss where training and validation look for it, and trains the same."""
 
 import copy
 import importlib
@@ -24,7 +24,7 @@ def stock():
 
 
 def test_a_loss_that_derives_from_stocks_keeps_stocks_code(stock, capsys):
-    """Its steps are stock's, which it may override; it goes on after unpatch()."""
+    """The subclass may override steps of the original. It continues to work after unpatch()."""
     theirs, model = stock.ComputeLoss, Model(classes=2)
     drop_in.patch(loss_optim=True)
     try:
@@ -61,7 +61,7 @@ print(type(loss).__module__)
 
 @pytest.mark.parametrize("of, gamma", [("utils.loss", 0.0), ("utils.segment.loss", 1.5)])
 def test_a_pickle_is_stocks(stock, tmp_path, of, gamma):
-    """It computes the same where torch_fastdet is not installed, and becomes the switch's again where that is on."""
+    """The pickle computes the same without torch_fastdet, and becomes torch_fastdet's again if the switch is on."""
     module = importlib.import_module(f"yolov5.{of}")
     model = Model(classes=2, fl_gamma=gamma, label_smoothing=0.1, cls_pw=1.3, obj_pw=0.8)
     heads, targets, others = make_heads(model, 2, 64), make_targets(5, 2, 2), ()

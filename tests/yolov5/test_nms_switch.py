@@ -1,4 +1,4 @@
-"""nms_optim in the real scripts: the numbers that val.py prints and the boxes that detect.py writes are stock's."""
+"""In the real scripts nms_optim leaves the numbers of val.py and the boxes of detect.py as they are."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ LAYOUT = "checkout"
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory) -> Path:
-    """Return 16 images of the demo's digits, to train and to validate on."""
+    """Return 16 images of the demo's digits, for training and validation."""
     data = make(tmp_path_factory.mktemp("digits") / "data", Recipe(image_size=SIZE, train=16, val=1))
     data.write_text(data.read_text().replace("val: images/val", "val: images/train"))
     return data
@@ -27,7 +27,7 @@ def digits(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def weights(real_yolov5, digits, tmp_path_factory) -> Path:
-    """Return yolov5n that finds those digits, made by stock."""
+    """Return the weights of a yolov5n that finds those digits, saved by the original."""
     out = tmp_path_factory.mktemp("weights") / "digits.pt"
     real_yolov5(LAYOUT).program("overfit.py", real_yolov5(LAYOUT).prefix, digits, out)
     return out
@@ -35,7 +35,7 @@ def weights(real_yolov5, digits, tmp_path_factory) -> Path:
 
 def table(output: str) -> list[list[str]]:
     """Return val.py's printed rows: class, images, instances, P, R, mAP50, mAP50-95."""
-    # A row may stand behind a progress bar on one line.
+    # A row may follow a progress bar on one line.
     rows = re.findall(r"(\w+(?:[ \t]+[\d.e-]+){6,})[ \t]*$", output, re.MULTILINE)
     return [row.split() for row in rows]
 
@@ -45,7 +45,7 @@ def boxes(folder: Path) -> dict[str, np.ndarray]:
 
 
 def both(yolov5, script: str, *arguments, project: Path) -> tuple[str, str]:
-    """Return output of a script, stock and with --nms_optim; what it writes is in ``project``/stock and ``project``/fast."""
+    """Return a script's output without and with --nms_optim. Its files are in ``project``/stock and ``project``/fast."""
     common = (script, *arguments, "--project", project, "--exist-ok", "--name")
     stock = yolov5.stock(*common, "stock").stdout
     validates = script.endswith("val")
@@ -61,7 +61,7 @@ def both(yolov5, script: str, *arguments, project: Path) -> tuple[str, str]:
 
 
 def assert_same_boxes(project: Path, rtol: float = 2e-5, atol: float = 2e-5) -> int:
-    """Assert the same rows in the same order; decoding rounds in the last bit, files hold six digits."""
+    """Assert the same rows in the same order, but for the last bit of decoding. Files hold six digits."""
     stock, fast = boxes(project / "stock"), boxes(project / "fast")
     assert stock.keys() == fast.keys()
     for name, rows in stock.items():
@@ -77,7 +77,7 @@ def of_val(digits: Path, weights: Path) -> tuple:
 
 @pytest.mark.slow
 def test_val_of_the_head_prints_the_same_numbers(real_yolov5, digits, weights, tmp_path):
-    """Where process_batch has moved from val.py to utils/metrics.py; val_optim finds it there."""
+    """In this layout process_batch has moved from val.py to utils/metrics.py, where val_optim finds it."""
     head, common = real_yolov5("head"), ("val", *of_val(digits, weights), "--project", tmp_path)
     stock, fast = head.stock(*common).stdout, head.fast(*common, "--val_optim").stdout
     assert "val_optim: utils.metrics.process_batch -> torch_fastdet." in fast and "switches on; off" not in fast
@@ -86,7 +86,7 @@ def test_val_of_the_head_prints_the_same_numbers(real_yolov5, digits, weights, t
 
 @pytest.mark.slow
 def test_val_without_its_matcher_says_so(digits, weights, tmp_path):
-    """Where val.py is the script itself, and a fork has given process_batch another name."""
+    """val.py is the script itself, of a fork that has renamed process_batch."""
     fork = real.make("head", tmp_path)
     for name in ("utils/metrics.py", "val.py", "segment/val.py"):
         path = fork.folder / name
@@ -143,7 +143,7 @@ def test_segment_scripts_give_the_same(real_yolov5, train, data, tmp_path):
 
 @pytest.mark.nightly
 def test_checkpoints_of_segmentation_hold_nothing_of_ours(real_yolov5, train):
-    """A Segment module pickles its Detect.forward: by stock's name."""
+    """A Segment module pickles its Detect.forward by the original name."""
     package = real_yolov5("package")
     run = train(package, "--nms_optim", script="segment/train")
     assert "Detect.forward" in run.output
@@ -152,7 +152,7 @@ def test_checkpoints_of_segmentation_hold_nothing_of_ours(real_yolov5, train):
 
 
 def test_gradients_in_eval_mode_are_stocks():
-    """Who asks for gradients of a model in eval mode (attribution, distillation) gets stock's Detect.forward."""
+    """Gradients of a model in eval mode (for attribution, distillation) come from the original Detect.forward."""
 
     class Detect(nn.Module):
         export, nl, na, nc, no = False, 1, 3, 2, 7

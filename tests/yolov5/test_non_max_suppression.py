@@ -1,4 +1,4 @@
-"""torch_fastdet's list-returning suppression against YOLOv5's own function: same rows, same order, every option."""
+"""torch_fastdet's list-returning suppression gives the rows of YOLOv5's own function, in the same order, with every option."""
 
 import math
 import sys
@@ -51,7 +51,7 @@ def test_options(device, dtype, options):
     compare(clustered(3, 500, 6).to(dtype), device, **options)
 
 
-# A box whose numbers are not finite survives in stock and suppresses nothing; here it is dropped, which other tests pin.
+# The original keeps a box whose numbers are not finite, and it suppresses nothing. torch_fastdet drops it, which other tests check.
 @pytest.mark.parametrize("name", [name for name in adversarial() if name != "NaN and Inf"])
 @pytest.mark.parametrize("options", ["default", "validation", "agnostic", "IoU 0"])
 def test_adversarial(device, name, options):
@@ -59,7 +59,7 @@ def test_adversarial(device, name, options):
 
 
 def test_non_finite_rows_are_dropped_alone(device):
-    """What stock keeps of the sound rows is what we keep."""
+    """Of the finite rows torch_fastdet keeps those that the original keeps."""
     prediction = adversarial()["NaN and Inf"]
     got = yolov5_non_max_suppression(prediction.to(device))[0]
     assert got.isfinite().all()
@@ -118,7 +118,7 @@ def test_one_copy_to_the_host(cuda):
 
 @pytest.mark.parametrize("multi_label", [False, True])
 def test_room_is_made_for_what_there_can_be(device, multi_label):
-    """max_det as "no limit": 10^12 rows an image would not be."""
+    """max_det may be large to mean "no limit". 10^12 rows an image would not fit into memory."""
     prediction = clustered(2, 30, 3).to(device)
     want = yolov5_non_max_suppression(prediction, multi_label=multi_label)
     got = yolov5_non_max_suppression(prediction, multi_label=multi_label, max_det=10**12)

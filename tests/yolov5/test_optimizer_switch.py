@@ -1,4 +1,4 @@
-"""multi_tensor_optimizer: the parts under stock's names."""
+"""multi_tensor_optimizer puts its parts under the original names."""
 
 import logging
 import sys
@@ -47,7 +47,7 @@ def test_smart_optimizer_groups_and_log_line(caplog):
 
 
 def test_one_smart_optimizer_for_each_layout(monkeypatch):
-    """Whoever holds stock's gets the same function of ours, in whatever order the modules of two layouts come."""
+    """Every holder of an original function gets its one replacement, in whatever order the modules of two layouts come."""
     modules = [ModuleType(name) for name in ("train", "yolov5.train", "utils.torch_utils", "yolov5.utils.torch_utils")]
     stocks = []
     for module, user in zip(modules[2:], modules):
@@ -66,7 +66,7 @@ def test_one_smart_optimizer_for_each_layout(monkeypatch):
 
 
 def test_rmsprop_stays_stocks(monkeypatch, capsys):
-    """As the line says that is printed; it is an error if the switch was asked for by name."""
+    """A printed line says so. It is an error if the user asked for the switch by name."""
     module = ModuleType("utils.torch_utils")
     kinds = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
     built = {kind.__name__: kind(network("cpu").parameters(), lr=0.1) for kind in kinds}
@@ -98,7 +98,7 @@ def test_norms_are_all_that_torch_has():
 
 
 class Step:
-    """train.py's sequence around the optimizer."""
+    """Run train.py's sequence around the optimizer."""
 
     def __init__(self, device, kind):
         self.model = network(device)
@@ -124,7 +124,7 @@ class Step:
 
 
 def test_train_pys_sequence_has_stocks_effects(device, patched, monkeypatch):
-    """Also what a callback that reads p.grad after unscaling or clipping sees."""
+    """A callback also reads the same p.grad after unscaling or clipping."""
     ours = Step(device, optim.SGD)
     for step in range(8):
         ours(step, step in (0, 4))

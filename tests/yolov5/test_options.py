@@ -1,4 +1,4 @@
-"""Options of train.py with the switches that the CPU supports: the losses of stock. docs/options.md says what they do to the switches."""
+"""With the switches that the CPU supports, options of train.py give the original losses. docs/options.md says what else they do."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.yolov5.test_real_scripts import LOSSES, SWITCHES
 @pytest.mark.parametrize(
     "options",
     [
-        # Not smaller: at 32 pixels and two images batch norm sees two values, whose sign is a matter of rounding.
+        # Images are not smaller: at 32 pixels and two images batch norm sees two values, whose sign depends on rounding.
         ("--multi-scale", "--img", "128", "--batch", "4", "--image-weights", "--label-smoothing", "0.1", "--cos-lr"),
         ("--rect", "--single-cls", "--quad", "--batch", "4"),
     ],
@@ -33,7 +33,7 @@ def test_options_give_the_losses_of_stock(options, real_yolov5, train):
 
 @pytest.mark.nightly
 def test_evolve_trains_generation_after_generation(real_yolov5, train):
-    """In one process: each generation has a model, an EMA and a loss of its own."""
+    """One process trains all generations, each with its own model, EMA and loss."""
     run = train(real_yolov5("checkout"), "--fastdet", "--evolve", "2", "--epochs", "1")
     assert "Hyperparameter evolution finished 2 generations" in run.output
     assert run.output.count("with parameter groups") == 2
@@ -47,7 +47,7 @@ def test_evolve_trains_generation_after_generation(real_yolov5, train):
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_pypis_script_fails_where_an_epoch_is_not_validated(real_yolov5, data, tmp_path):
-    """With ``--evolve``, too. docs/options.md says so; take that away when a release has mended it."""
+    """It fails with ``--evolve``, too. docs/options.md says so; remove that when a release has fixed it."""
     options = (*TRAIN, "--cfg", "yolov5n.yaml", "--data", data.boxes, "--project", tmp_path, "--noval")
     stock = real_yolov5("package").stock("train", *options, ok=False)
     assert stock.returncode and "map50s" in stock.stdout

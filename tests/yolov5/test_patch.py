@@ -1,4 +1,4 @@
-"""patch(), unpatch(), add_arguments() and apply(): every importer is reached, and every name put back."""
+"""patch() and apply() reach every importer, unpatch() restores every name, and add_arguments() adds the options."""
 
 import argparse
 import pickle
@@ -39,7 +39,7 @@ def test_flags_are_the_registry():
 
 
 def test_without_any_yolov5_what_was_asked_for_is_an_error(fake_yolov5):
-    """...and what came with fastdet is a line. A folder named utils alone is not YOLOv5."""
+    """Switches that fastdet adds only print a line. A folder named utils alone is not YOLOv5."""
     fake_yolov5.hide_package()
     (fake_yolov5.folder / "models" / "yolo.py").unlink()
     program = """
@@ -61,7 +61,7 @@ unpatch()
 
 
 def test_objects_are_filed_as_yolov5s():
-    """What a user can pickle of a training loads where we are not."""
+    """Whatever a user can pickle of a training loads without torch_fastdet."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch_utils = pytest.importorskip("yolov5.utils.torch_utils", reason="yolov5 is not installed")

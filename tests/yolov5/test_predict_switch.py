@@ -1,4 +1,4 @@
-"""predict_optim against stock's AutoShape: the same network input and the same Detections, bit for bit."""
+"""predict_optim gives the same network input and the same Detections as the original AutoShape, bit for bit."""
 
 import os
 import signal
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*autocast:FutureWarning")
 
 @pytest.fixture(scope="module", autouse=True)
 def _yolov5():
-    """Import YOLOv5 in the tests, not with them: it changes settings of torch, OpenCV and the environment."""
+    """Import YOLOv5 in the tests only, as it changes settings of torch, OpenCV and the environment."""
     global common, STOCK
     common = pytest.importorskip("yolov5.models.common", exc_type=ImportError)
     STOCK = common.AutoShape.forward
 
 
 class Network(torch.nn.Module):
-    """Keep its input, and find two boxes that depend on it."""
+    """Record its input, and find two boxes that depend on it."""
 
     def __init__(self):
         super().__init__()
@@ -217,7 +217,7 @@ def test_a_checkout(real_yolov5):
 
 
 def test_detect_of_a_folder(real_yolov5, device, tmp_path):
-    """...ends, with what it prints and writes without a switch."""
+    """detect.py finishes, and prints and writes what it does without a switch."""
     package = real_yolov5("package")
     of = "0" if device.type == "cuda" else "cpu"
     assert "as stock" in package.program("detect.py", package.prefix, of, tmp_path).stdout
@@ -268,7 +268,7 @@ def compare_reading(load_images, options):
 
 
 def test_a_name_that_is_not_utf_8(load_images, tmp_path, monkeypatch):
-    """...is read by the imread of a checkout's scripts. OpenCV's own crashes."""
+    """The imread of a checkout's scripts reads the file. OpenCV's own crashes."""
     from yolov5.utils import dataloaders, general
 
     monkeypatch.setattr(dataloaders.cv2, "imread", general.imread)

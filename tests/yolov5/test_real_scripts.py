@@ -1,4 +1,4 @@
-"""The real scripts, stock and through the launcher, from one seed: the same losses, and checkpoints that are stock's."""
+"""From one seed, the real scripts give the same losses, original and through the launcher, and save checkpoints that the original loads."""
 
 import importlib.util
 import itertools
@@ -13,11 +13,11 @@ from tests.yolov5 import real
 from tests.yolov5.conftest import IMAGE
 
 FLAGS = ("--bbox_iou_optim", "--upsample_optim")
-# Stock repeats itself bitwise here, so what differs is our rounding in the last bit of an IoU, carried through eight
-# steps; results.csv keeps five digits.
+# The original repeats itself bitwise here, so the only difference is torch_fastdet's rounding in the last bit of an IoU, carried through
+# eight steps. results.csv keeps five digits.
 CLOSE = {"rel": 2e-4, "abs": 1e-5}
 LOSSES = [f"{split}/{kind}_loss" for split in ("train", "val") for kind in ("box", "obj", "cls")]
-# Not nms_optim: a model as young as these gives many boxes of one confidence, whose order stock leaves to chance, and
+# nms_optim is left out: a model as young as these gives many boxes of one confidence, whose order the original leaves to chance, and
 # --image-weights chooses images by what validation finds.
 SWITCHES = ("bbox_iou_optim", "loss_optim", "upsample_optim", "multi_tensor_optimizer", "loader_optim")
 
@@ -27,7 +27,7 @@ def package_file(name: str) -> Path:
 
 
 def weights(yolov5: real.YOLOv5, *checkpoints) -> list[dict[str, torch.Tensor]]:
-    """Return what stock YOLOv5 finds in checkpoints, in a process that has no torch_fastdet."""
+    """Return the weights that the original YOLOv5 loads from checkpoints, in a process that has no torch_fastdet."""
     files = {checkpoint: checkpoint.with_suffix(".state_dict") for checkpoint in checkpoints}
     if new := [checkpoint for checkpoint, file in files.items() if not file.exists()]:
         yolov5.program("load_in_stock.py", *new)
@@ -63,7 +63,7 @@ def test_all_switches_together_give_the_losses_of_stock(real_yolov5, train):
     assert re.search("loader_optim: 8 of 8 images are (decoded once|JPEG files)", fast.output)
     report = fast.output.partition("torch_fastdet: this run, by switch:\n")[2]
     assert re.search(r"^  loader_optim: \d+ batch(es)?$", report, re.MULTILINE), report
-    # Two epochs of four batches; YOLOv5 collects 64 images for a step, but not while it warms up.
+    # A run has two epochs of four batches. YOLOv5 accumulates 64 images for a step, but not during warmup.
     assert re.search(r"^  multi_tensor_optimizer: \d moving averages?$", report, re.MULTILINE), report
     assert "  loss_optim: " in report and fast.output.count("this run, by switch") == 1
     fast_weights, stock_weights = weights(package, fast.checkpoint, stock.checkpoint)
@@ -108,7 +108,7 @@ def test_classify_training_gives_the_losses_of_stock(real_yolov5, tmp_path):
 
 @pytest.mark.slow
 def test_a_switch_that_detect_does_not_use_is_no_error(real_yolov5):
-    """At the head of YOLOv5, detect.py imports nothing of what bbox_iou_optim replaces."""
+    """At the head of YOLOv5, detect.py imports nothing that bbox_iou_optim replaces."""
     head = real_yolov5("head")
     (head.folder / "import_detect.py").write_text("import detect\nraise SystemExit(0)\n")
     out = head.python("-m", "torch_fastdet.yolov5", "import_detect.py", "--bbox_iou_optim").stdout

@@ -1,4 +1,4 @@
-"""train.py itself on a GPU, with the options that change what its graphs have to follow."""
+"""train.py trains on a GPU, with the options that change what its graphs must follow."""
 
 import re
 
@@ -27,7 +27,7 @@ LOSSES = [f"train/{kind}_loss" for kind in ("box", "obj", "cls")]
 def test_training_gives_the_losses_of_stock(case, real_yolov5, data, tmp_path, cuda):
     checkout = real_yolov5("checkout")
     arguments = (*COMMON, *CASES[case], "--data", data.boxes, "--project", tmp_path)
-    # multi_tensor_optimizer is SGD's, and is an error by name with another.
+    # multi_tensor_optimizer supports SGD, and raises an error by name with another optimizer.
     every = (
         ("--cuda_graph", "--channels_last", "--loss_optim", "--upsample_optim") if case == "adamw" else ("--fastdet",)
     )
@@ -40,9 +40,9 @@ def test_training_gives_the_losses_of_stock(case, real_yolov5, data, tmp_path, c
     assert captured[0] and captured[1] == captured[0]
     assert len(set(captured[0])) == len(captured[0]), "a shape was captured twice"
     stock = real.results(tmp_path / "stock")
-    # The graphs hold stock's own kernels: to the last digit of results.csv.
+    # The graphs replay the original kernels, so that results.csv agrees to the last digit.
     assert real.results(tmp_path / "graphed") == stock
-    # Another layout has other kernels, which round half precision otherwise.
+    # Another layout has other kernels, which round half precision differently.
     got = real.results(tmp_path / "fast")
     # Where nothing is learnt yet, that rounding decides which epoch is the best, and so where the training stops.
     assert got["epoch"] == stock["epoch"] or case == "early_stop"

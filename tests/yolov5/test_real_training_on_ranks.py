@@ -1,4 +1,4 @@
-"""train.py itself under torchrun with two ranks: on the CPU by gloo, with graphs that are pretended, and on two GPUs by NCCL."""
+"""train.py trains under torchrun with two ranks: on the CPU by gloo with pretended graphs, and on two GPUs by NCCL."""
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ from tests.yolov5.conftest import IMAGE
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2)
 COMMON = ("--img", IMAGE, "--batch", 4, "--workers", 0, "--weights", "", "--cfg", "models/yolov5n.yaml", "--epochs", 5)
-# --exist-ok: each rank asks for the name of a folder that is not there, and another one may have made it meanwhile.
+# --exist-ok is needed, as each rank asks for the name of a new folder, which another one may have made meanwhile.
 COMMON += ("--noautoanchor", "--noplots", "--seed", 1, "--exist-ok")
 LOSSES = [f"{split}/{kind}_loss" for split in ("train", "val") for kind in ("box", "obj", "cls")]
 CAPTURED = "captured forward and backward of DetectionModel"
@@ -29,9 +29,9 @@ def stopping(made, folder):
 
 
 def let_ranks_train_on_cpu(folder):
-    """Let ranks train on the CPU, which stock refuses."""
+    """Let ranks train on the CPU, which the original refuses."""
     device = r"assert torch\.cuda\.device_count\(\) > LOCAL_RANK.*?init_process_group\([^\n]*\)"
-    # With the timeout that stands in for NCCL's 10 minutes.
+    # The timeout stands in for NCCL's 10 minutes.
     timeout = f"__import__('datetime').timedelta(seconds={TIMEOUT} if 'ours' in sys.argv else 600)"
     real._edit(folder / "train.py", device, f"dist.init_process_group('gloo', timeout={timeout})")
     real._edit(

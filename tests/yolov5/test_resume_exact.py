@@ -1,4 +1,4 @@
-"""train.py with ``resume_exact``: stopped or killed, and resumed, it has the bits of a training that ran to its end."""
+"""Stopped or killed, and resumed with ``resume_exact``, train.py has the bits of a training that ran to its end."""
 
 import json
 import re
@@ -9,14 +9,14 @@ from tests.resume import limits
 from tests.yolov5.conftest import TRAIN
 
 pytestmark = pytest.mark.slow
-# The first event of a process is the scheduler's beginning, the second the end of its first epoch. Then come four of last.pt and the
-# file beside it, and two of best.pt and of each epoch's own file.
+# The first event of a process is the start of the scheduler, the second the end of its first epoch. Then come four of last.pt and the file
+# beside it, and two each of best.pt and of the epoch's own file.
 KILLS = {"while it writes the file beside last.pt, in its second epoch": 11, "between that file and last.pt": 5}
 
 
 @pytest.fixture
 def trainings(real_yolov5, data, tmp_path):
-    """Train at once, and with ends of processes; return both folders, and what the processes of each have printed."""
+    """Return a function that trains in one run and with stopped processes, and returns both folders and each one's output."""
     checkout = real_yolov5("checkout")
     arguments = [*TRAIN, "--cfg", "yolov5n.yaml", "--data", data.boxes, "--project", tmp_path, "--save-period", 1]
 
@@ -57,7 +57,7 @@ def saved(outputs):
 
 @pytest.mark.parametrize("gpu", ["cpu", "cuda"])
 def test_stopped_training_has_the_bits_of_one_run(real_yolov5, trainings, gpu, request):
-    """Four epochs; and two, Ctrl-C, --resume and two more."""
+    """Four epochs equal two epochs, Ctrl-C, --resume and two more."""
     if gpu == "cuda":
         request.getfixturevalue("cuda")
     once, ended, *outputs = trainings(4, "0" if gpu == "cuda" else "cpu", [("STOP", 2)], "--multi-scale")
@@ -79,7 +79,7 @@ def test_killed_training_ends_with_the_bits_of_one_run(real_yolov5, trainings):
 
 @pytest.mark.nightly
 def test_training_that_was_over_is_not_trained_on(real_yolov5, trainings):
-    """Killed after the last epoch's files, before last.pt is stripped; as early stopping leaves it, too."""
+    """The process is killed after the last epoch's files, before last.pt is stripped. Early stopping leaves the same files."""
     once, ended, _, outputs = trainings(1, "cpu", [("KILL", 11)])
     same_training(real_yolov5("checkout"), 1, once, ended)
     assert "the training was over when it was killed, and ends now" in outputs[1]

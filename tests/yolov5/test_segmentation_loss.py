@@ -1,4 +1,4 @@
-"""SegmentationLoss against the ComputeLoss of segmentation of the installed yolov5 package."""
+"""Compare SegmentationLoss with the segmentation ComputeLoss of the installed yolov5 package."""
 
 import warnings
 
@@ -90,7 +90,7 @@ def test_numbers_of_targets(stock, count):
 
 
 def test_targets_without_a_match(stock):
-    """No gradient reaches the prototypes: with a gradient of zero, momentum and weight decay would move their layers."""
+    """No gradient reaches the prototypes: with a gradient of zero, momentum and weight decay would change their layers."""
     model = make_model(anchor_t=0.5)
     assert_same(stock.ComputeLoss, model, make(model, 6))
 
@@ -106,7 +106,7 @@ def test_boxes_at_the_borders_and_masks_that_vanish(stock):
 
 
 def test_boxes_outside_and_of_no_area(stock):
-    """What polygons outside of the image, of two points or on a line, leave behind."""
+    """Polygons outside the image, of two points or on a line leave such boxes behind."""
     model = make_model()
     preds, targets, masks = make(model, 9)
     targets[0, 2:] = torch.tensor([0.5, 0.5, 0.4, 0.0])
@@ -145,7 +145,7 @@ def test_bad_targets_and_arguments(stock):
 
 
 def test_another_loss_keeps_its_own(stock, monkeypatch, caplog):
-    """Detection's loss is replaced all the same."""
+    """The loss of detection is replaced nevertheless."""
     single = stock.ComputeLoss.single_mask_loss
     monkeypatch.setattr(stock.ComputeLoss, "single_mask_loss", lambda self, *args: 1.01 * single(self, *args))
     import yolov5.utils.loss as detection

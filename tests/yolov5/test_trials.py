@@ -1,4 +1,4 @@
-"""A fork that has changed the loss or the average under stock's names keeps its own."""
+"""A fork that has changed the loss or the average under the original names keeps its own."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def test_stocks_are_ours_and_nothing_is_drawn(loss):
 
 
 def test_targets_share_no_cell(loss):
-    """Stock's result would depend on the order of its writes."""
+    """If targets shared a cell, the original's result would depend on the order of its writes."""
     heads = losses.heads()
     compute = loss.ComputeLoss(losses.ModelLike(losses.OPTIONS[0]))
     _, _, indices, _ = compute.build_targets(heads, torch.tensor(losses.TARGETS))
@@ -77,7 +77,7 @@ def test_trials_accept_both_layouts(trials, layout):
 
 @pytest.mark.nightly
 def test_trials_accept_the_newest_commit(trials):
-    """It has no process_mask_upsample, which no script of YOLOv5 called."""
+    """The newest commit has no process_mask_upsample, which no script of YOLOv5 called."""
     if (checkout := canary.head()) is None:
         pytest.skip("git does not reach YOLOv5")
     found = trials("checkout", checkout)

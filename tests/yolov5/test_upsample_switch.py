@@ -1,4 +1,4 @@
-"""upsample_optim on plain nn.Upsample modules: ours runs where it should, and leaves no trace in what is saved."""
+"""On plain nn.Upsample modules upsample_optim runs torch_fastdet's operator where it should, and leaves no trace in what is saved."""
 
 import io
 from copy import deepcopy
@@ -65,7 +65,7 @@ def test_other_types_stay_torchs(patched):
 
 
 def test_old_pickles_without_every_attribute_still_run(patched):
-    """Checkpoints of torch < 1.11 have no recompute_scale_factor; stock's forward fails on them."""
+    """Checkpoints of torch < 1.11 have no recompute_scale_factor, and the original forward fails on them."""
     module = torch.nn.Upsample(None, 2, "nearest")
     del module.recompute_scale_factor
     assert module(torch.ones(1, 1, 2, 2)).shape == (1, 1, 4, 4)

@@ -1,4 +1,4 @@
-"""Compares the functions that val.py calls for each image with the originals."""
+"""Compare the functions that val.py calls for each image with the originals."""
 
 import copy
 import hashlib
@@ -100,7 +100,7 @@ def test_masks_match_as_stock(yolov5, device, overlap, scale):
 
 
 class Finds(torch.nn.Module):
-    """Stand in for a segmentation model that finds the labels of a loader's batches, some well, some badly, and things that are not there."""
+    """Stand in for a segmentation model that finds a loader's labels, some well, some badly, and things that are not there."""
 
     def __init__(self, batches, missed: int, channels: int = 32) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Finds(torch.nn.Module):
             y, x = torch.arange(height // 4)[:, None] * 4 + 2, torch.arange(width // 4) * 4 + 2
             for one in range(count):
                 rows = targets[targets[:, 0] == one, 1:] * torch.tensor([1.0, width, height, width, height])
-                # One class a box above the confusion matrix's 0.25: stock chooses at random between classes of the same box.
+                # Each box has one class above the confusion matrix's 0.25: the original chooses at random between classes of the same box.
                 scores = torch.rand(40, 3, generator=generator) * 0.24
                 boxes = torch.rand(40, 4, generator=generator) * 30 + 8
                 for index, row in enumerate(rows):
@@ -166,7 +166,7 @@ def test_segmentation_gives_stocks_numbers_and_files(
     def at_once(target, args, kwargs, daemon):
         return types.SimpleNamespace(start=lambda: target(*args, **kwargs))
 
-    # Stock draws curves in threads that it does not wait for.
+    # The original draws curves in threads that it does not wait for.
     monkeypatch.setattr(utils, "threading", types.SimpleNamespace(Thread=at_once))
     if half and device.type == "cpu":
         pytest.skip("segment/val.py validates in half precision on a GPU alone")
@@ -252,7 +252,7 @@ def test_confusion_matrix_refuses_thresholds_as_stock(yolov5, options):
 
 
 def test_confusion_matrix_counts_in_training_after_validation(yolov5, device):
-    """It is made in inference mode, as val.py makes it, and used outside of it."""
+    """val.py creates the matrix in inference mode, and uses it outside."""
     drop_in.patch(val_optim=True)
     matrix = yolov5.metrics.ConfusionMatrix(3)
     detections, labels = (t.to(device) for t in image(40, 7, 0))

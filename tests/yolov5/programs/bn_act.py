@@ -1,7 +1,7 @@
-"""bn_act.py PREFIX [cuda]: a model's training under bn_act_optim is stock's. PREFIX is that of YOLOv5's modules.
+"""Check that a model's training under bn_act_optim equals the original: ``bn_act.py PREFIX [cuda]``. PREFIX is that of YOLOv5's modules.
 
-Of the package it is yolov5n, whose later uses are compared too; of a checkout yolov5n and yolov5s. cuda: both in half precision on a GPU,
-as near to float64 as stock's.
+The package trains yolov5n, whose later uses are compared too; a checkout trains yolov5n and yolov5s. With cuda, both train in half
+precision on a GPU, and must be as close to float64 as the original.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Compares checkpoints of train.py two by two: models, moving averages and optimizers, to the last bit."""
+"""Compare pairs of train.py's checkpoints (models, moving averages and optimizers) to the last bit."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""detect.py PREFIX DEVICE FOLDER: detect.py of a folder of JPEG files, with all switches and without, prints and writes the same."""
+"""Check that detect.py prints and writes the same for a folder of JPEGs with and without all switches: detect.py PREFIX DEVICE FOLDER."""
 
 import contextlib
 import importlib
@@ -62,7 +62,7 @@ others = [
     for name, rows in stock[1].items()
     if fast[1][name].shape != rows.shape or not np.allclose(fast[1][name], rows, atol=2e-3)
 ]
-# A GPU rounds in TF32, and in other kernels: an overlap at the threshold may be decided otherwise.
+# A GPU rounds in TF32 and in other kernels, so that an overlap at the threshold may be decided differently.
 assert len(others) <= (0 if device == "cpu" else IMAGES // 10), others
 assert not [thread for thread in threading.enumerate() if thread.name.startswith("torch_fastdet")]
 print("as stock")

@@ -1,6 +1,6 @@
-"""Runs train.py through the launcher, and kills the process at an event: KILL=1 is the first. An epoch that is over is one, and
-so is each file or folder that goes to the disk. STOP=3 ends it, as Ctrl-C does, when three epochs are saved. Of each state that is saved,
-checksums of its parts are printed. On a GPU that other tests use too, two runs may measure that another layout is faster: here none is."""
+"""Run train.py through the launcher, and kill the process at its KILL-th event. The end of an epoch is an event, and so is each file or
+folder that goes to the disk. STOP=3 interrupts it as Ctrl-C does when three epochs are saved. The program prints checksums of the parts
+of each saved state. It disables the measurement of layouts, whose result on a busy GPU may differ between two runs."""
 
 import functools
 import importlib

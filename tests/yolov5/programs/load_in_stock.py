@@ -1,4 +1,4 @@
-"""load_in_stock.py CHECKPOINT...: load checkpoints where torch_fastdet cannot be imported; save each one's state_dict beside it."""
+"""Load checkpoints where torch_fastdet cannot be imported, and save the state_dict of each beside it: load_in_stock.py CHECKPOINT..."""
 
 import sys
 import zipfile
@@ -16,7 +16,7 @@ for checkpoint in map(Path, sys.argv[1:]):
             assert b"torch_fastdet" not in archive.read(name), f"{checkpoint} names torch_fastdet"
 
     model = torch.load(checkpoint, map_location="cpu", weights_only=False)["model"].float()
-    # Two in the neck, and one in Segment's Proto.
+    # Two are in the neck, and one is in Segment's Proto.
     assert sum(type(module) is torch.nn.Upsample for module in model.modules()) == 2 + hasattr(model.model[-1], "proto")
     model.eval()(torch.zeros(1, 3, 64, 64))
     torch.save(model.state_dict(), checkpoint.with_suffix(".state_dict"))

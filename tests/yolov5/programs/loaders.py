@@ -1,4 +1,4 @@
-"""Compares the batches of stock's loaders and of ours: loaders.py PREFIX FOLDER CASE...; prints a line for each case."""
+"""Compare the batches of the original loaders and torch_fastdet's: loaders.py PREFIX FOLDER CASE... prints a line for each case."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ prefix, folder, *chosen = sys.argv[1:]
 dataloaders = importlib.import_module(f"{prefix}utils.dataloaders")
 
 SIZE = 96
-# As large as SIZE, smaller, larger, flat, tall, and two whose longer side becomes SIZE + 1 in stock's arithmetic.
+# These are as large as SIZE, smaller, larger, flat, tall, and two whose longer side becomes SIZE + 1 in the original's arithmetic.
 SIZES = [(96, 96), (128, 96), (64, 96), (96, 64), (50, 33), (33, 50), (200, 151), (151, 200), (97, 96), (49, 98)]
 HYP = {
     "degrees": 5.0,
@@ -68,7 +68,7 @@ def make(name, segments=False, count=24):
 
 
 def batches(root, epochs=2, batch_size=6, stop=None, before=None, keep=None, **options):
-    """Return all batches of some epochs, the state that the generators are left in, and items of the data set."""
+    """Return all batches of some epochs, the final state of the generators, and items of the data set."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ def compare(mine, stock, path="batches"):
         assert mine.dtype == stock.dtype and mine.shape == stock.shape, (path, mine.shape, stock.shape)
         difference = (mine.float() - stock.float()).abs()
         most = difference.max().item() if difference.numel() else 0
-        # OpenCV 5 warps in float32, whose rounding follows its vector code; HSV tables make more of a level.
+        # OpenCV 5 warps in float32 and rounds as its vector code does. HSV tables enlarge a difference of one level.
         if mine.dtype == torch.uint8 and opencv_rules()[0] == "float":
             assert most <= 16 and (difference > 0).float().mean() <= 1e-3, (path, most)
         else:
@@ -121,8 +121,8 @@ def same(root="boxes", **options):
 
 
 def described(error):
-    """Return its kind and its last line. Its frames hold loaders: torch waits five seconds for each process of one that the
-    cycle collector finds."""
+    """Return the error's type and last line. Clear its frames, which hold loaders: torch waits five seconds for each of their processes
+    if the cycle collector finds them."""
     traceback.clear_frames(error.__traceback__)
     return type(error).__name__, str(error).strip().splitlines()[-1]
 
@@ -149,8 +149,8 @@ def with_budget(size, variable="TORCH_FASTDET_CACHE"):
 
 
 def files():
-    """JPEG files in place of images, as where a GPU makes the batches: as large as the training's, larger and smaller; one that
-    EXIF turns, two that OpenCV decodes, one without its end, which the scan of labels mends or leaves out, and one that is no JPEG."""
+    """Use JPEG files as images, as where a GPU makes the batches: as large as the training's, larger and smaller, one that EXIF rotates,
+    two that OpenCV decodes, a truncated one, which the scan of labels restores or leaves out, and one that is no JPEG."""
     root = make("files", count=0)
     generator = np.random.default_rng(0)
     for number in range(16):
@@ -195,7 +195,7 @@ def files():
 
 
 def missing_file():
-    """A file that is gone after the scan is stock's error; in a RAM cache it is not missed."""
+    """A file that is gone after the scan raises the original error. In a RAM cache nothing needs it."""
     root = make("missing")
     batches(root, augment=True, hyp=HYP, workers=0)
     image = root / "images" / "7.jpg"
@@ -222,7 +222,7 @@ def missing_file():
 
 
 def outcome(**options):
-    """Return the images, or stock's kind of error and its last line."""
+    """Return the images, or the type and last line of the error."""
     try:
         return [batch[0] for batch in batches(**options, epochs=1) if isinstance(batch, tuple)]
     except Exception as error:
@@ -230,7 +230,7 @@ def outcome(**options):
 
 
 def broken_file():
-    """A file that changes after the scan: empty, half an image, without its end, and a header that promises 65,500 x 65,500."""
+    """Change a file after the scan: make it empty, half an image, lack its end, or have a header that promises 65,500 x 65,500."""
     root = make("broken")
     batches(root, workers=0)
     image = root / "images" / "7.jpg"
@@ -266,7 +266,7 @@ def broken_file():
 
 
 def pickled():
-    """A file holds the framework's data set. Copies are planned as before, and so is what is loaded while the switch is on."""
+    """A pickle contains the framework's data set. Copies are planned as before, and so is what is loaded while the switch is on."""
     stock, found = dataloaders.LoadImagesAndLabels, {}
 
     def file(root, **options):
@@ -292,7 +292,7 @@ def pickled():
 
 
 def changed_labels():
-    """Labels that change between trainings: what the scan finds is used."""
+    """If labels change between trainings, the next scan finds and uses the new ones."""
     root = make("relabelled")
     ours(batches, root, **TRAIN, workers=0, epochs=1)
     (root / "labels" / "7.txt").write_text("1 0.5 0.5 0.2 0.2\n")
@@ -304,7 +304,7 @@ def changed_labels():
 
 
 def changed_size():
-    """A loop that trains on other sizes, epoch by epoch: images are kept in the size that the loader was made for."""
+    """If a loop trains on another size in each epoch, images are kept in the size for which the loader was made."""
 
     def growing(root, **options):
         random.seed(0)
@@ -324,7 +324,7 @@ def changed_size():
 
 
 def spawn():
-    """A process that is started so imports YOLOv5 for seconds: one, and ours alone."""
+    """A spawned process takes seconds to import YOLOv5, so that only one is started, and only with the switch."""
     root = make("boxes")
     stock = batches(root, **TRAIN, workers=1)
     torch.multiprocessing.set_start_method("spawn", force=True)
@@ -357,7 +357,7 @@ def albumentations():
 
 
 def masks(root, epochs=2, **options):
-    """All batches of segment/train.py's loader, masks included, and items of its data set."""
+    """Return all batches of segment/train.py's loader, masks included, and items of its data set."""
     loaders = importlib.import_module(f"{prefix}utils.segment.dataloaders")
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(0)
@@ -371,7 +371,7 @@ def masks(root, epochs=2, **options):
 
 
 def segmentation():
-    """Also where the module is imported after patch(), as by the launcher."""
+    """Batches are the same, also if the module is imported after patch(), as by the launcher."""
     name, root = f"{prefix}utils.segment.dataloaders", make("segments", segments=True)
     cases = (
         {"workers": 2, "overlap_mask": True, "mask_downsample_ratio": 4},
@@ -394,7 +394,7 @@ def segmentation():
 
 
 def bad_segments():
-    """Polygons of two points, on a line, of nothing, and that vanish when scaled down, beside whole ones; and no label at all."""
+    """Add polygons of two points, on a line, of no size, and that vanish when scaled down, to valid ones. Then use no labels at all."""
     for name in ("bad", "unlabelled"):
         root, generator = make(name, segments=True), np.random.default_rng(1)
         for number, label in enumerate(sorted((root / "labels").glob("*.txt"))):
@@ -414,7 +414,7 @@ def bad_segments():
 
 
 class Lines(logging.Handler):
-    """The lines that are said while it is entered."""
+    """Collect the lines that are logged inside the context."""
 
     def __enter__(self):
         self.lines = []
@@ -437,7 +437,7 @@ class Lines(logging.Handler):
 
 @contextlib.contextmanager
 def fork(**changed):
-    """A YOLOv5 whose authors have changed functions of its data loaders, or methods of its data set."""
+    """Pretend that the authors of YOLOv5 have changed functions of its data loaders, or methods of its data set."""
     owners = {name: dataloaders.LoadImagesAndLabels if name.startswith("load") else dataloaders for name in changed}
     stock = {name: vars(owner)[name] for name, owner in owners.items()}
     for name, owner in owners.items():
@@ -450,14 +450,14 @@ def fork(**changed):
 
 
 def planned(lines):
-    """Check that batches were planned to the end, and by nothing but plans."""
+    """Check that all batches were planned, and made only from plans."""
     assert (
         lines.about("batches are made") and not lines.about("a plan cannot say") and not lines.about("leaves the rest")
     ), lines.lines
 
 
 def changed_code():
-    """A YOLOv5 whose loader somebody changed is left alone."""
+    """If somebody has changed the loader, YOLOv5 is left alone."""
 
     class InfiniteDataLoader(dataloaders.InfiniteDataLoader):
         pass
@@ -475,7 +475,7 @@ def changed_code():
 
 
 def pair(self, index):
-    """Place two images side by side on a wide canvas, the second one upside down, of which a part is shown."""
+    """Place two images side by side on a wide canvas, the second one upside down and partly visible."""
     s, labels = self.img_size, []
     canvas = np.full((s, 2 * s, 3), 114, dtype=np.uint8)
     for number, i in enumerate([index, random.choice(self.indices)]):
@@ -488,7 +488,7 @@ def pair(self, index):
 
 
 def fork_mosaic():
-    """A mosaic of their own is planned as stock's is."""
+    """A fork's own mosaic is planned like the original."""
     for options in ({"workers": 0}, {"workers": 2}):
         with fork(load_mosaic=pair), Lines() as lines:
             same(**TRAIN, **options)
@@ -496,7 +496,7 @@ def fork_mosaic():
 
 
 def mosaic9():
-    """Stock's own mosaic of nine, which nothing in stock calls, with all that follows on it."""
+    """YOLOv5's mosaic of nine images, which the original never calls, is planned with all that follows it."""
     nine = vars(dataloaders.LoadImagesAndLabels)["load_mosaic9"]
     for root, copy_paste in (("boxes", 0.0), ("segments", 0.5)):
         with fork(load_mosaic=nine), Lines() as lines:
@@ -505,20 +505,20 @@ def mosaic9():
 
 
 def blurred(image, *arguments, **options):
-    """Blur and darken half of the images, in place: no plan can say that."""
+    """Blur and darken half of the images in place, which no plan can express."""
     if random.random() < 0.5:
         cv2.blur(image, (3, 3), dst=image)
         image //= 2
 
 
 def cut_out(image, *arguments, **options):
-    """Draw a rectangle of one colour, and one of another part of the image."""
+    """Draw a rectangle of one colour, and one with another part of the image."""
     image[4:20, 5:30] = random.randint(0, 255)
     image[40:60, 30:50] = image[10:30, 20:40]
 
 
 def fork_unknown():
-    """Pixels are made where the recorder does not know an operation, which one line says."""
+    """If the recorder does not know an operation, YOLOv5's code makes the pixels, and one line says so."""
     for change, said in ((blurred, "cv2.blur"), (cut_out, "an assignment to a part of an image")):
         with fork(augment_hsv=change), Lines() as lines:
             same(**TRAIN, workers=0)

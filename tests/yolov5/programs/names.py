@@ -1,6 +1,6 @@
-"""names.py PREFIX STOCK: patch() before anything of YOLOv5 is imported, unpatch(), patch() again, unpatch() again.
+"""Call patch() before anything of YOLOv5 is imported, unpatch(), patch() and unpatch() again: names.py PREFIX STOCK.
 
-PREFIX is that of YOLOv5's modules, STOCK the module that bbox_iou comes from. Checks every name on the way.
+PREFIX is that of YOLOv5's modules, STOCK the module that defines bbox_iou. The program checks every name on the way.
 """
 
 import importlib
@@ -22,7 +22,7 @@ HOLDERS = [*IMPORTERS, f"{prefix}utils.metrics"] if stock_module == f"{prefix}ut
 
 
 class Operators(TorchDispatchMode):
-    """The namespaces of the operators that ran."""
+    """Record the names of the operators that ran."""
 
     def __init__(self):
         super().__init__()
@@ -44,13 +44,13 @@ def names():
 
 
 def step():
-    """Return a training step from one seed: the model, its loss and gradients, and which operators of ours ran."""
+    """Run a training step from one seed. Return the model, its loss and gradients, and the torch_fastdet operators that ran."""
     yolo = importlib.import_module(f"{prefix}models.yolo")
     loss = importlib.import_module(f"{prefix}utils.loss")
     torch.manual_seed(0)
     model = yolo.Model(str(Path(yolo.__file__).parent / "yolov5n.yaml"), nc=2).to(device)
     model.hyp = {"cls_pw": 1.0, "obj_pw": 1.0, "fl_gamma": 0.0, "box": 0.05, "obj": 1.0, "cls": 0.5, "anchor_t": 4.0}
-    # One an image: of two in a cell, stock's objectness on a GPU takes either.
+    # Each image has one target: of two in a cell, the original's objectness on a GPU takes either.
     targets = torch.cat((torch.arange(2.0)[:, None], torch.randint(0, 2, (2, 1)), torch.rand(2, 4) * 0.6 + 0.2), 1)
     with Operators() as operators:
         total, items = loss.ComputeLoss(model)(model.train()(torch.rand(2, 3, 64, 64).to(device)), targets.to(device))
@@ -61,7 +61,7 @@ def step():
 
 
 def check_step(items, gradients):
-    """Check against stock's: the same losses and gradients, but for rounding, which batch norm over few values amplifies."""
+    """Check that losses and gradients equal the original's but for rounding, which batch norm over few values amplifies."""
     torch.testing.assert_close(items, stock_items, rtol=1e-5, atol=1e-7)
     for name, gradient in gradients.items():
         scale = stock_gradients[name].abs().max().item()
@@ -72,11 +72,11 @@ def check_patched(lines):
     for name in HOLDERS:
         assert sys.modules[name].bbox_iou is drop_in.bbox_iou, name
         assert sum(f" {name}.bbox_iou -> " in line for line in lines) == 1, (name, lines)
-    # ultralytics' own loss keeps its own function: its boxes are corners, and it is not what was asked for.
+    # ultralytics' own loss keeps its own function: its boxes are corners, and nobody asked to replace it.
     if "ultralytics.utils.metrics" in sys.modules:
         assert sys.modules["ultralytics.utils.metrics"].bbox_iou.__module__ == "ultralytics.utils.metrics"
     model, items, gradients, seen = step()
-    # A loss that is replaced as a whole has no use for the IoU alone.
+    # A loss that is replaced as a whole does not use the replaced IoU.
     loss = "yolov5_loss" if any(".ComputeLoss -> " in line for line in lines) else "bbox_iou"
     assert any(loss in name for name in seen), seen
     assert any("upsample_nearest2x" in name for name in seen), seen
@@ -92,7 +92,7 @@ def check_stock():
 
 
 def check_model(model):
-    """Copy, halve and trace as stock does, and what is traced holds no operator of ours."""
+    """Check that the model copies, halves and traces as the original does, and that the trace contains no operator of torch_fastdet."""
     model.eval()
     image = torch.rand(1, 3, 64, 64)
     with torch.no_grad():
@@ -127,7 +127,7 @@ lines = drop_in.patch(bbox_iou_optim=True)
 assert not any("upsample" in line for line in lines)
 assert drop_in.patch(bbox_iou_optim=True) == lines, "twice is once"
 check_patched(drop_in.patch(upsample_optim=True))
-# A module that did not exist when patch() was called, and does not belong to YOLOv5.
+# This module did not exist when patch() was called, and does not belong to YOLOv5.
 with tempfile.TemporaryDirectory() as folder:
     sys.path.insert(0, folder)
     (Path(folder) / "user_code.py").write_text(f"from {HOLDERS[-1]} import bbox_iou as overlap\n")

@@ -1,6 +1,6 @@
-"""overfit.py PREFIX DATA OUT [TASK]: trains yolov5n on a few images until it finds them, and saves a stock checkpoint.
+"""Train yolov5n on a few images until it finds them, and save an original checkpoint: overfit.py PREFIX DATA OUT [TASK].
 
-Batch statistics are those of all images at once, taken after the first third of the steps and held from there on.
+Batch statistics are computed over all images after the first third of the steps, and stay fixed from then on.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""A train.py of one's own: the two lines, after everything is imported."""
+"""A user's own train.py calls the two functions after all imports."""
 
 import argparse
 

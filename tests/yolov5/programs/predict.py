@@ -1,4 +1,4 @@
-"""predict.py PREFIX: predict_optim finds AutoShape in this layout, gives what it gives, and puts it back."""
+"""Check that predict_optim finds AutoShape in this layout, gives the same results, and restores it: predict.py PREFIX."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Run train.py through the launcher on the CPU, with cuda_graph on: tests/graphs/fake_gpu.py stands in for the GPU."""
+"""Run train.py through the launcher on the CPU with cuda_graph on. tests/graphs/fake_gpu.py stands in for the GPU."""
 
 import sys
 
