@@ -1,6 +1,6 @@
-// Kernels of multi_tensor.h: a persistent grid of warps over the device-resident work list. Rows whose tensors share a
-// type and lie alike go 16 bytes at a time (element by element where storage is unaligned, and for tails); the others
-// go element by element through their own types and strides.
+// The kernels of multi_tensor.h run a persistent grid of warps over the work list in device memory. Rows whose tensors
+// share a type and a layout are read 16 bytes at a time (element by element for unaligned storage and for tails); other
+// rows are read element by element through their own types and strides.
 #include "core/common/device.cuh"
 #include "core/common/dtype.cuh"
 #include "core/multi_tensor/multi_tensor.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = kWarp * kWarpsPerBlock;
 
-// Return a value as a tensor of this type would keep it.
+// Return a value as a tensor of this type would store it.
 template <typename A>
 __device__ __forceinline__ A stored_any(DType dtype, A value) {
   return dispatch(dtype, [&](auto zero) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ double read(const Scalar& scalar) {
   return scalar.data ? load_element<double>(scalar.data, scalar.dtype, 0) : scalar.value;
 }
 
-// All present tensors of the row share this type and lie alike; with `narrow_second`, kSecond is bfloat16 instead.
+// Return whether all tensors of the row share a type and a layout. With `narrow_second`, kSecond must be bfloat16.
 __device__ __forceinline__ bool is_uniform(const Row& row, bool narrow_second, DType& type) {
   bool first = true, uniform = row.layout < 0;
   for (int slot = 0; slot < kSlots; ++slot) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ bool is_uniform(const Row& row, bool narrow_second, D
   return uniform;
 }
 
-// The last block of the grid to come here sees what all others wrote. Leaves the ticket at zero for the next launch.
+// Return true in the block of the grid that arrives last and sees all other blocks' writes. Reset the ticket to zero.
 __device__ __forceinline__ bool is_last_block(Workspace* workspace) {
   __shared__ bool last;
   __threadfence();
@@ -59,7 +59,7 @@ template <typename A>
 struct GradSum {
   A sum = 0;
   bool finite = true;
-  // `as_grad` rounds to the gradient's own type: the norm is that of what is, or would be, stored.
+  // `as_grad` rounds to the gradient's own type: the norm is that of the values that are, or would be, stored.
   template <typename AsGrad>
   __device__ __forceinline__ A add(A grad, A inv_scale, bool scaled, const AsGrad& as_grad) {
     finite = finite && isfinite(grad);
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant_
   finish_reduction(p, w, atomicExch(&w.nonfinite, 0u) != 0, total);
 }
 
-// The rules by which a parameter moves. `second` is of kSecond, a Second<T> beside T. kUnroll vectors are in flight.
+// These rules say how a parameter moves. `second` is kSecond's value, a Second<T>. kUnroll vectors are in flight.
 template <typename A>
 struct SgdRule {
   static constexpr bool kWritesParam = true, kSecondRead = false, kSecondWritten = false;
@@ -257,7 +257,7 @@ struct RowStep {
   A inv_scale, clip, decay, one_minus_decay;
   bool scaled, clipped, update, write_grad, average;
 
-  // `as_grad` and `as_param` round to the tensor's own type, where separate calls would store and load again.
+  // `as_grad` and `as_param` round to the tensor's own type where separate calls would store and load values.
   template <typename AsGrad, typename AsParam>
   __device__ __forceinline__ void element(A& param, A& grad, A& buffer, A& second, A& average_value,
                                           const AsGrad& as_grad, const AsParam& as_param) const {
@@ -272,7 +272,7 @@ struct RowStep {
   __device__ __forceinline__ bool reads_grad() const { return update || write_grad; }
 };
 
-// As many values of a second tensor, maybe of a narrower type, as a Vector<T> has.
+// Hold as many values of a second tensor, possibly of a narrower type, as a Vector<T> holds.
 template <typename S, int N>
 struct alignas(sizeof(S) * N) Several {
   S x[N];
@@ -404,7 +404,7 @@ __device__ __forceinline__ RowStep<A, R> row_step(const UpdateParams& p, const S
   return step;
 }
 
-// Change what other blocks have read in this launch: whether a buffer is filled, how many steps were taken.
+// Change what other blocks have read in this launch: whether a buffer is initialized and how many steps were taken.
 __device__ void finish_rows(const UpdateParams& p) {
   for (int64_t i = threadIdx.x; i < p.list.num_rows; i += kThreads) {
     const Row& row = p.list.rows[i];
@@ -452,7 +452,7 @@ __global__ void __launch_bounds__(kThreads, kFloat32 ? 3 : 1) update_kernel(cons
     }
     dispatch(type, typed);
   }
-  // Nothing that blocks read above may change before the last of them is through.
+  // Blocks read these values above, so nothing may change them before the last block has finished.
   if (!p.unfilled && !p.write_counter && p.rule != Rule::kAdam) return;
   if (!is_last_block(p.list.workspace)) return;
   if (p.rule != Rule::kNone && !s.skip) finish_rows(p);

@@ -1,4 +1,4 @@
-// multi_tensor on the CPU: parallel_for(begin, end, grain, f) over segments, block by block in L1, vectorised.
+// Run multi_tensor on the CPU: parallel_for(begin, end, grain, f) shares segments, and vectorized code takes L1 blocks.
 #pragma once
 
 #include <algorithm>
@@ -12,12 +12,12 @@
 #include "core/multi_tensor/optimizer_math.h"
 
 namespace torch_fastdet::core::multi_tensor_loops {
-namespace {  // of each file that includes this: functions that it calls once are inlined
+namespace {  // of each file that includes this, so that functions called once are inlined
 
 constexpr int64_t kBlock = 512;
 constexpr int kLanes = 16;
 
-// The rows, the layouts of those that have one, and plan_segments()'s segments.
+// Hold the rows, the layouts of those that have one, and plan_segments()'s segments.
 struct Work {
   const std::vector<Row>& rows;
   const std::vector<Layout>& layouts;
@@ -60,7 +60,7 @@ TORCH_FASTDET_HOST_DEVICE void store_and_load(A* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) values[i] = static_cast<A>(static_cast<T>(values[i]));
 }
 
-// Round to the type that a tensor keeps its values in.
+// Round to the type in which a tensor stores its values.
 template <class Halves, typename A>
 TORCH_FASTDET_HOST_DEVICE void as_stored(DType type, A* values, int64_t count) {
   if (type == DType::kFloat16) store_and_load<typename Halves::Float16>(values, count);
@@ -86,7 +86,7 @@ TORCH_FASTDET_HOST_DEVICE void move_values(A* __restrict__ param, A* __restrict_
   }
 }
 
-// Where separate calls would store and load again, values are rounded here too.
+// Round values where separate calls would store and load them.
 template <class Halves, typename A>
 TORCH_FASTDET_HOST_DEVICE void step_values(A* __restrict__ param, A* __restrict__ grad, A* __restrict__ buffer,
                                            A* __restrict__ average, A* __restrict__ second, int64_t count,
@@ -109,7 +109,7 @@ TORCH_FASTDET_HOST_DEVICE void step_values(A* __restrict__ param, A* __restrict_
   }
 }
 
-// Unscale in the gradient's type and add squares, lane by lane in one order. Return whether all were finite.
+// Unscale in the gradient's type and add squares, lane by lane in a fixed order. Return whether all values were finite.
 template <class Halves, typename A>
 TORCH_FASTDET_HOST_DEVICE bool reduce_values(A* __restrict__ grad, int64_t count, A inv_scale, bool scaled, DType type,
                                              A* __restrict__ sums) {
@@ -127,7 +127,7 @@ TORCH_FASTDET_HOST_DEVICE bool reduce_values(A* __restrict__ grad, int64_t count
   return check == A(0);
 }
 
-// `slots`: where the block's values are, in the order of Slot.
+// `slots` points to the block's values, in the order of Slot.
 template <class Halves, typename A>
 void step_block(A* const* slots, int64_t count, const Step<A>& step) {
   vectorised([&] { step_values<Halves>(slots[0], slots[1], slots[2], slots[3], slots[4], count, step); });
@@ -138,7 +138,7 @@ bool reduce_block(A* grad, int64_t count, A inv_scale, bool scaled, DType type, 
   return vectorised([&] { return reduce_values<Halves>(grad, count, inv_scale, scaled, type, sums); });
 }
 
-// `at`: offsets (elements) of the block's elements, or null where they lie one after the other.
+// `at` holds the offsets (in elements) of the block's elements, or is null if these are contiguous.
 template <typename T, typename A>
 void load_as(A* out, const void* data, int64_t start, int64_t count, const int64_t* at) {
   const T* in = static_cast<const T*>(data);
@@ -230,7 +230,7 @@ Partial reduce_segment(const Work& work, const Row& row, const Segment& segment,
   return partial;
 }
 
-// Leave in `w` what update() reads.
+// Compute in `w` what update() reads.
 template <class Halves, typename ParallelFor>
 void reduce(const Work& work, const ReduceParams& p, Workspace& w, const ParallelFor& parallel_for) {
   const bool scaled = p.scale != nullptr;
@@ -279,7 +279,7 @@ Step<A> row_step(const UpdateParams& p, const StepScalars& s, const Group* group
                 static_cast<A>(read<Halves>(group.weight_decay)),
                 group.nesterov != 0,
                 group.maximize != 0};
-    // As torch.optim.SGD: a momentum of 0 neither reads nor writes the buffer, and is not dampened. MuSGD does both.
+    // Like torch.optim.SGD, neither read nor write the buffer if momentum is 0, and do not dampen. MuSGD does both.
     if (p.rule == Rule::kSgd) step.momentum = step.momentum && step.sgd.momentum != A(0);
     const double last = read<Halves>(group.last);
     step.along = static_cast<A>(p.rule == Rule::kMuon ? 1.0 - read<Halves>(group.momentum) : last);
@@ -324,7 +324,7 @@ void update_segment(const Work& work, const Row& row, const Segment& segment, co
     if (step.average) piece.load(kAverage, block.slot[kAverage]);
     step_block<Halves>(slots, piece.count, step);
     if (step.update && row.data[kParam]) piece.store(kParam, block.slot[kParam]);
-    // sgd_element takes the gradient by value: the block still holds the multiplied one.
+    // sgd_element takes the gradient by value, so the block still holds the multiplied one.
     if (step.write_grad) piece.store(kGrad, block.slot[kGrad]);
     if (momentum) piece.store(kMomentum, block.slot[kMomentum]);
     if (second && step.rule != Rule::kMovedSgd) piece.store(kSecond, block.slot[kSecond]);
@@ -332,7 +332,7 @@ void update_segment(const Work& work, const Row& row, const Segment& segment, co
   }
 }
 
-// `groups` are the rows' groups. Those in `p` may be fewer, and are not read.
+// `groups` are the rows' groups. Those in `p` may be fewer and are not read.
 template <class Halves, typename ParallelFor>
 void update(const Work& work, const UpdateParams& p, const Group* groups, const Workspace& w,
             const ParallelFor& parallel_for) {

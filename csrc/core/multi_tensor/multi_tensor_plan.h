@@ -1,4 +1,4 @@
-// The work list of multi_tensor.h, cut on the host: pure functions, no device.
+// Cut the work list of multi_tensor.h on the host. These are pure functions that need no device.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace torch_fastdet::core {
 
-// Elements that a segment holds when the rows have `total` elements together: a multiple of kSegmentElements.
+// Return how many elements a segment holds for rows of `total` elements together: a multiple of kSegmentElements.
 inline int64_t segment_elements(int64_t total) {
   const int64_t unit = kSegmentElements;
   const int64_t needed = ceil_div(total / kMaxSegments, unit) * unit;
@@ -33,7 +33,7 @@ inline std::vector<Segment> plan_segments(const std::vector<int64_t>& numels) {
   return segments;
 }
 
-// Fill `layout` for strides of one shape (null: no tensor), dimensions merged; false above kMaxDims of them.
+// Fill `layout` for strides of one shape (null: no tensor), merging dimensions. Return false if kMaxDims are too few.
 inline bool merge_dims(Layout& layout, int64_t dims, const int64_t* sizes, const int64_t* const strides[kSlots]) {
   layout = Layout{};
   for (int64_t dim = 0; dim < dims; ++dim) {
@@ -52,7 +52,7 @@ inline bool merge_dims(Layout& layout, int64_t dims, const int64_t* sizes, const
   return true;
 }
 
-// Offsets (elements) of a row's element `index` in each of its tensors.
+// Compute the offset (in elements) of a row's element `index` in each of its tensors.
 TORCH_FASTDET_HOST_DEVICE void layout_offsets(const Layout& layout, int64_t index, int64_t offsets[kSlots]) {
   for (int slot = 0; slot < kSlots; ++slot) offsets[slot] = 0;
   for (int64_t dim = layout.dims - 1; dim >= 0; --dim) {

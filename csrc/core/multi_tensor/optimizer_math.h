@@ -1,9 +1,9 @@
-// SGD, Adam, Muon's momentum, moving average, unscale and clip for one element, and the step's few scalars. Once, for
-// CPU, CUDA and tests.
+// These functions compute SGD, Adam, Muon's momentum, the moving average, unscaling and clipping for one element, and a
+// step's few scalars. CPU, CUDA and tests share them.
 //
-// Every multiplication and addition is rounded where PyTorch's own loops round it, so that float32 and float64 results
-// are torch.optim.SGD's bits: `a.add(b, alpha=s)` is one fma, `a.mul(s)` and `a.add(b)` are one rounding each. The
-// named functions keep nvcc from contracting what must stay apart.
+// They round every multiplication and addition where PyTorch's own loops do, so that float32 and float64 results are
+// bitwise equal to torch.optim.SGD: `a.add(b, alpha=s)` is one fma, `a.mul(s)` and `a.add(b)` round once each. The
+// named functions keep nvcc from contracting operations that must stay separate.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@
 
 namespace torch_fastdet::core {
 
-// a * b + c, rounded once.
+// Return a * b + c, rounded once.
 TORCH_FASTDET_HOST_DEVICE float fused_mul_add(float a, float b, float c) {
   return fmaf(a, b, c);
 }
@@ -28,7 +28,7 @@ struct SgdScalars {
   bool nesterov, maximize;
 };
 
-// One step of torch.optim.SGD. `unfilled`: the momentum buffer holds nothing yet and becomes the gradient, undamped.
+// Take one step of torch.optim.SGD. An `unfilled` momentum buffer is set to the gradient, undamped.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE void sgd_element(A& param, A grad, A& buffer, const SgdScalars<A>& s, bool has_momentum,
                                            bool unfilled) {
@@ -41,14 +41,14 @@ TORCH_FASTDET_HOST_DEVICE void sgd_element(A& param, A grad, A& buffer, const Sg
   param = fused_mul_add(-s.lr, grad, param);
 }
 
-// One group's hyper-parameters, and what follows from the number of this step.
+// Hold one group's hyperparameters and the values that follow from the number of this step.
 template <typename A>
 struct AdamScalars {
   A beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, inverse_root, eps, weight_decay, kept;
   bool decoupled, maximize;
 };
 
-// `steps`: the number of this step, from 1.
+// `steps` is the number of this step, counted from 1.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE AdamScalars<A> adam_scalars(double lr, double beta1, double beta2, double weight_decay,
                                                       double eps, bool decoupled, bool maximize, double steps) {
@@ -74,7 +74,7 @@ TORCH_FASTDET_HOST_DEVICE double square_root(double x) {
   return sqrt(x);
 }
 
-// One step of torch.optim.Adam, or AdamW. As lerp does, the first moment goes to `grad` from the nearer end.
+// Take one step of torch.optim.Adam or AdamW. Like lerp, compute the first moment from the nearer end.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE void adam_element(A& param, A grad, A& first, A& second, const AdamScalars<A>& s) {
   if (s.maximize) grad = -grad;
@@ -91,37 +91,37 @@ TORCH_FASTDET_HOST_DEVICE void adam_element(A& param, A grad, A& first, A& secon
   param = fused_mul_add(-s.step_size, first / root, param);
 }
 
-// Muon's momentum, b *= m; b += (1 - m) * g; returns what is orthogonalised.
+// Update Muon's momentum, b *= m; b += (1 - m) * g, and return what Muon orthogonalizes.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE A muon_element(A grad, A& buffer, A momentum, A one_minus_momentum, bool nesterov) {
   buffer = fused_mul_add(one_minus_momentum, grad, mul_rn(buffer, momentum));
   return nesterov ? fused_mul_add(one_minus_momentum, grad, mul_rn(buffer, momentum)) : buffer;
 }
 
-// The moving average as YOLOv5 writes it: v *= d; v += (1 - d) * x.
+// Update the moving average as YOLOv5 does: v *= d; v += (1 - d) * x.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE A ema_element(A average, A value, A decay, A one_minus_decay) {
   return add_rn(mul_rn(average, decay), mul_rn(value, one_minus_decay));
 }
 
-// decay * (1 - exp(-updates / tau)), the ramp that lets early epochs move.
+// Return decay * (1 - exp(-updates / tau)), the ramp that makes early averages follow the parameters quickly.
 TORCH_FASTDET_HOST_DEVICE double ema_decay(double decay, double tau, double updates) {
   return mul_rn(decay, 1.0 - exp(-updates / tau));
 }
 
-// 1 / scale as GradScaler takes it: in double, then float.
+// Return 1 / scale as GradScaler computes it: in double, then rounded to float.
 TORCH_FASTDET_HOST_DEVICE float inverse_scale(float scale) {
   return static_cast<float>(1.0 / static_cast<double>(scale));
 }
 
-// clip_grad_norm_'s factor, min(max_norm / (norm + 1e-6), 1), rounded as torch rounds `float / tensor`. NaN stays NaN.
+// Return clip_grad_norm_'s factor min(max_norm / (norm + 1e-6), 1), rounded as torch rounds `float / tensor`.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE A clip_factor(A norm, A max_norm) {
   const A factor = mul_rn(A(1) / add_rn(norm, A(1e-6)), max_norm);
   return factor > A(1) ? A(1) : factor;
 }
 
-// GradScaler.update(): back off on overflow, grow after `interval` steps without one, never to infinity.
+// Apply GradScaler.update(): back off on overflow, grow after `interval` steps without one, never to infinity.
 TORCH_FASTDET_HOST_DEVICE void update_scale(float& scale, int& growth_tracker, bool overflow, double growth_factor,
                                             double backoff_factor, int interval) {
   if (overflow) {
@@ -147,7 +147,7 @@ TORCH_FASTDET_HOST_DEVICE bool has_double(const Row& row) {
   return found;
 }
 
-// Leave in `w` what the update reads, and the norm and the flags. `sum`: of the squares of all gradients.
+// Store the norm, the flags and what the update reads in `w`. `sum` is the sum of the squares of all gradients.
 TORCH_FASTDET_HOST_DEVICE void finish_reduction(const ReduceParams& p, Workspace& w, bool overflow, double sum) {
   if (p.found_inf && (overflow || !p.keep_found_inf)) *p.found_inf = overflow ? 1.f : 0.f;
   w.skip = overflow && p.skip_on_overflow;
@@ -165,14 +165,14 @@ TORCH_FASTDET_HOST_DEVICE void finish_reduction(const ReduceParams& p, Workspace
   }
 }
 
-// The scalars that every element of an update shares.
+// All elements of an update share these scalars.
 struct StepScalars {
   double clip, decay, one_minus_decay;
   float inv_scale;
   bool scaled, clipped, skip;
 };
 
-// `decay` is that of p, read; `updates`, the number of this update.
+// `decay` is the value of p.decay, and `updates` is the number of this update.
 TORCH_FASTDET_HOST_DEVICE StepScalars step_scalars(const UpdateParams& p, const Workspace& w, double decay,
                                                    int64_t updates) {
   StepScalars s{};
@@ -188,7 +188,7 @@ TORCH_FASTDET_HOST_DEVICE StepScalars step_scalars(const UpdateParams& p, const 
   return s;
 }
 
-// Note that a row has taken its step: its buffer is filled, and Adam counts.
+// Record that a row has taken its step: its buffer is initialized, and Adam's step count grows by one.
 TORCH_FASTDET_HOST_DEVICE void finish_row(const UpdateParams& p, const Row& row, int64_t index) {
   if (p.unfilled && row.data[kGrad] && row.data[kMomentum]) p.unfilled[index] = 0;
   if (p.rule == Rule::kAdam && row.step) *row.step += 1.f;

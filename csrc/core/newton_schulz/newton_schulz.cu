@@ -1,7 +1,7 @@
-// Newton-Schulz steps on the GPU. Each product of a step is one launch over the tiles of all matrices, so that small
-// ones fill the GPU together. A block has one tile: operands come to shared memory by asynchronous copies, some steps
-// ahead (steps of 64 and four warps for the symmetric products, of 32 and eight for the other), and tensor cores
-// multiply them. Matrices are padded with zeros to whole tiles, so that no product has a border.
+// Run Newton-Schulz steps on the GPU. Each product of a step is one launch over the tiles of all matrices, so that
+// small matrices fill the GPU together. A block computes one tile: asynchronous copies bring the operands to shared
+// memory some steps ahead (steps of 64 and four warps for the symmetric products, of 32 and eight for the other), and
+// tensor cores multiply them. Matrices are zero-padded to whole tiles, so that no product has a border.
 #include <cuda_bf16.h>
 #include <cuda_pipeline_primitives.h>
 
@@ -20,7 +20,7 @@ namespace {
 using Element = __nv_bfloat16;
 using Elements = Vector<Element>;
 
-// Two values in a register, as many as Elements in four.
+// Pack two values into a register; Elements needs four of these.
 __device__ __forceinline__ uint32_t pack(float first, float second) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(first, second);
   uint32_t packed;
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint32_t pack(float first, float second) {
 }
 
 __device__ __forceinline__ void store(Element* to, const float (&x)[Elements::kSize]) {
-  // Not by an assignment, which nvcc 13.0 takes to four stores.
+  // Do not assign the vector: nvcc 13.0 turns that into four stores.
   __stcg(reinterpret_cast<uint4*>(to),
          make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7])));
 }
@@ -44,9 +44,9 @@ __device__ __forceinline__ void load(const Element* from, float (&x)[Elements::k
 }
 
 constexpr int kPlainThreads = 256;  // of kernels without products
-constexpr int kPad = 8;             // elements between rows of shared memory, so that its banks differ
+constexpr int kPad = 8;             // elements between rows of shared memory that avoid bank conflicts
 
-// Sums of squares, a chunk a block.
+// Each block sums the squares of one chunk.
 __global__ void __launch_bounds__(kPlainThreads) square_kernel(const NsParams p) {
   const NsTile tile = p.chunks[blockIdx.x];
   const NsMatrix matrix = p.matrices[tile.matrix];
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kPlainThreads) square_kernel(const NsParams p)
 #pragma unroll
     for (int k = 0; k < Elements::kSize; ++k) sum[0] += values[k] * values[k];
   }
-  for (; i < end; ++i) {  // of the one thread whose vector is cut off
+  for (; i < end; ++i) {  // only for the one thread whose vector is cut off
     const float value = to_arithmetic(source[i]);
     sum[0] += value * value;
   }
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kPlainThreads) square_kernel(const NsParams p)
   if (threadIdx.x == 0) p.squared[blockIdx.x] = sum[0];
 }
 
-// The matrices, each divided by its norm, into x[0]; rounded where eager code stores.
+// Store the matrices, each divided by its norm, in x[0]. Values are rounded where eager code stores them.
 __global__ void __launch_bounds__(kPlainThreads) normalize_kernel(const NsParams p) {
   const NsTile tile = p.tiles[blockIdx.x];
   const NsMatrix matrix = p.matrices[tile.matrix];
@@ -105,13 +105,13 @@ __global__ void __launch_bounds__(kPlainThreads) normalize_kernel(const NsParams
   }
 }
 
-// Shared memory of a product: kStages tiles of each operand, at the end of sums. kTransposed: of the right operand.
+// Compute a product with kStages tiles of each operand in shared memory. kTransposed refers to the right operand.
 template <int kRows, int kColumns, bool kTransposed, int kStep, int kStages>
 struct Product {
-  static constexpr int kDepth = kStep;  // of a step along the sum
+  static constexpr int kDepth = kStep;  // length of a step along the sum
   static constexpr int kWarpRows = 32, kWarpColumns = kColumns / 2;
   static constexpr int kThreads = kRows / kWarpRows * 2 * kWarp;
-  static constexpr int kRowPairs = kWarpRows / 16, kColumnPairs = kWarpColumns / 16;  // of 8 x 8 matrices
+  static constexpr int kRowPairs = kWarpRows / 16, kColumnPairs = kWarpColumns / 16;  // in 8 x 8 matrices
   static constexpr int kLeftStride = kDepth + kPad;
   static constexpr int kRightRows = kTransposed ? kColumns : kDepth, kRightWidth = kTransposed ? kDepth : kColumns;
   static constexpr int kRightStride = kRightWidth + kPad;
@@ -121,7 +121,7 @@ struct Product {
   static constexpr int kOperandBytes = kStages * kStage * static_cast<int>(sizeof(Element));
   static constexpr int kBytes = kOperandBytes > kSumBytes ? kOperandBytes : kSumBytes;
 
-  // Rows from `rows` on are outside of the matrix, and any others.
+  // Rows from `rows` on lie outside the matrix; what they hold does not matter.
   template <int kHeight, int kWidth>
   static __device__ __forceinline__ void copy(Element* to, const Element* from, int64_t stride, int rows) {
     constexpr int kVectors = kWidth / Elements::kSize;
@@ -144,14 +144,14 @@ struct Product {
                                   right_stride, kRightRows);
   }
 
-  // The sums of a tile, over `steps` * kDepth products each, into shared memory.
+  // Sum `steps` * kDepth products for each element of a tile, and leave the sums in shared memory.
   static __device__ __forceinline__ float* multiply(unsigned char* shared, int steps, const Element* left,
                                                     int64_t left_stride, int rows, const Element* right,
                                                     int64_t right_stride) {
     auto* const stages = reinterpret_cast<Element*>(shared);
     const int warp = static_cast<int>(threadIdx.x) / kWarp, lane = static_cast<int>(threadIdx.x) % kWarp;
     const int first_row = warp / 2 * kWarpRows, first_column = warp % 2 * kWarpColumns;
-    // Where this lane's row of four 8 x 8 matrices begins: 16 x 16 elements of each operand.
+    // These are where this lane's row of four 8 x 8 matrices begins: 16 x 16 elements of each operand.
     const int left_at = (first_row + lane % 16) * kLeftStride + lane / 16 * 8;
     const int right_at = kTransposed ? (first_column + lane / 16 * 8 + lane % 8) * kRightStride + lane / 8 % 2 * 8
                                      : lane % 16 * kRightStride + first_column + lane / 16 * 8;
@@ -163,7 +163,7 @@ struct Product {
     }
     for (int step = 0; step < steps; ++step) {
       __pipeline_wait_prior(kStages - 2);
-      __syncthreads();  // the copies of all threads have come, and nobody still reads the stage that is fetched next
+      __syncthreads();  // all threads' copies have arrived, and no thread still reads the stage that is fetched next
       if (step + kStages - 1 < steps) fetch(stages, step + kStages - 1, left, left_stride, rows, right, right_stride);
       __pipeline_commit();
       const Element* const left_tile = stages + step % kStages * kStage + left_at;
@@ -211,7 +211,7 @@ struct Product {
 using Square = Product<kNsTile, kNsTile, true, 64, 4>;
 using Wide = Product<kNsTall, kNsWide, false, 32, 4>;
 
-// out = alpha * sum + beta * addend for neighbouring elements.
+// Compute out = alpha * sum + beta * addend for neighbouring elements.
 __device__ __forceinline__ void combine(float (&sum)[Elements::kSize], float alpha, float beta, const Element* addend,
                                         Element* out) {
   float added[Elements::kSize] = {};
@@ -221,7 +221,7 @@ __device__ __forceinline__ void combine(float (&sum)[Elements::kSize], float alp
   store(out, sum);
 }
 
-// kPolynomial: polynomial = b A + c A A from gram = A. Else gram = X X'. Both are symmetric.
+// With kPolynomial, compute polynomial = b A + c A A from gram = A, else gram = X X'. Both results are symmetric.
 template <bool kPolynomial>
 __global__ void __launch_bounds__(Square::kThreads) square_product_kernel(const NsParams p, const void* x) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(Square::kThreads) square_product_kernel(const 
   }
 }
 
-// X <- a X + polynomial X; the last time into the result, scaled.
+// Compute X <- a X + polynomial X. The last step writes the scaled X to the result.
 template <bool kLast>
 __global__ void __launch_bounds__(Wide::kThreads, 2) step_kernel(const NsParams p, const void* from, void* to) {
   extern __shared__ __align__(128) unsigned char shared[];

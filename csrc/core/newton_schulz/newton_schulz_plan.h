@@ -1,4 +1,4 @@
-// The places of matrices in the workspace, and the blocks that work on them.
+// Plan where matrices lie in the workspace, and the blocks that work on them.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ TORCH_FASTDET_HOST_DEVICE int64_t ns_round_up(int64_t value, int64_t unit) {
   return ceil_div(value, unit) * unit;
 }
 
-// Rows and columns of a matrix in the workspace, without padding.
+// Return the rows and columns of a matrix in the workspace, without padding.
 TORCH_FASTDET_HOST_DEVICE int64_t ns_short(const NsMatrix& matrix) {
   return matrix.rows < matrix.columns ? matrix.rows : matrix.columns;
 }
@@ -22,7 +22,7 @@ TORCH_FASTDET_HOST_DEVICE int64_t ns_long(const NsMatrix& matrix) {
   return matrix.rows < matrix.columns ? matrix.columns : matrix.rows;
 }
 
-// With padding.
+// Return them with padding.
 TORCH_FASTDET_HOST_DEVICE int64_t ns_height(const NsMatrix& matrix) {
   return ns_round_up(ns_short(matrix), kNsTile);
 }
@@ -61,7 +61,7 @@ struct NsPlan {
     gram_elements += ns_height(matrix) * ns_height(matrix);
   }
 
-  // The longest sums first, so that none of them begins when all others have ended.
+  // Sort the longest sums first, so that none of them begins when all others have ended.
   void sort() {
     const auto by = [this](auto length) {
       return [this, length](const NsTile& a, const NsTile& b) {

@@ -1,4 +1,4 @@
-// A block makes a row of pixels (channels_last) or a plane, so that windows share its L1; accesses are neighbours.
+// A block computes a row of pixels (channels_last) or a plane, so that its windows share L1; accesses are coalesced.
 #include "core/pool/max_pool.h"
 
 #include "core/common/device.cuh"
@@ -8,14 +8,14 @@ namespace torch_fastdet::core {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kFastRadius = 2;  // of max_pool_values: SPPF's
+constexpr int kFastRadius = 2;  // of max_pool_values, which SPPF uses
 
 struct Pixel {
   int64_t n, c;
   int h, w;
 };
 
-// Call f for each access of this block, on its threads in turn.
+// Call f for each access of this block, distributed over its threads.
 template <int kVector, typename F>
 __device__ __forceinline__ void for_pixels(const MaxPoolParams& p, F&& f) {
   const auto width = static_cast<unsigned>(p.width), height = static_cast<unsigned>(p.height);
@@ -81,7 +81,7 @@ __device__ __forceinline__ int clamped(int at, int size) {
   return at < 0 ? 0 : at < size ? at : size - 1;
 }
 
-// Values alone, of channels_last 5x5 windows, a thread an access. Reading the edge again outside changes no maximum.
+// Compute the values of channels_last 5x5 windows, one access a thread. Reading the edge again outside is harmless.
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads) max_pool_values(const __grid_constant__ MaxPoolParams p) {
   using A = arithmetic_t<T>;
@@ -118,7 +118,7 @@ template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads) max_pool_backward(const __grid_constant__ MaxPoolParams p) {
   using A = arithmetic_t<T>;
   for_pixels<kVector>(p, [&](const Pixel& at) {
-    // In the window of a pixel (dy, dx) away, this pixel lies at (-dy, -dx); `after` is the forward pass' `before`.
+    // In the window of a pixel (dy, dx) away, this pixel lies at (-dy, -dx); `after` is the forward pass's `before`.
     const PoolSpan rows(at.h, p.source_height, p.before, p.after), columns(at.w, p.source_width, p.before, p.after);
     const int side = p.before + 1 + p.after;
     const int64_t source = p.source.offset(at.n, at.c, at.h, at.w);
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) max_pool_backward(const __grid_const
   });
 }
 
-// Return whether accesses of `count` elements are aligned, and end where the channels end.
+// Return whether accesses of `count` elements are aligned and end where the channels end.
 bool takes_vectors(const MaxPoolParams& p, int count, int bytes) {
   if (!p.channels_last || p.channels % count) return false;
   const auto fits = [&](const PoolTensor& tensor, int size) {

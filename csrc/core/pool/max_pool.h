@@ -1,4 +1,4 @@
-// Max pooling of stride 1, also from one part of a concatenation into the next, and its gradient.
+// Max pooling of stride 1 and its gradient. A pooling can read one part of a concatenation and write the next.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace torch_fastdet::core {
 
 constexpr int kMostPoolSide = 15;  // 15 * 15 places of a window fit in a byte
 
-// One tensor (N, C, H, W), or the channels of a larger one that it stands in: strides of (n, c, h, w) in elements.
+// Describe a tensor (N, C, H, W), or the channels of a larger one, by its strides of (n, c, h, w) in elements.
 struct PoolTensor {
   void* data;
   int64_t stride[4];
@@ -21,16 +21,16 @@ struct PoolTensor {
   }
 };
 
-// Forward: target = the largest value of source in the window around each pixel, indices = its place in the window, row
-// by row, if not null; copy = source, if not null. Of equal values the first counts, of NaNs the last, as in PyTorch.
-// Backward: source = the gradient of a pooling's result, target = that of what was pooled: `copy` and what the windows
-// pass on, summed row by row in float (double for double).
+// Forward, target is the largest value of source in the window around each pixel, indices (if not null) its place in
+// the window, row by row, and copy (if not null) is source. The first of equal values and the last NaN count, as in
+// PyTorch. Backward, source is the gradient of a pooling's result, and target that of its input: the sum of `copy` and
+// of what the windows pass on, row by row in float (double for double).
 struct MaxPoolParams {
   int64_t batch, channels, height, width;  // of the target
   int64_t source_height, source_width;
-  // Rows and columns of the source for a pixel of the target: from `before` less to `after` more than its own.
+  // A pixel's window spans the rows and columns from `before` less to `after` more than the pixel's own.
   int before, after;
-  bool channels_last;  // which way to walk; forward and backward take any strides
+  bool channels_last;  // the order to walk in; forward and backward take any strides
   PoolTensor source, target, indices, copy;
   DType dtype;
 };
@@ -40,7 +40,7 @@ struct Largest {
   A value;
   int place;
 
-  // PyTorch's rule.
+  // Follow PyTorch's rule.
   TORCH_FASTDET_HOST_DEVICE void consider(A candidate, int at) {
     if (candidate > value || candidate != candidate) {
       value = candidate;
@@ -49,7 +49,7 @@ struct Largest {
   }
 };
 
-// Rows or columns of the window of `at` that are inside of the map: [first, last].
+// Compute the rows or columns of the window at `at` that are inside the map: [first, last].
 struct PoolSpan {
   int first, last;
 
@@ -58,7 +58,7 @@ struct PoolSpan {
         last(size - 1 - at < after ? static_cast<int>(size - 1 - at) : after) {}
 };
 
-// One launch each. At most 2^31 - 1 rows (channels_last: of pixels, else planes), and elements of a row.
+// Each launches one kernel. At most 2^31 - 1 rows (channels_last: of pixels, else planes), and elements of a row.
 cudaError_t launch_max_pool_forward(const MaxPoolParams& params, cudaStream_t stream);
 cudaError_t launch_max_pool_backward(const MaxPoolParams& params, cudaStream_t stream);
 

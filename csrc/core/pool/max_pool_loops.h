@@ -1,4 +1,4 @@
-// Max poolings on the CPU: rows of pixels are shared among the threads by parallel_for(begin, end, grain, f).
+// Run max poolings on the CPU; parallel_for(begin, end, grain, f) shares rows of pixels among the threads.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace torch_fastdet::core::pool_loops {
 
-// Call f(n, c, h, w) for each element, in the order of the memory.
+// Call f(n, c, h, w) for each element, in memory order.
 template <typename ParallelFor, typename F>
 void for_elements(const MaxPoolParams& p, const ParallelFor& parallel_for, F&& f) {
   const int64_t grain = std::max<int64_t>(1, 4096 / (p.channels * p.width));

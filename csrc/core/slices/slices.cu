@@ -1,4 +1,4 @@
-// Bound by memory: each thread reads 16 bytes of each operand and writes 16 bytes.
+// The kernels are bound by memory: each thread reads 16 bytes of each operand and writes 16 bytes.
 #include "core/slices/slices.h"
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A block's threads are `lanes` beside each other in a row, a power of two, in as many rows as that gives.
+// A block's threads cover `lanes` neighbouring vectors of a row, a power of two, in as many rows as that gives.
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads) sum_slices(const __grid_constant__ SumSlicesParams p, int lanes) {
   using Pack = Vector<T, kVector>;
@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) sum_slices(const __grid_constant__ S
   }
 }
 
-// Return whether all rows begin at and consist of whole vectors.
+// Return whether all rows begin at a multiple of whole vectors and consist of whole vectors.
 bool is_aligned(const SumSlicesParams& p, int vector) {
   const auto fits = [&](const void* data, int64_t pitch) {
     return reinterpret_cast<uintptr_t>(data) % 16 == 0 && (pitch % vector == 0 || p.rows == 1);
@@ -60,8 +60,8 @@ void launch(const SumSlicesParams& p, cudaStream_t stream) {
   sum_slices<T, kVector><<<grid, kThreads, 0, stream>>>(p, lanes);
 }
 
-// A block moves tiles of kPadTile positions and as many channels through shared memory, so that it reads neighbouring
-// elements whichever of the two lie beside each other, and writes neighbouring channels.
+// A block moves tiles of kPadTile positions and as many channels through shared memory, so that it reads contiguous
+// elements whichever of the two dimensions is contiguous, and writes contiguous channels.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) pad_and_sum(const __grid_constant__ PadAndSumParams p) {
   using A = arithmetic_t<T>;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) pad_and_sum(const __grid_constant__ 
   }
 }
 
-// A warp's lanes are neighbouring channels; the warps of a block share the splits.
+// A warp's lanes take neighbouring channels, and the warps of a block share the splits.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     add_partials(const arithmetic_t<T>* partials, int splits, int64_t channels, T* sums_of_all) {
@@ -137,7 +137,7 @@ void add_all(const void* partials, int splits, int64_t channels, void* sums, cud
                                                    static_cast<T*>(sums));
 }
 
-// A block's threads are `lanes` vectors beside each other in a row, a power of two of at most a warp, in several rows.
+// A block's threads cover `lanes` neighbouring vectors of a row, a power of two of at most a warp, in several rows.
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads) sum_rows(const __grid_constant__ SumRowsParams p, int lanes) {
   using A = arithmetic_t<T>;

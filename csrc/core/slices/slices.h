@@ -1,4 +1,4 @@
-// Sums (or a copy) of slices along the channels, and what a biased convolution or linear layer reads of its gradient.
+// Sum (or copy) slices along the channels, and compute what a biased convolution or linear layer needs of its gradient.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace torch_fastdet::core {
 
 constexpr int kMostSlices = 4;
 
-// A slice is `rows` rows of `width` neighbouring elements: the channels of a pixel in channels_last, those of an image
-// in NCHW. A pitch is the number of elements from one row to the next. No result overlaps with an operand.
+// A slice is `rows` rows of `width` contiguous elements: the channels of a pixel in channels_last, those of an image in
+// NCHW. A pitch is the number of elements from one row to the next. No result may overlap with an operand.
 struct SumSlicesParams {
   int64_t rows, width;
   int count;  // of operands, 1 to kMostSlices
@@ -23,7 +23,7 @@ struct SumSlicesParams {
   DType dtype;
 };
 
-// Rounded after each addition, as additions of tensors are.
+// Add in the arithmetic type and round to T, as the addition of two tensors does.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T rounded_sum(T a, T b) {
   return from_arithmetic<T>(to_arithmetic(a) + to_arithmetic(b));
@@ -32,8 +32,8 @@ TORCH_FASTDET_HOST_DEVICE T rounded_sum(T a, T b) {
 constexpr int kPadTile = 64;  // channels, and positions, that a block moves at once
 constexpr int kMostPadSplits = 512;
 
-// x is (batch, channels, pixels) of any strides; `out` dense (batch, pixels, padded), with zeros in the added channels;
-// `sums` are the channels'. Block i of `splits` adds tiles i, i + splits, ... of positions.
+// `x` is (batch, channels, pixels) of any strides, `out` is dense (batch, pixels, padded) with zeros in the added
+// channels, and `sums` holds the sum of each channel. Block i of `splits` adds tiles i, i + splits, ... of positions.
 struct PadAndSumParams {
   int64_t batch, channels, pixels, padded;
   int64_t image_stride, channel_stride, pixel_stride;  // of x, in elements
@@ -50,10 +50,10 @@ struct PadAndSumParams {
 };
 
 constexpr int kMostSumSplits = 512;
-constexpr int kSumRows = 64;  // of a split, at least
+constexpr int kSumRows = 64;  // minimum number of rows of a split
 
-// x is `rows` rows of `width` elements, dense; `sums` has the sum of each column. Block i of `splits` adds up rows i *
-// b to i * b + b - 1, then (i + splits) * b and so on; b rows are those of a block's threads.
+// `x` is dense, `rows` rows of `width` elements; `sums` holds the sum of each column. A block covers b rows at a time:
+// block i of `splits` adds up rows i * b to i * b + b - 1, then (i + splits) * b and so on.
 struct SumRowsParams {
   int64_t rows, width;
   const void* x;

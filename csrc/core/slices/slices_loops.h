@@ -1,4 +1,4 @@
-// sum_slices, pad_and_sum and sum_rows on the CPU: parallel_for(begin, end, grain, f) shares rows and channels.
+// Run sum_slices, pad_and_sum and sum_rows on the CPU; parallel_for(begin, end, grain, f) shares rows and channels.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Sparse linear assignment with a cost limit: the pairs of least sum of (cost - limit), as lapjv solves densely.
+// Solve sparse linear assignment with a cost limit: find the pairs of least sum of (cost - limit), like dense lapjv.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace torch_fastdet::core {
 
-// begin(), edge() by rows, solve(). A row may stay unmatched at weight 0; searches never leave their component.
+// Call begin(), edge() by rows, then solve(). A row may stay unmatched at weight 0; searches stay in their component.
 class SparseAssignment {
  public:
   void begin(int rows, int columns, int edges) {
@@ -18,7 +18,7 @@ class SparseAssignment {
     if (static_cast<int>(column_.size()) <= edges) column_.resize(2 * edges + 1), weight_.resize(2 * edges + 1);
   }
 
-  // A pair above the limit is in no optimum, and NaN is no pair. A pair at the limit counts as one to match.
+  // A pair above the limit is never optimal, and NaN is no pair. A pair at the limit counts as one to match.
   void edge(int row, int column, double weight) {
     const int keep = weight <= 0;
     column_[used_] = column, weight_[used_] = weight;
@@ -31,7 +31,7 @@ class SparseAssignment {
     row_of_.assign(columns_, -1), column_of_.assign(rows, -1);
     row_price_.assign(rows, 0.0), column_price_.assign(columns_, 0.0);
     pending_.clear(), doubtful_.clear();
-    for (int i = 0; i < rows; i++) {  // every row takes its best column, if that is free
+    for (int i = 0; i < rows; i++) {  // every row takes its best column if that is free
       int best = -1;
       double least = std::numeric_limits<double>::min(), second = least;
       for (int e = start_[i]; e < start_[i + 1]; e++) {
@@ -54,8 +54,8 @@ class SparseAssignment {
   int column_of(int row) const { return column_of_[row]; }
   void set(int row, int column) { column_of_[row] = column; }
 
-  // Return whether another assignment is as good, but for rounding. Then pairs without slack form a cycle, in which an
-  // additional node stands for what may stay unmatched.
+  // Return whether another assignment is equally good, up to rounding. Then pairs without slack form a cycle through
+  // rows and an additional node, which stands for everything unmatched.
   bool tied() {
     const int rows = static_cast<int>(column_of_.size());
     std::sort(doubtful_.begin(), doubtful_.end());
@@ -65,7 +65,7 @@ class SparseAssignment {
     if (arcs_.empty()) return false;
     leaving_.assign(rows + 1, 0);
     for (const Arc& arc : arcs_) leaving_[arc.from]++;
-    for (size_t before = 0; before != arcs_.size();) {  // drop what leads nowhere
+    for (size_t before = 0; before != arcs_.size();) {  // remove arcs to nodes that no arc leaves
       before = arcs_.size();
       leaving_[rows] = std::any_of(arcs_.begin(), arcs_.end(), [&](const Arc& arc) { return may_lose(arc.from); });
       arcs_.erase(std::remove_if(arcs_.begin(), arcs_.end(),
@@ -90,7 +90,7 @@ class SparseAssignment {
 
   bool may_lose(int row) const { return column_of_[row] < 0 || column_price_[column_of_[row]] >= -kSlack; }
 
-  // Visit the rows whose column a row could take without loss; the number of rows stands for the additional node.
+  // Visit the rows whose column `row` could take at no cost. The number of rows stands for the additional node.
   template <class Visit>
   void visit_tight(int row, const Visit& visit) const {
     const int rows = static_cast<int>(column_of_.size());
@@ -102,7 +102,7 @@ class SparseAssignment {
     }
   }
 
-  // Find the shortest augmenting path from an unmatched row (Dijkstra), to a free column or a row to unmatch.
+  // Find the shortest augmenting path (Dijkstra) from an unmatched row to a free column or to a row to unmatch.
   void augment(int first) {
     reached_.clear();
     int row = first, free_row = -1, free_column = -1;
@@ -148,7 +148,7 @@ class SparseAssignment {
       if (free_row == first) return;
       column = column_of_[free_row], column_of_[free_row] = -1;
     }
-    for (;;) {  // turn the path round
+    for (;;) {  // flip the path
       const int r = from_[column];
       row_of_[column] = r;
       std::swap(column_of_[r], column);

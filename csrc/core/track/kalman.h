@@ -1,5 +1,5 @@
-// The Kalman filter of SORT's descendants: centre, aspect or width, height, and velocities. Diagonal noise makes the
-// covariance 2x2 blocks, computed side by side; camera motion mixes x with y and width with height (`cross`).
+// The Kalman filter of SORT's descendants tracks centre, aspect or width, height, and their velocities. Diagonal noise
+// makes the covariance 2x2 blocks, computed side by side; camera motion mixes x with y and width with height (`cross`).
 #pragma once
 
 #include <cmath>
@@ -25,22 +25,22 @@ inline Lanes operator*(const Lanes& a, const Lanes& b) {
 inline Lanes operator/(const Lanes& a, const Lanes& b) {
   return {{a[0] / b[0], a[1] / b[1], a[2] / b[2], a[3] / b[3]}};
 }
-// The lanes of the coordinates that camera motion mixes: y for x, height for width, and the other way round.
+// Exchange the coordinates that camera motion mixes: x with y, and width with height.
 inline Lanes swap(const Lanes& a) {
   return {{a[1], a[0], a[3], a[2]}};
 }
 
-// Covariance of (position, velocity) with (position, velocity). pv and vp may differ in the last bit, as NumPy's do.
+// Covariances of (position, velocity) with (position, velocity). pv and vp may differ in the last bit, as in NumPy.
 struct Covariance {
   Lanes pp, pv, vp, vv;
 };
 
-struct StillState {  // as long as no camera moves
+struct StillState {  // enough as long as the camera does not move
   Lanes position, velocity;
   Covariance own;  // of each coordinate with itself
 };
 struct KalmanState : StillState {
-  Covariance cross;  // of each coordinate with swap()'s; zero until a camera moves
+  Covariance cross;  // of each coordinate with its swap() partner; zero until the camera moves
 };
 
 inline void prefetch(const StillState* state) {
@@ -51,13 +51,13 @@ inline void prefetch(const StillState* state) {
 struct CameraMotion {
   double rotation[2][2];
   double translation[2];
-  double scale, angle;  // what the rotation does to rotated boxes: their sides become longer, their angle larger
+  double scale, angle;  // how the rotation changes rotated boxes: factor of their sides, and angle to add
 };
 
-// The order of operations is NumPy's, so that results have its bits; compile with -ffp-contract=off.
+// Operations follow NumPy's order, so that results are bitwise equal; compile this with -ffp-contract=off.
 class KalmanFilter {
  public:
-  // xywh: width and height, noise relative to each. Otherwise width / height and height, noise relative to the height.
+  // xywh: estimate width and height, with noise relative to each. Otherwise aspect and height, relative to the height.
   explicit KalmanFilter(bool xywh) : xywh_(xywh) {}
   bool xywh() const { return xywh_; }
 
@@ -69,7 +69,7 @@ class KalmanFilter {
     state.own.vv = velocity * velocity;
   }
 
-  // mixed: a camera has moved before, so that state.cross counts. single: round as NumPy's product for a single track.
+  // mixed: the camera has moved before, so state.cross counts. single: round as NumPy's product for a single track.
   void predict(KalmanState& state, bool mixed, bool single = false) const {
     const Lanes position = noise(state, kPosition, 1e-2), velocity = noise(state, kVelocity, 1e-5);
     state.position = state.position + state.velocity;
@@ -96,7 +96,7 @@ class KalmanFilter {
     own.vv = own.vv - gain_v * back_v;
   }
 
-  // Move positions, turn velocities too. Sizes become those of the turned box's bounds, or are `scaled` alone.
+  // Move positions and rotate velocities. Sizes become those of the rotated box's bounds, or are only `scaled`.
   static void move(KalmanState& state, const CameraMotion& motion, bool scaled) {
     const auto& r = motion.rotation;
     auto size = [&](double value, double scale) { return scaled ? scale : std::abs(value); };
@@ -107,7 +107,7 @@ class KalmanFilter {
     state.position[0] += motion.translation[0];
     state.position[1] += motion.translation[1];
     for (Lanes Covariance::*part : {&Covariance::pp, &Covariance::pv, &Covariance::vp, &Covariance::vv}) {
-      // Rows first, then columns: own is (i, i) and cross (i, swap(i)) of R * C * R'.
+      // Multiply rows, then columns: own is (i, i) and cross is (i, swap(i)) of R * C * R'.
       const Lanes own = d * (state.own.*part) + o * swap(state.cross.*part);
       const Lanes cross = d * (state.cross.*part) + o * swap(state.own.*part);
       state.own.*part = own * d + cross * o;
@@ -130,7 +130,7 @@ class KalmanFilter {
     c.pv = pv, c.vp = vp;
   }
 
-  // Correct with 2x2 matrices for a pair of coordinates: each is corrected by its own innovation and by its partner's.
+  // Correct each coordinate of a pair by its own and its partner's innovation, with 2x2 matrices.
   static void correct_pairs(KalmanState& state, const Lanes& innovation, const Lanes& total) {
     Covariance &own = state.own, &cross = state.cross;
     const Lanes other = swap(total), mixed = cross.pp, mixed_back = swap(cross.pp);

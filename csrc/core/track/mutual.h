@@ -1,5 +1,5 @@
-// TrackTrack (2025): low scores and recovered detections match at a price, in rounds of mutual choice; new tracks keep
-// off.
+// TrackTrack (2025) matches low scores and recovered detections at an extra cost, in rounds of mutual choice, and
+// starts no tracks near others.
 #pragma once
 
 #include <algorithm>
@@ -13,23 +13,23 @@
 namespace torch_fastdet::core {
 
 struct MutualOptions {
-  float low_price, recovered_price;  // what a pair of such a detection costs more
-  double step;                       // by which the limit falls from round to round
-  float score_weight;                // of the difference of scores
-  double angle_weight;               // of the angle between the ways of the corners
-  double lost_limit;                 // cost limit of another association of lost tracks; 0: none
-  float apart;                       // largest overlap of a new track with another one
-  int64_t confirmed_from;            // detections in a row
-  float overlap_weight;              // of the boxes beside looks, whose costs come with their weight
+  float low_price, recovered_price;  // extra cost of a pair with such a detection
+  double step;                       // decrease of the limit from round to round
+  float score_weight;                // weight of the difference of scores
+  double angle_weight;               // weight of the angle between the ways of the corners
+  double lost_limit;                 // cost limit of a further association of lost tracks; 0: none
+  float apart;                       // largest overlap of a new track with another track
+  int64_t confirmed_from;            // detections in a row that confirm a track
+  float overlap_weight;              // weight of the boxes' cost if there are looks, whose costs are already weighted
 };
 
-// Limits and prices are from 0, and limits at most 1: then a pair of boxes that hardly meet never matches.
+// Limits and prices must be at least 0 and limits at most 1, so that a pair of boxes that hardly meet never matches.
 class MutualTracker : public Tracker {
  public:
   explicit MutualTracker(const MutualOptions& options) : Tracker(true), kind_(options) {}
 
  protected:
-  static constexpr float kMeets = 0.1f;  // pairs overlap by more
+  static constexpr float kMeets = 0.1f;  // pairs must overlap by more than this
   static constexpr size_t kSeen = 4;
   static constexpr int kMatched = -2;
   static constexpr int64_t kBack = 3;  // frames
@@ -37,16 +37,16 @@ class MutualTracker : public Tracker {
   struct Seen {
     int64_t frame;
     WideBox box;
-    bool wide;  // float64: the filter's, and not a detection's
+    bool wide;  // float64: the filter's box, not a detection's
   };
   template <class T>
-  struct Ways {  // of the corners: upper left, lower left, upper right, lower right
+  struct Ways {  // of the upper left, lower left, upper right and lower right corners
     std::array<T, 4> x, y;
   };
   struct Past {
     std::vector<Seen> seen;  // the newest, oldest first
-    Ways<float> ways{};      // means of unit vectors; zero until it is seen twice in a row
-    float score = 0;         // before the last
+    Ways<float> ways{};      // means of unit vectors; zero until seen in two consecutive frames
+    float score = 0;         // the score before the last
   };
   struct Pair {
     int row, column;
@@ -70,7 +70,7 @@ class MutualTracker : public Tracker {
     high_.rows.insert(high_.rows.end(), low_.rows.begin(), low_.rows.end());
     for (int64_t i = 0; i < recovered.count; i++)
       if (recovered.rows[(i + 1) * recovered.columns - 2] > options_.high) add(high_, recovered, i, -1);
-    high_.shapes.clear();  // upright also of rotated boxes
+    high_.shapes.clear();  // upright even for rotated boxes
     for (const Detection& d : high_.rows) high_.shapes.add(d.upright());
   }
 
@@ -99,21 +99,21 @@ class MutualTracker : public Tracker {
     match_mutually(rest_, kind_.lost_limit, false);
   }
 
-  // Match tracks with detections that are left; matches_ are in the order in which they are found.
+  // Match tracks with unused detections. matches_ holds the pairs in the order in which they are found.
   void match_mutually(const std::vector<int>& slots, double limit, bool priced) {
     find_pairs(slots, static_cast<float>(limit), priced);
     matches_.clear();
     best_of_row_.resize(slots.size()), best_of_column_.resize(high_.size());
     for (; !pairs_.empty(); limit -= kind_.step) {
       for (const Pair& pair : pairs_) best_of_row_[pair.row] = best_of_column_[pair.column] = -1;
-      for (int k = 0; k < static_cast<int>(pairs_.size()); k++) {  // of equals the first row, or column
+      for (int k = 0; k < static_cast<int>(pairs_.size()); k++) {  // the first row or column wins ties
         int &row = best_of_row_[pairs_[k].row], &column = best_of_column_[pairs_[k].column];
         const float cost = pairs_[k].cost;
         if (column < 0 || cost < pairs_[column].cost) column = k;
         if (row < 0 || cost < pairs_[row].cost || (cost == pairs_[row].cost && pairs_[k].column < pairs_[row].column))
           row = k;
       }
-      for (int k = 0; k < static_cast<int>(pairs_.size()); k++) {  // a row's are side by side
+      for (int k = 0; k < static_cast<int>(pairs_.size()); k++) {  // the pairs of a row are contiguous
         const Pair& pair = pairs_[k];
         if (best_of_row_[pair.row] != k || best_of_column_[pair.column] != k) continue;
         best_of_row_[pair.row] = kMatched;
@@ -156,7 +156,7 @@ class MutualTracker : public Tracker {
       const float expected = score + (score - pasts_[slots[i]].score);
       const float cost = placed_at(1 - clip(height, 0) * overlap, slots[i], high_.rows[j]) +
                          kind_.score_weight * std::abs(expected - high_.rows[j].score);
-      if (priced_at(cost, j, priced) < limit) pairs_.push_back({i, j, cost});  // the angle only adds to it
+      if (priced_at(cost, j, priced) < limit) pairs_.push_back({i, j, cost});  // the angle can only add to the cost
     }
     size_t kept = 0;
     for (Pair p : pairs_) {
@@ -203,7 +203,7 @@ class MutualTracker : public Tracker {
     return ways;
   }
 
-  // The cost with the mean angle, in half turns, between a track's ways and those to a detection.
+  // Return the cost plus the mean angle, in half turns, between a track's ways and those to a detection.
   template <class T>
   float with_angle(float cost, const Corners<T>& from, const Corners<T>& to, const Ways<float>& ways, T score) const {
     const Ways<T> now = ways_between(from, to);
@@ -266,7 +266,7 @@ class MutualTracker : public Tracker {
     }
   }
 
-  // Suppress as the framework does: of equal scores the last detection first.
+  // Suppress as the framework does; the last of detections with equal scores comes first.
   void suppress() override {
     fresh_.clear(), near_.clear();
     const bool alone =
@@ -286,7 +286,7 @@ class MutualTracker : public Tracker {
     if (!fresh_.empty()) keep_apart([&](int i, int other) { return near_.overlap(other, near_, i) > kind_.apart; });
   }
 
-  // The score before the last, the ways, and rows of frame x1 y1 x2 y2 wide, 0 or NaN where there are fewer.
+  // The columns are the score before the last, the ways, and rows of frame x1 y1 x2 y2 wide, padded with 0 or NaN.
   int64_t past_columns() const override { return 9 + 6 * static_cast<int64_t>(kSeen); }
 
   void save_past(int slot, double* out) const override {

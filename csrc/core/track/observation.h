@@ -1,5 +1,5 @@
-// OC-SORT (2023): tracks head as their observations do, what the filter missed is looked for at the last one, and a
-// track found again has its filter run through the gap on a line of virtual observations.
+// OC-SORT (2023): tracks follow the direction of their observations, a second matching uses their last observations,
+// and a track that is found again runs its filter through the gap on a line of virtual observations.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@ namespace torch_fastdet::core {
 
 struct ObservationOptions {
   int64_t span;   // frames between the observations that give a direction
-  float inertia;  // weight of the difference of directions
-  bool low;       // whether low scores continue tracks
+  float inertia;  // weight of the angle between directions
+  bool low;       // low scores continue tracks
 };
 
 class ObservationTracker : public Tracker {
@@ -33,7 +33,7 @@ class ObservationTracker : public Tracker {
   struct Past {
     std::vector<Observation> seen;  // the newest span + 2, oldest first
     Point direction{};              // a unit vector; NaN: not known yet
-    TrackBox last;                  // where the last observation is now: a camera moves it
+    TrackBox last;                  // the last observation, moved with the camera
     KalmanState corrected;          // the filter after the last observation
   };
   ObservationOptions kind_;
@@ -91,7 +91,7 @@ class ObservationTracker : public Tracker {
     past.direction = norm < 1e-6f ? Point{} : Point{way.x / norm, way.y / norm};
   }
 
-  // The angle between a track's direction and the way from its last observation to a detection, in half turns.
+  // Return the angle, in half turns, between a track's direction and the way from its last observation to a detection.
   float turn(const Past& past, const TrackBox& detection) const {
     if (std::isnan(past.direction.x) || past.last.x1 < 0) return 0;
     const Point from = centre(past.last), to = centre(detection), way{to.x - from.x, to.y - from.y};
@@ -107,12 +107,12 @@ class ObservationTracker : public Tracker {
       float cost = costs(i, j, overlap, d);
       const Past& past = pasts_[pool_[i]];
       if (cost <= options_.match_limit) cost += kind_.inertia * turn(past, d.upright());
-      __builtin_prefetch(past.seen.data(), 1), prefetch(&past.corrected);  // take() comes soon
+      __builtin_prefetch(past.seen.data(), 1), prefetch(&past.corrected);  // take() needs them soon
       return with_looks(cost, pool_[i], overlap, d);
     });
   }
 
-  // Tracked tracks before lost ones, which must not take their detections.
+  // Match tracked tracks before lost ones, which must not take their detections.
   void recover() override {
     left_.clear();
     for (int s : pool_)
@@ -128,7 +128,7 @@ class ObservationTracker : public Tracker {
       tracked_shapes_.clear();
       for (int s : rows) {
         const TrackBox& last = pasts_[s].last;
-        tracked_shapes_.add(last.x1 < 0 ? tracks_[s].box : last);  // from beyond the left edge: where the filter is
+        tracked_shapes_.add(last.x1 < 0 ? tracks_[s].box : last);  // beyond the left edge, use the filter's box
       }
     }
     match_placed(high_, options_.match_limit, true, looking_costs(rows));
@@ -149,7 +149,7 @@ class ObservationTracker : public Tracker {
     rows.resize(kept);
   }
 
-  // Run the filter again from a lost track's last observation, as if it had been seen on the line to this frame's box.
+  // Run the filter again from a lost track's last observation, as if it had been seen on a line to this frame's box.
   void fill_gap(Track& track, const Past& past, const TrackBox& now) const {
     const Observation& last = past.seen.back();
     track.state = past.corrected;
@@ -173,7 +173,7 @@ class ObservationTracker : public Tracker {
     for (int s : rest_) lose(s);
   }
 
-  // The direction, the corrected state, the last observation, and rows of frame x1 y1 x2 y2, NaN where there are fewer.
+  // The columns are the direction, the corrected state, the last observation, and rows of frame x1 y1 x2 y2 (or NaN).
   int64_t past_columns() const override { return 2 + kFilterColumns + 4 + 5 * (kind_.span + 2); }
 
   void save_past(int slot, double* out) const override {

@@ -1,4 +1,4 @@
-// FastTracker (2025): ByteTrack whose covered tracks go back some frames, slower and larger, and are lost later.
+// FastTracker (2025) is ByteTrack whose covered tracks go back some frames, slower and larger, and are lost later.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,12 @@
 namespace torch_fastdet::core {
 
 struct OcclusionOptions {
-  int64_t velocity_back, position_back;  // matches to go back; 0: to the oldest that is kept
+  int64_t velocity_back, position_back;  // matches to go back; 0: to the oldest state that is kept
   double enlarge, dampen;                // factors of the height and of the velocity
   int64_t grace;                         // frames for which a covered track is not lost
-  float cover;                           // covered: more than this part of the area by one other track
+  float cover;                           // a track is covered if one other track covers more than this part of its area
   int64_t window;                        // frames after being covered for which a lost track is kept
-  double suppress;                       // overlap with a track from which a detection starts none; 1: never
+  double suppress;                       // a detection that overlaps a track by this much starts no track; 1: never
 };
 
 class OcclusionTracker : public Tracker {
@@ -27,11 +27,11 @@ class OcclusionTracker : public Tracker {
 
  protected:
   struct Past {
-    std::vector<StillState> states;  // after the newest matches: a ring
+    std::vector<StillState> states;  // states after the newest matches, in a ring buffer
     size_t matches = 0;
-    int64_t covered_at = -1;  // the last frame in which it began to be covered, since it was born or found; -1: none
+    int64_t covered_at = -1;  // the last frame in which it became covered since it was born or found; -1: none
   };
-  static constexpr int64_t kUnseen = 2;  // frames for which every track is kept
+  static constexpr int64_t kUnseen = 2;  // frames for which every unmatched track is kept
   OcclusionOptions kind_;
   size_t kept_;
   std::vector<Past> pasts_;  // by slot
@@ -64,14 +64,14 @@ class OcclusionTracker : public Tracker {
       past.states.push_back(state);
   }
 
-  // The state that many matches ago; nullptr if there were fewer.
+  // Return the state `back` matches ago, or nullptr if there were fewer.
   const StillState* state_before(const Past& past, int64_t back) const {
     const size_t held = past.states.size(), steps = back ? static_cast<size_t>(back) : held;
     return steps > held ? nullptr : &past.states[(past.matches - steps) % kept_];
   }
 
   void advance(const CameraMotion* motion) override {
-    for (int s : pool_) {  // for take()
+    for (int s : pool_) {  // which take() will write
       const Past& past = pasts_[s];
       prefetch(past.states.data() + std::min(past.matches % kept_, past.states.size()));
     }
@@ -98,7 +98,7 @@ class OcclusionTracker : public Tracker {
     }
   }
 
-  // Set covered_ for the tracks of rest_ that a track which was followed into this frame covers.
+  // Set covered_ for the tracks of rest_ that are covered by a track matched in this frame.
   void find_covered() {
     covered_.assign(rest_.size(), 0);
     active_.clear(), tracked_shapes_.clear();
@@ -127,7 +127,7 @@ class OcclusionTracker : public Tracker {
     set_box(track);
   }
 
-  // As NumPy widens its arrays, overlaps are in float64 once a detection of this frame starts a track.
+  // Compute overlaps in float64 once a detection of this frame starts a track, because NumPy then widens its arrays.
   void suppress() override {
     fresh_.clear(), near_.clear();
     for (int j = 0; j < high_.size(); j++)
@@ -138,7 +138,7 @@ class OcclusionTracker : public Tracker {
     for (const std::vector<int>* list : {&tracked_, &found_})
       for (int s : *list)
         if (tracks_[s].status == TrackStatus::kTracked) near_.add(tracks_[s].box);
-    int first = 0;  // of those that start tracks
+    int first = 0;  // of the detections that start tracks
     keep_apart([&](int i, int other) {
       while (first < i && used_[fresh_[first]]) first++;
       if (first == i) return near_.overlap(other, near_, i) >= static_cast<float>(kind_.suppress);
@@ -147,7 +147,7 @@ class OcclusionTracker : public Tracker {
     });
   }
 
-  // covered_at, the number of states, the states from the oldest.
+  // The columns are covered_at, the number of states, and the states from the oldest.
   static constexpr int kCounts = 2;
   int64_t past_columns() const override { return kCounts + kFilterColumns * static_cast<int64_t>(kept_); }
 

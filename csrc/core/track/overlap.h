@@ -1,4 +1,4 @@
-// Overlaps of boxes, and which of many boxes can meet a box at all.
+// Compute overlaps of boxes, and find which of many boxes can meet a box at all.
 #pragma once
 
 #include <algorithm>
@@ -32,14 +32,14 @@ T track_intersection(const Corners<T>& a, const Corners<T>& b) {
   return w * h;
 }
 
-// Intersection over union in the order of operations of the trackers' NumPy. A box with NaN gives 0 or NaN.
+// Compute the intersection over union in the trackers' NumPy order of operations. A box with NaN gives 0 or NaN.
 template <class T>
 T track_iou(const Corners<T>& a, T area_a, const Corners<T>& b, T area_b) {
   const T inside = track_intersection(a, b);
   return inside / (((area_b + area_a) - inside) + T(1e-7));
 }
 
-// Boxes with areas, or rotated ones with the squares that they reach: disjoint squares, no overlap (reach_scale_of).
+// Boxes with their areas, or rotated boxes with the squares they reach; disjoint squares mean no overlap.
 struct TrackShapes {
   std::vector<TrackBox> boxes;
   std::vector<float> areas;
@@ -63,8 +63,8 @@ struct TrackShapes {
   }
 };
 
-// Each axis is cut into slices; a slice has bits for the boxes that begin in it or before and those that end in it or
-// later. ANDs give the boxes that may meet a query. Boxes are in the order of upper edges, so few words are read.
+// Each axis is cut into slices. A slice has bits for the boxes that begin in it or before, and for those that end in it
+// or later; ANDs of them give the boxes that may meet a query. Boxes are sorted by upper edge, so few words are read.
 class BoxIndex {
  public:
   void build(const TrackBox* boxes, int count) {
@@ -102,7 +102,7 @@ class BoxIndex {
     }
   }
 
-  // Find the pairs that may meet, ordered by query: query rows()[k] and box columns()[k]. Return how many.
+  // Find the pairs that may meet, ordered by query: query rows()[k] and box columns()[k]. Return their number.
   int collect(const TrackBox* queries, int count) {
     size_t hits = 0;
     for (int i = 0; i < count; i++) {
@@ -146,12 +146,12 @@ class BoxIndex {
   };
   int slices_ = 16, words_ = 0;
   Axis x_{0, 0, 0}, y_{0, 0, 0};
-  std::vector<uint64_t> bits_;  // three sets (begin x, end x, end y) of slices_ x words_
+  std::vector<uint64_t> bits_;  // three sets (begin x, end x, end y) of slices_ * words_
   std::vector<int> order_, rows_, columns_;
   std::vector<uint8_t> slice_of_;
   std::vector<Hit> hits_;
-  int first_[kMaxSlices];      // the first words of end y that are not empty
-  int upper_[kMaxSlices + 1];  // how many boxes begin in a slice of y or before
+  int first_[kMaxSlices];      // the first words of end y that are not zero
+  int upper_[kMaxSlices + 1];  // numbers of boxes that begin in a slice of y or before
   uint64_t* set(int k) { return bits_.data() + static_cast<size_t>(k) * slices_ * words_; }
 };
 

@@ -1,4 +1,4 @@
-// ByteTrack and BoT-SORT: predict, associate twice, keep the lists. Other trackers replace some of these steps.
+// ByteTrack and BoT-SORT predict, associate twice and update the lists. Other trackers override some of these steps.
 #pragma once
 
 #include <algorithm>
@@ -20,24 +20,24 @@ namespace torch_fastdet::core {
 
 struct TrackOptions {
   double match_limit;          // cost limit of the first association
-  float high, low, new_track;  // scores: first stage from high, second stage above low, new tracks from new_track
+  float high, low, new_track;  // scores: minima of the first stage and of new tracks; the second takes those above low
   int64_t buffer;              // frames for which a lost track is kept
   bool fuse_score;             // the first cost is 1 - iou * score
 };
 
-// One frame: rows of x1 y1 x2 y2 ... score class, or of x y width height angle ... score class.
+// Hold one frame's rows of x1 y1 x2 y2 ... score class, or of x y width height angle ... score class.
 struct FrameDetections {
   const float* rows;
   int64_t count, columns;
   bool rotated = false;
-  bool centred = false;  // x y width height, not x1 y1 x2 y2
+  bool centred = false;  // rows hold x y width height, not x1 y1 x2 y2
 };
 
-// Holds how little each track looks like each detection, NaN where unknown. Rows are the tracked, then the lost tracks.
+// Hold the appearance distance of each track and detection, or NaN. Rows are the tracked and then the lost tracks.
 struct Appearances {
   const float* costs = nullptr;
   int64_t columns = 0;
-  float near = 0;  // the largest cost of the boxes at which the looks count
+  float near = 0;  // largest cost of the boxes for which the appearance counts
 };
 
 enum class TrackStatus : uint8_t { kNew = 0, kTracked = 1, kLost = 2, kRemoved = 3 };
@@ -46,18 +46,18 @@ struct Track {
   TrackBox box;
   int64_t id = 0, frame = 0, start = 0;                     // frame: of the last detection; start: of the first
   int64_t length = 0;                                       // detections since it was born or found again
-  int64_t index = 0;                                        // of the last detection in its frame
-  int removals = 0;                                         // entries of it in the list of removed tracks
-  double angle = std::numeric_limits<double>::quiet_NaN();  // of a rotated box, which is at least as wide as high
+  int64_t index = 0;                                        // index of the last detection in its frame
+  int removals = 0;                                         // number of its entries in the list of removed tracks
+  double angle = std::numeric_limits<double>::quiet_NaN();  // of a rotated box, whose width is at least its height
   float score = 0, cls = 0;
   TrackStatus status = TrackStatus::kNew;
   bool confirmed = false;
-  KalmanState state;  // ends with what is not read while the camera stands still
+  KalmanState state;  // its last member is only read if the camera has moved
 };
 
 class Tracker {
  public:
-  // A track's row: mean, covariance, id, frame, start, length, index, score, class, status, confirmed, angle
+  // A row holds mean, covariance, id, frame, start, length, index, score, class, status, confirmed, angle.
   static constexpr int kFilterColumns = 8 + 64, kStateColumns = kFilterColumns + 10;
   enum List { kTrackedList, kLostList, kRemovedList };
 
@@ -68,16 +68,15 @@ class Tracker {
     frame_ = last_id_ = 0, mixed_ = false;
     tracks_.clear(), free_slots_.clear(), tracked_.clear(), lost_.clear(), removed_.clear(), removed_now_.clear();
   }
-  // Let another function choose where several assignments are best: the column of each row, or -1, of costs and a
-  // limit.
+  // Let `solve` choose among equally good assignments. For each row of costs it returns the column, or -1.
   using Solve = std::function<std::vector<int>(const std::vector<float>& costs, int rows, double limit)>;
   void break_ties_by(Solve solve) { solve_ = std::move(solve); }
 
   int64_t frame() const { return frame_; }
   int64_t last_id() const { return last_id_; }
-  int64_t removed_now() const { return removed_now_.size(); }  // the newest of the removed tracks, from the last update
+  int64_t removed_now() const { return removed_now_.size(); }  // removed in the last update; last in the list
 
-  // motion: the camera's since the last frame, or null. recovered: dropped duplicates, which some trackers use.
+  // motion: the camera's motion since the last frame, or null. recovered: dropped duplicates, if the tracker uses them.
   void update(const FrameDetections& detections, const TrackOptions& options, const CameraMotion* motion,
               const FrameDetections& recovered = {}, const Appearances& looks = {}) {
     options_ = options, looks_ = looks;
@@ -128,7 +127,7 @@ class Tracker {
 
   int64_t columns() const { return kStateColumns + past_columns(); }
 
-  // size(list) rows of columns(). What a removed track has been through is not kept.
+  // Write size(list) rows of columns(). The past of a removed track is not kept.
   void save(List list, double* out) const {
     std::fill(out, out + size(list) * columns(), 0.0);
     if (list == kRemovedList) {
@@ -141,7 +140,7 @@ class Tracker {
     }
   }
 
-  // Continues from saved lists: rows[list] are count[list] rows, or nullptr for what the list is now.
+  // Continue from saved lists: rows[list] holds count[list] rows, or is nullptr to keep the current list.
   void load(const double* const rows[3], const int64_t count[3], int64_t frame, int64_t last_id) {
     std::array<std::vector<double>, 3> saved;
     std::array<std::vector<Track>, 3> next;
@@ -171,7 +170,7 @@ class Tracker {
     float left, top, w, h, score, cls;
     double angle;
     int64_t index;
-    TrackBox upright() const { return {left, top, w + left, h + top}; }  // without its angle
+    TrackBox upright() const { return {left, top, w + left, h + top}; }  // ignores the angle
   };
   struct Stage {  // the detections of one association
     std::vector<Detection> rows;
@@ -179,11 +178,11 @@ class Tracker {
     int size() const { return static_cast<int>(rows.size()); }
   };
   struct Removed {
-    int slot;  // where the track was when it was removed
+    int slot;  // the track's slot when it was removed
     Track track;
   };
   static constexpr size_t kRemembered = 1000;  // removed tracks
-  static constexpr size_t kReserved = 16;      // of what a track remembers, before it needs more
+  static constexpr size_t kReserved = 16;      // initial capacity of a track's past
   static constexpr double kPi = 3.14159265358979323846;
   static constexpr double kLowLimit = 0.5, kUnconfirmedLimit = 0.7;
   static constexpr float kDuplicate = 0.15f;
@@ -193,18 +192,18 @@ class Tracker {
   Appearances looks_{};        // of this frame
   std::vector<int> look_row_;  // by slot
   int64_t frame_ = 0, last_id_ = 0;
-  bool mixed_ = false;         // a camera has moved
-  bool rotated_ = false;       // boxes of this frame
+  bool mixed_ = false;         // the camera has moved
+  bool rotated_ = false;       // of this frame's boxes
   std::vector<Track> tracks_;  // by slot
   std::vector<int> free_slots_, tracked_, lost_;
   std::deque<Removed> removed_;
-  // of one frame; kept for their memory
+  // These hold one frame's data; they are members to reuse their memory.
   Stage high_, low_;
   std::vector<int> pool_, loose_, rest_, found_, born_, missed_, removed_now_;
   TrackShapes tracked_shapes_, lost_shapes_;
   std::vector<uint8_t> used_, drop_;
   std::vector<int> fresh_;  // detections that may start a track, in order
-  TrackShapes near_;        // their boxes, and then those of tracks
+  TrackShapes near_;        // the boxes of fresh_, then those of tracks
   BoxIndex index_;
   SparseAssignment assignment_;
   Solve solve_;
@@ -221,7 +220,7 @@ class Tracker {
 
   float look(int slot, const Detection& d) const { return looks_.costs[look_row_[slot] * looks_.columns + d.index]; }
 
-  // Return a pair's cost, or that of the looks where boxes are near and it is smaller.
+  // Return a pair's cost, or its appearance cost if the boxes are near and it is smaller.
   float with_looks(float cost, int slot, float overlap, const Detection& d) const {
     return !looks_.costs || 1.f - overlap > looks_.near ? cost : std::min(cost, look(slot, d));
   }
@@ -232,20 +231,20 @@ class Tracker {
     };
   }
 
-  // The steps that other trackers replace.
+  // Other trackers override these steps.
   virtual bool usable(const Detection& d) const {
     return d.w > 0 && d.h > 0 && std::isfinite(d.w) && std::isfinite(d.h) && std::isfinite(d.left) &&
            std::isfinite(d.top) && (!rotated_ || std::isfinite(d.angle));
   }
   virtual bool follows(const Track& t) const { return t.confirmed; }
-  virtual double doubt(const Detection&) const { return 1; }  // factor of its variance
+  virtual double doubt(const Detection&) const { return 1; }  // factor of the detection's variance
   virtual bool shown(const Track& t) const { return t.confirmed; }
   virtual bool stale(int slot) const { return frame_ - tracks_[slot].frame > options_.buffer; }
   virtual void advance(const CameraMotion* motion) {
     for (int s : pool_) predict(tracks_[s]);
     if (motion) move(*motion);
   }
-  // Unconfirmed tracks come first, as low scores leave them alone: the high scores' index serves twice.
+  // Unconfirmed tracks come before low scores, which they do not use, so that the high scores' index serves twice.
   virtual void associate() {
     associate_high();
     recover();
@@ -254,9 +253,9 @@ class Tracker {
   }
   virtual void first_match() { match(pool_, high_, options_.match_limit, false, looking_costs(pool_)); }
   virtual void recover() {}   // after the first stage
-  virtual void suppress() {}  // sets used_ for detections that start no track
+  virtual void suppress() {}  // sets used_ for detections that must not start a track
   virtual void started(int) {}
-  virtual int64_t past_columns() const { return 0; }  // of what else a tracker knows of a track
+  virtual int64_t past_columns() const { return 0; }  // of a tracker's own data of a track
   virtual void save_past(int, double*) const {}
   virtual void load_past(int, const double*) {}
 
@@ -291,7 +290,7 @@ class Tracker {
     if (usable(made)) stage.rows.push_back(made);
   }
 
-  // Return how far rotated boxes reach that meet in an association up to a cost limit, or where looks count.
+  // Return how far rotated boxes reach that can match at a cost limit, or whose appearance counts.
   float reach(double limit) const {
     if (looks_.costs) limit = std::max<double>(limit, looks_.near);
     return rotated_ ? static_cast<float>(reach_scale_of(1 - limit)) : 0.f;
@@ -334,7 +333,7 @@ class Tracker {
   }
   Lanes measure(const Detection& d) const { return measure(d.left, d.top, d.w, d.h); }
 
-  WideBox corners(const Lanes& p) const {  // of a filter's position
+  WideBox corners(const Lanes& p) const {  // of the position of a filter
     const double w = filter_.xywh() ? p[2] : p[2] * p[3], h = p[3], x = p[0] - w / 2, y = p[1] - h / 2;
     return {x, y, w + x, h + y};
   }
@@ -365,14 +364,14 @@ class Tracker {
     const Detection& d = stage.rows[detection];
     filter_.correct(t.state, measure(d), mixed_, doubt(d));
     set_box(t);
-    // The box is the same after half a turn: its angle stays the nearest to what it was.
+    // The box is the same after half a turn, so take the angle that is nearest to the previous one.
     t.angle = d.angle - kPi * std::nearbyint((d.angle - t.angle) / kPi);
     t.length = t.status == TrackStatus::kTracked ? t.length + 1 : 0;
     t.frame = frame_, t.index = d.index, t.score = d.score, t.cls = d.cls;
     t.status = TrackStatus::kTracked, t.confirmed = true;
   }
 
-  // Assigns detections of the stage, which index_ holds, to the tracks. Afterwards assignment_.column_of(row) tells.
+  // Match tracks with the stage's detections, which index_ must hold. assignment_.column_of(row) holds the result.
   template <class Cost>
   void match(const std::vector<int>& rows, const Stage& stage, double limit, bool skip_used, const Cost& cost) {
     place(rows, tracked_shapes_, limit);
@@ -382,7 +381,7 @@ class Tracker {
   template <class Cost>
   void match_placed(const Stage& stage, double limit, bool skip_used, const Cost& cost) {
     const int n = tracked_shapes_.size(), m = stage.size();
-    const bool all = limit > 1;  // then even boxes that do not meet are pairs
+    const bool all = limit > 1;  // then boxes that do not meet are pairs, too
     const int pairs = !m ? 0 : all ? n * m : index_.collect(tracked_shapes_.boxes.data(), n);
     assignment_.begin(n, m, pairs);
     for (int k = 0; k < pairs; k++) {
@@ -450,7 +449,7 @@ class Tracker {
     return s;
   }
 
-  // Set used_ for the detections of fresh_ that refuses(i, k) by box k of near_, of a track or an earlier one.
+  // Set used_ for detections of fresh_ that refuses(i, k) by a box k of near_, of a track or an earlier detection.
   template <class Refuses>
   void keep_apart(const Refuses& refuses) {
     const int count = static_cast<int>(fresh_.size());
@@ -527,7 +526,7 @@ class Tracker {
     kept = 0;
     for (int s : lost_) {
       if (tracks_[s].status == TrackStatus::kTracked) continue;
-      if (tracks_[s].removals)  // from an earlier frame; a track that has become stale now stays for one more
+      if (tracks_[s].removals)  // removed in an earlier frame; a track that is stale now stays for one more frame
         free_slots_.push_back(s);
       else
         lost_[kept++] = s;
@@ -544,7 +543,7 @@ class Tracker {
     }
   }
 
-  // Of a tracked and a lost track on the same place the one that was followed for fewer frames goes, else the tracked.
+  // If a tracked and a lost track overlap, drop the one that was followed for fewer frames, on a tie the tracked one.
   void drop_duplicates() {
     if (tracked_.empty() || lost_.empty()) return;
     const int rows = static_cast<int>(tracked_.size()), columns = static_cast<int>(lost_.size());
@@ -583,7 +582,7 @@ class Tracker {
     removed_.push_back({slot, track});
   }
 
-  // The parts of the 8x8 covariance: rows and columns 0 to 3 are positions, 4 to 7 velocities.
+  // Visit the parts of the 8x8 covariance; rows and columns 0 to 3 are positions, 4 to 7 velocities.
   template <class Visit>
   static void visit_covariance(Visit visit) {
     Lanes Covariance::*const parts[2][2] = {{&Covariance::pp, &Covariance::pv}, {&Covariance::vp, &Covariance::vv}};
@@ -609,7 +608,7 @@ class Tracker {
     return std::copy(rest, rest + 10, save(t.state, out));
   }
 
-  // mixed becomes true if a camera has moved before.
+  // Set `mixed` if the camera has moved before.
   static KalmanState load_state(const double* row, bool& mixed) {
     KalmanState state;
     std::copy(row, row + 4, state.position.lane);
