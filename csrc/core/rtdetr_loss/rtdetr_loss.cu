@@ -1,4 +1,4 @@
-// Four launches forward (costs, assignment, sums of terms, the loss) and one backward. Sums have a fixed order.
+// Forward launches four kernels (costs, assignment, sums of terms, the loss), backward one. Sums have a fixed order.
 #include "core/rtdetr_loss/rtdetr_loss.h"
 
 #include "core/common/device.cuh"
@@ -20,7 +20,7 @@ __device__ __forceinline__ void load_box(const void* boxes, int64_t at, A (&box)
   for (int i = 0; i < 4; ++i) box[i] = values.x[i];
 }
 
-// A thread a query; its targets one after the other.
+// Each thread takes a query and loops over its targets.
 template <typename T>
 __global__ void __launch_bounds__(kCostThreads) rtdetr_costs(const __grid_constant__ RtdetrLossParams p) {
   using A = arithmetic_t<T>;
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kCostThreads) rtdetr_costs(const __grid_consta
   }
 }
 
-// A block a part of a set and image: the targets of its queries, and the sums of their terms.
+// Each block takes a part of a set and image; it assigns targets to queries and sums their terms.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) rtdetr_terms(const __grid_constant__ RtdetrLossParams p) {
   using A = arithmetic_t<T>;
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) rtdetr_terms(const __grid_constant__
   }
 }
 
-// One block: a warp adds the parts of a set. What is wrong with the targets is counted beside it.
+// A single block runs: each warp adds the parts of a set. The block also counts bad targets.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) rtdetr_total(const __grid_constant__ RtdetrLossParams p) {
   using A = arithmetic_t<T>;

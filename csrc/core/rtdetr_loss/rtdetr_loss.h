@@ -1,5 +1,5 @@
-// RT-DETR's loss: prediction sets whose queries are assigned to targets at the least cost, and denoising sets whose
-// queries come with a target. Memory grows with queries, and with queries x targets of an image for the costs.
+// RT-DETR's loss has prediction sets, whose queries are assigned to targets at the lowest cost, and denoising sets,
+// whose queries come with a target. Memory grows with queries and, for the costs, with queries x targets of an image.
 #pragma once
 
 #include <cstdint>
@@ -13,38 +13,38 @@ namespace torch_fastdet::core {
 constexpr int kRtdetrStatusSize = 2;
 constexpr int kRtdetrChunk = 64;  // queries of a block
 
-// Prediction sets of one kind, dense. A is the arithmetic type of the scores' dtype.
+// Describe prediction sets of one kind, dense. A is the arithmetic type of the scores' dtype.
 struct RtdetrSets {
   int64_t sets, queries;
   const void* boxes;   // (sets, images, queries, 4) A
   const void* scores;  // (sets, images, queries, classes), logits
-  void* grad_boxes;    // as boxes
-  void* grad_scores;   // as scores
+  void* grad_boxes;    // same shape as boxes
+  void* grad_scores;   // same shape as scores
 
   TORCH_FASTDET_HOST_DEVICE int64_t chunks() const { return ceil_div(queries, kRtdetrChunk); }
 };
 
 struct RtdetrLossParams {
   RtdetrSets assigned, noisy;
-  int64_t images, classes, most;  // most targets of an image
+  int64_t images, classes, most;  // most: maximum number of targets of an image
   DType dtype;                    // of scores
   const float* targets;           // (images, most, 5): class, x, y, width, height
-  const int64_t* counts;          // (images): targets in use
-  const int64_t* matches;         // (images, noisy.queries): target of each denoising query, -1 for none
+  const int64_t* counts;          // (images): number of valid targets
+  const int64_t* matches;         // (images, noisy.queries): target of each denoising query, or -1
   double gains[3], costs[3];      // of class, box and GIoU
-  // Scratch.
+  // Scratch memory.
   void* cost;        // (assigned.sets, images, most, assigned.queries) A
   int64_t* rows;     // (assigned.sets, images, most): query of each target
-  void* assignment;  // what linear_assignment wants
+  void* assignment;  // scratch memory of linear_assignment
   void* partials;    // (blocks, 4) A
   // For the backward pass, of all assigned queries and then all noisy ones.
-  int32_t* owner;  // target of each query, -1 for none
+  int32_t* owner;  // target of each query, or -1
   void* quality;   // A: their IoU, or 0
   void* scales;    // (sets of both kinds, 4) A: d(loss) / d(sum) of class, box and GIoU terms, and the entropy's alpha
   // Results.
   void* loss;       // A
   void* terms;      // (sets of both kinds, 3) A: class, box and GIoU
-  int64_t* status;  // how many targets and counts are bad, and the first one as rtdetr_fault_code
+  int64_t* status;  // number of bad targets and counts, and rtdetr_fault_code of the first
   // Backward.
   const void* grad_loss;  // A
 
@@ -52,13 +52,13 @@ struct RtdetrLossParams {
   TORCH_FASTDET_HOST_DEVICE int64_t blocks() const {
     return images * (assigned.sets * assigned.chunks() + noisy.sets * noisy.chunks());
   }
-  // A count that is out of range is that of an image without targets.
+  // Treat an image whose count is out of range as one without targets.
   TORCH_FASTDET_HOST_DEVICE int64_t count(int64_t image) const {
     const int64_t n = counts[image];
     return n >= 0 && n <= most ? n : 0;
   }
   TORCH_FASTDET_HOST_DEVICE int32_t owner_of(int64_t place) const { return owner[place] < most ? owner[place] : -1; }
-  // -1 if there is no such class: then nothing is to be found.
+  // Return -1 if there is no such class; then the query has no positive class.
   TORCH_FASTDET_HOST_DEVICE int32_t class_of(int64_t image, int64_t target) const {
     const float label = targets[(image * most + target) * 5];
     return label >= 0 && label < static_cast<float>(classes) ? static_cast<int32_t>(label) : -1;
@@ -69,18 +69,18 @@ struct RtdetrLossParams {
   }
 };
 
-// Row `most` of an image is its count. The lower place has the greater code.
+// Row `most` of an image stands for its count. Lower positions have greater codes.
 TORCH_FASTDET_HOST_DEVICE int64_t rtdetr_fault_code(int64_t image, int64_t row, int64_t most) {
   return (int64_t{1} << 60) - (image * (most + 1) + row);
 }
 
-// Up to kRtdetrChunk neighbouring queries of a set and image.
+// A part is up to kRtdetrChunk neighbouring queries of a set and image.
 struct RtdetrPart {
   const RtdetrSets* sets;
-  int64_t set, image;    // set among those of both kinds
-  int64_t problem;       // set and image among those of its kind
+  int64_t set, image;    // set: index among the sets of both kinds
+  int64_t problem;       // index of set and image within its kind
   int64_t first, count;  // queries
-  int64_t place;         // of the first query among all of both kinds
+  int64_t place;         // index of the first query among those of both kinds
   bool noisy;
 };
 

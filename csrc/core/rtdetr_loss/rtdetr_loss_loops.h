@@ -1,4 +1,4 @@
-// RT-DETR's loss on the CPU: parallel_for(begin, end, grain, f) shares out parts of prediction sets.
+// Compute RT-DETR's loss on the CPU; parallel_for(begin, end, grain, f) shares parts of prediction sets.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ void load_box(const void* boxes, int64_t at, A (&box)[4]) {
   std::copy_n(static_cast<const A*>(boxes) + 4 * at, 4, box);
 }
 
-// The queries of a set's targets in an image.
+// Assign queries to a set's targets in an image.
 template <typename T>
 void assign(const RtdetrLossParams& p, int64_t problem, assignment_loops::Search& search) {
   using A = arithmetic_t<T>;
@@ -48,7 +48,7 @@ void assign(const RtdetrLossParams& p, int64_t problem, assignment_loops::Search
   }
 }
 
-// Sums of a part's class, box and GIoU terms and the number of its queries with a target; what the backward pass reads.
+// Sum a part's class, box and GIoU terms and count its queries with a target; store what the backward pass reads.
 template <typename T>
 void terms(const RtdetrLossParams& p, const RtdetrPart& part, bool any, arithmetic_t<T> (&sums)[4]) {
   using A = arithmetic_t<T>;

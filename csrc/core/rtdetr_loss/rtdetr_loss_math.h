@@ -1,4 +1,4 @@
-// RT-DETR's loss: costs, terms and gradients, A float or double. Boxes are x, y, width, height of the image.
+// Costs, terms and gradients of RT-DETR's loss, with A float or double. Boxes are x, y, width, height of the image.
 #pragma once
 
 #include "core/boxes/box_math.h"
@@ -8,7 +8,7 @@
 
 namespace torch_fastdet::core {
 
-// Factors of the entropy of classes that are not to be found, in a batch with targets and in one without.
+// Factors of the negative classes' entropy, in a batch with targets and in one without.
 constexpr double kRtdetrAlpha = 0.25, kRtdetrAlphaWithoutTargets = 0.75;
 
 template <typename A>
@@ -29,14 +29,14 @@ TORCH_FASTDET_HOST_DEVICE IouTerms<A> rtdetr_overlap(const A (&box)[4], const A 
                                    rtdetr_eps<A>());
 }
 
-// Focal cost of a class (Lin et al., 2017) with alpha 0.25 and gamma 2, less that of not finding it.
+// Return the focal cost of a class (Lin et al., 2017) with alpha 0.25 and gamma 2, minus that of its absence.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE A rtdetr_class_cost(A logit) {
   const A p = sigmoid(logit), rest = A(1) - p;
   return A(0.75) * p * p * log_rn(rest + A(1e-8)) - A(0.25) * rest * rest * log_rn(p + A(1e-8));
 }
 
-// 0 if it is not a number. `gains`: of class, box and GIoU.
+// Return 0 if the cost is not finite. `gains` are those of class, box and GIoU.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE A rtdetr_cost(const A (&box)[4], A class_cost, const A (&target)[4], const A (&gains)[3]) {
   const A cost = gains[0] * class_cost + gains[1] * rtdetr_distance(box, target) +
@@ -44,14 +44,14 @@ TORCH_FASTDET_HOST_DEVICE A rtdetr_cost(const A (&box)[4], A class_cost, const A
   return is_finite(cost) ? cost : A(0);
 }
 
-// log(1 + exp(x))
+// Return log(1 + exp(x)).
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE A rtdetr_softplus(A x) {
   const A rest = log1p_of_share(exp_rn(-magnitude(x)));
   return x > A(0) ? x + rest : rest;
 }
 
-// Varifocal entropy (Zhang et al., 2021) with gamma 1.5 of a class that is not to be found.
+// Return the varifocal entropy (Zhang et al., 2021) of a negative class, with gamma 1.5.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE A rtdetr_negative(A logit, A alpha) {
   const A p = sigmoid(logit);
@@ -64,7 +64,7 @@ TORCH_FASTDET_HOST_DEVICE A rtdetr_negative_gradient(A logit, A alpha) {
   return alpha * p * sqrt_rn(p) * (A(1.5) * (A(1) - p) * rtdetr_softplus(logit) + p);
 }
 
-// Return the entropy of the class that is to be found, as well as the boxes overlap.
+// Return the entropy of the positive class, whose target is the overlap of the boxes.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE A rtdetr_positive(A logit, A quality) {
   return quality * (rtdetr_softplus(logit) - quality * logit);
@@ -75,7 +75,7 @@ TORCH_FASTDET_HOST_DEVICE A rtdetr_positive_gradient(A logit, A quality) {
   return quality * (sigmoid(logit) - quality);
 }
 
-// Gradient of box_scale * distance + giou_scale * (1 - GIoU) by a box.
+// Compute the gradient of box_scale * distance + giou_scale * (1 - GIoU) with respect to a box.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE void rtdetr_box_gradient(const A (&box)[4], const A (&target)[4], A box_scale, A giou_scale,
                                                    A (&out)[4]) {

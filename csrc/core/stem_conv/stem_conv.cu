@@ -1,4 +1,4 @@
-// Bound by memory: forward reads sixteen channels and writes the outputs, backward reads both.
+// The kernels are bound by memory: forward reads sixteen channels and writes the outputs, backward reads both.
 #include <type_traits>
 
 #include "core/stem_conv/stem_conv_kernels.cuh"
@@ -6,12 +6,12 @@
 namespace torch_fastdet::core {
 namespace {
 
-// The arguments of StemTile behind the outputs, in its order. `blocks` bounds the registers.
+// Hold the arguments of StemTile after the outputs, in its order. `blocks` limits the registers.
 struct Shape {
   int chunk, rows, warps, stages, blocks;
 };
 
-// The quickest of some fifteen each that were timed on an H200 (images of 640x640, batches of 64 and 16).
+// These were the fastest of some fifteen shapes each on an H200 (images of 640x640, batches of 64 and 16).
 constexpr Shape forward_shape(int side, int outputs) {
   switch (outputs) {
     case 16:

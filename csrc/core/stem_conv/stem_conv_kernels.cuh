@@ -1,7 +1,7 @@
-// The kernels of stem_conv.cu, for every choice of tiles. A block makes one tile of pixels after the other.
-// Asynchronous copies bring squares to shared memory, kStages - 1 tiles ahead, and tensor cores multiply them: a
-// pixel's sixteen channels are one step of the sum. A warp goes down kRows rows, 16 pixels wide, so that each row of
-// squares is read from shared memory once for all the rows of the kernel.
+// These are the kernels of stem_conv.cu, for all tile shapes. A block computes one tile of pixels after the other.
+// Asynchronous copies bring squares to shared memory kStages - 1 tiles ahead, and tensor cores multiply them: a pixel's
+// sixteen channels are one step of the sum. A warp goes down kRows rows, 16 pixels wide, so that it reads each row of
+// squares from shared memory once for all rows of the convolution kernel.
 #pragma once
 
 #include <cuda_pipeline_primitives.h>
@@ -15,7 +15,7 @@
 
 namespace torch_fastdet::core {
 
-// kRows x 16 pixels and kChunk of kOutputs outputs a warp; kWarpsX x kWarpsY warps side by side for each chunk.
+// A warp computes kRows x 16 pixels and kChunk of kOutputs outputs; each chunk has kWarpsX x kWarpsY warps.
 template <typename T, int kSideOf, int kOutputsOf, int kChunkOf, int kRowsOf, int kWarpsX, int kWarpsY, int kStagesOf,
           int kBlocksOf>
 struct StemTile {
@@ -27,7 +27,7 @@ struct StemTile {
   static constexpr int kHeight = kRows * kWarpsY, kWidth = 16 * kWarpsX;
   static constexpr int kSquareHeight = kHeight + kSide - 1, kSquareWidth = kWidth + kSide - 1;
   static constexpr int kSquares = kSquareHeight * kSquareWidth * kStemChannels;  // elements
-  static constexpr int kGradPitch = kOutputs + 8;  // of a pixel, so that the banks of eight pixels differ
+  static constexpr int kGradPitch = kOutputs + 8;  // of a pixel; avoids bank conflicts of eight pixels
   static constexpr int kGrads = kHeight * kWidth * kGradPitch;
   static constexpr int kTaps = kSide * kSide;
   static constexpr int kMatrices = kChunk / 8;  // of 8 outputs
@@ -40,7 +40,7 @@ struct StemTile {
   static __device__ __forceinline__ int chunk() { return warp() / kSpots * kChunk; }
 };
 
-// The tiles of a problem.
+// Locate a tile.
 struct StemPlace {
   int64_t image;
   int y, x;
@@ -62,7 +62,7 @@ struct StemGrid {
   }
 };
 
-// A half of a square's channels; every other four squares swap theirs, so that eight neighbours' banks differ.
+// Return where half of a square's channels lie; every other four squares swap halves to avoid bank conflicts.
 __device__ __forceinline__ int stem_square(int column, int half) {
   return column * kStemChannels + (half ^ (column >> 2 & 1)) * 8;
 }
@@ -75,7 +75,7 @@ __device__ __forceinline__ void stem_copy(void* to, const void* from, bool insid
   }
 }
 
-// Begins to copy the squares that a tile reads; zeros outside of the image.
+// Begin to copy the squares that a tile reads, with zeros outside the image.
 template <typename Tile>
 __device__ __forceinline__ void stem_fetch_squares(typename Tile::Element* to, const StemConvSizes& sizes,
                                                    const void* squares, const StemPlace& place) {
@@ -117,7 +117,7 @@ __device__ __forceinline__ uint32_t stem_pair(float first, float second) {
   return bits;
 }
 
-// Column 2 t + b of matrix j is output 2 kMatrices t + 2 j + b of a chunk, so that lanes have neighbouring outputs.
+// Column 2 t + b of matrix j is output 2 kMatrices t + 2 j + b of a chunk, so that lanes hold neighbouring outputs.
 template <typename Tile>
 __device__ __forceinline__ void stem_load_weights(uint32_t (&weights)[Tile::kTaps][Tile::kMatrices][2],
                                                   const void* weight) {
@@ -170,13 +170,13 @@ __device__ __forceinline__ void stem_multiply_tile(const typename Tile::Element*
   using T = typename Tile::Element;
   constexpr int kSide = Tile::kSide, kPitch = Tile::kSquareWidth * kStemChannels;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const T* at[kSide];  // this lane's row of the first four 8 x 8 matrices, for each column of the kernel
+  const T* at[kSide];  // this lane's row of the first four 8 x 8 matrices for each column of the convolution kernel
 #pragma unroll
   for (int dx = 0; dx < kSide; ++dx) {
     at[dx] = squares + Tile::row() * kPitch + stem_square(Tile::column() + dx + lane % 16, lane / 16);
   }
   T* const image = out + place.image * sizes.height * sizes.width * Tile::kOutputs;
-  float sums[kSide][Tile::kMatrices][4];  // of the rows that the current row of squares adds to
+  float sums[kSide][Tile::kMatrices][4];  // of the output rows to which the current row of squares adds
 #pragma unroll
   for (int r = 0; r < Tile::kRows + kSide - 1; ++r) {
     if (r < Tile::kRows) memset(sums[r % kSide], 0, sizeof sums[r % kSide]);
@@ -220,14 +220,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   unsigned index = 0;
   for (unsigned tile = blockIdx.x; tile < grid.tiles; tile += gridDim.x, ++index) {
     __pipeline_wait_prior(Tile::kStages - 2);
-    __syncthreads();  // the copies of all threads have come, and nobody still reads the stage that is fetched next
+    __syncthreads();  // all threads' copies have arrived, and no thread still reads the stage that is fetched next
     fetch(index + Tile::kStages - 1);
     stem_multiply_tile<Tile>(stages + index % Tile::kStages * Tile::kSquares, weights, p.sizes, static_cast<T*>(p.out),
                              grid.place(tile));
   }
 }
 
-// sums += the products of squares and gradients, for each tap of the kernel, over a warp's pixels of a tile.
+// Add to sums the products of squares and gradients for each tap, over a warp's pixels of a tile.
 template <typename Tile>
 __device__ __forceinline__ void stem_correlate_tile(const typename Tile::Element* squares,
                                                     const typename Tile::Element* grads,
@@ -243,7 +243,7 @@ __device__ __forceinline__ void stem_correlate_tile(const typename Tile::Element
   }
   const T* const grads_at = grads + (Tile::row() * Tile::kWidth + Tile::column() + lane % 16) * Tile::kGradPitch +
                             Tile::chunk() + lane / 16 * 8;
-  uint32_t right[kSide][Tile::kMatrices / 2][4];  // of the rows that the current row of squares is multiplied with
+  uint32_t right[kSide][Tile::kMatrices / 2][4];  // of the gradient rows that multiply the current row of squares
 #pragma unroll
   for (int r = 0; r < Tile::kRows + kSide - 1; ++r) {
 #pragma unroll
@@ -268,7 +268,7 @@ __device__ __forceinline__ void stem_correlate_tile(const typename Tile::Element
   }
 }
 
-// A block's sums, as the weights lie in memory, added up over its warps in their order.
+// Add up a block's sums over its warps, in their order, in the memory layout of the weights.
 template <typename Tile>
 __device__ __forceinline__ void stem_add_warps(float* total, const float (&sums)[Tile::kTaps][Tile::kMatrices][4]) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
 
 constexpr int kStemSumWarps = 16;
 
-// Add up the blocks' sums: a lane a weight, and each warp every sixteenth block.
+// Add up the blocks' sums. A lane takes a weight, and a warp every sixteenth block.
 template <typename T>
 __global__ void __launch_bounds__(kStemSumWarps* kWarp)
     stem_conv_backward_sum(const __grid_constant__ StemConvBackwardParams p) {
@@ -365,7 +365,7 @@ int64_t stem_tiles(const StemConvSizes& sizes) {
   return ceil_div(sizes.width, Tile::kWidth) * ceil_div(sizes.height, Tile::kHeight) * sizes.batch;
 }
 
-// Return as many blocks of so much shared memory as run at a time, or as there are tiles.
+// Return the number of blocks with this much shared memory that run at a time, at most the number of tiles.
 template <typename Tile>
 cudaError_t stem_blocks(const StemConvSizes& sizes, int bytes, int64_t& blocks) {
   int device = 0, processors = 0, shared = 0, reserved = 0;

@@ -1,4 +1,4 @@
-// stem_conv on the CPU: plain loops, for tests and tracing.
+// Run stem_conv on the CPU with plain loops, for tests and tracing.
 #pragma once
 
 #include "core/common/storage.h"
@@ -6,7 +6,7 @@
 
 namespace torch_fastdet::core {
 
-// Call f(square's first channel, tap) for each square that the output pixel (n, y, x) reads.
+// Call f(index of the square's first channel, tap) for each square that the output pixel (n, y, x) reads.
 template <typename F>
 void for_stem_taps(const StemConvSizes& s, int64_t n, int64_t y, int64_t x, F&& f) {
   for (int64_t tap = 0; tap < s.side * s.side; ++tap) {
@@ -37,7 +37,7 @@ void stem_conv_forward_rows(const StemConvForwardParams& p, int64_t begin, int64
   }
 }
 
-// The weights' gradients of outputs `begin` to `end`. Sums are float64: there are as many terms as pixels.
+// Compute the weights' gradients of outputs `begin` to `end`. Sums are float64, as there are as many terms as pixels.
 template <typename T>
 void stem_conv_backward_outputs(const StemConvBackwardParams& p, int64_t begin, int64_t end) {
   const StemConvSizes& s = p.sizes;

@@ -1,4 +1,4 @@
-// Kernels of upsample.h, bound by memory: several 16-byte accesses in flight, neighbours beside each other.
+// The kernels of upsample.h are bound by memory: they keep several coalesced 16-byte accesses in flight.
 #include "core/upsample/upsample.h"
 
 #include <cstring>
@@ -12,7 +12,7 @@ namespace torch_fastdet::core {
 namespace {
 
 // Threads of a block, accesses of a thread that are in flight together, and bytes of an access to the small tensor in
-// NCHW (8, so that the doubled elements go out in one 16-byte store). Chosen by measuring on an H200.
+// NCHW (8, so that one 16-byte store writes the doubled elements) were chosen by measurements on an H200.
 constexpr int kThreads = 512;
 constexpr int kNhwcThreads = 1024;  // forward only
 constexpr int kNhwcUnroll = 1;
@@ -20,7 +20,7 @@ constexpr int kNchwUnroll = 2;
 constexpr int kCopyUnroll = 4;
 constexpr int kBackwardUnroll = 1;
 constexpr int kNchwBytes = 8;
-constexpr int64_t kMaxAccesses = int64_t{1} << 29;  // of a launch: indices, twice as many at most, suit FastDivider
+constexpr int64_t kMaxAccesses = int64_t{1} << 29;  // of a launch; FastDivider takes indices up to twice this
 
 template <int kBytes>
 struct Raw;
@@ -43,7 +43,7 @@ struct Raw<16> {
 template <int kBytes>
 using raw_t = typename Raw<kBytes>::type;
 
-// A block of a plan: index -> byte offsets into two tensors. kRows rows of b meet each row of a; i2 counts b's.
+// Map an index of a plan's block to byte offsets into two tensors. A row of a has kRows rows of b; i2 counts b's.
 struct Walk {
   FastDivider accesses, extent2, extent1;
   uint32_t count;
@@ -65,13 +65,13 @@ __device__ __forceinline__ raw_t<kBytes> load(const char* address) {
   return __ldg(reinterpret_cast<const raw_t<kBytes>*>(address));
 }
 
-// Streaming: what is written is larger than L2 in training, and then evicts less of what is read.
+// Use streaming stores: in training the output is larger than L2, and these evict less of what is read.
 template <int kBytes>
 __device__ __forceinline__ void store(char* address, raw_t<kBytes> value) {
   __stcs(reinterpret_cast<raw_t<kBytes>*>(address), value);
 }
 
-// Each thread loads kUnroll accesses, then stores them. `block` counts blocks of this piece of the grid.
+// Each thread loads kUnroll accesses and then stores them. `block` is the index within this part of the grid.
 template <int kBlock, int kUnroll, int kBytes, int kRows, typename Store>
 __device__ __forceinline__ void load_then_store(const Walk& walk, uint32_t block, const char* source, char* target,
                                                 Store store_one) {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void copy_part(const ForwardLaunch& p) {
   }
 }
 
-// channels_last: one load of kBytes of channels, four stores.
+// For channels_last, a thread loads kBytes of channels once and stores them four times.
 template <int kBytes>
 __global__ void __launch_bounds__(kNhwcThreads) upsample_nhwc(const __grid_constant__ ForwardLaunch p) {
   if (blockIdx.x >= p.up_blocks) return copy_part<kNhwcThreads>(p);
@@ -140,8 +140,9 @@ __global__ void __launch_bounds__(kNhwcThreads) upsample_nhwc(const __grid_const
   load_then_store<kNhwcThreads, kNhwcUnroll, kBytes, 1>(p.up, blockIdx.x, p.x, p.out, store_square);
 }
 
-// kSmall elements in, each twice out, kLarge elements a store. Threads follow the rows of out, each row of x is read
-// for two of them: the second time from L1 or L2, which costs less than stores that straddle two rows' 32-byte sectors.
+// A thread loads kSmall elements and writes each twice, kLarge elements a store. Threads follow the rows of out, so a
+// row of x is read twice. The second read hits L1 or L2 and costs less than stores that straddle 32-byte sectors of two
+// rows.
 template <typename Element, int kSmall, int kLarge>
 __global__ void __launch_bounds__(kThreads) upsample_nchw(const __grid_constant__ ForwardLaunch p) {
   if (blockIdx.x >= p.up_blocks) return copy_part<kThreads>(p);
@@ -178,7 +179,7 @@ __device__ __forceinline__ T sum_square(T top_left, T top_right, T bottom_left, 
                             to_arithmetic(bottom_right));
 }
 
-// Read kLoads accesses a thread by load_squares(grad_out's place, out), and store kSmall sum_of(those, i).
+// Read kLoads accesses a thread with load_squares(address in grad_out, out), and store kSmall results sum_of(out, i).
 template <typename T, int kSmall, int kLoadBytes, int kLoads, typename Load, typename Sum>
 __device__ __forceinline__ void sum_squares(const BackwardLaunch& p, Load load_squares, Sum sum_of) {
   constexpr int kBytes = kSmall * sizeof(T);
@@ -239,7 +240,7 @@ __global__ void __launch_bounds__(kThreads) upsample_backward_nchw(const __grid_
   });
 }
 
-// A block of a plan for a kernel: first bytes and the walk. `rows` is its kRows, `row` the bytes between them.
+// Hold a plan's block for a kernel: byte offsets and the walk. `rows` is its kRows, `row` the bytes between rows.
 struct Piece {
   Walk walk;
   int64_t a_offset, b_offset;

@@ -1,4 +1,4 @@
-// 2x nearest upsampling, forward (with a second tensor copied beside it, for concatenation) and backward.
+// Upsample 2x by nearest neighbour, forward (optionally copying a second tensor beside the result) and backward.
 #pragma once
 
 #include "core/common/cuda_api.h"
@@ -11,13 +11,13 @@ struct UpsampleForwardParams {
   UpsamplePlan plan;  // small = x, large = the part of out that x fills
   const void* x;
   void* out;
-  CopyPlan copy;  // of skip into its part of the same buffer; numel() == 0 where nothing is concatenated
+  CopyPlan copy;  // copies skip into its part of the same buffer; numel() == 0 if nothing is concatenated
   const void* skip;
   void* skip_out;
-  int itemsize;  // bytes of an element, 2, 4 or 8: values are moved, never computed with
+  int itemsize;  // bytes of an element, 2, 4 or 8; values are moved, never computed with
 };
 
-// Every gradient is the sum of a 2x2 square, left to right and top to bottom, in float (double for double).
+// Each gradient is the sum of a 2x2 square, added left to right and top to bottom in float (double for double).
 struct UpsampleBackwardParams {
   UpsamplePlan plan;  // small = grad_x, large = grad_out
   const void* grad_out;
@@ -25,7 +25,7 @@ struct UpsampleBackwardParams {
   DType dtype;
 };
 
-// One launch (several only above 2^29 accesses). Tensors may not overlap.
+// Launch one kernel (several only above 2^29 accesses). Tensors must not overlap.
 cudaError_t launch_upsample_forward(const UpsampleForwardParams& params, cudaStream_t stream);
 
 cudaError_t launch_upsample_backward(const UpsampleBackwardParams& params, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// Sums of 2x2 squares of 16-bit floats, eight at a time: without vector conversions they cost ten times the reading.
+// Sum 2x2 squares of 16-bit floats, eight at a time. Scalar conversions would cost ten times as much as reading.
 #pragma once
 
 #include "core/common/instruction_set.h"
@@ -26,7 +26,7 @@ struct BFloat16Lanes {
     const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
   }
-  // To nearest, ties to even; NaN stays NaN.
+  // Round to nearest, ties to even; NaN stays NaN.
   TORCH_FASTDET_AVX2 static void store(void* to, __m256 value) {
     const __m256i bits = _mm256_castps_si256(value);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
@@ -38,7 +38,7 @@ struct BFloat16Lanes {
   }
 };
 
-// SumSquares for a 16-bit T; the last few elements are left to it.
+// Compute SumSquares for a 16-bit T, and leave the last few elements to it.
 template <typename T, typename Lanes>
 struct SumSquaresAvx2 {
   TORCH_FASTDET_AVX2 static void rows(const T* top, const T* bottom, T* out, int64_t count) {
@@ -46,7 +46,7 @@ struct SumSquaresAvx2 {
     for (; i + 8 <= count; i += 8) {
       const __m256 top_low = Lanes::load(top + 2 * i), top_high = Lanes::load(top + 2 * i + 8);
       const __m256 bottom_low = Lanes::load(bottom + 2 * i), bottom_high = Lanes::load(bottom + 2 * i + 8);
-      // Even and odd elements, in the order 0-3 8-11 4-7 12-15 of pairs: sorted out once, at the end.
+      // Add even and odd elements, in the order 0-3 8-11 4-7 12-15 of pairs. The order is restored once, at the end.
       __m256 sum =
           _mm256_add_ps(_mm256_shuffle_ps(top_low, top_high, 0x88), _mm256_shuffle_ps(top_low, top_high, 0xdd));
       sum = _mm256_add_ps(sum, _mm256_shuffle_ps(bottom_low, bottom_high, 0x88));

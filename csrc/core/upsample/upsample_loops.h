@@ -1,5 +1,5 @@
-// The CPU's loops over an UpsamplePlan or a CopyPlan. Each call does lines [begin, end) of the plan, so that threads
-// can share them out: extent[0] * extent[1] * extent[2] rows of W for NCHW, extent[0] * extent[1] lines of W * C for
+// Walk an UpsamplePlan or a CopyPlan on the CPU. Each call handles lines [begin, end) of the plan, so that threads can
+// share them: extent[0] * extent[1] * extent[2] rows of W for NCHW, extent[0] * extent[1] lines of W * C for
 // channels_last. Values are moved as unsigned integers of their size.
 #pragma once
 
@@ -37,7 +37,7 @@ void for_each_line(const int64_t extent[3], const int64_t a_stride[3], const int
   }
 }
 
-// For channels_last a line is a whole row of pixels: the third dimension is walked by the caller of f.
+// For channels_last a line is a whole row of pixels, and the caller of f walks the third dimension.
 template <typename F>
 void for_each_upsample_line(const UpsamplePlan& plan, int64_t begin, int64_t end, F&& f) {
   const int64_t extent[3] = {plan.extent[0], plan.extent[1], plan.channels_last ? 1 : plan.extent[2]};
@@ -58,7 +58,7 @@ void upsample_forward_lines(const UpsamplePlan& plan, const T* x, T* out, int64_
       std::memcpy(target + plan.large_row, target, 2 * inner * sizeof(T));
       return;
     }
-    // One large row after the other: memory takes long runs best. Dense rows are copied for the second.
+    // Write one large row after the other, because long runs suit memory best. If rows are dense, copy the second one.
     const bool dense = plan.large_col == inner && (plan.extent[2] == 1 || plan.large_stride[2] == 2 * inner);
     for (int64_t row = 0; row < (dense ? 1 : 2); ++row, target += plan.large_row) {
       for (int64_t w = 0; w < plan.extent[2]; ++w) {
@@ -72,7 +72,7 @@ void upsample_forward_lines(const UpsamplePlan& plan, const T* x, T* out, int64_
   });
 }
 
-// Sums as the CUDA kernels do: left to right, top to bottom, in Accumulate.
+// Sum like the CUDA kernels: left to right, top to bottom, in Accumulate.
 template <typename T, typename Accumulate>
 struct SumSquares {
   static T sum(T top_left, T top_right, T bottom_left, T bottom_right) {
@@ -80,12 +80,12 @@ struct SumSquares {
                           static_cast<Accumulate>(bottom_left) + static_cast<Accumulate>(bottom_right));
   }
 
-  // NCHW: `count` neighbours of one row, from two rows.
+  // NCHW: compute `count` neighbours of one row from two rows.
   static void rows(const T* top, const T* bottom, T* out, int64_t count) {
     for (int64_t i = 0; i < count; ++i) out[i] = sum(top[2 * i], top[2 * i + 1], bottom[2 * i], bottom[2 * i + 1]);
   }
 
-  // channels_last: `count` channels of one pixel, from four pixels.
+  // channels_last: compute `count` channels of one pixel from four pixels.
   static void pixels(const T* top_left, const T* top_right, const T* bottom_left, const T* bottom_right, T* out,
                      int64_t count) {
     for (int64_t i = 0; i < count; ++i) out[i] = sum(top_left[i], top_right[i], bottom_left[i], bottom_right[i]);

@@ -1,4 +1,4 @@
-// The walk of a 2x nearest upsample over memory: one plan serves the CPU loops, the CUDA kernels, forward and backward.
+// Plan how a 2x nearest upsample walks memory. One plan serves CPU loops and CUDA kernels, forward and backward.
 #pragma once
 
 #include <cstdint>
@@ -6,10 +6,10 @@
 
 namespace torch_fastdet::core {
 
-// The small tensor is (N, C, H, W), the large one (N, C, 2H, 2W); either may be a slice of a bigger buffer. Both are
-// walked as extent[0] * extent[1] * extent[2] rows of `inner` neighbours, strides in elements: for channels_last {N, H,
-// W} and C, where each small element meets large + {0, col, row, row + col}; else {N, C, H} and W, where element w
-// meets large + 2 * w + {0, 1, row, row + 1}.
+// The small tensor is (N, C, H, W) and the large one (N, C, 2H, 2W); either may be a slice of a bigger buffer. Both are
+// walked as extent[0] * extent[1] * extent[2] rows of `inner` neighbours, with strides in elements. For channels_last
+// the extents are {N, H, W} and `inner` is C: a small element maps to large + {0, col, row, row + col}. Otherwise they
+// are {N, C, H} and W: element w maps to large + 2 * w + {0, 1, row, row + 1}.
 struct UpsamplePlan {
   int64_t extent[3];
   int64_t inner;
@@ -22,7 +22,7 @@ struct UpsamplePlan {
   int64_t small_numel() const { return extent[0] * extent[1] * extent[2] * inner; }
 };
 
-// A copy of the same kind: extent[0] * extent[1] * extent[2] rows of `inner` adjacent elements.
+// Describe a copy in the same way: extent[0] * extent[1] * extent[2] rows of `inner` adjacent elements.
 struct CopyPlan {
   int64_t extent[3];
   int64_t inner;
@@ -32,13 +32,13 @@ struct CopyPlan {
   int64_t numel() const { return extent[0] * extent[1] * extent[2] * inner; }
 };
 
-// The order of (n, c, h, w) in a walk, the last one innermost.
+// Return the order of (n, c, h, w) in a walk, innermost last.
 inline const int* walk_order(bool channels_last) {
   static constexpr int kOrders[2][4] = {{0, 1, 2, 3}, {0, 2, 3, 1}};
   return kOrders[channels_last];
 }
 
-// `size` is the small tensor's, strides (n, c, h, w). The inner dimension (C or W) has stride or length 1 in both.
+// `size` is the small tensor's; strides are (n, c, h, w). The inner dimension (C or W) has stride or length 1 in both.
 inline UpsamplePlan make_upsample_plan(const int64_t size[4], const int64_t small[4], const int64_t large[4],
                                        bool channels_last) {
   UpsamplePlan plan{};
@@ -56,13 +56,13 @@ inline UpsamplePlan make_upsample_plan(const int64_t size[4], const int64_t smal
   return plan;
 }
 
-// `size`, `src` and `dst` are (n, c, h, w) sizes and strides; the same condition on the inner dimension. Neighbouring
-// dimensions that are dense in both tensors are joined, so that rows are as long, and vectors as wide, as can be.
+// `size`, `src` and `dst` are (n, c, h, w) sizes and strides, with the same condition on the inner dimension. Merge
+// neighbouring dimensions that are dense in both tensors, to make rows as long and vectors as wide as possible.
 inline CopyPlan make_copy_plan(const int64_t size[4], const int64_t src[4], const int64_t dst[4], bool channels_last) {
   const int* order = walk_order(channels_last);
   CopyPlan plan{{1, 1, 1}, size[order[3]], {0, 0, 0}, {0, 0, 0}};
-  int next = 2;                                              // slot that the next dimension outwards goes to
-  int64_t joined_src = plan.inner, joined_dst = plan.inner;  // strides at which that dimension would be dense
+  int next = 2;                                              // slot of the next outer dimension
+  int64_t joined_src = plan.inner, joined_dst = plan.inner;  // strides at which that dimension is dense
   for (int i = 2; i >= 0; --i) {
     const int d = order[i];
     if (size[d] == 1) continue;
@@ -84,7 +84,7 @@ inline CopyPlan make_copy_plan(const int64_t size[4], const int64_t src[4], cons
   return plan;
 }
 
-// Largest power of two, at most `limit`, that divides every one of the numbers (all divide 0).
+// Return the largest power of two, at most `limit`, that divides all of the numbers (all divide 0).
 inline int64_t common_power_of_two(int64_t limit, std::initializer_list<int64_t> numbers) {
   for (const int64_t number : numbers) {
     while (limit > 1 && number % limit != 0) limit /= 2;
@@ -92,14 +92,14 @@ inline int64_t common_power_of_two(int64_t limit, std::initializer_list<int64_t>
   return limit;
 }
 
-// Elements that one access moves. channels_last: `large` == `small`. Otherwise `small` elements meet 2 * `small`
-// elements in each of two rows, moved `large` at a time (1 only where not even pairs are aligned).
+// Number of elements that one access moves. For channels_last, `large` == `small`. Otherwise `small` elements map to 2
+// * `small` elements in each of two rows, moved `large` at a time (1 only if not even pairs are aligned).
 struct UpsampleVector {
   int small;
   int large;
 };
 
-// All is a multiple of what is accessed: up to `max_bytes` of the small tensor (at address `small`), 16 of the large.
+// Return widths that divide all offsets: at most `max_bytes` of the small tensor (at address `small`), 16 of the large.
 inline UpsampleVector upsample_vector(const UpsamplePlan& plan, uintptr_t small, uintptr_t large, int itemsize,
                                       int max_bytes) {
   const auto stride = [&plan](const int64_t* strides, int i) { return plan.extent[i] > 1 ? strides[i] : 0; };
@@ -121,7 +121,7 @@ inline UpsampleVector upsample_vector(const UpsamplePlan& plan, uintptr_t small,
   return {static_cast<int>(vector), static_cast<int>(got)};
 }
 
-// Return the same for a copy, in bytes: up to 16.
+// Return the same for a copy, in bytes (at most 16).
 inline int copy_access_bytes(const CopyPlan& plan, uintptr_t src, uintptr_t dst, int itemsize) {
   const auto stride = [&plan](const int64_t* strides, int i) { return plan.extent[i] > 1 ? strides[i] : 0; };
   const int64_t* s = plan.src_stride;
@@ -132,18 +132,18 @@ inline int copy_access_bytes(const CopyPlan& plan, uintptr_t src, uintptr_t dst,
                              stride(s, 0), stride(s, 1), stride(s, 2), stride(d, 0), stride(d, 1), stride(d, 2)}));
 }
 
-// Cut a four-dimensional index space, outer dimensions first, into blocks of max_count: kernels count in 32 bits.
+// Cut a four-dimensional index space, outer dimensions first, into blocks of max_count, as kernels count in 32 bits.
 struct IndexBlocks {
   int64_t extent[4];
   int64_t block[4];   // size of every block but the last along a dimension
-  int64_t blocks[4];  // their number along a dimension
+  int64_t blocks[4];  // number of blocks along a dimension
 
   IndexBlocks(int64_t e0, int64_t e1, int64_t e2, int64_t e3, int64_t max_count) : extent{e0, e1, e2, e3} {
     for (int i = 3; i >= 0; --i) {
       const bool empty = extent[i] == 0;
       block[i] = extent[i] < max_count ? extent[i] : max_count;
       blocks[i] = empty ? 0 : (extent[i] + block[i] - 1) / block[i];
-      // A dimension that is cut leaves the ones outside it one index a block.
+      // Once a dimension is cut, the dimensions outside it get one index a block.
       max_count = empty ? max_count : (blocks[i] > 1 ? 1 : max_count / block[i]);
     }
   }

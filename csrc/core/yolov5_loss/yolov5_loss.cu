@@ -1,4 +1,4 @@
-// The YOLOv5 loss. Forward: a warp a candidate, a thread a cell, one block for sums. Backward: all, then matched cells.
+// Forward, a warp takes a candidate, a thread cells, one block the sums. Backward, all cells come before matched ones.
 #include <cstring>
 
 #include "core/common/device.cuh"
@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kWarps = 8;  // a block, in kernels where a warp has a candidate or a piece of a plane
 constexpr int kObjectThreads = 256;
-constexpr int kObjectCells = 2;  // a thread's loads in flight
-// Blocks a level, so that one block can add what they leave; each takes several pieces where there are more.
+constexpr int kObjectCells = 2;  // loads of a thread that are in flight
+// Blocks of a level are limited so that one block can add their results; each takes several pieces if there are more.
 constexpr int kMostBlocks = 512;
 constexpr int kMatchSums = 3;
 constexpr int kSums = kMatchSums + 1;
@@ -24,15 +24,15 @@ __host__ __device__ int64_t slot_count(const Params& params) {
   return static_cast<int64_t>(kYolov5CellOffsets) * params.na * params.nt;
 }
 
-// Note the row, once for all its candidates. Integer atomics: the order does not show.
+// Record a bad row, once for all its candidates. The atomics are on integers, so their order does not matter.
 __device__ void note_fault(const Yolov5LossParams& params, int64_t target, int fault) {
   const auto first = static_cast<unsigned long long>(kYolov5FirstFault - (6 * target + fault - 1));
   atomicAdd(reinterpret_cast<unsigned long long*>(params.status), 1ULL);
   atomicMax(reinterpret_cast<unsigned long long*>(params.status) + 1, first);
 }
 
-// The greatest key stays; whoever finds the cell taken marks it as shared. The first match of a cell does not know of
-// the others, but the second one sees the first's key and puts the greater of both back with the mark.
+// The greatest key stays, and whoever finds the cell taken marks it as shared. The first match of a cell does not know
+// of the others, but the second one sees the first's key and stores the greater of both with the mark.
 __device__ void claim_cell(uint64_t* owner, uint64_t key) {
   auto* cell = reinterpret_cast<unsigned long long*>(owner);
   const uint64_t held = atomicMax(cell, static_cast<unsigned long long>(key));
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kObjectThreads) object_kernel(const __grid_con
   static_cast<T*>(params.object_partials)[static_cast<int64_t>(level) * gridDim.x + blockIdx.x] = sum;
 }
 
-// One block: a warp for each sum of each level, then one thread for the loss.
+// A single block runs: a warp adds each sum of each level, then one thread computes the loss.
 template <typename T>
 __global__ void __launch_bounds__(kYolov5MaxLevels* kSums* kWarp)
     sum_kernel(const __grid_constant__ Yolov5LossParams params, int match_blocks, int object_blocks) {
@@ -224,13 +224,13 @@ struct ObjectGradient {
   __device__ scalar_t operator()(int64_t cell) const { return from_arithmetic<scalar_t>(factor * slopes[cell]); }
 };
 
-// Sixteen bytes of elements, zeros until set.
+// Hold sixteen bytes of elements, which are zero until set.
 template <typename scalar_t>
 struct alignas(16) Pack {
   static constexpr unsigned kSize = Vector<scalar_t>::kSize;
   uint32_t words[4] = {0, 0, 0, 0};
 
-  // Without an address, so that the words stay in registers.
+  // Do not take addresses, so that the words stay in registers.
   __device__ void set(unsigned position, scalar_t value) {
     if constexpr (sizeof(scalar_t) == 2) {
       uint16_t bits;
@@ -255,7 +255,7 @@ struct alignas(16) Pack {
   }
 };
 
-// Blocks of the two dense kernels, by level: 0 for a level of the other layout.
+// Return the number of blocks of each dense kernel for a level, 0 if the level has the other layout.
 __host__ __device__ int64_t row_blocks(const Yolov5Head& head) {
   return head.layout == Yolov5Layout::kPlanes ? 0 : ceil_div(head.cells, kRowCells);
 }
@@ -270,7 +270,7 @@ __host__ __device__ int64_t plane_blocks(const Params& params, const Yolov5Head&
   return ceil_div(params.bs * params.na * params.no * plane_chunks(head), kWarps);
 }
 
-// kRowCells cells, whose elements follow each other in memory: zeros, but for element 4 of each cell.
+// Write kRowCells cells, whose elements are contiguous: zeros except for element 4 of each cell.
 template <typename scalar_t>
 __device__ void write_rows(const Yolov5LossBackwardParams& params, int level, int64_t block) {
   __shared__ scalar_t objects[kRowCells];
@@ -286,9 +286,9 @@ __device__ void write_rows(const Yolov5LossBackwardParams& params, int level, in
   using Vector = Pack<scalar_t>;
   const auto no = static_cast<unsigned>(params.no);
   const unsigned elements = cells * no;
-  // kRowCells elements of any type are a multiple of 16 bytes, so every block starts as aligned as the first.
+  // kRowCells elements of any type are a multiple of 16 bytes, so every block is as aligned as the first.
   const unsigned vectors = reinterpret_cast<uintptr_t>(head.gradient) % 16 == 0 ? elements / Vector::kSize : 0;
-  // Row and column of the vector's first element, moved on without dividing again.
+  // Track the row and column of the vector's first element without further divisions.
   const unsigned step = blockDim.x * Vector::kSize, step_rows = step / no, step_columns = step % no;
   unsigned row = threadIdx.x * Vector::kSize / no;
   unsigned column = threadIdx.x * Vector::kSize % no;
@@ -311,7 +311,7 @@ __device__ void write_rows(const Yolov5LossBackwardParams& params, int level, in
   }
 }
 
-// A warp's part of one (ny, nx) plane: zeros, or the objectness.
+// Write a warp's part of one (ny, nx) plane: zeros, or the objectness.
 template <typename scalar_t>
 __device__ void write_planes(const Yolov5LossBackwardParams& params, int level, int64_t block) {
   const Yolov5Head& head = params.heads[level];
@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) dense_kernel(const __grid_const
   }
 }
 
-// Gradients of matched cells: a cell's owner adds its matches' (all in the slots of one anchor) in a fixed order.
+// Compute the gradients of matched cells. A cell's owner adds its matches (all in one anchor's slots) in a fixed order.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kWarps* kWarp)
     matched_kernel(const __grid_constant__ Yolov5LossBackwardParams params) {
@@ -388,7 +388,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     if (key & kYolov5Shared) {
       const int64_t first = slot / params.nt % params.na * params.nt, step = params.na * params.nt;
       for (int64_t i = 0; i < params.nt; i += 2 * kWarp) {
-        int64_t cells[2][kYolov5CellOffsets];  // all loads first: their latency is what this loop costs
+        int64_t cells[2][kYolov5CellOffsets];  // load everything first: the latency of loads dominates this loop
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
           const int64_t target = i + part * kWarp + lane;

@@ -1,4 +1,4 @@
-// The YOLOv5 loss on the CPU: candidates and cells by parallel_for(begin, end, grain, f), sums in a fixed order.
+// Compute the YOLOv5 loss on the CPU; parallel_for(begin, end, grain, f) shares candidates and cells.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +11,12 @@
 #include "core/yolov5_loss/yolov5_loss.h"
 
 namespace torch_fastdet::core::yolov5_loops {
-namespace {  // of each file that includes this: functions that it calls once are inlined
+namespace {  // of each file that includes this, so that functions called once are inlined
 
 constexpr int64_t kCellChunk = 4096;
-constexpr int64_t kBlock = 1024;  // logits that are gathered side by side for vector instructions
+constexpr int64_t kBlock = 1024;  // logits that are gathered for vector instructions
 
-// binary_cross_entropy without a focal factor, for many logits.
+// Compute binary_cross_entropy without a focal factor for many logits.
 template <typename T>
 void entropy_loop(int64_t count, const T* logits, const T* targets, T positive_weight, T* values, T* gradients) {
   for (int64_t i = 0; i < count; ++i) {
@@ -31,7 +31,7 @@ void entropy_loop(int64_t count, const T* logits, const T* targets, T positive_w
   }
 }
 
-// The sum of its gradients where positives[i] of `matches` targets are `positive` and the others `negative`.
+// Sum its gradients for `matches` targets, of which positives[i] are `positive` and the others `negative`.
 template <typename T>
 void slope_loop(int64_t count, const T* logits, const T* positives, T matches, T positive, T negative,
                 T positive_weight, T* slopes) {
@@ -79,13 +79,13 @@ void entropy_slopes(int64_t count, const T* logits, const T* positives, T matche
   vectorised([&] { slope_loop(count, logits, positives, matches, positive, negative, positive_weight, slopes); });
 }
 
-// One level of a forward pass: its part of the tensors, and what its matches give.
+// Hold one level of a forward pass: its part of the tensors, and the results of its matches.
 template <typename scalar_t>
 struct Level {
   using T = arithmetic_t<scalar_t>;
   const Yolov5LossParams& params;
   const int level;
-  const int64_t targets;  // in use
+  const int64_t targets;  // number of valid rows
   const int64_t slots = kYolov5CellOffsets * params.na * params.nt;
   const Yolov5Head& head = params.heads[level];
   const scalar_t* logits = static_cast<const scalar_t*>(head.logits);
@@ -139,7 +139,7 @@ struct Level {
     });
   }
 
-  // In slot order: which match owns each cell, and the sums over all.
+  // In slot order, find the match that owns each cell, and sum over all matches.
   void add_matches() {
     std::fill_n(owner, head.cells, uint64_t{0});
     for (int64_t slot = 0; slot < slots; ++slot) {
@@ -180,7 +180,7 @@ struct Level {
   }
 };
 
-// `targets`: rows in use, all of them good (yolov5_target_fault).
+// `targets` is the number of valid rows, none of which has a fault (yolov5_target_fault).
 template <typename scalar_t, typename ParallelFor>
 void forward(const Yolov5LossParams& params, int64_t targets, const ParallelFor& parallel_for) {
   using T = arithmetic_t<scalar_t>;
@@ -234,7 +234,7 @@ void backward(const Yolov5LossBackwardParams& params, const ParallelFor& paralle
       return static_cast<scalar_t>(object_scale * object_slopes[cell]);
     };
 
-    // Every cell: zeros, but for the objectness.
+    // Set the gradients of every cell to zero, except the objectness.
     if (step == 1) {
       parallel_for(0, head.cells, kCellChunk, [&](int64_t begin, int64_t end) {
         std::fill(gradient + begin * params.no, gradient + end * params.no, scalar_t(0));
@@ -249,7 +249,7 @@ void backward(const Yolov5LossBackwardParams& params, const ParallelFor& paralle
       });
     }
 
-    // Matched cells: a cell's owner writes its gradients, adding its matches in the order of one anchor's slots.
+    // A matched cell's owner writes its gradients, adding its matches in the order of one anchor's slots.
     parallel_for(0, slots, 64, [&](int64_t begin, int64_t end) {
       std::vector<T> positives(params.nc), class_logits(params.nc), slopes(params.nc);
       for (int64_t slot = begin; slot < end; ++slot) {

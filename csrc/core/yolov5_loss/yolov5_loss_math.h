@@ -1,4 +1,4 @@
-// The arithmetic of the YOLOv5 training loss, one candidate or one logit at a time, for CPU and CUDA.
+// Compute the YOLOv5 training loss one candidate or one logit at a time, for CPU and CUDA.
 #pragma once
 
 #include <math.h>
@@ -11,7 +11,7 @@
 
 namespace torch_fastdet::core {
 
-// The cells that may match a target, its own and those that its centre leans to: centre, left, up, right, down.
+// A target may match its own cell and those that its centre leans to, in the order centre, left, up, right, down.
 constexpr int kYolov5CellOffsets = 5;
 
 struct Yolov5Match {
@@ -20,27 +20,27 @@ struct Yolov5Match {
   float box_x, box_y, box_w, box_h;  // target in grid units, centre relative to the cell's corner
 };
 
-// The cell that a coordinate in grid units falls into, the nearest one for a coordinate outside the grid.
+// Return the cell that contains a coordinate in grid units, or the nearest cell if it is outside the grid.
 TORCH_FASTDET_HOST_DEVICE int64_t clamped_cell(float position, int64_t cells) {
   if (!(position > 0.0f)) return 0;
   return position >= static_cast<float>(cells) ? cells - 1 : static_cast<int64_t>(position);
 }
 
-// box: normalised x, y, w, h. offset: as above. fp32 rounded as in eager: an fma would move targets on grid lines.
+// `box` is normalised x, y, w, h; `offset` is as above. fp32 rounds as eager does: an fma would move targets on lines.
 TORCH_FASTDET_HOST_DEVICE Yolov5Match yolov5_match(const float box[4], const float anchor[2], int64_t nx, int64_t ny,
                                                    float anchor_t, int offset) {
   Yolov5Match match{};
   const float grid_w = static_cast<float>(nx), grid_h = static_cast<float>(ny);
   const float w = mul_rn(box[2], grid_w), h = mul_rn(box[3], grid_h);
   const float ratio_w = div_rn(w, anchor[0]), ratio_h = div_rn(h, anchor[1]);
-  // One comparison for each, which NaN fails: fmaxf would pass over it.
+  // Compare each ratio separately, so that NaN fails; fmaxf would ignore it.
   if (!(ratio_w < anchor_t && div_rn(1.0f, ratio_w) < anchor_t)) return match;
   if (!(ratio_h < anchor_t && div_rn(1.0f, ratio_h) < anchor_t)) return match;
 
   const float x = mul_rn(box[0], grid_w), y = mul_rn(box[1], grid_h);
   const float mirrored_x = sub_rn(grid_w, x), mirrored_y = sub_rn(grid_h, y);
   float shift_x = 0.0f, shift_y = 0.0f;
-  float position = 2.0f;  // of the coordinate that decides; this default decides for the centre
+  float position = 2.0f;  // of the coordinate that decides; this default makes the centre match
   switch (offset) {
     case 1:
       position = x;
@@ -67,7 +67,7 @@ TORCH_FASTDET_HOST_DEVICE Yolov5Match yolov5_match(const float box[4], const flo
   match.matched = true;
   match.x = clamped_cell(sub_rn(x, shift_x), nx);
   match.y = clamped_cell(sub_rn(y, shift_y), ny);
-  // Relative to the clamped cell: a target at the far edge has its centre at offset 1.
+  // The centre is relative to the clamped cell, so a target at the far edge has offset 1.
   match.box_x = sub_rn(x, static_cast<float>(match.x));
   match.box_y = sub_rn(y, static_cast<float>(match.y));
   match.box_w = w;
@@ -75,7 +75,7 @@ TORCH_FASTDET_HOST_DEVICE Yolov5Match yolov5_match(const float box[4], const flo
   return match;
 }
 
-// Return the bad column + 1 of a row, else 0. Indices are truncated, as in eager; boxes may lie outside of the image.
+// Return a row's bad column + 1, or 0. Indices are truncated as in eager; boxes may lie outside the image.
 TORCH_FASTDET_HOST_DEVICE int yolov5_target_fault(const float row[6], int64_t batch_size, int64_t classes) {
   if (!(row[0] > -1.0f && row[0] < static_cast<float>(batch_size))) return 1;
   if (!(row[1] > -1.0f && row[1] < static_cast<float>(classes))) return 2;
@@ -90,8 +90,8 @@ struct ValueAndGradient {
   T value, gradient;
 };
 
-// Binary cross entropy of one logit: positive_weight multiplies the positive term; gamma > 0 adds the focal factor
-// alpha_t (1 - p_t)^gamma with alpha = 0.25, whose own gradient is part of the gradient. `target` may be soft.
+// Compute the binary cross entropy of one logit. positive_weight multiplies the positive term. gamma > 0 adds the focal
+// factor alpha_t (1 - p_t)^gamma with alpha = 0.25, and the gradient includes the factor's. `target` may be soft.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE ValueAndGradient<T> binary_cross_entropy(T logit, T target, T positive_weight, T gamma) {
   const T decay = exp_rn(-fabs(logit));
@@ -106,7 +106,7 @@ TORCH_FASTDET_HOST_DEVICE ValueAndGradient<T> binary_cross_entropy(T logit, T ta
     const T alpha = target * T(0.25) + (T(1) - target) * T(0.75);
     const T power = pow(miss, gamma);
     const T miss_gradient = (T(1) - T(2) * target) * probability * complement;
-    // Where the miss is 0 its slope is too; the quotient would be 0 / 0.
+    // If the miss is 0, so is its slope; the quotient would be 0 / 0.
     const T power_gradient = miss > 0 ? gamma * (power / miss) * miss_gradient : T(0);
     entropy.gradient = alpha * (power * entropy.gradient + power_gradient * entropy.value);
     entropy.value *= alpha * power;
@@ -120,7 +120,7 @@ struct Yolov5Box {
   T gradient[4];  // d(1 - ciou) / d(logits)
 };
 
-// Decode a cell and compare it with the target: centre 2 sigmoid - 0.5 from its corner, sides (2 sigmoid)^2 anchors.
+// Decode a cell and compare it with the target. The centre is 2 sigmoid - 0.5, the sides are (2 sigmoid)^2 anchors.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE Yolov5Box<T> yolov5_box(const T logits[4], const Yolov5Match& match, const float anchor[2]) {
   const T x = sigmoid(logits[0]), y = sigmoid(logits[1]), w = sigmoid(logits[2]), h = sigmoid(logits[3]);
