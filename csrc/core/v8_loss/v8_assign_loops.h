@@ -1,4 +1,4 @@
-// The v8 losses on the CPU, first half: targets, boxes, assignment, in parallel by parallel_for(begin, end, grain, f).
+// Compute the v8 losses' targets, boxes and assignment on the CPU, in parallel by parallel_for(begin, end, grain, f).
 #pragma once
 
 #include <algorithm>
@@ -11,14 +11,14 @@
 
 namespace torch_fastdet::core::v8_loops {
 
-constexpr int kBlock = 64;     // anchors or logits that are gathered side by side for vector instructions
+constexpr int kBlock = 64;     // anchors or logits that are gathered for vector instructions
 constexpr int kMostBins = 64;  // in such a block; heads have 16
 constexpr int64_t kSlotGrain = 64;
 
 template <typename T>
 using Block = T[kBlock];
 
-// Set the distance of one side for the anchors of a block.
+// Compute the distance of one side for the anchors of a block.
 template <typename T>
 void expectation_loop(int reg_max, const Block<T>* bins, Block<T>& distance) {
   Block<T> highest, total, weighted;
@@ -95,7 +95,7 @@ void decode_block(const Params& params, int64_t image, int which, int64_t begin)
 template <typename scalar_t, typename Params, typename ParallelFor>
 void decode_boxes(const Params& params, const ParallelFor& parallel_for) {
   const V8Heads& heads = params.heads;
-  std::vector<int64_t> first(heads.num_levels + 1, 0);  // block of each level, in one image
+  std::vector<int64_t> first(heads.num_levels + 1, 0);  // first block of each level, in one image
   for (int i = 0; i < heads.num_levels; ++i) {
     first[i + 1] = first[i] + (heads.levels[i].ny * heads.levels[i].nx + kBlock - 1) / kBlock;
   }
@@ -124,7 +124,7 @@ void decode_boxes(const Params& params, const ParallelFor& parallel_for) {
   });
 }
 
-// Set `keys` to the `count` greatest of the keys above 0 of the anchors inside of a target, from the greatest on.
+// Set `keys` to the `count` greatest keys above 0 of the anchors inside a target, in descending order.
 template <typename Params, typename Key>
 void best_keys(const Params& params, const V8Target& target, int64_t count, std::vector<uint64_t>& keys,
                const Key& key_of) {
@@ -145,8 +145,8 @@ void best_keys(const Params& params, const V8Target& target, int64_t count, std:
   keys.resize(count);
 }
 
-// A target's best topk anchors. Where fewer fit, the image's first that lie inside fill up, without weight, as a top-k
-// over all anchors whose ties go by index has it.
+// Find a target's best topk anchors. If fewer fit, fill up with the image's first anchors that lie inside, with weight
+// 0, as a top-k over all anchors does that breaks ties by index.
 template <typename scalar_t, typename Params, typename ParallelFor>
 void assign(const Params& params, const ParallelFor& parallel_for) {
   const V8Heads& heads = params.heads;
@@ -171,8 +171,8 @@ void assign(const Params& params, const ParallelFor& parallel_for) {
   });
 }
 
-// Let the greatest slot that names an anchor stand for it, and give the anchor to the target that it fits best, or, if
-// it fits none, without weight to the first of its image: losses that count anchors as such see which one.
+// Let the greatest slot that names an anchor represent it, and give the anchor to the target that it fits best. If it
+// fits none, give it to the image's first with weight 0, for losses that count all assigned anchors.
 template <typename scalar_t, typename Params, typename ParallelFor>
 void resolve(const Params& params, const ParallelFor& parallel_for) {
   const V8Heads& heads = params.heads;
@@ -200,8 +200,8 @@ void resolve(const Params& params, const ParallelFor& parallel_for) {
   });
 }
 
-// Keep the topk2 best of the anchors that a target got, as a top-k over all anchors does whose ties go by index: one
-// without alignment only if the list reaches to its index. Then find the best alignment and overlap of each target.
+// Keep the topk2 best anchors that a target got, as a top-k over all anchors does that breaks ties by index: an anchor
+// without alignment stays only if the list extends to its index. Then find each target's best alignment and overlap.
 template <typename T>
 void filter(const V8LossParams& params) {
   const V8Scratch& scratch = params.scratch;
@@ -234,7 +234,7 @@ void filter(const V8LossParams& params) {
   }
 }
 
-// Fill in slots and scratch but for rows and scores. `count`: rows of targets in use, which have been checked.
+// Set slots and scratch except rows and scores. `count` is the number of valid rows of targets, all checked.
 template <typename scalar_t, typename Params, typename ParallelFor>
 void assign_all(const Params& params, int64_t count, const ParallelFor& parallel_for) {
   prepare_targets(params, count);

@@ -1,15 +1,15 @@
-// A target's best anchors: how a block finds them.
+// A block finds a target's best anchors.
 #pragma once
 
 #include "core/v8_loss/v8_loss_device.cuh"
 
 namespace torch_fastdet::core {
 
-// A warp's best keys so far: lane i holds the i-th.
+// Hold a warp's best keys so far: lane i holds the i-th.
 struct BestKeys {
   uint64_t held = 0;
 
-  // Take in one key a lane; those that do not belong to the `wanted` best are dropped.
+  // Insert one key of each lane and drop keys that are not among the `wanted` best.
   __device__ void insert(uint64_t key, int wanted) {
     const int lane = threadIdx.x % kWarp;
     uint64_t least = __shfl_sync(kFullWarp, held, wanted - 1);
@@ -25,7 +25,7 @@ struct BestKeys {
   }
 };
 
-// Take in the keys below `bound` of the anchors of one level inside of a target.
+// Insert the keys, below `bound`, of a level's anchors that lie inside a target.
 template <typename Params, typename Key>
 __device__ void rank_level(const Params& params, const V8Target& target, int which, uint64_t bound, int wanted,
                            const Key& key_of, BestKeys& best) {
@@ -47,8 +47,8 @@ __device__ void rank_level(const Params& params, const V8Target& target, int whi
   }
 }
 
-// Call emit(place, key) for the `count` greatest keys above 0 inside of a target; return their number. All threads
-// call.
+// Call emit(place, key) for the `count` greatest keys above 0 inside a target, and return their number. All threads
+// must call this.
 template <typename Params, typename Key, typename Emit>
 __device__ int best_anchors(const Params& params, const V8Target& target, int count, const Key& key_of,
                             const Emit& emit) {
@@ -57,7 +57,7 @@ __device__ int best_anchors(const Params& params, const V8Target& target, int co
   __shared__ int found;
   if (threadIdx.x == 0) found = 0;
   uint64_t bound = ~uint64_t{0};
-  for (int first = 0; first < count && bound != 0; first += kWarp) {  // a warp's list holds so many
+  for (int first = 0; first < count && bound != 0; first += kWarp) {  // a warp's list holds kWarp keys
     const int wanted = count - first < kWarp ? count - first : kWarp;
     BestKeys best;
     for (int level = 0; level < params.heads.num_levels; ++level) {

@@ -1,4 +1,4 @@
-// The raw outputs of a v8 head: where each anchor's logits and gradients lie, for CPU and CUDA.
+// Describe the raw outputs of a v8 head, with each anchor's logits and gradients, for CPU and CUDA.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ enum class V8Layout : int32_t {
   kRows,    // (bs, anchors, channels) contiguous: channels_last
 };
 
-// A tensor of raw outputs: channels below `box_channels` are the boxes' (side, bin), the others the classes'.
+// A tensor of raw outputs: channels below `box_channels` belong to the boxes (side, bin), the others to the classes.
 struct V8Tensor {
   const void* logits;  // by the strides below, in elements; anchor a is in column a % width of row a / width
   void* gradient;      // dense, as `layout` says; null in the forward pass
@@ -24,14 +24,14 @@ struct V8Tensor {
   int64_t anchors;
   int32_t channels, box_channels;
   V8Layout layout;
-  bool dense;  // the logits lie so too
+  bool dense;  // the logits have this layout too
 };
 
-// A level of the head: which tensors hold it, and from which of their anchors on.
+// A level of the head: the tensors that hold it, and its first anchor in each.
 struct V8Level {
   int32_t boxes, classes;
   int64_t first_in_tensor;
-  int64_t first;  // among the anchors of all levels
+  int64_t first;  // index of its first anchor among all levels
   int64_t nx, ny;
   float stride;  // pixels a cell
 };
@@ -106,7 +106,7 @@ TORCH_FASTDET_HOST_DEVICE T class_weight(const void* weights, int label) {
   return weights ? static_cast<const T*>(weights)[label] : T(1);
 }
 
-// One cell as a share of the image's side that `side` is measured along.
+// Return one cell as a share of the image's side along which `side` is measured.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T cell_share(const V8Heads& heads, const V8Anchor& at, int side) {
   return T(heads.levels[at.level].stride) / T(side % 2 == 0 ? heads.image_w : heads.image_h);

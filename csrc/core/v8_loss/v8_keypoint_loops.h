@@ -1,4 +1,4 @@
-// The pose loss' keypoint parts on the CPU: slot by slot, for there are few.
+// Compute the keypoint parts of the pose loss on the CPU, slot by slot, as there are few.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The pose loss' keypoint parts: a warp a slot computes terms, one block adds; a warp a slot writes gradients.
+// Compute the pose loss's keypoint parts: a warp computes a slot's terms, one block adds them, a warp writes gradients.
 #include "core/v8_loss/v8_keypoint_loss.h"
 #include "core/v8_loss/v8_loss_device.cuh"
 

@@ -1,4 +1,4 @@
-// The pose loss' keypoint parts: the distance of an anchor's keypoints relative to the target, visibility's entropy.
+// The pose loss's keypoint parts: the distance of an anchor's keypoints, relative to the target, visibility's entropy.
 #pragma once
 
 #include <cstdint>
@@ -17,17 +17,17 @@ struct V8KeypointProblem {
   const float* labels;         // (n, keypoints, label_columns) contiguous: shares of the image, and visibility
   const float* targets;        // (n, 6) contiguous
   const float* sigmas;         // (keypoints)
-  const int64_t* slot_anchor;  // (slots) what v8_loss left
+  const int64_t* slot_anchor;  // (slots) from v8_loss
   const int64_t* slot_row;
   int64_t slots;
-  int32_t keypoints, columns, label_columns;  // columns: 2, or 3 with a logit of visibility
-  bool centered;  // a position is x + the anchor's center, as in YOLO26, and not 2 x + its cell
+  int32_t keypoints, columns, label_columns;  // columns: 2, or 3 with a logit for visibility
+  bool centered;                              // YOLO26: a position is x + the anchor's center; else 2 x + its cell
 };
 
 struct V8KeypointLossParams {
   V8KeypointProblem problem;
   const double* gains;     // (2) of the distance and the visibility part
-  const double* settings;  // (kV8Settings), for its weight
+  const double* settings;  // (kV8Settings), for the weight
   void* partials;          // scratch (slots, 2) T
   void* loss;              // (2) T
   void* items;             // (2) T
@@ -43,12 +43,12 @@ struct V8KeypointLossBackwardParams {
   int64_t gradient_b, gradient_c, gradient_a;
 };
 
-// An anchor in a slot, its target, and what all its keypoints share.
+// An anchor in a slot, its target, and values that all its keypoints share.
 template <typename T>
 struct V8KeypointSlot {
   int64_t image, anchor, row;
   T x, y;                    // the anchor's cell
-  T by_image_w, by_image_h;  // cells an image's width and height
+  T by_image_w, by_image_h;  // cells of an image's width and height
   T area;                    // of the target's box, in cells
 };
 
@@ -88,19 +88,19 @@ TORCH_FASTDET_HOST_DEVICE V8Logits<scalar_t> keypoint_logits(const V8KeypointPro
           p.stride_c};
 }
 
-// Return what a visible keypoint counts, given how many of its target's are visible.
+// Return the weight of a visible keypoint if `visible` of its target's keypoints are visible.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_keypoint_share(const V8KeypointProblem& p, int visible) {
   return T(p.keypoints) / (T(visible) + T(1e-9));
 }
 
-// Return where along an axis a keypoint is, in cells; `cell`: column or row of the anchor.
+// Return a keypoint's position along an axis, in cells. `cell` is the column or row of the anchor.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_keypoint_place(const V8KeypointProblem& p, T x, T cell) {
   return p.centered ? x + (cell + T(0.5)) : x * T(2) + cell;
 }
 
-// 1 - exp(-e) of a keypoint, and its gradient by the two predicted numbers; `x` and `y` are these.
+// Return 1 - exp(-e) of a keypoint, and its gradient with respect to the two predicted numbers, `x` and `y`.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_keypoint_distance(const V8KeypointProblem& p, const V8KeypointSlot<T>& slot,
                                                  int keypoint, T x, T y, T (&gradient)[2]) {
@@ -129,7 +129,7 @@ TORCH_FASTDET_HOST_DEVICE void v8_keypoint_finish(const V8KeypointLossParams& pa
   }
 }
 
-// Write the gradients of keypoint k of a slot, of whose target so many are visible.
+// Write the gradients of keypoint k of a slot, scaled by `by_distance` and `by_visibility`.
 template <typename scalar_t, typename T = arithmetic_t<scalar_t>>
 TORCH_FASTDET_HOST_DEVICE void v8_keypoint_gradient(const V8KeypointLossBackwardParams& params,
                                                     const V8KeypointSlot<T>& slot, int k, T by_distance,

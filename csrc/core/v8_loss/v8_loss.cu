@@ -1,4 +1,4 @@
-// The forward pass of the v8 detection loss, step by step. Its backward pass is in v8_loss_gradient.cu.
+// Run the forward pass of the v8 detection loss, step by step. Its backward pass is in v8_loss_gradient.cu.
 #include "core/v8_loss/v8_loss_launch.h"
 #include "core/v8_loss/v8_posed_loss.h"
 

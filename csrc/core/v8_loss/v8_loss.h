@@ -1,7 +1,7 @@
-// The v8 detection loss: task-aligned assignment, CIoU, distribution focal loss (or L1) and class entropy. Nothing is
-// as large as images x targets x anchors: each target keeps its best topk anchors while it walks over those inside of
-// it, in slots of its own. Of the slots that name one anchor, the one with the greatest number stays and stands for it,
-// so that the sums run in one order whatever happens first.
+// The v8 detection loss has a task-aligned assignment, CIoU, distribution focal loss (or L1) and class entropy. Nothing
+// takes images x targets x anchors of memory: each target walks over the anchors inside it and keeps the best topk in
+// slots of its own. Of all slots that name an anchor, the one with the greatest number represents it, so that the order
+// of sums does not depend on timing.
 #pragma once
 
 #include <cstdint>
@@ -15,20 +15,20 @@ namespace torch_fastdet::core {
 constexpr int kV8StatusSize = 4;
 constexpr int64_t kV8FirstFault = int64_t{1} << 62;
 
-// The results of a forward pass for its backward pass. T is the arithmetic type of the heads' dtype.
+// The forward pass leaves these for the backward pass. T is the arithmetic type of the heads' dtype.
 struct V8Slots {
-  int64_t* anchor;  // (n, topk) image * anchors + anchor, -1 for a slot without one
-  int64_t* row;     // (n, topk) of the targets: the one that got the anchor, -1 for none
-  void* score;      // (n, topk) T, its target score, or 0
+  int64_t* anchor;  // (n, topk) image * anchors + anchor, or -1 for an empty slot
+  int64_t* row;     // (n, topk) row of the target that got the anchor, or -1
+  void* score;      // (n, topk) T, the target score, or 0
   void* scales;     // (3) T, d(loss) / d(sum of the box, class and distance terms)
 };
 
-// Scratch of the forward pass. Targets are renumbered: those that count, by image, in the order of their rows.
+// Scratch memory of the forward pass. Valid targets are renumbered by image, in the order of their rows.
 struct V8Scratch {
   void* boxes;        // (bs, anchors, 4) T, predicted corners in pixels
   uint32_t* owner;    // (bs, anchors) 0, or 1 + the greatest slot that names the anchor, with kV8Shared if several do
   V8Target* targets;  // (n)
-  int64_t* first_target;  // (bs + 1) of each image
+  int64_t* first_target;  // (bs + 1) first target of each image
   uint64_t* best;         // (n, 2) v8_order of the greatest alignment and overlap among a target's anchors
   void* alignment;        // (n, topk) T
   void* overlap;          // (n, topk) T
@@ -41,10 +41,10 @@ struct V8LossParams {
   V8Heads heads;
   const float* targets;  // (n, 6) contiguous: image, class, x, y, w, h
   int64_t n;
-  const int64_t* num_targets;  // device scalar: rows in use, the others are padding; null: all
+  const int64_t* num_targets;  // device scalar: number of valid rows, the rest is padding; null: all
   const double* settings;      // (kV8Settings)
   const void* class_weights;   // (nc) T; null: 1
-  int32_t topk, topk2;         // anchors a target may name, and keep
+  int32_t topk, topk2;         // anchors that a target may name, and keep
   V8Slots slots;
   V8Scratch scratch;
   void* loss;   // (3) T: box, class, distance
@@ -66,7 +66,7 @@ struct V8LossBackwardParams {
 
 constexpr uint32_t kV8Shared = uint32_t{1} << 31;
 
-// The assignment's questions about targets and boxes. v8_obb_loss.h answers for oriented boxes; all else is shared.
+// The assignment asks these questions about targets and boxes. v8_obb_loss.h answers them for oriented boxes.
 
 TORCH_FASTDET_HOST_DEVICE const float* v8_row(const V8LossParams& params, int64_t row) {
   return params.targets + 6 * row;
@@ -105,7 +105,7 @@ TORCH_FASTDET_HOST_DEVICE bool v8_anchor_inside(const Params& params, const V8Ta
   return v8_holds(params, target, v8_center(at.column, stride), v8_center(at.row, stride));
 }
 
-// Return the rank of an anchor among those that are inside of a target; 0 if it does not fit.
+// Return the rank of an anchor among those inside a target, or 0 if it does not fit.
 template <typename scalar_t, typename Params>
 TORCH_FASTDET_HOST_DEVICE uint64_t v8_anchor_key(const Params& params, const V8Target& target, const V8Anchor& at) {
   using T = arithmetic_t<scalar_t>;
@@ -121,7 +121,7 @@ TORCH_FASTDET_HOST_DEVICE uint64_t v8_anchor_key(const Params& params, const V8T
                 anchor);
 }
 
-// Return the greatest overlap's key of targets first, first + step, ... around the anchor; ties: the lowest target.
+// Return the key of the greatest overlap of targets first, first + step, ... with the anchor; the lowest wins ties.
 template <typename scalar_t, typename Params>
 TORCH_FASTDET_HOST_DEVICE uint64_t v8_best_target(const Params& params, int64_t anchor, int first, int step) {
   using T = arithmetic_t<scalar_t>;
@@ -140,7 +140,7 @@ TORCH_FASTDET_HOST_DEVICE uint64_t v8_best_target(const Params& params, int64_t 
   return best;
 }
 
-// Give a slot's anchor to its target or, `shared`, to that of `best`; if 0, without weight to the image's first.
+// Give a slot's anchor to its target or, if `shared`, to that of `best`, or for best 0, without weight, to the first.
 template <typename scalar_t, typename Params>
 TORCH_FASTDET_HOST_DEVICE void v8_settle(const Params& params, int64_t slot, bool shared, uint64_t best) {
   using T = arithmetic_t<scalar_t>;
@@ -163,20 +163,20 @@ TORCH_FASTDET_HOST_DEVICE void v8_settle(const Params& params, int64_t slot, boo
   static_cast<T*>(scratch.alignment)[slot] = alignment;
 }
 
-// Set loss, items and scales from the sums of the scores and of the terms of each part.
+// Set loss, items and scales from the sum of scores and the sums of each part's terms.
 template <typename T, int kParts>
 TORCH_FASTDET_HOST_DEVICE void v8_finish(const V8LossParams& params, double score_sum, const double (&sums)[kParts]) {
   const double scores = score_sum < 1 ? 1 : score_sum;  // NaN stays
   const double all = static_cast<double>(params.heads.bs) * params.settings[kV8Weight];
   for (int part = 0; part < kParts; ++part) {
-    const double gain = params.settings[part < 3 ? kV8Box + part : kV8Settings] / scores;  // the angle's is the last
+    const double gain = params.settings[part < 3 ? kV8Box + part : kV8Settings] / scores;  // the angle's is last
     static_cast<T*>(params.items)[part] = static_cast<T>(sums[part] * gain);
     static_cast<T*>(params.loss)[part] = static_cast<T>(sums[part] * gain * all);
     static_cast<T*>(params.slots.scales)[part] = static_cast<T>(gain * all);
   }
 }
 
-// Write the gradients of one side of an anchor's box: `by_distance` of the box part, `scale` of the distance part.
+// Write the gradients of one side of an anchor's box: `by_distance` is the box part's, `scale` the distance part's.
 template <typename scalar_t, typename T = arithmetic_t<scalar_t>>
 TORCH_FASTDET_HOST_DEVICE void v8_write_side(const V8Heads& heads, int64_t image, const V8Anchor& at, int side,
                                              const V8Side<T>& predicted, T wanted, T by_distance, T scale) {

@@ -1,4 +1,4 @@
-// The assignment of a v8 loss: a block a target finds its best anchors, then a warp a slot settles shared ones.
+// Assign anchors for a v8 loss: a block finds each target's best anchors, then a warp settles each shared slot.
 #include "core/v8_loss/v8_best_anchors.cuh"
 #include "core/v8_loss/v8_loss_launch.h"
 #include "core/v8_loss/v8_masked_loss.h"
@@ -8,8 +8,8 @@
 namespace torch_fastdet::core {
 namespace {
 
-// The greatest slot stays; whoever finds the anchor taken marks it as shared. The first one does not know of the
-// others, but the second sees the first's slot and puts the greater of both back with the mark.
+// The greatest slot stays, and whoever finds the anchor taken marks it as shared. The first one does not know of the
+// others, but the second sees the first's slot and stores the greater of both with the mark.
 __device__ void claim_anchor(uint32_t* owner, uint32_t key) {
   const uint32_t held = atomicMax(owner, key);
   if (held == 0) return;
@@ -17,7 +17,7 @@ __device__ void claim_anchor(uint32_t* owner, uint32_t key) {
   atomicMax(owner, (unmarked > key ? unmarked : key) | kV8Shared);
 }
 
-// Name the first anchors of the image that do not fit, where fewer than topk do, as in the loops.
+// If fewer than topk anchors fit, name the image's first ones that do not, as v8_assign_loops.h does.
 template <typename scalar_t, typename Params>
 __device__ void name_misfits(const Params& params, const V8Target& target, int64_t first_slot, int found) {
   const V8Heads& heads = params.heads;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const __grid_constant_
   if (threadIdx.x < kWarp && found < params.topk) name_misfits<scalar_t>(params, target, first_slot, found);
 }
 
-// Give a slot's anchor to the target that it fits best; if none, without weight to its image's first. A warp a slot.
+// Give a slot's anchor to the target that it fits best, or to its image's first, with weight 0. Each warp takes a slot.
 template <typename scalar_t, typename Params>
 __global__ void __launch_bounds__(kThreads) resolve_kernel(const __grid_constant__ Params params) {
   using T = arithmetic_t<scalar_t>;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads) resolve_kernel(const __grid_constant
   raise_to(of_winner + 1, static_cast<const T*>(scratch.overlap)[slot]);
 }
 
-// Keep a target's topk2 best anchors, as in the loops. A warp a slot.
+// Keep a target's topk2 best anchors, as v8_assign_loops.h does. Each warp takes a slot.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) filter_kernel(const __grid_constant__ V8LossParams params) {
   const V8Scratch& scratch = params.scratch;

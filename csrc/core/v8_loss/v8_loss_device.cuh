@@ -1,4 +1,4 @@
-// The sizes of blocks, and the walk of a warp over a tensor, for the kernels of the v8 losses.
+// The kernels of the v8 losses share these block sizes and a warp's walk over a tensor.
 #pragma once
 
 #include "core/common/device.cuh"
@@ -9,7 +9,7 @@ namespace torch_fastdet::core {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kChunk = 2048;  // elements of a dense tensor that a warp takes at once
+constexpr int kChunk = 2048;  // elements of a dense tensor that a warp takes at a time
 constexpr int kSides = 4;
 constexpr int kTermThreads = 128;
 constexpr int kTermSlots = kTermThreads / kSides;
@@ -28,7 +28,7 @@ __device__ inline void raise_to(uint64_t* place, double value) {
   atomicMax(reinterpret_cast<unsigned long long*>(place), static_cast<unsigned long long>(v8_order(value)));
 }
 
-// Pieces of a tensor, for a warp each: of its class planes, of all its planes, or of its rows.
+// Count the pieces of a tensor that warps take: of its class planes, of all its planes, or of its rows.
 __host__ __device__ inline int64_t plane_pieces(const V8Tensor& tensor) {
   return ceil_div(tensor.anchors, kChunk);
 }
@@ -47,14 +47,14 @@ __host__ __device__ inline int64_t gradient_pieces(const V8Tensor& tensor, int64
   return tensor.layout == V8Layout::kPlanes ? bs * tensor.channels * plane_pieces(tensor) : row_pieces(tensor, bs);
 }
 
-// Return whether vectors of `size` elements can cover a tensor, none of which spans planes, or boxes and classes.
+// Return whether vectors of `size` elements can cover a tensor without spanning planes, or boxes and classes.
 __device__ inline bool in_vectors(const V8Tensor& tensor, int size) {
   if (!tensor.dense || !is_vector_aligned(tensor.logits) || !is_vector_aligned(tensor.gradient)) return false;
   return tensor.layout == V8Layout::kPlanes ? tensor.anchors % size == 0
                                             : tensor.channels % size == 0 && tensor.box_channels % size == 0;
 }
 
-// Call vector(e, channel) and element(e, channel) for a warp's vectors and single elements, e in tensor order.
+// Call vector(e, channel) or element(e, channel) for a warp's vectors or single elements, with e in tensor order.
 template <int kSize, typename OnVector, typename OnElement>
 __device__ void visit_piece(const V8Tensor& tensor, int64_t piece, int first_channel, int64_t total, OnVector vector,
                             OnElement element) {
@@ -86,7 +86,7 @@ __device__ void visit_piece(const V8Tensor& tensor, int64_t piece, int first_cha
   }
 }
 
-// Return where element e of the gradient's layout has its logit.
+// Return the position of the logit for element e of the gradient's layout.
 __device__ inline int64_t logit_of_element(const V8Tensor& tensor, int64_t e, int channel) {
   if (tensor.dense) return e;
   const int64_t planes = static_cast<int64_t>(tensor.channels) * tensor.anchors;
@@ -94,7 +94,7 @@ __device__ inline int64_t logit_of_element(const V8Tensor& tensor, int64_t e, in
   return v8_logit(tensor, e / planes, anchor) + channel * tensor.stride_c;
 }
 
-// Four threads a slot, each with a side of the box. All lanes of the warp call it.
+// Exchange a box's sides between the four threads of a slot that hold them. All lanes of the warp must call this.
 template <typename T>
 __device__ void exchange_sides(T mine, T (&all)[kSides]) {
   const int first = threadIdx.x % kWarp / kSides * kSides;

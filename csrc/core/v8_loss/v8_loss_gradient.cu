@@ -1,4 +1,4 @@
-// The backward pass of a v8 loss: all gradients as if there were no targets, then those of anchors in slots.
+// Compute the backward pass of a v8 loss: all gradients as if there were no targets, then those of anchors in slots.
 #include "core/v8_loss/v8_loss_device.cuh"
 #include "core/v8_loss/v8_loss_launch.h"
 
@@ -11,7 +11,7 @@ __device__ T gradient_scale(const V8LossBackwardParams& params, int part) {
          static_cast<const T*>(params.slots.scales)[part];
 }
 
-// Every gradient as if there were no targets: sigmoids for the classes, zeros for the boxes.
+// Write every gradient as if there were no targets: sigmoids for the classes, zeros for the boxes.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads) dense_kernel(const __grid_constant__ V8LossBackwardParams params) {
   using T = arithmetic_t<scalar_t>;

@@ -1,4 +1,4 @@
-// The steps of a pass, each a launch or a few.
+// Each of these steps of a pass launches one or a few kernels.
 #pragma once
 
 #include "core/v8_loss/v8_loss.h"

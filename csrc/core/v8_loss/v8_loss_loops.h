@@ -1,4 +1,4 @@
-// The v8 losses on the CPU, second half: terms, sums in a fixed order, gradients.
+// Compute the second half of the v8 losses on the CPU: terms, sums in a fixed order, gradients.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ struct Sums {
   double scores = 0, box = 0, cls = 0, distance = 0;
 };
 
-// The terms of the anchors in slots; leaves their rows and scores.
+// Sum the terms of the anchors in slots, and store their rows and scores.
 template <typename scalar_t, typename ParallelFor>
 Sums slot_sums(const V8LossParams& params, const ParallelFor& parallel_for) {
   using T = arithmetic_t<scalar_t>;
@@ -60,8 +60,8 @@ Sums slot_sums(const V8LossParams& params, const ParallelFor& parallel_for) {
   return sums;
 }
 
-// Runs of class logits: where a tensor lies in planes, a plane; in rows, those of one anchor. Calls
-// run(tensor, image, channel, anchor, count, step): `count` logits from there on, `step` elements apart.
+// A run of class logits is a plane if the tensor lies in planes, else the logits of one anchor. Call run(tensor, image,
+// channel, anchor, count, step) for `count` logits from there on, `step` elements apart.
 inline int64_t runs_of(const V8Tensor& tensor, int64_t bs) {
   if (tensor.channels == tensor.box_channels) return 0;
   return tensor.layout == V8Layout::kPlanes ? bs * (tensor.channels - tensor.box_channels) : bs * tensor.anchors;
@@ -86,7 +86,7 @@ inline int64_t logit_in_run(const V8Tensor& tensor, const Run& run, int64_t i) {
   return v8_logit(tensor, run.image, run.anchor + (rows ? 0 : i)) + (run.channel + (rows ? i : 0)) * tensor.stride_c;
 }
 
-// A block of a run's logits, kBlock at a time; `buffer` is used where they do not lie side by side in T.
+// Load a block of a run's logits, kBlock at a time. `buffer` is only used if they are not contiguous values of T.
 template <typename scalar_t, typename T>
 const T* load_block(const V8Tensor& tensor, const Run& run, int64_t begin, Block<T>& buffer) {
   const auto* logits = static_cast<const scalar_t*>(tensor.logits);
@@ -152,7 +152,7 @@ void add_up(const V8LossParams& params, const ParallelFor& parallel_for) {
   v8_finish<T>(params, sums.scores, raw);
 }
 
-// `count`: rows of targets in use, which have been checked. `Params`: V8LossParams or V8PosedLossParams.
+// `count` is the number of valid rows of targets, all checked. `Params` is V8LossParams or V8PosedLossParams.
 template <typename scalar_t, typename Params, typename ParallelFor>
 void forward(const Params& params, int64_t count, const ParallelFor& parallel_for) {
   assign_all<scalar_t>(params, count, parallel_for);

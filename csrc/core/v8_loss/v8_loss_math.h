@@ -1,4 +1,4 @@
-// The arithmetic of the v8 detection loss, one box, one anchor or one logit at a time, for CPU and CUDA.
+// Compute the v8 detection loss one box, one anchor or one logit at a time, for CPU and CUDA.
 #pragma once
 
 #include <math.h>
@@ -14,7 +14,7 @@
 
 namespace torch_fastdet::core {
 
-// Settings in device memory, which captured graphs follow: gains, this loss' weight in a sum, the assignment's.
+// Captured graphs read these from device memory: gains, this loss's weight in a sum, settings of the assignment.
 enum V8Setting : int {
   kV8Box,
   kV8Cls,
@@ -23,8 +23,8 @@ enum V8Setting : int {
   kV8Alpha,
   kV8Beta,
   kV8Eps,
-  kV8LeastSide,  // what short sides of a box are enlarged to, in pixels
-  kV8ShortSide,  // the sides below this one
+  kV8LeastSide,  // size to which short sides of a box are enlarged, in pixels
+  kV8ShortSide,  // sides below this size are short
   kV8Settings
 };
 
@@ -36,20 +36,20 @@ TORCH_FASTDET_HOST_DEVICE V8Sides v8_sides(const double* settings) {
   return {static_cast<float>(settings[kV8LeastSide]), static_cast<float>(settings[kV8ShortSide])};
 }
 
-constexpr float kV8Inside = 1e-9f;  // how far inside of a box an anchor has to be, in pixels
+constexpr float kV8Inside = 1e-9f;  // minimum distance of an anchor from a box's border, in pixels
 
-// A target in pixels, in fp32. Each step is rounded as in eager PyTorch: anchors on a box's edge go the same way.
+// A target in pixels, in fp32. Each step rounds as in eager PyTorch, so that anchors on a box's edge are treated alike.
 struct alignas(16) V8Target {
   float x1, y1, x2, y2;
-  float low_x, low_y, high_x, high_y;  // where anchors may be: the box, its short sides enlarged
+  float low_x, low_y, high_x, high_y;  // where anchors may be: the box, with short sides enlarged
   int32_t image;
-  int32_t label;   // the class that is to be found
-  int32_t lookup;  // the class whose score ranks the anchors: a negative label counts from the last class, as an index
-  int32_t row;     // of the targets
-  uint32_t levels = ~0u;  // a bit a level where its anchors may be
+  int32_t label;          // the positive class
+  int32_t lookup;         // the class whose score ranks the anchors; negative labels count from the last class
+  int32_t row;            // row of the targets
+  uint32_t levels = ~0u;  // one bit for each level where its anchors may be
 };
 
-// Return the bad column + 1 of a row, else 0. Indices are truncated, as in eager; boxes may lie outside of the image.
+// Return a row's bad column + 1, or 0. Indices are truncated as in eager; boxes may lie outside the image.
 TORCH_FASTDET_HOST_DEVICE int v8_target_fault(const float row[6], int64_t batch_size, int64_t classes) {
   if (!(row[0] > -1.0f && row[0] < static_cast<float>(batch_size))) return 1;
   if (!(row[1] > -static_cast<float>(classes) - 1.0f && row[1] < static_cast<float>(classes))) return 2;
@@ -64,7 +64,7 @@ TORCH_FASTDET_HOST_DEVICE void v8_grow(float low, float high, V8Sides sides, flo
   grown_high = add_rn(center, half);
 }
 
-// Return false for a box that the original drops: corners that add up to 0 or less, or to NaN. `row` has no fault.
+// Return false for a box that the original drops: its corners add up to 0 or less, or to NaN. `row` must have no fault.
 TORCH_FASTDET_HOST_DEVICE bool v8_target(const float row[6], float image_w, float image_h, V8Sides sides,
                                          int64_t classes, V8Target& target) {
   const float x = mul_rn(row[2], image_w), y = mul_rn(row[3], image_h);
@@ -87,7 +87,7 @@ TORCH_FASTDET_HOST_DEVICE int64_t v8_cell(float position, int64_t cells) {
   return position >= static_cast<float>(cells) ? cells : static_cast<int64_t>(position);
 }
 
-// Columns and rows of a level that may lie inside of a target, half open; v8_inside decides.
+// Hold the columns and rows of a level that may lie inside a target, half open; v8_inside decides.
 struct V8Range {
   int64_t x0, x1, y0, y1;
 };
@@ -109,7 +109,7 @@ TORCH_FASTDET_HOST_DEVICE bool v8_inside(const V8Target& target, float x, float 
          sub_rn(target.high_x, x) > kV8Inside && sub_rn(target.high_y, y) > kV8Inside;
 }
 
-// CIoU of a target and a predicted box in pixels, at least 0; NaN stays.
+// Return the CIoU of a target and a predicted box in pixels, at least 0; NaN stays NaN.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_overlap(const V8Target& target, const CornerBox<T>& box) {
   constexpr T kEps = T(1e-7);
@@ -133,7 +133,7 @@ TORCH_FASTDET_HOST_DEVICE T v8_alignment(T logit, T overlap, T alpha, T beta) {
   return mul_rn(v8_power(sigmoid(logit), alpha), v8_power(overlap, beta));
 }
 
-// Keys sort by value, NaN first, then by index, the lower first; 0 for a value that is not above 0.
+// Keys sort by value, NaN first, then by index, lowest first. A value that is not above 0 has key 0.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE uint64_t v8_key(T value, int64_t index) {
   const float narrow = static_cast<float>(value);
@@ -146,7 +146,7 @@ TORCH_FASTDET_HOST_DEVICE int64_t v8_key_index(uint64_t key) {
   return static_cast<int64_t>(0xffffffffu - static_cast<uint32_t>(key));
 }
 
-// Values of at least 0 as integers of the same order, NaN above all: what atomicMax compares.
+// Map values of at least 0 to integers of the same order, with NaN above all, for atomicMax.
 TORCH_FASTDET_HOST_DEVICE uint64_t v8_order(double value) {
   if (value != value) return 0x7fffffffffffffffu;
 #ifdef __CUDA_ARCH__
@@ -168,20 +168,20 @@ TORCH_FASTDET_HOST_DEVICE double v8_ordered(uint64_t bits) {
 #endif
 }
 
-// The target score of an anchor: its alignment, scaled so that the target's best anchor gets the target's best overlap.
+// Return an anchor's target score: its alignment, scaled so that the target's best anchor gets the best overlap.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_score(T alignment, uint64_t best_alignment, uint64_t best_overlap, T eps) {
   return alignment * static_cast<T>(v8_ordered(best_overlap)) / (static_cast<T>(v8_ordered(best_alignment)) + eps);
 }
 
-// log(1 + exp(x)): the entropy of a class that is not to be found.
+// Return log(1 + exp(x)), the entropy of a negative class.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_softplus(T x) {
   const T rest = log1p_of_share(exp_rn(-magnitude(x)));
   return x > T(0) ? x + rest : rest;
 }
 
-// One anchor and its target, in cells of the anchor's level.
+// An anchor and its target, in cells of the anchor's level.
 template <typename T>
 struct V8Pair {
   T x, y;            // the anchor
@@ -194,7 +194,7 @@ TORCH_FASTDET_HOST_DEVICE V8Pair<T> v8_pair(const V8Target& target, int64_t colu
           T(target.y1) / stride, T(target.x2) / stride, T(target.y2) / stride};
 }
 
-// CIoU of the predicted and the wanted box, and the gradient of 1 - CIoU by the former's four distances.
+// Return the CIoU of the predicted and the wanted box, and the gradient of 1 - CIoU by the four predicted distances.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_box_term(const V8Pair<T>& pair, const T (&distance)[4], T (&gradient)[4]) {
   constexpr T kEps = T(1e-7);
@@ -212,7 +212,7 @@ TORCH_FASTDET_HOST_DEVICE T v8_box_term(const V8Pair<T>& pair, const T (&distanc
   return ciou;
 }
 
-// Return where side 0 to 3 (left, top, right, bottom) of the target lies, in cells from the anchor.
+// Return the position of side 0 to 3 (left, top, right, bottom) of the target, in cells from the anchor.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_wanted_distance(const V8Pair<T>& pair, int side) {
   const T far = side == 0 ? pair.x1 : side == 1 ? pair.y1 : side == 2 ? pair.x2 : pair.y2;
@@ -220,7 +220,7 @@ TORCH_FASTDET_HOST_DEVICE T v8_wanted_distance(const V8Pair<T>& pair, int side) 
   return side < 2 ? anchor - far : far - anchor;
 }
 
-// The two bins that a distance lies between, and their shares.
+// Hold the two bins between which a distance lies, and their shares.
 template <typename T>
 struct V8Bins {
   int left;
@@ -237,7 +237,7 @@ TORCH_FASTDET_HOST_DEVICE V8Bins<T> v8_bins(T distance, int reg_max) {
   return bins;
 }
 
-// One side of a box: its value, and what its gradient needs.
+// Hold one side of a box: its value, and what its gradient needs.
 template <typename T>
 struct V8Side {
   T distance;  // predicted
@@ -256,8 +256,8 @@ TORCH_FASTDET_HOST_DEVICE V8Side<T> v8_side(int reg_max, Logit logit) {
   return side;
 }
 
-// The distance part of one side, a quarter of the anchor's: distribution focal loss, or the difference as a share of
-// the image (`share`: one cell over the image's width or height) where the distance is regressed itself.
+// Return the distance part of one side, a quarter of the anchor's: the distribution focal loss or, if distances are
+// regressed directly, the difference as a share of the image (`share`: one cell over its width or height).
 template <typename T, typename Logit>
 TORCH_FASTDET_HOST_DEVICE T v8_distance_term(const V8Side<T>& side, T wanted, T share, int reg_max, Logit logit) {
   if (reg_max == 1) return fabs(side.distance * share - wanted * share) * T(0.25);
@@ -267,7 +267,7 @@ TORCH_FASTDET_HOST_DEVICE T v8_distance_term(const V8Side<T>& side, T wanted, T 
          T(0.25);
 }
 
-// Gradient by logit i of one side: `by_distance` of the box part, `scale` times the distance part's.
+// Return the gradient of logit i of one side. `by_distance` is the box part's; `scale` multiplies the distance part's.
 template <typename T, typename Logit>
 TORCH_FASTDET_HOST_DEVICE T v8_side_gradient(const V8Side<T>& side, T wanted, T share, int reg_max, Logit logit, int i,
                                              T by_distance, T scale) {

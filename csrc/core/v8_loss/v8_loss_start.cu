@@ -1,4 +1,4 @@
-// The first launch of a v8 loss: targets, boxes, and the class entropy as if there were no targets.
+// The first launch of a v8 loss prepares targets and boxes and sums the class entropy as if there were no targets.
 #include "core/v8_loss/v8_loss_device.cuh"
 #include "core/v8_loss/v8_loss_launch.h"
 #include "core/v8_loss/v8_obb_loss.h"
@@ -11,7 +11,7 @@ constexpr int kMostClassBlocks = 1024;
 
 // ---- Targets -------------------------------------------------------------------------------------------------------
 
-// List the targets of an image, in the order of their rows. Every block counts those before, and bad rows, itself.
+// List the targets of an image, in the order of their rows. Every block counts earlier targets and bad rows itself.
 template <typename Params>
 __device__ void prepare_image(const Params& params, int64_t image) {
   __shared__ int64_t sums[kWarps][4];
@@ -94,8 +94,7 @@ __device__ void prepare_image(const Params& params, int64_t image) {
   }
 }
 
-// ---- Boxes and classes of all anchors
-// ----------------------------------------------------------------------------------
+// ---- Boxes and classes of all anchors ------------------------------------------------------------------------------
 
 template <typename scalar_t, typename Params>
 __device__ void decode_anchor(const Params& params, int64_t anchor) {
@@ -114,7 +113,7 @@ __device__ void decode_anchor(const Params& params, int64_t anchor) {
                              T(heads.levels[at.level].stride), distance);
 }
 
-// Sum of the class entropies of one piece if no class is to be found, this lane's share.
+// Return this lane's share of a piece's class entropies if all classes are negative.
 template <typename scalar_t>
 __device__ arithmetic_t<scalar_t> class_sum(const V8LossParams& params, const V8Tensor& tensor, int64_t piece) {
   using T = arithmetic_t<scalar_t>;
@@ -128,7 +127,7 @@ __device__ arithmetic_t<scalar_t> class_sum(const V8LossParams& params, const V8
       [&](int64_t e, int channel) {
         if (channel < boxes) return;
         const Pack pack = *reinterpret_cast<const Pack*>(logits + e);
-        const int next = tensor.layout == V8Layout::kRows ? 1 : 0;  // from one element's channel to the next one's
+        const int next = tensor.layout == V8Layout::kRows ? 1 : 0;  // step from one element's channel to the next one's
 #pragma unroll
         for (int i = 0; i < Pack::kSize; ++i) {
           const T entropy = v8_softplus(to_arithmetic(pack.x[i]));
@@ -149,7 +148,7 @@ __device__ void sum_classes(const V8LossParams& params, int64_t block, int64_t b
   const V8Heads& heads = params.heads;
   const int warp = threadIdx.x / kWarp;
   T sum = 0;
-  int64_t first = 0;  // pieces of the tensors before
+  int64_t first = 0;  // number of pieces of the preceding tensors
   for (int t = 0; t < heads.num_tensors; ++t) {
     const V8Tensor& tensor = heads.tensors[t];
     const int64_t end = first + class_pieces(tensor, heads.bs), stride = blocks * kWarps;

@@ -1,4 +1,4 @@
-// The terms of a v8 loss: four threads a slot compute them, and one block adds them up.
+// Compute the terms of a v8 loss with four threads a slot, and add them up in one block.
 #include "core/v8_loss/v8_loss_device.cuh"
 #include "core/v8_loss/v8_loss_launch.h"
 
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kTermThreads) terms_kernel(const __grid_consta
   T* scores = static_cast<T*>(params.slots.score);
   const bool dropped = anchor >= 0 && params.topk2 != params.topk && scores[slot] == T(0);
   if (dropped) anchor = -1;
-  __syncwarp();  // all four have read the score
+  __syncwarp();  // all four threads have read the score
 
   V8Anchor at{};
   V8Pair<T> pair{};

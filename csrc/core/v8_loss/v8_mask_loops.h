@@ -1,4 +1,4 @@
-// The segmentation loss' mask part on the CPU: positives, then rows of prototypes, in parallel.
+// Compute the mask part of the segmentation loss on the CPU: positives, then rows of prototypes, in parallel.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace torch_fastdet::core::v8_loops {
 
-// A row of an image's prototypes in T, and a positive's logits over it.
+// Hold a row of an image's prototypes in T, and compute a positive's logits over it.
 template <typename T>
 class MaskRow {
  public:
@@ -47,7 +47,7 @@ void load_coefficients(const V8MaskProblem& p, const V8MaskPositive& positive, a
   for (int64_t c = 0; c < p.channels; ++c) out[c] = to_arithmetic(at[c * from.stride_c]);
 }
 
-// By group, in the order of slots. `count`: rows of targets in use.
+// List the positives by group, in the order of slots. `count` is the number of valid rows of targets.
 inline void list_positives(const V8MaskLossParams& params, int64_t count) {
   const V8MaskProblem& p = params.problem;
   std::vector<int32_t> last(p.bs, 0);

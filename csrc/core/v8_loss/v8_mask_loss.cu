@@ -1,7 +1,7 @@
-// Kernels of the segmentation loss' mask part. Forward: a block a group (an image's level) lists its positives; blocks
-// share the pixels of each positive's box, and add up entropies and their gradient by the coefficients; one launch adds
-// what they left. Backward: those sums give the coefficients' gradients; a block a tile of an image's prototypes walks
-// over its positives in one order, with the tile's gradients in registers.
+// The mask part of the segmentation loss. Forward, a block lists the positives of each group (an image's level), blocks
+// share the pixels of each positive's box and sum entropies and their gradient by the coefficients, and one launch adds
+// these. Backward, those sums give the coefficients' gradients, and a block for each tile of an image's prototypes
+// walks over its positives in a fixed order, with the tile's gradients in registers.
 #include "core/v8_loss/v8_loss_device.cuh"
 #include "core/v8_loss/v8_mask_loss.h"
 
@@ -12,12 +12,12 @@ constexpr int kFinishThreads = 1024;
 constexpr int kTileWidth = 32, kTileHeight = kThreads / kTileWidth;
 constexpr int kGroup = 8;  // positives whose coefficients are in shared memory at a time
 
-// Return the places, from `next` on, of the threads whose `take` is true; move `next` past them.
+// Return the places, from `next` on, of the threads whose `take` is true, and advance `next` past them.
 __device__ int64_t ordered_place(bool take, int64_t& next) {
   __shared__ int counts[kWarps];
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const unsigned taken = __ballot_sync(kFullWarp, take);
-  __syncthreads();  // the counts of the call before have been read
+  __syncthreads();  // the counts of the previous call have been read
   if (lane == 0) counts[warp] = __popc(taken);
   __syncthreads();
   int64_t place = next + __popc(taken & ((1u << lane) - 1));
@@ -28,7 +28,7 @@ __device__ int64_t ordered_place(bool take, int64_t& next) {
   return place;
 }
 
-// A block a group.
+// Each block lists the positives of one group.
 __global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ V8MaskLossParams params) {
   __shared__ int64_t of_warps[kWarps][2];
   const V8MaskProblem& p = params.problem;
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) list_kernel(const __grid_constant__ 
     of_warps[warp][0] = before;
     of_warps[warp][1] = mine;
   }
-  __syncthreads();  // and the numbers of the rows are written
+  __syncthreads();  // the numbers of the rows are written, too
   before = mine = 0;
   for (int i = 0; i < kWarps; ++i) {
     before += of_warps[i][0];
@@ -110,7 +110,7 @@ __device__ T dot(const T (&a)[kMost], const T* b) {
   return sum;
 }
 
-// Add each of 32 values over a warp; lane i gets the sum of value i. Half of the values change hands at each step.
+// Add each of 32 values over a warp; lane i gets the sum of value i. Each step exchanges half of the values.
 template <typename T>
 __device__ T transposed_sum(T* values) {
   const int lane = threadIdx.x % kWarp;
@@ -126,7 +126,7 @@ __device__ T transposed_sum(T* values) {
   return values[0];
 }
 
-// v8_mask_parts blocks a positive, of which those that its box keeps busy do something.
+// Each positive has v8_mask_parts blocks, of which those that its box needs do work.
 template <int kMost, typename scalar_t>
 __global__ void __launch_bounds__(kThreads) pixels_kernel(const __grid_constant__ V8MaskLossParams params) {
   using T = arithmetic_t<scalar_t>;
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads) pixels_kernel(const __grid_constant_
   for (int c = 0; c < kMost; c += kWarp) {
     if (c < p.channels) of_warps[warp][c + lane] = transposed_sum(gradients + c);
   }
-  sum = sum_of_warps<kWarps>(warp_sum(sum));  // its barrier is also that of of_warps
+  sum = sum_of_warps<kWarps>(warp_sum(sum));  // its barrier also covers of_warps
   T* out = static_cast<T*>(params.partials) + (which * all + part) * (1 + p.channels);
   if (threadIdx.x == 0) out[0] = sum;
   for (int c = threadIdx.x; c < p.channels; c += kThreads) {
@@ -171,7 +171,7 @@ __global__ void __launch_bounds__(kThreads) pixels_kernel(const __grid_constant_
   }
 }
 
-// Block 0 makes the loss, the others add up the parts of the gradients.
+// Block 0 computes the loss; the others add up the parts of the gradients.
 template <typename T>
 __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ V8MaskLossParams params) {
   const V8MaskProblem& p = params.problem;
@@ -204,7 +204,7 @@ __device__ T gradient_of(const V8MaskLossBackwardParams& params, const V8MaskPos
          v8_mask_share<T>(params.problem, positive);
 }
 
-// A warp a positive. The first one of an anchor writes the gradient of all of them.
+// Each warp takes a positive. The first one of an anchor writes the gradient of all of them.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads)
     coefficient_gradient_kernel(const __grid_constant__ V8MaskLossBackwardParams params) {
@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t anchor = params.positives[which].anchor;
   int64_t begin = which, end = which + 1;
   if (params.shared) {
-    int64_t low = 0, high = p.levels * p.bs;  // the group is the last that does not begin behind `which`
+    int64_t low = 0, high = p.levels * p.bs;  // the group is the last that begins at or before `which`
     while (high - low > 1) {
       const int64_t middle = (low + high) / 2;
       (params.first[middle] <= which ? low : high) = middle;
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A block a tile of an image.
+// Each block takes a tile of an image.
 template <int kMost, typename scalar_t>
 __global__ void __launch_bounds__(kThreads)
     proto_gradient_kernel(const __grid_constant__ V8MaskLossBackwardParams params) {
@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Call f with the least of the sizes of arrays in registers that holds `channels`, as a type's `value`.
+// Call f with a type whose `value` is the smallest size of arrays in registers that holds `channels`.
 template <typename F>
 cudaError_t with_most_channels(int channels, F&& f) {
   if (channels <= 32) return f(std::integral_constant<int, 32>());

@@ -1,5 +1,5 @@
-// The mask part of the segmentation losses, Ultralytics' and YOLOv5's: for each anchor that got a target, the entropy
-// of its mask (coefficients x prototypes) and the target's within the target's box. No mask is ever in memory.
+// The mask part of Ultralytics' and YOLOv5's segmentation losses: for each anchor that got a target, the entropy of its
+// mask (coefficients x prototypes) and the target's mask within the target's box. No mask is ever stored in memory.
 #pragma once
 
 #include <cstdint>
@@ -29,19 +29,19 @@ constexpr int kV8MaskLevels = 8;
 
 enum class V8MaskType : int32_t { kUInt8, kInt32, kFloat32 };
 
-// An anchor that got a target, as the forward pass leaves it for the backward pass: 32 bytes.
+// An anchor that got a target, as the forward pass leaves it for the backward pass (32 bytes).
 struct V8MaskPositive {
   int64_t anchor;          // image * anchors + anchor
   int32_t x0, x1, y0, y1;  // the pixels of the target's box, half open
-  int32_t mask;            // the target's mask, or the value of its pixels where all of an image are one mask
-  float area;              // the share of the image that its box covers; by level, times the positives of its group
+  int32_t mask;            // number of the target's mask, or the value of its pixels if an image has one mask
+  float area;  // share of the image that the target's box covers; with levels, times the positives of its group
 };
 
-// The levels of YOLOv5's heads, whose matches are the positives: the loss is the mean of each level and image.
+// A level of YOLOv5's heads, whose matches are the positives. The loss is the mean over levels and images.
 struct V8MaskLevel {
-  int64_t first;        // of all levels' anchors
-  int64_t anchors;      // of an image
-  float columns, rows;  // of cells
+  int64_t first;        // index of its first anchor among all levels
+  int64_t anchors;      // number of anchors of an image
+  float columns, rows;  // number of cells
 };
 
 struct V8MaskProblem {
@@ -50,10 +50,10 @@ struct V8MaskProblem {
   V8Prototypes protos;
   const void* masks;  // (bs or n, height, width) contiguous
   V8MaskType mask_type;
-  bool overlap;  // masks are one an image: pixels hold the number of their target in the image, counted from 1
+  bool overlap;  // an image has one mask, whose pixels hold the number of their target in the image, from 1
   int64_t bs, anchors, height, width;
   int32_t channels;
-  int32_t levels;  // groups of positives an image: 1, or YOLOv5's levels. Group level * bs + image
+  int32_t levels;  // groups of positives an image: 1, or YOLOv5's levels. A group is level * bs + image
 };
 
 struct V8MaskLossParams {
@@ -63,16 +63,16 @@ struct V8MaskLossParams {
   int64_t n;
   const int64_t* num_targets;  // device scalar: rows in use; null: all
   const double* settings;      // (kV8Settings); null for YOLOv5's
-  double gain;                 // of YOLOv5's
+  double gain;                 // for YOLOv5
   V8MaskLevel level[kV8MaskLevels];
-  const int64_t* slot_anchor;  // (slots) what v8_loss left; or YOLOv5's (levels, ..., n): the cell in the level
-  const int64_t* slot_row;     // (slots); null for YOLOv5's
+  const int64_t* slot_anchor;  // (slots) from v8_loss; for YOLOv5 (levels, ..., n): the cell in the level
+  const int64_t* slot_row;     // (slots); null for YOLOv5
   int64_t slots;
-  V8MaskPositive* positives;  // (slots) those of group g from first[g] on
+  V8MaskPositive* positives;  // (slots): group g starts at first[g]
   int64_t* first;             // (levels * bs + 1)
   void* unit_gradients;       // (slots, channels) T, d(sum over its pixels) / d(its coefficients)
-  int32_t* numbers;           // scratch (levels, n): of the row among its image's, from 1
-  void* partials;             // scratch (slots, v8_mask_parts, 1 + channels) T: sum over pixels, its gradient
+  int32_t* numbers;           // scratch (levels, n): number of the row within its image, from 1
+  void* partials;             // scratch (slots, v8_mask_parts, 1 + channels) T: sum over pixels and its gradient
   void* loss;                 // (1) T
   void* item;                 // (1) T
   void* scale;                // (1) T, d(loss) / d(sum over anchors of the mean over pixels / area)
@@ -86,8 +86,8 @@ struct V8MaskLossBackwardParams {
   const void* unit_gradients;
   const void* scale;
   const void* grad_loss;                 // (1) T
-  bool shared;                           // several positives of a group may be of one anchor
-  V8Coefficients coefficient_gradients;  // dense; not asked for if at null
+  bool shared;                           // several positives of a group may share an anchor
+  V8Coefficients coefficient_gradients;  // dense; null at: not wanted
   V8Prototypes proto_gradients;          // the same
 };
 
@@ -104,13 +104,13 @@ TORCH_FASTDET_HOST_DEVICE float v8_wanted_mask(const V8MaskProblem& p, const V8M
   return v8_mask_value(p, image * p.height * p.width + pixel) == static_cast<float>(positive.mask) ? 1.f : 0.f;
 }
 
-// The first whole number from `position` on, within [0, size].
+// Return the first whole number at or after `position`, clamped to [0, size].
 TORCH_FASTDET_HOST_DEVICE int32_t v8_first_pixel(float position, int64_t size) {
   if (!(position > 0.f)) return 0;
   return position < static_cast<float>(size) ? static_cast<int32_t>(ceilf(position)) : static_cast<int32_t>(size);
 }
 
-// The image of a slot's anchor; -1 for an empty slot.
+// Return the image of a slot's anchor, or -1 for an empty slot.
 TORCH_FASTDET_HOST_DEVICE int64_t v8_mask_image(const V8MaskLossParams& params, int64_t slot) {
   const int64_t anchor = params.slot_anchor[slot];
   if (anchor < 0 || params.slot_row) return anchor < 0 ? -1 : anchor / params.problem.anchors;
@@ -127,7 +127,7 @@ TORCH_FASTDET_HOST_DEVICE void v8_mask_side(float low, float high, int64_t size,
   if (end < first) end = first;
 }
 
-// A slot's positive; `number` of its image's row, `group` of its group's. Rounded as eager does, for pixels on edges.
+// Return a slot's positive. `number` is its row's in the image, `group` its group's size. Edges round as in eager.
 TORCH_FASTDET_HOST_DEVICE V8MaskPositive v8_mask_positive(const V8MaskLossParams& params, int64_t slot, int32_t number,
                                                           int64_t group) {
   const V8MaskProblem& p = params.problem;
@@ -149,7 +149,7 @@ TORCH_FASTDET_HOST_DEVICE V8MaskPositive v8_mask_positive(const V8MaskLossParams
     const V8MaskLevel& level = params.level[slot / (params.slots / p.levels)];
     const int64_t image = positive.anchor / level.anchors;
     positive.anchor = image * p.anchors + level.first + positive.anchor % level.anchors;
-    // From shares to cells and back, as eager code goes.
+    // Convert from shares to cells and back, as eager code does.
     const float x = div_rn(mul_rn(box[2], level.columns), level.columns);
     const float y = div_rn(mul_rn(box[3], level.rows), level.rows);
     const float w = div_rn(mul_rn(box[4], level.columns), level.columns);
@@ -163,7 +163,7 @@ TORCH_FASTDET_HOST_DEVICE V8MaskPositive v8_mask_positive(const V8MaskLossParams
   return positive;
 }
 
-// Loss, item and scale from the sum of all positives' shares. `count`: of positives.
+// Set loss, item and scale from the sum of the shares of all `count` positives.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE void v8_mask_finish(const V8MaskLossParams& params, double total, int64_t count) {
   const auto images = static_cast<double>(params.problem.bs);
@@ -176,19 +176,19 @@ TORCH_FASTDET_HOST_DEVICE void v8_mask_finish(const V8MaskLossParams& params, do
   *static_cast<T*>(params.scale) = static_cast<T>(gain * all);
 }
 
-// The image of a row, -1 for one that is in no image.
+// Return the image of a row, or -1 if the row is in no image.
 TORCH_FASTDET_HOST_DEVICE int64_t v8_row_image(const float* targets, int64_t row, int64_t bs) {
   const float image = targets[6 * row];
   return image > -1.f && image < static_cast<float>(bs) ? static_cast<int64_t>(image) : -1;
 }
 
-// Return what a positive's sum over pixels counts in the item, but for its gain.
+// Return the factor of a positive's sum over pixels in the item, without the gain.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_mask_share(const V8MaskProblem& p, const V8MaskPositive& positive) {
   return T(1) / (T(p.height) * T(p.width) * T(positive.area));
 }
 
-// Return how many blocks there are for a positive's pixels, and how many of them its box keeps busy.
+// Return the number of blocks for a positive's pixels; v8_busy_parts returns how many of them its box needs.
 TORCH_FASTDET_HOST_DEVICE int64_t v8_mask_parts(int64_t slots) {
   return slots >= 16384 ? 1 : slots >= 4096 ? 4 : 8;
 }

@@ -1,4 +1,4 @@
-// The detection loss of YOLO26's segmentation on the CPU: the masks' overlaps, before the assignment.
+// Compute the mask overlaps of YOLO26's segmentation on the CPU, before the assignment of its detection loss.
 #pragma once
 
 #include "core/v8_loss/v8_loss_loops.h"
@@ -7,7 +7,7 @@
 
 namespace torch_fastdet::core::v8_loops {
 
-// Targets and boxes are prepared. `count`: rows of targets in use.
+// Targets and boxes must be prepared. `count` is the number of valid rows of targets.
 template <typename scalar_t, typename ParallelFor>
 void compare_masks(const V8MaskedLossParams& params, int64_t count, const ParallelFor& parallel_for) {
   using T = arithmetic_t<scalar_t>;

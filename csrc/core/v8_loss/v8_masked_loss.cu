@@ -1,4 +1,4 @@
-// YOLO26's mask overlaps: a block a target lists its best anchors and measures it; a block an anchor compares.
+// Compute YOLO26's mask overlaps: a block lists a target's best anchors and its area, then a block takes each anchor.
 #include "core/v8_loss/v8_masked_loss.h"
 
 #include "core/v8_loss/v8_best_anchors.cuh"
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) compare_kernel(const __grid_constant
       params, static_cast<const CornerBox<T>*>(params.scratch.boxes)[image * params.heads.anchors + anchor]);
   const int width = box.x1 - box.x0, count = width * (box.y1 - box.y0);
   const int32_t number = params.mask_number[target.row];
-  float sums[2] = {};  // of both masks, of the predicted one
+  float sums[2] = {};  // of both masks, of the predicted mask
   for (int i = threadIdx.x; i < count; i += kThreads) {
     const int64_t y = box.y0 + i / width, x = box.x0 + i % width;
     const auto* at = static_cast<const scalar_t*>(p.protos.at) + image * p.protos.stride_b + y * p.protos.stride_y +

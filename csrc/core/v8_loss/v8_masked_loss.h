@@ -1,6 +1,6 @@
-// The detection loss of YOLO26's segmentation: its assignment compares masks, too. How well an anchor and a target
-// overlap is the mean of the boxes' CIoU and the masks' IoU. Masks are compared for each target's best anchors by score
-// and CIoU alone; for all others their IoU is 0. All else is the detection loss.
+// The detection loss of YOLO26's segmentation also compares masks in its assignment: the overlap of an anchor and a
+// target is the mean of the boxes' CIoU and the masks' IoU. Masks are compared only for each target's best anchors by
+// score and CIoU; for others their IoU is 0. All else is the detection loss.
 #pragma once
 
 #include "core/v8_loss/v8_loss.h"
@@ -8,19 +8,19 @@
 
 namespace torch_fastdet::core {
 
-constexpr int kV8NearFactor = 3;  // masks are compared for so many times topk anchors
+constexpr int kV8NearFactor = 3;  // masks are compared for this many times topk anchors
 
 struct V8MaskedLossParams : V8LossParams {
   V8MaskProblem masks;  // levels: 1; masks of any size
   int64_t mask_height, mask_width;
   int32_t near;          // anchors of a target whose masks are compared
-  int64_t* near_anchor;  // scratch (n, near) by rows of targets: the anchor in its image, -1 for none
+  int64_t* near_anchor;  // scratch (n, near) by rows of targets: the anchor in its image, or -1
   void* near_overlap;    // scratch (n, near) T
-  float* mask_area;      // scratch (n) pixels of each row's mask
-  int32_t* mask_number;  // scratch (n) of the row among its image's, from 1
+  float* mask_area;      // scratch (n): pixels of each row's mask
+  int32_t* mask_number;  // scratch (n): number of the row within its image, from 1
 };
 
-// Rank by CIoU alone those anchors of a target whose masks are to be compared; never 0, also without overlap.
+// Rank by CIoU alone the anchors of a target whose masks will be compared. The key is never 0, even without overlap.
 template <typename scalar_t>
 TORCH_FASTDET_HOST_DEVICE uint64_t v8_near_key(const V8MaskedLossParams& params, const V8Target& target,
                                                const V8Anchor& at) {
@@ -46,7 +46,7 @@ TORCH_FASTDET_HOST_DEVICE arithmetic_t<scalar_t> v8_overlap_of(const V8MaskedLos
   return sum * T(0.5);
 }
 
-// Return whether a target's mask (nearest; without overlap above 0.5) covers a pixel of the prototypes: 1 or 0.
+// Return 1 if a target's mask (nearest; above 0.5 if masks do not overlap) covers a pixel of the prototypes, else 0.
 TORCH_FASTDET_HOST_DEVICE float v8_near_mask(const V8MaskedLossParams& params, int64_t image, int64_t row,
                                              int32_t number, int64_t y, int64_t x) {
   const V8MaskProblem& p = params.masks;
@@ -65,7 +65,7 @@ TORCH_FASTDET_HOST_DEVICE float v8_near_mask(const V8MaskedLossParams& params, i
   return v8_mask_value(p, image * size + pixel) == static_cast<float>(number) ? 1.f : 0.f;
 }
 
-// The pixels of the prototypes inside of a predicted box, half open. Both axes are scaled by the heights' ratio.
+// Hold the pixels of the prototypes inside a predicted box, half open. The heights' ratio scales both axes.
 struct V8Pixels {
   int32_t x0, x1, y0, y1;
 };

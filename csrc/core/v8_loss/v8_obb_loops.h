@@ -1,4 +1,4 @@
-// The loss of oriented boxes on the CPU.
+// Compute the loss of oriented boxes on the CPU.
 #pragma once
 
 #include <array>
@@ -9,13 +9,13 @@
 
 namespace torch_fastdet::core::v8_loops {
 
-// `count`: rows of targets in use, which have been checked.
+// `count` is the number of valid rows of targets, which have been checked.
 template <typename scalar_t, typename ParallelFor>
 void obb_forward(const V8ObbLossParams& params, int64_t count, const ParallelFor& parallel_for) {
   using T = arithmetic_t<scalar_t>;
   assign_all<scalar_t>(params, count, parallel_for);
   const int64_t slots = params.n * params.topk;
-  std::fill_n(static_cast<T*>(params.slots.score), slots, T(1));  // the filter has emptied what it left out
+  std::fill_n(static_cast<T*>(params.slots.score), slots, T(1));  // the filter has emptied the slots that it dropped
   std::vector<std::array<T, kV8ObbTerms>> terms(slots);
   parallel_for(0, slots, kSlotGrain, [&](int64_t begin, int64_t end) {
     for (int64_t slot = begin; slot < end; ++slot) {

@@ -1,5 +1,5 @@
-// The loss of oriented boxes on the GPU: the detection loss' targets, boxes and assignment, then a thread a slot for
-// the terms and one block that adds them up; backward, the dense gradients and a thread a slot.
+// Compute the loss of oriented boxes on the GPU with the detection loss's targets, boxes and assignment. One thread
+// computes each slot's terms and one block adds them; backward, dense gradients come before a thread for each slot.
 #include "core/v8_loss/v8_loss_device.cuh"
 #include "core/v8_loss/v8_loss_launch.h"
 #include "core/v8_loss/v8_obb_loss.h"
@@ -7,7 +7,7 @@
 namespace torch_fastdet::core {
 namespace {
 
-constexpr int kSlotThreads = 64;  // few slots: many blocks
+constexpr int kSlotThreads = 64;  // there are few slots, so use many blocks
 constexpr int kFinishThreads = 1024;
 
 template <typename scalar_t>

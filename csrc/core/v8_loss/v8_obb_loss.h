@@ -1,5 +1,5 @@
-// The loss of oriented boxes: as the detection loss, with boxes that are turned by an angle. Of its assignment all but
-// the questions below is shared; the terms and gradients of an anchor are here, once for CPU and CUDA.
+// The loss of oriented boxes is the detection loss with rotated boxes. It shares the assignment except for the
+// questions below; the terms and gradients of an anchor are here, for both CPU and CUDA.
 #pragma once
 
 #include "core/v8_loss/v8_loss.h"
@@ -10,9 +10,9 @@ namespace torch_fastdet::core {
 constexpr int kV8ObbColumns = 7;                 // of a target: image, class, x, y, w, h, angle
 constexpr int kV8ObbTerms = 5;                   // sums over slots: scores, box, class, distance, angle
 constexpr int kV8ObbParts = 4;                   // of the loss: box, class, distance, angle
-constexpr int kV8ObbSettings = kV8Settings + 1;  // the gain of the angle is behind the other settings
+constexpr int kV8ObbSettings = kV8Settings + 1;  // the angle's gain comes after the other settings
 
-// (bs, 1, anchors), in radians.
+// Describe the angles (bs, 1, anchors), in radians.
 struct V8Angles {
   const void* at;
   int64_t stride_b, stride_a;
@@ -20,7 +20,7 @@ struct V8Angles {
   int64_t gradient_b, gradient_a;
 };
 
-// Targets have seven columns, settings ten numbers; loss, items and scales are four, slot_partials rows of five.
+// Targets have seven columns, settings ten numbers; loss, items and scales hold four, rows of slot_partials five.
 struct V8ObbLossParams : V8LossParams {
   V8Angles angles;
 };
@@ -77,7 +77,7 @@ TORCH_FASTDET_HOST_DEVICE CornerBox<arithmetic_t<scalar_t>> v8_place_box(const V
 
 // ---- An anchor in a slot -------------------------------------------------------------------------------------------
 
-// In cells of the anchor's level.
+// All values are in cells of the anchor's level.
 template <typename scalar_t>
 struct V8ObbPair {
   using T = arithmetic_t<scalar_t>;
@@ -109,7 +109,7 @@ TORCH_FASTDET_HOST_DEVICE V8ObbPair<scalar_t> v8_obb_pair(const V8Heads& heads, 
   pair.along = (pair.distance[2] - pair.distance[0]) / T(2);
   pair.across = (pair.distance[3] - pair.distance[1]) / T(2);
   pair.wanted = {T(target.x1) / stride, T(target.y1) / stride, T(target.x2) / stride, T(target.y2) / stride, T(angle)};
-  // The anchor in the target's own frame.
+  // Transform the anchor to the target's own frame.
   const Direction<T> d = direction_of(pair.wanted.angle);
   const T dx = T(pair.at.column) + T(0.5) - pair.wanted.x, dy = T(pair.at.row) + T(0.5) - pair.wanted.y;
   const T u = dx * d.cosine + dy * d.sine, v = dy * d.cosine - dx * d.sine;
@@ -127,7 +127,7 @@ TORCH_FASTDET_HOST_DEVICE void v8_obb_terms(const V8ObbLossParams& params, int64
   const V8Heads& heads = params.heads;
   T* scores = static_cast<T*>(params.slots.score);
   int64_t anchor = params.slots.anchor[slot];
-  if (anchor >= 0 && params.topk2 != params.topk && scores[slot] == T(0)) {  // the filter left it out
+  if (anchor >= 0 && params.topk2 != params.topk && scores[slot] == T(0)) {  // the filter dropped it
     params.slots.anchor[slot] = anchor = -1;
   }
   for (T& term : terms) term = T(0);

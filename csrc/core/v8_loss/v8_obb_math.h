@@ -1,4 +1,4 @@
-// The arithmetic of the loss of oriented boxes: probiou with its gradient, one box or one anchor at a time.
+// Compute the loss of oriented boxes, probiou and its gradient, one box or one anchor at a time.
 #pragma once
 
 #include <math.h>
@@ -9,16 +9,16 @@
 
 namespace torch_fastdet::core {
 
-constexpr float kV8LeastObbSide = 2.f;  // pixels: targets with a shorter side are left out
+constexpr float kV8LeastObbSide = 2.f;  // pixels: targets with a shorter side are ignored
 constexpr double kV8ObbFloor = 0.01;    // added to both variances in the box part, in square cells
 
-// A box turned by `angle` (radians) around its center.
+// A box that is rotated by `angle` (radians) around its center.
 template <typename T>
 struct V8Obb {
   T x, y, w, h, angle;
 };
 
-// The Gaussian of a box: its covariance [[a, c], [c, b]], that of its own axes, and the axes.
+// The Gaussian of a box: its covariance [[a, c], [c, b]], the variances along its own axes, and the axes.
 template <typename T>
 struct V8Gaussian {
   T a, b, c, along, across;
@@ -41,7 +41,7 @@ TORCH_FASTDET_HOST_DEVICE V8Gaussian<T> v8_gaussian(const V8Obb<T>& box, T floor
 template <typename T>
 struct V8Probiou {
   T value;
-  T by_distance;  // d(value) / d(Bhattacharyya distance); 0 where that is clamped
+  T by_distance;  // d(value) / d(Bhattacharyya distance); 0 if that is clamped
   T x, y, determinant, numerator, own, ratio, quotient;
 };
 
@@ -81,7 +81,7 @@ TORCH_FASTDET_HOST_DEVICE void v8_probiou_gradient(const V8Probiou<T>& r, const 
   const T scale = gradient * r.by_distance;
   if (scale == T(0)) return;
   const T a = g.a + h.a, b = g.b + h.b, c = g.c + h.c, inverse = T(1) / r.determinant;
-  // By the determinant of the sum, of both terms; and by that of the box's own covariance, of the second.
+  // The first is by the determinant of the sum, from both terms; the second by that of the box's own covariance.
   const T by_determinant = -r.numerator * inverse * inverse + T(0.5) / (r.ratio * r.quotient);
   const T root = sqrt(r.own * v8_determinant(h));
   const T by_quotient = T(-0.5) * (r.determinant - T(1e-7)) / (r.ratio * r.quotient * r.quotient);
@@ -97,8 +97,8 @@ TORCH_FASTDET_HOST_DEVICE void v8_probiou_gradient(const V8Probiou<T>& r, const 
   by.angle += scale * (g.along - g.across) * (T(2) * both * (by_b - by_a) + by_c * (cos2 - sin2));
 }
 
-// Read a target in pixels: x1, y1, x2, y2 hold center, width and height; low and high are where anchors may be. False
-// for one that the original leaves out: a side below two pixels, or numbers that add up to 0 or less.
+// Read a target in pixels: x1, y1, x2, y2 hold center, width and height; anchors may be between low and high. Return
+// false for one that the original ignores: a side is below two pixels, or its numbers add up to 0 or less.
 TORCH_FASTDET_HOST_DEVICE bool v8_obb_target(const float row[7], float image_w, float image_h, V8Sides sides,
                                              int64_t classes, V8Target& target) {
   target.x1 = mul_rn(row[2], image_w);
@@ -122,7 +122,7 @@ TORCH_FASTDET_HOST_DEVICE bool v8_obb_target(const float row[7], float image_w, 
   return target.x2 >= kV8LeastObbSide && target.y2 >= kV8LeastObbSide && sum > 0.f;
 }
 
-// Return whether a point lies inside of a target, its border included; short sides are enlarged.
+// Return whether a point lies inside a target or on its border; short sides are enlarged.
 TORCH_FASTDET_HOST_DEVICE bool v8_obb_inside(const V8Target& target, float angle, V8Sides sides, float x, float y) {
   if (!(x >= target.low_x - 1.f && x <= target.high_x + 1.f && y >= target.low_y - 1.f && y <= target.high_y + 1.f)) {
     return false;
@@ -134,7 +134,7 @@ TORCH_FASTDET_HOST_DEVICE bool v8_obb_inside(const V8Target& target, float angle
   return fabsf(dx * d.cosine + dy * d.sine) <= w * 0.5f && fabsf(dy * d.cosine - dx * d.sine) <= h * 0.5f;
 }
 
-// Return how much an angle that is off counts: nothing for a square. And d by the predicted angle.
+// Return the weighted error of an angle, which is 0 for a square, and its gradient by the predicted angle.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T v8_angle_term(T w, T h, T difference, T& gradient) {
   const T stretch = log(w / h);

@@ -1,5 +1,5 @@
-// The detection loss of YOLO26's poses: its assignment compares keypoints, not boxes (OKS, the object keypoint
-// similarity), and a target's anchors are of the levels that its size is for. All else is the detection loss.
+// The detection loss of YOLO26's poses compares keypoints (OKS, the object keypoint similarity) in its assignment, not
+// boxes, and restricts a target's anchors to the levels for its size. All else is the detection loss.
 #pragma once
 
 #include "core/v8_loss/v8_keypoint_loss.h"
@@ -11,7 +11,7 @@ struct V8PosedLossParams : V8LossParams {
   V8KeypointProblem keypoints;  // no slots
 };
 
-// The levels whose strides a target's size is for, 2 to 12 strides; all, if it has no anchor in those.
+// Return the levels for a target's size, which is 2 to 12 of their strides, or all if it has no anchor in these.
 TORCH_FASTDET_HOST_DEVICE uint32_t v8_levels_of(const V8Heads& heads, const V8Target& target) {
   const float size = sqrtf(mul_rn(sub_rn(target.x2, target.x1), sub_rn(target.y2, target.y1)));
   uint32_t levels = 0;
