@@ -1,4 +1,4 @@
-"""Tables in the README and the docs are the ones that benchmarks/results/ holds."""
+"""Tables in the README and the docs show the contents of benchmarks/results/."""
 
 import pytest
 

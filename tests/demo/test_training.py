@@ -1,4 +1,4 @@
-"""The demo's runner: what it reads from a progress bar, what it passes on, and a tiny run of the real train.py."""
+"""Test the demo's runner: what it reads from a progress bar, what it passes on, and a tiny run of the real train.py."""
 
 from __future__ import annotations
 

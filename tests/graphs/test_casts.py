@@ -219,8 +219,7 @@ def test_nothing_of_ours_is_left_after_an_error():
 
 
 def test_what_is_left_to_autocast():
-    """Autocast still casts for hooks, subclasses, instance forwards, other dtypes, the stem, and plain-tensor
-    weights."""
+    """Autocast keeps casting the stem, other dtypes, and layers with hooks, own forwards or plain-tensor weights."""
 
     class Other(nn.Conv2d):
         pass

@@ -1,4 +1,4 @@
-"""What loaders leave behind: open memories, and files of loader processes."""
+"""Find what loaders leave behind: open memories, and files of loader processes."""
 
 import contextlib
 import gc
@@ -19,7 +19,7 @@ def open_memories():
 
 
 def closes(before):
-    """Return whether no more memories are open than were before; threads of loaders that are gone may take a while to end."""
+    """Return whether no more memories are open than ``before``; threads of ended loaders may take a while to end."""
     end = time.monotonic() + 60
     while open_memories() > before and time.monotonic() < end:
         time.sleep(0.1)
@@ -28,7 +28,7 @@ def closes(before):
 
 @contextlib.contextmanager
 def started():
-    """Yield the numbers of the processes that are started inside of this."""
+    """Yield the ids of the processes that are started inside the context."""
     numbers, start = [], BaseProcess.start
 
     def noting(process):
@@ -40,6 +40,6 @@ def started():
 
 
 def orphans(numbers):
-    """Return what those of these processes that have ended left in /dev/shm. Other tests' processes may be killed meanwhile."""
+    """Return what ended processes among these left in /dev/shm; other tests' may be killed meanwhile."""
     ended = tuple(f"torch_{number}_" for number in numbers if not Path(f"/proc/{number}").exists())
     return [name for name in os.listdir("/dev/shm") if name.startswith(ended)]

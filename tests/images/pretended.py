@@ -1,4 +1,4 @@
-"""What makes batches on a GPU, with the CPU in its place."""
+"""Provide what makes batches on a GPU, with the CPU as the GPU."""
 
 import contextlib
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from torch_fastdet.images.image_memory import hand_out
 
 
 def images_on_the_cpu(memory, cached=0):
-    """Return a DeviceImages whose GPU is the CPU; the first ``cached`` bytes of the images' memory have a place in its cache."""
+    """Return a DeviceImages whose GPU is the CPU; its cache has places for the first ``cached`` bytes of the memory."""
     images = object.__new__(finish.DeviceImages)
     images.memory, images.device = memory, torch.device("cpu")
     images._cache = torch.zeros(cached, dtype=torch.uint8)
@@ -25,14 +25,14 @@ def images_on_the_cpu(memory, cached=0):
 
 
 def made(plan, storages, placements):
-    """Return the images of a plan, from what was brought for it."""
+    """Return the images of a plan from the storages that were uploaded for it."""
     tables = {name: torch.from_numpy(table) for name, table in plan.tables_with(placements).items()}
     warp, lanes = ops.opencv_rules()
     return ops.image_augment(storages, **tables, size=list(plan.size), warp=warp, hsv_lanes=lanes)
 
 
 def cuda():
-    """Provide what a thread of a loader needs of torch, without a GPU."""
+    """Provide what a loader's thread needs of torch, without a GPU."""
     event = SimpleNamespace(record=lambda stream: None)
     cuda = SimpleNamespace(
         set_device=lambda device: None,

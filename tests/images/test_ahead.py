@@ -1,4 +1,4 @@
-"""torch_fastdet.images.ahead: the order of results, errors, and threads that end."""
+"""Test torch_fastdet.images.ahead: the order of results, errors, and the end of threads."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""Fingerprints do not depend on formatting, and do on everything else."""
+"""Fingerprints do not depend on formatting, but on everything else."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""The images that a GPU keeps."""
+"""Test the images that a GPU keeps."""
 
 import gc
 import threading
@@ -23,7 +23,7 @@ def budget(monkeypatch):
 
 
 def filled(*shape, values=(7,)):
-    """Return a memory of images of one shape and one value each."""
+    """Return a memory of images of one shape, each filled with one value."""
     memory = ImageMemory([shape] * len(values), 1 << 23)
     for index, value in enumerate(values):
         memory.put(index, np.full((*shape, 3), value, dtype=np.uint8), shape)
@@ -35,12 +35,12 @@ def images_of(memory):
 
 
 def plan_of(memory, index=0):
-    """Return a batch of that image as it is."""
+    """Return a batch of this image as it is."""
     return pack([whole(Source(index, *memory.shape(index)))], memory)
 
 
 def test_images_first_asked_for_in_inference_mode_are_filled_outside_of_it(cuda):
-    """YOLOv5 validates in inference mode, which is the thread's own: the thread that fills the images has none."""
+    """Inference mode is per thread: YOLOv5 validates in it, but the thread that fills the images does not."""
     memory = filled(4, 6)
     with torch.inference_mode():
         images = images_of(memory)
@@ -49,7 +49,7 @@ def test_images_first_asked_for_in_inference_mode_are_filled_outside_of_it(cuda)
 
 
 def test_images_wait_for_what_had_their_memory(cuda):
-    """The cache is made on the loop's stream, which may have work to do, and is filled on the loader's."""
+    """The loop's stream, which may still be busy, makes the cache, and the loader's stream fills it."""
     memory = filled(512, 512)
     plan = plan_of(memory)
     before = torch.empty(memory.nbytes, dtype=torch.uint8, device="cuda")
@@ -71,7 +71,7 @@ def pretended_stream(monkeypatch):
 
 
 def test_no_memory_waits_for_images_that_never_stay(pretended_stream):
-    """What has no place in the host's memory travels as pixels; a file is decoded on the GPU, wherever it is read."""
+    """Images without a place in host memory travel as pixels; files are decoded on the GPU wherever they are read."""
     shapes, gpu = [(4, 6)] * 3, torch.device("cpu")
     images = DeviceImages(ImageMemory(shapes, budget=72), gpu)
     assert images.held() == 72 and images._fits.tolist() == [True, False, False]
@@ -103,7 +103,7 @@ def test_images_take_what_the_first_steps_leave_free(pretended_stream, monkeypat
 
 
 def test_images_are_given_back(pretended_stream, monkeypatch):
-    """Memory has run out: batches upload what they show from then on, and the budget is free."""
+    """When memory runs out, batches upload the images that they show, and the budget is free again."""
     monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "200")
     host, gpu = ImageMemory([(4, 6)] * 2, 1 << 20), torch.device("cpu")
     gc.collect()
@@ -144,7 +144,7 @@ def test_a_batch_that_finds_no_memory_gives_the_images_back(cuda, monkeypatch):
 
 
 def test_two_threads_take_turns():
-    """What one thread notes as uploaded is recorded before another one waits for it."""
+    """What one thread notes as uploaded is recorded before another thread waits for it."""
     events, inside, go_on = [], threading.Event(), threading.Event()
     turns = Turns(SimpleNamespace(record=lambda stream: events.append("record")))
 
@@ -166,7 +166,7 @@ def test_two_threads_take_turns():
 
 
 def test_the_next_turn_waits_for_one_that_failed():
-    """Memory may run out behind the first uploads, which are noted as here."""
+    """Memory may run out after the first uploads, which have been noted."""
     events = []
     turns = Turns(SimpleNamespace(record=events.append))
     stream = SimpleNamespace(wait_event=lambda event: None)
@@ -205,7 +205,7 @@ def test_two_threads_make_one_finisher(monkeypatch):
 
 
 def test_ends_while_images_are_uploaded(cuda, monkeypatch):
-    """Without a cache each batch reads pinned memory, which goes with the batch."""
+    """Without a cache each batch reads pinned memory, which may be freed with the loader."""
     monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", "0")
     memory = filled(1024, 1024)
     images = images_of(memory)

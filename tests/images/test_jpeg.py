@@ -1,4 +1,4 @@
-"""JPEG files in place of decoded images: what is kept, what a batch shows of them, and batches that are made of them."""
+"""Test JPEG files that replace decoded images: what is kept, what a batch shows of them, and batches made of them."""
 
 import contextlib
 import gc
@@ -289,7 +289,7 @@ def on_cpu(images, memory):
 
 
 def of_whole_images(images, memory):
-    """Return the same on the CPU, from pixels of whole images."""
+    """Return the same batch, made on the CPU from the pixels of whole images."""
 
     def layer(of):
         placements = [(Source(-1, s.height, s.width, memory.get(s.index)), *where) for s, *where in of.placements]
@@ -299,7 +299,7 @@ def of_whole_images(images, memory):
 
 
 def test_what_is_not_shown_does_not_matter(read_memory):
-    """Pixels that are not shown are changed, and the batch stays the same; and something is left out."""
+    """Changing pixels that are not shown does not change the batch, and there are such pixels."""
     generator = np.random.default_rng(3)
     left_out = 0
     for _ in range(40):
@@ -386,7 +386,7 @@ def test_a_file_that_another_process_decodes_while_it_travels(cached, files):
 @pytest.mark.parametrize("room", [1 << 24, 4096, 0], ids=["kept", "some kept", "sent"])
 @pytest.mark.parametrize("cached, fits", [("0", 0), ("10000", 1), ("1G", 4)])
 def test_batches_are_right_under_load_on_a_side_stream(cached, fits, room, files, cuda, monkeypatch):
-    """Three batches are on their way behind a GPU that is busy; the second time nothing makes the host wait."""
+    """Three batches are queued while the GPU is busy; the second time nothing makes the host wait."""
     monkeypatch.setenv("TORCH_FASTDET_GPU_CACHE", cached)
     shapes = [*SIZES[:2], *(RESIZED[size] for size in SIZES[2:])]
     memory = memory_of(files, room, shapes=shapes, originals=SIZES, ways=[AS_IT_IS, AS_IT_IS, LINEAR, AREA])

@@ -1,4 +1,4 @@
-"""The scan of images and labels by threads: the frameworks' own results, warnings, order, counts and cache files."""
+"""Threads that scan images and labels give the frameworks' own results, warnings, order, counts and cache files."""
 
 import copy
 import os
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.cpu
 _C = pytest.importorskip("torch_fastdet._C", reason="torch_fastdet._C is not built for this Python")
 
 BOX = "1 .5 .5 .25 .125".replace(" .", " 0.")
-#: Label files; those of the first group are plain for both frameworks.
+#: These are label files; those of the first group are plain for both frameworks.
 PLAIN = {
     "one": f"{BOX}\n",
     "two": f"{BOX}\n0 0.1 0.2 0.3 0.4",
@@ -69,7 +69,7 @@ def jpeg(path: Path, mode: str = "RGB", size: tuple[int, int] = (31, 17), **opti
 
 
 def segment(path: Path, marker: int, data: bytes) -> None:
-    """Put a segment behind the first one."""
+    """Insert a segment after the first one."""
     jpeg(path)
     file = path.read_bytes()
     behind = 4 + int.from_bytes(file[4:6], "big")
@@ -113,7 +113,7 @@ IMAGES = {  # how each is made, and whether it is plain
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> tuple[Path, list[tuple[str, str]], list[bool]]:
-    """Return each image with a plain label, and a plain image with each label; many that are plain lie between them."""
+    """Return each image with a plain label, and each label with a plain image, with many plain ones in between."""
     folder = tmp_path_factory.mktemp("pristine")
     pairs, plain = [], []
     for name in ("images", "labels"):
@@ -166,7 +166,7 @@ def same(mine, theirs) -> bool:
 
 
 def scanned(framework, monkeypatch) -> list[str]:
-    """Put the pool in place, as the switch does; returns what it says."""
+    """Replace the pool as the switch does; return the lines that it prints."""
     told: list[str] = []
     module, name, result, known = framework
     active = SimpleNamespace(name="loader_optim", tell=told.append)

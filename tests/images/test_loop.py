@@ -1,4 +1,4 @@
-"""Batches made ahead: how far, in which order, and how it ends. CUDA's streams and events are stand-ins here."""
+"""Test how far batches are made ahead, their order, and their end, with stand-ins for CUDA streams and events."""
 
 import threading
 import time
@@ -72,7 +72,7 @@ def test_takes_no_more_than_it_is_allowed_to():
 
 
 def test_a_thread_that_may_not_go_on_ends_at_once(monkeypatch):
-    """It does not look now and then whether it is to end: a validation would wait for that."""
+    """The thread does not poll for its end, because a validation would wait for that."""
 
     class Patient(threading.Semaphore().__class__):
         def acquire(self, blocking=True, timeout=None):
@@ -124,7 +124,7 @@ def test_memory_that_ran_out_is_asked_for_again_when_the_loop_waits():
 
 @pytest.mark.parametrize("ends", ["close", "source"])
 def test_all_threads_that_wait_for_a_batch_end(ends):
-    """The batch never comes: another thread closes the loader, or the source ends."""
+    """The batch never comes because another thread closes the loader or the source ends."""
     begun, go_on, ended = threading.Event(), threading.Event(), []
 
     def source():
@@ -154,7 +154,7 @@ def test_all_threads_that_wait_for_a_batch_end(ends):
 
 
 def test_its_own_thread_ends_it_inside_of_the_queue():
-    """The garbage collector runs in any thread, at any place."""
+    """The garbage collector may close it in any thread, at any point."""
     begun, ended = threading.Event(), threading.Event()
 
     def finish(number: int) -> dict:
@@ -170,7 +170,7 @@ def test_its_own_thread_ends_it_inside_of_the_queue():
 
 
 def test_a_forked_process_leaves_its_batches_to_the_other():
-    """A loader process has no thread that would end, and the batches that are ready are not its own to take."""
+    """A loader process has no thread to end, and the batches that are ready are not its own."""
     batches = made(Source(), limited=False)
     next(batches)
 

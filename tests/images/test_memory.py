@@ -1,4 +1,4 @@
-"""The memory for decoded images: places, budgets, sharing."""
+"""Test the memory for decoded images: places, budgets, sharing."""
 
 import copy
 import hashlib
@@ -76,7 +76,7 @@ def test_processes_share_it(method):
 
 
 def test_what_is_held_is_counted_while_other_processes_decode():
-    """``np.flatnonzero`` on the marks themselves raises where one of them is set meanwhile."""
+    """``np.flatnonzero`` on the marks themselves raises if one of them is set meanwhile."""
     memory = ImageMemory([(2, 2)] * 20_000, 1 << 30)
     process = os.fork()
     if process == 0:
@@ -105,14 +105,14 @@ def test_an_owner_that_another_thread_asks_is_whole(kind, monkeypatch):
 
 
 class TestMarks:
-    """A processor of the kind of aarch64 may make a mark visible before the bytes that it announces: there is a fence between."""
+    """Fences separate marks from the bytes that they announce: aarch64 may reorder their writes."""
 
     def look(self):
         return None
 
     @pytest.fixture
     def at_fences(self, monkeypatch):
-        """Return what ``look`` returned at each fence."""
+        """Return the values of ``look`` at each fence."""
         seen = []
 
         def note():
@@ -190,7 +190,7 @@ def budget():
 
 
 def _rank(rank, pipe, path):
-    """Run a rank as ``mp.spawn`` starts it: no variable of the environment says anything about ranks."""
+    """Run a rank as ``mp.spawn`` starts it, with no environment variable about ranks."""
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
     memory = shared_by_ranks([str(path)], [(5, 7)] * 3, lambda: 500 + 1000 * rank)
     memory.put(rank, make_image(5, 7, rank), (5, 7))
@@ -222,7 +222,7 @@ def test_ranks_share_one_memory(tmp_path):
 
 @pytest.fixture
 def two_ranks(tmp_path, monkeypatch):
-    """Let this process and a forked one find each other by a store."""
+    """Let this process and a forked one find each other through a store."""
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(ranks, "group_size", lambda: 2)
     monkeypatch.setattr(ranks.dist, "get_rank", lambda: 1)
@@ -245,7 +245,7 @@ def test_the_other_rank_gets_the_first_ones_files_and_budgets(two_ranks, tmp_pat
 
 
 def test_images_that_no_other_rank_asks_for_end_with_their_data_set(two_ranks):
-    """Rank 0 alone has a validation set; it may have one after the other."""
+    """Only rank 0 has a validation set, and it may have several, one after the other."""
     before = open_memories()
     for _ in range(3):
         memory = shared_by_ranks(["val"], [(5, 7)], budget)
@@ -307,7 +307,7 @@ def test_a_rank_that_does_not_get_the_images_says_so_and_goes_on(two_ranks, monk
 
 
 def test_a_rank_without_files_does_not_take_the_memory_of_one_that_keeps_them(two_ranks, tmp_path):
-    """Its images have other places: YOLOv5's ``check_cache_ram`` may decide otherwise on each rank."""
+    """The ranks' images have other places: YOLOv5's ``check_cache_ram`` may decide differently on each rank."""
     files = Files.of([str(tmp_path / "a.jpg"), ""], [(5, 7)] * 2, [AS_IT_IS] * 2)
     first = shared_by_ranks(["a"], [(5, 7)] * 2, budget, files)
     assert first.put(1, make_image(5, 7, 1), (5, 7))

@@ -1,4 +1,4 @@
-"""Pixels that loader processes send."""
+"""Test pixels that loader processes send."""
 
 import gc
 import os

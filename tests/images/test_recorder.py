@@ -1,4 +1,4 @@
-"""Images without pixels against the same operations on arrays."""
+"""Compare images without pixels with the same operations on arrays."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def remembering(image):
 
 
 def test_a_function_that_sets_a_global_sets_its_own_modules(recorder):
-    """A copy has names of its own."""
+    """A copy of a function has its own globals."""
     assert recorder.copies.of(remembering) is remembering
     assert recorder.copies.of(brighter_by_numpy) is not brighter_by_numpy
 

@@ -1,4 +1,4 @@
-"""What a host's ``load_image`` says of images that are not read."""
+"""Test what a framework's ``load_image`` tells about images that are not read."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""C++ compilers that have libstdc++ as a static library alone, made of the machine's own."""
+"""Provide C++ compilers that have libstdc++ only as a static library, made from the machine's own."""
 
 import os
 import shlex
@@ -16,7 +16,7 @@ def script(path: Path, text: str) -> str:
 
 @pytest.fixture
 def compiler() -> str:
-    """Return the machine's C++ compiler: what CXX says, or g++."""
+    """Return the machine's C++ compiler: CXX, or g++."""
     command = os.environ.get("CXX") or "g++"
     if shutil.which(shlex.split(command)[0]) is None:
         pytest.skip(f"no C++ compiler ({command})")
@@ -25,18 +25,18 @@ def compiler() -> str:
 
 @pytest.fixture
 def quick_compiler(tmp_path, compiler) -> str:
-    """Return one that optimizes nothing: for tests of what is packed, not of how fast it is."""
+    """Return a compiler that optimizes nothing, for tests of what is packed rather than of its speed."""
     return script(tmp_path / "quick", f'exec {compiler} "$@" -O0')
 
 
 @pytest.fixture
 def dangling_compiler(tmp_path, compiler) -> str:
-    """Return one whose link to libstdc++.so dangles: it takes libstdc++.a in silence, but finds libstdc++.so.6 where that is named."""
+    """Return a compiler that silently takes libstdc++.a, as with a dangling libstdc++.so, but finds libstdc++.so.6."""
     return script(tmp_path / "dangling", f'exec {compiler} "$@" -static-libstdc++')
 
 
 @pytest.fixture
 def static_compiler(tmp_path, compiler) -> str:
-    """Return one that has libstdc++.a, and no shared library at all."""
+    """Return a compiler that has libstdc++.a and no shared library at all."""
     drop = 'for word; do shift; [ "$word" = -l:libstdc++.so.6 ] || set -- "$@" "$word"; done'
     return script(tmp_path / "static", f'{drop}\nexec {compiler} "$@" -static-libstdc++')

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.cpu
 
 
 def setup_py(*arguments, **environment):
-    """Run setup.py where it decides what to build, without building."""
+    """Run the part of setup.py that decides what to build, without building."""
     ours = ("TORCH_FASTDET_CUDA", "TORCH_CUDA_ARCH_LIST", "CXX")
     env = {name: value for name, value in os.environ.items() if name not in ours} | environment
     command = ["setup.py", *(arguments or ["--version"])]
@@ -57,7 +57,7 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def other_cuda(folder: Path, version: str) -> dict[str, str]:
-    """Act as beside a torch that was built with that CUDA."""
+    """Pretend that torch was built with this CUDA version."""
     (folder / "sitecustomize.py").write_text(f"import torch.version\ntorch.version.cuda = {version!r}\n")
     return {"PYTHONPATH": str(folder)}
 
@@ -74,7 +74,7 @@ def no_pybind11(folder: Path) -> dict[str, str]:
 
 
 QUICK = ("an older nvcc", "no GPU and no list", "no nvcc")
-#: What a machine has, and what the build says: sentences that stop it, or (with "") that do not.
+#: Each entry has what a machine has and what the build says: errors, or lines after "" that do not stop it.
 WITH_CUDA = {
     "another nvcc": (lambda f: fake_nvcc(f, "11.8"), ["found nvcc 11.8", f"CUDA {CUDA}", "type: CUDA_HOME="]),
     "the same nvcc": (lambda f: fake_nvcc(f, str(CUDA)), [""]),
@@ -82,7 +82,7 @@ WITH_CUDA = {
         lambda f: {**other_cuda(f, "12.8"), **fake_nvcc(f, "12.3")},
         ["found nvcc 12.3", "but 12.4 or newer is needed; type: CUDA_HOME=/usr/local/cuda-12.8"],
     ),
-    # Known bug 26: the default list names GPUs that this nvcc cannot build for.
+    # The default list names GPUs that this nvcc cannot build for (known bug 26).
     "an older nvcc": (
         lambda f: {**other_cuda(f, "13.0"), **fake_nvcc(f, "13.0-old")},
         [
@@ -94,7 +94,7 @@ WITH_CUDA = {
         lambda f: {"TORCH_CUDA_ARCH_LIST": "banana;9.0", **NO_GPU, **fake_nvcc(f, str(CUDA))},
         ["found TORCH_CUDA_ARCH_LIST='banana;9.0'", 'such as: TORCH_CUDA_ARCH_LIST="7.5;'],
     ),
-    # What torch expands: Volta is 7.0, which CUDA 13 dropped.
+    # torch expands Volta to 7.0, which CUDA 13 dropped.
     "an architecture that CUDA dropped": (
         lambda f: {"TORCH_CUDA_ARCH_LIST": "Volta;9.0", **fake_nvcc(f, str(CUDA))},
         [
@@ -106,7 +106,7 @@ WITH_CUDA = {
         broken_nvcc,
         ["/bin/nvcc, but it does not run", "type: TORCH_FASTDET_CUDA=0 pip install --no-build-isolation ."],
     ),
-    # Known bug 25: torch looks for a GPU here, and finds an empty list.
+    # torch looks for a GPU here and finds an empty list (known bug 25).
     "no GPU and no list": (lambda f: {**NO_GPU, **fake_nvcc(f, str(CUDA))}, [""]),
 }
 WITHOUT_CUDA = {
@@ -130,7 +130,7 @@ def test_what_the_build_says_of_a_machine(tmp_path, case):
 
 @pytest.mark.slow
 def test_a_library_of_another_python_is_taken(tmp_path, compiler):
-    """Nothing is compiled: without Python's headers the module is left out, too. The configuration is that of the build in place."""
+    """Nothing is compiled, and without Python's headers the module is left out; the configuration stays the same."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sysconfig\n"
         "paths = sysconfig.get_paths\n"
@@ -149,7 +149,7 @@ def test_a_library_of_another_python_is_taken(tmp_path, compiler):
 
 
 def build_ext(folder: Path, compiler: str, **environment: str) -> subprocess.CompletedProcess:
-    """Run the build, which stops at its checks of the compiler."""
+    """Run the build, which stops when it checks the compiler."""
     places = ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "temp")]
     return setup_py("build_ext", *places, CXX=compiler, TORCH_FASTDET_CUDA="0", **environment)
 
@@ -191,7 +191,7 @@ def test_other_torch_at_build(tmp_path, version):
 
 
 def test_an_isolated_build_is_refused(tmp_path):
-    """pip makes the environment from pyproject.toml: no other torch is downloaded, and the error names the command."""
+    """pip makes an environment from pyproject.toml: no other torch is downloaded, and the error names the command."""
     needs = re.search(r"^requires = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
     assert "torch" not in needs
     (tmp_path / "torch.py").write_text("raise ImportError('none')\n")
@@ -201,7 +201,7 @@ def test_an_isolated_build_is_refused(tmp_path):
 
 
 def test_type_checkers_find_an_editable_install(tmp_path):
-    """They follow a .pth file, and no import hook."""
+    """Type checkers follow a .pth file, but no import hook."""
     (tmp_path / "torch_fastdet").mkdir()
     for name in ("torch_fastdet/__init__.py", "README.md", "LICENSE"):
         (tmp_path / name).touch()
@@ -245,10 +245,10 @@ def test_a_torch_that_is_too_old_at_import(monkeypatch):
 
 @pytest.mark.parametrize("installed", [False, True])
 def test_unbuilt_source_folder(tmp_path, installed):
-    """Python that is started in the clone's folder: an installed wheel's library is found, or an error says what to type."""
+    """Python started in the clone's folder finds an installed wheel's library, or an error says what to type."""
     clone = tmp_path / "clone/torch_fastdet"
     shutil.copytree(_library.PACKAGE, clone, ignore=shutil.ignore_patterns("*.so", "*.json", "__pycache__"))
-    # -S: an editable install of this tree is not found. sys.path[0] is the current folder.
+    # -S hides an editable install of this tree; sys.path[0] is the current folder.
     behind = [str(ROOT)] * installed + [sysconfig.get_paths()["purelib"]]
     program = (
         f"import sys; sys.path += {behind}; import torch_fastdet.ops as o, torch_fastdet as t; print(o.__file__, t.nn)"
@@ -298,7 +298,7 @@ def run(*command: object, **options) -> str:
 
 
 def files_in_git() -> set[str]:
-    """Return the files, empty where this tree is not a checkout."""
+    """Return the files, or an empty set if this tree is not a checkout."""
     if shutil.which("git") is None:
         return set()
     return set(subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.splitlines())
@@ -306,7 +306,7 @@ def files_in_git() -> set[str]:
 
 @pytest.fixture
 def sdist(tmp_path):
-    """Make one of the CPU alone."""
+    """Make a source distribution for the CPU only."""
     source, dist = tmp_path / "source", tmp_path / "dist"
     not_source = (".git", ".venv*", "build", "dist", "runs", "*.so", "*.egg-info", ".dev", "_build_config.json")
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*not_source))
@@ -326,7 +326,7 @@ def test_sdist_has_every_file(sdist):
 
 @pytest.fixture
 def empty_environment(tmp_path) -> dict[str, str]:
-    """Make a virtual environment that sees what is installed here, but not torch_fastdet and build tools; return its variables."""
+    """Make a virtual environment that sees packages here but torch_fastdet and build tools; return variables."""
     seen, folder = tmp_path / "seen", tmp_path / "environment"
     seen.mkdir()
     for entry in Path(torch.__file__).parents[1].iterdir():
@@ -344,7 +344,7 @@ def empty_environment(tmp_path) -> dict[str, str]:
 @pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="no pip")
 @pytest.mark.skipif(not torch.__version__.startswith("2.11"), reason="the pages name PyTorch 2.11")
 def test_install_as_the_pages_say(tmp_path, sdist, quick_compiler, empty_environment):
-    """A wheel of the sdist, then its files: pip's commands of the pages install both, and the operators run in an empty folder."""
+    """The pages' pip commands install a wheel of the sdist and then its files; operators run in an empty folder."""
     env = empty_environment | {"CXX": quick_compiler}
     dist, empty = tmp_path / "dist", tmp_path / "empty"
     empty.mkdir()

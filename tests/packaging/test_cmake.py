@@ -1,4 +1,4 @@
-"""find_package(TorchFastdet): a LibTorch program keeps the operators, and a mismatch is a one-line error."""
+"""With find_package(TorchFastdet) a LibTorch program keeps the operators, and a mismatch is a one-line error."""
 
 import importlib
 import os
@@ -18,14 +18,14 @@ from torch_fastdet import golden
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.cpu
-# As on a machine without the CUDA Toolkit: the CPU example must not ask for it.
+# The CPU example must not ask for the CUDA Toolkit, so remove what would find it.
 WITHOUT_CUDA = {k: v for k, v in os.environ.items() if k not in ("CUDA_HOME", "CUDACXX", "CXX", "CUDA_PATH")}
 PACKAGE = Path(torch_fastdet.cmake_prefix_path, "TorchFastdet")
 
 
 @pytest.fixture(scope="module")
 def cmake() -> str:
-    """Return cmake of this environment, or of the machine."""
+    """Return cmake of this environment or of the machine."""
     found = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if found is None:
         pytest.skip("no cmake")
@@ -48,7 +48,7 @@ def configure(cmake, source, build, *arguments, prefix=None, compiler=None) -> s
 
 @pytest.fixture(scope="module")
 def detect(cmake, tmp_path_factory) -> Path:
-    """Return the example program, configured and built as docs/deploy.md says, into another folder."""
+    """Return the example program, configured and built in another folder as docs/deploy.md says."""
     build = tmp_path_factory.mktemp("example")
     (lines,) = (text for text in snippets(ROOT / "docs/deploy.md", "bash") if "cmake -S examples/cpp" in text)
     assert lines.count("build/example") == 2
@@ -68,7 +68,7 @@ def export():
 
 
 def run(program: Path, *arguments) -> subprocess.CompletedProcess:
-    # No LD_LIBRARY_PATH, no Python; as many threads as here, since the convolutions round by them.
+    # Set no LD_LIBRARY_PATH and no Python, but as many threads as here, on which the convolutions' rounding depends.
     bare = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     return subprocess.run([str(program), *map(str, arguments)], env=bare, capture_output=True, text=True)
 
@@ -107,7 +107,7 @@ def test_detector_in_cpp_is_the_detector_in_python(detect, export, tmp_path):
     for image_rows, expected, count in zip(rows, detections, counts):
         np.testing.assert_allclose(image_rows, expected[:count].numpy(), atol=6e-3)
 
-    # The same operators: the same bits. Plain PyTorch rounds a sigmoid elsewhere.
+    # The same operators give the same bits; plain PyTorch rounds a sigmoid differently.
     same = golden.compare(tmp_path / "python", tmp_path / "cpp")
     assert same, same
     assert [row.stage for row in same.rows] == ["raw.0", "raw.1", "decoded", "sorted", "kept"]
@@ -117,10 +117,10 @@ def test_detector_in_cpp_is_the_detector_in_python(detect, export, tmp_path):
 
 @pytest.mark.slow
 def test_package_in_cpp_is_the_detector_in_python(detect, export, tmp_path):
-    """Compiled ahead of time, run without Python: the heads round differently where Inductor fuses, so rows to a hundredth."""
+    """The program runs without Python; heads round differently where Inductor fuses, so rows agree to a hundredth."""
     detector = export.small_detector(conf_thres=0.5)
     image = torch.rand(2, 3, 64, 96)
-    # Our operators are called, not compiled: nothing of the wrapper is worth optimizing.
+    # The operators are called, not compiled: nothing of the wrapper is worth optimizing.
     export.package(detector, image, tmp_path / "detector.pt2", **{"aot_inductor.compile_wrapper_opt_level": "O0"})
     np.save(tmp_path / "image.npy", image.numpy())
     ran = run(detect, tmp_path / "detector.pt2", tmp_path / "image.npy")
@@ -136,7 +136,7 @@ def test_package_in_cpp_is_the_detector_in_python(detect, export, tmp_path):
 
 
 def test_golden_finds_a_wrong_port(detect, export, tmp_path):
-    """What the example is for: a port that reads the heads channels-last is found at its first stage."""
+    """A port that reads the heads channels-last is found at its first stage."""
     detector = export.small_detector(conf_thres=0.5)
     image = torch.rand(1, 3, 64, 96)
     export.export(detector, image, tmp_path)
@@ -177,7 +177,7 @@ def test_package_finds_torch_by_itself_and_says_what_it_has(cmake, tmp_path):
 
 
 def doctored(folder: Path, old: str, new: str) -> Path:
-    """Return a copy of the installed CMake package, as another build would have written it."""
+    """Return a copy of the installed CMake package as another build would have written it."""
     target = folder / "torch_fastdet/share/cmake/TorchFastdet"
     shutil.copytree(PACKAGE, target)
     config = target / "TorchFastdetConfig.cmake"
@@ -221,7 +221,7 @@ int main() {
 
 
 def test_compiler_whose_link_to_the_shared_runtime_dangles(cmake, tmp_path, dangling_compiler):
-    """It takes libstdc++.a in silence, and with two C++ runtimes an exception may crash the program instead of being caught."""
+    """It takes libstdc++.a silently; with two C++ runtimes an exception may crash the program."""
     text = """
     find_package(TorchFastdet REQUIRED)
     add_executable(throws ../throws.cpp)

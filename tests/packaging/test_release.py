@@ -1,4 +1,4 @@
-"""What a release says of itself: one version, and a changelog."""
+"""A release states one version and has a changelog."""
 
 import re
 from pathlib import Path

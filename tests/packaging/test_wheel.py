@@ -1,4 +1,4 @@
-"""tools/check_wheel.py: a wheel as it should be passes, and each thing that may be wrong with one is named."""
+"""tools/check_wheel.py accepts a correct wheel and names each defect of others."""
 
 import importlib.util
 import shutil
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.cpu, pytest.mark.skipif(shutil.which("readelf") is Non
 
 @pytest.fixture
 def wheel(tmp_path):
-    """Make a wheel of what is built in place; `changes` replaces files by others, or by None."""
+    """Make a wheel from the build in place; `changes` replaces files with others, or drops them if None."""
 
     def make(**changes: Path | None) -> Path:
         names = check_wheel.wanted_files() | {str(path.relative_to(ROOT)) for path in ROOT.glob("torch_fastdet/_C*.so")}
@@ -66,7 +66,7 @@ def test_left_overs(wheel, name, capsys):
 
 
 def test_another_library_and_python(wheel, capsys):
-    """numpy's core brings a BLAS of its own and is a Python module: neither is for C++ programs."""
+    """numpy's core brings its own BLAS and is a Python module, neither of which C++ programs may need."""
     core = importlib.util.find_spec("numpy._core._multiarray_umath").origin
     assert check_wheel.main([str(wheel(**{check_wheel.LIBRARY: core}))]) == 1
     said = capsys.readouterr().out

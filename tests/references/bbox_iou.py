@@ -1,8 +1,8 @@
-"""IoU, GIoU, DIoU and CIoU of box pairs in plain PyTorch, from their definitions; autograd gives the gradients.
+"""Define IoU, GIoU, DIoU and CIoU of box pairs in plain PyTorch; autograd gives the gradients.
 
-Evaluated in the dtype given (float64 for an oracle). Subgradients are those of the stock functions under torch 2.11, whatever torch
-runs: equal corners share half and half, and boxes that touch without overlap (an extent of exactly 0, where clamp(0) meets its
-bound) keep the gradient of the extent. torch 2.15's own clamp gives 0 there.
+The functions compute in the given dtype (float64 for an oracle). Their subgradients are those of the stock functions
+under torch 2.11, for any torch: equal corners share half and half, and boxes that touch without overlap (an extent of
+exactly 0, the bound of clamp(0)) keep the gradient of the extent. torch 2.15's own clamp gives 0 there.
 """
 
 import math
@@ -19,7 +19,7 @@ def _corners(box: torch.Tensor, xywh: bool, eps: float):
 
 
 def _aspect_angle(width: torch.Tensor, height: torch.Tensor) -> torch.Tensor:
-    """Return atan(width / height) with its limit at height 0; a point (0, 0) has angle 0 and no gradient."""
+    """Return atan(width / height), with its limit at height 0; a point (0, 0) has angle 0 and no gradient."""
     flip = (width < 0) != (height < 0)
     width = torch.where(width < 0, -width, width)  # not abs(), whose gradient at 0 is 0
     height = torch.where(height < 0, -height, height)
@@ -30,7 +30,7 @@ def _aspect_angle(width: torch.Tensor, height: torch.Tensor) -> torch.Tensor:
 
 
 def at_least_zero(x: torch.Tensor) -> torch.Tensor:
-    """Return clamp(min=0) whose gradient at 0 is 1."""
+    """Return clamp(min=0) with a gradient of 1 at 0."""
     return torch.where(x < 0, torch.zeros_like(x), x)
 
 

@@ -1,5 +1,5 @@
-"""BatchNorm2d in training with the activation behind it, its gradients and running statistics, in float64, from the definition:
-mean and (biased) variance over N, H and W of each channel; derivatives by the chain rule, not by autograd."""
+"""Define BatchNorm2d in training with an activation, its gradients and running statistics, in float64: mean and
+(biased) variance over N, H and W of each channel, and derivatives by the chain rule rather than autograd."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Result:
     variance: Tensor  # biased
 
     def running(self, old_mean: Tensor, old_variance: Tensor, momentum: float, count: int) -> tuple[Tensor, Tensor]:
-        """Return what the running statistics become: the variance there is the unbiased one."""
+        """Return the new running statistics, in which the variance is unbiased."""
         unbiased = self.variance * count / (count - 1)
         return (
             (1 - momentum) * old_mean.double() + momentum * self.mean,
@@ -26,7 +26,7 @@ class Result:
 
 
 def activate(z: Tensor, activation: str, slope: float) -> tuple[Tensor, Tensor]:
-    """Return the activation and its derivative, PyTorch's where it is not differentiable."""
+    """Return the activation and its derivative, with PyTorch's where it is not differentiable."""
     if activation == "silu":
         s = 1 / (1 + torch.exp(-z))
         return z * s, s * (1 + z * (1 - s))
@@ -54,7 +54,7 @@ def bias_act(
     slope: float = 0.01,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Compute in evaluation: the running statistics are constants."""
+    """Compute the output in evaluation, where the running statistics are constants."""
     z = x.double()
     if mean is not None:
         z = z - mean.double().view(1, -1, 1, 1)
@@ -77,7 +77,7 @@ def bn_act(
     residual: Tensor | None = None,
     statistics: tuple[Tensor, Tensor] | None = None,
 ) -> Result:
-    """Compute by the definition; statistics: mean and 1 / sqrt(variance + eps), if not those of x."""
+    """Compute the definition; ``statistics``, mean and 1 / sqrt(variance + eps), replace those of x."""
     x, grad_y = x.detach().double(), grad_y.detach().double()
     channels = (1, -1, 1, 1)
     gamma = torch.ones(x.shape[1], device=x.device).double() if weight is None else weight.detach().double()
@@ -87,7 +87,7 @@ def bn_act(
     invstd = 1 / torch.sqrt(variance + eps) if statistics is None else statistics[1].double()
     normalised = (x - mean.view(channels)) * invstd.view(channels)
     value, slope_at = activate(normalised * gamma.view(channels) + beta.view(channels), activation, slope)
-    # NaN where nothing passes is selected away, as by PyTorch's kernels.
+    # Gradients that are NaN are dropped where nothing passes, as in PyTorch's kernels.
     grad_z = torch.where(slope_at == 0, 0.0, grad_y * slope_at)
     grad_bias, grad_weight = grad_z.sum((0, 2, 3)), (grad_z * normalised).sum((0, 2, 3))
     count = x.shape[0] * x.shape[2] * x.shape[3]

@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention from its definition: float64, one pixel around each point after the other."""
+"""Define multi-scale deformable attention in float64, one pixel around each point after the other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def deformable_attention(value: Tensor, shapes: list[tuple[int, int]], locations: Tensor, weights: Tensor) -> Tensor:
-    """Map value (B, S, H, C), locations (B, Q, H, L, P, 2), weights (B, Q, H, L, P) -> (B, Q, H * C). Differentiable."""
+    """Map value (B, S, H, C), locations (B, Q, H, L, P, 2) and weights (B, Q, H, L, P) to (B, Q, H * C)."""
     value, locations, weights = value.double(), locations.double(), weights.double()
     batch, _, heads, channels = value.shape
     queries = locations.shape[1]

@@ -1,4 +1,4 @@
-"""Rows of a model without suppression that are above a threshold, one after the other in float64."""
+"""Select the rows of a model without suppression that are above a threshold, one by one in float64."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from torch import Tensor
 def filter_detections(
     prediction: Tensor, conf: float, classes: list[int] | None, most: int, sizes: Tensor | None, finite: bool
 ) -> list[Tensor]:
-    """Return rows, counts and indices. The threshold is rounded as the scores are."""
+    """Return rows, counts and indices, with the threshold rounded as the scores are."""
     prediction, conf = prediction.cpu(), torch.tensor(conf, dtype=prediction.dtype).double().item()
     wide = torch.float64 if prediction.dtype == torch.float64 else torch.float32
     rows, counts = torch.zeros(len(prediction), most, prediction.shape[2], dtype=torch.float64), list[int]()

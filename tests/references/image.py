@@ -1,4 +1,4 @@
-"""The image operators from their tables, image by image, with plain calls of OpenCV and numpy."""
+"""Apply the image operators' tables, image by image, with plain calls of OpenCV and numpy."""
 
 import cv2
 import numpy as np
@@ -7,7 +7,7 @@ INTERPOLATIONS = [cv2.INTER_LINEAR, cv2.INTER_AREA]
 
 
 def view(storages, storage, offset, height, width, channels, pitch=None):
-    """Return a view of one image, HWC."""
+    """Return a view (HWC) of one image."""
     row = width * channels
     assert (
         min(storage, offset, height, width) >= 0
@@ -23,7 +23,7 @@ def canvas_of(storages, placements, layer, masks, channels):
     canvas = np.full((height, width, channels), 114, np.uint8)
     for storage, offset, src_h, src_w, src_x, src_y, x, y, w, h in placements[first : first + count]:
         source = view(storages, storage, offset, src_h, src_w, channels)
-        # numpy's slices, for rectangles that may reach outside on either side.
+        # Clip the rectangle as numpy's slices do: it may reach outside on either side.
         for row in range(max(y, 0, y - src_y), min(y + h, height, y - src_y + src_h)):
             x0, x1 = max(x, 0, x - src_x), min(x + w, width, x - src_x + src_w)
             if x0 < x1:
@@ -56,7 +56,7 @@ def recolored(im, tables):
 
 
 def augment(storages, placements, layers, matrices, pictures, blend, tables, masks, size, channels=3):
-    """Return (B, C, H, W) uint8; every argument a numpy array."""
+    """Return (B, C, H, W) uint8; every argument is a numpy array."""
     batch = []
     for i, (layer, second, flags, table) in enumerate(pictures):
         parts = [

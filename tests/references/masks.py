@@ -1,4 +1,4 @@
-"""Masks of detections from the definition: float64, one step after the other."""
+"""Define the masks of detections in float64, one step after the other."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def instance_margins(
     sigmoid: bool = False,
     crop_first: bool = False,
 ) -> Tensor:
-    """Return by how much each pixel is above the threshold; cropped pixels are infinitely far below. One image, on the CPU."""
-    # As the operator and stock: boxes are scaled in float32.
+    """Return how far each pixel of an image is above the threshold; cropped pixels are infinitely far below."""
+    # The operator and stock scale boxes in float32.
     boxes = (boxes.float() * torch.tensor((box_scale or [1.0, 1.0]) * 2)).double()
     values = (coefficients.double() @ protos.double().flatten(1)).view(-1, *protos.shape[1:])
     values = values.sigmoid() if sigmoid else values

@@ -1,4 +1,4 @@
-"""Matching of detections and labels from its definition, one pair after the other: see torch_fastdet.ops.metrics."""
+"""Define the matching of detections and labels, one pair after the other (see torch_fastdet.ops.metrics)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def ious(labels: Tensor, detections: Tensor) -> np.ndarray:
-    """Return (m, n) of float32, each step rounded, which is what both validators compare with a threshold."""
+    """Return (m, n) in float32 with each step rounded, which both validators compare with a threshold."""
     a, b = labels[:, None, -4:].float(), detections[None, :, :4].float()
     size = (torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2])).clamp(min=0)
     common = size[..., 0] * size[..., 1]
@@ -18,7 +18,7 @@ def ious(labels: Tensor, detections: Tensor) -> np.ndarray:
 
 
 def match(detections: Tensor, labels: Tensor, iouv: Tensor, rule: str, iou: np.ndarray | None = None) -> np.ndarray:
-    """Match one image: detections (n, 6), labels (m, 5), perhaps other overlaps (m, n) -> (n, t)."""
+    """Match detections (n, 6) with labels (m, 5) of one image, by other overlaps (m, n) if given; return (n, t)."""
     iou = ious(labels, detections) if iou is None else iou.copy()
     iou[labels[:, 0].float().numpy()[:, None] != detections[:, 5].float().numpy()] = 0
     correct = np.zeros((len(detections), len(iouv)), dtype=bool)
@@ -47,7 +47,7 @@ def confusion(
     rule: str,
     iou: np.ndarray | None = None,
 ) -> None:
-    """Add one image to ``matrix``; perhaps by other overlaps (m, n)."""
+    """Add one image to ``matrix``, by other overlaps (m, n) if given."""
     background = len(matrix) - 1
     above = detections[:, 4] > conf
     detections = detections[above]

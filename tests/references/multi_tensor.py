@@ -1,4 +1,4 @@
-"""SGD, Adam, moving average, unscale and clip in float64, from their definitions, one tensor after the other."""
+"""Define SGD, Adam, moving average, unscale and clip in float64, one tensor after the other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sgd(
     nesterov: bool = False,
     maximize: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return parameter and buffer after one step; buffer None: there is none yet."""
+    """Return the parameter and the buffer after one step; ``buffer`` is None before the first one."""
     param, grad = param.double(), grad.double()
     if maximize:
         grad = -grad
@@ -61,7 +61,7 @@ def adam(
     decoupled: bool = True,
     maximize: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return parameter and moments after step number ``step``, from 1."""
+    """Return the parameter and the moments after step number ``step``, which counts from 1."""
     param, grad = param.double(), grad.double()
     if maximize:
         grad = -grad

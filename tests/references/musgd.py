@@ -1,4 +1,4 @@
-"""MuSGD for one parameter, from the definition, in float64."""
+"""Define MuSGD for one parameter in float64."""
 
 import torch
 

@@ -1,7 +1,7 @@
-"""Post-processing in plain PyTorch, written from the definitions; the suppression in the arithmetic that it promises.
+"""Define post-processing in plain PyTorch, with suppression in the arithmetic that it promises.
 
-Decisions of suppression depend on rounding, so its oracle works in the stated types (thresholds, products and corners in the
-prediction's dtype, offsets and IoU in float32) on the CPU; decoding is smooth, so its oracle is float64.
+Decisions of suppression depend on rounding, so its oracle works in the stated types (thresholds, products and corners
+in the prediction's dtype, offsets and IoU in float32) on the CPU. Decoding is smooth, so its oracle is float64.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def _best_first(confidence: Tensor) -> Tensor:
 
 
 def greedy(boxes: Tensor, iou_thres: float, max_det: int, groups: Tensor | None = None) -> list[int]:
-    """Return rows kept of boxes that lie best first: each drops the later ones whose IoU with it is above the threshold."""
+    """Return the rows kept of sorted boxes: each drops later ones whose IoU with it is above the threshold."""
     threshold = torch.tensor(iou_thres, dtype=torch.float64).to(boxes.dtype)
     area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     alive = torch.ones(len(boxes), dtype=torch.bool)
@@ -60,7 +60,7 @@ def suppress(
     max_nms=30000,
     max_wh=7680.0,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return detections and the anchors they come from, for each image. labels: (n, 6) [image, class, x, y, width, height]."""
+    """Return each image's detections and their anchors. ``labels`` (n, 6) has [image, class, x, y, width, height]."""
     prediction = prediction.detach().cpu()
     yolov5 = layout == "yolov5"
     if not yolov5:
@@ -134,9 +134,9 @@ def suppress(
 
 
 def probiou(first: Tensor, second: Tensor) -> Tensor:
-    """Return similarity (N, M) of rotated boxes (x, y, width, height, angle), in float64: 1 - the Hellinger distance of their Gaussians.
+    """Return the float64 similarity (N, M) of rotated boxes (x, y, width, height, angle): 1 - their Hellinger distance.
 
-    With the epsilons of Ultralytics, which decide for boxes without area.
+    The epsilons are those of Ultralytics, which decide for boxes without area.
     """
     eps = 1e-7
 
@@ -150,7 +150,7 @@ def probiou(first: Tensor, second: Tensor) -> Tensor:
     both = s1 + s2
     d = (first[:, None, :2] - second[None, :, :2]).double().cpu()
     area = both[..., 0, 0] * both[..., 1, 1] - both[..., 0, 1] ** 2
-    # d's quadratic form with the adjugate of `both`, which is its inverse times the area.
+    # This is d's quadratic form with the adjugate of `both`, which is its inverse times the area.
     x, y = d.unbind(-1)
     form = x**2 * both[..., 1, 1] - 2 * x * y * both[..., 0, 1] + y**2 * both[..., 0, 0]
     mahalanobis = form / (area + eps) / 4
@@ -175,9 +175,9 @@ def suppress_rotated(
     max_nms=30000,
     max_wh=7680.0,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return rows and anchors of each image. All candidates as upright boxes give them; the decisions by :func:`probiou`."""
+    """Return rows and anchors of each image: candidates as for upright boxes, decided by :func:`probiou`."""
     extra = prediction.shape[1] - 4 - nc
-    # Every candidate in order of confidence: as center and size, with nothing suppressed.
+    # Get all candidates in order of confidence, as center and size, with nothing suppressed.
     raw = prediction.detach().cpu()
     upright = raw.clone()
     upright[:, 2:4] = 0  # corners are centers then
@@ -224,7 +224,7 @@ def decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm: int =
 
 
 def decode_anchor_free(boxes: list[Tensor], scores: list[Tensor], strides: list[float]) -> Tensor:
-    """Compute Ultralytics' Detect in float64: (images, 4 + nc, N)."""
+    """Compute Ultralytics' Detect in float64; return (images, 4 + nc, N)."""
     result = []
     for box, score, stride in zip(boxes, scores, strides):
         b, s = box.detach().double().cpu(), score.detach().double().cpu()

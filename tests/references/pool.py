@@ -1,4 +1,4 @@
-"""Max poolings of stride 1 and their gradient, in float64, from the definition, window by window."""
+"""Define max poolings of stride 1 and their gradient in float64, window by window."""
 
 import math
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def max_pool(x: Tensor, kernel_size: int) -> tuple[Tensor, Tensor]:
-    """Return the pooled map, and the index in the map (row by row) of the value that it took: the first of equals, the last NaN."""
+    """Return the pooled map and the (flat) index of each value in the map: the first of equals, or the last NaN."""
     x = x.double()
     height, width, radius = x.shape[2], x.shape[3], kernel_size // 2
     out, source = torch.empty_like(x), torch.empty(x.shape, dtype=torch.int64, device=x.device)
@@ -36,7 +36,7 @@ def max_pools_cat(x: Tensor, kernel_size: int, pools: int) -> tuple[Tensor, list
 
 
 def passed_back(grad: Tensor, source: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Return the gradient of a map of this size of which ``grad``'s values are those at ``source``, row by row."""
+    """Return the gradient of a map of this size, where ``source`` has the (flat) places of the values of ``grad``."""
     passed = grad.new_zeros(*grad.shape[:2], math.prod(size))
     return passed.scatter_add_(2, source.flatten(2), grad.flatten(2)).unflatten(2, size)
 

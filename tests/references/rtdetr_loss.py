@@ -1,4 +1,4 @@
-"""RT-DETR's loss from its definition, in float64: costs, SciPy's assignment, and the terms of each prediction set."""
+"""Define RT-DETR's loss in float64: costs, SciPy's assignment, and the terms of each prediction set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COSTS = {"class_cost": 2.0, "box_cost": 5.0, "giou_cost": 2.0}
 
 
 def overlaps(boxes: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
-    """Return IoU and GIoU of x, y, w, h boxes, in pairs."""
+    """Return IoU and GIoU of pairs of x, y, w, h boxes."""
     low, high, other_low, other_high = (
         box[..., :2] + sign * box[..., 2:] / 2 for box in (boxes, others) for sign in (-1, 1)
     )
@@ -22,7 +22,7 @@ def overlaps(boxes: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def costs(boxes: Tensor, scores: Tensor, classes: Tensor, targets: Tensor, gains: dict[str, float]) -> Tensor:
-    """Return (queries, targets) of one image; scores are logits."""
+    """Return the costs (queries, targets) of one image; scores are logits."""
     p = scores.sigmoid()[:, classes]
     focal = 0.25 * (1 - p) ** 2 * -(p + 1e-8).log() - 0.75 * p**2 * -(1 - p + 1e-8).log()
     distance = (boxes[:, None] - targets[None]).abs().sum(-1)
@@ -32,7 +32,7 @@ def costs(boxes: Tensor, scores: Tensor, classes: Tensor, targets: Tensor, gains
 
 
 def match(boxes: Tensor, scores: Tensor, targets: Tensor, gains: dict[str, float]) -> Tensor:
-    """Return the target of each query of one image, -1 for none."""
+    """Return the target of each query of one image, or -1."""
     found = torch.full((len(boxes),), -1)
     cost = costs(boxes, scores, targets[:, 0].long(), targets[:, 1:], gains)
     query, target = linear_sum_assignment(cost.detach().numpy())
@@ -41,7 +41,7 @@ def match(boxes: Tensor, scores: Tensor, targets: Tensor, gains: dict[str, float
 
 
 def set_terms(boxes: Tensor, scores: Tensor, targets: list[Tensor], matches: Tensor, gains: dict[str, float]) -> Tensor:
-    """Return class, box and GIoU term of one prediction set: boxes (bs, queries, 4), matches (bs, queries)."""
+    """Return the class, box and GIoU terms of a prediction set: boxes (bs, queries, 4), matches (bs, queries)."""
     image, query = (matches >= 0).nonzero(as_tuple=True)
     rows = [targets[i][matches[i, q]] for i, q in zip(image.tolist(), query.tolist())]
     wanted = torch.stack(rows) if rows else torch.zeros(0, 5, dtype=torch.float64)
@@ -71,8 +71,8 @@ def rtdetr_loss(
     dn_matches: Tensor | None = None,
     **gains: float,
 ) -> Tensor:
-    """Return (sets, 3): class, box and GIoU term of each set, the denoising sets last. ``targets``: for each image (n, 5), class and x, y,
-    w, h. ``dn_matches``: (bs, denoising queries)."""
+    """Return (sets, 3): class, box and GIoU terms of each set, the denoising sets last. ``targets`` has (n, 5) for each
+    image: class and x, y, w, h. ``dn_matches`` is (bs, denoising queries)."""
     gains, targets = {**GAINS, **COSTS, **gains}, [rows.double() for rows in targets]
     boxes, scores = boxes.double(), scores.double()
     sets = [[match(b, s, t, gains) for b, s, t in zip(*pair, targets)] for pair in zip(boxes, scores)]

@@ -1,4 +1,4 @@
-"""Squares of 2x2 pixels as channels, in float64, from the definition, pixel by pixel of a square."""
+"""Turn squares of 2x2 pixels into channels, in float64, pixel by pixel of a square."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""A convolution of stride 1 and the gradient of its weight, in float64, from the definition, tap by tap."""
+"""Define a convolution of stride 1 and its weight gradient in float64, tap by tap."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,4 @@
-"""2x nearest upsampling and its gradient, in float64, from the definition: out[..., i, j] = x[..., i // 2, j // 2]."""
+"""Define 2x nearest upsampling and its gradient in float64: out[..., i, j] = x[..., i // 2, j // 2]."""
 
 import torch
 from torch import Tensor

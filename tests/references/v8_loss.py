@@ -1,6 +1,6 @@
-"""The v8 detection loss from its definition, one target and one anchor at a time: slow and plain.
+"""Define the v8 detection loss, one target and one anchor at a time: slow and plain.
 
-Targets and where anchors lie are float32, each step rounded, as eager code decides who is inside; all else is float64.
+Targets and anchor places are float32 with each step rounded, as eager code decides who is inside; all else is float64.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 
 def ciou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return CIoU of two (x1, y1, x2, y2) boxes; their heights have 1e-7 added, as Ultralytics' have, in area and aspect ratio."""
+    """Return CIoU of two (x1, y1, x2, y2) boxes; like Ultralytics, use heights + 1e-7 in area and aspect ratio."""
     eps = 1e-7
     wa, ha = a[2] - a[0], a[3] - a[1] + eps
     wb, hb = b[2] - b[0], b[3] - b[1] + eps
@@ -27,35 +27,35 @@ def ciou(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def corners(target: torch.Tensor, width: float, height: float) -> torch.Tensor:
-    """Return a target's corners in pixels, float32."""
+    """Return a target's corners in float32 pixels."""
     x, y, w, h = target.float() * torch.tensor([width, height, width, height], dtype=torch.float32)
     return torch.stack((x - w / 2, y - h / 2, x + w / 2, y + h / 2))
 
 
 def reach(box: torch.Tensor, least_side: float, short_side: float) -> torch.Tensor:
-    """Return where a target's anchors may lie: the box, each short side enlarged."""
+    """Return the area where a target's anchors may lie: the box, with each short side enlarged."""
     center, side = (box[:2] + box[2:]) / 2, box[2:] - box[:2]
     side = torch.where(side < short_side, torch.tensor(least_side, dtype=torch.float32), side)
     return torch.cat((center - side / 2, center + side / 2))
 
 
 def decode(logits: torch.Tensor, reg_max: int) -> torch.Tensor:
-    """Return four distances from (4 * reg_max) logits: the expectation over bins, or the logits themselves."""
+    """Return four distances from (4 * reg_max) logits: the expectations over bins, or the logits themselves."""
     if reg_max == 1:
         return logits
     return logits.reshape(4, reg_max).softmax(1) @ torch.arange(reg_max, dtype=torch.float64)
 
 
 def best(values: dict[int, float], count: int) -> list[int]:
-    """Return the keys of the greatest values above 0 as float32 tells them apart, the lower key first."""
+    """Return the keys of the greatest values above 0, compared in float32, with the lower key first."""
     rounded = {key: float(torch.tensor(value, dtype=torch.float32)) for key, value in values.items()}
     return sorted((key for key in rounded if rounded[key] > 0), key=lambda key: (-rounded[key], key))[:count]
 
 
 def assign(scores, boxes, points, targets, settings, topk, topk2, mask_iou=None, keypoints=None):
-    """Return, of one image, {anchor: (index of the target, target score)}. mask_iou(index of the target, anchor): YOLO26's segmentation.
+    """Return an image's {anchor: (target index, target score)}. mask_iou(target index, anchor) is for YOLO26's masks.
 
-    keypoints: YOLO26's poses: similarity(index of the target, anchor), which is None without a visible keypoint, and each anchor's stride.
+    keypoints, for YOLO26's poses, is similarity(target index, anchor), None if none is visible, and anchors' strides.
     """
     _, _, _, _, alpha, beta, eps, least_side, short_side = settings
     overlaps, alignments = [], []
@@ -84,7 +84,7 @@ def assign(scores, boxes, points, targets, settings, topk, topk2, mask_iou=None,
     wanted: dict[int, list[int]] = {}
     for index, alignment in enumerate(alignments):
         named = best(alignment, topk)
-        # A top-k over all anchors whose ties go by index: the first ones that do not fit fill the list; only those inside count.
+        # Ties of the top-k over all anchors go by index: misfits fill the list in order, and only those inside count.
         fits = set(best(alignment, len(points)))
         misfits = [a for a in range(len(points)) if a not in fits]
         for a in named + [a for a in misfits[: topk - len(named)] if a in alignment]:
@@ -127,10 +127,10 @@ def v8_loss(
     similarity=None,
     found=None,
 ):
-    """Return loss (3) and items (3), and for each image the assignment; boxes (bs, 4 * reg_max, anchors), scores (bs, nc, anchors).
+    """Return loss (3), items (3) and assignments, of boxes (bs, 4 * reg_max, anchors), scores (bs, nc, anchors).
 
-    Gradients flow to boxes and scores; what is assigned is a constant. found: {anchor: (row of targets, target score)} of each image, if
-    the assignment is known.
+    Gradients flow to boxes and scores; assignments are constants. found gives each image's {anchor: (row of targets,
+    target score)} if known.
     """
     bs, nc, _ = scores.shape
     height, width = sizes[0][0] * strides[0], sizes[0][1] * strides[0]
@@ -196,7 +196,7 @@ def v8_loss(
 
 
 def positives(assignments, targets, height, width):
-    """Return (image, anchor, row of targets) of each anchor that got a target."""
+    """Return (image, anchor, row of targets) for each anchor that got a target."""
     found = []
     for b, assigned in enumerate(assignments):
         rows = [i for i, row in enumerate(targets) if int(row[0]) == b and corners(row[2:], width, height).sum() > 0]
@@ -205,7 +205,7 @@ def positives(assignments, targets, height, width):
 
 
 def mask_overlap(coefficients, protos, masks, targets, height, *, overlap=True):
-    """Return mask_iou of v8_loss: of (image, row of targets, anchor, its box in pixels)."""
+    """Return v8_loss's mask_iou, a function of (image, row of targets, anchor, the anchor's box in pixels)."""
     rows, columns = protos.shape[2:]
     masks = F.interpolate(masks[:, None].double(), (rows, columns), mode="nearest")[:, 0]
 
@@ -224,7 +224,7 @@ def mask_overlap(coefficients, protos, masks, targets, height, *, overlap=True):
 
 
 def mask_loss(coefficients, protos, masks, targets, assignments, height, width, gain, *, overlap=True, found=None):
-    """Return the mask part's item: mean, over all positives, of the cropped entropy's mean over pixels / the share that the box covers."""
+    """Return the masks' item: the positives' mean of the cropped entropy's pixel mean, divided by the box's share."""
     found = positives(assignments, targets, height, width) if found is None else found
     rows, columns = protos.shape[2:]
     total = (coefficients.double() * 0).sum() + (protos.double() * 0).sum()
@@ -242,7 +242,7 @@ def mask_loss(coefficients, protos, masks, targets, assignments, height, width, 
 
 
 def keypoint_similarity(predictions, keypoints, sigmas, targets, sizes, strides):
-    """Return similarity of v8_loss: OKS of (image, row of targets, anchor), None for a row without a visible keypoint."""
+    """Return v8_loss's similarity: OKS of (image, row of targets, anchor), or None without a visible keypoint."""
     height, width = sizes[0][0] * strides[0], sizes[0][1] * strides[0]
     cells = torch.cat([torch.cartesian_prod(torch.arange(ny), torch.arange(nx)).flip(1) for ny, nx in sizes]) + 0.5
     stride = torch.cat([torch.full((ny * nx,), float(s)) for (ny, nx), s in zip(sizes, strides)]).double()
@@ -265,7 +265,7 @@ def keypoint_similarity(predictions, keypoints, sigmas, targets, sizes, strides)
 def keypoint_loss(
     predictions, keypoints, sigmas, targets, assignments, sizes, strides, gains, centered=False, found=None
 ):
-    """Return the items pose and kobj: means over positives x keypoints."""
+    """Return the items pose and kobj, means over positives x keypoints."""
     height, width = sizes[0][0] * strides[0], sizes[0][1] * strides[0]
     cells = torch.cat([torch.cartesian_prod(torch.arange(ny), torch.arange(nx)).flip(1) for ny, nx in sizes])
     stride = torch.cat([torch.full((ny * nx,), float(s)) for (ny, nx), s in zip(sizes, strides)])

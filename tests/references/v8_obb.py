@@ -1,4 +1,4 @@
-"""The loss of oriented boxes from its definition: float64, one target and one anchor at a time."""
+"""Define the loss of oriented boxes in float64, one target and one anchor at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.references.v8_loss import best, decode
 
 
 def covariance(box: torch.Tensor, floor: float = 0.0) -> torch.Tensor:
-    """Return the covariance of the Gaussian of a box x, y, w, h, angle."""
+    """Return the covariance of the Gaussian of a box (x, y, w, h, angle)."""
     cosine, sine = torch.cos(box[4]), torch.sin(box[4])
     turn = torch.stack((torch.stack((cosine, -sine)), torch.stack((sine, cosine))))
     return turn @ torch.diag(box[2:4] ** 2 / 12 + floor) @ turn.T
@@ -29,7 +29,7 @@ def probiou(a: torch.Tensor, b: torch.Tensor, floor: float = 0.0) -> torch.Tenso
 
 
 def place(distances: torch.Tensor, angle: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
-    """Return the box of distances (left, top, right, bottom along its own axes) from an anchor."""
+    """Return the box with these distances (left, top, right, bottom along its own axes) from an anchor."""
     left, top, right, bottom = distances
     u, v = (right - left) / 2, (bottom - top) / 2
     cosine, sine = torch.cos(angle), torch.sin(angle)
@@ -39,13 +39,13 @@ def place(distances: torch.Tensor, angle: torch.Tensor, cell: torch.Tensor) -> t
 
 
 def pixels(row: torch.Tensor, width: float, height: float) -> torch.Tensor | None:
-    """Return a target x, y, w, h, angle in pixels, float32; None for one that is left out."""
+    """Return a target (x, y, w, h, angle) in float32 pixels, or None if it is left out."""
     box = row[2:].float() * torch.tensor([width, height, width, height, 1], dtype=torch.float32)
     return box if box[2] >= 2 and box[3] >= 2 and box.sum() > 0 else None
 
 
 def inside(points: torch.Tensor, box: torch.Tensor, least_side: float, short_side: float) -> list[int]:
-    """Return which anchors lie inside of a target whose short sides are enlarged, borders included."""
+    """Return the anchors inside a target whose short sides are enlarged, borders included."""
     side = torch.where(box[2:4] < short_side, torch.tensor(least_side), box[2:4]).double()
     d = points.double() - box[:2].double()
     cosine, sine = torch.cos(box[4].double()), torch.sin(box[4].double())
@@ -56,7 +56,7 @@ def inside(points: torch.Tensor, box: torch.Tensor, least_side: float, short_sid
 def v8_obb_loss(
     boxes, scores, angles, sizes, strides, targets, settings, *, reg_max=16, topk=10, topk2=10, class_weights=None
 ):
-    """Return loss (4) and items (4): box, class, distance, angle; settings has the angle's gain at its end."""
+    """Return loss (4) and items (4): box, class, distance, angle. The last of settings is the angle's gain."""
     bs, nc, _ = scores.shape
     height, width = sizes[0][0] * strides[0], sizes[0][1] * strides[0]
     cells = torch.cat([torch.cartesian_prod(torch.arange(ny), torch.arange(nx)).flip(1) for ny, nx in sizes]) + 0.5

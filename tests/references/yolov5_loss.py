@@ -1,4 +1,4 @@
-"""The YOLOv5 loss from its definition, in float64, one target at a time: slow and plain."""
+"""Define the YOLOv5 loss in float64, one target at a time: slow and plain."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OFFSETS = ((0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (-0.5, 0.0), (0.0, -0.5))
 
 
 def ciou(box1: torch.Tensor, box2: torch.Tensor, eps: float = 1e-7) -> torch.Tensor:
-    """Return CIoU of two (x, y, w, h) boxes; the weight of the aspect term is a constant."""
+    """Return CIoU of two (x, y, w, h) boxes; the aspect term's weight is a constant."""
     (x1, y1, w1, h1), (x2, y2, w2, h2) = box1, box2
     overlap_w = at_least_zero(torch.minimum(x1 + w1 / 2, x2 + w2 / 2) - torch.maximum(x1 - w1 / 2, x2 - w2 / 2))
     overlap_h = at_least_zero(torch.minimum(y1 + h1 / 2, y2 + h2 / 2) - torch.maximum(y1 - h1 / 2, y2 - h2 / 2))
@@ -28,7 +28,7 @@ def ciou(box1: torch.Tensor, box2: torch.Tensor, eps: float = 1e-7) -> torch.Ten
 
 
 def entropy(logits: torch.Tensor, targets: torch.Tensor, positive_weight: float, gamma: float) -> torch.Tensor:
-    """Return binary cross entropy, focal for gamma > 0 (alpha 0.25), of each logit."""
+    """Return the binary cross entropy, focal for gamma > 0 (alpha 0.25), of each logit."""
     value = -positive_weight * targets * F.logsigmoid(logits) - (1 - targets) * F.logsigmoid(-logits)
     if gamma > 0:
         p = logits.sigmoid()
@@ -51,7 +51,7 @@ def matches(targets: torch.Tensor, anchors: torch.Tensor, ny: int, nx: int, anch
                 ratio = sides / anchor
                 if not torch.maximum(ratio, 1 / ratio).max() < anchor_t:
                     continue
-                # The neighbour is taken if the centre lies in the half of its cell that is nearer to it, and there is one.
+                # The neighbor is taken if it exists and the center lies in the half of its cell that is nearer to it.
                 if shift[0] or shift[1]:
                     axis = 0 if shift[0] else 1
                     position = centre[axis] if shift[axis] > 0 else size[axis] - centre[axis]
@@ -65,9 +65,9 @@ def matches(targets: torch.Tensor, anchors: torch.Tensor, ny: int, nx: int, anch
 
 
 def mask_loss(heads, protos, masks, targets, anchors, *, box=0.05, anchor_t=4.0, overlap=False, found=None):
-    """Return the mask part's item, of masks of the prototypes' size; heads are (bs, na, ny, nx, 5 + classes + channels).
+    """Return the masks' item for masks of the prototypes' size; heads are (bs, na, ny, nx, 5 + classes + channels).
 
-    found: the matches (image, anchor, y, x) of a level and a row of targets, if they are known.
+    found maps a level and a row of targets to the matches (image, anchor, y, x), if they are known.
     """
     bs, channels, rows, columns = protos.shape
     total = protos.double().sum() * 0
@@ -110,7 +110,7 @@ def yolov5_loss(
     gr: float = 1.0,
     sort_obj_iou: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return loss (1), items (3) and each level's objectness (nl); heads are (bs, na, ny, nx, no), gradients flow to them."""
+    """Return loss (1), items (3) and objectness of levels (nl); gradients flow to heads (bs, na, ny, nx, no)."""
     heads = [head.double() for head in heads]
     lbox = lobj = lcls = torch.zeros((), dtype=torch.float64)
     levels = []

@@ -9,7 +9,7 @@ import torch
 
 
 def checksum(value: object) -> str:
-    """Return the checksum of tensors, numbers and texts, in lists and dictionaries."""
+    """Return the checksum of tensors, numbers and strings in lists and dictionaries."""
     found = hashlib.sha256()
 
     def add(value: object) -> None:
@@ -31,7 +31,7 @@ def checksum(value: object) -> str:
 
 @contextlib.contextmanager
 def limits(environment: dict[str, str], empty: Path) -> Iterator[None]:
-    """Set limits of programs: 256 open files, two cores, a home that cannot be made, no nvidia-smi on the path, no visible GPU."""
+    """Limit a program to 256 open files, two cores, a home that cannot be made, no nvidia-smi and no visible GPU."""
     whole, cores, files = environment.copy(), os.sched_getaffinity(0), resource.getrlimit(resource.RLIMIT_NOFILE)
     environment.update(HOME="/proc/nowhere", PATH=str(empty), CUDA_VISIBLE_DEVICES="")
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, files[1]))

@@ -1,4 +1,4 @@
-"""A training that was killed between its last save and its end: resumed, it ends, and trains no epoch more."""
+"""A training that was killed between its last save and its end ends when resumed, without another epoch."""
 
 from collections import UserList
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch_fastdet.switches.resume_exact import files, ultralytics, yolov5
 
 
 def saved(path: Path, stop: bool, workers: int = 0) -> None:
-    """Write a checkpoint with a state that is whole, as far as it is read before the first epoch."""
+    """Write a checkpoint with a state that is complete as far as it is read before the first epoch."""
     loader = {
         "workers": workers,
         "batches": 2,
@@ -27,7 +27,7 @@ def saved(path: Path, stop: bool, workers: int = 0) -> None:
 
 
 def train(run, last, weights, resume=True):
-    """Return what train.py's function of this name has: local variables, one of which other functions see, and a loop."""
+    """Imitate train.py's function of this name: local variables, one of which other functions see, and a loop."""
     start_epoch, epochs = 3, 5
     model = optimizer = scaler = ema = stopper = last_opt_step = maps = None
     schedule = lambda x: x / epochs  # noqa: E731

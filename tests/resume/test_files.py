@@ -1,4 +1,4 @@
-"""A checkpoint and the file of ours beside it: whole or not at all, and of each other."""
+"""A checkpoint and torch_fastdet's file beside it are complete or absent, and belong together."""
 
 import errno
 import fcntl
@@ -24,7 +24,7 @@ def save(path, number):
 
 @pytest.mark.parametrize("operation", ["replace", "fsync", "unlink"])
 def test_killed_while_writing_leaves_a_checkpoint_and_its_file(tmp_path, operation, monkeypatch):
-    """The process ends before each call of the operation, as by SIGKILL: nothing of Python runs after that."""
+    """The process ends before each call of the operation as by SIGKILL: no Python code runs after that."""
     path = tmp_path / "last.pt"
     save(path, 1)
     made = getattr(os, operation)
@@ -57,7 +57,7 @@ def test_killed_while_writing_leaves_a_checkpoint_and_its_file(tmp_path, operati
 
 
 def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
-    """A link with the name of such a folder leads to somebody's files, which stay; so does what is being written now."""
+    """Files behind a link with such a folder's name stay, and so does a folder that is being written now."""
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim/thesis.tex").write_text("x")
     for name in (".torch_fastdet_writing", f"{files.WRITING}link"):
@@ -83,7 +83,7 @@ def test_what_killed_processes_left_is_removed_and_nothing_else(tmp_path, monkey
 
 
 def test_two_trainings_in_one_folder(tmp_path):
-    """As with --exist-ok, or a job that was started twice: both go on, and a whole checkpoint is left."""
+    """Two trainings, started twice or with --exist-ok, both continue and leave a complete checkpoint."""
     path = tmp_path / "last.pt"
     running = [fork(lambda first=first: [save(path, first + i) for i in range(60)] and None) for first in (0, 1000)]
     assert [exit_status(process) for process in running] == [0, 0]
@@ -94,7 +94,7 @@ def test_two_trainings_in_one_folder(tmp_path):
 
 
 def test_a_link_stays_a_link_and_permissions_stay(tmp_path):
-    """A last.pt that lies on another disk."""
+    """last.pt may lie on another disk."""
     path, target = tmp_path / "last.pt", tmp_path / "disk/run7.pt"
     target.parent.mkdir()
     target.write_bytes(b"old")
@@ -109,7 +109,7 @@ def test_a_link_stays_a_link_and_permissions_stay(tmp_path):
 
 
 def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch):
-    """vboxsf and some of FUSE answer EINVAL."""
+    """vboxsf and some FUSE file systems return EINVAL."""
     made = os.fsync
 
     def fsync(number):
@@ -123,7 +123,7 @@ def test_a_file_system_that_cannot_sync_folders(tmp_path, monkeypatch):
 
 
 def test_disk_that_is_full_at_any_byte(tmp_path):
-    """Files may be so long and no longer, which is a real error of the system in the middle of a write."""
+    """A limit on file sizes makes the system return a real error in the middle of a write."""
     path = tmp_path / "last.pt"
 
     def save(text):

@@ -1,4 +1,4 @@
-"""A loader goes on where the one of another run was, with or without loader processes."""
+"""A loader continues where that of another run stopped, with or without loader processes."""
 
 import random
 
@@ -13,7 +13,7 @@ from torch_fastdet.switches.resume_exact.state import random_states, set_random_
 
 
 class Draws(Dataset):
-    """Every item is drawn by the three generators; as a mosaic does, some choose among what was loaded last."""
+    """Draw every item with the three generators; like a mosaic, choose among the items loaded last."""
 
     def __init__(self):
         self.buffer = []
@@ -44,7 +44,7 @@ class Repeat:
 
 
 class Infinite(DataLoader):
-    """As both hosts have it."""
+    """Repeat as both frameworks' loaders do."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The state of a training, and the local variables of the function that trains."""
+"""Test the state of a training, and the local variables of the training function."""
 
 import copy
 import random
