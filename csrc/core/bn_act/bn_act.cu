@@ -1,4 +1,4 @@
-// Kernels of bn_act.h: statistics or sums in the first launch of each direction, the result in the second.
+// In each direction, the first kernel computes statistics or sums and the second one the result (see bn_act.h).
 #include <type_traits>
 
 #include "core/bn_act/bn_act.h"
@@ -8,12 +8,12 @@
 namespace torch_fastdet::core {
 namespace {
 
-// Chosen on an H200 among 256 and 512 threads, one to three blocks and one to eight accesses.
+// These are the best on an H200 among 256 and 512 threads, one to three blocks and one to eight accesses.
 constexpr int kThreads = kBnActThreads;
 constexpr int kBlocksPerSm = 2;
-constexpr int kUnroll = 8;     // accesses in flight of a thread that reads one tensor,
-constexpr int kUnrollTwo = 4;  // and of two tensors each
-// In evaluation a block does little, and most of a small tensor's time is latency: short code, and many threads.
+constexpr int kUnroll = 8;     // accesses in flight of a thread that reads one tensor
+constexpr int kUnrollTwo = 4;  // the same for each of two tensors
+// In evaluation, latency dominates the time of a small tensor: the code should be short and the threads many.
 constexpr int kEvalBlocksPerSm = 3;
 constexpr int kEvalUnroll = 2;
 
@@ -28,7 +28,7 @@ __device__ __forceinline__ void unpack(const Vector<T, kVector>& pack, A (&out)[
   for (int j = 0; j < kVector; ++j) out[j] = to_arithmetic(pack.x[j]);
 }
 
-// Two halves are rounded by one instruction.
+// Convert to the storage type. One instruction rounds two halves.
 template <typename A, typename T, int kVector>
 __device__ __forceinline__ Vector<T, kVector> packed(const A (&in)[kVector]) {
   Vector<T, kVector> pack;
@@ -68,21 +68,21 @@ __device__ __forceinline__ void store_vector(const BnActVector& vector, int64_t 
   if (vector.data) store_element(vector.data, vector.dtype, i, value);
 }
 
-// The walk of one thread: every `step`-th position of its block's split, at one place of the slice.
+// A thread visits every `step`-th position of its block's split, at one place of the slice.
 struct Walk {
-  int image, position;  // of the next access
+  int image, position;  // image and position of the next access
   int extent;
   int step_images, step_positions;
   int count;  // accesses of this thread
 
-  // The thread's first access, or its last one for a walk that goes back.
+  // Start at the thread's first access, or at its last one for a backward walk.
   __device__ __forceinline__ Walk(const BnActPlan& plan, int split, int row, int rows, bool from_end)
       : extent(plan.extent), step_images(plan.step_images), step_positions(plan.step_positions) {
     const int size = plan.split_size(split);
     count =
         row < size ? static_cast<int>(static_cast<unsigned>(size - row + rows - 1) / static_cast<unsigned>(rows)) : 0;
     const int64_t start = plan.split_begin(split) + row + (from_end && count ? int64_t{count - 1} * rows : 0);
-    // A 64-bit division takes a good part of a small tensor's time.
+    // A 64-bit division takes a considerable part of a small tensor's time.
     image = start <= INT32_MAX ? static_cast<int>(static_cast<unsigned>(start) / static_cast<unsigned>(extent))
                                : static_cast<int>(start / extent);
     position = static_cast<int>(start - int64_t{image} * extent);
@@ -108,14 +108,14 @@ struct Walk {
   }
 };
 
-// A thread's place: slices lie along x, splits along y of the grid.
+// Locate a thread. Slices lie along x and splits along y of the grid.
 struct Place {
   int slice, split;
-  int row, rows;     // of the block's positions
-  int column;        // which access of a position
-  bool active;       // has a place at all
+  int row, rows;     // among the positions of the block
+  int column;        // access within a position
+  bool active;       // whether it has a place at all
   int64_t channel;   // first channel of the thread
-  int channel_step;  // to its next element's channel: 0 in NCHW
+  int channel_step;  // step to the channel of its next element: 0 in NCHW
 
   __device__ __forceinline__ explicit Place(const BnActPlan& plan)
       : Place(plan, blockIdx.x / static_cast<unsigned>(plan.splits),
@@ -141,7 +141,7 @@ __device__ __forceinline__ const auto& part_of(const Params& p, int64_t channel)
   return p.parts[i];
 }
 
-// Add up the block's pairs (kVector a thread; in NCHW all of one channel): thread c returns channel c's sums.
+// Add up the block's pairs (kVector per thread; in NCHW all of one channel). Thread c returns the sums of channel c.
 template <typename A, int kVector>
 struct BlockSums {
   Pair<A> pairs[kThreads * (kVector + 1)];
@@ -149,7 +149,7 @@ struct BlockSums {
   __device__ __forceinline__ Pair<A> reduce(const BnActPlan& plan, const Place& place, const A (&first)[kVector],
                                             const A (&second)[kVector]) {
     const int vectors = plan.slice_vectors, channels = plan.slice_channels;
-    const int pitch = plan.channels_last ? channels + vectors : 1;  // a pad against bank conflicts
+    const int pitch = plan.channels_last ? channels + vectors : 1;  // padding against bank conflicts
     if (place.row < place.rows) {
       if (plan.channels_last) {
 #pragma unroll
@@ -183,7 +183,7 @@ struct BlockSums {
     return fold(channels, groups, group, c, sum);
   }
 
-  // The sum over the groups of the pairs that threads (group, c) hold: in thread c, for channel c.
+  // Add up the pairs of threads (group, c) over the groups. Thread c returns the sum of channel c.
   __device__ __forceinline__ Pair<A> fold(int channels, int groups, int group, int c, Pair<A> sum) {
     int half = 1;
     while (half < groups) half *= 2;
@@ -208,13 +208,13 @@ __device__ __forceinline__ void store_partial(const BnActPlan& plan, const Place
   static_cast<Pair<A>*>(partials)[at] = partial;
 }
 
-// Return the activation's input. Half precision folds the mean into `shift`: a product with it would lose less.
+// Return the activation's input. For half precision, `shift` includes the mean: a product with it would lose less.
 template <bool kHalf, typename A>
 __device__ __forceinline__ A normalized(A x, A mean, A scale, A shift) {
   return kHalf ? x * scale + shift : (x - mean) * scale + shift;
 }
 
-// Pass 1 forward: each block's mean and squared deviations, relative to its first value, which keeps digits.
+// Forward pass 1: compute each block's mean and squared deviations, relative to its first value for precision.
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     bn_act_statistics(const __grid_constant__ BnActForwardParams p) {
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-// The partials of a slice's channel in thread (group, c): every groups-th split. Calls add(sum, split, partial).
+// Gather a channel's partials in threads (group, c), each from every groups-th split, by add(sum, split, partial).
 template <typename A, typename Add>
 __device__ __forceinline__ Pair<A> gather(const BnActPlan& plan, int slice, const void* partials, int groups, int group,
                                           int c, Add&& add) {
@@ -305,14 +305,14 @@ __device__ __forceinline__ void store_statistics(const BnActForwardParams& p, co
   if (own == 0 && part.num_batches_tracked) ++*part.num_batches_tracked;
 }
 
-// From the partials of pass 1: mean, scale and shift of each channel of the block's slice into `coefficients`.
+// Merge the partials of pass 1 into the mean, scale and shift of each channel of the block's slice.
 template <typename A, int kVector>
 __device__ __forceinline__ void merge_statistics(const BnActForwardParams& p, const Place& place,
                                                  BlockSums<A, kVector>& sums, Coefficients<A>& coefficients) {
   const int channels = p.plan.slice_channels, groups = p.plan.groups;
   const int group = threadIdx.x / static_cast<unsigned>(channels), c = threadIdx.x - group * channels;
   const A origin = static_cast<const Pair<A>*>(p.partials)[int64_t{place.slice} * p.plan.splits * channels + c].first;
-  // Chan, Golub and LeVeque's merge of means and squared deviations, relative to the first split's mean.
+  // This merge of means and squared deviations is Chan, Golub and LeVeque's, relative to the first split's mean.
   Pair<A> sum =
       gather<A>(p.plan, place.slice, p.partials, groups, group, c, [&](Pair<A>& total, int split, const Pair<A>& part) {
         const A n = static_cast<A>(p.plan.split_size(split)) * p.plan.channel_elements();
@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) bn_act_forward(const _
   const BnActStrides y_strides = part.y_strides;
   T* const y = static_cast<T*>(part.y) + place.offset(y_strides, part.first);
   const A slope = static_cast<A>(p.slope);
-  // Backwards: what pass 1 read last is still in L2.
+  // Walk backward, because the data that pass 1 read last is still in L2.
   Walk walk(p.plan, place.split, place.row, place.rows, true), behind = walk;
   const auto run = [&](auto with_residual) {
     constexpr int unroll = decltype(with_residual)::value ? kUnrollTwo : kUnroll;
@@ -400,7 +400,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) bn_act_forward(const _
   p.residual ? run(std::true_type{}) : run(std::false_type{});
 }
 
-// Load the vector's values for a thread's elements, all before the first is used.
+// Load the vector's values for a thread's elements, all of them before any is used.
 template <typename A, int kVector>
 __device__ __forceinline__ void load_channels(const BnActVector& vector, const Place& place, A otherwise,
                                               A (&out)[kVector]) {
@@ -426,7 +426,7 @@ __device__ __forceinline__ void load_next(const T* from, const BnActStrides& str
   }
 }
 
-// Blocks go through the tensor backwards, and each through its part: what was written last is still in L2.
+// The blocks, and each block within its part, go backward, because the data written last is still in L2.
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads, kEvalBlocksPerSm) bn_act_eval(const __grid_constant__ BnActEvalParams p) {
   using A = arithmetic_t<T>;
@@ -498,7 +498,7 @@ __device__ __forceinline__ void load_two(const BnActBackwardParams& p, const BnA
   }
 }
 
-// Pass 1 backward: sums of dz and of dz * (x - mean), dz being the gradient at the activation's input.
+// Backward pass 1: sum dz and dz * (x - mean), where dz is the gradient at the activation's input.
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     bn_act_backward_sums(const __grid_constant__ BnActBackwardParams p) {
@@ -561,7 +561,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (threadIdx.x < p.plan.slice_channels) store_partial(p.plan, place, p.partials, sum);
 }
 
-// Make the parameters' gradients and pass 2's coefficients of the block's slice from the partials of pass 1.
+// Merge the partials of pass 1 into the parameters' gradients and the coefficients of pass 2 for the block's slice.
 template <typename A, int kVector>
 __device__ __forceinline__ void merge_gradients(const BnActBackwardParams& p, const Place& place,
                                                 BlockSums<A, kVector>& sums, Coefficients<A>& coefficients) {
@@ -580,7 +580,7 @@ __device__ __forceinline__ void merge_gradients(const BnActBackwardParams& p, co
     const int64_t own = channel - part.first;
     const A invstd = static_cast<const A*>(p.invstd)[channel];
     const A weight = load_vector(part.weight, own, A(1));
-    // The mean of dz, and of dz * xhat as a factor of x - mean.
+    // Store the mean of dz, and the mean of dz * xhat as a factor of x - mean.
     coefficients.value[0][c] = sum.first / n;
     coefficients.value[1][c] = sum.second / n * invstd * invstd;
     coefficients.value[2][c] = invstd * weight;
@@ -651,7 +651,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   });
 }
 
-// Call f(blocks, zero of the type, constant of the access width), which launches.
+// Call f(blocks, zero of the type, constant of the access width), which launches the kernels.
 template <typename Params, typename F>
 cudaError_t dispatch_access(const Params& params, F&& f) {
   const auto grid = static_cast<unsigned>(params.plan.slices * params.plan.splits);

@@ -1,6 +1,6 @@
-// BatchNorm2d with the activation behind it on the GPU. In training two launches each way: the first reduces each
-// channel over a block's positions into `partials`, the second adds up the partials of its channels and makes the
-// result. No atomics: the order of every sum is fixed by the plan. In evaluation one launch.
+// Run BatchNorm2d and the following activation on the GPU. Training takes two launches in each direction: the first
+// reduces each channel over a block's positions into `partials`; the second adds up the partials of its channels and
+// computes the result. There are no atomics: the plan fixes the order of every sum. Evaluation takes one launch.
 #pragma once
 
 #include "core/bn_act/bn_act_math.h"
@@ -10,13 +10,13 @@
 
 namespace torch_fastdet::core {
 
-// A vector of C elements, or null.
+// Describe a vector of C elements. `data` may be null.
 struct BnActVector {
   void* data;
   DType dtype;
 };
 
-// x may hold channels of several norms, each with its own result: `parts` in order, each from its channel `first` on.
+// x may hold channels of several norms, each with its own result: `parts` are in order, and each begins at `first`.
 struct BnActForwardPart {
   int64_t first;
   void* y;
@@ -28,10 +28,10 @@ struct BnActForwardPart {
 
 struct BnActForwardParams {
   BnActPlan plan;
-  DType dtype;  // of x, residual and y
+  DType dtype;  // dtype of x, residual and y
   const void* x;
   BnActStrides x_strides;
-  const void* residual;  // added to the activation's result where there is one part, or null
+  const void* residual;  // added to the activation's result if there is one part, or null
   BnActStrides residual_strides;
   int part_count;
   BnActForwardPart parts[kBnActMostParts];
@@ -39,20 +39,20 @@ struct BnActForwardParams {
   void* partials;       // 2 * plan.partials() elements of the arithmetic type
   double momentum, eps;
   Activation activation;
-  double slope;  // of LeakyReLU
+  double slope;  // slope of LeakyReLU
 };
 
-// In evaluation: (x - mean) / sqrt(variance + eps) * weight + bias, the activation of it, and the residual.
+// Evaluation computes (x - mean) / sqrt(variance + eps) * weight + bias, then the activation, then adds the residual.
 struct BnActEvalParams {
   BnActPlan plan;
-  DType dtype;  // of x, residual, y and last
+  DType dtype;  // dtype of x, residual, y and last
   const void* x;
   BnActStrides x_strides;
-  const void* residual;  // or null
+  const void* residual;  // may be null
   BnActStrides residual_strides;
   void* y;  // may be x
   BnActStrides y_strides;
-  void* last;  // the result's channels from `last_first` on once more, or null; may be x
+  void* last;  // a second copy of the result's channels from `last_first` on, or null; may be x
   BnActStrides last_strides;
   int64_t last_first;
   BnActVector weight, bias, mean, variance;  // null: 1, 0, 0 and 1 - eps
@@ -71,20 +71,20 @@ struct BnActBackwardPart {
 
 struct BnActBackwardParams {
   BnActPlan plan;
-  DType dtype;  // of x, grad_y and grad_x
+  DType dtype;  // dtype of x, grad_y and grad_x
   const void* x;
   BnActStrides x_strides;
   int part_count;
   BnActBackwardPart parts[kBnActMostParts];
   void* grad_x;
   BnActStrides grad_x_strides;
-  const void *mean, *invstd;  // of the forward pass
+  const void *mean, *invstd;  // from the forward pass
   void* partials;             // 2 * plan.partials() elements of the arithmetic type
   Activation activation;
   double slope;
 };
 
-// Blocks that the current device runs at once: what make_bn_act_plan asks for.
+// Return the number of blocks that the current device runs at once, as make_bn_act_plan expects it.
 cudaError_t bn_act_blocks(int64_t& blocks);
 
 cudaError_t launch_bn_act_forward(const BnActForwardParams& params, cudaStream_t stream);

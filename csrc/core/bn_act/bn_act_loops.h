@@ -1,4 +1,4 @@
-// bn_act on the CPU: parallel_for(begin, end, grain, f) shares channels, each summed in one order, in double.
+// Run bn_act on the CPU. parallel_for(begin, end, grain, f) distributes channels, each summed in one order, in double.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 #include "core/common/storage.h"
 
 namespace torch_fastdet::core::bn_act_loops {
-namespace {  // of each file that includes this: functions that it calls once are inlined
+namespace {  // local to each including file, so that functions called once are inlined
 
 struct Sizes {
   int64_t images, channels, pixels;
@@ -19,8 +19,8 @@ struct Sizes {
 
 struct ForwardParams {
   Sizes sizes;
-  DType dtype;                                          // of x, residual and y
-  BnActImage x, residual;                               // residual: null where there is none
+  DType dtype;                                          // dtype of x, residual and y
+  BnActImage x, residual;                               // residual: null if there is none
   BnActImage y;                                         // result
   BnActVector weight, bias, running_mean, running_var;  // null: as in BnActForwardParams
   int64_t* num_batches_tracked;
@@ -32,9 +32,9 @@ struct ForwardParams {
 
 struct EvalParams {
   Sizes sizes;
-  DType dtype;  // of x, residual, y and last
+  DType dtype;  // dtype of x, residual, y and last
   BnActImage x, residual;
-  BnActImage y, last;  // results; last, the channels from `last_first` on once more, may be null
+  BnActImage y, last;  // results; last: a second copy of the channels from `last_first` on, may be null
   int64_t last_first;
   BnActVector weight, bias, mean, variance;  // null: 1, 0, 0 and 1 - eps
   double eps;
@@ -44,7 +44,7 @@ struct EvalParams {
 
 struct BackwardParams {
   Sizes sizes;
-  DType dtype;  // of x, grad_y and grad_x
+  DType dtype;  // dtype of x, grad_y and grad_x
   BnActImage x, grad_y;
   BnActImage grad_x;  // result
   BnActVector weight, bias, mean, invstd;
@@ -53,7 +53,7 @@ struct BackwardParams {
   double slope;
 };
 
-// Channels of a task: of a cache line in channels_last, where they are adjacent.
+// A task has this many channels in channels_last, where they are adjacent: those of a cache line.
 constexpr int64_t kMostChannels = 32;
 using Sums = std::array<double, kMostChannels>;
 
@@ -83,7 +83,7 @@ void store_at(const BnActVector& vector, int64_t i, double value) {
   });
 }
 
-// Call f(first channel, channels) for groups of channels.
+// Call f(first channel, number of channels) for groups of channels.
 template <typename ParallelFor, typename F>
 void for_channels(const Sizes& sizes, const ParallelFor& parallel_for, F&& f) {
   const int64_t each = sizes.channels_last ? kMostChannels : 1;
@@ -110,7 +110,7 @@ void update_statistics(const ForwardParams& p, int64_t channel, double mean, dou
   blend(p.running_var, variance * (count / (count - 1)));
 }
 
-// The numbers that are subtracted from the channels of a task, multiplied and added, in this order.
+// Subtract, multiply by and add these numbers, in this order, to normalize the channels of a task.
 template <typename A>
 struct Coefficients {
   std::array<A, kMostChannels> center, scale, shift;
@@ -198,7 +198,7 @@ void backward_as(const BackwardParams& p, const ParallelFor& parallel_for) {
       scale[c] = static_cast<A>(load_at<Halves>(p.invstd, first + c, 0) * load_at<Halves>(p.weight, first + c, 1));
       shift[c] = static_cast<A>(load_at<Halves>(p.bias, first + c, 0));
     }
-    // The gradient at the activation's input, and how far x is from its mean.
+    // Return the gradient at the activation's input, and set x minus the mean.
     const auto dz_at = [&](int64_t n, int64_t pixel, int64_t c, A& centered) {
       centered = Storage<T>::load(x.at(n, pixel, first + c)) - center[c];
       const A grad = Storage<T>::load(grad_y.at(n, pixel, first + c));

@@ -1,4 +1,4 @@
-// The activations that follow a BatchNorm2d, and their gradients: once, for the CPU, the GPU and the unit tests.
+// Compute the activations that follow a BatchNorm2d and their gradients, for the CPU, the GPU and the unit tests.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@ namespace torch_fastdet::core {
 
 enum class Activation : int32_t { kIdentity, kSiLU, kReLU, kLeakyReLU, kHardswish };
 
-// kFast, for results of half precision: the GPU's approximate exponential and reciprocal (2 ulp of float32).
+// With kFast, for half precision results, the GPU approximates the exponential and reciprocal (2 ulp of float32).
 template <bool kFast, typename A>
 TORCH_FASTDET_HOST_DEVICE A logistic(A z) {
 #ifdef __CUDA_ARCH__
@@ -27,11 +27,11 @@ TORCH_FASTDET_HOST_DEVICE A logistic(A z) {
 #endif
 }
 
-// act(z). `slope` is LeakyReLU's.
+// Return act(z). `slope` is LeakyReLU's.
 template <Activation kAct, bool kFast, typename A>
 TORCH_FASTDET_HOST_DEVICE A activate(A z, A slope) {
   if constexpr (kAct == Activation::kSiLU) return z * logistic<kFast>(z);
-  // Written so that a NaN stays one, as in PyTorch.
+  // Propagate NaN, as PyTorch does.
   if constexpr (kAct == Activation::kReLU) return z < A(0) ? A(0) : z;
   if constexpr (kAct == Activation::kLeakyReLU) return z > A(0) ? z : z * slope;
   if constexpr (kAct == Activation::kHardswish) {
@@ -41,7 +41,7 @@ TORCH_FASTDET_HOST_DEVICE A activate(A z, A slope) {
   return z;
 }
 
-// Return grad * act'(z): 0 where act'(z) is 0 by definition, even of an infinite gradient, as in PyTorch.
+// Return grad * act'(z). It is 0 where act'(z) is 0 by definition, even for an infinite gradient, as in PyTorch.
 template <Activation kAct, bool kFast, typename A>
 TORCH_FASTDET_HOST_DEVICE A activate_backward(A z, A grad, A slope) {
   if constexpr (kAct == Activation::kSiLU) {

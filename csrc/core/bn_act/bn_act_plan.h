@@ -1,4 +1,4 @@
-// The blocks' shares of a (N, C, H, W) tensor for bn_act: slices of channels, splits of a slice's positions.
+// Divide a (N, C, H, W) tensor among the blocks of bn_act: into slices of channels and splits of a slice's positions.
 #pragma once
 
 #include <algorithm>
@@ -12,24 +12,24 @@ namespace torch_fastdet::core {
 constexpr int kBnActThreads = 256;
 constexpr int kBnActMostSliceVectors = 16;
 constexpr int kBnActMostParts = 4;     // norms that share a tensor
-constexpr int kBnActEvalAccesses = 4;  // of a thread in evaluation, where there are enough
+constexpr int kBnActEvalAccesses = 4;  // accesses of a thread in evaluation, if there are enough
 
-// A dense part of a tensor: `extent` positions an image, of which each holds `vector` elements that are accessed as
-// one. channels_last: a position is a pixel, and a slice is slice_vectors * vector neighbouring channels. NCHW: a slice
-// is one channel, and a position is `vector` neighbouring pixels of it.
+// The plan covers a dense part of a tensor: an image has `extent` positions, and each holds `vector` elements that are
+// accessed as one. In channels_last a position is a pixel, and a slice is slice_vectors * vector neighbouring channels.
+// In NCHW a slice is one channel, and a position is `vector` neighbouring pixels of it.
 struct BnActPlan {
   bool channels_last;
   int64_t batch, channels;
   int extent;                       // positions of an image
   int vector;                       // elements of an access
-  int slice_vectors;                // accesses that lie side by side at one position: 1 in NCHW
+  int slice_vectors;                // adjacent accesses at one position: 1 in NCHW
   int slice_channels;               // channels of a slice: slice_vectors * vector, or 1
   int64_t slices;                   // the last may be short
   int splits;                       // blocks that share a slice
-  int split_positions;              // at least so many positions each,
-  int split_rest;                   // and one more in so many first splits
-  int rows;                         // positions that a block visits in one step,
-  int step_images, step_positions;  // which are so many images and positions
+  int split_positions;              // minimum of positions in a split
+  int split_rest;                   // splits, from the first on, with one more position
+  int rows;                         // positions that a block visits in one step
+  int step_images, step_positions;  // the same as images and positions
   int groups;                       // threads of a block that share a channel's partial sums
 
   TORCH_FASTDET_HOST_DEVICE int64_t positions() const { return batch * extent; }
@@ -37,26 +37,26 @@ struct BnActPlan {
     return int64_t{split} * split_positions + (split < split_rest ? split : split_rest);
   }
   TORCH_FASTDET_HOST_DEVICE int split_size(int split) const { return split_positions + (split < split_rest); }
-  // Elements of one channel that a position holds.
+  // Return how many elements of one channel a position holds.
   TORCH_FASTDET_HOST_DEVICE int channel_elements() const { return channels_last ? 1 : vector; }
   TORCH_FASTDET_HOST_DEVICE int64_t count() const { return positions() * channel_elements(); }
-  // Pairs of partial sums in the workspace.
+  // Return the number of pairs of partial sums in the workspace.
   TORCH_FASTDET_HOST_DEVICE int64_t partials() const { return slices * splits * slice_channels; }
 };
 
-// Strides in elements. A slice of a concatenation is a tensor with a larger pitch.
+// Strides are in elements. A slice of a concatenation is a tensor with a larger pitch.
 struct BnActStrides {
   int64_t image, position, channel;  // from one image, position, channel to the next
 };
 
-// A tensor (N, C, H * W): its address, or null, and the elements between images, channels and pixels.
+// Describe a tensor (N, C, H * W): its address, or null, and the elements between images, channels and pixels.
 struct BnActImage {
   const void* data;
   int64_t image, channel, pixel;
 };
 
-// Return the elements of the widest access to all of `images`: 16 bytes, or one element where an address, size or
-// stride leaves that misaligned. Vectors of C elements and `partials` are read one by one, and set no limit.
+// Return the elements of the widest access that is aligned for all of `images`: 16 bytes, or else one element. Vectors
+// of C elements and `partials` are read one by one, and do not limit it.
 inline int bn_act_vector(bool channels_last, int64_t channels, int64_t pixels, int element_bytes,
                          const std::vector<BnActImage>& images) {
   const int64_t wide = 16 / element_bytes;
@@ -69,7 +69,7 @@ inline int bn_act_vector(bool channels_last, int64_t channels, int64_t pixels, i
   return static_cast<int>(wide);
 }
 
-// `vector` is bn_act_vector's. `blocks` is how many blocks the device runs at once.
+// `vector` comes from bn_act_vector. `blocks` is how many blocks the device runs at once.
 inline BnActPlan make_bn_act_plan(bool channels_last, int64_t batch, int64_t channels, int64_t pixels, int vector,
                                   int64_t blocks) {
   BnActPlan plan{};
@@ -80,7 +80,7 @@ inline BnActPlan make_bn_act_plan(bool channels_last, int64_t batch, int64_t cha
   plan.vector = vector;
   plan.slice_vectors = 1;
   if (channels_last) {
-    // Slices of at least a cache line where there is one, and of equal width where the count allows it.
+    // Make slices at least a cache line wide if possible, and equally wide if the number of channels permits.
     const int64_t vectors = channels / vector;
     int64_t width = std::min<int64_t>(vectors, 8);
     if (vectors > 8) {
@@ -99,7 +99,7 @@ inline BnActPlan make_bn_act_plan(bool channels_last, int64_t batch, int64_t cha
   plan.step_images = plan.rows / plan.extent;
   plan.step_positions = plan.rows % plan.extent;
   plan.groups = kBnActThreads / plan.slice_channels;
-  // No block without a position for every thread, if there are enough; and no split that 32 bits cannot count.
+  // Give each thread of a block a position if there are enough, and keep the size of a split within 32 bits.
   const int64_t most = std::max<int64_t>(1, plan.positions() / plan.rows);
   const int64_t least = plan.positions() / (int64_t{1} << 30) + 1;
   plan.splits = static_cast<int>(std::max(least, std::clamp<int64_t>(blocks / plan.slices, 1, most)));
