@@ -1,4 +1,4 @@
-// The kernel of crop.h: a warp takes a row, 16 bytes a thread where rows allow it.
+// Run crop.h on the GPU. A warp takes a row, and each thread takes 16 bytes if rows allow it.
 #include "core/masks/crop.h"
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace torch_fastdet::core {
 namespace {
 
-constexpr int kRows = 8;  // of a block, a warp each
+constexpr int kRows = 8;  // rows of a block, one per warp
 constexpr int64_t kMaxBlocks = int64_t{1} << 20;
 
 template <typename T, int kCount>

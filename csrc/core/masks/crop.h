@@ -1,4 +1,4 @@
-// Masks cropped to their boxes: one pass, which reads and writes each pixel once.
+// Crop masks to their boxes in one pass, which reads and writes each pixel once.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace torch_fastdet::core {
 struct CropParams {
   const void* masks = nullptr;  // (count, height, width), dense
   void* out = nullptr;          // the same; may be `masks` itself
-  int integer_bytes = 0;        // of a pixel that is an integer or a bool: 1, 2, 4 or 8; 0: it is of `dtype`
+  int integer_bytes = 0;        // bytes of an integer or bool pixel: 1, 2, 4 or 8; 0: pixels are of `dtype`
   DType dtype = DType::kFloat32;
   const float* boxes = nullptr;  // (count, 4): x1, y1, x2, y2, dense rows
   int64_t box_stride = 0;
@@ -21,7 +21,7 @@ struct CropParams {
   int32_t height = 0, width = 0;
 };
 
-// The columns that a mask's box keeps in a row of all masks' rows.
+// Return the columns that the mask's box keeps in a row, where rows are counted over all masks.
 TORCH_FASTDET_HOST_DEVICE PixelRange columns_kept(const CropParams& p, int64_t row) {
   const int64_t mask = row / p.height;
   const int32_t y = static_cast<int32_t>(row - mask * p.height);
@@ -30,13 +30,13 @@ TORCH_FASTDET_HOST_DEVICE PixelRange columns_kept(const CropParams& p, int64_t r
   return y >= rows.low && y < rows.high ? pixels_between(box[0], box[2], p.width) : PixelRange{0, 0};
 }
 
-// Crop as the original function, which multiplies: NaN and infinity outside of a box give NaN, and zero keeps its sign.
+// Multiply, as the original function does: NaN and infinity outside of a box give NaN, and zeros keep their sign.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T cropped(T value, bool kept) {
   return kept ? value : from_arithmetic<T>(to_arithmetic(value) * 0);
 }
 
-// Call f with a zero of the unsigned integer of so many bytes: a crop keeps integers or makes them zero.
+// Call f with a zero of the unsigned integer of `bytes` bytes. A crop copies integers or sets them to zero.
 template <typename F>
 void with_integer(int bytes, F&& f) {
   switch (bytes) {

@@ -1,7 +1,7 @@
-// Instance masks on the GPU. The blocks of one tile share up to 256 masks, eight a block. The first blocks make those
-// whose box the tile meets: their logits at the few pixels of the prototypes that the tile is made of go to shared
-// memory; each thread then mixes, compares and crops 16 neighbouring pixels of all eight, as bits, and writes them. The
-// other blocks fill masks with zeros meanwhile.
+// Compute instance masks on the GPU. The blocks of one tile share up to 256 masks, eight per block. The first blocks
+// take the masks whose box intersects the tile. They compute the masks' logits at the few prototype pixels that the
+// tile needs, in shared memory. Then each thread mixes, thresholds and crops 16 neighbouring pixels of all eight masks,
+// as bits, and writes them. The other blocks meanwhile fill masks with zeros.
 #include "core/common/device.cuh"
 #include "core/common/dtype.cuh"
 #include "core/masks/masks_plan.h"
@@ -10,39 +10,39 @@ namespace torch_fastdet::core {
 
 namespace {
 
-constexpr int kThreads = kMaskGroup;  // each looks at one box of the group
+constexpr int kThreads = kMaskGroup;  // each thread checks one box of the group
 constexpr int kBatch = kMaskBatch;
-constexpr int kChannels = 32;  // whose coefficients are in shared memory
-constexpr int kSegment = 16;   // pixels of a thread
+constexpr int kChannels = 32;  // channels whose coefficients are in shared memory
+constexpr int kSegment = 16;   // pixels per thread
 constexpr int kSegments = kTileWidth / kSegment;
-constexpr int kPixels = kLowPixels / kThreads;  // of the prototypes, of a thread
+constexpr int kPixels = kLowPixels / kThreads;  // prototype pixels per thread
 constexpr int kQuad = 4;                        // floats of one access
 
 struct Tile {
   int64_t image, first_mask;    // of the group
-  int32_t x, y, width, height;  // of this tile, which the mask's edge may cut
+  int32_t x, y, width, height;  // tile, cropped to the mask
 };
 
-// Return where the logits of pixel i are: each fourth moves by four banks, which threads four pixels apart need.
+// Return the offset of the logits of pixel i. Every fourth pixel skips four banks, for threads four pixels apart.
 __device__ unsigned low_at(unsigned i) {
   return i * kBatch + i / kQuad * kQuad;
 }
 
 struct Shared {
-  // Of the tile's columns, segment by segment. first: counted from the tile's first pixel of the prototypes.
+  // The tile's columns, segment by segment, have their first pixel relative to the tile's first prototype pixel.
   int32_t column_first[kTileWidth];
-  float column_weight[kMostTaps - 1][kTileWidth];  // of the neighbours behind the first
+  float column_weight[kMostTaps - 1][kTileWidth];  // weights of the neighbours after the first
   MaskTaps rows[kTileHeight];
   int32_t source_column[kLowWidth], source_row[kLowHeight];
   alignas(16) float low[kLowPixels * kBatch + kLowPixels / 4 * kQuad];
   Vector<float, kBatch> coefficients[kChannels];
   uint16_t bits[kBatch][kTileHeight][kSegments];
-  MaskBox boxes[kBatch], kept[kBatch];  // kept: of the tile's pixels, after the resampling
-  int order[kBatch];                    // this block's masks, of the group
+  MaskBox boxes[kBatch], kept[kBatch];  // kept: pixels of the tile to keep after the resampling
+  int order[kBatch];                    // indices of this block's masks within the group
   int met[kThreads / kWarp];
 };
 
-// a / b, the rest in `a`. In 32 bits where that is enough: a division in 64 bits takes some hundred instructions.
+// Return a / b, and leave the rest in `a`. A 64-bit division takes some hundred instructions: use 32 bits if possible.
 __device__ int64_t divide(int64_t& a, int64_t b) {
   const int64_t whole = a;
   const int64_t quotient = (whole | b) <= UINT32_MAX
@@ -52,14 +52,14 @@ __device__ int64_t divide(int64_t& a, int64_t b) {
   return quotient;
 }
 
-// Return what a box has to meet along one axis: pixels of the tile or, where the crop is first, the prototypes' for it.
+// Return the range that a box must intersect along one axis: the tile's pixels, or prototype pixels if cropping first.
 __device__ PixelRange range_of(const MaskAxis& axis, bool crop_first, int taps, int32_t begin, int32_t size) {
   if (!crop_first) return {begin, begin + size};
   const int32_t last = last_pixel(axis), end = taps_of(axis, begin + size - 1).first + taps - 1;
   return {taps_of(axis, begin).first, (end < last ? end : last) + 1};
 }
 
-// The part of a box that is in a tile, counted from the tile's first pixel; all of the tile, where the crop is first.
+// Return the part of a box within a tile, relative to the tile's first pixel, or the whole tile if cropping first.
 __device__ MaskBox kept_of_tile(const MasksParams& p, const Tile& tile, const MaskBox& box) {
   if (p.crop_first) return {{0, tile.height}, {0, tile.width}};
   const auto within = [](int32_t pixel, int32_t begin, int32_t size) {
@@ -71,11 +71,11 @@ __device__ MaskBox kept_of_tile(const MasksParams& p, const Tile& tile, const Ma
 
 struct Share {
   int count;
-  bool met;  // the tile meets their boxes
+  bool met;  // whether the tile intersects their boxes
 };
 
-// Divide the group's masks among the tile's blocks, kBatch each: the first blocks take those whose box the tile meets,
-// the next ones the others. Every thread calls.
+// Divide the group's masks among the tile's blocks, kBatch for each. The first blocks take the masks whose box
+// intersects the tile, the next ones the others. Every thread must call this.
 __device__ Share share_of(const MasksParams& p, const Tile& tile, int taps, int group, int job, Shared& s) {
   const int index = threadIdx.x, lane = index % kWarp, warp = index / kWarp;
   MaskBox box{};
@@ -90,13 +90,13 @@ __device__ Share share_of(const MasksParams& p, const Tile& tile, int taps, int 
   const unsigned found = __ballot_sync(kFullWarp, meets);
   if (lane == 0) s.met[warp] = __popc(found);
   __syncthreads();
-  int before = __popc(found & ((1u << lane) - 1)), met = 0;  // before: of those that are met, before this one
+  int before = __popc(found & ((1u << lane) - 1)), met = 0;  // before: intersecting masks before this one
 #pragma unroll
   for (int i = 0; i < kThreads / kWarp; ++i) {
     if (i < warp) before += s.met[i];
     met += s.met[i];
   }
-  const int busy = (met + kBatch - 1) / kBatch;  // blocks
+  const int busy = (met + kBatch - 1) / kBatch;  // blocks with intersecting masks
   Share share;
   share.met = job < busy;
   const int first = (share.met ? job : job - busy) * kBatch, left = (share.met ? met : group - met) - first;
@@ -109,7 +109,7 @@ __device__ Share share_of(const MasksParams& p, const Tile& tile, int taps, int 
   return share;
 }
 
-// Return the neighbours of the tile's pixel i, or its last, along one axis: from the tile's first of the prototypes on.
+// Return the neighbours of the tile's pixel i, or of its last one, along one axis, relative to the tile's first.
 __device__ MaskTaps taps_in_tile(const MaskAxis& axis, int taps, bool dense, int32_t begin, int32_t size, int i,
                                  int32_t* source) {
   MaskTaps entry = taps_of(axis, begin + (i < size ? i : size - 1));
@@ -123,7 +123,7 @@ __device__ MaskTaps taps_in_tile(const MaskAxis& axis, int taps, bool dense, int
   return entry;
 }
 
-// Prototypes that are neighbours; there may be fewer than `count`.
+// List adjacent prototype pixels, of which there may be fewer than `count`.
 __device__ void fill_dense(const MaskAxis& axis, int32_t begin, int32_t* source, int count) {
   const int32_t i = threadIdx.x, pixel = taps_of(axis, begin).first + i, last = last_pixel(axis);
   if (i < count) source[i] = pixel < last ? pixel : last;
@@ -158,7 +158,7 @@ struct ByteStore {
   using Element = uint8_t;
   static constexpr int kCount = 16;
   static __device__ void all(uint8_t* out, uint32_t bits) {
-    // Nobody reads them soon: they need not push the prototypes out of the cache.
+    // These bytes are not read again soon, so they should not evict the prototypes from the cache.
     __stcs(reinterpret_cast<uint4*>(out), make_uint4(bytes_of_bits(bits), bytes_of_bits(bits >> 4),
                                                      bytes_of_bits(bits >> 8), bytes_of_bits(bits >> 12)));
   }
@@ -173,7 +173,7 @@ struct FloatStore {
   }
 };
 
-// Return whether each segment is written by its own thread, without s.bits: then segments are aligned.
+// Return whether each thread writes its own segments without s.bits, because segments are aligned.
 __device__ bool is_direct(const MasksParams& p) {
   return p.format != MaskFormat::kFloats && p.columns.size % kSegment == 0;
 }
@@ -191,17 +191,17 @@ __device__ int64_t place_of(const MasksParams& p, const Tile& tile, int row, int
   return (mask * p.rows.size + tile.y + row) * p.columns.size + tile.x + segment * kSegment;
 }
 
-// Write one mask's tile in aligned runs of 16 bytes, cut at a row's ends. bits(row, segment) gives 16 pixels.
+// Write one mask's tile in aligned runs of 16 bytes, clipped at a row's ends. bits(row, segment) returns 16 pixels.
 template <typename Store, typename Bits>
 __device__ void store_pixels(const MasksParams& p, const Tile& tile, int tile_width, int64_t mask, Bits bits) {
   constexpr int kCount = Store::kCount;
   const bool aligned = p.columns.size % kCount == 0;
-  const int runs = (tile_width / kCount) * (aligned ? 1 : 2);  // a power of two; half of them are idle if not aligned
+  const int runs = (tile_width / kCount) * (aligned ? 1 : 2);  // a power of two; half are idle if not aligned
   const int run = threadIdx.x & (runs - 1);
   typename Store::Element* out = static_cast<typename Store::Element*>(p.out);
   for (int row = threadIdx.x / runs; row < tile.height; row += kThreads / runs) {
     const int64_t begin = (mask * p.rows.size + tile.y + row) * p.columns.size + tile.x;
-    const int from = run * kCount - static_cast<int>(begin & (kCount - 1));  // of the tile's pixels
+    const int from = run * kCount - static_cast<int>(begin & (kCount - 1));  // first pixel within the tile
     if (from >= tile.width || from + kCount <= 0) continue;
     const int segment = from >> 4, shift = from & 15;
     const auto at = [&](int i) { return i >= 0 && i < kSegments ? static_cast<uint32_t>(bits(row, i)) : 0u; };
@@ -256,7 +256,7 @@ __device__ void clear(const MasksParams& p, const MaskTile& plan, const Tile& ti
   }
 }
 
-// Read the coefficients of the block's masks, from channel `piece` on.
+// Load the coefficients of the block's masks, beginning with channel `piece`.
 __device__ void load_coefficients(const MasksParams& p, const Tile& tile, Shared& s, int64_t piece, int live) {
   static_assert(kChannels * kBatch == kThreads, "one a thread");
   const int c = threadIdx.x % kChannels, m = threadIdx.x / kChannels;
@@ -268,8 +268,8 @@ __device__ void load_coefficients(const MasksParams& p, const Tile& tile, Shared
   s.coefficients[c].x[m] = coefficient;
 }
 
-// Leave the logits of the block's masks at the tile's pixels of the prototypes in s.low. The first coefficients have
-// been read; the others are read in pieces.
+// Store the logits of the block's masks at the tile's prototype pixels in s.low. The caller has loaded the first
+// coefficients; this function loads the others in pieces.
 template <typename T>
 __device__ void low_logits(const MasksParams& p, const Tile& tile, Shared& s, int low_width, int low_height, int live) {
   const int total = low_width * low_height, each = (total + kPixels - 1) / kPixels;
@@ -286,7 +286,7 @@ __device__ void low_logits(const MasksParams& p, const Tile& tile, Shared& s, in
   alignas(16) float sum[kPixels][kBatch] = {};
   for (int64_t piece = 0; piece < p.channels; piece += kChannels) {
     if (piece > 0) {
-      __syncthreads();  // the last piece has been read
+      __syncthreads();  // the previous piece has been used
       load_coefficients(p, tile, s, piece, live);
       __syncthreads();
     }
@@ -320,13 +320,13 @@ __device__ void low_logits(const MasksParams& p, const Tile& tile, Shared& s, in
   }
 }
 
-// The logits of kMasks masks, from the block's mask `first` on, at one pixel of the prototypes.
+// Return the logits of kMasks masks, beginning with the block's mask `first`, at one prototype pixel.
 template <int kMasks>
 __device__ Vector<float, kMasks> low_of(const Shared& s, int pixel, int first) {
   return *reinterpret_cast<const Vector<float, kMasks>*>(s.low + low_at(pixel) + first);
 }
 
-// The rows of a column of kMasks masks' logits, mixed.
+// Mix the rows of one column of kMasks masks' logits.
 template <int kTaps, int kMasks>
 __device__ void mix_rows(const Shared& s, int low_width, const MaskTaps& row, int column, int first,
                          float (&mixed)[kMasks]) {
@@ -342,7 +342,7 @@ __device__ void mix_rows(const Shared& s, int low_width, const MaskTaps& row, in
   }
 }
 
-// Take one more pixel, kept where `distance` is below zero: its sign is shifted in. The GPU's NaN has none.
+// Shift in one more pixel, which is kept if `distance` is negative: its sign bit. The GPU's NaN has no sign.
 __device__ uint32_t with_pixel(uint32_t bits, float distance) {
 #ifdef __CUDA_ARCH__
   return __funnelshift_l(__float_as_uint(distance), bits, 1);
@@ -351,22 +351,22 @@ __device__ uint32_t with_pixel(uint32_t bits, float distance) {
 #endif
 }
 
-// 16 pixels of a row of kMasks masks, from the block's mask `first` on, as bits.
+// Return 16 pixels of a row of kMasks masks, beginning with the block's mask `first`, as bits.
 template <int kTaps, int kMasks>
 __device__ void threshold_segment(const MasksParams& p, const Shared& s, int low_width, int row, int segment, int first,
                                   uint32_t (&bits)[kMasks]) {
   const MaskTaps row_taps = s.rows[row];
   const float threshold = threshold_of(p);
   float mixed[kTaps][kMasks], above[kMasks][kTaps];
-  int column = -2;  // that mixed[0] is of
+  int column = -2;  // column of mixed[0]
 #pragma unroll
   for (int m = 0; m < kMasks; ++m) bits[m] = 0;
-    // The last pixel comes first, and so ends in the highest bit.
+    // Begin with the last pixel, which thus ends in the highest bit.
 #pragma unroll 1
   for (int i = segment + kTileWidth - kSegments; i >= 0; i -= kSegments) {
     const int32_t begin = s.column_first[i];
     if (begin != column) {
-      const bool next = begin == column - 1;  // keep what both need
+      const bool next = begin == column - 1;  // reuse what both columns need
       column = begin;
 #pragma unroll
       for (int t = kTaps - 1; t >= 0; --t) {
@@ -401,7 +401,7 @@ __device__ void threshold_segment(const MasksParams& p, const Shared& s, int low
   }
 }
 
-// Make the block's masks from their logits, kMasks a thread: all, where a tile has enough segments for all threads.
+// Compute the block's masks from their logits, kMasks per thread: all masks if a tile has segments for all threads.
 template <int kTaps, int kMasks>
 __device__ void make(const MasksParams& p, const MaskTile& plan, const Tile& tile, Shared& s, int low_width, int live) {
   const int segments = plan.width / kSegment;
@@ -436,7 +436,7 @@ __global__ void __launch_bounds__(kThreads, kTaps* kMasks > 2 * kBatch ? 3 : 4)
   __shared__ Shared s;
   Tile tile;
   int64_t job = first_block + blockIdx.x;
-  // Blocks of one tile are neighbours: they share the cache, and those that compute run beside those that only write.
+  // Blocks of one tile are neighbours: they share the cache, and blocks that compute run beside blocks that only write.
   tile.image = divide(job, plan.groups * plan.rows * plan.columns * plan.jobs);
   tile.first_mask = plan.group * divide(job, plan.rows * plan.columns * plan.jobs);
   int64_t place = divide(job, plan.jobs);
@@ -488,7 +488,7 @@ cudaError_t launch_masks(const MasksParams& params, cudaStream_t stream) {
       return launch_taps<__half>(params, tile, stream);
     case DType::kBFloat16:
       return launch_taps<__nv_bfloat16>(params, tile, stream);
-    default:  // the glue makes float32 of the others
+    default:  // the glue converts other types to float32
       return launch_taps<float>(params, tile, stream);
   }
 }

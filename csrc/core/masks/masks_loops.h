@@ -1,4 +1,4 @@
-// Instance masks on the CPU: one band of rows of one mask at a time. Nothing is computed outside a mask's box.
+// Compute instance masks on the CPU, one band of rows of one mask at a time. Nothing is computed outside a mask's box.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ inline int64_t mask_bands(const MasksParams& p) {
 
 struct MaskTables {
   int taps;
-  // By tap and pixel of the mask: pixels of the prototypes, and their weights.
+  // These hold prototype pixels and their weights, by tap and pixel of the mask.
   std::vector<int32_t> row[kMostTaps], column[kMostTaps];
   std::vector<float> row_weight[kMostTaps], weight[kMostTaps];
 
@@ -43,7 +43,7 @@ struct MaskTables {
   }
 };
 
-// The pixels of a mask that pixels `kept` of the prototypes have a part in.
+// Return the pixels of a mask that depend on pixels `kept` of the prototypes.
 inline PixelRange pixels_made_of(const std::vector<int32_t> (&source)[kMostTaps], int taps, PixelRange kept) {
   const auto first_from = [](const std::vector<int32_t>& sorted, int32_t value) {
     return static_cast<int32_t>(std::lower_bound(sorted.begin(), sorted.end(), value) - sorted.begin());
@@ -52,7 +52,7 @@ inline PixelRange pixels_made_of(const std::vector<int32_t> (&source)[kMostTaps]
   return {first_from(source[taps - 1], kept.low), first_from(source[0], kept.high)};
 }
 
-// Logits of pixels begin..end-1 of one row of the prototypes, which are float32 with dense rows.
+// Compute the logits of pixels begin..end-1 of one row of the prototypes, which are float32 with dense rows.
 inline void row_logits(const MasksParams& p, const float* protos, const float* coefficients, int32_t begin, int32_t end,
                        float* out) {
   for (int32_t x = begin; x < end; ++x) {
@@ -87,7 +87,7 @@ TORCH_FASTDET_AVX2 inline void row_logits_avx2(const MasksParams& p, const float
 }
 #endif
 
-// keep[x] = mixed columns > threshold, for pixels begin..end-1 of a mask's row.
+// Set keep[x] to mixed columns > threshold, for pixels begin..end-1 of a mask's row.
 template <int kTaps>
 void threshold_row(const MaskTables& tables, const float* values, float threshold, int32_t begin, int32_t end,
                    uint8_t* keep) {
@@ -103,7 +103,7 @@ void threshold_row(const MaskTables& tables, const float* values, float threshol
   }
 }
 
-// Rows of the prototypes that were computed, of the last few that were asked for.
+// Cache the last few computed rows of logits at the prototypes' resolution.
 class LowRows {
  public:
   LowRows(const MasksParams& p, int64_t image, int64_t index, const MaskBox& box, PixelRange columns)
@@ -139,7 +139,7 @@ class LowRows {
   }
 
  private:
-  static constexpr int kKept = 4;  // more than a pixel's taps, so that none of them replaces another
+  static constexpr int kKept = 4;  // more than a pixel's taps, so that none of them evicts another
   const MasksParams& p_;
   const MaskBox& box_;
   PixelRange columns_;
@@ -148,7 +148,7 @@ class LowRows {
   int32_t held_[kKept];
 };
 
-// Row `y` of mask `index`, from pixels 0 or 1 of columns begin..end-1; the others are 0.
+// Write row `y` of a mask: the 0 or 1 of columns begin..end-1, and 0 elsewhere.
 inline void write_mask_row(const MasksParams& p, int64_t mask, int32_t y, const uint8_t* keep, int32_t begin,
                            int32_t end) {
   const int64_t width = p.columns.size, row = mask * p.rows.size + y;

@@ -1,4 +1,4 @@
-// Which pixels of the prototypes a pixel of a mask is made of, what a box keeps, and the threshold.
+// Determine which prototype pixels a mask pixel depends on, what a box keeps, and the threshold.
 #pragma once
 
 #include <cmath>
@@ -12,7 +12,7 @@ namespace torch_fastdet::core {
 
 constexpr int kMostTaps = 3;
 
-// a * b + c, rounded once on every machine. (Slow on a CPU without the instruction, but the same.)
+// Return a * b + c, rounded once on every machine. (It is slow on a CPU without the instruction, but the same.)
 TORCH_FASTDET_HOST_DEVICE float multiply_add(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rn(a, b, c);
@@ -21,13 +21,13 @@ TORCH_FASTDET_HOST_DEVICE float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// Neighbours along one axis: pixels first, first + 1, ... (none beyond the axis' last one) and their weights.
+// Neighbours along one axis are pixels first, first + 1, ... (none beyond the axis' last one) with these weights.
 struct alignas(16) MaskTaps {
   int32_t first;
   float weight[kMostTaps];
 };
 
-// Return how many neighbours a pixel has: 1 where nothing is resampled, 2 after one bilinear step, 3 after two.
+// Return how many neighbours a pixel has: 1 without resampling, 2 after one bilinear step, 3 after two.
 inline int tap_count(const MaskAxis& axis) {
   const bool resampled = axis.span != axis.size;
   return axis.factor > 1 ? (resampled ? 3 : 2) : (resampled ? 2 : 1);
@@ -37,7 +37,7 @@ TORCH_FASTDET_HOST_DEVICE int32_t last_pixel(const MaskAxis& axis) {
   return (axis.factor > 1 ? axis.in : axis.begin + axis.span) - 1;
 }
 
-// One bilinear step: the lower neighbour among `count` pixels, and the upper one's weight.
+// Compute one bilinear step: the lower neighbour among `count` pixels, and the upper one's weight.
 TORCH_FASTDET_HOST_DEVICE int32_t lower_neighbour(int32_t pixel, float scale, int32_t count, float* upper) {
   const float source = sub_rn(mul_rn(scale, add_rn(static_cast<float>(pixel), 0.5f)), 0.5f);
   const float position = source > 0.f ? source : 0.f;
@@ -53,7 +53,7 @@ TORCH_FASTDET_HOST_DEVICE MaskTaps taps_of(const MaskAxis& axis, int32_t pixel) 
   const float scale = div_rn(static_cast<float>(axis.span), static_cast<float>(axis.size));
   const int32_t lower = lower_neighbour(pixel, scale, axis.span, &upper);
   if (axis.factor == 1) return {axis.begin + lower, {sub_rn(1.f, upper), upper, 0.f}};
-  // Each of the two pixels of the enlarged prototypes is made of two again.
+  // Each of the two pixels of the enlarged prototypes depends on two pixels in turn.
   MaskTaps taps{0, {0.f, 0.f, 0.f}};
   const float enlarged = reciprocal_rn(static_cast<float>(axis.factor));
   for (int step = 0; step < 2; ++step) {
@@ -75,12 +75,12 @@ TORCH_FASTDET_HOST_DEVICE MaskTaps taps_of(const MaskAxis& axis, int32_t pixel) 
   return taps;
 }
 
-// Pixels low <= i < high.
+// A range includes pixels low <= i < high.
 struct PixelRange {
   int32_t low, high;
 };
 
-// The pixels i of 0..size-1 with i >= from and i < to. None where one of them is NaN.
+// Return the pixels i of 0..size-1 with i >= from and i < to, or none if either is NaN.
 TORCH_FASTDET_HOST_DEVICE PixelRange pixels_between(float from, float to, int32_t size) {
   const float end = static_cast<float>(size);
   const int32_t low = from <= 0.f ? 0 : (from < end ? static_cast<int32_t>(ceilf(from)) : size);
@@ -88,7 +88,7 @@ TORCH_FASTDET_HOST_DEVICE PixelRange pixels_between(float from, float to, int32_
   return {low, high > low ? high : low};
 }
 
-// The pixels that a box keeps, of the mask or, where the crop is first, of the prototypes.
+// A box keeps these pixels of the mask or, if cropping first, of the prototypes.
 struct MaskBox {
   PixelRange rows, columns;
 };
@@ -108,7 +108,7 @@ TORCH_FASTDET_HOST_DEVICE bool is_inside(const MaskBox& box, int32_t row, int32_
   return row >= box.rows.low && row < box.rows.high && column >= box.columns.low && column < box.columns.high;
 }
 
-// Values at kTaps neighbours, mixed. The order of the additions is fixed.
+// Mix the values at kTaps neighbours. The order of the additions is fixed.
 template <int kTaps>
 TORCH_FASTDET_HOST_DEVICE float mix(const float (&values)[kTaps], const MaskTaps& taps) {
   if (kTaps == 1) return values[0];
@@ -117,14 +117,14 @@ TORCH_FASTDET_HOST_DEVICE float mix(const float (&values)[kTaps], const MaskTaps
   return sum;
 }
 
-// Return the threshold less the first neighbour, and the others' part of it a weight: each costs one multiply-add.
+// Return the threshold minus the first neighbour, and each other one's difference: each costs one multiply-add.
 template <int kTaps>
 TORCH_FASTDET_HOST_DEVICE void distances(float (&values)[kTaps], float threshold) {
   for (int t = 1; t < kTaps; ++t) values[t] = sub_rn(values[0], values[t]);
   values[0] = sub_rn(threshold, values[0]);
 }
 
-// A pixel is kept where this is below zero; the arguments are the weights of the neighbours behind the first.
+// Keep a pixel if this is negative. The arguments are the weights of the neighbours after the first.
 template <int kTaps>
 TORCH_FASTDET_HOST_DEVICE float distance(const float (&of)[kTaps], float second, float third) {
   float sum = of[0];

@@ -1,4 +1,4 @@
-// The tiles that a mask is computed in on the GPU.
+// Plan the tiles that a mask is computed in on the GPU.
 #pragma once
 
 #include <algorithm>
@@ -10,23 +10,23 @@
 namespace torch_fastdet::core {
 
 constexpr int kTileWidth = 128, kTileHeight = 32;  // of a mask, at most
-constexpr int kLowPixels = 512;                    // of the prototypes that a tile is made of, at most
-constexpr int kLowWidth = 160, kLowHeight = 128;   // of these, along an axis
-constexpr int kMaskGroup = 256;                    // masks that the blocks of a tile divide among themselves, at most
-constexpr int kMaskBatch = 8;                      // masks of a block
+constexpr int kLowPixels = 512;                    // prototype pixels of a tile, at most
+constexpr int kLowWidth = 160, kLowHeight = 128;   // the same along each axis
+constexpr int kMaskGroup = 256;                    // masks that the blocks of a tile share, at most
+constexpr int kMaskBatch = 8;                      // masks per block
 
-// Sides are powers of two. A tile needs neighbouring prototypes where it enlarges them, else `taps` a pixel.
+// Sides are powers of two. A tile uses adjacent prototype pixels where it enlarges them, otherwise `taps` per pixel.
 struct MaskTile {
   int taps;
   int width, height;
   bool dense_columns, dense_rows;
-  int64_t columns, rows;  // of tiles
-  int64_t groups;         // of masks, of an image
-  int group;              // masks of a group, at most
-  int jobs;               // blocks of a tile and a group
+  int64_t columns, rows;  // tiles per mask
+  int64_t groups;         // groups of masks per image
+  int group;              // masks per group, at most
+  int jobs;               // blocks per tile and group
 };
 
-// At most so many pixels of the prototypes are the neighbours of `pixels` pixels of the mask.
+// Return at most how many prototype pixels are neighbours of `pixels` pixels of the mask.
 inline int low_pixels(const MaskAxis& axis, int taps, int pixels, bool dense) {
   if (!dense) return taps * pixels;
   if (pixels == 1) return taps;
@@ -53,7 +53,7 @@ inline MaskTile plan_mask_tiles(const MasksParams& p) {
   tile.columns = ceil_div(p.columns.size, tile.width), tile.rows = ceil_div(p.rows.size, tile.height);
   tile.groups = ceil_div(p.count, kMaskGroup);
   tile.group = tile.groups ? static_cast<int>(ceil_div(p.count, tile.groups)) : 0;
-  // Masks whose box the tile meets, and the others, each have one block that is not full.
+  // The masks whose box intersects the tile and the other masks may each leave one block partly filled.
   tile.jobs = static_cast<int>(ceil_div(tile.group, kMaskBatch)) + 1;
   return tile;
 }
