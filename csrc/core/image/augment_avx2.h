@@ -1,4 +1,4 @@
-// The inner loops of augmentation for AVX2, with the same results: four or eight pixels at a time.
+// Run the inner loops of augmentation with AVX2, four or eight pixels at a time, with the same results.
 #pragma once
 
 #include <immintrin.h>
@@ -8,7 +8,7 @@
 
 namespace torch_fastdet::core {
 
-// Eight bytes at each address; the first six are two pixels.
+// Load eight bytes at each offset. The first six are two pixels.
 TORCH_FASTDET_AVX2 inline __m128i load_two_pairs(const uint8_t* base, const int64_t* offsets) {
   const __m128d low = _mm_castsi128_pd(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(base + offsets[0])));
   return _mm_castpd_si128(_mm_loadh_pd(low, reinterpret_cast<const double*>(base + offsets[1])));
@@ -19,19 +19,19 @@ TORCH_FASTDET_AVX2 inline __m256i load_pairs(const uint8_t* base, const int64_t*
   return _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
 }
 
-// The offsets of four pixels from a patch's origin.
+// Compute the offsets of four pixels from a patch's origin.
 TORCH_FASTDET_AVX2 inline void pixel_offsets(__m128i x, __m128i y, __m256i pitch, int64_t* offsets) {
-  // Both factors are below 2^31, the product is 64 bits wide.
+  // Both factors are below 2^31, so the product needs 64 bits.
   const __m256i rows = _mm256_mul_epi32(_mm256_cvtepi32_epi64(y), pitch);
   const __m256i columns = _mm256_mul_epi32(_mm256_cvtepi32_epi64(x), _mm256_set1_epi64x(3));
   _mm256_store_si256(reinterpret_cast<__m256i*>(offsets), _mm256_add_epi64(rows, columns));
 }
 
-// Four pixels of a patch at points of 1/32 pixel. Reads up to eight bytes from a square's pixels on, which must exist.
+// Sample four pixels of a patch at points of 1/32 pixel. Eight bytes from its pixels on must be readable.
 TORCH_FASTDET_AVX2 inline __m128i fixed_pixels(const Patch& patch, __m128i px, __m128i py) {
   const uint8_t* base = patch.data + patch.origin;
   const __m128i fraction = _mm_set1_epi32(kWarpFraction), scale = _mm_set1_epi32(kWarpScale);
-  // b0 b1 g0 g1 r0 r1 of each pair, and a pixel's weights for its four words or dwords.
+  // `pairs` orders each pair as b0 b1 g0 g1 r0 r1, and `words` repeats a pixel's weights for its four words or dwords.
   const __m256i pairs = _mm256_setr_epi8(0, 3, 1, 4, 2, 5, -1, -1, 8, 11, 9, 12, 10, 13, -1, -1,  //
                                          0, 3, 1, 4, 2, 5, -1, -1, 8, 11, 9, 12, 10, 13, -1, -1);
   const __m256i words = _mm256_setr_epi8(0, 1, 0, 1, 0, 1, 0, 1, 8, 9, 8, 9, 8, 9, 8, 9,  //
@@ -70,18 +70,18 @@ TORCH_FASTDET_AVX2 inline void warp_fixed_avx2(const WarpSpan<FixedLine>& s) {
   warp_span<3>(rest);
 }
 
-// The low halves of 64-bit lanes: of each 128 bits two of `a`, then two of `b`.
+// Select the low halves of 64-bit lanes: of each 128 bits, two of `a` and then two of `b`.
 TORCH_FASTDET_AVX2 inline __m256i low_words(__m256i a, __m256i b) {
   return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0x88));
 }
 
-// Eight pixel pairs: four bytes from each pair's left pixel on, and from its right one.
+// Hold eight pixel pairs: four bytes beginning with each pair's left pixel, and four beginning with its right one.
 struct FloatPairs {
   __m256i left, right;
 };
 
 TORCH_FASTDET_AVX2 inline FloatPairs load_eight_pairs(const uint8_t* base, const int64_t* offsets) {
-  // Pairs 0 1 4 5 and 2 3 6 7, which low_words() brings in order.
+  // Load pairs 0 1 4 5 and 2 3 6 7, which low_words() puts in order.
   const __m256i a = _mm256_inserti128_si256(_mm256_castsi128_si256(load_two_pairs(base, offsets)),
                                             load_two_pairs(base, offsets + 4), 1);
   const __m256i b = _mm256_inserti128_si256(_mm256_castsi128_si256(load_two_pairs(base, offsets + 2)),
@@ -89,7 +89,7 @@ TORCH_FASTDET_AVX2 inline FloatPairs load_eight_pairs(const uint8_t* base, const
   return {low_words(a, b), low_words(_mm256_srli_epi64(a, 24), _mm256_srli_epi64(b, 24))};
 }
 
-// The pairs' levels of a channel, blended along x.
+// Blend the pairs' levels of one channel along x.
 TORCH_FASTDET_AVX2 inline __m256 blend_pairs(const FloatPairs& pairs, int shift, __m256 fx) {
   const __m256i byte = _mm256_set1_epi32(255);
   const __m128i by = _mm_cvtsi32_si128(shift);
@@ -98,7 +98,7 @@ TORCH_FASTDET_AVX2 inline __m256 blend_pairs(const FloatPairs& pairs, int shift,
   return _mm256_fmadd_ps(fx, _mm256_sub_ps(right, left), left);
 }
 
-// Eight points of a row in float32: `x`, `y` are whole pixels, or a pixel that no canvas has.
+// Hold eight points of a row in float32. `x` and `y` are whole pixels, or a pixel that no canvas has.
 struct FloatPoints {
   __m256i x, y;
   __m256 fx, fy;
@@ -130,14 +130,14 @@ TORCH_FASTDET_AVX2 inline __m256i blend_points(const Patch& patch, const FloatPo
   return pixels;
 }
 
-// Warp as warp_fixed_avx2(), in float32: eight pixels at a time.
+// Warp as warp_fixed_avx2() does, but in float32 and eight pixels at a time.
 TORCH_FASTDET_AVX2 inline void warp_float_avx2(const WarpSpan<FloatLine>& s) {
   const Patch patch = *s.patch;
   const __m256 step_x = _mm256_set1_ps(s.line->step[0]), step_y = _mm256_set1_ps(s.line->step[1]);
   const __m256 row_x = _mm256_set1_ps(s.line->row[0]), row_y = _mm256_set1_ps(s.line->row[1]);
   if (s.end - s.begin < 8) return warp_span<3>(s);
   for (int at = s.begin; at < s.end; at += 8) {
-    const int x = std::min(at, s.end - 8);  // the last eight may be made twice
+    const int x = std::min(at, s.end - 8);  // the last eight may be computed twice
     const __m256 column = _mm256_cvtepi32_ps(eight_from(x));
     const FloatPoints points =
         float_points(_mm256_fmadd_ps(step_x, column, row_x), _mm256_fmadd_ps(step_y, column, row_y));
@@ -145,7 +145,7 @@ TORCH_FASTDET_AVX2 inline void warp_float_avx2(const WarpSpan<FloatLine>& s) {
   }
 }
 
-// Compiled with FMA's instruction, where the plain build makes a call.
+// This copy is compiled with FMA instructions, where the plain build calls a function.
 TORCH_FASTDET_AVX2 inline void warp_points_avx2(const Layer& layer, const FloatLine& line, int begin, int end,
                                                 uint32_t* out) {
   warp_points<3>(layer, line, begin, end, out);
@@ -158,7 +158,7 @@ TORCH_FASTDET_AVX2 inline __m256 gather(const float* table, __m256i index) {
   return _mm256_i32gather_ps(table, index, 4);
 }
 
-// A quotient of OpenCV's division tables: see saturation_factor() and hue_factor(). 0 divided by 0 is not used.
+// Return a quotient of OpenCV's division tables: see saturation_factor() and hue_factor(). 0 / 0 is not used.
 TORCH_FASTDET_AVX2 inline __m256i factor(float numerator, __m256i by) {
   const __m256 quotient = _mm256_div_ps(_mm256_set1_ps(numerator), _mm256_cvtepi32_ps(by));
   return _mm256_cvttps_epi32(_mm256_add_ps(quotient, _mm256_set1_ps(0.5f)));
@@ -187,7 +187,7 @@ TORCH_FASTDET_AVX2 inline __m256i recolor8(const ColorTables& t, __m256i pixels,
   h = _mm256_srai_epi32(_mm256_add_epi32(_mm256_mullo_epi32(h, factor(122880.f, d)), rounding), 12);
   h = _mm256_add_epi32(h, _mm256_and_si256(_mm256_srai_epi32(h, 31), _mm256_set1_epi32(180)));
   __m256i s = _mm256_srli_epi32(_mm256_add_epi32(_mm256_mullo_epi32(d, factor(1044480.f, v)), rounding), 12);
-  // Without a difference there is neither hue nor saturation, and nothing to divide by.
+  // If the difference is zero, there is neither hue nor saturation, and nothing to divide by.
   const __m256i grey = _mm256_cmpeq_epi32(d, _mm256_setzero_si256());
   h = _mm256_andnot_si256(grey, h);
   s = _mm256_andnot_si256(grey, s);
@@ -213,7 +213,7 @@ TORCH_FASTDET_AVX2 inline __m256i recolor8(const ColorTables& t, __m256i pixels,
   return _mm256_or_si256(_mm256_or_si256(blue, _mm256_slli_epi32(green, 8)), _mm256_slli_epi32(red, 16));
 }
 
-// Whole vectors: the row has room for them, and what stands behind `end` is converted later or never used.
+// Convert whole vectors, which the row has space for. A vector that crosses `end` stores only the pixels before it.
 TORCH_FASTDET_AVX2 inline void recolor_span_avx2(const ColorTables& t, uint32_t* row, int begin, int end, bool round) {
   for (int x = begin; x < end; x += 8) {
     alignas(32) uint32_t tail[8];
@@ -228,7 +228,7 @@ TORCH_FASTDET_AVX2 inline void recolor_span_avx2(const ColorTables& t, uint32_t*
   }
 }
 
-// 16 bytes hold five pixels: the last few of a row are left to the plain loop, which reads no byte too many.
+// 16 bytes hold five pixels. The plain loop handles the last few of a row, to read no bytes past its end.
 TORCH_FASTDET_AVX2 inline void expand_avx2(const uint8_t* from, uint32_t* words, int count) {
   const __m128i spread = _mm_setr_epi8(0, 1, 2, -1, 3, 4, 5, -1, 6, 7, 8, -1, 9, 10, 11, -1);
   int x = 0;

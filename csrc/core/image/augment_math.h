@@ -1,4 +1,4 @@
-// One pixel of an augmented image: the bilinear sample of a warped canvas, and the three colour tables.
+// Compute one pixel of an augmented image: the bilinear sample of a warped canvas, and the three color tables.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ template <int kChannels>
 TORCH_FASTDET_HOST_DEVICE PixelPair<kChannels> load_pair(const uint8_t* at) {
   PixelPair<kChannels> pair;
 #ifdef __CUDA_ARCH__
-  // Whole words that hold at least one byte of the two: a third of the loads that bytes would take.
+  // Load the whole words that hold at least one byte of the two pixels: a third of the loads that bytes would take.
   constexpr int kBytes = 2 * kChannels;
   const uintptr_t address = reinterpret_cast<uintptr_t>(at);
   const int skip = static_cast<int>(address & 3);
@@ -58,13 +58,13 @@ TORCH_FASTDET_HOST_DEVICE PixelPair<kChannels> load_pair(const uint8_t* at) {
   return pair;
 }
 
-// The square of the canvas whose upper left pixel is (x, y), as two pairs.
+// Hold the square of the canvas whose upper left pixel is (x, y), as two pairs.
 template <int kChannels>
 struct PixelSquare {
   PixelPair<kChannels> top, bottom;
 };
 
-// Return whether any image shows in the square; it is not filled in where none does.
+// Return whether any image covers part of the square. If none does, the square is not filled in.
 template <int kChannels>
 TORCH_FASTDET_HOST_DEVICE bool load_square(const Layer& layer, int x, int y, PixelSquare<kChannels>& square) {
   const int i = patch_of_square(layer, x, y);
@@ -80,7 +80,7 @@ TORCH_FASTDET_HOST_DEVICE bool load_square(const Layer& layer, int x, int y, Pix
   return true;
 }
 
-// At a point in 1/32 pixel. OpenCV keeps whole pixels in 16 bits; what that saturates lies outside of a canvas.
+// Sample at a point in 1/32 pixel. OpenCV saturates whole pixels to 16 bits, which affects none within a canvas.
 template <int kChannels>
 TORCH_FASTDET_HOST_DEVICE Pixel<kChannels> sample_fixed(const Layer& layer, WarpPoint point) {
   PixelSquare<kChannels> s;
@@ -115,7 +115,7 @@ struct ColorTables {
   int hue[256];
 };
 
-// Entry i, of the image's tables of hue, saturation and value.
+// Fill in entry i, given the image's tables of hue, saturation and value.
 TORCH_FASTDET_HOST_DEVICE void fill_color_tables(ColorTables& t, const uint8_t* tables, int i) {
   t.s_factor[i] = saturation_factor(i);
   t.h_factor[i] = hue_factor(i);

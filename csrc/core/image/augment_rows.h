@@ -1,5 +1,5 @@
-// Augmentation on the CPU, row by row: no canvas is built. A row is one 32-bit word a pixel, b | g << 8 | r << 16
-// (grey: the level alone), from the warp to the output, so that vector code has one lane a pixel.
+// Augment images on the CPU row by row, without building a canvas. From the warp to the output, a row has one 32-bit
+// word per pixel, b | g << 8 | r << 16 (for grey the level alone), so that vector code has one lane per pixel.
 #pragma once
 
 #include <algorithm>
@@ -35,14 +35,14 @@ TORCH_FASTDET_HOST_DEVICE Pixel<kChannels> sample_point(const Layer& layer, Floa
   return sample_float<kChannels>(layer, point);
 }
 
-// A row of a layer that is warped by an affine map, in fixed point. Like FloatLine, it has the points of its columns.
+// Describe a row of a layer under an affine map in fixed point. Like FloatLine, it gives the points of its columns.
 struct FixedLine {
   const int *column_x, *column_y;
   int row_x, row_y;
   WarpPoint at(int x) const { return {affine_coordinate(column_x[x], row_x), affine_coordinate(column_y[x], row_y)}; }
 };
 
-// The same for a perspective map.
+// Do the same for a perspective map.
 struct FixedPerspective {
   const InverseMap* map;
   int y, block;
@@ -62,7 +62,7 @@ inline int pixel_y(const FloatLine& line, int x) {
   return float_pixel(line.at(x).y);
 }
 
-// Columns [begin, end) of a row, all of whose squares lie in one patch.
+// Describe columns [begin, end) of a row whose squares all lie in one patch.
 template <typename Line>
 struct WarpSpan {
   const Patch* patch;
@@ -111,17 +111,17 @@ inline void recolor_span(const ColorTables& tables, uint32_t* row, int begin, in
   for (int x = begin; x < end; ++x) row[x] = pack_pixel(recolor(tables, unpack_pixel<3>(row[x]), round));
 }
 
-// Bytes of three channels to words.
+// Expand bytes of three channels to words.
 inline void expand(const uint8_t* from, uint32_t* words, int count) {
   for (int x = 0; x < count; ++x) words[x] = pack_pixel(load_pixel<3>(from + 3 * x));
 }
 
-// The byte of each word that `shift` brings down.
+// Extract the byte that `shift` moves to the bottom of each word.
 inline void plane(const uint32_t* row, int width, int shift, uint8_t* to) {
   for (int x = 0; x < width; ++x) to[x] = static_cast<uint8_t>(row[x] >> shift);
 }
 
-// The steps that an instruction set may replace; AVX2's are in augment_avx2.h.
+// An instruction set may replace these steps; the AVX2 versions are in augment_avx2.h.
 struct RowKernels {
   void (*warp_fixed3)(const WarpSpan<FixedLine>&);
   void (*warp_float3)(const WarpSpan<FloatLine>&);
@@ -144,7 +144,7 @@ inline void expand_row(const RowKernels& kernels, const uint8_t* from, uint32_t*
   }
 }
 
-// Row y of image n from words. `value(level)` is the element.
+// Store row y of image n from words. `value(level)` returns the element.
 template <typename T, int kChannels, typename Value>
 inline void store_words(const BatchOut& out, int64_t n, int y, const uint32_t* row, bool keep_bgr, const Value& value) {
   T* data = static_cast<T*>(out.data);
@@ -156,7 +156,7 @@ inline void store_words(const BatchOut& out, int64_t n, int y, const uint32_t* r
   }
 }
 
-// The writer of a batch. `levels`: the element for each of the 256 levels; not read for uint8.
+// Write a batch. `levels` has the element for each of the 256 levels, and is not used for uint8.
 struct RowStore {
   const BatchOut& out;
   const void* levels;
@@ -187,7 +187,7 @@ struct RowStore {
   }
 };
 
-// One image of the batch: its tables read, and what its columns have in common.
+// Hold one image of the batch: its parsed tables, and the values that depend only on the column.
 template <int kChannels>
 class AugmentImage {
  public:
@@ -203,7 +203,7 @@ class AugmentImage {
     }
   }
 
-  // Write rows [begin, end) of the image before it is flipped.
+  // Write rows [begin, end) of the image, counted before it is flipped.
   void run(int begin, int end) {
     const int width = p_.out.width;
     for (int y = begin; y < end; ++y) {
@@ -225,7 +225,7 @@ class AugmentImage {
   }
 
  private:
-  // Vector code writes whole vectors.
+  // Leave space for vector code, which writes whole vectors.
   size_t words() const { return static_cast<size_t>(p_.out.width) + 16; }
 
   void read_layer(int64_t index, int which) {
@@ -287,14 +287,14 @@ class AugmentImage {
     }
   }
 
-  // Add where a square enters or leaves a patch.
+  // Add the positions at which a square enters or leaves a patch.
   static void add_edges(std::vector<int>& edges, int begin, int end) {
     for (const int edge : {begin - 1, begin, end - 1, end}) {
       if (std::find(edges.begin(), edges.end(), edge) == edges.end()) edges.push_back(edge);
     }
   }
 
-  // A row crosses each edge at most once; between crossings all squares lie in one patch, in none or across an edge.
+  // A row crosses each edge at most once. Between crossings, all squares lie in one patch, in none or across an edge.
   template <typename Line>
   void row_spans(const Layer& layer, int which, const Line& line, uint32_t* row) {
     cuts_.assign({0, p_.out.width});
@@ -308,7 +308,7 @@ class AugmentImage {
     }
   }
 
-  // `pixel(x)`: column x's pixel, in the direction of the edges.
+  // `pixel(x)` returns the pixel of column x along the axis of the edges.
   template <typename PixelOf>
   void add_crossings(const PixelOf& pixel, const std::vector<int>& edges) {
     const int first = pixel(0), last = pixel(p_.out.width - 1);
@@ -318,7 +318,7 @@ class AugmentImage {
     }
   }
 
-  // The first column whose pixel lies on the other side of `edge` than column 0's; the last column's does.
+  // Return the first column whose pixel is on the other side of `edge` than column 0's. The last column's is there.
   template <typename PixelOf>
   int crossing(const PixelOf& pixel, int edge) const {
     const bool first = pixel(0) < edge;

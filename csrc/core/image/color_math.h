@@ -1,4 +1,4 @@
-// BGR to HSV and back for 8-bit images, to OpenCV's bit (all 2^24 colours were checked); hue in half degrees.
+// Convert 8-bit images between BGR and HSV with OpenCV's bits (checked for all 2^24 colors). Hue is in half degrees.
 #pragma once
 
 #include "core/common/exact_math.h"
@@ -14,7 +14,7 @@ struct Bgr {
   int b, g, r;
 };
 
-// a * b + c, rounded once (or twice, in float64: the same for every product that colours make, as tests show).
+// Return a * b + c, rounded once (or twice, in float64: the same for every product of colors, as tests show).
 TORCH_FASTDET_HOST_DEVICE float fma_rn(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rn(a, b, c);
@@ -25,7 +25,7 @@ TORCH_FASTDET_HOST_DEVICE float fma_rn(float a, float b, float c) {
 #endif
 }
 
-// 4096 * 255 / v and 4096 * 30 / d, rounded to nearest: OpenCV's division tables.
+// Return 4096 * 255 / v and 4096 * 30 / d, rounded to nearest, as in OpenCV's division tables.
 TORCH_FASTDET_HOST_DEVICE int saturation_factor(int v) {
   return v == 0 ? 0 : static_cast<int>(div_rn(1044480.f, static_cast<float>(v)) + 0.5f);
 }
@@ -40,7 +40,7 @@ TORCH_FASTDET_HOST_DEVICE Hsv hsv_from_bgr(int b, int g, int r, int v, int d, in
   return {h < 0 ? h + 180 : h, (d * s_factor + 2048) >> 12, v};
 }
 
-// One of the three values that a colour has beside v: hue's place within its sector of 60 degrees, and the sector.
+// Hold the place of a hue within its sector of 60 degrees, and the sector.
 struct HuePlace {
   float place;
   int sector;
@@ -56,7 +56,7 @@ TORCH_FASTDET_HOST_DEVICE float unit(int value) {
   return mul_rn(static_cast<float>(value), 1.f / 255.f);
 }
 
-// OpenCV's vector code drops the fraction, its scalar code, which runs over the columns that are left of a row, rounds.
+// OpenCV's vector code drops the fraction. Its scalar code, which processes the remaining columns of a row, rounds.
 TORCH_FASTDET_HOST_DEVICE int level(float x, bool round) {
   const float scaled = mul_rn(x, 255.f);
 #ifdef __CUDA_ARCH__
@@ -67,14 +67,14 @@ TORCH_FASTDET_HOST_DEVICE int level(float x, bool round) {
 #endif
 }
 
-// s and v in units of 1 (see unit()).
+// s and v are in units of 1 (see unit()).
 TORCH_FASTDET_HOST_DEVICE Bgr bgr_from_hsv(HuePlace hue, float s, float v, bool round) {
   const float low = mul_rn(v, sub_rn(1.f, s));
   const bool odd = hue.sector & 1;  // falls along odd sectors, rises along even ones
   const float slope = odd ? hue.place : sub_rn(1.f, hue.place);
   const int top = level(v, round), bottom = level(low, round);
   const int middle = level(mul_rn(v, fma_rn(-s, slope, 1.f)), round);
-  // Sector 0: r is v, 1: g, 2: g, 3: b, 4: b, 5: r; the lowest is b, b, r, r, g, g.
+  // By sector, the highest channel is r, g, g, b, b, r, and the lowest one is b, b, r, r, g, g.
   const int pair = hue.sector >> 1;
   const int b = pair == 0 ? bottom : pair == 1 ? (odd ? top : middle) : (odd ? middle : top);
   const int g = pair == 0 ? (odd ? top : middle) : pair == 1 ? (odd ? middle : top) : bottom;

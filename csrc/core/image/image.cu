@@ -1,4 +1,4 @@
-// Augmentation, letterbox and resize of a batch, one launch each.
+// Augment, letterbox or resize a batch with one launch each.
 #include <cuda_fp16.h>
 
 #include <type_traits>
@@ -9,15 +9,15 @@ namespace torch_fastdet::core {
 
 namespace {
 
-// A block fills a tile of the output; a thread owns one column of it, and walks down every kTileGroups-th row. Lanes of
-// a warp are neighbours in a row, so that they read neighbouring source pixels and write whole sectors.
+// A block fills a tile of the output. A thread owns one column of it and processes every kTileGroups-th row. Lanes of a
+// warp are neighbours in a row, so that they read neighbouring source pixels and write whole sectors.
 constexpr int kTileWidth = 64;
 constexpr int kTileHeight = 32;
 constexpr int kThreads = 256;
 constexpr int kTileGroups = kThreads / kTileWidth;
-// Blocks of augment_kernel that share a multiprocessor at least, which keeps a thread to 40 registers. A batch of 64 of
-// 640 x 640 takes 0.375 ms on an H200 (mosaic, affine, HSV, flip), 0.42 without the bound, 0.43 to 0.46 in tiles of
-// 128 x 32, 32 x 32 or 64 x 16.
+// At least this many blocks of augment_kernel share a multiprocessor, which limits a thread to 40 registers. A batch of
+// 64 of 640 x 640 takes 0.375 ms on an H200 (mosaic, affine, HSV, flip), 0.42 without the bound, 0.43 to 0.46 in tiles
+// of 128 x 32, 32 x 32 or 64 x 16.
 constexpr int kAugmentBlocks = 6;
 
 template <typename T>
@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_pixel(const BatchOut& out, int64_t n, int 
   }
 }
 
-// The places of the tile's columns and rows in a layer's canvas, for the arithmetic that splits them: fixed and affine.
+// Hold the coordinates of the tile's columns and rows in a layer's canvas, for fixed-point affine maps, which add them.
 struct TileCoordinates {
   int column_x[kTileWidth], column_y[kTileWidth];
   int row_x[kTileHeight], row_y[kTileHeight];
@@ -74,7 +74,7 @@ __device__ __forceinline__ Pixel<kChannels> sample(const AugmentParams& p, const
                                          affine_coordinate(c.column_y[column], c.row_y[row])});
 }
 
-// Before the caller's barrier: heads; after it: what follows from them.
+// Read the heads of the layers before the caller's barrier; read_layers_rest() reads the rest after it.
 __device__ __forceinline__ void read_layers(const AugmentParams& p, AugmentTile& tile, const int64_t (&index)[2]) {
   if (threadIdx.x < 2) read_layer_head(p, index[threadIdx.x], tile.layer[threadIdx.x]);
 }
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, kAugmentBlocks) augment_kernel(const
   const int column = static_cast<int>(threadIdx.x) % kTileWidth, x = x0 + column;
   if (x >= p.out.width) return;
   const double r = mixed ? p.blend[n] : 0, rest = sub_rn(1., r);
-  // Columns that OpenCV's vector code converts.
+  // OpenCV's vector code converts these columns.
   const int truncated = p.hsv_lanes > 0 ? p.out.width / p.hsv_lanes * p.hsv_lanes : 0;
   const int out_x = flags & kFlipLeftRight ? p.out.width - 1 - x : x;
   for (int row = static_cast<int>(threadIdx.x) / kTileWidth; row < kTileHeight; row += kTileGroups) {
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads) letterbox_kernel(const __grid_consta
   }
 }
 
-// The sizes are known on the device alone: so many blocks share the tiles of each image.
+// Only the device knows the sizes, so this many blocks share the tiles of each image.
 constexpr int kResizeBlocks = 128;
 
 template <int kChannels>
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(kThreads) resize_kernel(const __grid_constant_
   }
 }
 
-// Call f(element of the batch, number of channels) with the types that `out` names.
+// Call f(element of the batch, number of channels) with the types that `out` specifies.
 template <typename F>
 void with_batch_type(const BatchOut& out, F&& f) {
   const auto with_channels = [&](auto zero) {
@@ -209,10 +209,10 @@ void with_batch_type(const BatchOut& out, F&& f) {
   return out.type == PixelType::kFloat16 ? with_channels(__half{}) : with_channels(float{});
 }
 
-// A grid has at most 65,535 blocks along z and y: larger batches go in several launches.
+// A grid has at most 65,535 blocks along z and y, so larger batches take several launches.
 constexpr int64_t kMostImages = 65535;
 
-// Call f(params of the part, grid, its first image, element, channels), which launches, for each part of a batch.
+// Call f(params of the part, grid, its first image, element, channels), which launches the kernel, for each part.
 template <typename Params, typename F>
 cudaError_t launch_parts(const Params& params, F&& f) {
   const BatchOut& out = params.out;

@@ -1,5 +1,5 @@
-// Batches of images: the parameters of resize, letterbox and the fused augmentation, and their launchers. The
-// arithmetic is in resize_math.h, warp_math.h and color_math.h, how tables are read in image_tables.h.
+// Declare the parameters and launchers of resize, letterbox and the fused augmentation of batches of images. The
+// arithmetic is in resize_math.h, warp_math.h and color_math.h; image_tables.h reads the tables.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@
 namespace torch_fastdet::core {
 
 constexpr int kMaxStorages = 8;
-constexpr int kMaxPlacements = 16;  // of a layer
+constexpr int kMaxPlacements = 16;  // per layer
 constexpr int kMaxCanvas = 32767;   // pixels a side
-constexpr int kBorder = 114;        // grey of what no image covers
+constexpr int kBorder = 114;        // grey level where no image lies
 
-// Columns of the tables, all int64.
+// The tables have these int64 columns.
 constexpr int kPlacementColumns = 10;  // storage, offset, src_h, src_w, src_x, src_y, x, y, w, h
 constexpr int kLayerColumns = 6;       // first placement, placements, canvas_h, canvas_w, warp, mask offset or -1
 constexpr int kPictureColumns = 4;     // layer, second layer or -1, flags, row of the tables or -1
@@ -24,7 +24,7 @@ constexpr int kPieceColumns = 4;       // storage, offset, bytes, out_offset
 
 enum ImageFlag : int { kFlipLeftRight = 1, kFlipUpDown = 2, kKeepBgr = 4 };
 
-// Packed images: uint8, HWC, at byte offsets.
+// Packed images are uint8, HWC, at byte offsets.
 struct Storages {
   const uint8_t* data[kMaxStorages];
   int64_t size[kMaxStorages];
@@ -33,7 +33,7 @@ struct Storages {
 
 enum class PixelType : int32_t { kUint8, kFloat16, kFloat32 };
 
-// A batch (B, C, H, W). Floating values are x / 255, or with `reciprocal` x * (1 / 255) in float32, as on the GPU.
+// Describe a batch (B, C, H, W). Floats are x / 255, or with `reciprocal` x * (1 / 255) in float32, as on the GPU.
 struct BatchOut {
   void* data;
   PixelType type;
@@ -47,11 +47,11 @@ struct AugmentParams {
   Storages storages;
   const int64_t* placements;
   const int64_t* layers;
-  const double* matrices;   // 9 a layer: forward, row-major
+  const double* matrices;   // 9 per layer: forward, row-major
   const int64_t* pictures;  // one row for each image of the batch
-  const double* blend;      // one an image, or null
-  const uint8_t* tables;    // 3 x 256 a row, or null
-  const uint8_t* masks;     // or null
+  const double* blend;      // one per image, or null
+  const uint8_t* tables;    // 3 x 256 per row, or null
+  const uint8_t* masks;     // may be null
   int64_t placement_rows, layer_rows, table_rows, mask_bytes;
   WarpArithmetic arithmetic;
   int hsv_lanes;  // pixels that OpenCV's vector code converts at once

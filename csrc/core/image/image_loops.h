@@ -1,4 +1,4 @@
-// The CPU's loops over batches of images: the caller's parallel_for shares out bands of rows.
+// Run the CPU's loops over batches of images. The caller's parallel_for distributes bands of rows.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 namespace torch_fastdet::core {
 
-// Rows that a thread takes at once at least: enough to make up for what is worked out once an image.
+// A thread takes at least this many rows at a time, to outweigh the work that it does once per image.
 constexpr int64_t kBand = 64;
 
 inline RowKernels row_kernels() {
@@ -35,7 +35,7 @@ inline ResizeKernels resize_kernels() {
   return plain_resize_kernels();
 }
 
-// The batch's element for each level; Half is the host's float16.
+// Hold the batch's element for each level. Half is the host's float16.
 template <typename Half>
 class LevelTable {
  public:
@@ -55,7 +55,7 @@ class LevelTable {
   std::array<Half, 256> half_;
 };
 
-// Call f(image, first row, last row) in parallel for bands of rows: whole images where these are enough.
+// Call f(image, first row, last row) in parallel for bands of rows, or for whole images if there are enough of them.
 template <typename ParallelFor, typename F>
 void for_bands(int64_t images, int64_t height, int threads, const ParallelFor& parallel_for, const F& f) {
   const int64_t rows = images >= int64_t{4} * threads || threads == 1 ? height : kBand;
@@ -125,7 +125,7 @@ void resize_images(const ResizeParams& p, const ParallelFor& parallel_for) {
   });
 }
 
-// Copy pieces of storages, rows of kPieceColumns, to their places in `out`; a thread takes `grain` bytes at least.
+// Copy pieces of storages, rows of kPieceColumns, to their places in `out`. A thread takes at least `grain` bytes.
 template <typename ParallelFor>
 void gather_pieces(const Storages& storages, const int64_t* rows, int64_t count, uint8_t* out, int64_t grain,
                    const ParallelFor& parallel_for) {

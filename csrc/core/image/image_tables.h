@@ -1,4 +1,4 @@
-// Rows of the plan tables as structs. What points outside or makes no sense is read as nothing; the CPU raises before.
+// Parse rows of the plan tables. Rows that point outside or are invalid read as nothing; the CPU raises before that.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace torch_fastdet::core {
 
 constexpr int64_t kMaxSide = int64_t{1} << 24;
 
-// Return an image's bytes, or null. `pitch`: bytes from row to row.
+// Return an image's bytes, or null. `pitch` is the number of bytes between rows.
 TORCH_FASTDET_HOST_DEVICE const uint8_t* image_bytes(const Storages& storages, int64_t storage, int64_t offset,
                                                      int64_t height, int64_t row_bytes, int64_t pitch) {
   if (storage < 0 || storage >= storages.count || offset < 0 || height <= 0 || row_bytes <= 0 || pitch < row_bytes) {
@@ -23,13 +23,13 @@ TORCH_FASTDET_HOST_DEVICE const uint8_t* image_bytes(const Storages& storages, i
                                                                              : nullptr;
 }
 
-// The part [x0, x1) x [y0, y1) of a canvas that an image covers: pixel data[origin + y * pitch + x * channels].
+// An image covers [x0, x1) x [y0, y1) of a canvas with pixels data[origin + y * pitch + x * channels].
 struct Patch {
   const uint8_t* data;
   int64_t origin;
   int64_t pitch;
   int x0, y0, x1, y1;
-  bool tight;  // eight bytes from the image's last pixel reach past its storage
+  bool tight;  // eight bytes from the image's last pixel would exceed its storage
   TORCH_FASTDET_HOST_DEVICE bool holds(int x, int y) const { return x >= x0 && x < x1 && y >= y0 && y < y1; }
   TORCH_FASTDET_HOST_DEVICE bool holds_square(int x, int y) const {
     return x >= x0 && x + 1 < x1 && y >= y0 && y + 1 < y1;
@@ -46,7 +46,7 @@ TORCH_FASTDET_HOST_DEVICE int64_t lesser(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
-// Empty (x0 == x1) where the row covers nothing.
+// The patch is empty (x0 == x1) if the row covers nothing.
 TORCH_FASTDET_HOST_DEVICE Patch read_patch(const Storages& storages, const int64_t* row, int channels, int canvas_h,
                                            int canvas_w) {
   Patch patch{};
@@ -71,17 +71,17 @@ TORCH_FASTDET_HOST_DEVICE Patch read_patch(const Storages& storages, const int64
   return patch;
 }
 
-// A canvas, how it is warped, and its patches: later ones lie above earlier ones.
+// Describe a canvas, how it is warped, and its patches. Later patches lie above earlier ones.
 struct Layer {
   int count;
   int canvas_h, canvas_w;
   WarpKind warp;
-  const uint8_t* mask;  // canvas_h * canvas_w: where not 0 the canvas shows its mirror image; or null
+  const uint8_t* mask;  // canvas_h * canvas_w: nonzero where the canvas shows its mirror image; or null
   InverseMap map;
   Patch patch[kMaxPlacements];
 };
 
-// All but the patches and the map. A layer that does not exist has none, and shows the border alone.
+// Read everything except the patches and the map. A layer that does not exist has no patches and shows only the border.
 TORCH_FASTDET_HOST_DEVICE void read_layer_head(const AugmentParams& p, int64_t index, Layer& layer) {
   layer.count = 0;
   layer.canvas_h = layer.canvas_w = 0;
@@ -112,7 +112,7 @@ TORCH_FASTDET_HOST_DEVICE InverseMap read_layer_map(const AugmentParams& p, int6
                                                 : InverseMap{};
 }
 
-// The pixel of the canvas at (x, y), or null: the border.
+// Return the pixel of the canvas at (x, y), or null for the border.
 TORCH_FASTDET_HOST_DEVICE const uint8_t* canvas_pixel(const Layer& layer, int x, int y, int channels) {
   if (x < 0 || y < 0 || x >= layer.canvas_w || y >= layer.canvas_h) return nullptr;
   if (layer.mask && layer.mask[static_cast<int64_t>(y) * layer.canvas_w + x]) x = layer.canvas_w - 1 - x;
@@ -122,7 +122,7 @@ TORCH_FASTDET_HOST_DEVICE const uint8_t* canvas_pixel(const Layer& layer, int x,
   return nullptr;
 }
 
-// Return the only patch in the square from (x, y) to (x + 1, y + 1), -1 for none, -2 where pixels need a look each.
+// Return the only patch in the square from (x, y) to (x + 1, y + 1), -1 for none, -2 if each pixel must be looked up.
 TORCH_FASTDET_HOST_DEVICE int patch_of_square(const Layer& layer, int x, int y) {
   if (layer.mask) return -2;
   for (int i = layer.count - 1; i >= 0; --i) {
@@ -158,9 +158,9 @@ TORCH_FASTDET_HOST_DEVICE ResizeJob read_resize_job(const ResizeParams& p, int64
   return job;
 }
 
-// An image of a letterboxed batch: its pixels fill columns [left, left + resize.x.target) and so on.
+// Describe an image of a letterboxed batch. Its pixels fill columns [left, left + resize.x.target), and rows likewise.
 struct LetterboxJob {
-  const uint8_t* source;  // null: the border alone
+  const uint8_t* source;  // null: only the border
   int64_t pitch;
   int left, top;
   Resize resize;
@@ -183,13 +183,13 @@ TORCH_FASTDET_HOST_DEVICE LetterboxJob read_letterbox_job(const LetterboxParams&
   return job;
 }
 
-// The value of a floating batch.
+// Return the value of a level in a floating-point batch.
 TORCH_FASTDET_HOST_DEVICE float normalised(int level, bool reciprocal) {
   const float x = static_cast<float>(level);
   return reciprocal ? mul_rn(x, 1.f / 255.f) : div_rn(x, 255.f);
 }
 
-// The element of channel c of pixel (x, y) of image n.
+// Return the index of the element of channel c of pixel (x, y) of image n.
 TORCH_FASTDET_HOST_DEVICE int64_t batch_index(const BatchOut& out, int64_t n, int c, int y, int x) {
   const int64_t pixel = static_cast<int64_t>(y) * out.width + x, pixels = static_cast<int64_t>(out.height) * out.width;
   return out.channels_last ? (n * pixels + pixel) * out.channels + c : (n * out.channels + c) * pixels + pixel;

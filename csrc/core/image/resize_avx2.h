@@ -1,4 +1,4 @@
-// The inner loops of kLinear for AVX2, with the same results.
+// Run the inner loops of kLinear with AVX2, with the same results.
 #pragma once
 
 #include <immintrin.h>
@@ -10,7 +10,7 @@
 
 namespace torch_fastdet::core {
 
-// blend_columns() of a tap's pixels, in three of four words. Reads eight bytes at the first one, and uses six.
+// Apply blend_columns() to a tap's pixels, in three of four words. It reads eight bytes and uses six.
 TORCH_FASTDET_AVX2 inline __m128i blend_pair(const uint8_t* row, const ColumnTap& tap) {
   const __m128i channels = _mm_setr_epi8(0, -1, 3, -1, 1, -1, 4, -1, 2, -1, 5, -1, -1, -1, -1, -1);
   const __m128i pair = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + tap.first));
@@ -19,14 +19,14 @@ TORCH_FASTDET_AVX2 inline __m128i blend_pair(const uint8_t* row, const ColumnTap
   return _mm_srai_epi32(_mm_madd_epi16(_mm_shuffle_epi8(pair, channels), _mm_set1_epi32(weights)), 4);
 }
 
-// Taps rise, so that only the last ones' eight bytes end beyond the row. Rows are read from memory that no cache holds,
-// at distances that the processor does not foresee: what the next rows need is fetched meanwhile, half the time of all.
+// Taps increase, so that only the last ones' eight bytes end past the row. Rows come from uncached memory, at distances
+// that the processor does not predict: prefetching what the next rows need saves half of the total time.
 TORCH_FASTDET_AVX2 inline void blend_columns3_avx2(const ColumnRow& row, const ColumnTap* taps, int count,
                                                    int16_t* out) {
   const int last = 3 * row.width - 8;
   const __m128i together = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13, -1, -1, -1, -1);
   int x = 0;
-  // A store writes two values too many, which the next pixel's replace.
+  // A store writes two values too many, which the next pixel's store overwrites.
   for (; x + 3 <= count && taps[x + 1].first <= last; x += 2) {
     _mm_prefetch(reinterpret_cast<const char*>(row.data + row.next + taps[x].first), _MM_HINT_T0);
     const __m128i values = _mm_packs_epi32(blend_pair(row.data, taps[x]), blend_pair(row.data, taps[x + 1]));

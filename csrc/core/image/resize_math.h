@@ -1,4 +1,4 @@
-// cv2.resize of 8-bit images, INTER_LINEAR and INTER_AREA, to the bit.
+// Compute cv2.resize of 8-bit images, INTER_LINEAR and INTER_AREA, with identical bits.
 #pragma once
 
 #include <cmath>
@@ -11,18 +11,18 @@ namespace torch_fastdet::core {
 
 enum class Interpolation : int32_t { kLinear, kArea };
 
-// The rules that an axis pair is resized by; OpenCV chooses by the two scales together.
+// Select how a pair of axes is resized. OpenCV chooses by the two scales together.
 enum class ResizeRule : int32_t {
   kCopy,        // equal sizes
-  kLinear,      // two taps an axis, weights in 1/2048
-  kLinearArea,  // INTER_AREA that enlarges: the same with other positions
-  kBlocks,      // INTER_AREA by whole factors: the mean of a block
+  kLinear,      // two taps per axis, weights in 1/2048
+  kLinearArea,  // enlarging INTER_AREA: the same with other positions
+  kBlocks,      // INTER_AREA with integer factors: the mean of a block
   kArea         // INTER_AREA otherwise: the mean with weights in float32
 };
 
 struct ResizeAxis {
   int source, target;
-  double scale, inverse;  // source pixels a target pixel, and the reverse
+  double scale, inverse;  // source pixels per target pixel, and the inverse
 };
 
 TORCH_FASTDET_HOST_DEVICE ResizeAxis resize_axis(int source, int target) {
@@ -57,7 +57,7 @@ TORCH_FASTDET_HOST_DEVICE Resize make_resize(int source_w, int source_h, int tar
   return r;
 }
 
-// Two neighbouring source pixels and their weights in 1/2048.
+// Hold two neighbouring source pixels and their weights in 1/2048.
 struct LinearTap {
   int first, second;
   int first_weight, second_weight;
@@ -67,7 +67,7 @@ TORCH_FASTDET_HOST_DEVICE int weight_2048(float x) {
   return static_cast<int>(::rintf(mul_rn(x, 2048.f)));
 }
 
-// OpenCV puts a fraction beyond the first or last column to 0, beyond rows it repeats the row and keeps the fraction.
+// Beyond the first or last column OpenCV sets the fraction to 0; beyond rows it repeats the row and keeps the fraction.
 TORCH_FASTDET_HOST_DEVICE LinearTap linear_tap(const ResizeAxis& axis, int target, bool columns, bool area) {
   float fraction;
   int first;
@@ -91,17 +91,17 @@ TORCH_FASTDET_HOST_DEVICE LinearTap linear_tap(const ResizeAxis& axis, int targe
   return {inside(first), inside(first + 1), weight_2048(sub_rn(1.f, fraction)), weight_2048(fraction)};
 }
 
-// A pair of pixels p0, p1 of a row as (p0 * w0 + p1 * w1) / 16, rounded down: at most 255 * 2048 / 16, 15 bits.
+// Blend two pixels of a row to (p0 * w0 + p1 * w1) / 16, rounded down: at most 255 * 2048 / 16, which fits in 15 bits.
 TORCH_FASTDET_HOST_DEVICE int blend_columns(int first, int second, int first_weight, int second_weight) {
   return (first * first_weight + second * second_weight) >> 4;
 }
 
-// Two such values, one below the other.
+// Blend two such values, one below the other.
 TORCH_FASTDET_HOST_DEVICE int blend_rows(int top, int bottom, int top_weight, int bottom_weight) {
   return (((top_weight * top) >> 16) + ((bottom_weight * bottom) >> 16) + 2) >> 2;
 }
 
-// The source pixels [first, last] under one target pixel. The first and the last may count in part.
+// One target pixel covers source pixels [first, last]. The first and the last one may count in part.
 struct AreaTap {
   int first, last;
   float first_weight, weight, last_weight;
@@ -139,7 +139,7 @@ TORCH_FASTDET_HOST_DEVICE int saturate_level(float x) {
   return rounded < 0 ? 0 : rounded > 255 ? 255 : rounded;
 }
 
-// One channel of one target pixel; `at(x, y)` gives the source's value.
+// Compute one channel of one target pixel. `at(x, y)` returns the source's value.
 template <typename At>
 TORCH_FASTDET_HOST_DEVICE int resized_level(const Resize& r, int x, int y, const At& at) {
   if (r.rule == ResizeRule::kCopy) return at(x, y);

@@ -1,5 +1,5 @@
-// cv2.resize on the CPU, one target row at a time: what the columns need is worked out once an image, and a source row
-// that is blended along its columns serves every target row that takes it.
+// Compute cv2.resize on the CPU, one target row at a time. The work for the columns is done once per image, and a
+// source row that is blended along its columns serves every target row that uses it.
 #pragma once
 
 #include <algorithm>
@@ -12,24 +12,24 @@
 
 namespace torch_fastdet::core {
 
-// A column's two source pixels, as offsets in a row, and their weights side by side.
+// Hold a column's two source pixels, as offsets in a row, and their weights next to each other.
 struct ColumnTap {
   int first, second;
   int16_t first_weight, second_weight;
 };
 
-// A source row of `width` pixels of three channels, and how far behind it lies the row that will be needed next.
+// Describe a source row of `width` pixels of three channels, and how far after it the next row to be read lies.
 struct ColumnRow {
   const uint8_t* data;
   int width;
   int64_t next;
 };
 
-// The steps that an instruction set may replace: the two of kLinear.
+// An instruction set may replace these two steps of kLinear.
 struct ResizeKernels {
-  // blend_columns() of a row.
+  // Apply blend_columns() to a row.
   void (*columns3)(const ColumnRow& row, const ColumnTap* taps, int count, int16_t* out);
-  // blend_rows() of two rows of such values.
+  // Apply blend_rows() to two rows of such values.
   void (*rows)(const int16_t* top, const int16_t* bottom, int top_weight, int bottom_weight, uint8_t* out,
                int64_t count);
 };
@@ -84,7 +84,7 @@ class ResizeRows {
     }
   }
 
-  // Target row y, target width * kChannels bytes. Rows in rising order share most work.
+  // Compute target row y, which has target width * kChannels bytes. Rows in ascending order share most of the work.
   void row(int y, uint8_t* out) {
     if (resize_.rule == ResizeRule::kCopy) {
       std::memcpy(out, source_ + y * pitch_, static_cast<size_t>(resize_.x.target) * kChannels);
@@ -107,7 +107,7 @@ class ResizeRows {
                   static_cast<int64_t>(resize_.x.target) * kChannels);
   }
 
-  // The buffer that holds source row `y`; `keep`, the other row of the pair, stays.
+  // Return the buffer that holds source row `y`, without evicting `keep`, the other row of the pair.
   int columns_of(int y, int keep) {
     for (int i = 0; i < 2; ++i) {
       if (held_[i] == y) return i;

@@ -1,6 +1,6 @@
-// cv2.warpAffine and cv2.warpPerspective, bilinear, of 8-bit images with a constant border. kFixed is OpenCV 4's
-// arithmetic to the bit: coordinates in 1/32 pixel. kFloat is OpenCV 5's, float32: its own vector and scalar code
-// differ by one level here and there, and so does this.
+// Compute bilinear cv2.warpAffine and cv2.warpPerspective of 8-bit images with a constant border. kFixed is bitwise
+// identical to OpenCV 4: coordinates in 1/32 pixel. kFloat is OpenCV 5's float32 arithmetic: its own vector and scalar
+// code differ by one level here and there, and so does this code.
 #pragma once
 
 #include <cmath>
@@ -14,16 +14,16 @@ namespace torch_fastdet::core {
 enum class WarpKind : int32_t { kNone, kAffine, kPerspective };
 enum class WarpArithmetic : int32_t { kFixed, kFloat };
 
-constexpr int kWarpBits = 5;  // of a coordinate's fraction
+constexpr int kWarpBits = 5;  // bits of a coordinate's fraction
 constexpr int kWarpScale = 1 << kWarpBits;
 constexpr int kWarpFraction = kWarpScale - 1;
 
-// To nearest, ties to even; beyond int32 the value of the nearest int32.
+// Round to nearest, ties to even. Values outside of int32 become the nearest int32.
 TORCH_FASTDET_HOST_DEVICE int round_to_int(double x) {
 #ifdef __CUDA_ARCH__
   return __double2int_rn(x);
 #else
-  // Adding 1.5 * 2^52 rounds to an integer. std::lrint is a call, and no loop over it is vectorised.
+  // Adding 1.5 * 2^52 rounds to an integer. std::lrint is a call, which prevents vectorization of loops.
   x = x == x ? x : 0.;
   x = x > -2147483648. ? x : -2147483648.;
   x = x < 2147483647. ? x : 2147483647.;
@@ -31,7 +31,7 @@ TORCH_FASTDET_HOST_DEVICE int round_to_int(double x) {
 #endif
 }
 
-// From output to source pixels, row-major 3 x 3 (affine: the last row is not read).
+// Map output to source pixels, row-major 3 x 3 (for an affine map the last row is not read).
 struct InverseMap {
   double m[9];
 };
@@ -54,7 +54,7 @@ TORCH_FASTDET_HOST_DEVICE double minor_of(const double* m, int a, int b, int c, 
   return sub_rn(mul_rn(m[a], m[b]), mul_rn(m[c], m[d]));
 }
 
-// A matrix that has no inverse gives zeros.
+// Return zeros for a matrix without an inverse.
 TORCH_FASTDET_HOST_DEVICE InverseMap invert_perspective(const double* m) {
   double d = add_rn(sub_rn(mul_rn(m[0], minor_of(m, 4, 8, 5, 7)), mul_rn(m[1], minor_of(m, 3, 8, 5, 6))),
                     mul_rn(m[2], minor_of(m, 3, 7, 4, 6)));
@@ -64,23 +64,23 @@ TORCH_FASTDET_HOST_DEVICE InverseMap invert_perspective(const double* m) {
            mul_rn(minor_of(m, 3, 7, 4, 6), d), mul_rn(minor_of(m, 1, 6, 0, 7), d), mul_rn(minor_of(m, 0, 4, 1, 3), d)}};
 }
 
-// Fixed point, affine: what a column and a row add to a coordinate, in 1/1024 pixel.
+// Return what a column and a row add to a coordinate of a fixed-point affine map, in 1/1024 pixel.
 TORCH_FASTDET_HOST_DEVICE int affine_column(double factor, int x) {
   return round_to_int(mul_rn(mul_rn(factor, static_cast<double>(x)), 1024.));
 }
 TORCH_FASTDET_HOST_DEVICE int affine_row(double factor, double offset, int y) {
   return round_to_int(mul_rn(add_rn(mul_rn(factor, static_cast<double>(y)), offset), 1024.)) + 16;
 }
-// The coordinate in 1/32 pixel.
+// Return the coordinate in 1/32 pixel.
 TORCH_FASTDET_HOST_DEVICE int affine_coordinate(int column, int row) {
   return static_cast<int>(static_cast<uint32_t>(column) + static_cast<uint32_t>(row)) >> 5;
 }
 
 struct WarpPoint {
-  int x, y;  // 1/32 pixel
+  int x, y;  // in 1/32 pixel
 };
 
-// OpenCV walks an output in blocks of columns, and adds what a block's first column and the rest give.
+// OpenCV processes an output in blocks of columns, and adds what a block's first column and the rest contribute.
 TORCH_FASTDET_HOST_DEVICE int perspective_block(int width, int height) {
   const int block = 1024 / (height < 16 ? height : 16);
   return block < width ? block : width;
@@ -99,14 +99,14 @@ TORCH_FASTDET_HOST_DEVICE WarpPoint perspective_point(const InverseMap& map, int
           round_to_int(mul_rn(add_rn(y0, mul_rn(m[3], rest)), w))};
 }
 
-// One channel of four pixels, left to right and top to bottom, at fractions fx and fy of 1/32.
+// Blend one channel of four pixels, left to right and top to bottom, with fractions fx and fy of 1/32.
 TORCH_FASTDET_HOST_DEVICE int blend_fixed(int p00, int p01, int p10, int p11, int fx, int fy) {
   const int top = p00 * kWarpScale + (p01 - p00) * fx;
   const int bottom = p10 * kWarpScale + (p11 - p10) * fx;
   return (top * kWarpScale + (bottom - top) * fy + 512) >> 10;
 }
 
-// OpenCV 5: the source pixel in float32.
+// OpenCV 5 gives the source pixel in float32.
 struct FloatPoint {
   float x, y;
 };
@@ -115,13 +115,13 @@ TORCH_FASTDET_HOST_DEVICE float fused(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rn(a, b, c);
 #elif defined(__GNUC__)
-  return __builtin_fmaf(a, b, c);  // one instruction where the calling function is compiled for FMA
+  return __builtin_fmaf(a, b, c);  // one instruction if the calling function is compiled for FMA
 #else
   return std::fma(a, b, c);
 #endif
 }
 
-// A row's points: what does not depend on the column is worked out once.
+// Compute a row's points. Everything that does not depend on the column is computed once.
 struct FloatLine {
   float step[3], row[3];
   bool perspective;
@@ -145,7 +145,7 @@ TORCH_FASTDET_HOST_DEVICE FloatLine float_line(const InverseMap& map, WarpKind k
   return line;
 }
 
-// The whole pixel that a coordinate lies in; far outside and NaN are one that no canvas has.
+// Return the whole pixel that a coordinate lies in. Far outside and for NaN, it is one that no canvas has.
 TORCH_FASTDET_HOST_DEVICE int float_pixel(float coordinate) {
   if (!(coordinate > -2.f)) return -2;
   return coordinate < 32768.f ? static_cast<int>(::floorf(coordinate)) : 32768;
@@ -158,12 +158,12 @@ TORCH_FASTDET_HOST_DEVICE int blend_float(int p00, int p01, int p10, int p11, fl
 #ifdef __CUDA_ARCH__
   return __float2int_rn(value);
 #else
-  // As in round_to_int(): adding 1.5 * 2^23 rounds.
+  // As in round_to_int(), adding 1.5 * 2^23 rounds.
   return static_cast<int>((value + 12582912.f) - 12582912.f);
 #endif
 }
 
-// mixup as numpy does it: (a * r + b * (1 - r)).astype(uint8). A share outside of 0 to 1, or NaN, gives a level too.
+// Mix images as numpy does: (a * r + b * (1 - r)).astype(uint8). A share outside of 0 to 1, or NaN, gives a level too.
 TORCH_FASTDET_HOST_DEVICE int mix(int a, int b, double r, double rest) {
   const double level = add_rn(mul_rn(static_cast<double>(a), r), mul_rn(static_cast<double>(b), rest));
   return static_cast<int>(level > 0. ? (level < 255. ? level : 255.) : 0.);
