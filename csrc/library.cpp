@@ -2,35 +2,35 @@
 #include <torch/library.h>
 
 TORCH_LIBRARY(torch_fastdet, m) {
-  // Layers. cat: upsample_nearest2x(x) beside skip along the channels.
+  // Layers. The cat form concatenates upsample_nearest2x(x) and skip along the channels.
   m.def("upsample_nearest2x(Tensor x) -> Tensor");
   m.def("upsample_nearest2x_backward(Tensor grad_output) -> Tensor");
   m.def("upsample_nearest2x_cat(Tensor x, Tensor skip) -> Tensor");
 
-  // 2x2 squares of pixels as channels, rounded up with zeros, channels_last; border: a first row and column of zeros.
+  // Turn 2x2 squares of pixels into channels (channels_last), zero-padded; border adds a first row and column of zeros.
   m.def("space_to_depth(Tensor x, int channels, bool border=False, ScalarType? dtype=None) -> Tensor");
   m.def(
       "space_to_depth_backward(Tensor grad_output, int channels, bool border=False, ScalarType? dtype=None) -> Tensor");
 
-  // A convolution of stride 1 on such squares: 3x3 with a padding of 1, or 2x2 without. No gradient of squares.
+  // Convolve such squares with stride 1: 3x3 with a padding of 1, or 2x2 without. Squares have no gradient.
   m.def("stem_conv2d(Tensor squares, Tensor weight) -> Tensor");
   m.def("stem_conv2d_backward(Tensor grad_output, Tensor squares, int kernel_size) -> Tensor");
 
-  // Max pooling of stride 1, without padding; indices are for the backward pass.
+  // Max pooling of stride 1, without padding. indices are for the backward pass.
   m.def("max_pool(Tensor x, int kernel_size) -> (Tensor y, Tensor indices)");
   m.def("max_pool_backward(Tensor grad_y, Tensor indices, int kernel_size) -> Tensor");
-  // x beside poolings of poolings of it, each of stride 1 and x's size; indices are for the backward pass.
+  // Concatenate x and successive poolings of it, each of stride 1 and x's size. indices are for the backward pass.
   m.def("max_pools_cat(Tensor x, int kernel_size=5, int pools=3) -> (Tensor y, Tensor indices)");
-  // The same without a gradient; the first channels of y are x.
+  // Do the same without a gradient; the first channels of y are x.
   m.def("max_pools_(Tensor(a!) y, int kernel_size=5, int pools=3) -> ()");
   m.def("max_pools_cat_backward(Tensor grad_y, Tensor indices, int kernel_size=5, int pools=3) -> Tensor");
 
-  // BatchNorm2d in training and the activation behind it; mean and invstd are for the backward pass.
+  // Apply BatchNorm2d in training and then the activation. mean and invstd are for the backward pass.
   m.def(
       "bn_act(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean=None, Tensor(b!)? running_var=None, "
       "Tensor(c!)? num_batches_tracked=None, float momentum=0.1, float eps=1e-05, str activation='silu', "
       "float slope=0.01, Tensor? residual=None) -> (Tensor y, Tensor mean, Tensor invstd)");
-  // cat([residual + act(batch_norm(x[0])), act(batch_norm(x[1])), ...], 1); without running statistics: empty lists.
+  // cat([residual + act(batch_norm(x[0])), act(batch_norm(x[1])), ...], 1); running statistics may be empty lists.
   m.def(
       "bn_act_cat(Tensor[] x, Tensor[] weight, Tensor[] bias, Tensor(a!)[] running_mean, Tensor(b!)[] running_var, "
       "Tensor(c!)[] num_batches_tracked, float momentum=0.1, float eps=1e-05, str activation='silu', "
@@ -38,7 +38,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def(
       "bn_act_backward(Tensor grad_y, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor invstd, "
       "str activation, float slope) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
-  // Several norms on neighbouring channels of x, into tensors that are there: nn/joint.py has the autograd.
+  // Apply several norms to neighbouring channels of x and write to existing tensors. nn/joint.py has the autograd.
   m.def(
       "bn_act_parts(Tensor x, Tensor(a!)[] y, Tensor[] weight, Tensor[] bias, Tensor(b!)[] running_mean, "
       "Tensor(c!)[] running_var, Tensor(d!)[] num_batches_tracked, float momentum=0.1, float eps=1e-05, "
@@ -46,30 +46,30 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def(
       "bn_act_parts_backward(Tensor[] grad_y, Tensor x, Tensor[] weight, Tensor[] bias, Tensor mean, Tensor invstd, "
       "str activation, float slope) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
-  // y = residual + act(batch_norm(x) or x * weight + bias). y and last, the last channels once more, may be x.
+  // y = residual + act(batch_norm(x) or x * weight + bias). y may be x, and so may last, a copy of the last channels.
   m.def(
       "bias_act(Tensor x, Tensor(a!) y, Tensor? weight, Tensor? bias, Tensor? mean=None, Tensor? variance=None, "
       "float eps=1e-05, str activation='silu', float slope=0.01, Tensor? residual=None, Tensor(b!)? last=None) -> ()");
 
-  // out = x[0] + x[1] + ..., rounded after each addition, or a copy of x[0]; slices of tensors along the channels.
+  // out = x[0] + x[1] + ..., rounded after each addition, or a copy of x[0]; tensors may be slices along the channels.
   m.def("sum_slices(Tensor[] x, Tensor(a!) out) -> ()");
 
-  // x, channels_last and padded with zero channels, and each channel's sum, for the backward of a biased convolution.
+  // Return x, channels_last and padded with zero channels, and each channel's sum, for a biased convolution's backward.
   m.def("pad_and_sum(Tensor x, int channels) -> (Tensor out, Tensor sums)");
 
-  // The sum of x (..., width) over all dimensions but the last: the gradient of a linear layer's bias.
+  // Sum x (..., width) over all dimensions but the last, which gives the gradient of a linear layer's bias.
   m.def("sum_rows(Tensor x) -> Tensor");
 
-  // The gradient of x in y = softmax(x, -1): (N, rows, columns), grad_y of any strides.
+  // Return the gradient of x in y = softmax(x, -1), of shape (N, rows, columns); grad_y may have any strides.
   m.def("softmax_backward(Tensor grad_y, Tensor y) -> Tensor");
 
-  // Multi-scale deformable attention. shapes: height and width of each level, one after the other.
+  // Multi-scale deformable attention. shapes lists height and width of each level.
   m.def("deformable_attention(Tensor value, SymInt[] shapes, Tensor locations, Tensor weights) -> Tensor");
   m.def(
       "deformable_attention_backward(Tensor grad_output, Tensor value, SymInt[] shapes, Tensor locations, "
       "Tensor weights) -> (Tensor, Tensor, Tensor)");
 
-  // Rectangular assignment problems, and what could not be solved.
+  // Solve rectangular assignment problems. status reports those that cannot be solved.
   m.def("linear_assignment(Tensor cost, Tensor columns) -> (Tensor rows, Tensor status)");
 
   // Intersection over union of box pairs, and its loss.
@@ -115,7 +115,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "Tensor? sizes=None, bool finite=False) -> (Tensor detections, Tensor counts, Tensor indices)");
   m.def("scale_boxes(Tensor boxes, Tensor letterboxes, bool xywh=False) -> Tensor");
 
-  // Masks of detections: a window (top, left, bottom, right) of enlarged prototypes; box_scale (x, y) before the crop.
+  // Masks of detections, of a window (top, left, bottom, right) of enlarged prototypes; box_scale (x, y) comes first.
   m.def(
       "instance_masks(Tensor protos, Tensor coefficients, Tensor boxes, SymInt[2] size, *, SymInt[4]? window=None, "
       "int factor=1, float[2] box_scale=[1., 1.], bool sigmoid=False, bool crop_first=False, bool packed=False, "
@@ -123,7 +123,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def("crop_mask(Tensor masks, Tensor boxes) -> Tensor");
   m.def("crop_mask_(Tensor(a!) masks, Tensor boxes) -> ()");
 
-  // Validation: detections matched with labels. rule is "best" (YOLOv5) or "greedy" (Ultralytics).
+  // Validation matches detections with labels. rule is "best" (YOLOv5) or "greedy" (Ultralytics).
   m.def(
       "match_detections(Tensor detections, Tensor labels, Tensor iouv, Tensor? counts=None, str rule=\"best\", "
       "Tensor? iou=None) -> Tensor");
@@ -131,7 +131,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "confusion_matrix_(Tensor(a!) matrix, Tensor detections, Tensor labels, Tensor? counts=None, float conf=0.25, "
       "float iou_thres=0.45, str rule=\"best\", Tensor? iou=None) -> ()");
 
-  // YOLOv5's loss. cls_gain is not called cls: torch.compile passes keywords to a class method, which has its own cls.
+  // YOLOv5's loss. cls_gain is not called cls, since torch.compile passes keywords to a class method with its own cls.
   m.def(
       "yolov5_loss(Tensor[] heads, Tensor targets, Tensor anchors, Tensor balance, Tensor? num_targets=None, *, "
       "float box_gain=0.05, float obj_gain=1.0, float cls_gain=0.5, float cls_pw=1.0, float obj_pw=1.0, "
@@ -143,7 +143,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "Tensor match_cell, Tensor match_values, Tensor object_gradient, *, float cls_pw=1.0, "
       "float label_smoothing=0.0, float fl_gamma=0.0) -> Tensor[]");
 
-  // OpenCV's images in batches: packed uint8 HWC in 1-D storages, plans as tables (columns in core/image/image.h).
+  // Batches of OpenCV's image operations: packed uint8 HWC in 1-D storages, plans as tables (core/image/image.h).
   m.def(
       "image_augment(Tensor[] storages, Tensor placements, Tensor layers, Tensor matrices, Tensor pictures, "
       "Tensor? blend, Tensor? tables, Tensor? masks, SymInt[2] size, *, int channels=3, ScalarType? dtype=None, "
@@ -158,7 +158,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def("image_resize_(Tensor(a!) out, Tensor[] storages, Tensor plan, *, int channels=3) -> ()");
   m.def("image_gather_(Tensor(a!) out, Tensor[] storages, Tensor pieces) -> ()");
 
-  // JPEG files with OpenCV's pixels. jpeg_pack and jpeg_plan, on the host, index a file (layout: core/jpeg/jpeg.h).
+  // Decode JPEG files to OpenCV's pixels. jpeg_pack and jpeg_plan index a file on the host (layout: core/jpeg/jpeg.h).
   m.def(
       "jpeg_pack(Tensor[] files, bool pin_memory=False, int segment=4) -> (Tensor storage, "
       "Tensor pictures, str[] refusals)");
@@ -166,7 +166,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def("jpeg_decode_(Tensor(a!) out, Tensor storage, Tensor plan, int[3] sizes) -> ()");
 
   // Ultralytics' detection loss. heads: one tensor a level, or boxes and scores of all levels, whose heights and widths
-  // are `sizes` then. settings (9): box, cls and dfl gain, weight, alpha, beta, eps, least side and short side.
+  // are then `sizes`. settings (9): box, cls and dfl gain, weight, alpha, beta, eps, least side and short side.
   m.def(
       "v8_loss(Tensor[] heads, Tensor targets, Tensor settings, float[] strides, SymInt[] sizes, "
       "Tensor? num_targets=None, Tensor? class_weights=None, *, int reg_max=16, int topk=10, int topk2=10) "
@@ -176,7 +176,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "v8_loss_backward(Tensor grad_loss, Tensor[] heads, Tensor targets, Tensor scales, Tensor slot_anchor, "
       "Tensor slot_row, Tensor slot_score, float[] strides, SymInt[] sizes, Tensor? class_weights=None, *, "
       "int reg_max=16) -> Tensor[]");
-  // v8_loss whose assignment compares masks, too. masks: (bs or n, h, w). Its backward is that of v8_loss.
+  // v8_loss with an assignment that also compares masks (bs or n, h, w). Its backward is v8_loss_backward.
   m.def(
       "v8_masked_loss(Tensor[] heads, Tensor coefficients, Tensor protos, Tensor masks, Tensor targets, "
       "Tensor settings, float[] strides, SymInt[] sizes, Tensor? num_targets=None, Tensor? class_weights=None, *, "
@@ -187,7 +187,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "v8_mask_loss(Tensor coefficients, Tensor protos, Tensor masks, Tensor targets, Tensor settings, "
       "Tensor slot_anchor, Tensor slot_row, SymInt[] image_size, Tensor? num_targets=None, bool overlap=True) "
       "-> (Tensor loss, Tensor item, Tensor scale, Tensor positives, Tensor first_positive, Tensor unit_gradients)");
-  // The same of YOLOv5's, for yolov5_loss' matches, which may share an anchor. sizes: height, width of each level.
+  // The same for YOLOv5, with yolov5_loss's matches, which may share an anchor. sizes: height, width of each level.
   m.def(
       "yolov5_mask_loss(Tensor coefficients, Tensor protos, Tensor masks, Tensor targets, Tensor match_cell, "
       "SymInt[] sizes, Tensor? num_targets=None, *, float box_gain=0.05, bool overlap=True) "
@@ -205,13 +205,13 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "v8_keypoint_loss_backward(Tensor grad_loss, Tensor predictions, Tensor labels, Tensor sigmas, Tensor targets, "
       "Tensor slot_anchor, Tensor slot_row, Tensor scales, float[] strides, SymInt[] sizes, bool centered=False) "
       "-> Tensor");
-  // v8_loss whose assignment compares keypoints, centered ones. Its backward is that of v8_loss.
+  // v8_loss with an assignment that compares keypoints, which are centered. Its backward is v8_loss_backward.
   m.def(
       "v8_posed_loss(Tensor[] heads, Tensor predictions, Tensor labels, Tensor sigmas, Tensor targets, "
       "Tensor settings, float[] strides, SymInt[] sizes, Tensor? num_targets=None, Tensor? class_weights=None, *, "
       "int reg_max=16, int topk=10, int topk2=10) -> (Tensor loss, Tensor items, Tensor scales, Tensor slot_anchor, "
       "Tensor slot_row, Tensor slot_score, Tensor status)");
-  // The loss of oriented boxes: targets have a seventh column, the angle; settings a tenth number, the angle's gain.
+  // The loss of oriented boxes. The seventh column of targets is the angle, the tenth of settings the angle's gain.
   m.def(
       "v8_obb_loss(Tensor boxes, Tensor scores, Tensor angles, Tensor targets, Tensor settings, float[] strides, "
       "SymInt[] sizes, Tensor? num_targets=None, Tensor? class_weights=None, *, int reg_max=16, int topk=10, "
@@ -234,7 +234,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "Tensor quality, Tensor scales, Tensor? dn_boxes=None, Tensor? dn_scores=None) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
 
-  // Lists of tensors in place, one launch (clip: two). .tensor takes factors on the device; first, as they fit `float`.
+  // Update lists of tensors in place, in one launch (clip: two). .tensor takes device tensors, which also fit `float`.
   m.def("multi_tensor_ema_.tensor(Tensor(a!)[] averages, Tensor[] values, Tensor decay) -> ()");
   m.def("multi_tensor_ema_(Tensor(a!)[] averages, Tensor[] values, float decay) -> ()");
   m.def(

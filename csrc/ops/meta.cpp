@@ -1,4 +1,4 @@
-// Shapes, dtypes and memory formats of every operator: each family's run.h, with nothing to run.
+// Register the shapes, dtypes and memory formats of every operator: each family's run.h with nothing to run.
 #include "ops/bn_act/run.h"
 #include "ops/boxes/run.h"
 #include "ops/deformable_attention/run.h"

@@ -1,4 +1,4 @@
-// torch_fastdet._C.read_labels: image and label files read by threads, with the GIL released.
+// torch_fastdet._C.read_labels reads image and label files in threads, with the GIL released.
 #include "python/bind.h"
 
 #include <pybind11/numpy.h>
@@ -32,7 +32,7 @@ std::vector<Found> scan(const std::vector<std::string>& images, const std::vecto
       try {
         found[i].count =
             core::scan_plain(images[i].c_str(), labels[i].c_str(), classes, found[i].size, found[i].labels);
-      } catch (const std::bad_alloc&) {  // left to the framework, which says so
+      } catch (const std::bad_alloc&) {  // left to the framework, which reports it
         found[i] = Found{};
       }
     }
@@ -40,7 +40,7 @@ std::vector<Found> scan(const std::vector<std::string>& images, const std::vecto
   std::vector<std::thread> others;
   try {
     while (static_cast<int>(others.size()) < threads - 1) others.emplace_back(work);
-  } catch (const std::system_error&) {  // the system has no more threads for us
+  } catch (const std::system_error&) {  // the system has no more threads
   }
   work();
   for (std::thread& thread : others) thread.join();

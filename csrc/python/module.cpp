@@ -1,4 +1,4 @@
-// torch_fastdet._C: build information, trackers and the scan of labels, none of which needs torch.
+// torch_fastdet._C holds build information, the trackers and the scan of labels, none of which needs torch.
 #include <pybind11/pybind11.h>
 
 #include "build_config.h"

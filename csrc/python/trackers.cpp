@@ -1,4 +1,4 @@
-// torch_fastdet._C.Tracker: the trackers of csrc/core/track with NumPy arrays. A frame is computed without the GIL.
+// torch_fastdet._C.Tracker wraps the trackers of csrc/core/track for NumPy arrays. It releases the GIL for each frame.
 #include "python/bind.h"
 
 #include <pybind11/numpy.h>
@@ -92,7 +92,7 @@ void load(Tracker& tracker, const std::array<std::optional<Doubles>, 3>& lists, 
   tracker.load(rows, count, frame, last_id);
 }
 
-// solve(costs, limit) returns the column of each row.
+// Call solve(costs, limit), which returns the column of each row.
 void break_ties_by(Tracker& tracker, const py::function& solve) {
   tracker.break_ties_by([solve](const std::vector<float>& costs, int rows, double limit) {
     py::gil_scoped_acquire acquire;

@@ -1,14 +1,13 @@
-// Runs a detector with torch_fastdet's operators inside on an image tensor, and prints the detections.
+// Run a detector that contains torch_fastdet's operators on an image tensor and print the detections.
 //
 //   detect detector.ts image.npy [--golden FOLDER] [--cuda]   TorchScript
-//   detect detector.pt2 image.npy                             an AOTInductor package, on the device that it was made
-//   for
+//   detect detector.pt2 image.npy                             AOTInductor package, on the device it was made for
 //
 // The detector's forward(image) returns detections (images, max_det, 6 + extra), whose rows begin with x1, y1, x2, y2,
-// confidence and class, and their counts (images,): what torch_fastdet.postprocess gives. `python -m examples.export`
-// makes both. The image is (3, height, width) or (images, 3, height, width), uint8 or float, saved by numpy.save. With
-// --golden the detector's method stages(image), a Dict[str, Tensor], is saved for `python -m torch_fastdet.golden
-// compare`.
+// confidence and class, and their counts (images,), like torch_fastdet.postprocess. `python -m examples.export` makes
+// both. The image is (3, height, width) or (images, 3, height, width), uint8 or float, saved by numpy.save. With
+// --golden the program saves the detector's method stages(image), a Dict[str, Tensor], for `python -m
+// torch_fastdet.golden compare`.
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 #include <torch/script.h>
 
@@ -22,7 +21,7 @@ namespace golden = torch_fastdet::golden;
 
 namespace {
 
-// The file's image as a float batch. uint8 becomes 0..1, as YOLOv5 does it.
+// Load the file's image as a float batch. uint8 is scaled to 0..1, as in YOLOv5.
 torch::Tensor load_image(const std::string& path) {
   golden::Stage stage = golden::load_npy(path);
   const torch::ScalarType type = stage.dtype == "|u1"   ? torch::kByte
@@ -59,7 +58,7 @@ bool is_package(const std::string& path) {
   return path.size() > 4 && path.compare(path.size() - 4, 4, ".pt2") == 0;
 }
 
-// Compiled ahead of time: for images of the size that it was made with.
+// Run a package compiled ahead of time. It takes images of the size that it was made with.
 void run_package(const std::string& path, const torch::Tensor& image) {
   torch::inductor::AOTIModelPackageLoader detector(path);
   const std::vector<torch::Tensor> outputs = detector.run({image});

@@ -1,4 +1,4 @@
-// Save, load and compare the folders of torch_fastdet.golden with the standard library; golden_torch.h: at::Tensor.
+// Save, load and compare the folders of torch_fastdet.golden with the standard library; golden_torch.h adds at::Tensor.
 //
 //   torch_fastdet::golden::Writer writer("port");
 //   writer.save("raw.0", torch_fastdet::golden::view(data, {1, 255, 80, 80}));            // row-major
@@ -7,8 +7,8 @@
 //   std::cout << comparison.table(); return comparison.equal() ? 0 : 1;
 //
 // A folder holds a little-endian STAGE.npy for each stage, and stages.txt, which lists the stages in the pipeline's
-// order. A dtype is named as numpy does: "<f4" is float32.
-// What cannot be done throws std::runtime_error with a one-line message.
+// order. Dtypes have numpy's names: "<f4" is float32.
+// Every failure throws std::runtime_error with a one-line message.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ namespace torch_fastdet::golden {
 
 using Dims = std::vector<int64_t>;
 
-// "(1,255,80,80)"
+// Format a shape like "(1,255,80,80)".
 inline std::string format(const Dims& values) {
   std::string text;
   for (int64_t value : values) text += (text.empty() ? "" : ",") + std::to_string(value);
@@ -61,7 +61,7 @@ inline double half(const char* element) {
 
 struct Dtype {
   size_t size;
-  double (*number)(const char* element);  // exact but for int64
+  double (*number)(const char* element);  // exact except for int64
 };
 
 inline Dtype dtype(const std::string& name) {
@@ -93,7 +93,7 @@ inline const std::string kMagic("\x93NUMPY\x01\0", 8);
 
 }  // namespace detail
 
-// Points at a tensor in the caller's memory, on the host. Strides count elements.
+// Point at a tensor in the caller's memory, on the host. Strides count elements.
 struct View {
   const void* data;
   std::string dtype;
@@ -101,14 +101,14 @@ struct View {
   Dims stride;  // empty for row-major
 };
 
-// float16 is uint16_t in memory: name its dtype "<f2" in a View.
+// float16 is stored as uint16_t, so name its dtype "<f2" in a View.
 template <typename T>
 View view(const T* data, const Dims& shape, const Dims& stride = {}) {
   const char kind = std::is_floating_point_v<T> ? 'f' : std::is_signed_v<T> ? 'i' : 'u';
   return {data, detail::name_of(std::is_same_v<T, bool> ? 'b' : kind, sizeof(T)), shape, stride};
 }
 
-// Holds a loaded tensor, its elements in row-major order.
+// Hold a loaded tensor with its elements in row-major order.
 struct Stage {
   std::string name;
   std::string dtype;
@@ -116,7 +116,7 @@ struct Stage {
   std::vector<char> bytes;
 };
 
-// Write a tensor as .npy, which numpy.load reads.
+// Write a tensor as an .npy file for numpy.load.
 inline void save_npy(const std::filesystem::path& path, const View& tensor) {
   const Dims rows = detail::row_major(tensor.shape), &stride = tensor.stride.empty() ? rows : tensor.stride;
   if (stride.size() != rows.size()) {
@@ -141,11 +141,11 @@ inline void save_npy(const std::filesystem::path& path, const View& tensor) {
   if (!file) detail::fail("cannot write " + path.string());
 }
 
-// Read an .npy file of one of golden's dtypes in row-major order.
+// Read a row-major .npy file of one of golden's dtypes.
 inline Stage load_npy(const std::filesystem::path& path) {
   static const std::regex kHeader(
       R"(\{'descr': '(...)', 'fortran_order': False, 'shape': \(((\d{1,12}(, ?\d{1,12})*)?,?)\), \} *)");
-  const uintmax_t all = std::filesystem::file_size(path);  // throws where there is no such file
+  const uintmax_t all = std::filesystem::file_size(path);  // throws if there is no such file
   std::ifstream file(path, std::ios::binary);
   std::string header(10, 0), rest;
   file.read(header.data(), 10);
@@ -167,10 +167,10 @@ inline Stage load_npy(const std::filesystem::path& path) {
   return stage;
 }
 
-// Saves stages one by one. The folder is complete after each, so a program that dies leaves what it had.
+// Save stages one by one. The folder is complete after each, so a program that dies leaves its earlier stages.
 class Writer {
  public:
-  // Make the folder, or begin it anew.
+  // Create the folder, or start it anew.
   explicit Writer(const std::filesystem::path& folder) : folder_(folder) {
     std::filesystem::create_directories(folder);
     index_.open(folder / "stages.txt");
@@ -203,7 +203,7 @@ inline std::vector<Stage> load(const std::filesystem::path& folder) {
   return stages;
 }
 
-// Holds how one stage compares; `difference` is empty where the two are equal.
+// Hold how one stage compares; `difference` is empty if the two are equal.
 struct Row {
   std::string stage;
   std::string difference;
@@ -216,8 +216,8 @@ struct Comparison {
     return std::all_of(rows.begin(), rows.end(), [](const Row& row) { return row.difference.empty(); });
   }
 
-  // Return a line on the first difference, whose error later stages inherit, then a line for each stage, as Python
-  // does.
+  // Return a line on the first difference, whose error later stages inherit, and then a line for each stage, like
+  // Python's table.
   std::string table() const {
     std::string head, lines;
     for (const Row& row : rows) {
@@ -260,7 +260,7 @@ inline std::string difference(const Stage& a, const Stage& b, double rtol, doubl
 
 }  // namespace detail
 
-// Compare folder b with the reference a: elements are equal where |a - b| <= atol + rtol * |a|, NaN where both are.
+// Compare folder b with the reference a. Elements are equal if |a - b| <= atol + rtol * |a|, or if both are NaN.
 inline Comparison compare(const std::filesystem::path& a, const std::filesystem::path& b, double rtol = 0,
                           double atol = 0) {
   Comparison comparison;

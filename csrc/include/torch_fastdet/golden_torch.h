@@ -1,4 +1,4 @@
-// golden.h for LibTorch programs: saves at::Tensor as a stage, from any device.
+// Extend golden.h for LibTorch programs: save an at::Tensor of any device as a stage.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// Operators that run in another type under autocast. An operator without it takes its inputs as they come.
+// Register operators that run in another type under autocast. Other operators take their inputs as they are.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@
 
 namespace torch_fastdet {
 
-// Register under AutocastCPU and AutocastCUDA: float16 and bfloat16 arguments become float32, as for the operations on
+// Register this under AutocastCPU and AutocastCUDA: float16 and bfloat16 arguments become float32, as for operations on
 // PyTorch's own float32 list. float64 stays, and other dtypes are left to the operator's checks.
 inline void in_float32(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::autocast_dispatch_keyset);

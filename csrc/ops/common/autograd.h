@@ -1,4 +1,4 @@
-// Helpers of autograd.cpp: call below the Autograd key; register operators with no gradient, or a first one only.
+// Helpers of autograd.cpp call operators below the Autograd key, and register operators with at most a first gradient.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -21,7 +21,7 @@ namespace torch_fastdet {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// Call torch_fastdet::name, which kFunction defines: &f<Meta>.
+// Call torch_fastdet::name, which kFunction (&f<Meta>) defines.
 template <auto kFunction, typename... Arguments>
 auto call_operator(const char* name, Arguments&&... arguments) {
   static const auto op = c10::Dispatcher::singleton()
@@ -36,7 +36,7 @@ auto call_below_autograd(const char* name, Arguments&&... arguments) {
   return call_operator<kFunction>(name, std::forward<Arguments>(arguments)...);
 }
 
-// Call a backward operator: below autograd, unless its own gradient is to be refused.
+// Call a backward operator, below autograd unless its own gradient must be refused.
 template <auto kFunction, typename... Arguments>
 auto call_gradient(const char* name, Arguments&&... arguments) {
   return at::GradMode::is_enabled() ? call_operator<kFunction>(name, std::forward<Arguments>(arguments)...)
@@ -61,7 +61,7 @@ void for_each_tensor(const c10::OperatorHandle& op, const torch::jit::Stack& sta
   }
 }
 
-// Call an operator without a gradient; results are detached, so that backward() says so. Sparse tensors are refused.
+// Call an operator without a gradient. Detach its results, so that backward() raises, and refuse sparse tensors.
 inline void detached(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   for_each_tensor(op, *stack, [&](const at::Tensor& tensor, const c10::Argument& argument) {
     if (tensor.defined() && tensor.layout() != at::kStrided) {
@@ -76,7 +76,7 @@ inline void without_gradient(torch::Library& m, std::initializer_list<const char
   for (const char* op : operators) m.impl(op, torch::CppFunction::makeFromBoxedFunction<&detached>());
 }
 
-// Make the gradients that `call` returns tensors whose own gradient raises `refusal`.
+// Return the gradients that `call` returns, as tensors whose own gradient raises `refusal`.
 struct NoSecondGradient : torch::autograd::Function<NoSecondGradient> {
   static variable_list forward(AutogradContext* context, at::TensorList, const std::function<variable_list()>& call,
                                const std::string& refusal) {
@@ -89,7 +89,7 @@ struct NoSecondGradient : torch::autograd::Function<NoSecondGradient> {
   }
 };
 
-// Call a backward operator, whose results have no gradient under create_graph=True either.
+// Call a backward operator whose results have no gradient, even under create_graph=True.
 class FirstGradient : public c10::OperatorKernel {
  public:
   explicit FirstGradient(std::string refusal) : refusal_(std::move(refusal)) {}
@@ -112,7 +112,7 @@ class FirstGradient : public c10::OperatorKernel {
   }
 
  private:
-  // Put f(tensor) in the place of each tensor among the results on the stack. Autograd takes no undefined ones.
+  // Replace each tensor among the results on the stack by f(tensor). Autograd does not take undefined tensors.
   template <typename F>
   static void for_each_result(torch::jit::Stack& stack, size_t count, const F& f) {
     for (size_t i = 0; i < count; ++i) {
@@ -129,7 +129,7 @@ class FirstGradient : public c10::OperatorKernel {
   const std::string refusal_;
 };
 
-// Register it for the backward operator of `name`; `instead` names what has a second derivative.
+// Register this for the backward operator of `name`; `instead` names what has a second derivative.
 inline void first_gradient_only(torch::Library& m, const char* backward, const std::string& name, const char* instead) {
   const std::string refusal = name + ": a second derivative was asked for, but it has a first derivative only; use " +
                               instead + " where a gradient of a gradient is needed";
@@ -146,7 +146,7 @@ Result as_tuple(const variable_list& list) {
   return as_tuple<Result>(list, std::make_index_sequence<std::tuple_size_v<Result>>());
 }
 
-// The function to register for an operator that is `Function` alone: unpack<&Applied<Function, Result>::call>.
+// Register unpack<&Applied<Function, Result>::call> for an operator that only applies `Function`.
 template <class Function, typename Result, typename Forward = decltype(&Function::forward)>
 struct Applied;
 template <class Function, typename Result, typename Output, typename... Parameters>

@@ -1,4 +1,4 @@
-// Headers and backends for every family's run.h.
+// Include the headers and define the backends that every family's run.h needs.
 #pragma once
 
 #include <c10/core/DeviceGuard.h>
@@ -11,17 +11,17 @@
 
 namespace torch_fastdet {
 
-// The base of a family's Cpu and Cuda, which add run(params, op).
+// A family's Cpu and Cuda derive from this and add run(params, op).
 struct OnDevice {
   static constexpr bool kMeta = false;
 };
 
-// The backend for shapes and dtypes only, of sizes that may be symbolic: nothing runs.
+// This backend computes only shapes and dtypes, of sizes that may be symbolic; it runs nothing.
 struct Meta {
   static constexpr bool kMeta = true;
 };
 
-// The places of buffers of `bytes` bytes in one allocation of `size` bytes, each at a multiple of 256.
+// Place buffers of `bytes` bytes in one allocation of `size` bytes, each at a multiple of 256.
 template <size_t kCount>
 struct Places {
   std::array<int64_t, kCount> at{};

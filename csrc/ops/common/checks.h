@@ -1,4 +1,4 @@
-// Checks that more than one operator makes. Each error is one line: the argument, what came, what was expected.
+// These checks serve more than one operator. Each error is one line: the argument, what it is, what is expected.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,7 +21,7 @@ inline bool is_supported_float(at::ScalarType type) {
   return type == at::kHalf || type == at::kBFloat16 || type == at::kFloat || type == at::kDouble;
 }
 
-// A dtype as the user types it: "int64", where printing the ScalarType says "Long".
+// Return a dtype as the user types it: "int64", where printing the ScalarType gives "Long".
 inline std::string dtype_name(at::ScalarType type) {
   return std::string(c10::getDtypeNames(type).first);  // a string_view since torch 2.15
 }
@@ -67,14 +67,14 @@ inline void check_four_dimensions(const at::Tensor& tensor, const char* op, cons
               ", but four dimensions (N, C, H, W) are expected");
 }
 
-// A batch of images, or of what a layer makes of them.
+// Check a batch of images, or of a layer's outputs.
 inline void check_images(const at::Tensor& tensor, const char* op, const char* name) {
   check_strided(tensor, op, name);
   check_float(tensor, op, name);
   check_four_dimensions(tensor, op, name);
 }
 
-// Check the tensors of a model's head, and that they have one device and dtype.
+// Check the tensors of a model's head, and that they share one device and dtype.
 inline void check_heads(at::TensorList heads, const char* op) {
   for (size_t i = 0; i < heads.size(); ++i) {
     check_operand(heads[0], "heads[0]", heads[i], op, "heads");
@@ -93,7 +93,7 @@ inline void check_num_targets(const at::Tensor& first, const char* first_name,
   check_same_device(first, first_name, *num_targets, op, "num_targets");
 }
 
-// Return whether no size is symbolic. Else a Meta function leaves checks of plain numbers to the call that runs.
+// Return whether no size is symbolic. If one is, a Meta function leaves checks of plain numbers to the call that runs.
 inline bool has_plain_sizes(std::initializer_list<at::Tensor> tensors, at::TensorList list = {}) {
   const auto plain = [](const at::Tensor& tensor) {
     return !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
@@ -114,7 +114,7 @@ inline c10::SymBool same_sizes(const at::Tensor& a, const at::Tensor& b, std::in
   return same;
 }
 
-// A condition on sizes that may be symbolic, as TORCH_SYM_CHECK takes it: a traced graph checks it when it runs.
+// Check a condition on sizes that may be symbolic, like TORCH_SYM_CHECK: a traced graph checks it when it runs.
 #define TORCH_FASTDET_SYM_CHECK_VALUE(condition, ...) \
   TORCH_CHECK_VALUE((condition).expect_true(__FILE__, __LINE__), __VA_ARGS__)
 
@@ -153,18 +153,18 @@ inline bool is_channels_last(const at::Tensor& tensor) {
   return tensor.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
 }
 
-// Return the dense tensor itself if it begins at a multiple of 16 bytes, else a copy.
+// Return the dense tensor itself if it starts at a multiple of 16 bytes, else a copy.
 inline at::Tensor aligned(const at::Tensor& dense) {
   return reinterpret_cast<uintptr_t>(dense.const_data_ptr()) % 16 == 0 ? dense : dense.clone();
 }
 
-// Return float32 rows that are dense: the tensor itself where it has them.
+// Return dense float32 rows: the tensor itself if it has them.
 inline at::Tensor dense_float_rows(const at::Tensor& tensor) {
   const at::Tensor rows = tensor.to(at::kFloat);
   return rows.stride(-1) == 1 || rows.size(-1) <= 1 ? rows : rows.contiguous();
 }
 
-// Return an uninitialized tensor in the layout of `like` if that is dense, else contiguous.
+// Return an uninitialized tensor, in the layout of `like` if that is dense, else contiguous.
 inline at::Tensor empty_dense_like(const at::Tensor& like, bool dense) {
   return at::empty_like(like, {}, dense ? at::MemoryFormat::Preserve : at::MemoryFormat::Contiguous);
 }

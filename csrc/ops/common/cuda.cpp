@@ -1,6 +1,6 @@
-// cuBLAS' workspaces. Torch keeps one for each handle and stream, a product writes to it, and a captured product does
-// so in each replay. Whoever calls clearCublasWorkspaces(), as torch.compile with reduce-overhead does, gives that
-// memory to others. So a captured graph takes the workspaces of its stream out of torch's maps, and keeps them.
+// Torch keeps a cuBLAS workspace for each handle and stream. A product writes to it, and a captured product does so in
+// each replay, but clearCublasWorkspaces(), which torch.compile with reduce-overhead calls, frees it for others. So a
+// captured graph takes its stream's workspaces out of torch's maps and keeps them.
 #include <ATen/cuda/CUDAContextLight.h>
 
 #include <iterator>
@@ -36,7 +36,7 @@ void give_back(WorkspaceMapWithMutex& kept, Nodes& nodes) {
 }  // namespace
 }  // namespace torch_fastdet
 
-// For ctypes, see torch_fastdet/graphs/capture.py.
+// Python calls these through ctypes, see torch_fastdet/graphs/capture.py.
 extern "C" {
 
 C10_EXPORT void* torch_fastdet_take_workspaces(void* stream) {

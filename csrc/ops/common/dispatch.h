@@ -1,4 +1,4 @@
-// From an operator's dtype and the instruction set to compile-time types, on the CPU (kernels: core/common/dtype.cuh).
+// Dispatch an operator's dtype and instruction set to compile-time types on the CPU (kernels: core/common/dtype.cuh).
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -16,7 +16,7 @@ struct TorchHalves {
   using BFloat16 = c10::BFloat16;
 };
 
-// core::with_dtype with Torch's half types.
+// Call core::with_dtype with Torch's half types.
 template <typename F>
 auto with_dtype(core::DType dtype, F&& f) {
   return core::with_dtype<TorchHalves>(dtype, f);

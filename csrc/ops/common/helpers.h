@@ -1,4 +1,4 @@
-// Threads that help where they have time. Nobody waits for them, so they cost little where the machine is busy.
+// Helper threads take tasks when they have time. Nobody waits for them, so they cost little on a busy machine.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -17,13 +17,13 @@ namespace torch_fastdet {
 
 class Helpers {
  public:
-  // Return how many the caller may have: none where PyTorch is to use one thread.
+  // Return how many helpers the caller may use: none if PyTorch is set to one thread.
   static int count() { return std::min(at::get_num_threads() - 1, kMost); }
 
-  // Run the task in some other thread, soon, late or never.
+  // Queue the task for another thread, which runs it soon, late or never.
   static void ask(std::function<void()> task) {
-    static Helpers* const helpers = new Helpers;  // never destroyed: its threads run to the end
-    if (helpers->process_ != getpid()) return;    // a forked process has no threads
+    static Helpers* const helpers = new Helpers;  // never destroyed: its threads run until the process exits
+    if (helpers->process_ != getpid()) return;    // a forked process has none of the threads
     {
       const std::lock_guard<std::mutex> lock(helpers->mutex_);
       if (helpers->tasks_.size() >= kMostTasks) return;

@@ -1,4 +1,4 @@
-// Launch on the current stream, and report a launch that failed.
+// Launch on the current stream and report a launch that failed.
 #pragma once
 
 #include <c10/cuda/CUDAGuard.h>
@@ -8,7 +8,7 @@
 
 namespace torch_fastdet {
 
-// The current stream of the current device: set the device guard first.
+// Return the current stream of the current device; set the device guard first.
 inline cudaStream_t current_stream() {
   return c10::cuda::getCurrentCUDAStream();
 }

@@ -1,5 +1,5 @@
-// Options that travel together are one struct, so that an option is named in its schema and in that struct, and no
-// backend lists it again.
+// Options that travel together are one struct, so that only the schema and this struct name an option, and no backend
+// lists it again.
 //
 //   struct ResizeOptions {
 //     double scale;
@@ -22,7 +22,7 @@
 
 namespace torch_fastdet {
 
-// The types of a parameter P in the schema: the fields' of a struct of options, or a tuple of them, else itself.
+// Map a parameter P to its types in the schema: those of the fields of an options struct or a tuple, else P itself.
 template <typename P, typename = void>
 struct SchemaTypes {
   using type = std::tuple<P>;
@@ -39,7 +39,7 @@ struct SchemaTypes<const std::tuple<Fields...>&> {
   static constexpr bool kOptions = true;
 };
 
-// A struct of options from its fields, which begin at kFirst among `values`.
+// Build a struct of options from its fields, which start at kFirst among `values`.
 template <typename Options, size_t kFirst, typename Values, size_t... kIndex>
 Options options_from(const Values& values, std::index_sequence<kIndex...>) {
   using Types = typename SchemaTypes<const Options&>::type;
@@ -56,7 +56,7 @@ template <auto kFunction, typename Result, typename... Parameters>
 struct Unpacked<kFunction, Result (*)(Parameters...)> {
   using Types = decltype(std::tuple_cat(std::declval<typename SchemaTypes<Parameters>::type>()...));
 
-  // The beginning of each parameter's values.
+  // Where each parameter's values start.
   static constexpr auto kFirst = [] {
     constexpr size_t sizes[] = {std::tuple_size_v<typename SchemaTypes<Parameters>::type>...};
     std::array<size_t, sizeof...(Parameters)> first{};
@@ -90,7 +90,7 @@ struct Unpacked<kFunction, Result (*)(Parameters...)> {
   };
 };
 
-// The function to register for kFunction, and its type.
+// Register this function for kFunction; unpacked_signature is its type.
 template <auto kFunction>
 constexpr auto unpack = &Unpacked<kFunction>::template Registered<typename Unpacked<kFunction>::Types>::call;
 template <auto kFunction>

@@ -1,4 +1,4 @@
-// at::parallel_for as the core's loops take it: parallel_for(begin, end, grain, f), which calls f(begin, end).
+// Wrap at::parallel_for for the core's loops: parallel_for(begin, end, grain, f) calls f(begin, end).
 #pragma once
 
 #include <ATen/Parallel.h>

@@ -1,4 +1,4 @@
-// Rows of targets on the CPU, where a bad one is an error at once.
+// Check rows of targets on the CPU, where a bad row raises at once.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -8,7 +8,7 @@
 
 namespace torch_fastdet {
 
-// Return how many of `rows` targets are in use. `num_targets` null: all.
+// Return the number of valid rows of targets. If `num_targets` is null, all rows are valid.
 inline int64_t targets_in_use(const int64_t* num_targets, int64_t rows, const char* op) {
   if (!num_targets) return rows;
   TORCH_CHECK_VALUE(*num_targets >= 0 && *num_targets <= rows, op, ": num_targets is ", *num_targets,
@@ -16,7 +16,7 @@ inline int64_t targets_in_use(const int64_t* num_targets, int64_t rows, const ch
   return *num_targets;
 }
 
-// Raise if fault(row) is not 0 for one of the first `count` rows: then it is the column to blame, counted from 1.
+// Raise if fault(row) is not 0 for one of the first `count` rows; it is the bad column, counted from 1.
 template <typename Row, typename Fault>
 void check_target_rows(int64_t count, int64_t images, int64_t classes, const char* op, const Row& row_at,
                        const Fault& fault_of) {

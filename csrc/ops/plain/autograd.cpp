@@ -1,4 +1,4 @@
-// Operators without a gradient of their own, in families that have no other autograd.
+// Register operators without a gradient, of families that have no autograd.cpp of their own.
 #include "ops/common/autograd.h"
 
 TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {

@@ -1,4 +1,4 @@
-// Families that only run the core's loops on Torch's threads. The others have a cpu.cpp of their own.
+// Register families that only run the core's loops on Torch's threads. The others have a cpu.cpp of their own.
 #include <algorithm>
 #include <vector>
 
@@ -38,7 +38,7 @@ struct DeformableAttention : OnDevice {
   }
 };
 
-// Problems that cannot be solved are an error at once.
+// Raise at once for a problem that cannot be solved.
 struct LinearAssignment : OnDevice {
   static int64_t scratch(int64_t, int64_t) { return 0; }
   static void run(const core::LinearAssignmentParams& p, const char* op) {
@@ -82,7 +82,7 @@ struct Metrics : OnDevice {
       }
     });
   }
-  // One thread: all images add to one matrix.
+  // Use one thread, as all images add to one matrix.
   static void run(const core::ConfusionParams& p, const char*) {
     for (int64_t image = 0; image < p.in.images; ++image) core::count_confusion(p, image);
   }
@@ -97,7 +97,7 @@ struct Pool : OnDevice {
   }
 };
 
-// A bad target is an error at once.
+// Raise at once for a bad target.
 struct RtdetrLoss : OnDevice {
   static int64_t assignment(int64_t, int64_t) { return 0; }
   static void run(const core::RtdetrLossParams& p) {
@@ -153,7 +153,7 @@ struct SpaceToDepth : OnDevice {
   }
 };
 
-// Threads share the rows of the result, and the outputs whose weights have a gradient.
+// Threads share the rows of the result, or the outputs whose weights have a gradient.
 struct StemConv : OnDevice {
   static void forward(const core::StemConvForwardParams& p, const char*) {
     with_dtype(p.dtype, [&](auto zero) {

@@ -1,4 +1,4 @@
-// Families that only launch kernels on the current stream. The others have a cuda.cpp of their own.
+// Register families that only launch kernels on the current stream. The others have a cuda.cpp of their own.
 #include <climits>
 
 #include "ops/boxes/run.h"
@@ -27,7 +27,7 @@ struct Launch<kLaunch> {
   static void run(const Params& p, const char* op) { check_launch(kLaunch(p, current_stream()), op); }
 };
 
-// A backend whose run(params, op) launches by the type of the parameters.
+// This backend's run(params, op) picks the launcher by the type of the parameters.
 template <auto... kLaunch>
 struct Launches : OnDevice, Launch<kLaunch>... {
   using Launch<kLaunch>::run...;
