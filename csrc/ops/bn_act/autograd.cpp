@@ -1,4 +1,4 @@
-// Autograd of bn_act: it keeps the convolution's output and two vectors, and computes the activation's input again.
+// Autograd of bn_act saves the convolution's output and two vectors, and recomputes the activation's input.
 #include "ops/common/autograd.h"
 #include "ops/bn_act/run.h"
 
@@ -51,13 +51,13 @@ struct BnAct : torch::autograd::Function<BnAct> {
     result[0] = grad_x;
     if (saved[1].defined()) result[1] = grad_weight;
     if (saved[2].defined()) result[2] = grad_bias;
-    // The residual is added to the result, so that its gradient is the result's own.
+    // The residual is added to the result, so its gradient is the result's own.
     if (context->saved_data["residual"].toBool()) result[5] = grads[0];
     return result;
   }
 };
 
-// Each part is bn_act, whose result is a part of y: its backward pass reads that part of y's gradient in place.
+// Each part is a bn_act whose result is a part of y; its backward pass reads that part of y's gradient in place.
 struct BnActCat : torch::autograd::Function<BnActCat> {
   static variable_list forward(AutogradContext* context, at::TensorList x, at::TensorList weight, at::TensorList bias,
                                const Parts& parts, const Activation& activation, const OptionalTensor& residual) {
@@ -72,7 +72,7 @@ struct BnActCat : torch::autograd::Function<BnActCat> {
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const auto saved = context->get_saved_variables();
-    const size_t parts = saved.size() / 3;  // behind their tensors: mean and invstd
+    const size_t parts = saved.size() / 3;  // saved after their tensors: mean and invstd
     variable_list result(3 * parts + 3);    // the parts and the activation have no gradient
     if (!grads[0].defined()) return result;
     c10::SymInt begin = 0;
@@ -91,7 +91,7 @@ struct BnActCat : torch::autograd::Function<BnActCat> {
 
 BnActResult bn_act_cat_autograd(at::TensorList x, const Parts& parts, const Activation& activation,
                                 const OptionalTensor& residual) {
-  // Before autograd takes the lists apart, and counts them.
+  // Check before autograd unpacks and counts the lists.
   check_bn_act_cat(x, options_from<BnActParts>(parts), residual, "bn_act_cat");
   return as_tuple<BnActResult>(BnActCat::apply(x, std::get<0>(parts), std::get<1>(parts), parts, activation, residual));
 }

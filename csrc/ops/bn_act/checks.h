@@ -1,4 +1,4 @@
-// Checks of the arguments of bn_act and bn_act_backward; tensors become the strides that the core walks.
+// Check the arguments of bn_act and bn_act_backward, and turn tensors into the strides that the core walks.
 #pragma once
 
 #include <string_view>
@@ -16,7 +16,7 @@ inline bool is_given(const OptionalTensor& tensor) {
   return tensor.has_value() && tensor->defined();
 }
 
-// The state of BatchNorm2d beside its parameters, as the schema lists it.
+// Hold the state of BatchNorm2d besides its parameters, as the schema lists it.
 struct BnActNorm {
   const OptionalTensor &running_mean, &running_var, &num_batches_tracked;
   double momentum, eps;
@@ -47,7 +47,7 @@ inline void check_bn_act_vector(const at::Tensor& x, const OptionalTensor& vecto
                   ", but (", x.sym_size(1), ",) is expected beside x of shape ", x.sym_sizes());
 }
 
-// Check a statistic. It is written in place, so that a copy would not do.
+// Check a statistic. It is written in place, so a copy would not do.
 inline void check_bn_act_statistic(const at::Tensor& x, const OptionalTensor& statistic, const char* op,
                                    const char* name) {
   check_bn_act_vector(x, statistic, op, name);
@@ -67,12 +67,12 @@ inline void check_same_image(const at::Tensor& x, const at::Tensor& other, const
                   x.sym_sizes());
 }
 
-// Check, in PyTorch's words, that a channel has more than one value, and so a variance.
+// Check, with PyTorch's message, that a channel has more than one value, and so a variance.
 inline void check_values_per_channel(const at::Tensor& x) {
   int64_t values = 1;
   for (const int64_t d : {0, 2, 3}) {
     const auto size = x.sym_size(d).maybe_as_int();
-    if (!size) return;  // symbolic: the kernel's own check sees it
+    if (!size) return;  // symbolic: the kernel's own check covers it
     values *= *size;
   }
   TORCH_CHECK_VALUE(values != 1, "Expected more than 1 value per channel when training, got input size ",
@@ -105,14 +105,14 @@ inline BnActResult empty_bn_act(const at::Tensor& x) {
   return {empty_like_image(x), at::empty_symint({x.sym_size(1)}, options), at::empty_symint({x.sym_size(1)}, options)};
 }
 
-// One entry for each part of bn_act_cat's result.
+// Hold one part of bn_act_cat's result.
 struct BnActPart {
   OptionalTensor weight, bias, running_mean, running_var, num_batches_tracked;
   double momentum, eps;
   BnActNorm norm() const { return {running_mean, running_var, num_batches_tracked, momentum, eps}; }
 };
 
-// The lists of bn_act_cat, and the options that its parts share, in the schema's order.
+// Hold the lists of bn_act_cat and the options that its parts share, in the schema's order.
 struct BnActParts {
   at::TensorList weight, bias, running_mean, running_var, num_batches_tracked;
   double momentum, eps;
@@ -137,7 +137,7 @@ inline void check_bn_act_lists(size_t size, const char* name, const BnActParts& 
   check_length(parts.num_batches_tracked, "num_batches_tracked", true);
 }
 
-// Check that entry i of a list is like `other` but for the channels.
+// Check that entry i of a list matches `other` except for the channels.
 inline void check_bn_act_neighbours(const at::Tensor& other, const char* other_name, const at::Tensor& entry,
                                     const char* name, size_t i, const char* op) {
   check_same_device(other, other_name, entry, op, name);
@@ -147,7 +147,7 @@ inline void check_bn_act_neighbours(const at::Tensor& other, const char* other_n
                   ", but ", other_name, " has ", other.sym_sizes(), "; all sizes but the channels must be equal");
 }
 
-// Check the parts of x, which lie side by side along its channels.
+// Check the parts of x, which are adjacent along its channels.
 inline void check_bn_act_part_sizes(const at::Tensor& x, at::TensorList list, const char* name, const char* op) {
   c10::SymInt channels = 0;
   for (size_t i = 0; i < list.size(); ++i) {
@@ -171,7 +171,7 @@ inline void check_bn_act_cat(at::TensorList x, const BnActParts& parts, const Op
   }
 }
 
-// Return results that are channels_last where all parts are, otherwise contiguous, as torch.cat.
+// Return results that are channels_last if all parts are, else contiguous, like torch.cat.
 inline BnActResult empty_bn_act_cat(at::TensorList x) {
   c10::SymInt channels = 0;
   auto format = x[0].suggest_memory_format();
@@ -186,7 +186,7 @@ inline BnActResult empty_bn_act_cat(at::TensorList x) {
           at::empty_symint({channels}, options), at::empty_symint({channels}, options)};
 }
 
-// Return an empty gradient, of no elements for a parameter that is not there.
+// Return an empty gradient; it has no elements if there is no such parameter.
 inline at::Tensor empty_parameter_grad(const at::Tensor& x, const OptionalTensor& parameter) {
   return is_given(parameter) ? at::empty_symint(parameter->sym_sizes(), parameter->options())
                              : at::empty({0}, x.options().dtype(arithmetic_type(x)));
@@ -224,7 +224,7 @@ inline at::Tensor walkable(const at::Tensor& tensor, bool channels_last) {
   return is_walkable(tensor, channels_last) ? tensor : tensor.contiguous(memory_format(channels_last));
 }
 
-// Refuse an empty tensor: a grid has no plan for it, and statistics no value.
+// Refuse an empty tensor, for which a grid has no plan and statistics have no value.
 inline void check_bn_act_not_empty(const at::Tensor& x, const char* op) {
   TORCH_SYM_CHECK(x.sym_numel().sym_gt(0), op, ": x has shape ", x.sym_sizes(),
                   ", but at least one element is expected");
@@ -246,7 +246,7 @@ inline void check_bn_act_parts(const at::Tensor& x, at::TensorList y, const BnAc
               " entries, but one is expected beside a residual");
 }
 
-// Check the arguments of bias_act. It has no gradient, and may write where x is.
+// Check the arguments of bias_act. It has no gradient and may overwrite x.
 inline void check_bias_act(const at::Tensor& x, const at::Tensor& y, const OptionalTensor& weight,
                            const OptionalTensor& bias, const OptionalTensor& mean, const OptionalTensor& variance,
                            const OptionalTensor& residual, const OptionalTensor& last, const char* op) {

@@ -1,4 +1,4 @@
-// bn_act on the CPU: the core's loops on Torch's threads.
+// Run bn_act on the CPU: the core's loops on Torch's threads.
 #include "core/bn_act/bn_act_loops.h"
 #include "ops/bn_act/run.h"
 #include "ops/common/dispatch.h"

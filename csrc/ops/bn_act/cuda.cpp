@@ -1,4 +1,4 @@
-// bn_act on CUDA: plans the grid for the current device and launches on the current stream.
+// Run bn_act on CUDA: plan the grid for the current device and launch on the current stream.
 #include "core/bn_act/bn_act.h"
 #include "ops/bn_act/run.h"
 #include "ops/common/launch.h"
@@ -6,7 +6,7 @@
 namespace torch_fastdet::bn_act_cuda {
 namespace {
 
-// `images` are all tensors of x's shape that the kernels read and write; `accesses`, how many of a thread suffice.
+// `images` are all tensors of x's shape that the kernels read and write; `accesses` is how many suffice for a thread.
 core::BnActPlan plan_of(bool channels_last, const at::Tensor& x, const std::vector<core::BnActImage>& images,
                         const char* op, int accesses = 0) {
   TORCH_CHECK(x.size(2) * x.size(3) <= INT32_MAX && x.size(0) <= INT32_MAX, op, ": x has shape ", x.sizes(),
@@ -26,7 +26,7 @@ core::BnActStrides strides_of(const core::BnActPlan& plan, const at::Tensor& ten
   return {strides.image, plan.vector, strides.channel};
 }
 
-// Add the parts' images and x's slices that they meet.
+// Add the parts' images and the corresponding slices of x.
 template <typename Part>
 void add_parts(std::vector<core::BnActImage>& images, const at::Tensor& x, const std::vector<Part>& parts,
                at::Tensor Part::*image) {
@@ -39,7 +39,7 @@ void add_parts(std::vector<core::BnActImage>& images, const at::Tensor& x, const
   }
 }
 
-// Fill in what all kernels want: the plan, x and the activation.
+// Set the parameters that all kernels share: the plan, x and the activation.
 template <typename Params, typename Arguments>
 void fill(Params& p, const Arguments& a, const core::BnActPlan& plan) {
   p.plan = plan;

@@ -1,5 +1,5 @@
-// bn_act, its backward and bias_act but for the arithmetic: check, guard the device, allocate, and hand the tensors to
-// Backend::forward, backward and eval, which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
+// Run bn_act, its backward and bias_act except the arithmetic: check, guard the device, allocate, and pass the tensors
+// to Backend::forward, backward and eval, which cpu.cpp and cuda.cpp each define. Meta runs nothing.
 #pragma once
 
 #include <vector>
@@ -10,14 +10,14 @@
 
 namespace torch_fastdet {
 
-// Tensors as the backends walk them, undefined where not given; each part is a norm of its own channels of x.
+// Hold tensors as the backends walk them, undefined if not given. Each part is a norm of its own channels of x.
 struct BnActForward {
   struct Part {
-    at::Tensor weight, bias, running_mean, running_var, num_batches_tracked;  // as they come
+    at::Tensor weight, bias, running_mean, running_var, num_batches_tracked;  // as given
     at::Tensor y;                                                             // result
   };
   bool channels_last;
-  at::Tensor x, residual;  // the residual is for one part
+  at::Tensor x, residual;  // the residual belongs to the only part
   std::vector<Part> parts;
   at::Tensor mean, invstd;  // results
   double momentum, eps;
@@ -28,7 +28,7 @@ struct BnActForward {
 struct BnActBackward {
   struct Part {
     at::Tensor grad_y, weight, bias;
-    at::Tensor grad_weight, grad_bias;  // results; of no elements where there is no such parameter
+    at::Tensor grad_weight, grad_bias;  // results; without elements if there is no such parameter
   };
   bool channels_last;
   at::Tensor x, mean, invstd;
@@ -48,7 +48,7 @@ struct BnActEval {
   int64_t last_first() const { return last.defined() ? x.size(1) - last.size(1) : 0; }
 };
 
-// Null where the tensor is undefined or has no elements.
+// Return null if the tensor is undefined or has no elements.
 inline core::BnActVector vector_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.numel() == 0) return {nullptr, core::DType::kFloat32};
   return {tensor.data_ptr(), core_dtype(tensor.scalar_type())};
@@ -78,13 +78,13 @@ inline BnActForward::Part forward_part(const OptionalTensor& weight, const Optio
           y};
 }
 
-// Fill y, mean and invstd, which may be parts of larger tensors; y is in that layout.
+// Compute y, mean and invstd, which may be parts of larger tensors. y already has the layout.
 template <class Backend>
 void bn_act_into(const BnActResult& result, bool channels_last, const at::Tensor& x, const OptionalTensor& weight,
                  const OptionalTensor& bias, const BnActNorm& norm, core::Activation activation, double slope,
                  const OptionalTensor& residual, const char* op) {
   const auto& [y, mean, invstd] = result;
-  if (x.numel() == 0) {  // PyTorch leaves the running statistics alone, and its module counts the batch
+  if (x.numel() == 0) {  // PyTorch leaves the running statistics alone, but its module counts the batch
     if (is_given(norm.num_batches_tracked)) norm.num_batches_tracked->add_(1);
     mean.zero_();
     invstd.zero_();
@@ -169,7 +169,7 @@ BnActResult bn_act_backward(const at::Tensor& grad_y, const at::Tensor& x, const
   return {grad_x, grad_weight, grad_bias};
 }
 
-// Norms of their own on neighbouring channels of x, into tensors that are there.
+// Apply separate norms to neighbouring channels of x and write to existing tensors.
 template <class Backend>
 std::tuple<at::Tensor, at::Tensor> bn_act_parts(const at::Tensor& x, at::TensorList y, const BnActParts& parts,
                                                 const BnActActivation& activation, const OptionalTensor& residual) {
@@ -224,7 +224,7 @@ BnActResult bn_act_parts_backward(at::TensorList grad_y, const at::Tensor& x, at
   return {grad_x, grad_weight, grad_bias};
 }
 
-// In evaluation, into tensors that are there: y, and the last channels of the result once more.
+// Evaluate into existing tensors: y, and a copy of the last channels of the result.
 template <class Backend>
 void bias_act(const at::Tensor& x, const at::Tensor& y, const OptionalTensor& weight, const OptionalTensor& bias,
               const OptionalTensor& mean, const OptionalTensor& variance, double eps, const BnActActivation& activation,

@@ -1,4 +1,4 @@
-// Gradients of bbox_iou and iou_loss, computed from the boxes again: a saved one costs 64 bytes a pair.
+// Compute the gradients of bbox_iou and iou_loss from the boxes again, as saving them would cost 64 bytes a pair.
 #include "ops/common/autograd.h"
 #include "ops/boxes/run.h"
 #include "ops/common/autocast.h"
@@ -6,7 +6,7 @@
 namespace torch_fastdet::boxes_autograd {
 namespace {
 
-// An empty `reduction` stands for bbox_iou itself.
+// Call iou_loss, or bbox_iou if `reduction` is empty.
 at::Tensor call(const at::Tensor& box1, const at::Tensor& box2, core::IouKind kind, bool xywh,
                 std::string_view reduction, double eps) {
   if (!reduction.empty()) {
@@ -55,9 +55,9 @@ at::Tensor apply(const at::Tensor& box1, const at::Tensor& box2, core::IouKind k
   const auto constant = [](const at::Tensor& box) {
     return !(at::GradMode::is_enabled() && box.requires_grad()) && !box._fw_grad(/*level=*/0).defined();
   };
-  // With nothing to record, skip the node, whose making costs more than the launch.
+  // If there is nothing to record, skip the node, which costs more than the launch.
   if (constant(box1) && constant(box2)) return call(box1, box2, kind, xywh, reduction, eps);
-  // Backward reads both boxes, and autograd saves no tensor made in inference mode.
+  // Backward reads both boxes, and autograd cannot save a tensor made in inference mode.
   for (const auto& [box, name] : {std::pair{&box1, "box1"}, std::pair{&box2, "box2"}}) {
     TORCH_CHECK(!box->is_inference(), op, ": ", name,
                 " was made under torch.inference_mode(), but a gradient is being recorded, which needs a tensor made "
@@ -91,7 +91,7 @@ TORCH_LIBRARY_IMPL(torch_fastdet, Autograd, m) {
   first_gradient_only(m, "iou_loss_backward", "iou_loss", "PyTorch operations");
 }
 
-// CIoU and DIoU of tensors use pow and sum, which are on PyTorch's float32 list: halves give a float32 result.
+// CIoU and DIoU of tensors use pow and sum, which are on PyTorch's float32 list, so halves give a float32 result.
 TORCH_LIBRARY_IMPL(torch_fastdet, AutocastCPU, m) {
   in_float32_under_autocast(m, {"bbox_iou", "iou_loss"});
 }

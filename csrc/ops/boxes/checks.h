@@ -1,4 +1,4 @@
-// Checks of bbox_iou, iou_loss and their backwards, and the launch parameters of what was checked.
+// Check the arguments of bbox_iou, iou_loss and their backwards, and make launch parameters of them.
 #pragma once
 
 #include <ATen/ExpandUtils.h>
@@ -73,7 +73,7 @@ inline at::DimVector iou_shape(const at::Tensor& box1, const at::Tensor& box2) {
   return shape;
 }
 
-// Return the same of sizes that may be symbolic, even data-dependent: boxes picked by a mask.
+// Return the same for sizes that may be symbolic, even data-dependent ones of boxes selected by a mask.
 inline at::SymDimVector iou_sym_shape(const at::Tensor& box1, const at::Tensor& box2) {
   const bool first_longer = box1.dim() >= box2.dim();
   const auto longer = first_longer ? box1.sym_sizes() : box2.sym_sizes();
@@ -87,7 +87,7 @@ inline at::SymDimVector iou_sym_shape(const at::Tensor& box1, const at::Tensor& 
       size = other;
       continue;
     }
-    // Neither is known to be 1: as in PyTorch, they are taken for equal, and a traced graph checks it.
+    // Neither is known to be 1. Like PyTorch, assume that they are equal, which a traced graph checks.
     TORCH_SYM_CHECK(size.sym_eq(other), "box1 ", box1.sym_sizes(), " and box2 ", box2.sym_sizes(),
                     " do not broadcast, but leading dimensions that are equal or 1 are expected");
   }
@@ -133,7 +133,7 @@ core::BroadcastPlan<kOperands> make_plan(const std::array<const at::Tensor*, kOp
   for (const int64_t d : order) {
     int64_t strides[kOperands];
     for (int k = 0; k < kOperands; ++k) {
-      // A reduced gradient is one scalar, the same for every pair.
+      // A reduced gradient is one scalar for all pairs.
       strides[k] = operands[k]->dim() == 0 ? 0 : broadcast_stride(*operands[k], d, dims);
     }
     TORCH_CHECK(plan.push(shape[d], strides), op, ": box1 ", operands[0]->sizes(), " and box2 ", operands[1]->sizes(),
@@ -143,7 +143,7 @@ core::BroadcastPlan<kOperands> make_plan(const std::array<const at::Tensor*, kOp
   return plan;
 }
 
-// Leading dimensions, fastest first.
+// Order leading dimensions, fastest first.
 inline at::DimVector row_major_order(at::IntArrayRef shape) {
   at::DimVector order;
   for (int64_t d = static_cast<int64_t>(shape.size()) - 2; d >= 0; --d) order.push_back(d);
@@ -155,7 +155,7 @@ inline core::BroadcastPlan<2> pairs_plan(const at::Tensor& box1, const at::Tenso
   return make_plan<2>({&box1, &box2}, shape, row_major_order(shape), op);
 }
 
-// Return the pass for the gradient of `box` (box1 or box2): its broadcast dimensions run fastest and are summed.
+// Return the pass for the gradient of `box` (box1 or box2). Its broadcast dimensions run fastest and are summed.
 inline core::IouGradPass grad_pass(const at::Tensor& box, const at::Tensor& box1, const at::Tensor& box2,
                                    const at::Tensor& grad, at::IntArrayRef shape, const char* op) {
   const int64_t dims = static_cast<int64_t>(shape.size()) - 1;
@@ -174,7 +174,7 @@ inline core::IouGradPass grad_pass(const at::Tensor& box, const at::Tensor& box1
   return pass;
 }
 
-// Return the parameters of a backward launch. `grad1` and `grad2` are null where not asked for.
+// Return the parameters of a backward launch. `grad1` and `grad2` are null if not wanted.
 inline core::IouBackwardParams backward_params(const at::Tensor& grad, const at::Tensor& box1, const at::Tensor& box2,
                                                const core::IouConfig& config, double grad_scale, void* grad1,
                                                void* grad2, const char* op) {

@@ -1,6 +1,6 @@
-// bbox_iou and iou_loss on the CPU: the core's loops on Torch's threads.
-// Lets g++ turn selects into vector blends; results stay IEEE, NaN and infinity included. Before any include, because
-// g++ does not inline between functions of differing options.
+// Run bbox_iou and iou_loss on the CPU: the core's loops on Torch's threads.
+// The pragma lets g++ turn selects into vector blends; results stay IEEE, including NaN and infinity. It precedes the
+// includes, because g++ does not inline between functions of differing options.
 #pragma GCC optimize("no-trapping-math")
 
 #include "core/boxes/bbox_iou_loops.h"

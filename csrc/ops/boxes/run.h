@@ -1,5 +1,5 @@
-// bbox_iou, iou_loss and their backwards, but for the loops: Backend::run(params, op) of cpu.cpp and cuda.cpp.
-// Backend::loss_partials(pairs) is the size of iou_loss' workspace.
+// Run bbox_iou, iou_loss and their backwards except the loops, which are Backend::run(params, op) of cpu.cpp and
+// cuda.cpp. Backend::loss_partials(pairs) is the size of iou_loss's workspace.
 #pragma once
 
 #include <array>
@@ -19,7 +19,7 @@ struct IouLossOptions {
   core::IouConfig config(const char* op) const { return {parse_iou_kind(kind, op), xywh, eps}; }
 };
 
-// Return both gradients, uninitialized; one that is not asked for is a tensor of no elements.
+// Return both gradients, uninitialized; one that is not wanted has no elements.
 inline std::tuple<at::Tensor, at::Tensor> empty_box_grads(const at::Tensor& box1, const at::Tensor& box2,
                                                           std::array<bool, 2> output_mask) {
   const auto grad_of = [](const at::Tensor& box, bool wanted) {
@@ -28,7 +28,7 @@ inline std::tuple<at::Tensor, at::Tensor> empty_box_grads(const at::Tensor& box1
   return {grad_of(box1, output_mask[0]), grad_of(box2, output_mask[1])};
 }
 
-// Return the result of bbox_iou and iou_loss, uninitialized, of sizes that may be symbolic.
+// Return the uninitialized result of bbox_iou or iou_loss, whose sizes may be symbolic.
 inline at::Tensor empty_iou(const at::Tensor& box1, const at::Tensor& box2, core::IouReduction reduction) {
   const at::SymDimVector shape =
       reduction == core::IouReduction::kNone ? iou_sym_shape(box1, box2) : at::SymDimVector();

@@ -1,5 +1,5 @@
-// Post-processing and autograd. Decoding has a gradient; suppression's results are detached, so that backward() says
-// so.
+// Register post-processing with autograd. Decoding has a gradient; the results of suppression are detached, so that
+// backward() raises.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/sigmoid.h>
@@ -22,7 +22,7 @@ struct Yolov5Decode : torch::autograd::Function<Yolov5Decode> {
     return call_below_autograd<&yolov5_decode<Meta>>("yolov5_decode", heads, anchors, strides, nm);
   }
 
-  // d/d logit of: xy = (2 s + ...) stride, wh = (2 s)^2 anchor stride, s for objectness and classes, the rest as it is.
+  // Return d/d logit of xy = (2 s + ...) stride, wh = (2 s)^2 anchor stride, s for objectness and classes, else itself.
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     const auto saved = context->get_saved_variables();
     const auto strides = context->saved_data["strides"].toDoubleVector();

@@ -1,4 +1,4 @@
-// Checks of the post-processing operators, shared by CPU, CUDA and meta, and the plain structs that the core wants.
+// Check the post-processing operators for CPU, CUDA and Meta, and make the plain structs that the core takes.
 #pragma once
 
 #include <cmath>
@@ -20,7 +20,7 @@ using core::ClassFilter;
 using core::ClassRule;
 using core::NmsOptions;
 
-// The arguments that every suppression operator begins with, and those that it ends with.
+// Hold the arguments with which every suppression operator begins, and those with which it ends.
 struct NmsArguments {
   double conf_thres, iou_thres;
   at::OptionalIntArrayRef classes;
@@ -37,7 +37,7 @@ struct NmsLastArguments {
   using Types = std::tuple<const std::optional<at::Tensor>&, std::string_view, int64_t, double>;
 };
 
-// The input of a launch. Tensors that were converted are held here until it is queued.
+// Hold the input of a launch, and converted tensors until the launch is queued.
 struct NmsRequest {
   CandidateSource source;
   NmsOptions options;
@@ -83,7 +83,7 @@ inline double to_arithmetic_type(double value, at::ScalarType type) {
   return type == at::kDouble ? value : static_cast<float>(value);
 }
 
-// Return a logit whose sigmoid cannot pass `threshold`, even rounded up to bfloat16.
+// Return a logit whose sigmoid cannot exceed `threshold`, even rounded up to bfloat16.
 inline double logit_floor(double threshold) {
   const double lowest = threshold * (1 - 1. / 128);
   return std::log(lowest / (1 - lowest)) - 1e-3;
@@ -123,7 +123,7 @@ inline void check_arguments(const at::Tensor& input, const char* input_name, con
   if (last.letterboxes.has_value()) check_letterboxes(*last.letterboxes, input, op, input_name);
 }
 
-// Parse `rotated`: "none", "fast" or "greedy". `has_angle` says whether a head has an extra map for it.
+// Parse `rotated`: "none", "fast" or "greedy". `has_angle` says whether a head has an extra map for the angle.
 inline core::RotatedRule rotated_rule(std::string_view rotated, bool has_angle, const char* op) {
   TORCH_CHECK_VALUE(rotated == "none" || rotated == "fast" || rotated == "greedy", op, ": rotated is '",
                     std::string(rotated), "', but 'none', 'fast' (as the stock function) or 'greedy' is expected");
@@ -138,7 +138,7 @@ struct ExtraMeaning {
   int32_t keypoint_values = 0;
 };
 
-// Return how to decode extra maps. `channels` is -1 where it is not known.
+// Return how to decode extra maps. `channels` is -1 if unknown.
 inline ExtraMeaning extra_meaning(std::string_view name, int64_t channels, const char* op) {
   using core::ExtraKind;
   constexpr std::pair<std::string_view, ExtraMeaning> kNames[] = {
@@ -190,7 +190,7 @@ inline void fill_options(NmsRequest& request, const NmsArguments& a, const NmsLa
   if (last.letterboxes.has_value()) request.letterboxes = *last.letterboxes;
 }
 
-// Convert to what the core reads. Neither conversion does anything in the usual case.
+// Convert to what the core reads. Usually neither conversion has anything to do.
 inline at::Tensor as_contiguous(const at::Tensor& tensor, at::ScalarType type) {
   return tensor.to(type).contiguous();
 }
@@ -200,7 +200,7 @@ inline void check_prediction(const at::Tensor& prediction, const char* op) {
   check_strided(prediction, op, "prediction");
 }
 
-// prediction (B, N, 5 + classes + nm), labels (n, 6). Sizes may be symbolic.
+// Check prediction (B, N, 5 + classes + nm) and labels (n, 6). Sizes may be symbolic.
 inline void check_yolov5_prediction(const at::Tensor& prediction, int64_t nm, const std::optional<at::Tensor>& labels,
                                     const char* op) {
   check_prediction(prediction, op);
@@ -244,7 +244,7 @@ inline NmsRequest yolov5_request(const at::Tensor& prediction, int64_t nm, const
   return request;
 }
 
-// prediction (B, 4 + classes + extra, N). Sizes may be symbolic.
+// Check prediction (B, 4 + classes + extra, N). Sizes may be symbolic.
 inline void check_ultralytics_prediction(const at::Tensor& prediction, int64_t nc, const char* op) {
   check_prediction(prediction, op);
   TORCH_CHECK_VALUE(nc >= 0, op, ": nc is ", nc, ", but 0 (all channels past the box) or more classes are expected");
@@ -285,7 +285,7 @@ inline core::HeadMap head_map(const at::Tensor& map) {  // (B, channels, rows, c
   return {nullptr, map.stride(0), 0, map.stride(1), map.stride(2), map.stride(3)};
 }
 
-// heads: (B, na * no, ny, nx) or (B, na, ny, nx, no); anchors (levels, na, 2) in cells
+// heads are (B, na * no, ny, nx) or (B, na, ny, nx, no); anchors (levels, na, 2) are in cells.
 inline NmsRequest check_yolov5_heads(at::TensorList heads, const at::Tensor& anchors, at::ArrayRef<double> strides,
                                      int64_t nm, const char* op) {
   check_levels(heads, strides, op, "heads");
@@ -345,7 +345,7 @@ inline NmsRequest check_yolov5_heads(at::TensorList heads, const at::Tensor& anc
   return request;
 }
 
-// boxes[i] (B, 4 * reg_max, ny, nx), scores[i] (B, nc, ny, nx), extra empty or (B, ne, ny, nx)
+// boxes[i] is (B, 4 * reg_max, ny, nx), scores[i] (B, nc, ny, nx), and extra empty or (B, ne, ny, nx).
 inline NmsRequest check_ultralytics_heads(at::TensorList boxes, at::TensorList scores, at::TensorList extra,
                                           at::ArrayRef<double> strides, const char* op) {
   check_levels(boxes, strides, op, "boxes");
@@ -401,7 +401,7 @@ inline NmsRequest check_ultralytics_heads(at::TensorList boxes, at::TensorList s
   return request;
 }
 
-// Set data pointers, which tensors without storage (meta) do not have; so after the checks, on real devices only.
+// Set data pointers. Tensors without storage (meta) have none, so call this after the checks, on real devices only.
 inline void fill_heads(NmsRequest& request, at::TensorList boxes, at::TensorList scores = {},
                        at::TensorList extra = {}) {
   for (size_t i = 0; i < boxes.size(); ++i) {
@@ -422,7 +422,7 @@ inline void fill_anchors(NmsRequest& request, bool on_device) {
   }
 }
 
-// boxes (B, n, 4 or more), letterboxes (B, 6)
+// Check boxes (B, n, 4 or more) and letterboxes (B, 6).
 inline void check_scale_boxes(const at::Tensor& boxes, const at::Tensor& letterboxes) {
   const char* op = "scale_boxes";
   check_float(boxes, op, "boxes");
@@ -449,7 +449,7 @@ inline void check_filter(const at::Tensor& prediction, double conf_thres, int64_
                   ", but (", prediction.sym_size(0), ", 2) is expected: width and height of each image");
 }
 
-// `sizes` already of the arithmetic type, or undefined.
+// `sizes` must already have the arithmetic type, or be undefined.
 inline core::FilterParams filter_params(const at::Tensor& prediction, const at::Tensor& sizes, double conf_thres,
                                         at::OptionalIntArrayRef classes, const char* op) {
   core::FilterParams params;
@@ -472,7 +472,7 @@ inline core::FilterParams filter_params(const at::Tensor& prediction, const at::
   return params;
 }
 
-// `letterboxes` already of the arithmetic type.
+// `letterboxes` must already have the arithmetic type.
 inline core::ScaleBoxesParams scale_boxes_params(const at::Tensor& boxes, const at::Tensor& letterboxes, bool xywh) {
   core::ScaleBoxesParams params;
   params.boxes = boxes.const_data_ptr();

@@ -1,4 +1,4 @@
-// Post-processing on the CPU: the core's loops on Torch's threads.
+// Run post-processing on the CPU: the core's loops on Torch's threads.
 #include <limits>
 
 #include "core/nms/decode_loops.h"

@@ -1,4 +1,4 @@
-// Post-processing on CUDA: launches on the current stream. Suppression takes one workspace.
+// Run post-processing on CUDA, on the current stream. Suppression uses one workspace.
 #include "core/nms/nms_launch.h"
 #include "ops/common/launch.h"
 #include "ops/nms/run.h"

@@ -1,4 +1,4 @@
-// The post-processing operators but for the work, which are Backend::run() of cpu.cpp and cuda.cpp.
+// Run the post-processing operators except the work, which is Backend::run() of cpu.cpp and cuda.cpp.
 #pragma once
 
 #include "core/nms/decode.h"
@@ -7,7 +7,7 @@
 
 namespace torch_fastdet {
 
-// The device of `input` is current.
+// The device of `input` must be current.
 template <class Backend>
 Detections suppress(NmsRequest& request, const at::Tensor& input, const NmsArguments& arguments,
                     const NmsLastArguments& last, const char* op) {
