@@ -1,6 +1,6 @@
-// fuzz_jpeg COUNT [SEED]: so many damaged JPEG files and damaged packed JPEGs, through the parser, the index pass and
-// the decoder. Built with AddressSanitizer (make fuzz), it ends at the first access that is not allowed. What the
-// pixels are, tests/ops/test_jpeg.py compares with OpenCV.
+// fuzz_jpeg COUNT [SEED] runs COUNT damaged JPEG files and damaged packed JPEGs through the parser, the index pass and
+// the decoder. Built with AddressSanitizer (make fuzz), it ends at the first forbidden access. tests/ops/test_jpeg.py
+// compares the pixels with OpenCV.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
@@ -41,7 +41,7 @@ class Fuzzer {
     }
   }
 
-  // Decode the whole and a rectangle, if the packed JPEG is sound and its image no larger than 4 megapixels.
+  // Decode the whole image and a rectangle if the packed JPEG is sound and its image no larger than 4 megapixels.
   void decode(const std::vector<uint8_t>& packed) {
     if (packed.size() < kJpegHeaderBytes) return;
     const auto& h = *reinterpret_cast<const JpegHeader*>(packed.data());

@@ -1,5 +1,5 @@
-// JPEG files of random coefficients, of any layout, with the pixels that they have: worked out from the coefficients by
-// nested loops, without any entropy coding.
+// Make JPEG files of random coefficients, in any layout, with their pixels, which nested loops compute from the
+// coefficients without any entropy coding.
 #pragma once
 
 #include <algorithm>
@@ -200,7 +200,7 @@ class RandomJpeg {
     }
   }
 
-  // The sample that component i has for a pixel, by the definition of triangle filters and boxes.
+  // Return the sample of component i for a pixel by the definition of triangle filters and boxes.
   static int sample(const std::vector<int>& plane, int pitch, int w, int h, int ratio_x, int ratio_y, int x, int y) {
     const int sx = x / ratio_x, sy = y / ratio_y;
     const auto at = [&](int column, int row) {

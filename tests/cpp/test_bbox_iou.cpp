@@ -1,4 +1,4 @@
-// The CPU loops of bbox_iou and iou_loss against kernels/bbox_iou_problem.h.
+// Compare the CPU loops of bbox_iou and iou_loss with kernels/bbox_iou_problem.h.
 #include <gtest/gtest.h>
 
 #include "core/boxes/bbox_iou_loops.h"

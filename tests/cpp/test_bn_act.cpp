@@ -1,4 +1,4 @@
-// The CPU loops of bn_act against kernels/bn_act_problem.h, and how the GPU shares out a tensor.
+// Compare the CPU loops of bn_act with kernels/bn_act_problem.h, and test how the GPU divides a tensor.
 #include <gtest/gtest.h>
 
 #include "core/bn_act/bn_act_loops.h"
@@ -44,7 +44,7 @@ TEST(BnActLoops, RandomShapesAndLayouts) {
 
 TEST(BnActPlan, WidthFollowsFromEveryTensor) {
   alignas(16) static char memory[32];
-  // (2, 16, 24) of two bytes, and what one wrong value of one tensor does to it.
+  // Start from (2, 16, 24) of two bytes; each case changes one value of one tensor.
   for (const bool channels_last : {false, true}) {
     const BnActImage good = channels_last ? BnActImage{memory, 384, 1, 16} : BnActImage{memory, 384, 24, 1};
     const auto width = [&](const BnActImage& other, int64_t channels = 16, int64_t pixels = 24, int bytes = 2) {

@@ -1,4 +1,4 @@
-// The arctangent of a ratio, the plan of a broadcast, and the blocks of a loss; test_bbox_iou.cpp has the loops.
+// Test the arctangent of a ratio, the plan of a broadcast, and the blocks of a loss; test_bbox_iou.cpp has the loops.
 #include "core/boxes/box_math.h"
 
 #include <gtest/gtest.h>
@@ -27,7 +27,7 @@ TEST(BoxMath, AtanOfARatio) {
   EXPECT_EQ(atan_ratio(0.0f, 3.0f), 0.0f);
 }
 
-// int32 element counts: apex #1825, pytorch #101760.
+// Element counts were int32 elsewhere (apex #1825, pytorch #101760).
 TEST(BroadcastPlan, OffsetsBeyond32Bits) {
   BroadcastPlan<2> plan;
   const int64_t inner = 3, outer = int64_t(1) << 34;

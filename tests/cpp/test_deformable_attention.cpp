@@ -1,4 +1,4 @@
-// The CPU loops of deformable attention against kernels/deformable_attention_problem.h.
+// Compare the CPU loops of deformable attention with kernels/deformable_attention_problem.h.
 #include "core/deformable_attention/deformable_attention_loops.h"
 #include "kernels/backwards.h"
 #include "kernels/deformable_attention_problem.h"

@@ -1,4 +1,4 @@
-// The tests' own half-precision types, every value of them.
+// Test every value of the tests' own half-precision types.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -8,7 +8,7 @@
 namespace torch_fastdet::core {
 namespace {
 
-// Each value comes back as it was; halfway to the next one goes to the even one, a little further on either side to the
+// Each value comes back unchanged; the middle between two goes to the even one, and what is a little off goes to the
 // nearer one.
 template <typename T>
 void check_rounding(uint16_t infinity) {

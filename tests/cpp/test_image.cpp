@@ -1,4 +1,4 @@
-// The formulas of the image operators against what they stand for: tests/ops/test_image.py compares them with OpenCV.
+// Compare the image operators' formulas with what they stand for; tests/ops/test_image.py compares them with OpenCV.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -11,7 +11,7 @@ namespace torch_fastdet::core {
 namespace {
 
 #if defined(__x86_64__)
-// Of a machine's vector code only the best would run: each against the plain loop, over colours, tables and odd
+// Operators use only a machine's best vector code; compare each with the plain loop, over colors, tables and odd
 // lengths.
 TEST(ImageColors, VectorCodeEqualsPlain) {
   std::vector<uint8_t> tables(768);
@@ -65,7 +65,7 @@ Storages whole_storage(const std::vector<uint8_t>& bytes) {
   return {{bytes.data()}, {static_cast<int64_t>(bytes.size())}, 1};
 }
 
-// One layer of one placement, for a caller that says where it goes.
+// Return one layer of one placement; the caller sets where it goes.
 AugmentParams one_layer(const std::vector<uint8_t>& bytes, const int64_t* placement, const int64_t* layer,
                         const double* matrix, const int64_t* pictures) {
   AugmentParams p{};
@@ -78,7 +78,7 @@ AugmentParams one_layer(const std::vector<uint8_t>& bytes, const int64_t* placem
   return p;
 }
 
-// What a warped layer shows at (x, y), from the formulas alone.
+// Return what a warped layer shows at (x, y), from the formulas alone.
 Pixel<3> warped_pixel(const AugmentParams& p, const Layer& layer, int x, int y) {
   const double* m = layer.map.m;
   if (p.arithmetic == WarpArithmetic::kFloat) {
@@ -91,8 +91,8 @@ Pixel<3> warped_pixel(const AugmentParams& p, const Layer& layer, int x, int y) 
                                           affine_coordinate(affine_column(m[3], x), affine_row(m[4], m[5], y))});
 }
 
-// A mosaic in exactly as much memory as its images take, warped: rows of plain and of vector code, which look at many
-// pixels at once, against one pixel after another. Some images overlap, and some horizons cross the output.
+// Rows of plain and of vector code, which process many pixels at once, equal one pixel after another. The warped mosaic
+// has exactly as much memory as its images take; some images overlap, and some horizons cross the output.
 TEST(ImageWarp, RowsEqualPixels) {
   constexpr int kSide = 37;
   constexpr int kSizes[][2] = {{53, 41}, {150, 20}, {160, 7}, {5, 30}, {64, 16}};
@@ -139,7 +139,7 @@ TEST(ImageWarp, RowsEqualPixels) {
   }
 }
 
-// Maps whose points do not fit an int, or are NaN: w is 0 in a column or everywhere, or factors overflow.
+// The maps' points do not fit an int or are NaN: w is 0 in a column or everywhere, or factors overflow.
 TEST(ImageWarp, RowsOfPointsBeyondInts) {
   const std::vector<uint8_t> bytes(20 * 20 * 3, 9);
   const int64_t placement[] = {0, 0, 20, 20, 0, 0, 3, 3, 20, 20}, layers[] = {0, 1, 30, 30, 2, -1};
@@ -169,7 +169,7 @@ TEST(ImageWarp, RowsOfPointsBeyondInts) {
   }
 }
 
-// Images in exactly as much memory as they take: rows against one pixel after another.
+// Compare rows with one pixel after another, for images in exactly as much memory as they take.
 template <int kChannels>
 void check_resized_rows(const ResizeKernels& kernels, Interpolation interpolation) {
   uint32_t state = 5;
@@ -205,7 +205,7 @@ TEST(ImageResize, RowsEqualPixels) {
   }
 }
 
-// A rectangle that reaches beyond the canvas on one side and beyond its image on the other.
+// The rectangle reaches beyond the canvas on one side and beyond its image on the other.
 TEST(ImageTables, PatchIsCutToWhatExists) {
   const std::vector<uint8_t> bytes(10 * 8 * 3);
   const Storages storages = whole_storage(bytes);
@@ -221,7 +221,7 @@ TEST(ImageTables, PatchIsCutToWhatExists) {
   EXPECT_EQ(read_patch(storages, outside, 3, 20, 20).data, nullptr);
 }
 
-// Batches on the CPU: what threads do band by band, in any order, is what an image gives in one piece.
+// Batches that threads compute on the CPU, band by band and in any order, equal images computed in one piece.
 
 constexpr int kManyThreads = 8;  // so that few images are cut into bands
 

@@ -1,4 +1,4 @@
-// Packed JPEGs: what is taken, what is refused, pixels of whole images and of rectangles against nested loops.
+// Test which JPEGs are packed or refused, and compare whole images and rectangles with nested loops.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace {
 using Bytes = std::vector<uint8_t>;
 
 std::pair<std::string, Bytes> pack(const Bytes& file, int segment_bits = kJpegMaxSegmentBits) {
-  // In exactly as much memory as the file has.
+  // The copy has exactly as much memory as the file.
   const std::vector<uint8_t> exact(file);
   Bytes packed;
   const char* reason = JpegPacker(segment_bits).pack(exact.data(), static_cast<int64_t>(exact.size()), packed);

@@ -1,5 +1,5 @@
-// The CPU loops of multi_tensor against kernels/multi_tensor_problem.h; the work list's planning and the step's
-// arithmetic against loops that only count.
+// Compare the CPU loops of multi_tensor with kernels/multi_tensor_problem.h, and the work list's planning and the
+// step's arithmetic with loops that only count.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -65,7 +65,7 @@ TEST(PlanSegments, CoversSizesAroundASegment) {
   for (int64_t size : {1023, 1024, 1025, 2047, 2048, 2049, 8191, 8192, 8193}) expect_covers({size, 3, size});
 }
 
-// pytorch #94865, #100811: size-0 tensors; TransformerEngine #3212: an empty last tensor left pending work unlaunched.
+// Tensors may have size 0 (pytorch #94865, #100811); an empty last one left work unlaunched (TransformerEngine #3212).
 TEST(PlanSegments, EmptyTensorsFirstMiddleAndLast) {
   expect_covers({0, 5, 0, 0, 4097, 0});
   expect_covers({0, 0, 0});
@@ -73,14 +73,14 @@ TEST(PlanSegments, EmptyTensorsFirstMiddleAndLast) {
   EXPECT_TRUE(plan_segments({0, 0}).empty());
 }
 
-// pytorch #189827: metadata read past its end at several hundred tensors.
+// With several hundred tensors metadata was read past its end (pytorch #189827).
 TEST(PlanSegments, ThousandsOfTensors) {
   std::vector<int64_t> numels;
   for (int64_t i = 0; i < 5000; ++i) numels.push_back(i % 7 == 0 ? 0 : (i * 131) % 3001);
   expect_covers(numels);
 }
 
-// apex #1825: sizes kept as int32.
+// Sizes were kept as int32 (apex #1825).
 TEST(PlanSegments, MoreThan2To31Elements) {
   const int64_t huge = (int64_t(1) << 31) + 12345;
   expect_covers({7, huge, 0, 1024});
@@ -91,7 +91,7 @@ TEST(PlanSegments, MoreThan2To31Elements) {
   EXPECT_TRUE(beyond);
 }
 
-// Eight tiny tensors share one block's chunk: as many segments as tensors, and no more blocks than an eighth of it.
+// Eight tiny tensors share one block's chunk: there are as many segments as tensors, and an eighth as many blocks.
 TEST(PlanSegments, PacksTinyTensors) {
   EXPECT_EQ(plan_segments(std::vector<int64_t>(64, 16)).size(), 64u);
   EXPECT_EQ(kSegmentElements * kWarpsPerBlock, 8192);

@@ -1,5 +1,5 @@
-// The arithmetic of post-processing against double precision, the decisions at their edges, and the plan of the GPU
-// path.
+// Compare the arithmetic of post-processing with double precision, and test its decisions at their edges and the GPU's
+// plan.
 #include <gtest/gtest.h>
 
 #include <cmath>

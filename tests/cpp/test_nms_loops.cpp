@@ -1,4 +1,4 @@
-// The CPU loops of non-maximum suppression in another order of threads, over kernels/nms_problem.h.
+// Run the CPU loops of non-maximum suppression in another order of threads, over kernels/nms_problem.h.
 #include <gtest/gtest.h>
 
 #include "core/nms/decode_loops.h"

@@ -1,4 +1,4 @@
-// The CPU loops of max_pools_cat against kernels/pool_problem.h.
+// Compare the CPU loops of max_pools_cat with kernels/pool_problem.h.
 #include <gtest/gtest.h>
 
 #include "core/pool/max_pool_loops.h"

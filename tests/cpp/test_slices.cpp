@@ -1,4 +1,4 @@
-// The CPU loops of sum_slices, pad_and_sum and sum_rows against kernels/slices_problem.h.
+// Compare the CPU loops of sum_slices, pad_and_sum and sum_rows with kernels/slices_problem.h.
 #include "core/slices/slices_loops.h"
 #include "kernels/backwards.h"
 #include "kernels/slices_problem.h"

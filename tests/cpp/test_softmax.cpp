@@ -1,4 +1,4 @@
-// The CPU loops of softmax_backward against kernels/softmax_problem.h.
+// Compare the CPU loops of softmax_backward with kernels/softmax_problem.h.
 #include "core/softmax/softmax_loops.h"
 #include "kernels/backwards.h"
 #include "kernels/softmax_problem.h"

@@ -1,4 +1,4 @@
-// The CPU loops of space_to_depth against kernels/space_to_depth_problem.h.
+// Compare the CPU loops of space_to_depth with kernels/space_to_depth_problem.h.
 #include <gtest/gtest.h>
 
 #include "core/space_to_depth/space_to_depth_loops.h"

@@ -1,4 +1,4 @@
-// stem_conv_loops.h against the definition, output by output.
+// Compare stem_conv_loops.h with the definition, output by output.
 #include <gtest/gtest.h>
 
 #include <vector>
@@ -8,7 +8,7 @@
 namespace torch_fastdet::core {
 namespace {
 
-// Small integers, whose sums are exact.
+// Return small integers, whose sums are exact.
 std::vector<double> numbers(int64_t count, int64_t step) {
   std::vector<double> values(count);
   for (int64_t i = 0; i < count; ++i) values[i] = static_cast<double>(i * step % 7 - 3);
@@ -17,7 +17,7 @@ std::vector<double> numbers(int64_t count, int64_t step) {
 
 class Loops : public ::testing::TestWithParam<int64_t> {
  protected:
-  // The square's channel that a tap of the pixel reads: zero outside of the image.
+  // Return the square's channel that a tap of the pixel reads, or zero outside the image.
   double square(int64_t n, int64_t y, int64_t x, int64_t tap, int64_t c) const {
     const int64_t row = y + tap / sizes_.side - sizes_.border(), column = x + tap % sizes_.side - sizes_.border();
     if (row < 0 || column < 0 || row >= sizes_.square_height() || column >= sizes_.square_width()) return 0;

@@ -1,5 +1,5 @@
-// The trackers' core: candidates against all pairs, the assignment against all assignments, and trackers that go on
-// from saved lists. tests/test_trackers.py compares tracks with the originals'.
+// Compare the trackers' candidates with all pairs and the assignment with all assignments, and resume trackers from
+// saved lists. tests/test_trackers.py compares tracks with the original trackers'.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -137,7 +137,7 @@ TEST(Track, AssignmentIsTheBestOfAll) {
 using Rows = std::vector<std::array<float, 6>>;  // x1 y1 x2 y2 score class
 const TrackOptions kOptions = {0.8, 0.25f, 0.1f, 0.25f, 3, true};
 
-// Rows of x1 y1 x2 y2 id score class index.
+// Return rows of x1 y1 x2 y2 id score class index.
 std::vector<std::array<float, 8>> update(Tracker& tracker, const Rows& rows, const CameraMotion* motion = nullptr) {
   const FrameDetections frame{rows.empty() ? nullptr : rows[0].data(), static_cast<int64_t>(rows.size()), 6};
   tracker.update(frame, kOptions, motion);

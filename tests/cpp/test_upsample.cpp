@@ -1,4 +1,4 @@
-// The plans of 2x upsampling and its vector code; tests/ops/test_upsample.py compares what the loops give.
+// Test the plans of 2x upsampling and its vector code; tests/ops/test_upsample.py compares the loops' results.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -55,7 +55,7 @@ class Upsample : public testing::TestWithParam<Case> {
   UpsamplePlan plan = make_upsample_plan(GetParam().size, small.value, large.value, channels_last);
 };
 
-// Known bug 16: every address that a kernel forms lies inside the tensors, whatever the vector width.
+// Every address that a kernel forms is inside the tensors, for any vector width (known bug 16).
 TEST_P(Upsample, VectorsDivideEveryAddress) {
   for (const int itemsize : {2, 4, 8}) {
     for (const uintptr_t shift : {0, 1, 2, 4}) {
@@ -90,7 +90,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, Upsample, testing::ValuesIn(kCases), [](const a
 });
 
 #ifdef TORCH_FASTDET_AVX2
-// bfloat16 as the definition has it: the upper half of a float, to nearest, ties to even.
+// bfloat16 is by definition the upper half of a float, rounded to nearest, ties to even.
 struct BFloat16 {
   uint16_t bits;
   BFloat16() = default;
@@ -107,7 +107,7 @@ struct BFloat16 {
   }
 };
 
-// Every count, so that each tail is seen; random bits, so that infinities, NaN and subnormal numbers are.
+// Every count is tested for its tail; random bits include infinities, NaN and subnormal numbers.
 template <typename T, typename Lanes>
 void expect_avx2_equals_scalar() {
   if (!has_avx2()) {

@@ -1,4 +1,4 @@
-// The CPU loops of the v8 losses against kernels/v8_*_problem.h, and their arithmetic.
+// Compare the CPU loops of the v8 losses with kernels/v8_*_problem.h, and test their arithmetic.
 #include <gtest/gtest.h>
 
 #include "core/v8_loss/v8_keypoint_loops.h"
@@ -89,7 +89,7 @@ TEST(V8ObbLossLoops, ThreadsInAnyOrder) {
   }
 }
 
-// The gradient of probiou against differences, and its value for equal boxes.
+// The gradient of probiou equals differences, and its value is right for equal boxes.
 TEST(V8ObbMath, GradientOfProbiou) {
   Random random(3);
   for (int round = 0; round < 50; ++round) {
@@ -112,12 +112,12 @@ TEST(V8ObbMath, GradientOfProbiou) {
     }
   }
   const V8Obb<double> box{3, 4, 5, 6, 1};
-  // The distance is clamped to 1e-7, and so much is added under the root.
+  // The distance is clamped to 1e-7, and as much is added under the root.
   EXPECT_NEAR(v8_probiou(box, v8_gaussian(box, 0.), box, v8_gaussian(box, 0.)).value, 1 - std::sqrt(2e-7), 1e-9);
 }
 
-// A distance that is NaN, of one predicted box: the target that it lies in ranks it first, and the loss is NaN, as in
-// eager; elsewhere it does no harm.
+// If a predicted box has a NaN distance, the target around it ranks it first, and the loss is NaN as in eager code;
+// elsewhere the box does no harm.
 TEST(V8LossMath, KeysPutNanFirstAndZeroNowhere) {
   EXPECT_GT(v8_key(std::nanf(""), 5), v8_key(INFINITY, 0));
   EXPECT_GT(v8_key(0.5f, 3), v8_key(0.5f, 4));

@@ -1,4 +1,4 @@
-// The CPU loops of yolov5_loss against kernels/yolov5_loss_problem.h.
+// Compare the CPU loops of yolov5_loss with kernels/yolov5_loss_problem.h.
 #include <gtest/gtest.h>
 
 #include "core/yolov5_loss/yolov5_loss_loops.h"

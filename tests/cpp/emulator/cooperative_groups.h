@@ -1,2 +1,2 @@
-// Nothing: what csrc/core takes from it is compiled for devices with clusters alone.
+// This file is empty because csrc/core uses cooperative groups only on devices with clusters.
 #pragma once

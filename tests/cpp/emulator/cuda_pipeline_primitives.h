@@ -1,4 +1,4 @@
-// Asynchronous copies into shared memory, as late as they may come: when their thread waits for them.
+// Asynchronous copies into shared memory arrive as late as possible: when their thread waits for them.
 #pragma once
 
 #include <cstring>
@@ -18,7 +18,7 @@ inline void __pipeline_commit() {
   emulator::commit_copies();
 }
 
-// Waits for all but the last `left` commits.
+// Wait for all but the last `left` commits.
 inline void __pipeline_wait_prior(size_t left) {
   for (emulator::Copy copy; emulator::next_copy(left, copy);) std::memcpy(copy.to, copy.from, copy.bytes);
 }

@@ -1,6 +1,6 @@
-// Runs a launch's blocks one after another, in random order, each thread of a block as a fiber. A thread runs until it
-// waits at a barrier or a warp intrinsic; then another one that need not wait is chosen at random. So a thread that
-// relies on what no barrier promises soon meets an order in which it was not so.
+// The emulator runs a launch's blocks one after another, in random order, with each thread of a block as a fiber. A
+// thread runs until it waits at a barrier or a warp intrinsic; then another thread that need not wait is chosen at
+// random. A thread that relies on what no barrier promises thus soon meets an order that breaks it.
 #include "emulator.h"
 
 #include <pthread.h>
@@ -29,7 +29,7 @@ uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
 #if defined(__x86_64__)
-// Saves what a call preserves, goes on on another stack. swapcontext would ask the kernel for the signal mask each
+// Save what a call preserves and continue on another stack. swapcontext would ask the kernel for the signal mask each
 // time.
 asm(R"(
 .text
@@ -63,10 +63,10 @@ constexpr size_t kStack = size_t{64} << 10;
 constexpr size_t kStack = size_t{256} << 10;
 #endif
 constexpr size_t kGuard = 4096;
-// Bytes of shared memory that a block may have, without and with cudaFuncSetAttribute, on compute capability 9.0.
+// A block may have this many bytes of shared memory, without and with cudaFuncSetAttribute, on compute capability 9.0.
 constexpr size_t kPlainShared = 48 << 10, kMostShared = 227 << 10;
 
-// What orders threads is told to ThreadSanitizer, which knows them as fibers.
+// Tell ThreadSanitizer, which sees threads as fibers, what orders them.
 #if defined(EMULATOR_TSAN)
 void release(void* object) {
   __tsan_release(object);
@@ -148,14 +148,14 @@ std::vector<std::unique_ptr<Fiber>> fibers;
 Fiber host_context;
 char launch_order, fence_order;
 
-// What orders the threads of one block. By turns, so that a thread which is quick to come again does not order one that
-// is slow to leave; and not those of the next block, which are ordered by nothing.
+// These objects order the threads of one block. They alternate, so that a thread that quickly returns does not order
+// one that is slow to leave. Other blocks have other objects, because nothing orders them.
 struct Order {
   uint64_t barrier[2], warp[32][2], shared;
 };
 Order orders[256];
 
-// A variable in shared memory.
+// This is a variable in shared memory.
 struct Shared {
   const void* variable;
   char* bytes;
@@ -163,7 +163,7 @@ struct Shared {
 };
 std::vector<Shared>& used = *new std::vector<Shared>;  // by blocks that have ended
 
-// The block that runs. No containers: their code may be that of a file under ThreadSanitizer.
+// This is the running block. It has no containers, because their code may come from a file under ThreadSanitizer.
 struct Block {
   unsigned threads = 0, waiting = 0, exited = 0;
   uint64_t barriers = 0;  // passed
@@ -177,7 +177,7 @@ struct Block {
   void make_ready(unsigned thread) { ready[ready_count++] = thread; }
   std::string failure;
 };
-// Copies that a thread has put off, in their order, and the commit that each belongs to.
+// These are copies that a thread has deferred, in order, with the commit that each belongs to.
 struct PutOff {
   static constexpr size_t kMost = 128;
   Copy copies[kMost];
@@ -219,7 +219,7 @@ void switch_to(Fiber& to) {
 #endif
 }
 
-// Run a thread that may run; the host where there is none.
+// Run a thread that can run, or the host if there is none.
 void run_another() {
   if (!block.ready_count || !block.failure.empty()) return switch_to(host_context);
   unsigned& pick = block.ready[random_bits() % block.ready_count];
@@ -233,7 +233,7 @@ void report(const char* what, const Fiber& thread, const Fiber* other) {
   if (other) block.failure += "; " + where(*other);
 }
 
-// Abandons the block. Nothing on the thread's stack is destroyed.
+// Abandon the block without destroying anything on the thread's stack.
 [[noreturn]] void fail(const char* what, const Fiber& thread, const Fiber* other = nullptr) {
   report(what, thread, other);
   release(&launch_order);
@@ -267,7 +267,7 @@ void run_block() {
     put_offs[i].begin = put_offs[i].end = put_offs[i].commit = 0;
     fiber.site = Site{};
 #if defined(EMULATOR_TSAN)
-    // A thread of its own in every block, on a stack where nobody was before.
+    // Give each block's thread its own fiber, and a stack that no thread has used.
     mmap(fiber.stack, fiber.stack_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
     fiber.sanitizer = __tsan_create_fiber(0);
 #endif
@@ -390,7 +390,7 @@ Lanes exchange(const Site& site, unsigned mask, uint64_t value) {
   return me.lanes;
 }
 
-// The only warp intrinsic that promises an order of memory accesses.
+// This is the only warp intrinsic that promises an order of memory accesses.
 void sync_warp(const Site& site, unsigned mask) {
   const unsigned warp = current->number / 32;
   const uint64_t turn = warp_syncs[warp];
@@ -416,7 +416,7 @@ void* shared_memory(const void* variable, size_t bytes) {
         posix_memalign(&fresh, variable == &block ? 128 : 16, bytes))
       fail("more shared memory than a block can have", *current);
     memory = static_cast<char*>(fresh);
-    // Garbage: random, or (as on a device) what an earlier block has left there.
+    // Fill in garbage, either random or (as on a device) what an earlier block has left there.
     const Shared* left = nullptr;
     for (size_t i = 0; i < used.size(); ++i) left = used[i].variable == variable ? &used[i] : left;
     if (random_bits() % 2) left = nullptr;
@@ -502,7 +502,7 @@ void run(const Shape& shape, const void* kernel, Body launched, const void* laun
 
 }  // namespace emulator
 
-// The runtime's functions that csrc/core calls.
+// These are the runtime's functions that csrc/core calls.
 
 cudaError_t cudaGetLastError() {
   return std::exchange(emulator::last_error, cudaSuccess);

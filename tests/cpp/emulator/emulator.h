@@ -1,12 +1,12 @@
-// CUDA's device language for a host compiler: kernels of csrc/core run on the CPU as they are written, so that their
-// indexing and synchronisation can be tested without a GPU. Included before every kernel source; see emulator.cpp for
-// how threads run, and translate.py for the little that a host compiler cannot parse.
+// This is CUDA's device language for a host compiler: unchanged kernels of csrc/core run on the CPU, so that their
+// indexing and synchronization can be tested without a GPU. It is included before every kernel source. See emulator.cpp
+// for how threads run, and translate.py for the little that a host compiler cannot parse.
 //
-// What it finds: wrong results under any order of threads and of blocks, reads of uninitialised shared memory (it holds
-// garbage), barriers and warp intrinsics that not all threads reach, launches that a device would refuse, misaligned
-// accesses (by UBSan, in every build); with AddressSanitizer accesses out of bounds, of shared memory too; with
-// ThreadSanitizer data races between threads that no barrier, fence or __syncwarp orders. What it does not: weaker
-// memory orders, clusters, timing.
+// It finds wrong results under any order of threads and blocks, reads of uninitialized shared memory (which holds
+// garbage), barriers and warp intrinsics that not all threads reach, launches that a device would refuse, and
+// misaligned accesses (by UBSan, in every build). With AddressSanitizer it finds accesses out of bounds, also of shared
+// memory; with ThreadSanitizer, data races between threads that no barrier, fence or __syncwarp orders. It does not
+// model weaker memory orders, clusters or timing.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +17,7 @@
 #include <tuple>
 #include <utility>
 
-// The host's meaning of these is wrong or slow to compile.
+// The host's definitions of these are wrong or slow to compile.
 #undef __forceinline__
 #define __forceinline__ inline
 #undef __launch_bounds__
@@ -31,27 +31,27 @@
 #undef __host__
 #define __host__
 
-// Set by the scheduler before a thread runs on.
+// The scheduler sets these before a thread continues.
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 
 namespace emulator {
 
-// A place in a kernel, to compare threads' barriers by and to name in messages.
+// A place in a kernel identifies barriers of threads and appears in messages.
 struct Site {
   const char* intrinsic;
   const char* file;
   int line;
 };
 
-// Seed of the order in which threads and blocks run, and of the garbage in shared memory.
+// Seed the order in which threads and blocks run, and the garbage in shared memory.
 void seed(uint64_t value);
 uint64_t random_bits();
 
 void barrier(const Site& site);
-// Waits for all threads of the block; whether `any` was true for one of them.
+// Wait for all threads of the block; return whether `any` was true for one of them.
 bool barrier_or(const Site& site, bool any);
-// Waits for the lanes of `mask`; lane i's value is in element i.
+// exchange() waits for the lanes of `mask` and returns the value of lane i in element i.
 struct Lanes {
   uint64_t value[32];
 };
@@ -61,7 +61,7 @@ void fence();
 void preempt();  // lets other threads run on, now and then
 int lane();
 
-// This thread's asynchronous copies.
+// These are this thread's asynchronous copies.
 struct Copy {
   void* to;
   const void* from;
@@ -69,7 +69,7 @@ struct Copy {
 };
 void put_off(const Copy& copy);
 void commit_copies();
-// The next one that a wait for all but the last `left` commits waits for.
+// Return the next copy that a wait for all but the last `left` commits waits for.
 bool next_copy(size_t left, Copy& copy);
 
 void* shared_memory(const void* variable, size_t bytes);
@@ -99,7 +99,7 @@ template <typename T>
 T shuffle(const Site& site, unsigned mask, T value, int source) {
   const Lanes lanes = exchange(site, mask, to_bits(value));
   if (source < 0 || source > 31) return value;
-  // What a lane outside the mask would give is undefined.
+  // The value of a lane outside the mask is undefined.
   return from_bits<T>(mask >> source & 1 ? lanes.value[source] : random_bits());
 }
 
@@ -110,15 +110,14 @@ inline unsigned ballot(const Site& site, unsigned mask, bool predicate) {
   return bits;
 }
 
-// A function of any type without its arguments, for one thread.
+// This runs a function of any type, without its arguments, for one thread.
 using Body = void (*)(const void* arguments);
 
 struct Shape {
   dim3 grid, block;
   size_t shared_bytes;
 };
-// Run a kernel to its end. What a device would refuse is left for cudaGetLastError; what is undefined behaviour
-// throws.
+// Run a kernel to its end. cudaGetLastError reports what a device would refuse; undefined behavior throws.
 void run(const Shape& shape, const void* kernel, Body body, const void* arguments);
 
 template <typename... Parameters>
@@ -205,7 +204,7 @@ template <typename T>
 T __ldg(const T* address) {
   return *address;
 }
-// Reads past what a block cannot keep coherent: never a race with atomics.
+// These reads bypass what a block cannot keep coherent, so they never race with atomics.
 template <typename T>
 T __ldcg(const T* address) {
   return __atomic_load_n(address, __ATOMIC_RELAXED);
@@ -243,7 +242,7 @@ inline double __longlong_as_double(long long x) {
   return emulator::from_bits<double>(emulator::to_bits(x));
 }
 
-// Relaxed, as on the device: what else a thread wrote is ordered by fences and barriers alone.
+// Atomics are relaxed, as on the device: only fences and barriers order other writes of a thread.
 template <typename T>
 T atomicAdd(T* address, T value) {
   emulator::preempt();

@@ -1,4 +1,4 @@
-// core/common/tensor_core.cuh for the emulator: the same lanes have the same elements.
+// This is core/common/tensor_core.cuh for the emulator: the same lanes have the same elements.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +34,7 @@ void multiply_add(float (&sums)[4], const uint32_t (&left)[4], uint32_t upper, u
   const emulator::Lanes far = emulator::exchange(site, 0xffffffffu, pair(left[2], left[3]));
   const emulator::Lanes right = emulator::exchange(site, 0xffffffffu, pair(upper, lower));
   const auto number = [](uint64_t bits) { return to_arithmetic(emulator::from_bits<T>(bits)); };
-  // Element k of 16, in the registers of four lanes from `lane` on.
+  // Return element k of 16 from the registers of four lanes that begin at `lane`.
   const auto element = [&](const emulator::Lanes& low, const emulator::Lanes& high, int half, int lane, int k) {
     const uint64_t both = (k < 8 ? low : high).value[lane + k % 8 / 2];
     return number(both >> (32 * half + 16 * (k % 2)));

@@ -1,4 +1,4 @@
-"""Rewrites the three things of CUDA C++ that a host compiler cannot parse or lay out; lines stay where they are.
+"""Rewrite the three things of CUDA C++ that a host compiler cannot parse or lay out; lines stay where they are.
 
 translate.py IN OUT
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def split(declarators: str) -> list[str]:
-    """Split at the commas between declarators, not at those inside of brackets; < and > are brackets outside of others."""
+    """Split at the commas between declarators, not at those inside brackets; < and > are brackets outside others."""
     parts, depth, angles = [""], 0, 0
     for char in declarators:
         depth += (char in "([{") - (char in ")]}")
@@ -22,7 +22,7 @@ def split(declarators: str) -> list[str]:
 
 
 def shared(match: re.Match[str]) -> str:
-    """A variable of static storage would be one for all blocks; these live as long as theirs."""
+    """Make variables that live as long as their block: a static variable would be shared by all blocks."""
     text, kind = "", ""
     for part in split(re.sub(r"alignas\([^)]*\)", lambda found: "\n" * found[0].count("\n"), match[1])):
         found = re.fullmatch(r"(?s)(.*?)(\w+)\s*((?:\[.*\])?)\s*", part)

@@ -1,6 +1,5 @@
-// How the tests share out the CPU's loops: as one piece, or in pieces as small as allowed, the last one first, so that
-// a loop whose result depends on the pieces or on their order fails. Both are of one type, for which loops are compiled
-// once.
+// The tests run the CPU's loops as one piece, or in pieces as small as allowed with the last one first, so that a loop
+// fails if its result depends on the pieces or their order. Both have one type, for which the loops are compiled once.
 #pragma once
 
 #include <algorithm>

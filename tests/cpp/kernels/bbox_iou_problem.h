@@ -1,5 +1,5 @@
-// bbox_iou and iou_loss by loops over box_math.h, which kernels and CPU loops are compared with: broadcasting, strides,
-// mixed types, the sums of the loss and of gradients.
+// Loops over box_math.h compute bbox_iou and iou_loss. The kernels and CPU loops are compared with them: broadcasting,
+// strides, mixed types, the sums of the loss and of gradients.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ void with_kind(IouKind kind, F&& f) {
   f(std::integral_constant<IouKind, IouKind::kCiou>{});
 }
 
-// box1 (m, 1, 4) against box2 (1, n, 4), or pair by pair (n = 0).
+// Compare box1 (m, 1, 4) with box2 (1, n, 4), or pair by pair (n = 0).
 template <class Backend, typename T>
 void check(uint64_t seed, DType type1, DType type2) {
   SCOPED_TRACE("seed " + std::to_string(seed));

@@ -1,5 +1,5 @@
-// bn_act by nested loops in double, which kernels and CPU loops are compared with: both layouts, every type, slices of
-// larger tensors, any number of blocks.
+// Nested loops compute bn_act in double. The kernels and CPU loops are compared with them: both layouts, every type,
+// slices of larger tensors, any number of blocks.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 
 namespace torch_fastdet::core::bn_act_problem {
 
-// (N, C, H * W) at `first` of a tensor of `all` channels, and its strides for a plan.
+// An image holds (N, C, H * W) at `first` of a tensor of `all` channels, and its strides for a plan.
 struct Image {
   int64_t batch, channels, pixels, all, first;
   bool channels_last;
@@ -57,7 +57,7 @@ struct Case {
   std::vector<double> old_mean, old_var;
   const double momentum = 0.25, eps = 1e-3, slope = 0.1;
 
-  // `vectors`: elements by which the vectors of C elements are off the start of their storage.
+  // `vectors` is the number of elements by which vectors of C elements are off the start of their storage.
   Case(DType dtype, Activation activation, bool with_residual, std::vector<Image> images, int64_t vectors,
        int64_t blocks)
       : dtype(dtype),
@@ -106,7 +106,7 @@ struct Case {
   }
   int64_t channels() const { return x.channels; }
   double count() const { return static_cast<double>(x.batch * x.pixels); }
-  // Of float32 sums and of the stored type.
+  // The tolerance covers float32 sums and the stored type.
   double tolerance(double scale) const {
     const double unit = dtype == DType::kFloat16    ? 1e-3
                         : dtype == DType::kBFloat16 ? 8e-3
@@ -115,7 +115,7 @@ struct Case {
     return unit * scale + (sizeof(A) == 4 ? 2e-5 : 1e-12);
   }
 
-  // In evaluation: y, and in grad_x the channels from `first` on once more.
+  // In evaluation the kernel writes y and, in grad_x, the channels from `first` on once more.
   BnActPlan eval_plan(int64_t first, int64_t blocks) const {
     BnActImage added = residual.walk(), from = x.walk();
     if (!with_residual) added.data = nullptr;
@@ -197,7 +197,7 @@ struct Case {
   }
 };
 
-// Backend::run(problem) runs it forward and backward, and gives whether that worked.
+// Backend::run(problem) runs the problem forward and backward, and returns whether that worked.
 template <class Backend, typename A>
 void check(DType dtype, Random& random) {
   const bool channels_last = random.chance(60);

@@ -1,4 +1,4 @@
-// Deformable attention one point, pixel and channel at a time, which the kernels and the CPU loops are compared with.
+// Compute deformable attention by loops over points, pixels and channels; kernels and CPU loops are compared with them.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 
 namespace torch_fastdet::core::deformable_problem {
 
-// `width`: of the widest level, by which places are multiplied.
+// `width` is that of the widest level, by which places are multiplied.
 inline void check_near(const Tensor& found, const std::vector<double>& wanted, DType arithmetic, int width,
                        const char* name) {
   const double each = (arithmetic == DType::kFloat64 ? 1e-14 : 1e-5) * (1 + width / 20);
@@ -27,7 +27,7 @@ inline void check_near(const Tensor& found, const std::vector<double>& wanted, D
   EXPECT_TRUE(found.surroundings_intact()) << name;
 }
 
-// Backend::run(params) gives whether it ran.
+// Backend::run(params) returns whether it ran.
 template <class Backend>
 void check(uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed));
@@ -57,7 +57,7 @@ void check(uint64_t seed) {
     for (int64_t i = 0; i < tensor.numel(); ++i) tensor.set(i, random.normal());
     return tensor;
   };
-  // Only outputs are checked for what is beside them: these are aligned to 16 bytes.
+  // Only outputs are checked for writes beside them; these are aligned to 16 bytes.
   const int64_t points = p.batch * p.queries * p.heads * p.level_count * p.points;
   const Tensor value = numbers(p.dtype, {p.batch, p.pixels, p.heads, p.channels}, 16);
   const Tensor grad = numbers(p.dtype, {p.batch, p.queries, p.heads, p.channels}, 16);

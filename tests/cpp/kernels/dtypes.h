@@ -1,4 +1,4 @@
-// Random problems of one type of values after the other.
+// Draw random problems of one type of values after the other.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -8,7 +8,7 @@
 
 namespace torch_fastdet::core {
 
-// Call check(zero, seed, dtype) for these types in turn; zero has the type that sums have.
+// Call check(zero, seed, dtype) for these types in turn; zero has the type of sums.
 template <class Check>
 void for_each_seed(uint64_t count, std::initializer_list<DType> dtypes, const Check& check) {
   for (uint64_t seed = 0; seed < rounds(count) && !testing::Test::HasFailure(); ++seed) {

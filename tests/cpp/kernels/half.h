@@ -1,4 +1,4 @@
-// Half-precision types of the host for the tests: IEEE's binary16 and bfloat16, each rounded to nearest, ties to even.
+// Define the host's half-precision types for the tests: IEEE binary16 and bfloat16, rounded to nearest, ties to even.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +54,7 @@ struct BFloat16 {
   operator float() const { return float_of(uint32_t{bits} << 16); }
 };
 
-// What core/common/cpu_types.h wants.
+// core/common/cpu_types.h needs this.
 struct Halves {
   using Float16 = core::Float16;
   using BFloat16 = core::BFloat16;

@@ -1,5 +1,5 @@
-// Random assignment problems: few different costs, so that many assignments are equally good; some that cannot be
-// solved.
+// Draw random assignment problems with few different costs, so that many assignments are equally good. Some problems
+// cannot be solved.
 #pragma once
 
 #include <limits>
@@ -20,7 +20,7 @@ struct Problem {
   std::vector<float> floats;
   std::vector<int64_t> used;
 
-  // `faulty`: some costs are not finite, and some columns are not there.
+  // If `faulty`, some costs are not finite, and some columns are missing.
   Problem(Random& random, int64_t problems, int64_t rows, int64_t columns, bool faulty)
       : problems(problems), rows(rows), columns(columns), rows_first(random.chance(50)), is_double(random.chance(50)) {
     const int64_t values = random.one_of({1, 2, 5, 1000, 1 << 30});

@@ -1,5 +1,5 @@
-// Device memory for the tests: exactly as large as asked for, so that AddressSanitizer sees every access past it, and
-// full of a pattern, so that a test sees what was written beside a tensor.
+// Provide device memory for the tests. It is exactly as large as requested, so that AddressSanitizer sees every access
+// past it, and full of a pattern, so that a test sees what was written beside a tensor.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ inline int64_t dtype_bytes(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
-// Return the type that values of this type are computed in.
+// Return the type in which values of this type are computed.
 constexpr DType arithmetic_dtype(DType dtype) {
   return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 }
@@ -35,7 +35,7 @@ inline double load_as(DType dtype, const void* at) {
   });
 }
 
-// Values are float where the type is half: rounded once.
+// Values of half types are rounded once, from float.
 inline void store_as(DType dtype, void* at, double value) {
   with_dtype<Halves>(dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -49,7 +49,7 @@ inline double rounded(DType dtype, double value) {
   return load_as(dtype, &bits);
 }
 
-// Equal bits, or both NaN.
+// Return whether the bits are equal, or both are NaN.
 inline bool identical(double a, double b) {
   return a == b ? std::signbit(a) == std::signbit(b) : a != a && b != b;
 }
@@ -70,7 +70,7 @@ class Memory {
   size_t size_;
 };
 
-// A tensor of some type and strides (in elements), `offset` elements into its storage.
+// A tensor has a type and strides (in elements), and begins `offset` elements into its storage.
 class Tensor {
  public:
   Tensor(DType dtype, std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t offset = 0)
@@ -83,7 +83,7 @@ class Tensor {
     return strides;
   }
   int64_t numel() const { return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>()); }
-  // Element in logical order.
+  // Return the address of an element in logical order.
   void* at(int64_t index) const {
     int64_t place = 0;
     for (size_t i = sizes.size(); i-- > 0;) {
@@ -100,7 +100,7 @@ class Tensor {
     for (int64_t i = 0; i < numel(); ++i) all[i] = get(i);
     return all;
   }
-  // Whether no byte outside of the elements was written.
+  // Return whether no byte outside the elements was written.
   bool surroundings_intact() const {
     std::vector<char> inside(memory_.size(), 0);
     for (int64_t i = 0; i < numel(); ++i) {

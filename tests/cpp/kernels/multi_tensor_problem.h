@@ -1,4 +1,4 @@
-// multi_tensor on random lists by a loop over elements, which kernels and CPU loops are compared with, bit by bit.
+// A loop over elements runs multi_tensor on random lists. The kernels and CPU loops are compared with it, bit by bit.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -41,7 +41,7 @@ struct What {
   Rule rule = Rule::kSgd;
 };
 
-// A list and its device-side form, as csrc/ops/multi_tensor/cuda.cpp makes it.
+// Hold a list and its device-side form as csrc/ops/multi_tensor/cuda.cpp makes it.
 struct TestList {
   std::vector<TestRow> rows;
   std::vector<Row> device_rows;
@@ -123,7 +123,7 @@ struct TestList {
   }
 };
 
-// Values of every tensor, in logical order.
+// Values of every tensor are in logical order.
 using Values = std::vector<std::vector<double>>;  // [row * kSlots + slot]
 
 inline Values values_of(const TestList& list) {
@@ -154,7 +154,7 @@ inline void expect_workspace_ready(const TestList& list) {
   EXPECT_EQ(list.workspace.nonfinite, 0u);
 }
 
-// What a step does to one element, in the arithmetic type A of its row.
+// Run a step on one element in the arithmetic type A of its row.
 struct ElementStep {
   Rule rule;
   bool second, decoupled;
@@ -320,7 +320,7 @@ void reduce_and_update(uint64_t seed) {
     } else if (!overflow) {
       EXPECT_NEAR(list.workspace.clip, std::min(1.0, 0.5 / (std::sqrt(sum) + 1e-6)), 1e-5);
     }
-    // Written gradients are not to be multiplied a second time.
+    // Written gradients must not be multiplied a second time.
     if (p.write_grads) list.workspace.inv_scale = 1;
   }
 
@@ -414,7 +414,7 @@ void reduce_and_update(uint64_t seed) {
   EXPECT_EQ(counter, write_counter ? updates : 41);
 }
 
-// More segments than the grid has warps, and tensors that span blocks: sums in a fixed order.
+// There are more segments than the grid has warps, and tensors span blocks: the order of sums is still fixed.
 template <class Backend>
 void check_order_of_sums() {
   for (const bool float32_only : {true, false}) {

@@ -1,5 +1,5 @@
-// Random problems of non-maximum suppression, in which kernels, and CPU loops in any order of threads, are compared
-// with the CPU loops in order.
+// Draw random problems of non-maximum suppression. Kernels, and CPU loops in any order of threads, are compared with
+// the CPU loops in order.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -28,13 +28,13 @@ struct Problem {
   std::vector<double> letterboxes;
 };
 
-// The CPU loops, which the Python tests compare with an oracle. `threads`: a single image is threaded inside.
+// Run the CPU loops, which the Python tests compare with an oracle. `threads` of them share a single image.
 inline void suppress_by_loops(const Problem& problem, const NmsOutput& output, int64_t threads,
                               const Pieces& parallel) {
   nms_loops::suppress<Halves>(problem.source, problem.options, problem.filter, output, threads, parallel);
 }
 
-// What a run writes: detections, how many of each image, and their anchors.
+// Hold what a run writes: detections, their number in each image, and their anchors.
 struct Found {
   Tensor detections, letterboxes;
   std::vector<int64_t> counts, indices;
@@ -57,7 +57,7 @@ struct Found {
   static DType wide(const Problem& problem) { return arithmetic_dtype(problem.source.dtype); }
 };
 
-// Return the GPU's plan, and how many were kept.
+// Return the GPU's plan and the number of kept boxes.
 template <class Backend>
 std::pair<NmsPlan, int64_t> check(const Problem& problem) {
   const NmsPlan plan = plan_nms(problem.source, problem.options, problem.shared_limit);
@@ -73,7 +73,7 @@ std::pair<NmsPlan, int64_t> check(const Problem& problem) {
   return {plan, std::accumulate(want.counts.begin(), want.counts.end(), int64_t{0})};
 }
 
-// A score between 0 and 1 in few steps, so that many are equal; or something nasty.
+// Return a score between 0 and 1 in few steps, so that many are equal; or a special value.
 inline double score(Random& random, int nasty, int64_t steps) {
   if (random.below(1000) < nasty) {
     return random.one_of({std::nan(""), std::numeric_limits<double>::infinity(), -1.0, 0.0, 1.5});
@@ -208,7 +208,7 @@ inline Problem heads(Random& random, CandidateLayout layout, DType dtype) {
 
 constexpr DType kTypes[] = {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64};
 
-// `Backend` says what is compared: suppress(problem, output, plan) and decode(params) give whether they ran.
+// `Backend` defines what is compared: suppress(problem, output, plan) and decode(params) return whether they ran.
 template <class Backend>
 class Nms : public testing::Test {};
 
@@ -242,7 +242,7 @@ TYPED_TEST_P(Nms, RandomHeads) {
   }
 }
 
-// Rotated boxes and keypoints, of predictions and of heads.
+// Rotated boxes and keypoints come from predictions and from heads.
 TYPED_TEST_P(Nms, RotatedBoxes) {
   for (uint64_t seed = 0; seed < rounds(24) && !this->HasFailure(); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -296,7 +296,7 @@ TYPED_TEST_P(Nms, Keypoints) {
   }
 }
 
-// Nothing to detect, or nowhere to put it.
+// There is nothing to detect, or nowhere to put it.
 TYPED_TEST_P(Nms, EmptyProblems) {
   Random random(0);
   for (const auto& [images, anchors, classes, max_detections, max_candidates] :
@@ -308,7 +308,7 @@ TYPED_TEST_P(Nms, EmptyProblems) {
   }
 }
 
-// Kept lists that lie in device memory, chunk after chunk.
+// Lists of kept boxes are in device memory, chunk after chunk.
 TYPED_TEST_P(Nms, WideLists) {
   for (uint64_t seed = 0; seed < rounds(4) && !this->HasFailure(); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -330,8 +330,8 @@ TYPED_TEST_P(Nms, WideLists) {
   }
 }
 
-// More candidates than there is room for: the radix search for the cut, which ties may stretch. Class scores above 1,
-// too; every second time, all that the cut leaves is to be seen.
+// There are more candidates than fit: a radix search finds the cut, which ties may extend. Class scores may exceed 1;
+// every second time, all candidates that the cut leaves must be visible.
 TYPED_TEST_P(Nms, CutsToTheBest) {
   for (uint64_t seed = 0; seed < rounds(8) && !this->HasFailure(); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -352,7 +352,7 @@ TYPED_TEST_P(Nms, CutsToTheBest) {
   }
 }
 
-// So many anchors that a thread may take several; few that pass, or many, and labels after them.
+// There are so many anchors that a thread may take several; few or many pass, and labels follow them.
 TYPED_TEST_P(Nms, ManyAnchors) {
   for (uint64_t seed = 0; seed < rounds(2) && !this->HasFailure(); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -369,7 +369,7 @@ TYPED_TEST_P(Nms, ManyAnchors) {
   }
 }
 
-// Several sorted runs an image: merged by the block that suppresses, or before it where shared memory is short.
+// An image has several sorted runs. The suppressing block merges them, or an earlier one if shared memory is short.
 TYPED_TEST_P(Nms, ManyRuns) {
   bool merges[2] = {};
   for (uint64_t seed = 0; seed < rounds(5) && !this->HasFailure(); ++seed) {

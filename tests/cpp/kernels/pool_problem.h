@@ -1,5 +1,5 @@
-// Max pooling by nested loops, which kernels and CPU loops are compared with: both layouts, every type, parts of larger
-// tensors, windows larger than the map, NaN.
+// Nested loops compute max pooling. The kernels and CPU loops are compared with them: both layouts, every type, parts
+// of larger tensors, windows larger than the map, NaN.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -15,7 +15,7 @@
 
 namespace torch_fastdet::core::pool_problem {
 
-// (N, C, H, W) at `first` of a tensor of `all` channels.
+// A part is (N, C, H, W) at `first` of a tensor of `all` channels.
 struct Part {
   int64_t channels, height, width, all, first;
   Tensor buffer;
@@ -35,7 +35,7 @@ struct Part {
   }
   double get(int64_t n, int64_t c, int64_t h, int64_t w) const { return buffer.get(index(n, c, h, w)); }
   void fill(Random& random) {
-    // Few values, so that windows have equal ones, and sums are exact in every type.
+    // Few values make windows have equal ones, and sums exact in every type.
     for (int64_t i = 0; i < buffer.numel(); ++i) buffer.set(i, static_cast<double>(random.below(9)) / 4 - 1);
   }
   PoolTensor tensor() const {
@@ -43,7 +43,7 @@ struct Part {
   }
 };
 
-// A byte for each element, dense in either layout.
+// Places have a byte for each element, dense in either layout.
 struct Places {
   std::vector<uint8_t> bytes;
   PoolTensor tensor;
@@ -70,7 +70,7 @@ void each(const MaxPoolParams& p, F&& f) {
   }
 }
 
-// Backend::forward(params) and backward(params) give whether they ran.
+// Backend::forward(params) and backward(params) return whether they ran.
 template <class Backend>
 void check(uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed));
@@ -119,7 +119,7 @@ void check(uint64_t seed) {
     ASSERT_EQ(places.at(n, c, h, w), place);
     EXPECT_TRUE(!copies || copy.get(n, c, h, w) == x.get(n, c, h, w));
   });
-  // Without places and a copy.
+  // Run without places and a copy.
   Part alone = part(8);
   MaxPoolParams values = p;
   values.target = alone.tensor();
@@ -147,7 +147,7 @@ void check(uint64_t seed) {
   EXPECT_TRUE(grad_x.buffer.surroundings_intact());
 }
 
-// Of NaNs the last counts, and infinities are values.
+// The last of several NaNs counts, and infinities are values.
 template <class Backend>
 void check_nan_and_infinity() {
   for (const bool last : {false, true}) {

@@ -1,4 +1,4 @@
-// What the tests draw their problems with.
+// The tests draw their problems with this.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace torch_fastdet::core {
 
-// Seeds that a test tries: so many (a quarter where a sanitizer is slow), EMULATOR_ROUNDS times as many, or one of
-// EMULATOR_PART seeds.
+// Return how many seeds a test tries: `count` (a quarter where a sanitizer is slow), EMULATOR_ROUNDS times as many, or
+// one of EMULATOR_PART seeds.
 inline uint64_t rounds(uint64_t count) {
 #if defined(EMULATOR_ASAN) || defined(EMULATOR_TSAN)
   count = (count + 3) / 4;

@@ -1,5 +1,5 @@
-// Sums of slices, and of the channels of a padded tensor, one element at a time, which kernels and CPU loops are
-// compared with: in every bit, but for sums of channels.
+// Loops over elements sum slices and the channels of a padded tensor. The kernels and CPU loops are compared with them,
+// in every bit except for sums of channels.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 
 namespace torch_fastdet::core::slices_problem {
 
-// Backend::sum(params) gives whether it ran.
+// Backend::sum(params) returns whether it ran.
 template <class Backend>
 void check(uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed));
@@ -50,14 +50,14 @@ void check(uint64_t seed) {
   EXPECT_TRUE(out.surroundings_intact());
 }
 
-// How far a sum may be from `sum`, of elements whose magnitudes add up to `size`.
+// Return how far a sum may be from `sum` if the magnitudes of its elements add up to `size`.
 inline double sum_limit(DType dtype, double sum, double size) {
   const double each = dtype == DType::kFloat64 ? 1e-15 : 1e-7;
   const double last = dtype == DType::kFloat16 ? 1e-3 : dtype == DType::kBFloat16 ? 8e-3 : each;
   return last * std::abs(sum) + 50 * each * size;
 }
 
-// Backend::rows(params) gives whether it ran.
+// Backend::rows(params) returns whether it ran.
 template <class Backend>
 void check_rows(uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed));
@@ -87,7 +87,7 @@ void check_rows(uint64_t seed) {
   EXPECT_TRUE(sums.surroundings_intact() && partials.surroundings_intact());
 }
 
-// Backend::pad(params) gives whether it ran.
+// Backend::pad(params) returns whether it ran.
 template <class Backend>
 void check_pad(uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed));

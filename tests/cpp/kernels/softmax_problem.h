@@ -1,4 +1,4 @@
-// The gradient of a softmax one element at a time, which the kernel and the CPU loops are compared with.
+// A loop over elements computes the gradient of softmax. The kernel and the CPU loops are compared with it.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 
 namespace torch_fastdet::core::softmax_problem {
 
-// Backend::run(params) gives whether it ran.
+// Backend::run(params) returns whether it ran.
 template <class Backend>
 void check(uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed));

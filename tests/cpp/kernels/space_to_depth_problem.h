@@ -1,5 +1,5 @@
-// Squares as channels by nested loops, which kernels and CPU loops are compared with: every pair of types, any strides
-// of the image, both ways.
+// Nested loops turn squares into channels. The kernels and CPU loops are compared with them: every pair of types, any
+// strides of the image, both directions.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -32,7 +32,7 @@ inline void set_strides(const Tensor& tensor, int64_t (&strides)[4]) {
   for (int d = 0; d < 4; ++d) strides[d] = tensor.strides[d];
 }
 
-// Backend::forward(params) and backward(params) give whether they ran.
+// Backend::forward(params) and backward(params) return whether they ran.
 template <class Backend>
 void check(uint64_t seed) {
   SCOPED_TRACE("seed " + std::to_string(seed));

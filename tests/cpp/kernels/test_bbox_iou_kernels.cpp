@@ -1,4 +1,4 @@
-// The kernels of bbox_iou against bbox_iou_problem.h.
+// Compare the kernels of bbox_iou with bbox_iou_problem.h.
 #include <gtest/gtest.h>
 
 #include "bbox_iou_problem.h"

@@ -1,4 +1,4 @@
-// The kernels of bn_act against bn_act_problem.h.
+// Compare the kernels of bn_act with bn_act_problem.h.
 #include <gtest/gtest.h>
 
 #include "bn_act_problem.h"
@@ -10,7 +10,7 @@ namespace {
 struct Kernels {
   static void seed(uint64_t seed) { emulator::seed(seed); }
 
-  // A vector from one of its channels on.
+  // Return the vector from one of its channels on.
   static BnActVector from(const BnActVector& vector, int64_t channel) {
     return {static_cast<char*>(vector.data) + channel * dtype_bytes(vector.dtype), vector.dtype};
   }
@@ -25,7 +25,7 @@ struct Kernels {
     f.x_strides = c.x.strides(c.plan);
     f.residual = c.with_residual ? c.residual.data() : nullptr;
     f.residual_strides = c.residual.strides(c.plan);
-    // The channels as those of one norm, or of two, which is the same.
+    // The channels are those of one norm or, with the same result, of two.
     const int64_t middle = c.channels() / 2 / c.plan.vector * c.plan.vector;
     const bool two = !c.with_residual && middle > 0 && middle % c.backward_plan.vector == 0;
     int64_t other_batches = 0;
@@ -98,7 +98,7 @@ struct Kernels {
   }
 };
 
-// One of the five tensors off by one element, or in a pitch that 16 bytes do not divide; the others aligned.
+// One of the five tensors is off by one element, or has a pitch that 16 bytes do not divide; the others are aligned.
 template <typename A>
 void check_misaligned(DType dtype, bool channels_last, int which, bool pitch) {
   const int wide = static_cast<int>(16 / dtype_bytes(dtype));

@@ -1,4 +1,4 @@
-// crop.cu against the rows of the CPU: all types, rows that vectors fit and that they do not, in place and not.
+// Compare crop.cu with the CPU's rows: all types, rows that vectors fit or do not, in place and not.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace torch_fastdet::core {
 namespace {
 
-// Bits of any type that are not a NaN, whose sign may differ.
+// Fill in bits of any type except NaN, whose sign may differ.
 void fill(const Memory& memory, const CropParams& p, int64_t pixels, int64_t offset, Random& random) {
   for (int64_t i = 0; i < pixels; ++i) {
     if (p.integer_bytes) {

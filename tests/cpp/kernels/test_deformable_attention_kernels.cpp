@@ -1,4 +1,4 @@
-// The kernels of deformable attention against deformable_attention_problem.h.
+// Compare the kernels of deformable attention with deformable_attention_problem.h.
 #include <gtest/gtest.h>
 
 #include "deformable_attention_problem.h"

@@ -1,4 +1,4 @@
-// That the emulator finds what it is for: kernels with one mistake each.
+// Test that the emulator finds what it should, with kernels that have one mistake each.
 #include <gtest/gtest.h>
 
 #include <numeric>
@@ -11,7 +11,7 @@ namespace {
 
 using emulator::Launch;
 
-// Each thread hands its number to its left neighbour; thread 0's goes round.
+// Each thread hands its number to its left neighbor, and thread 0 to the last one.
 void rotate(int* out, bool with_barrier) {
   static char key;
   auto& shared = emulator::shared<int[64]>(&key);

@@ -1,4 +1,4 @@
-// The kernel of filter_detections against its loop.
+// Compare the kernel of filter_detections with its loop.
 #include "core/nms/filter.h"
 #include "dtypes.h"
 #include "emulator.h"

@@ -1,5 +1,5 @@
-// image.cu against the CPU's rows over random tables, tables that make no sense among them; and the fused pass against
-// a canvas that is built pixel by pixel.
+// Compare image.cu with the CPU's rows over random tables, some of which make no sense, and the fused pass with a
+// canvas that is built pixel by pixel.
 #include <gtest/gtest.h>
 
 #include <vector>
@@ -20,7 +20,7 @@ struct Source {
   int64_t storage, offset, height, width;
 };
 
-// A problem in exactly as much memory as it needs.
+// A problem has exactly as much memory as it needs.
 struct Problem {
   Random random;
   int channels;
@@ -108,7 +108,7 @@ struct Problem {
   }
 };
 
-// Every level as float32: the CPU's table.
+// Return every level as float32, which is the CPU's table.
 std::vector<float> float_levels() {
   std::vector<float> levels(256);
   for (int i = 0; i < 256; ++i) levels[i] = normalised(i, false);
@@ -152,7 +152,7 @@ TEST(ImageKernels, AugmentEqualsRows) {
   }
 }
 
-// Without a warp, what the pass samples is the canvas that placements fill one after another.
+// Without a warp the pass samples the canvas that placements fill one after another.
 TEST(ImageKernels, AugmentPlacesImagesInOrder) {
   for (uint64_t seed = 0; seed < rounds(40) && !HasFailure(); ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
@@ -190,7 +190,7 @@ TEST(ImageKernels, AugmentPlacesImagesInOrder) {
   }
 }
 
-// One image: source and target sizes that meet every rule, among them whole factors and single rows and columns.
+// Sizes of one image's source and target meet every rule, including integer factors and single rows and columns.
 struct Sizes {
   int64_t h, w, new_h, new_w;
 };
@@ -226,7 +226,7 @@ void check_resize(uint64_t seed) {
   const std::vector<uint8_t> want = resized<kChannels>(bytes + shift, pitch, s, interpolation);
   const int64_t size = static_cast<int64_t>(want.size());
   Memory out(want.size() + 3);
-  // The second row is one byte too long for `out`: skipped.
+  // The second row is skipped because it is one byte too long for `out`.
   const int64_t plan[] = {0, shift, s.h, s.w, 3, s.new_h, s.new_w, interpolation,
                           0, shift, s.h, s.w, 4, s.new_h, s.new_w, interpolation};
   ResizeParams p{};

@@ -1,5 +1,5 @@
-// jpeg.cu against the CPU's loops, which test_jpeg.cpp holds against nested loops: many images and rectangles in one
-// call, damaged packed JPEGs, and plans that make no sense.
+// Compare jpeg.cu with the CPU's loops, which test_jpeg.cpp compares with nested loops: many images and rectangles in
+// one call, damaged packed JPEGs, and plans that make no sense.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 namespace torch_fastdet::core {
 namespace {
 
-// A problem in exactly as much memory as it needs.
+// A problem has exactly as much memory as it needs.
 struct Problem {
   Random random;
   std::vector<uint8_t> storage;
@@ -75,7 +75,7 @@ struct Problem {
 
   std::vector<uint8_t> on_gpu(int64_t spare = 0) {
     const Memory out(static_cast<size_t>(out_bytes));
-    // Exactly as large as it says, so that a sanitizer sees what reads beside it.
+    // The storage is exactly as large as it says, so that a sanitizer sees reads past it.
     const Memory packed(storage.size());
     std::copy(storage.begin(), storage.end(), packed.data());
     JpegParams p = params(reinterpret_cast<uint8_t*>(out.data()));

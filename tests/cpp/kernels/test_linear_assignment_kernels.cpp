@@ -1,5 +1,5 @@
-// The kernel of linear_assignment against the CPU loops, index by index. The loops are compared with SciPy in
-// tests/ops/test_linear_assignment.py, and with every permutation in tests/cpp/test_linear_assignment.cpp.
+// Compare the kernel of linear_assignment with the CPU loops, index by index. tests/ops/test_linear_assignment.py
+// compares the loops with SciPy.
 #include <gtest/gtest.h>
 
 #include "backwards.h"

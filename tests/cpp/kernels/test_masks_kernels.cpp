@@ -1,4 +1,4 @@
-// masks.cu against the bands of the CPU (masks_loops.h, which tests/ops/test_masks.py holds against the definition):
+// Compare masks.cu with the CPU's bands (masks_loops.h, which tests/ops/test_masks.py compares with the definition):
 // any strides, windows, factors and formats; boxes that miss the tile, cross it, are empty or NaN.
 #include <gtest/gtest.h>
 
@@ -31,14 +31,14 @@ float draw_corner(Random& random, int32_t size) {
   return static_cast<float>(random.below(8 * size + 16) - 4 * size / 2) / 4;
 }
 
-// A problem in exactly as much memory as it needs.
+// A problem has exactly as much memory as it needs.
 struct Problem {
   MasksParams p;
   Tensor protos, floats, coefficients, boxes;
 
   explicit Problem(Random& random) : Problem(random, draw(random)) {}
 
-  // Of more masks than one group has.
+  // Return a problem with more masks than one group has.
   static Problem of_groups(Random& random) {
     Sizes sizes = draw(random);
     MasksParams& p = sizes.p;
@@ -135,7 +135,7 @@ TEST(MasksKernels, DivideMoreMasksThanAGroupHas) {
   }
 }
 
-// The plan's bounds are what shared memory is made for.
+// Shared memory is allocated for the plan's bounds.
 TEST(MasksPlan, TilesNeedNoMorePrototypesThanThereIsRoomFor) {
   for (uint64_t seed = 0; seed < 2000; ++seed) {
     Random random(seed);

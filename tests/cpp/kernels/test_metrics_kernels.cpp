@@ -1,4 +1,4 @@
-// metrics.cu against the loops of the CPU (metrics_loops.h, which tests/ops/test_metrics.py holds against the
+// Compare metrics.cu with the CPU's loops (metrics_loops.h, which tests/ops/test_metrics.py compares with the
 // definition): batches with labels in any order, rows past the count, both rules.
 #include <gtest/gtest.h>
 
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kClasses = 3;
 
-// Whole coordinates, so that equal IoUs are common.
+// Integer coordinates make equal IoUs common.
 void draw_box(Random& random, float* box) {
   box[0] = static_cast<float>(random.below(8)), box[1] = static_cast<float>(random.below(8));
   box[2] = box[0] + static_cast<float>(random.below(6)), box[3] = box[1] + static_cast<float>(random.below(6));

@@ -1,4 +1,4 @@
-// The kernels of multi_tensor against multi_tensor_problem.h.
+// Compare the kernels of multi_tensor with multi_tensor_problem.h.
 #include <gtest/gtest.h>
 
 #include "emulator.h"
@@ -14,7 +14,7 @@ struct Kernels {
   static bool reduce(TestList&, const ReduceParams& params) {
     return multi_tensor_reduce(params, nullptr) == cudaSuccess;
   }
-  // As csrc/ops/multi_tensor/cuda.cpp launches them.
+  // Launch them as csrc/ops/multi_tensor/cuda.cpp does.
   static bool update(TestList&, UpdateParams params, const std::vector<Group>& groups) {
     const bool write_counter = params.write_counter;
     const auto count = static_cast<int64_t>(groups.size());

@@ -1,4 +1,4 @@
-// newton_schulz.cu against nested loops that round where eager code stores: matrices of all shapes in one call.
+// Compare newton_schulz.cu with nested loops that round where eager code stores: matrices of all shapes in one call.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -32,7 +32,7 @@ Matrix transposed(const Matrix& x) {
   return result;
 }
 
-// alpha x y + beta z, rounded.
+// Return alpha x y + beta z, rounded.
 Matrix product(double alpha, const Matrix& x, const Matrix& y, double beta, const Matrix* z) {
   Matrix result(x.rows, y.columns);
   for (int64_t i = 0; i < x.rows; ++i) {
@@ -120,7 +120,7 @@ class Problem {
         far += (got - want.values[i]) * (got - want.values[i]);
         norm += want.values[i] * want.values[i];
       }
-      // Sums in another order round another way now and then, which grows from step to step.
+      // Sums in another order sometimes round differently, which grows from step to step.
       EXPECT_LE(std::sqrt(far), 0.03 * std::sqrt(norm));
     }
     for (int64_t i = 0; i < result.numel(); ++i) {
@@ -148,12 +148,12 @@ TEST(NewtonSchulzKernels, RandomShapes) {
       const int64_t small = 1 + random.below(random.chance(30) ? 140 : 40), large = small + random.below(200);
       shapes.push_back(random.chance(70) ? std::make_pair(small, large) : std::make_pair(large, small));
     }
-    // Whatever earlier calls left in the workspace, NaN after an overflow too.
+    // Earlier calls may leave anything in the workspace, even NaN after an overflow.
     Problem(shapes, random).run(random.chance(50) ? NAN : 1.0);
   }
 }
 
-// Long sums, in more stages than shared memory has, a norm of several chunks, and tiles at their borders.
+// The sums are long, with more stages than shared memory has; a norm has several chunks; tiles are at borders.
 TEST(NewtonSchulzKernels, OddShapes) {
   Random random(1);
   emulator::seed(1);

@@ -1,4 +1,4 @@
-// The kernels of non-maximum suppression against nms_problem.h.
+// Compare the kernels of non-maximum suppression with nms_problem.h.
 #include <gtest/gtest.h>
 
 #include "core/nms/nms_launch.h"

@@ -1,4 +1,4 @@
-// The kernels of max_pools_cat against pool_problem.h.
+// Compare the kernels of max_pools_cat with pool_problem.h.
 #include <gtest/gtest.h>
 
 #include "emulator.h"

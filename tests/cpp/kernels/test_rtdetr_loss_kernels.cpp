@@ -1,4 +1,4 @@
-// The kernels of RT-DETR's loss against the CPU loops, which tests/ops/test_rtdetr_loss.py compares with the
+// Compare the kernels of RT-DETR's loss with the CPU loops, which tests/ops/test_rtdetr_loss.py compares with the
 // definition.
 #include <gtest/gtest.h>
 
@@ -17,7 +17,7 @@
 namespace torch_fastdet::core {
 namespace {
 
-// What a pass writes.
+// Hold what a pass writes.
 struct Results {
   Results(const RtdetrLossParams& p, DType arithmetic)
       : owner(p.images * (p.assigned.sets * p.assigned.queries + p.noisy.sets * p.noisy.queries)),

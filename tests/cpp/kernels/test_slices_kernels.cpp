@@ -1,4 +1,4 @@
-// The kernels of sum_slices, pad_and_sum and sum_rows against slices_problem.h.
+// Compare the kernels of sum_slices, pad_and_sum and sum_rows with slices_problem.h.
 #include <gtest/gtest.h>
 
 #include "emulator.h"

@@ -1,4 +1,4 @@
-// The kernel of softmax_backward against softmax_problem.h.
+// Compare the kernel of softmax_backward with softmax_problem.h.
 #include <gtest/gtest.h>
 
 #include "emulator.h"

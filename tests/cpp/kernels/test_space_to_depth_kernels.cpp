@@ -1,4 +1,4 @@
-// The kernels of space_to_depth against space_to_depth_problem.h.
+// Compare the kernels of space_to_depth with space_to_depth_problem.h.
 #include <gtest/gtest.h>
 
 #include "emulator.h"

@@ -1,4 +1,4 @@
-// stem_conv.cu against nested loops: every number of outputs, both kernels, tiles that the image ends in.
+// Compare stem_conv.cu with nested loops: every number of outputs, both kernels, images that end inside tiles.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -106,7 +106,7 @@ TEST(StemConvKernels, RandomShapesAndTypes) {
   for (uint64_t seed = 0; seed < rounds(24) && !HasFailure(); ++seed) check(seed);
 }
 
-// More of them than blocks, whose stages of shared memory take turns.
+// There are more tiles than blocks, so a block's stages of shared memory take turns.
 TEST(StemConvKernels, ManyTilesForABlock) {
   for (const int64_t side : {2, 3}) {
     Random random(side);

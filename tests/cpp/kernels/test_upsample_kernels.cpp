@@ -1,5 +1,5 @@
-// upsample.cu against nested loops over (n, c, h, w): layouts, slices of a concatenation, unaligned storage, every
-// type.
+// Compare upsample.cu with nested loops over (n, c, h, w): layouts, slices of a concatenation, unaligned storage, all
+// types.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -15,13 +15,13 @@ namespace {
 
 using Size = std::vector<int64_t>;
 
-// Strides of `size` inside of a buffer of so many channels.
+// Return the strides of `size` inside a buffer of this many channels.
 Size strides_of(const Size& size, int64_t channels, bool channels_last) {
   const int64_t h = size[2], w = size[3];
   return channels_last ? Size{h * w * channels, 1, w * channels, channels} : Size{channels * h * w, h * w, w, 1};
 }
 
-// A tensor of `size` that starts at `first_channel` of a larger buffer.
+// A slice is a tensor of `size` that starts at `first_channel` of a larger buffer.
 struct Slice {
   Tensor buffer;
   Size size, strides;

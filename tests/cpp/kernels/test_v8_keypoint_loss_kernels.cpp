@@ -1,4 +1,4 @@
-// The kernels of v8_keypoint_loss against v8_keypoint_problem.h.
+// Compare the kernels of v8_keypoint_loss with v8_keypoint_problem.h.
 #include <gtest/gtest.h>
 
 #include "dtypes.h"

@@ -1,4 +1,4 @@
-// The kernels of v8_loss against v8_loss_problem.h.
+// Compare the kernels of v8_loss with v8_loss_problem.h.
 #include <gtest/gtest.h>
 
 #include "dtypes.h"

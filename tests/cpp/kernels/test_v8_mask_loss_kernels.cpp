@@ -1,4 +1,4 @@
-// The kernels of v8_mask_loss against v8_mask_problem.h.
+// Compare the kernels of v8_mask_loss with v8_mask_problem.h.
 #include <gtest/gtest.h>
 
 #include "dtypes.h"

@@ -1,4 +1,4 @@
-// The kernels of v8_obb_loss against the CPU loops.
+// Compare the kernels of v8_obb_loss with the CPU loops.
 #include <gtest/gtest.h>
 
 #include "dtypes.h"

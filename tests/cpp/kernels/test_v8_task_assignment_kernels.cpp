@@ -1,5 +1,5 @@
-// The kernels of v8_masked_loss and v8_posed_loss against their loops on the CPU, which the Python tests compare with
-// oracles.
+// Compare the kernels of v8_masked_loss and v8_posed_loss with their loops on the CPU, which the Python tests compare
+// with oracles.
 #include <gtest/gtest.h>
 
 #include "backwards.h"
@@ -11,7 +11,7 @@
 namespace torch_fastdet::core {
 namespace {
 
-// What a pass leaves: rows by anchor, and the loss.
+// Hold the results of a pass: rows by anchor, and the loss.
 struct Results {
   std::map<int64_t, int64_t> rows;
   std::vector<double> loss;

@@ -1,4 +1,4 @@
-// The kernels of yolov5_loss against yolov5_loss_problem.h.
+// Compare the kernels of yolov5_loss with yolov5_loss_problem.h.
 #include <gtest/gtest.h>
 
 #include "dtypes.h"

@@ -1,4 +1,4 @@
-// The keypoint parts of the pose loss by loops, which kernels and CPU loops are compared with.
+// Loops compute the keypoint parts of the pose loss. The kernels and CPU loops are compared with them.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 
 namespace torch_fastdet::core::v8_keypoint_problem {
 
-// Backend: forward(params) and backward(params), which say whether they ran.
+// Backend has forward(params) and backward(params), which return whether they ran.
 template <class Backend, typename T>
 void check(uint64_t seed, DType dtype) {
   SCOPED_TRACE("seed " + std::to_string(seed));

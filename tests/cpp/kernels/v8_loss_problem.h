@@ -1,5 +1,5 @@
-// The v8 detection loss by loops over images, targets and all anchors, which kernels and CPU loops are compared with:
-// layouts, unaligned tensors, anchors that several targets want, lists longer than a warp, padding.
+// Loops over images, targets and all anchors compute the v8 detection loss. The kernels and CPU loops are compared with
+// them: layouts, unaligned tensors, anchors that several targets want, lists longer than a warp, padding.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@
 
 namespace torch_fastdet::core::v8_problem {
 
-// A problem, and the tensors that its parameters point to.
+// Hold a problem and the tensors that its parameters point to.
 template <typename T>
 struct Problem {
   V8Heads heads{};
@@ -120,7 +120,7 @@ Problem<T> make_problem(Random& random, DType dtype, bool faults) {
   return p;
 }
 
-// Which target each anchor gets, and with which score.
+// Hold the target that an anchor gets, and its score.
 template <typename T>
 struct Got {
   V8Target target;
@@ -219,8 +219,8 @@ std::map<int64_t, Got<T>> assign_image(const Problem<T>& p, int64_t image) {
   return got;
 }
 
-// Backend: slot_blocks and class_blocks of the parameters, forward(params, rows in use) and backward(params), which say
-// whether they ran; kFaults: bad rows are counted, and not refused before.
+// Backend has slot_blocks and class_blocks of the parameters, and forward(params, rows in use) and backward(params),
+// which return whether they ran. With kFaults it counts bad rows rather than refusing them before.
 template <class Backend, typename T>
 void check(uint64_t seed, DType dtype) {
   SCOPED_TRACE("seed " + std::to_string(seed));

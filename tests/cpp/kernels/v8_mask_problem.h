@@ -1,5 +1,5 @@
-// The mask part of the segmentation loss by loops over anchors and pixels, which kernels and CPU loops are compared
-// with: layouts, boxes over the border and without area, slots that are empty, padding; YOLOv5's levels, whose matches
+// Loops over anchors and pixels compute the mask part of the segmentation loss. The kernels and CPU loops are compared
+// with them: layouts, boxes over the border and without area, empty slots, padding; YOLOv5's levels, whose matches
 // share anchors.
 #pragma once
 
@@ -13,7 +13,7 @@
 
 namespace torch_fastdet::core::v8_mask_problem {
 
-// Backend: forward(params, rows in use) and backward(params), which say whether they ran.
+// Backend has forward(params, rows in use) and backward(params), which return whether they ran.
 template <class Backend, typename T>
 void check(uint64_t seed, DType dtype) {
   SCOPED_TRACE("seed " + std::to_string(seed));
@@ -51,7 +51,7 @@ void check(uint64_t seed, DType dtype) {
   for (int64_t i = 0; i < n; ++i) {
     image_of[i] = i * bs / std::max<int64_t>(n, 1);
     number_of[i] = ++seen[image_of[i]];
-    // Edges lie between pixels, some outside of the image: float32 and float64 agree on what is inside.
+    // Edges lie between pixels, some outside the image, so that float32 and float64 agree on what is inside.
     const auto side = [&](int64_t size, float& center, float& length) {
       const double from = static_cast<double>(random.below(size)) - 1.5;
       length = static_cast<float>((1.0 + static_cast<double>(random.below(size))) / static_cast<double>(size));

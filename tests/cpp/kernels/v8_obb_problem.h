@@ -1,5 +1,5 @@
-// The loss of oriented boxes: kernels against the CPU loops, which tests/ops/test_v8_obb_loss.py compares with an
-// oracle.
+// Compare the kernels of the loss of oriented boxes with the CPU loops, which tests/ops/test_v8_obb_loss.py compares
+// with an oracle.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 
 namespace torch_fastdet::core::v8_obb_problem {
 
-// What one run leaves.
+// Hold the results of one run.
 template <typename T>
 struct Result {
   std::vector<T> loss, items, scales, score;
@@ -59,7 +59,7 @@ inline Given make(Random& random, DType dtype) {
   return g;
 }
 
-// Backend: slot_blocks, class_blocks, forward(params, rows in use) and backward(params).
+// Backend has slot_blocks, class_blocks, forward(params, rows in use) and backward(params).
 template <class Backend, typename T>
 Result<T> run(Given given, const Tensor (&heads)[3]) {
   Result<T> result;

@@ -1,5 +1,5 @@
-// The YOLOv5 loss by loops over levels, anchors, targets and cells, which kernels and CPU loops are compared with:
-// layouts, unaligned heads, shared cells, faults.
+// Loops over levels, anchors, targets and cells compute the YOLOv5 loss. The kernels and CPU loops are compared with
+// them: layouts, unaligned heads, shared cells, faults.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 
 namespace torch_fastdet::core::yolov5_problem {
 
-// Strides of (bs, na, ny, nx, no) in one of the layouts.
+// Return the strides of (bs, na, ny, nx, no) in one of the layouts.
 inline std::vector<int64_t> strides_of(Yolov5Layout layout, const std::vector<int64_t>& size) {
   const int64_t na = size[1], ny = size[2], nx = size[3], no = size[4];
   if (layout == Yolov5Layout::kAnchorRows) return Tensor::dense(size);
@@ -18,8 +18,8 @@ inline std::vector<int64_t> strides_of(Yolov5Layout layout, const std::vector<in
   return {na * no * ny * nx, no * ny * nx, nx, 1, ny * nx};
 }
 
-// Backend::forward(params, rows of targets in use) and backward(params) give whether they ran; kFaults says whether
-// they take rows that cannot be used.
+// Backend::forward(params, rows of targets in use) and backward(params) return whether they ran; kFaults says whether
+// they accept rows that cannot be used.
 template <class Backend, typename T>
 void check(uint64_t seed, DType dtype) {
   SCOPED_TRACE("seed " + std::to_string(seed));

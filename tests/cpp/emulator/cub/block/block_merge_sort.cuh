@@ -1,5 +1,5 @@
-// cub::BlockMergeSort for the emulator: sorts a block's keys, a blocked arrangement of kItems a thread, in place. Not
-// stable, as Sort() does not promise to be.
+// This is cub::BlockMergeSort for the emulator. It sorts a block's keys, in a blocked arrangement of kItems per thread,
+// in place. It is not stable, which Sort() does not promise.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@ namespace cub {
 template <typename Key, int kThreads, int kItems>
 class BlockMergeSort {
  public:
-  // As large as cub's own: all keys, and one more.
+  // The storage is as large as cub's own: all keys and one more.
   struct TempStorage {
     Key keys[kThreads * kItems + 1];
   };
