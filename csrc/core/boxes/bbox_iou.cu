@@ -1,4 +1,4 @@
-// Kernels of bbox_iou.h: IoU of pairs of boxes, its loss, and the gradients of both.
+// Compute the IoU of pairs of boxes, its loss, and the gradients of both on the GPU (see bbox_iou.h).
 #include <cooperative_groups.h>
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kLossThreads = 1024;
-// Rows summed over at least this many pairs get a block each, others a thread.
+// A row that sums at least this many pairs gets its own block, other rows get one thread each.
 constexpr int64_t kBlockReduce = 64;
 constexpr int64_t kMaxBlocks = 1 << 30;
 
@@ -34,8 +34,8 @@ __device__ void load_row(const BoxesIn& boxes, int64_t offset, T (&out)[4]) {
   for (int c = 0; c < 4; ++c) out[c] = static_cast<T>(to_arithmetic(row.x[c]));
 }
 
-// The storage type is a run-time switch, the same for a whole grid: sixteen mixes would be sixteen copies of each
-// kernel otherwise. T = double is chosen if and only if one of the tensors is float64.
+// The storage type is selected at run time and is the same for a whole grid: sixteen combinations would otherwise be
+// sixteen copies of each kernel. T = double is chosen if and only if one of the tensors is float64.
 template <typename T>
 __device__ void load_boxes(const BoxesIn& boxes, int64_t offset, T (&out)[4]) {
   dispatch(boxes.dtype, [&](auto zero) {
@@ -51,7 +51,7 @@ __device__ void store_row_as(void* data, int64_t row, const T (&value)[4]) {
   static_cast<Row<Stored>*>(data)[row] = packed;
 }
 
-// Gradients are fresh, contiguous tensors, so a row is always one aligned vector.
+// Gradients are newly allocated contiguous tensors, so a row is always one aligned vector.
 template <typename T>
 __device__ void store_row(void* data, DType dtype, int64_t row, const T (&value)[4]) {
   dispatch(dtype, [&](auto zero) {
@@ -90,10 +90,10 @@ template <IouKind kKind, typename T>
 __global__ void __launch_bounds__(kLossThreads) iou_loss_kernel(const __grid_constant__ IouLossParams p) {
   const bool fold_in_cluster = gridDim.x > 1 && p.partial == nullptr;
 #if __CUDA_ARCH__ >= 900
-  // The first block must have started before another writes to its shared memory; nobody waits for that yet.
+  // The first block must have started before another writes to its shared memory. No block waits for that here.
   if (fold_in_cluster) cooperative_groups::this_cluster().barrier_arrive();
 #endif
-  // Warp by warp round the blocks, so that few pairs are spread over all of them.
+  // Assign pairs to blocks round-robin by warps, so that a few pairs are spread over all blocks.
   const int lane = threadIdx.x % kWarp;
   const int64_t first = (static_cast<int64_t>(threadIdx.x / kWarp) * gridDim.x + blockIdx.x) * kWarp + lane;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kLossThreads;
@@ -158,14 +158,14 @@ __device__ void store_grads(const IouBackwardParams& p, const IouGradPass& pass,
   if (pass.grad2) store_row(pass.grad2, p.box2.dtype, row, grad2);
 }
 
-// `block` of `blocks` blocks work on this pass.
+// This block is number `block` of the `blocks` blocks that work on this pass.
 template <IouKind kKind, typename T>
 __device__ void run_pass(const IouBackwardParams& p, const IouGradPass& pass, int64_t block, int64_t blocks) {
   if (pass.reduce < kBlockReduce) {
     for (int64_t row = block * kThreads + threadIdx.x; row < pass.rows; row += blocks * kThreads) {
       T sum1[4] = {T(0), T(0), T(0), T(0)};
       T sum2[4] = {T(0), T(0), T(0), T(0)};
-      for (int64_t j = 0; j < pass.reduce; ++j) {  // no turn at all where the other tensor is empty
+      for (int64_t j = 0; j < pass.reduce; ++j) {  // no iteration if the other tensor is empty
         T grad1[4];
         T grad2[4];
         pair_grad<kKind>(p, pass, row * pass.reduce + j, grad1, grad2);
@@ -179,7 +179,7 @@ __device__ void run_pass(const IouBackwardParams& p, const IouGradPass& pass, in
     }
     return;
   }
-  // One of the two gradients is needed here: the other tensor has a pass of its own.
+  // Only one of the two gradients is needed here, as the other tensor has its own pass.
   const bool first = pass.grad1 != nullptr;
   for (int64_t row = block; row < pass.rows; row += blocks) {
     T sum[4] = {T(0), T(0), T(0), T(0)};
@@ -199,14 +199,14 @@ template <IouKind kKind, typename T>
 __global__ void __launch_bounds__(kThreads)
     iou_backward_kernel(const __grid_constant__ IouBackwardParams p, int64_t first_pass_blocks) {
   const int64_t block = blockIdx.x;
-  // One call of run_pass, not one a branch: it is the kernel's whole body.
+  // Call run_pass once and not once per branch, because it is the kernel's whole body.
   const bool second = block >= first_pass_blocks;
   const IouGradPass& pass = p.pass[second ? 1 : 0];
   run_pass<kKind, T>(p, pass, second ? block - first_pass_blocks : block,
                      second ? gridDim.x - first_pass_blocks : first_pass_blocks);
 }
 
-// Call f, which launches, as with_kind does.
+// Call f, which launches a kernel, as with_kind does.
 template <typename Params, typename F>
 cudaError_t dispatch_kind(const Params& params, F&& f) {
   with_kind(params.config.kind, params.box1, params.box2, f);
@@ -229,7 +229,7 @@ cudaError_t launch_bbox_iou(const BboxIouParams& params, cudaStream_t stream) {
 }
 
 cudaError_t iou_loss_clusters(bool& clusters) {
-  // The kernel is asked, not the device: a build for an older architecture runs on a newer GPU by its PTX.
+  // Ask the kernel and not the device: a build for an older architecture runs on a newer GPU through its PTX.
   enum State : int { kUnknown, kAbsent, kPresent };
   constexpr int kDevices = 64;
   static std::atomic<int> known[kDevices];

@@ -1,4 +1,4 @@
-// bbox_iou and iou_loss: launchers and their parameters. The arithmetic is in box_math.h.
+// Declare the launchers and parameters of bbox_iou and iou_loss. The arithmetic is in box_math.h.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@
 
 namespace torch_fastdet::core {
 
-// A tensor of boxes: four coordinates, `coord_stride` elements apart, at each row of a BroadcastPlan.
+// Describe a tensor of boxes: four coordinates, `coord_stride` elements apart, for each row of a BroadcastPlan.
 struct BoxesIn {
   const void* data;
   int64_t coord_stride;
   DType dtype;
-  bool vectorised;  // one aligned vector holds a row's four coordinates
+  bool vectorised;  // one aligned vector holds all four coordinates of a row
 };
 
 struct IouConfig {
@@ -45,7 +45,7 @@ void with_kind(IouKind kind, const BoxesIn& box1, const BoxesIn& box2, F&& f) {
 
 enum class IouReduction : int32_t { kNone, kMean, kSum };
 
-// out[i] = iou of pair i, or 1 - iou with `loss`; contiguous, of `out_dtype`.
+// Set out[i] to the iou of pair i, or to 1 - iou with `loss`. `out` is contiguous and of `out_dtype`.
 struct BboxIouParams {
   BoxesIn box1, box2;
   BroadcastPlan<2> pairs;  // operands: box1, box2
@@ -55,7 +55,7 @@ struct BboxIouParams {
   DType out_dtype;
 };
 
-// The mean or sum of 1 - iou into the one element of `out`.
+// Write the mean or sum of 1 - iou to the single element of `out`.
 struct IouLossParams {
   BoxesIn box1, box2;
   BroadcastPlan<2> pairs;
@@ -66,7 +66,7 @@ struct IouLossParams {
   DType out_dtype;
 };
 
-// Blocks that share a loss, by the pairs alone, so that bits are the same on every GPU. A pair takes 250 instructions.
+// Only the pairs determine a loss's blocks, so that bits are the same on every GPU. A pair takes 250 instructions.
 constexpr int64_t kLossMaxCluster = 8;
 constexpr int64_t kLossClusterPairs = 65536;
 constexpr int64_t kLossMaxBlocks = 1024;
@@ -81,27 +81,27 @@ inline int64_t iou_loss_blocks(int64_t pairs) {
   return blocks < most ? blocks : most;
 }
 
-// Up to kLossMaxCluster blocks fold their sums within the launch where the GPU has thread block clusters. Else the
-// blocks leave so many sums in `partial`, and a second launch adds them in the same order.
+// If the GPU has thread block clusters, up to kLossMaxCluster blocks combine their sums within the launch. Otherwise
+// the blocks write this many sums to `partial`, and a second launch adds them in the same order.
 inline int64_t iou_loss_partials(int64_t pairs, bool clusters) {
   const int64_t blocks = iou_loss_blocks(pairs);
   return blocks == 1 || (blocks <= kLossMaxCluster && clusters) ? 0 : blocks;
 }
 
-// The gradient of a box tensor: contiguous rows; row r sums the plan's pairs [r * reduce, (r + 1) * reduce).
+// A box tensor's gradient has contiguous rows. Row r sums the plan's pairs [r * reduce, (r + 1) * reduce).
 struct IouGradPass {
   BroadcastPlan<3> pairs;  // operands: box1, box2, grad
   int64_t rows = 0;
   int64_t reduce = 1;
-  void* grad1 = nullptr;  // null: not asked for
+  void* grad1 = nullptr;  // null: not requested
   void* grad2 = nullptr;
 };
 
-// Where neither tensor is broadcast, one pass writes both gradients; else each has a pass of its own.
+// If neither tensor is broadcast, one pass writes both gradients. Otherwise each tensor has its own pass.
 struct IouBackwardParams {
   BoxesIn box1, box2;
   IouConfig config;
-  const void* grad;  // of the result, any strides (the plans hold them)
+  const void* grad;  // gradient of the result, with any strides (stored in the plans)
   DType grad_dtype;
   double grad_scale;  // 1 for the iou, -1 for its loss, -1/n for the mean
   int passes = 0;
@@ -109,7 +109,7 @@ struct IouBackwardParams {
 };
 
 cudaError_t launch_bbox_iou(const BboxIouParams& params, cudaStream_t stream);
-// Set whether the loss kernel that runs on the current device was compiled with clusters: for compute capability 9.0.
+// Set whether the current device's loss kernel was compiled with clusters, which need compute capability 9.0.
 cudaError_t iou_loss_clusters(bool& clusters);
 cudaError_t launch_iou_loss(const IouLossParams& params, cudaStream_t stream);
 cudaError_t launch_iou_backward(const IouBackwardParams& params, cudaStream_t stream);

@@ -1,5 +1,5 @@
-// bbox_iou and iou_loss on the CPU. Pairs are gathered into blocks of coordinate arrays, over which the loops around
-// box_math.h vectorise; parallel_for(begin, end, grain, f) shares out chunks of a fixed size.
+// Run bbox_iou and iou_loss on the CPU. Pairs are gathered into blocks of coordinate arrays, for which the loops around
+// box_math.h vectorise. parallel_for(begin, end, grain, f) distributes chunks of a fixed size.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,11 @@
 #include "core/common/instruction_set.h"
 
 namespace torch_fastdet::core::boxes_loops {
-namespace {  // of each file that includes this: functions that it calls once are inlined
+namespace {  // local to each including file, so that functions called once are inlined
 
 constexpr int kBlock = 128;
 constexpr int64_t kChunk = 2048;
-constexpr int64_t kGrainChunks = 4;  // about 50 microseconds of work for a thread
+constexpr int64_t kGrainChunks = 4;  // about 50 microseconds of work per thread
 
 template <typename T>
 struct alignas(64) Block {
@@ -25,7 +25,7 @@ struct alignas(64) Block {
 template <typename T>
 using Values = T[kBlock];
 
-// Whole blocks only, so that a pair's result does not depend on its place; the unused end of a block holds zeros.
+// Process only whole blocks, so that a pair's result does not depend on its position. A block is padded with zeros.
 template <IouKind kKind, typename T>
 void value_loop(const Block<T>& a, const Block<T>& b, const IouConfig& config, Values<T>& out) {
   const T eps = static_cast<T>(config.eps);
@@ -63,7 +63,7 @@ void grad_loop(const Block<T>& a, const Block<T>& b, const IouConfig& config, co
   config.xywh ? loop(std::true_type{}) : loop(std::false_type{});
 }
 
-// The offsets of `count` pairs from `first` on, for each operand.
+// Compute the offsets of `count` pairs, beginning with `first`, for each operand.
 template <int kOperands>
 void block_offsets(const BroadcastPlan<kOperands>& plan, int64_t first, int count,
                    int64_t (&offsets)[kOperands][kBlock]) {
@@ -104,7 +104,7 @@ void store_values(void* data, DType dtype, int64_t first, int count, const Value
   });
 }
 
-// Row `first + i` of a contiguous gradient becomes row i of the block.
+// Store row i of the block in row `first + i` of a contiguous gradient.
 template <class Halves, typename T>
 void store_rows(void* data, DType dtype, int64_t first, int count, const Block<T>& block) {
   with_dtype<Halves>(dtype, [&](auto zero) {
@@ -163,24 +163,24 @@ void for_chunks(int64_t total, int64_t size, const ParallelFor& parallel_for, F&
   });
 }
 
-// One gradient tensor that was broadcast: each row is the sum over `reduce` pairs, chunk by chunk in a fixed order.
+// Compute the gradient of a broadcast tensor: each row sums `reduce` pairs, chunk by chunk in a fixed order.
 template <class Halves, IouKind kKind, typename T, typename ParallelFor>
 void reduced_pass(const IouBackwardParams& p, const IouGradPass& pass, const ParallelFor& parallel_for) {
   const bool first_box = pass.grad1 != nullptr;
   void* out = first_box ? pass.grad1 : pass.grad2;
   const DType dtype = first_box ? p.box1.dtype : p.box2.dtype;
-  const int64_t pieces = std::max<int64_t>(1, ceil_div(pass.reduce, kChunk));  // of a row
+  const int64_t pieces = std::max<int64_t>(1, ceil_div(pass.reduce, kChunk));  // pieces per row
   const int64_t rows_at_once = std::max<int64_t>(1, kChunk / std::max<int64_t>(1, pass.reduce));
   std::vector<T> sums(static_cast<size_t>(4 * pass.rows * pieces), T(0));
   for_chunks(pass.rows * pieces, rows_at_once, parallel_for, [&](int64_t, int64_t begin, int64_t end) {
     Block<T> grad1;
     Block<T> grad2;
-    // Either several whole rows (pieces = 1) or one piece of a row.
+    // A chunk is either several whole rows (pieces = 1) or one piece of a row.
     const int64_t row = begin / pieces;
     const int64_t start = row * pass.reduce + (begin % pieces) * kChunk;
     const int64_t stop = pieces == 1 ? end * pass.reduce : std::min(start + kChunk, (row + 1) * pass.reduce);
     int64_t slot = begin;
-    int64_t left = pass.reduce;  // pairs until the next row
+    int64_t left = pass.reduce;  // pairs before the next row
     for_blocks(start, stop, [&](int64_t first, int count) {
       grads_from<Halves, kKind>(p, pass.pairs, first, count, grad1, grad2);
       const Block<T>& grads = first_box ? grad1 : grad2;

@@ -1,14 +1,14 @@
-// IoU, GIoU, DIoU and CIoU of one pair of boxes, value and gradient: the only place where these formulas stand.
-// Used by the CPU and CUDA kernels and by the unit tests. T is float or double; everything is branch-free, so that
-// loops over these functions vectorise.
+// Compute IoU, GIoU, DIoU and CIoU of one pair of boxes, values and gradients. These formulas are defined only here,
+// for the CPU and CUDA kernels and the unit tests. T is float or double. Everything is branch-free, so that loops over
+// these functions vectorise.
 //
 // Definitions (a and b are the boxes, C their smallest enclosing box, eps keeps every denominator above zero):
 //   IoU  = I / U,                       I = area of the intersection, U = area(a) + area(b) - I + eps
 //   GIoU = IoU - (|C| - U) / |C|,       |C| = cw ch + eps
-//   DIoU = IoU - rho^2 / c^2,           rho = distance of the centres, c^2 = cw^2 + ch^2 + eps
+//   DIoU = IoU - rho^2 / c^2,           rho = distance of the centers, c^2 = cw^2 + ch^2 + eps
 //   CIoU = DIoU - alpha v,              v = 4/pi^2 (atan(wb/hb) - atan(wa/ha))^2, alpha = v / (1 - IoU + v + eps)
 // alpha is a constant in the gradient, as in the paper (Zheng et al., Distance-IoU Loss, 2019).
-// Subgradients: equal corners share a min's or max's gradient half and half, a clamp passes it at its bound.
+// Subgradients: the min or max of equal corners splits its gradient evenly, and a clamp passes it on at its bound.
 #pragma once
 
 #include <cmath>
@@ -19,7 +19,7 @@ namespace torch_fastdet::core {
 
 enum class IouKind : int { kIou, kGiou, kDiou, kCiou };
 
-// Corners, and width and height for area and aspect ratio: inputs of an xywh box; an xyxy box adds eps to its height.
+// Width and height, for area and aspect ratio, are the inputs of an xywh box. An xyxy box adds eps to its height.
 template <typename T>
 struct Box {
   T x1, y1, x2, y2, w, h;
@@ -40,7 +40,7 @@ TORCH_FASTDET_HOST_DEVICE Box<T> make_box(const T (&v)[4], bool xywh, T eps) {
   return xywh ? box_from_xywh(v[0], v[1], v[2], v[3]) : box_from_xyxy(v[0], v[1], v[2], v[3], eps);
 }
 
-// The gradient by the six fields of Box, folded into the gradient by the four coordinates that were given.
+// Fold the gradient of the six fields of Box into the gradient of the four input coordinates.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE void fold_box_grad(const Box<T>& g, bool xywh, T (&out)[4]) {
   out[0] = xywh ? g.x1 + g.x2 : g.x1 - g.w;
@@ -49,7 +49,7 @@ TORCH_FASTDET_HOST_DEVICE void fold_box_grad(const Box<T>& g, bool xywh, T (&out
   out[3] = xywh ? (g.y2 - g.y1) * T(0.5) + g.h : g.y2 + g.h;
 }
 
-// fmin and fmax drop NaN; these keep it, so that a NaN coordinate gives a NaN result on every device.
+// Propagate NaN, unlike fmin and fmax, so that a NaN coordinate gives a NaN result on every device.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T nan_min(T a, T b) {
   return ((a < b) | (a != a)) ? a : b;
@@ -60,14 +60,14 @@ TORCH_FASTDET_HOST_DEVICE T nan_max(T a, T b) {
   return ((a > b) | (a != a)) ? a : b;
 }
 
-// Return a's share of the gradient of min(a, b); the rest is b's. For max(a, b): min_share(b, a).
+// Return a's share of the gradient of min(a, b). The rest is b's. For max(a, b), call min_share(b, a).
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T min_share(T a, T b) {
   return a < b ? T(1) : (a == b ? T(0.5) : T(0));
 }
 
-// atan(z) for 0 <= z <= 1: in float an odd minimax polynomial of degree 19 (relative error 2.4e-9 before rounding,
-// within 1.2 ulp after it), because the library's atan neither vectorises on the CPU nor is cheaper on the GPU.
+// Return atan(z) for 0 <= z <= 1. In float it is an odd minimax polynomial of degree 19 (relative error 2.4e-9 before
+// rounding, within 1.2 ulp after it): the library's atan neither vectorises on the CPU nor is cheaper on the GPU.
 TORCH_FASTDET_HOST_DEVICE float atan_unit(float z) {
   const float u = z * z;
   float p = -0.0017539279940405467f;
@@ -91,7 +91,7 @@ TORCH_FASTDET_HOST_DEVICE T magnitude(T x) {
   return x < T(0) ? -x : x;
 }
 
-// atan(w / h), and its limit pi/2 at h = 0; 0 for w = h = 0, where the ratio has no limit.
+// Return atan(w / h), its limit pi/2 at h = 0, and 0 for w = h = 0, where the ratio has no limit.
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T atan_ratio(T w, T h) {
   constexpr T kHalfPi = T(1.57079632679489661923);
@@ -105,7 +105,7 @@ TORCH_FASTDET_HOST_DEVICE T atan_ratio(T w, T h) {
   return (w < T(0)) != (h < T(0)) ? -unsigned_angle : unsigned_angle;
 }
 
-// 1 / (w^2 + h^2), held finite where both sides vanish (the squares underflow long before the sides do).
+// Return 1 / (w^2 + h^2), limited to be finite if both sides vanish (the squares underflow long before the sides do).
 template <typename T>
 TORCH_FASTDET_HOST_DEVICE T inverse_square_sum(T w, T h) {
   constexpr T kTiny = sizeof(T) == 8 ? T(1e-290) : T(1e-30);
@@ -115,12 +115,12 @@ TORCH_FASTDET_HOST_DEVICE T inverse_square_sum(T w, T h) {
 
 template <typename T>
 struct IouTerms {
-  T raw_w, raw_h;        // extent of the intersection before the clamp at 0
-  T inter_w, inter_h;    // and after it
+  T raw_w, raw_h;        // size of the intersection before the clamp at 0
+  T inter_w, inter_h;    // the same after the clamp
   T union_area, iou;     // union includes eps
   T hull_w, hull_h;      // the enclosing box
   T hull_area;           // includes eps; GIoU
-  T shift_x, shift_y;    // twice the distance of the centres; DIoU, CIoU
+  T shift_x, shift_y;    // twice the distance of the centers; DIoU, CIoU
   T diagonal, distance;  // c^2 (includes eps) and rho^2
   T angle, alpha;        // atan(wb/hb) - atan(wa/ha) and the weight of v; CIoU
   T value;
@@ -157,7 +157,7 @@ TORCH_FASTDET_HOST_DEVICE IouTerms<T> iou_terms(const Box<T>& a, const Box<T>& b
   constexpr T kFourOverPiSquared = T(0.40528473456935108578);
   t.angle = atan_ratio(b.w, b.h) - atan_ratio(a.w, a.h);
   const T v = kFourOverPiSquared * t.angle * t.angle;
-  // Rounding can lift the IoU of equal boxes above 1; unclamped, the denominator then reaches 0 and alpha NaN.
+  // Rounding may raise the IoU of equal boxes above 1. Without the clamp the denominator could be 0 and alpha NaN.
   const T gap = T(1) - t.iou;
   const T denominator = (gap < T(0) ? T(0) : gap) + v + eps;
   t.alpha = v / (v == T(0) ? T(1) : denominator);
@@ -170,13 +170,13 @@ TORCH_FASTDET_HOST_DEVICE T box_iou(const Box<T>& a, const Box<T>& b, T eps) {
   return iou_terms<kKind>(a, b, eps).value;
 }
 
-// Gradients of `grad * iou` by both boxes' fields; returns the value as well.
+// Compute the gradients of `grad * iou` with respect to both boxes' fields, and return the value.
 template <IouKind kKind, typename T>
 TORCH_FASTDET_HOST_DEVICE T box_iou_grad(const Box<T>& a, const Box<T>& b, T eps, T grad, Box<T>& grad_a,
                                          Box<T>& grad_b) {
   const IouTerms<T> t = iou_terms<kKind>(a, b, eps);
 
-  // By the union (which holds -I), the intersection and the areas.
+  // Differentiate by the union (which contains -I), the intersection and the areas.
   T grad_union = -t.iou / t.union_area;
   if constexpr (kKind == IouKind::kGiou) grad_union += T(1) / t.hull_area;
   grad_union *= grad;
@@ -188,7 +188,7 @@ TORCH_FASTDET_HOST_DEVICE T box_iou_grad(const Box<T>& a, const Box<T>& b, T eps
 
   const T grad_inter_w = t.raw_w < T(0) ? T(0) : grad_inter * t.inter_h;
   const T grad_inter_h = t.raw_h < T(0) ? T(0) : grad_inter * t.inter_w;
-  const T low_x = min_share(a.x1, b.x1);  // a's share of min(x1): it is the hull's, the rest the intersection's
+  const T low_x = min_share(a.x1, b.x1);  // a's share of min(x1) goes to the hull, the rest to the intersection
   const T low_y = min_share(a.y1, b.y1);
   const T high_x = min_share(b.x2, a.x2);  // a's share of max(x2)
   const T high_y = min_share(b.y2, a.y2);
@@ -213,7 +213,7 @@ TORCH_FASTDET_HOST_DEVICE T box_iou_grad(const Box<T>& a, const Box<T>& b, T eps
     const T grad_diagonal = inverse * (t.distance / t.diagonal);
     grad_hull_w = T(2) * grad_diagonal * t.hull_w;
     grad_hull_h = T(2) * grad_diagonal * t.hull_h;
-    // rho^2 = (shift_x^2 + shift_y^2) / 4, and shift is b's corners minus a's.
+    // rho^2 = (shift_x^2 + shift_y^2) / 4, and shift is b's corners minus a's corners.
     const T grad_x = T(0.5) * inverse * t.shift_x;
     const T grad_y = T(0.5) * inverse * t.shift_y;
     grad_a.x1 += grad_x;
@@ -235,7 +235,7 @@ TORCH_FASTDET_HOST_DEVICE T box_iou_grad(const Box<T>& a, const Box<T>& b, T eps
   grad_b.y2 += grad_hull_h * (T(1) - high_y);
 
   if constexpr (kKind == IouKind::kCiou) {
-    // d/dw atan(w/h) = h / (w^2 + h^2), d/dh = -w / (w^2 + h^2): finite on every axis, unlike the chain through w/h.
+    // d/dw atan(w/h) is h / (w^2 + h^2), and d/dh is -w / (w^2 + h^2). The chain through w/h is not always finite.
     constexpr T kEightOverPiSquared = T(0.81056946913870217156);
     const T slope = grad * t.alpha * kEightOverPiSquared * t.angle;
     const T slope_a = slope * inverse_square_sum(a.w, a.h);
