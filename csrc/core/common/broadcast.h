@@ -1,4 +1,4 @@
-// Iterate over rows of broadcast tensors: the host plans, host and device find each operand's element of index i.
+// Iterate over rows of broadcast tensors. The host plans; host and device compute each operand's offset for an index.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace torch_fastdet::core {
 
 constexpr int kMaxBroadcastDims = 8;
 
-// `size[0]` runs fastest. Strides are in elements; an operand that is broadcast along a dimension has stride 0 there.
+// `size[0]` varies fastest. Strides are in elements, and 0 for an operand that is broadcast along the dimension.
 template <int kOperands>
 struct BroadcastPlan {
   int dims = 0;
@@ -17,7 +17,7 @@ struct BroadcastPlan {
   int64_t size[kMaxBroadcastDims] = {};
   int64_t stride[kOperands][kMaxBroadcastDims] = {};
 
-  // Append the next slower dimension, merging it into the last one where every operand allows that. False if full.
+  // Append the next slower dimension, merging it into the last one if every operand permits. Return false if full.
   bool push(int64_t extent, const int64_t (&strides)[kOperands]) {
     numel *= extent;
     if (extent == 1) return true;

@@ -1,4 +1,4 @@
-// The CPU's type of a DType. Kernels use dtype.cuh.
+// Map a DType to the CPU's type. Kernels use dtype.cuh.
 #pragma once
 
 #include "core/common/dtype.h"
@@ -6,7 +6,7 @@
 namespace torch_fastdet::core {
 
 // Call f with a zero of the type that `dtype` names: with_dtype<Halves>(dtype, [&](auto zero) { using T =
-// decltype(zero); ... }). Halves::Float16 and Halves::BFloat16 are the types of half precision, which C++ has not.
+// decltype(zero); ... }). Halves::Float16 and Halves::BFloat16 are the half precision types, which C++ does not have.
 template <class Halves, typename F>
 auto with_dtype(DType dtype, F&& f) {
   switch (dtype) {

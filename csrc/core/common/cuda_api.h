@@ -1,4 +1,4 @@
-// The types that launchers are declared with, in builds without CUDA too, which call none of them.
+// Declare the types in launchers' signatures, also for builds without CUDA, which call no launcher.
 #pragma once
 
 #ifdef TORCH_FASTDET_WITH_CUDA

@@ -1,4 +1,4 @@
-// Helpers of all kernels: warps, sums over a warp or a block in a fixed order, wide accesses, shared memory.
+// Provide helpers to all kernels: warps, sums over a warp or block in a fixed order, wide accesses, shared memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,7 @@ namespace torch_fastdet::core {
 constexpr int kWarp = 32;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-// Add each of kValues values over the lanes of a whole warp. Every lane gets the sums, with the same bits.
+// Add each of kValues values over the lanes of a whole warp. Every lane gets the same sums, bit for bit.
 template <typename T, int kValues>
 __device__ __forceinline__ void warp_sum(T (&values)[kValues]) {
 #pragma unroll
@@ -29,7 +29,8 @@ __device__ __forceinline__ T warp_sum(T value) {
   return value;
 }
 
-// Add each of kValues values over a block, as a tree, for thread 0. Every thread calls, also again at once.
+// Add each of kValues values over a block as a tree, for thread 0. Every thread must call it; repeated calls need no
+// barrier.
 template <int kThreads, typename T, int kValues>
 __device__ __forceinline__ void block_sum(T (&values)[kValues]) {
   static_assert(kThreads % kWarp == 0 && kThreads <= kWarp * kWarp, "one warp adds what the warps leave");
@@ -50,7 +51,7 @@ __device__ __forceinline__ void block_sum(T (&values)[kValues]) {
   __syncthreads();
 }
 
-// Add lane 0's value of each warp, in the order of warps, for thread 0. Every thread calls, synchronised before.
+// Add lane 0's value of each warp in the order of warps, for thread 0. Every thread must call it, after synchronising.
 template <int kWarps, typename T>
 __device__ __forceinline__ T sum_of_warps(T value) {
   __shared__ T warps[kWarps];
@@ -63,19 +64,19 @@ __device__ __forceinline__ T sum_of_warps(T value) {
   return sum;
 }
 
-// kCount neighbouring elements that one access moves: 16 bytes, if nothing else is said.
+// Hold kCount neighbouring elements that one access moves, by default 16 bytes.
 template <typename T, int kCount = 16 / sizeof(T)>
 struct alignas(kCount * sizeof(T) > 16 ? 16 : kCount * sizeof(T)) Vector {
   static constexpr int kSize = kCount;
   T x[kCount];
 };
 
-// Return whether Vector<T> may be read and written there. True of null.
+// Return whether Vector<T> may be read and written at `pointer`. Null is aligned.
 __device__ __forceinline__ bool is_vector_aligned(const void* pointer) {
   return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0;
 }
 
-// Let a kernel use `bytes` of dynamic shared memory (above 48 KiB this is asked for), and prefer that to L1.
+// Let a kernel use `bytes` of dynamic shared memory (which must be requested above 48 KiB), and prefer it to L1.
 template <typename Kernel>
 cudaError_t allow_shared(Kernel* kernel, int bytes) {
   if (const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes)) {

@@ -1,4 +1,4 @@
-// Device types of DType: their Storage, the switch to them, and elements whose type is known at run time only.
+// Define the device types of DType: their Storage, their dispatch, and elements whose type is known only at run time.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,7 +25,7 @@ struct Storage<__nv_bfloat16> {
   static TORCH_FASTDET_HOST_DEVICE float round(float x) { return load(store(x)); }
 };
 
-// Call f with a zero of the device type that `dtype` names: a function of the caller's side, host or device.
+// Call f with a zero of the device type that `dtype` names. f is compiled for the caller's side, host or device.
 #pragma nv_exec_check_disable
 template <typename F>
 TORCH_FASTDET_HOST_DEVICE auto dispatch(DType dtype, F&& f) {

@@ -1,4 +1,4 @@
-// The floating types that kernels store and load, named without Torch.
+// Name the floating-point types that kernels store and load, without Torch.
 #pragma once
 
 #include <cstdint>

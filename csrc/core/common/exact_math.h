@@ -1,4 +1,4 @@
-// Arithmetic with the same bits on CPU and GPU: no contracted products, exp from IEEE additions and products alone.
+// Compute the same bits on CPU and GPU: products are not contracted, and exp uses only IEEE additions and products.
 #pragma once
 
 #include <cmath>
@@ -118,7 +118,8 @@ TORCH_FASTDET_HOST_DEVICE bool is_finite(A x) {
   return x - x == A(0);
 }
 
-// exp(x) within 2 ulp for x <= 88.7, infinite above, 0 below -86.9: Cody and Waite's reduction, Cephes' polynomial.
+// Return exp(x) within 2 ulp up to 88.7, infinity above, 0 below -86.9 (Cody and Waite's reduction, Cephes'
+// polynomial).
 TORCH_FASTDET_HOST_DEVICE float exp_rn(float x) {
   const float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which is left in the low bits
   const float shifted = add_rn(mul_rn(x, 1.44269504088896341f), kRound);
@@ -132,7 +133,7 @@ TORCH_FASTDET_HOST_DEVICE float exp_rn(float x) {
   p = add_rn(mul_rn(p, r), 1.6666665459e-1f);
   p = add_rn(mul_rn(p, r), 5.0000001201e-1f);
   p = add_rn(add_rn(mul_rn(p, mul_rn(r, r)), r), 1.f);
-  // 2^n as 2 * 2^(n - 1), because n reaches 128.
+  // Compute 2^n as 2 * 2^(n - 1), because n may be 128.
   const float scale = bits_float((float_bits(shifted) - float_bits(kRound) + 126u) << 23);
   const float y = mul_rn(mul_rn(p, scale), 2.f);
   return x < -86.9f ? 0.f : (x > 88.72f ? bits_float(0x7f800000u) : y);
@@ -146,7 +147,7 @@ TORCH_FASTDET_HOST_DEVICE double exp_rn(double x) {
 #endif
 }
 
-// log(x) within 2 ulp for normal x, NaN below 1.2e-38 and for NaN. The polynomial is that of Cephes' logf.
+// Return log(x) within 2 ulp for normal x, and NaN for NaN and below 1.2e-38. The polynomial is that of Cephes' logf.
 TORCH_FASTDET_HOST_DEVICE float log_rn(float x) {
   const float infinity = bits_float(0x7f800000u);
   if (!(x >= 1.17549435e-38f && x < infinity)) return x == infinity ? x : bits_float(0x7fc00000u);

@@ -1,4 +1,4 @@
-// exact_math.h for eight numbers at a time, with the same bits.
+// Compute exact_math.h for eight numbers at a time, with the same bits.
 #pragma once
 
 #include "core/common/exact_math.h"
@@ -9,7 +9,7 @@
 
 namespace torch_fastdet::core {
 
-TORCH_FASTDET_AVX2 inline __m256 multiply_add_avx2(__m256 a, __m256 b, float c) {  // rounded twice, as exp_rn() rounds
+TORCH_FASTDET_AVX2 inline __m256 multiply_add_avx2(__m256 a, __m256 b, float c) {  // rounded twice, as in exp_rn()
   return _mm256_add_ps(_mm256_mul_ps(a, b), _mm256_set1_ps(c));
 }
 

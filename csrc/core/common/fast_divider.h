@@ -1,4 +1,4 @@
-// Division of 32-bit indices by a number that the host knows: a multiplication and a shift on the device.
+// Divide 32-bit indices by a number that the host knows: this takes a multiplication and a shift on the device.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace torch_fastdet::core {
 
-// Exact below 2^31 (Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994).
+// It is exact below 2^31 (Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994).
 struct FastDivider {
   uint32_t divisor = 1;
   uint32_t magic = 1;
@@ -19,7 +19,7 @@ struct FastDivider {
     magic = static_cast<uint32_t>((((uint64_t{1} << 32) * ((uint64_t{1} << shift) - d)) / d) + 1);
   }
 
-  // Leave the quotient in `n` and return the remainder.
+  // Set `n` to the quotient and return the remainder.
   TORCH_FASTDET_HOST_DEVICE uint32_t divide(uint32_t& n) const {
 #ifdef __CUDA_ARCH__
     const uint32_t high = __umulhi(n, magic);

@@ -1,4 +1,4 @@
-// Functions that run on the host and, under nvcc, on the device: the macro that marks them, and the smallest of them.
+// Define the macro for functions that run on the host and, under nvcc, on the device, and the smallest such functions.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 #ifdef __CUDACC__
 #define TORCH_FASTDET_HOST_DEVICE __host__ __device__ __forceinline__
 #elif defined(__GNUC__)
-// Inlined there too: a caller that is compiled for AVX2 takes the arithmetic along.
+// Inline them on the host too, so that a caller compiled for AVX2 includes the arithmetic.
 #define TORCH_FASTDET_HOST_DEVICE inline __attribute__((always_inline))
 #else
 #define TORCH_FASTDET_HOST_DEVICE inline
@@ -14,7 +14,7 @@
 
 namespace torch_fastdet::core {
 
-// a / b, rounded up. a >= 0, b > 0.
+// Return a / b, rounded up, for a >= 0 and b > 0.
 TORCH_FASTDET_HOST_DEVICE constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }

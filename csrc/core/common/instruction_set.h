@@ -1,7 +1,7 @@
-// x86 instruction sets beyond the baseline. A function marked TORCH_FASTDET_AVX2 is compiled for AVX2, FMA and F16C;
-// call it only where has_avx2(). On other architectures the macro is not defined and has_avx2() is false.
+// These are x86 instruction sets beyond the baseline. A function marked TORCH_FASTDET_AVX2 is compiled for AVX2, FMA
+// and F16C; call it only if has_avx2(). On other architectures the macro is not defined and has_avx2() is false.
 //
-// Results do not depend on the path: the build turns floating-point contraction off.
+// Results do not depend on the code path, because the build disables floating-point contraction.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -32,7 +32,7 @@ __attribute__((flatten)) auto run_baseline(F f) {
   return f();
 }
 
-// Call f, or its copy for AVX2. Let it capture scalars by value, or what it writes might be taken for them.
+// Call f, or its AVX2 copy. f should capture scalars by value: by reference, its outputs might alias them.
 template <typename F>
 auto vectorised(const F& f) {
 #ifdef TORCH_FASTDET_AVX2

@@ -1,4 +1,4 @@
-// log(1 + x) of a share, as entropies need it.
+// Compute log(1 + x) of a share, as entropies need it.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace torch_fastdet::core {
 
-// log(1 + x) of 0 <= x <= 1, within 2 ulp in float: Cephes' polynomial, without branches, so that loops vectorise.
+// Return log(1 + x) for 0 <= x <= 1, within 2 ulp in float. Cephes' polynomial is branch-free, so that loops vectorise.
 TORCH_FASTDET_HOST_DEVICE float log1p_of_share(float x) {
   const bool upper = x > 0.41421356f;
   const float f = upper ? (x - 1.f) * 0.5f : x;  // 1 + x is 1 + f or 2 (1 + f)

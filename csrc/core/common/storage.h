@@ -1,4 +1,4 @@
-// A stored type T and that of its arithmetic, float or double. dtype.cuh specialises it for CUDA's half types.
+// Map a stored type T to its arithmetic type, float or double. dtype.cuh specialises this for CUDA's half types.
 #pragma once
 
 #include <type_traits>
@@ -12,7 +12,7 @@ struct Storage {
   using arithmetic = std::conditional_t<std::is_same_v<T, double>, double, float>;
   static TORCH_FASTDET_HOST_DEVICE arithmetic load(T x) { return static_cast<arithmetic>(x); }
   static TORCH_FASTDET_HOST_DEVICE T store(arithmetic x) { return static_cast<T>(x); }
-  // x as it would come back from memory.
+  // Return x as it would be after storing and loading it.
   static TORCH_FASTDET_HOST_DEVICE arithmetic round(arithmetic x) { return load(store(x)); }
 };
 

@@ -1,5 +1,5 @@
-// Products of small float16 or bfloat16 matrices by a warp on tensor cores of compute capability 8.0 or newer, with
-// sums in float32. Of an 8 x 8 matrix, a lane has the two neighbours in row lane / 4 from column 2 * (lane % 4) on, the
+// Multiply small float16 or bfloat16 matrices with a warp on tensor cores of compute capability 8.0 or newer, with sums
+// in float32. Of an 8 x 8 matrix, a lane has the two neighbours in row lane / 4 from column 2 * (lane % 4) on, the
 // first in the low half of a register.
 #pragma once
 
@@ -20,7 +20,7 @@ namespace torch_fastdet::core {
 
 #ifdef __CUDACC__
 
-// Load four 8 x 8 matrices from shared memory: lane i gives row i % 8 of matrix i / 8. kTransposed: transpose each.
+// Load four 8 x 8 matrices from shared memory. Lane i passes row i % 8 of matrix i / 8. kTransposed transposes each.
 template <bool kTransposed>
 __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], const void* row) {
 #if __CUDA_ARCH__ < 800
@@ -41,8 +41,8 @@ __device__ __forceinline__ void load_matrices(uint32_t (&matrices)[4], const voi
 #endif
 }
 
-// sums (16 x 8) += left (16 x 16) * right (16 x 8), of T. Of the sums, [0] and [1] are in row lane / 4, [2] and [3] 8
-// below. `left` has its quarters above, below, above right, below right; `right` its upper and lower half, transposed.
+// Add left (16 x 16) * right (16 x 8), of T, to sums (16 x 8). Sums [0] and [1] are in row lane / 4, [2] and [3] 8
+// below. `left` has quarters above, below, above right, below right; `right` has upper and lower halves, transposed.
 template <typename T>
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&left)[4], uint32_t upper,
                                              uint32_t lower) {

@@ -1,5 +1,5 @@
-// The arithmetic of YOLO heads: sigmoid, YOLOv5's decode, the anchor-free (DFL) decode, and letterboxed boxes back in
-// original pixels, in arithmetic type A (float, or double for double); rounding to storage is the caller's.
+// Compute the arithmetic of YOLO heads: sigmoid, YOLOv5's decode, the anchor-free (DFL) decode, and letterboxed boxes
+// back in original pixels. The arithmetic type A is float, or double for double; the caller rounds to the storage type.
 #pragma once
 
 #include "core/common/exact_math.h"
@@ -7,7 +7,7 @@
 #if defined(__CUDA_ARCH__)
 #define TORCH_FASTDET_UNROLL _Pragma("unroll")
 #elif defined(__CUDACC__)
-#define TORCH_FASTDET_UNROLL  // nvcc's host pass knows neither pragma
+#define TORCH_FASTDET_UNROLL  // nvcc's host pass supports neither pragma
 #else
 #define TORCH_FASTDET_UNROLL _Pragma("GCC unroll 16")
 #endif
@@ -29,20 +29,20 @@ TORCH_FASTDET_HOST_DEVICE A sigmoid(A x) {
   return reciprocal_rn(add_rn(A(1), exp_rn(-x)));
 }
 
-// Pixels of a box center: (2 s - 0.5 + cell) * stride, s the sigmoid of its logit.
+// Return the pixels of a box center, (2 s - 0.5 + cell) * stride, where s is the sigmoid of its logit.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE A center_of(A s, int64_t cell, A stride) {
   return mul_rn(add_rn(mul_rn(s, A(2)), sub_rn(A(cell), A(0.5))), stride);
 }
 
-// Pixels of a box side: (2 s)^2 * anchor, the anchor in pixels.
+// Return the pixels of a box side, (2 s)^2 * anchor, where the anchor is in pixels.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE A side_of(A s, A anchor) {
   const A root = mul_rn(s, A(2));
   return mul_rn(mul_rn(root, root), anchor);
 }
 
-// Return a softmax's highest of logit(i), the sum of exp(logit - highest), and that sum of terms times their bins.
+// Hold the highest logit(i) of a softmax, the sum of exp(logit - highest), and the sum of these terms times their bins.
 template <typename A>
 struct SoftmaxBins {
   A highest, total, weighted;
@@ -51,7 +51,7 @@ struct SoftmaxBins {
 template <typename A, typename Logit>
 TORCH_FASTDET_HOST_DEVICE SoftmaxBins<A> softmax_bins(int count, Logit logit) {
   SoftmaxBins<A> bins{logit(0), 0, 0};
-  if (count == 16) {  // the usual head: every logit is loaded once, all at the same time
+  if (count == 16) {  // the usual head: load every logit once, all at the same time
     A values[16];
     TORCH_FASTDET_UNROLL
     for (int i = 0; i < 16; ++i) values[i] = logit(i);
@@ -85,7 +85,7 @@ TORCH_FASTDET_HOST_DEVICE A expected_bin(int count, Logit logit) {
   return div_rn(bins.weighted, bins.total);
 }
 
-// Cosine and sine. They are computed in double, so that float results are the nearest on every device.
+// Hold a cosine and a sine. They are computed in double, so that float results are the nearest on every device.
 template <typename A>
 struct Direction {
   A cosine, sine;
@@ -121,7 +121,7 @@ TORCH_FASTDET_HOST_DEVICE Direction<A> direction_of(A angle) {
           static_cast<A>(quadrant >= 2 ? -sine : sine)};
 }
 
-// A rotated box from its sides' distances to the center of cell (column, row), along its own axes.
+// Return a rotated box from its sides' distances to the center of cell (column, row), along the box's own axes.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE CenterBox<A> decode_rotated(const A (&distance)[4], A angle, int64_t column, int64_t row,
                                                       A stride) {
@@ -134,7 +134,7 @@ TORCH_FASTDET_HOST_DEVICE CenterBox<A> decode_rotated(const A (&distance)[4], A 
           mul_rn(add_rn(distance[0], distance[2]), stride), mul_rn(add_rn(distance[1], distance[3]), stride)};
 }
 
-// A box from its sides' distances (left, top, right, bottom; in cells) to the center of cell (column, row).
+// Return a box from its sides' distances (left, top, right, bottom; in cells) to the center of cell (column, row).
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE CenterBox<A> decode_distances(const A (&distance)[4], int64_t column, int64_t row, A stride) {
   const A x = add_rn(A(column), A(0.5)), y = add_rn(A(row), A(0.5));
@@ -144,7 +144,7 @@ TORCH_FASTDET_HOST_DEVICE CenterBox<A> decode_distances(const A (&distance)[4], 
           mul_rn(sub_rn(x2, x1), stride), mul_rn(sub_rn(y2, y1), stride)};
 }
 
-// A letterbox: point p of the network's input lies at (p - pad) / gain in an original image of width x height pixels.
+// A letterbox maps point p of the network's input to (p - pad) / gain in an original image of width x height pixels.
 template <typename A>
 struct Letterbox {
   A gain_x, gain_y, pad_x, pad_y, width, height;
@@ -163,7 +163,7 @@ TORCH_FASTDET_HOST_DEVICE CornerBox<A> scale_corners(const CornerBox<A>& box, co
           clamp(div_rn(sub_rn(box.y2, letterbox.pad_y), letterbox.gain_y), A(0), letterbox.height)};
 }
 
-// Do the same to a box as center and size, which is not clipped.
+// Do the same for a box given as center and size, which is not clipped.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE CenterBox<A> scale_center(const CenterBox<A>& box, const Letterbox<A>& letterbox) {
   return {div_rn(sub_rn(box.x, letterbox.pad_x), letterbox.gain_x),
