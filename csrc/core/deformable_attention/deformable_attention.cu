@@ -1,5 +1,5 @@
-// The value's pixels are gathered from L2. Their gradients are summed as integers, which have the same sum in any
-// order: a bound of the sum gives the power of two that they are counted in.
+// The kernels gather the value's pixels from L2. They sum its gradients as integers, which give the same sum in any
+// order: a bound on the sum determines the power of two that is their unit.
 #include "core/deformable_attention/deformable_attention.h"
 
 #include <algorithm>
@@ -14,18 +14,18 @@ namespace torch_fastdet::core {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kVector = 8;  // channels of a thread
+constexpr int kVector = 8;  // channels per thread
 constexpr int kMostVectorChannels = kVector * kWarp;
 constexpr int kValueThreads = 512;
-constexpr int kTileBytes = 100 << 10;  // of sums; two blocks of an H100's processor have room for twice as much
-constexpr int kReserve = 3 << 10;      // shared memory of a block beside its sums
-constexpr int kLeastTiles = 4;         // of a level, so that blocks have about as much to do
-constexpr int kTogether = 4;           // gradients that a warp reads before it adds them
+constexpr int kTileBytes = 100 << 10;  // for sums; twice as much fits in two blocks on one multiprocessor of an H100
+constexpr int kReserve = 3 << 10;      // shared memory of a block apart from its sums
+constexpr int kLeastTiles = 4;         // per level, so that blocks have similar amounts of work
+constexpr int kTogether = 4;           // gradients that a warp loads before adding them
 
-// Lanes that share a query and head, and what divides a thread's number.
+// These lanes share a query and head. `heads` divides a thread's number.
 struct Rows {
   int lane_bits;
-  int count;  // of threads, of an image
+  int count;  // rows per image
   FastDivider heads;
 };
 
@@ -38,7 +38,7 @@ Rows make_rows(const DeformableAttentionParams& p, bool vectors) {
   return rows;
 }
 
-// kFast: a lane has kVector neighbouring channels; otherwise those whose number is its own, modulo the lanes.
+// With kFast, a lane has kVector neighbouring channels. Otherwise it has the channels equal to it modulo the lanes.
 template <typename T, bool kFast>
 using Channels = Vector<T, kFast ? kVector : 1>;
 
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Gradients of locations and weights, and each query's and head's bound of what it adds to the value's gradient.
+// Compute gradients of locations and weights, and for each query and head a bound on its part of the value's gradient.
 template <typename T, bool kFast>
 __global__ void __launch_bounds__(kThreads)
     deformable_backward_points(const __grid_constant__ DeformableAttentionBackwardParams b,
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
   const DeformableAttentionParams& p = b.forward;
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int lanes = 1 << rows.lane_bits, lane = static_cast<int>(thread) & (lanes - 1);
-  // A warp's lanes stay together: those behind the last row repeat it.
+  // Keep a warp's lanes together: those past the last row repeat it.
   const bool exists = thread >> rows.lane_bits < rows.count;
   const int row = exists ? static_cast<int>(thread >> rows.lane_bits) : rows.count - 1;
   uint32_t query = row;
@@ -157,12 +157,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Rectangles of pixels, as many as a block has room for. The last level's are first: it is the smallest, so that each
-// of its tiles has the most points. Of a tile there are blocks of each image, 32 channels and head.
+// A tile is a rectangle of as many pixels as fit in a block. The last level's tiles come first: it is the smallest, so
+// that each of its tiles has the most points. A tile has a block for each image, 32 channels and head.
 struct Tiles {
   int first[kMostDeformableLevels + 1];
   int width[kMostDeformableLevels], height[kMostDeformableLevels];
-  int chunks;  // of channels
+  int chunks;  // chunks of channels
   FastDivider points;
 };
 
@@ -188,7 +188,7 @@ __device__ __forceinline__ int least(int a, int b) {
   return a < b ? a : b;
 }
 
-// Bits of a sum, and one more for the sign; another is left for the rounding of the bound.
+// A sum has this many bits besides the sign. One more bit is left for the rounding of the bound.
 template <typename Sum>
 constexpr int kBits = sizeof(Sum) == 4 ? 30 : 61;
 
@@ -208,8 +208,8 @@ __device__ __forceinline__ long long to_signed(unsigned long long x) {
   return static_cast<long long>(x);
 }
 
-// A block owns a tile of a level of one image and head, and 32 channels. Its warps look through the level's points; a
-// point that touches the tile is added by the whole warp, a channel a lane.
+// A block computes a tile of a level of one image and head for 32 channels. Its warps go through the level's points.
+// The whole warp adds a point that touches the tile, with one channel per lane.
 template <typename T, typename Sum, bool kFast>
 __global__ void __launch_bounds__(kValueThreads)
     deformable_backward_value(const __grid_constant__ DeformableAttentionBackwardParams b,

@@ -1,4 +1,4 @@
-// Multi-scale deformable attention: each query adds some points of each level of a feature map, bilinear and weighted.
+// Compute multi-scale deformable attention: each query adds bilinear samples of points of each level, with weights.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@
 namespace torch_fastdet::core {
 
 constexpr int kMostDeformableLevels = 16;
-// Elements of one image, of each tensor: kernels count these in 32 bits.
+// Kernels count the elements of one image of each tensor in 32 bits.
 constexpr int64_t kMostDeformableElements = (int64_t{1} << 31) - 1;
 
 struct DeformableLevel {
   int32_t height, width;
-  int32_t first;  // pixel of the value
+  int32_t first;  // first pixel of the level in the value
 };
 
 // Tensors are dense and aligned to 16 bytes. A is the arithmetic type of `dtype`.
@@ -25,19 +25,19 @@ struct DeformableAttentionParams {
   DeformableLevel levels[kMostDeformableLevels];
   DType dtype;
   const void* value;      // (batch, pixels, heads, channels)
-  const void* locations;  // (batch, queries, heads, levels, points, 2) A: x, y as shares of the level's sides
+  const void* locations;  // (batch, queries, heads, levels, points, 2) A: x, y relative to the level's sides
   const void* weights;    // (batch, queries, heads, levels, points) A
   void* out;              // (batch, queries, heads, channels)
 };
 
-// `forward.out` is not used.
+// The backward pass does not use `forward.out`.
 struct DeformableAttentionBackwardParams {
   DeformableAttentionParams forward;
-  const void* grad;      // of out, in its type
-  void* grad_value;      // in the value's type
+  const void* grad;      // gradient of out, of its dtype
+  void* grad_value;      // of the value's dtype
   void* grad_locations;  // A
   void* grad_weights;    // A
-  void* bounds;          // (batch, heads, queries) A, scratch of the GPU
+  void* bounds;          // (batch, heads, queries) A, scratch memory of the GPU
 };
 
 cudaError_t launch_deformable_attention(const DeformableAttentionParams& params, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// Deformable attention on the CPU: parallel_for(begin, end, grain, f) shares out images, queries and heads.
+// Run deformable attention on the CPU. parallel_for(begin, end, grain, f) distributes images, queries and heads.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ void for_each_point(const DeformableAttentionParams& p, int64_t row, const F& f)
   }
 }
 
-// Call f(corner, element of the value) for those of a point's four pixels that are inside.
+// Call f(corner, element of the value) for each of a point's four pixels that lies inside.
 template <typename A, typename F>
 void for_each_corner(const DeformableAttentionParams& p, const DeformableTap<A>& tap, const DeformableLevel& level,
                      const F& f) {
@@ -58,7 +58,7 @@ void forward(const DeformableAttentionParams& p, const ParallelFor& parallel_for
   });
 }
 
-// A thread takes a whole image and head, so that the sums of the value's gradient have one order.
+// Each thread takes a whole image and head, so that the sums of the value's gradient have a fixed order.
 template <typename T, typename ParallelFor>
 void backward(const DeformableAttentionBackwardParams& params, const ParallelFor& parallel_for) {
   using A = arithmetic_t<T>;

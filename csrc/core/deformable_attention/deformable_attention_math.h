@@ -1,4 +1,4 @@
-// A sampled point: the four pixels around it, their shares, and the gradients of its place and weight.
+// Compute a sampled point: the four pixels around it, their shares, and the gradients of its location and weight.
 #pragma once
 
 #include <cmath>
@@ -7,13 +7,13 @@
 
 namespace torch_fastdet::core {
 
-// The pixel at the top left of a point, and the point's distance from it. Pixels outside count as 0.
+// Hold the pixel at the top left of a point, and the point's distance from it. Pixels outside count as 0.
 template <typename A>
 struct DeformableTap {
   int x, y;
   A right, down;
 
-  // The share of pixel `corner`: 0 top left, 1 top right, 2 bottom left, 3 bottom right.
+  // Return the share of pixel `corner`: 0 is top left, 1 top right, 2 bottom left, 3 bottom right.
   TORCH_FASTDET_HOST_DEVICE A share(int corner) const {
     return (corner & 1 ? right : 1 - right) * (corner & 2 ? down : 1 - down);
   }
@@ -25,7 +25,7 @@ TORCH_FASTDET_HOST_DEVICE bool deformable_inside(int x, int y, int width, int he
   return x >= 0 && y >= 0 && x < width && y < height;
 }
 
-// The point at x, y: shares of a width and height. A location that is NaN or infinite lies outside.
+// Locate the point at x, y, relative to width and height. A location that is NaN or infinite lies outside.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE DeformableTap<A> deformable_tap(A x, A y, int width, int height) {
   using std::floor, std::fmax, std::fmin;
@@ -40,7 +40,7 @@ struct DeformableGradients {
   A weight, x, y;
 };
 
-// From the products of the output's gradient with each of the four pixels, over all channels or some.
+// Compute them from the output gradient's products with each of the four pixels, over all channels or some.
 template <typename A>
 TORCH_FASTDET_HOST_DEVICE DeformableGradients<A> deformable_gradients(const DeformableTap<A>& tap,
                                                                       const A (&products)[4], A weight, int width,
