@@ -1,4 +1,4 @@
-// A warp a problem: a step looks at all ends at once, with the result of linear_assignment_loops.h.
+// Solve one problem per warp. A step examines all ends at once, with the result of linear_assignment_loops.h.
 #include "core/linear_assignment/linear_assignment.h"
 
 #include "core/common/device.cuh"
@@ -7,11 +7,11 @@
 namespace torch_fastdet::core {
 namespace {
 
-// Ends of a lane that stay in registers: up to 320 and 960 of a problem. More lie in memory.
+// This many ends of a lane are in registers, for up to 320 and 960 ends of a problem. More ends are in memory.
 constexpr int kFewEnds = 10, kManyEnds = 30;
 static_assert(kManyEnds * kWarp == kMostRegisterEnds);
 
-// The ends of a lane: end k of lane i is number 32 k + i.
+// Hold the ends of a lane. End k of lane i has number 32 k + i.
 template <typename T, int kEnds>
 struct PerEnd {
   T x[kEnds];
@@ -39,7 +39,7 @@ __device__ __forceinline__ unsigned warp_min(unsigned x) {
 #endif
 }
 
-// Numbers whose order, as integers, is that of the values. -0 and 0 are equal.
+// Map values to integers of the same order. -0 and 0 are equal.
 __device__ __forceinline__ unsigned long long in_order(double x) {
   const auto bits = static_cast<unsigned long long>(__double_as_longlong(x + 0.));
   return bits >> 63 ? ~bits : bits | 1ull << 63;
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kWarp) assign(const __grid_constant__ LinearAs
   const int starts = static_cast<int>(sides.starts), ends = static_cast<int>(sides.ends);
   const T* const cost = static_cast<const T*>(p.cost) + problem * p.problem_stride;
 
-  // The numbers of the starts are in shared memory, or with the ends in the scratch.
+  // The numbers of the starts are in shared memory, or with those of the ends in the scratch memory.
   const int64_t most_ends = p.rows > p.columns ? p.rows : p.columns;
   const int64_t most_starts = p.rows > p.columns ? p.columns : p.rows;
   const int64_t lane_ends = ceil_div(most_ends, kWarp);
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kWarp) assign(const __grid_constant__ LinearAs
   room += ceil_div(most_starts, kWarp) * kWarp * sizeof(double);
   PerEnd<double, kEnds> end_price(room, lane_ends), distance(room, lane_ends);
   PerEnd<int, kEnds> start_of(room, lane_ends), came_from(room, lane_ends), place(room, lane_ends);
-  int* const end_of = reinterpret_cast<int*>(room);  // PerEnd has moved it on, if it is in memory
+  int* const end_of = reinterpret_cast<int*>(room);  // PerEnd has advanced it if the ends are in memory
   const int count = kEnds ? kEnds : static_cast<int>(lane_ends);
 
 #pragma unroll
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kWarp) assign(const __grid_constant__ LinearAs
   }
   __syncwarp();
   for (int start = 0; start < starts && fault == AssignmentFault::kNone; ++start) {
-    // `place` is an end's in the list of those that are left. kReached: no longer there; kNone: there is no such end.
+    // `place` is an end's position in the list of remaining ends, kReached after its removal, kNone if there is no end.
     constexpr int kReached = -1, kNone = -2;
 #pragma unroll
     for (int k = 0; k < count; ++k) {
@@ -102,10 +102,10 @@ __global__ void __launch_bounds__(kWarp) assign(const __grid_constant__ LinearAs
       const double price = start_price[at];
       const T* const row = cost + at * sides.start_stride;
       unsigned long long key = ~0ull;
-      unsigned tie = ~0u;  // the lower, the earlier
+      unsigned tie = ~0u;  // lower means earlier in the list
       int mine = 0;
       bool finite = true;
-      T costs[kEnds ? kEnds : 1] = {};  // all are on their way before the first is used
+      T costs[kEnds ? kEnds : 1] = {};  // load all before using the first
       if constexpr (kEnds > 0) {
 #pragma unroll
         for (int k = 0; k < kEnds; ++k) {
@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kWarp) assign(const __grid_constant__ LinearAs
           mine = k;
         }
       }
-      // The search of each start looks at all of its costs at first.
+      // The search of each start first examines all of its costs.
       if (at == start && !__all_sync(kFullWarp, finite)) {
         fault = AssignmentFault::kCost;
         break;
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kWarp) assign(const __grid_constant__ LinearAs
       }
       owner = __shfl_sync(kFullWarp, owner, winner);
       freed = __shfl_sync(kFullWarp, freed, winner);
-      --left;  // the last end of the list moves to the place of the one that is reached
+      --left;  // the list's last end takes the position of the one that is reached
 #pragma unroll
       for (int k = 0; k < count; ++k) {
         if (k == best && lane == winner) {

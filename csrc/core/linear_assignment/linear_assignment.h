@@ -1,4 +1,4 @@
-// Rectangular assignment at the least cost: a batch of problems, with SciPy's choice where several are the best.
+// Solve a batch of rectangular assignment problems with minimum cost, choosing as SciPy does among several optima.
 #pragma once
 
 #include <cstdint>
@@ -21,18 +21,18 @@ struct LinearAssignmentParams {
   DType dtype;
   const int64_t* used_columns;  // (period), of problems n, n + period, ...
   int64_t period;
-  int64_t* out;   // (problems, columns): the row of each column, -1 for none
-  void* scratch;  // of the GPU, assignment_scratch bytes a problem
-  // Number of problems with bad costs or columns, and the first of them as assignment_fault_code; null: not wanted.
+  int64_t* out;   // (problems, columns): the row of each column, or -1
+  void* scratch;  // GPU only: assignment_scratch bytes per problem
+  // Hold the number of problems with bad costs or columns, and the first one as assignment_fault_code. It may be null.
   int64_t* status;
 };
 
-// Return a code that is greater for the lower problem.
+// Return a code that is greater for a lower problem.
 TORCH_FASTDET_HOST_DEVICE int64_t assignment_fault_code(int64_t problem, AssignmentFault fault) {
   return ((int64_t{1} << 60) - problem) * 4 + static_cast<int64_t>(fault);
 }
 
-// The search starts from the shorter side, or the rows: it adds a "start" after the other and gives each an "end".
+// The search begins with the shorter side, or the rows: it adds one "start" after another and gives each an "end".
 struct AssignmentSides {
   int64_t starts, ends;
   int64_t start_stride, end_stride;
@@ -44,9 +44,9 @@ TORCH_FASTDET_HOST_DEVICE AssignmentSides assignment_sides(const LinearAssignmen
   return {p.rows, columns, p.row_stride, p.column_stride, true};
 }
 
-constexpr int64_t kMostRegisterEnds = 960;  // a warp has room for so many in registers
+constexpr int64_t kMostRegisterEnds = 960;  // as many as fit in a warp's registers
 
-// Bytes a problem: prices and partners of the starts, and prices, distances and three numbers of the ends.
+// Return the bytes per problem: prices and partners of the starts; prices, distances and three numbers of the ends.
 TORCH_FASTDET_HOST_DEVICE int64_t assignment_scratch(int64_t rows, int64_t columns) {
   const int64_t ends = rows > columns ? rows : columns, starts = rows > columns ? columns : rows;
   return ends <= kMostRegisterEnds ? 0 : ceil_div(starts, 32) * 32 * 12 + ceil_div(ends, 32) * 32 * 28;

@@ -1,8 +1,8 @@
-// Linear assignment on the CPU. The shortest augmenting paths of D. F. Crouse, "On implementing 2D rectangular
-// assignment algorithms", IEEE Transactions on Aerospace and Electronic Systems 52 (2016), in float64. Of equally short
-// paths it takes the one that scipy.optimize.linear_sum_assignment takes: ends that are left are in a list, at first
-// from the last to the first; one that is taken out leaves its place to the list's last one. Among ends of equal
-// distance, the last free one in the list comes first; if none is free, the first one in the list.
+// Solve linear assignment on the CPU with the shortest augmenting paths of D. F. Crouse, "On implementing 2D
+// rectangular assignment algorithms", IEEE Transactions on Aerospace and Electronic Systems 52 (2016), in float64.
+// Among equally short paths it takes the one that scipy.optimize.linear_sum_assignment takes. The remaining ends are in
+// a list, initially from the last to the first, and the list's last end takes the place of one that is removed. Among
+// ends of equal distance, the last free one in the list wins; if none is free, the first one.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace torch_fastdet::core::assignment_loops {
 
-// One problem at a time, with memory for the largest.
+// Solve one problem at a time, with memory for the largest one.
 class Search {
  public:
   explicit Search(const LinearAssignmentParams& p)
@@ -27,7 +27,7 @@ class Search {
         came_from_(end_price_.size()),
         left_(end_price_.size()) {}
 
-  // Leave the end of each start in end_of().
+  // Write the end of each start to end_of().
   template <typename T>
   AssignmentFault run(const T* cost, const AssignmentSides& sides) {
     for (int64_t i = 0; i < sides.starts; ++i) {
@@ -76,7 +76,7 @@ class Search {
       } else {
         at = start_of_[end];
       }
-      std::swap(left_[best], left_[--count]);  // those that were reached come to the back
+      std::swap(left_[best], left_[--count]);  // reached ends move to the back
     }
     start_price_[start] += reached;
     for (int64_t place = count; place < ends; ++place) {
@@ -99,7 +99,7 @@ class Search {
   std::vector<int64_t> start_of_, came_from_, left_;
 };
 
-// Problem n's fault is left in faults[n]; its columns are then -1.
+// Write problem n's fault to faults[n]. If it has one, its columns are -1.
 template <typename T, typename ParallelFor>
 void linear_assignment(const LinearAssignmentParams& p, AssignmentFault* faults, const ParallelFor& parallel_for) {
   parallel_for(0, p.problems, 1, [&](int64_t begin, int64_t end) {
