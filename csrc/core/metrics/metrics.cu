@@ -1,4 +1,4 @@
-// Detections matched with labels on the GPU: one block an image.
+// Match detections with labels on the GPU, one block per image.
 #include "core/metrics/metrics_math.h"
 
 namespace torch_fastdet::core {
@@ -9,7 +9,7 @@ constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 constexpr unsigned kAll = 0xffffffffu;
 
-// kBest: a detection claims one label; the first row that claims it gets it. Claims count from the last row.
+// Run kBest: each detection claims one label, which the first such row gets. Claims count from the last row.
 __global__ void __launch_bounds__(kThreads) match_best_kernel(const __grid_constant__ MatchParams p) {
   const MatchInput& in = p.in;
   const int64_t image = blockIdx.x, n = detections_of(in, image), levels = p.threshold_count;
@@ -31,12 +31,12 @@ __global__ void __launch_bounds__(kThreads) match_best_kernel(const __grid_const
   bool* correct = p.correct + image * in.count * levels;
   for (int64_t i = threadIdx.x; i < in.count * levels; i += kThreads) {
     const int64_t d = i / levels;
-    // float claim holds a row only where the IoU reached the threshold.
+    // A claim holds a row only if the IoU reached the threshold.
     correct[i] = d < n && best[d] >= 0 && p.claims[best[d] * levels + i % levels] == n - d;
   }
 }
 
-// The greatest value of a warp and its index, the lower index where two are equal, in every lane.
+// Return the greatest value of a warp and its index in every lane. If values are equal, the lower index wins.
 __device__ void warp_argmax(float& value, int64_t& index) {
   for (int step = kWarp / 2; step > 0; step /= 2) {
     const float other = __shfl_xor_sync(kAll, value, step);
@@ -45,7 +45,7 @@ __device__ void warp_argmax(float& value, int64_t& index) {
   }
 }
 
-// The best label that is left, by one warp; lane l % 32 alone reads and writes what is kept of label l.
+// Return the best free label, using one warp. Only lane l % 32 reads and writes the state of label l.
 template <typename IsFree>
 __device__ int64_t best_free_label_of_warp(const MatchInput& in, int64_t image, int64_t index, bool same_class,
                                            float* iou, IsFree is_free) {
@@ -63,7 +63,7 @@ __device__ int64_t best_free_label_of_warp(const MatchInput& in, int64_t image, 
   return best == INT64_MAX ? -1 : best;
 }
 
-// kGreedy: a warp a threshold, the detections one after the other.
+// Run kGreedy: a warp takes a threshold and goes through the detections in order.
 __global__ void __launch_bounds__(kThreads) match_greedy_kernel(const __grid_constant__ MatchParams p) {
   const MatchInput& in = p.in;
   const int64_t image = blockIdx.x, n = detections_of(in, image), levels = p.threshold_count;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) match_greedy_kernel(const __grid_con
   }
 }
 
-// float claim on a label: the greater IoU wins, the later row where two are equal. Never 0.
+// Return the key of a claim on a label. The greater IoU wins, and the later row if they are equal. It is never 0.
 TORCH_FASTDET_HOST_DEVICE uint64_t claim_key(float iou, int64_t row) {
   return static_cast<uint64_t>(float_bits(iou)) << 32 | static_cast<uint32_t>(row + 1);
 }
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads) confusion_kernel(const __grid_consta
     matched[owner] = 1;
     add(matrix_class(detection_row(in, image, owner)[5], p.classes), truth);
   }
-  // YOLOv5 counts no false positive in an image without a match.
+  // YOLOv5 counts no false positives in an image without a match.
   if (!__syncthreads_or(matches) && in.rule == MatchRule::kBest) return;
   for (int64_t d = threadIdx.x; d < n; d += kThreads) {
     const float* detection = detection_row(in, image, d);

@@ -1,4 +1,4 @@
-// Detections matched with labels for validation: correct detections by IoU threshold, and the confusion matrix.
+// Match detections with labels for validation: correct detections by IoU threshold, and the confusion matrix.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +7,13 @@
 
 namespace torch_fastdet::core {
 
-// Choose a label's detection of those with enough IoU (in match_detections, also of the label's class).
+// Choose a label's detection among those with enough IoU (in match_detections, also of the label's class).
 enum class MatchRule : int32_t {
-  kBest,    // YOLOv5: a detection claims the label of its greatest IoU alone
-  kGreedy,  // Ultralytics: in the order of the rows, a detection takes the best label that is left
+  kBest,    // YOLOv5: a detection claims only the label with which its IoU is greatest
+  kGreedy,  // Ultralytics: in row order, a detection takes the best free label
 };
 
-// Strides in elements; every row is dense. Coordinates are float32.
+// Strides are in elements, and every row is dense. Coordinates are float32.
 struct MatchInput {
   const float* detections = nullptr;  // (images, count, 6 or more): x1, y1, x2, y2, confidence, class
   int64_t images = 0, count = 0, image_stride = 0, row_stride = 0;
@@ -38,12 +38,12 @@ struct ConfusionParams {
   MatchInput in;
   float confidence = 0, iou_threshold = 0;
   int64_t classes = 0;
-  int64_t* matrix = nullptr;   // (classes + 1, classes + 1), [predicted, true], added to
-  uint64_t* claims = nullptr;  // workspace (label_count): the detection that got the label; 0: none
-  int32_t* matched = nullptr;  // workspace (images, count): whether a detection got a label
+  int64_t* matrix = nullptr;   // (classes + 1, classes + 1), [predicted, true], accumulated
+  uint64_t* claims = nullptr;  // workspace (label_count): the matched detection; 0: none
+  int32_t* matched = nullptr;  // workspace (images, count): whether a detection is matched
 };
 
-// One launch each, queued on `stream`; the workspace need not be filled.
+// Queue one launch on `stream`. The workspace may be uninitialized.
 cudaError_t launch_match(const MatchParams& params, cudaStream_t stream);
 cudaError_t launch_confusion(const ConfusionParams& params, cudaStream_t stream);
 

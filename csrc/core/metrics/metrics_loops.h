@@ -1,4 +1,4 @@
-// The matching of one image, as the CPU runs it.
+// Match detections and labels of one image on the CPU.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ void match_best(const MatchParams& p, int64_t image) {
   }
 }
 
-// The label that is left with the greatest IoU, the earlier one where two are equal; kGreedy.
+// Return the free label with the greatest IoU, or the earlier one if they are equal, for kGreedy.
 template <typename IsFree>
 int64_t best_free_label(const MatchInput& in, int64_t image, int64_t index, bool same_class, float* iou,
                         IsFree is_free) {
@@ -61,7 +61,7 @@ void match_greedy(const MatchParams& p, int64_t image) {
   }
 }
 
-// owner[l]: the detection that got label l, or -1. Detections at or below the confidence take part in nothing.
+// Return the detection matched with each label, or -1. Detections at or below the confidence are ignored.
 std::vector<int64_t> owners_of_labels(const ConfusionParams& p, int64_t image) {
   const MatchInput& in = p.in;
   const int64_t n = detections_of(in, image);
@@ -98,7 +98,7 @@ void count_confusion(const ConfusionParams& p, int64_t image) {
     any = matched[owner[l]] = true;
     add(matrix_class(detection_row(in, image, owner[l])[5], p.classes), truth);
   }
-  // YOLOv5 counts no false positive in an image without a match.
+  // YOLOv5 counts no false positives in an image without a match.
   if (!any && in.rule == MatchRule::kBest) return;
   for (int64_t d = 0; d < n; ++d) {
     const float* detection = detection_row(in, image, d);

@@ -1,4 +1,4 @@
-// Intersection over union as the validators of YOLOv5 and Ultralytics round it, and the rows that it is taken of.
+// Compute intersection over union as the validators of YOLOv5 and Ultralytics round it, and access the rows for it.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 
 namespace torch_fastdet::core {
 
-// One detection: x1, y1, x2, y2, confidence, class.
+// Return the row of one detection: x1, y1, x2, y2, confidence, class.
 TORCH_FASTDET_HOST_DEVICE const float* detection_row(const MatchInput& in, int64_t image, int64_t index) {
   return in.detections + image * in.image_stride + index * in.row_stride;
 }
 
-// One label: class, x1, y1, x2, y2.
+// Return the row of one label: class, x1, y1, x2, y2.
 TORCH_FASTDET_HOST_DEVICE const float* label_row(const MatchInput& in, int64_t index) {
   return in.labels + index * in.label_stride + (in.labels_name_image ? 1 : 0);
 }
@@ -28,7 +28,7 @@ TORCH_FASTDET_HOST_DEVICE int64_t detections_of(const MatchInput& in, int64_t im
   return count < 0 ? 0 : (count < in.count ? count : in.count);
 }
 
-// Every operation is rounded by itself, as box_iou on tensors: comparisons with a threshold agree.
+// Round every operation separately, as box_iou on tensors does, so that comparisons with a threshold agree.
 TORCH_FASTDET_HOST_DEVICE float box_iou(const float* a, const float* b) {
   const float left = a[0] > b[0] ? a[0] : b[0], right = a[2] < b[2] ? a[2] : b[2];
   const float top = a[1] > b[1] ? a[1] : b[1], bottom = a[3] < b[3] ? a[3] : b[3];
@@ -45,8 +45,8 @@ TORCH_FASTDET_HOST_DEVICE float overlap(const MatchInput& in, int64_t image, int
                            : in.iou[label * in.count + index];
 }
 
-// The label that a detection claims under MatchRule::kBest: the greatest IoU, the later label where two are equal.
-// same_class: only labels of the detection's class. Returns -1 where no label has a positive IoU.
+// Return the label that a detection claims under MatchRule::kBest: the greatest IoU, the later label if they are equal.
+// With same_class, consider only labels of the detection's class. Return -1 if no label has a positive IoU.
 TORCH_FASTDET_HOST_DEVICE int64_t best_label(const MatchInput& in, int64_t image, int64_t index, bool same_class,
                                              float* iou) {
   const float category = detection_row(in, image, index)[5];
@@ -62,9 +62,9 @@ TORCH_FASTDET_HOST_DEVICE int64_t best_label(const MatchInput& in, int64_t image
   return best;
 }
 
-// Return where a class index counts in a confusion matrix of `classes` classes and the background; -1: nowhere.
+// Return the index of a class in a confusion matrix of `classes` classes and the background, or -1 if it has none.
 TORCH_FASTDET_HOST_DEVICE int64_t matrix_class(float value, int64_t classes) {
-  // The original function converts to int, which cuts the fraction off.
+  // The original function converts to int, which drops the fraction.
   return value > -1.f && value < static_cast<float>(classes + 1) ? static_cast<int64_t>(value) : -1;
 }
 
