@@ -26,7 +26,7 @@ struct BnActPlan {
   int slice_channels;               // channels of a slice: slice_vectors * vector, or 1
   int64_t slices;                   // the last may be short
   int splits;                       // blocks that share a slice
-  int split_positions;              // minimum of positions in a split
+  int split_positions;              // least number of positions in a split
   int split_rest;                   // splits, from the first on, with one more position
   int rows;                         // positions that a block visits in one step
   int step_images, step_positions;  // the same as images and positions

@@ -29,8 +29,7 @@ __device__ __forceinline__ T warp_sum(T value) {
   return value;
 }
 
-// Add each of kValues values over a block as a tree, for thread 0. Every thread must call it; repeated calls need no
-// barrier.
+// Sum each of kValues values over a block as a tree, for thread 0. Every thread must call it; calls may be adjacent.
 template <int kThreads, typename T, int kValues>
 __device__ __forceinline__ void block_sum(T (&values)[kValues]) {
   static_assert(kThreads % kWarp == 0 && kThreads <= kWarp * kWarp, "one warp adds what the warps leave");

@@ -118,8 +118,8 @@ TORCH_FASTDET_HOST_DEVICE bool is_finite(A x) {
   return x - x == A(0);
 }
 
-// Return exp(x) within 2 ulp up to 88.7, infinity above, 0 below -86.9 (Cody and Waite's reduction, Cephes'
-// polynomial).
+// Return exp(x) within 2 ulp up to 88.7, infinity above, 0 below -86.9, by Cody and Waite's reduction and Cephes'
+// polynomial.
 TORCH_FASTDET_HOST_DEVICE float exp_rn(float x) {
   const float kRound = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, which is left in the low bits
   const float shifted = add_rn(mul_rn(x, 1.44269504088896341f), kRound);

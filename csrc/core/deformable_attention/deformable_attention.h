@@ -33,8 +33,8 @@ struct DeformableAttentionParams {
 // The backward pass does not use `forward.out`.
 struct DeformableAttentionBackwardParams {
   DeformableAttentionParams forward;
-  const void* grad;      // gradient of out, of its dtype
-  void* grad_value;      // of the value's dtype
+  const void* grad;      // gradient of out, in its dtype
+  void* grad_value;      // in the value's dtype
   void* grad_locations;  // A
   void* grad_weights;    // A
   void* bounds;          // (batch, heads, queries) A, scratch memory of the GPU

@@ -16,8 +16,8 @@ namespace torch_fastdet::core {
 constexpr uint32_t kJpegMagic = 0x324a4654;           // "TFJ2": the format's version
 constexpr int kJpegMaxSegmentBits = 2;                // log2 of the MCUs of a segment
 constexpr int kJpegAlignment = 16;                    // alignment in bytes of a packed JPEG and of each part in it
-constexpr int kJpegBlock = 64;                        // coefficients of a block
-constexpr int kJpegMaxBlocks = 10;                    // of an MCU
+constexpr int kJpegBlock = 64;                        // coefficients per block
+constexpr int kJpegMaxBlocks = 10;                    // blocks per MCU
 constexpr int kJpegMaxTables = 6;                     // a DC and an AC table for each component
 constexpr int kJpegMaxSide = 65500;                   // pixels; libjpeg's limit
 constexpr int64_t kJpegMaxPixels = int64_t{1} << 30;  // OpenCV's limit
@@ -43,7 +43,7 @@ struct JpegComponent {
 
 struct JpegHeader {
   uint32_t magic;
-  uint32_t bytes;  // of the whole, a multiple of kJpegAlignment
+  uint32_t bytes;  // total size, a multiple of kJpegAlignment
   uint64_t unused;
   uint16_t width, height;  // as stored
   uint8_t orientation;     // EXIF's, 1 to 8
@@ -55,7 +55,7 @@ struct JpegHeader {
   uint8_t segment_bits;  // log2 of the MCUs of a segment
   uint32_t mcu_columns, mcu_rows;
   uint32_t interval;           // MCUs between restarts; all MCUs if there are no restarts
-  uint32_t interval_segments;  // of one interval
+  uint32_t interval_segments;  // segments per interval
   uint32_t segments;
   // The parts begin at these offsets, in bytes from the header.
   uint32_t quantizers;             // uint16[64] per component, in zigzag order
@@ -211,7 +211,7 @@ TORCH_FASTDET_HOST_DEVICE JpegTurn jpeg_turn(const JpegHeader& h, const JpegRect
 
 // A plan has these int64 columns: the request and, from kFirstGroup on, the places that jpeg_plan.h assigns.
 enum JpegColumn : int {
-  kJpegOffset,  // of the packed JPEG in the storage
+  kJpegOffset,  // offset of the packed JPEG in the storage
   kJpegX,       // the rectangle, in the image as it is shown
   kJpegY,
   kJpegWidth,

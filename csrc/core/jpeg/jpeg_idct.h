@@ -82,7 +82,7 @@ struct JpegAvx2Lanes : JpegEightLanes {
 TORCH_FASTDET_AVX2 inline void jpeg_transpose_avx2(const JpegEightLanes::Signed (&v)[8], __m256i (&out)[4]) {
   __m256i pairs[4];
   for (int i = 0; i < 4; ++i) pairs[i] = _mm256_packs_epi32((__m256i)v[2 * i], (__m256i)v[2 * i + 1]);
-  __m256i quads[4];  // of rows 0 to 3, then 4 to 7
+  __m256i quads[4];  // rows 0 to 3, then 4 to 7
   for (int i = 0; i < 4; i += 2) {
     const __m256i even = _mm256_unpacklo_epi16(pairs[i], pairs[i + 1]);
     const __m256i odd = _mm256_unpackhi_epi16(pairs[i], pairs[i + 1]);

@@ -325,7 +325,7 @@ class JpegPieces {
   JpegScan scan_;
   std::vector<uint8_t> copy_;
   std::vector<Piece> pieces_;
-  int64_t bits_;  // of a piece
+  int64_t bits_;  // bits per piece
   size_t most_;   // MCUs that a piece records, limited to save memory
   std::atomic<size_t> next_{1};
 };

@@ -16,7 +16,7 @@ constexpr int kAssignmentStatusSize = 2;
 // Problem n is the first used_columns[n % period] columns of cost[n]. `cost` is float or double.
 struct LinearAssignmentParams {
   int64_t problems, rows, columns;
-  int64_t problem_stride, row_stride, column_stride;  // of cost, in elements
+  int64_t problem_stride, row_stride, column_stride;  // strides of cost, in elements
   const void* cost;
   DType dtype;
   const int64_t* used_columns;  // (period), of problems n, n + period, ...

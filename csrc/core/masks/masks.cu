@@ -19,7 +19,7 @@ constexpr int kPixels = kLowPixels / kThreads;  // prototype pixels per thread
 constexpr int kQuad = 4;                        // floats of one access
 
 struct Tile {
-  int64_t image, first_mask;    // of the group
+  int64_t image, first_mask;    // the group's image and first mask
   int32_t x, y, width, height;  // tile, cropped to the mask
 };
 

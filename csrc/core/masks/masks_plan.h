@@ -9,7 +9,7 @@
 
 namespace torch_fastdet::core {
 
-constexpr int kTileWidth = 128, kTileHeight = 32;  // of a mask, at most
+constexpr int kTileWidth = 128, kTileHeight = 32;  // largest size of a tile
 constexpr int kLowPixels = 512;                    // prototype pixels of a tile, at most
 constexpr int kLowWidth = 160, kLowHeight = 128;   // the same along each axis
 constexpr int kMaskGroup = 256;                    // masks that the blocks of a tile share, at most

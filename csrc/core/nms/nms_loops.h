@@ -133,8 +133,7 @@ template <class Halves, typename T>
 TORCH_FASTDET_AVX2 __attribute__((flatten)) void raise_to_avx2(const T* scores, int64_t count,
                                                                arithmetic_t<T>* highest) {
   int64_t i = 0;
-  if constexpr (std::is_same_v<T, typename Halves::Float16>) {  // whose conversion compilers do not turn into an
-                                                                // instruction
+  if constexpr (std::is_same_v<T, typename Halves::Float16>) {  // compilers use no instruction to convert it
     for (; i + 8 <= count; i += 8) {
       const __m256 score = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scores + i)));
       _mm256_storeu_ps(highest + i, _mm256_max_ps(score, _mm256_loadu_ps(highest + i)));

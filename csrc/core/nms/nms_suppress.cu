@@ -109,7 +109,7 @@ struct Suppression {
   const int64_t buffered;
   const bool promoted;
   Key* const keys;
-  const int64_t length;  // of a sorted run
+  const int64_t length;  // keys in a sorted run
   const int runs;
   const A threshold, offset;
   const bool same_class;
