@@ -1,4 +1,4 @@
-// multi_tensor records no gradient: norms are detached, and what a recorded operation made cannot be written.
+// multi_tensor records no gradient: norms are detached, and results of recorded operations cannot be written.
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Checks of the multi_tensor operators. Each failure names the list and the index, what came and what was expected.
+// Check the multi_tensor operators. Each failure names the list and the index, what was given and what is expected.
 #pragma once
 
 #include "core/multi_tensor/multi_tensor.h"
@@ -15,7 +15,7 @@ inline void check_length(const char* op, const char* name, size_t length, const 
               "; both lists must be of one length");
 }
 
-// Return whether it is a tensor subclass in Python without memory of its own, which operators never see.
+// Return whether this is a Python tensor subclass without memory of its own, which operators never see.
 inline bool wraps_others(const at::Tensor& tensor) {
   return tensor.key_set().has(c10::DispatchKey::Python);
 }

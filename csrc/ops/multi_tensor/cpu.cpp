@@ -1,4 +1,4 @@
-// multi_tensor on the CPU: the core's loops on Torch's threads.
+// Run multi_tensor on the CPU: the core's loops on Torch's threads.
 #include "core/multi_tensor/multi_tensor_loops.h"
 #include "ops/common/dispatch.h"
 #include "ops/common/parallel.h"
@@ -20,7 +20,7 @@ void run_cpu(const List& list, const core::ReduceParams* reduce, const core::Upd
 
 namespace {
 
-// Every device: the list knows its own. One without tensors names none.
+// Serve every device: the list knows its own, and an empty list has none.
 struct AnyDevice : OnDevice {
   static void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
                   c10::ArrayRef<core::Group> groups) {

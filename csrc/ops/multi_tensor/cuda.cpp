@@ -1,10 +1,10 @@
-// multi_tensor on CUDA: keeps work lists on the device, launches on the current stream.
+// Run multi_tensor on CUDA: keep work lists on the device and launch on the current stream.
 //
-// Who owns the device-resident work list: a plan, found by the bytes of the rows it was made from (pointers, types,
-// sizes) and the stream it serves, so that a changed pointer finds another plan or makes one, and none is stale.
-// Outside of a capture, plans live in a small cache in least-recently-used order; a new one costs one copy from pinned
-// memory on the current stream. Inside of a capture nothing may be uploaded by the graph, so the plan is made on a
-// stream of its own, is complete before the kernel is recorded, belongs to that graph alone and is freed with it.
+// A plan owns the device-resident work list. It is found by the bytes of the rows it was made from (pointers, types,
+// sizes) and by its stream, so that a changed pointer finds or makes another plan, and no plan is stale. Outside a
+// capture, plans live in a small least-recently-used cache; a new one costs one copy from pinned memory on the current
+// stream. During a capture the graph must not upload anything, so the plan is made on a stream of its own, is complete
+// before the kernel is recorded, belongs to that graph alone and is freed with it.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -39,7 +39,7 @@ struct WordsHash {
   size_t operator()(const Words& words) const { return hash(words); }
 };
 
-// A small map that forgets what was used longest ago.
+// A small map that evicts the least recently used entry.
 template <typename Value>
 class RecentlyUsed {
  public:
@@ -73,7 +73,7 @@ struct Plan {
   std::shared_ptr<Segments> segments;
   at::Tensor table;  // workspace, rows, layouts
   at::Tensor partials;
-  std::vector<at::Tensor> owned;  // other tensors that a graph's kernels point to
+  std::vector<at::Tensor> owned;  // other tensors to which a graph's kernels point
   core::MultiTensor view;
 };
 
@@ -83,8 +83,8 @@ struct Cache {
   RecentlyUsed<Plan> plans;
 };
 
-// Plans of destroyed graphs. CUDA's callback, which must not call CUDA and so must not free them, leaves them here. A
-// thread that holds the mutex never calls CUDA: the callback never waits for one that waits for CUDA.
+// Plans of destroyed graphs wait here: CUDA's callback, which must not call CUDA, cannot free them. A thread that holds
+// the mutex never calls CUDA, so the callback never waits for a thread that waits for CUDA.
 struct Retired {
   std::mutex mutex;
   std::vector<std::shared_ptr<Plan>> plans;
@@ -101,12 +101,12 @@ Retired& retired() {
 }
 
 void free_retired() {
-  std::vector<std::shared_ptr<Plan>> plans;  // freed after the lock is
+  std::vector<std::shared_ptr<Plan>> plans;  // freed after the lock is released
   const std::lock_guard<std::mutex> lock(retired().mutex);
   plans.swap(retired().plans);
 }
 
-// A device's stream for uploads of graphs' work lists: one of torch's pool might be the one that is capturing.
+// Return the device's stream for uploads of graphs' work lists. A stream of torch's pool might be the capturing one.
 c10::cuda::CUDAStream upload_stream(c10::DeviceIndex device) {
   static std::mutex mutex;
   static std::array<cudaStream_t, C10_COMPILE_TIME_MAX_GPUS> streams{};
@@ -131,7 +131,7 @@ at::Tensor device_bytes(int64_t bytes, at::Device device) {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
 }
 
-// `now`: the bytes are on the device when this returns, and no stream waits for the copy.
+// If `now`, the bytes are on the device when this returns, and no stream waits for the copy.
 at::Tensor upload(const void* data, int64_t bytes, at::Device device, bool now) {
   at::Tensor on_device = device_bytes(bytes, device);
   if (bytes == 0) return on_device;
@@ -203,7 +203,7 @@ std::shared_ptr<Plan> cached_plan(const List& list, c10::cuda::CUDAStream stream
   return plan;
 }
 
-// Called by CUDA when the graph and all its executables are gone; it may call no CUDA function itself.
+// CUDA calls this when the graph and all its executables are gone. It must not call any CUDA function itself.
 void CUDART_CB retire(void* owned) {
   std::unique_ptr<std::shared_ptr<Plan>> plan(static_cast<std::shared_ptr<Plan>*>(owned));
   const std::lock_guard<std::mutex> lock(retired().mutex);
@@ -211,7 +211,7 @@ void CUDART_CB retire(void* owned) {
 }
 
 std::shared_ptr<Plan> captured_plan(const List& list, c10::cuda::CUDAStream capturing) {
-  // Other calls than kernel launches are the capture's own business alone in relaxed mode.
+  // Relaxed mode permits calls other than kernel launches during the capture.
   c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
   std::shared_ptr<Plan> plan;
   {

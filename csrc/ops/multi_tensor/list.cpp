@@ -1,4 +1,4 @@
-// Lists of tensors as core rows, and what the multi_tensor operators and MultiTensorState do with them on any device.
+// Turn lists of tensors into core rows, for the multi_tensor operators and MultiTensorState on any device.
 #include "ops/multi_tensor/list.h"
 
 #include <ATen/ops/empty.h>

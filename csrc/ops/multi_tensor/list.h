@@ -1,4 +1,4 @@
-// Checked lists of tensors as core rows, for the multi_tensor operators and MultiTensorState on every device.
+// Check lists of tensors and turn them into core rows, for the multi_tensor operators and MultiTensorState.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +15,7 @@
 
 namespace torch_fastdet::multi_tensor {
 
-// A list of tensors as the user names it, in one slot of the rows.
+// Hold a list of tensors under the user's name for it, in one slot of the rows.
 struct Operand {
   core::Slot slot;
   const char* name;
@@ -23,24 +23,24 @@ struct Operand {
   bool written;
 };
 
-// Rows of one device. `meta`: shapes are checked, but there are no pointers and nothing is to be done.
+// Hold rows of one device. If `meta`, shapes are checked, but there are no pointers and nothing runs.
 struct List {
   std::vector<core::Row> rows;
   std::vector<core::Layout> layouts;
   at::Device device = at::kCPU;
   bool float32_only = true;
-  std::optional<at::ScalarType> grad_type;  // what the tensors in kGrad promote to; none if there are none
+  std::optional<at::ScalarType> grad_type;  // promoted type of the tensors in kGrad; none if there are none
   bool meta = false;
-  bool narrow_second = false;  // bfloat16 in kSecond does not count against float32_only
-  // The memory where the reduction leaves what the update reads, if other lists read it too; null: this list's own.
+  bool narrow_second = false;  // bfloat16 in kSecond does not affect float32_only
+  // The reduction leaves here what the update reads, if other lists read it too; null: the list has its own memory.
   core::Workspace* workspace = nullptr;
-  // The work list of the device, and the stream it serves; set by a run, good as long as the rows are the same.
+  // The device's work list and the stream that it serves. A run sets them; they are valid until the rows change.
   mutable std::shared_ptr<const void> plan;
   mutable int64_t plan_stream = 0;
-  // Tensors that a graph that captures a run on these rows must keep alive besides them.
+  // A graph that captures a run on these rows must keep these tensors alive as well.
   std::vector<at::Tensor> owned_by_graph;
 
-  // Append a row of tensors in slots, undefined where missing; without any, none. `name(slot)` names one in an error.
+  // Append a row of tensors in slots, undefined if missing, unless all are. `name(slot)` names a tensor in an error.
   void add(const char* op, const at::Tensor* const tensors[core::kSlots], const bool written[core::kSlots],
            int32_t group, const std::function<std::string(int)>& name);
 
@@ -52,12 +52,12 @@ struct List {
 List make_list(const char* op, std::initializer_list<Operand> operands, int32_t group, bool meta);
 
 core::Scalar scalar(double value);
-// A one-element tensor on the list's device, read there, when the kernel runs.
+// Return a one-element tensor on the list's device as a scalar that the kernel reads when it runs.
 core::Scalar scalar(const at::Tensor& tensor, const List& list, const char* op, const char* name);
-// A one-element float32 tensor (a scale, a flag) on the list's device; null for none.
+// Return the pointer of a one-element float32 tensor (a scale, a flag) on the list's device, or null.
 float* float_pointer(const std::optional<at::Tensor>& tensor, const List& list, const char* op, const char* name);
 
-// Run either step or both, the update with what the reduction found. `groups` may be longer than one launch takes.
+// Run either step or both; the update uses the reduction's results. `groups` may be longer than one launch takes.
 void run(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
          c10::ArrayRef<core::Group> groups);
 void run_cpu(const List& list, const core::ReduceParams* reduce, const core::UpdateParams* update,
@@ -73,13 +73,13 @@ inline bool is_capturing(const List&) {
 #endif
 
 core::ReduceParams reduction();
-// The norm that `params` will leave: float64 where a gradient is, else float32.
+// Return a tensor for the norm that `params` will compute: float64 if any gradient is, else float32.
 at::Tensor empty_norm(const List& list, core::ReduceParams& params);
-// Return it in the type that torch's functions return, which is that of the gradients.
+// Return the norm in the type that torch's functions return, which is that of the gradients.
 at::Tensor as_torch_returns(const at::Tensor& norm, const List& list);
 core::UpdateParams update();
 
-// In-place operators of PyTorch count the writes, and autograd compares the count.
+// Bump the version counter, as PyTorch's in-place operators do, because autograd compares it.
 void bump_version(const at::Tensor& tensor);
 void bump_versions(at::TensorList tensors);
 

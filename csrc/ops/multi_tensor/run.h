@@ -1,5 +1,5 @@
-// The multi_tensor operators, except the work itself: check, make rows, say what is to be done, and hand it to
-// Backend::run(list, reduce, update, groups), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
+// Run the multi_tensor operators except the work itself: check, make rows, describe the work, and pass it to
+// Backend::run(list, reduce, update, groups), which cpu.cpp and cuda.cpp each define. Meta runs nothing.
 #pragma once
 
 #include <cmath>
@@ -62,7 +62,7 @@ inline core::Group sgd_group(const char* op, double lr, double momentum, const S
           scalar(0.0), options.nesterov, options.maximize};
 }
 
-// `make_group(list)` gives the hyper-parameters.
+// `make_group(list)` returns the hyperparameters.
 template <class Backend, typename MakeGroup>
 void run_sgd(at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers, const SgdOptions& options,
              const char* op, const MakeGroup& make_group) {

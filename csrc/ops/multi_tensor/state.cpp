@@ -1,5 +1,5 @@
-// torch.classes.torch_fastdet.MultiTensorState: the tensors of an optimizer and a moving average on one device, so that
-// the walk over parameters and the question whether any moved take microseconds.
+// torch.classes.torch_fastdet.MultiTensorState holds the tensors of an optimizer and a moving average on one device, so
+// that it walks the parameters and checks whether any has moved in microseconds.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -19,9 +19,9 @@ namespace {
 using OptionalTensors = std::vector<std::optional<at::Tensor>>;
 
 constexpr int64_t kNesterov = 1, kMaximize = 2, kHasMomentum = 4, kDecoupled = 8;
-constexpr size_t kNumbers = 5;  // of a group: those of core::Group
+constexpr size_t kNumbers = 5;  // fields of core::Group, for each group
 
-// The tuple that Python passes: each group's numbers of core::Group, the tensors (or none) that replace them, flags.
+// Python passes this tuple: each group's numbers of core::Group, the tensors (or none) that replace them, and flags.
 struct Hyper {
   using Types = std::tuple<std::vector<double>, OptionalTensors, std::vector<int64_t>>;
   const std::vector<double>& numbers;
@@ -31,7 +31,7 @@ struct Hyper {
   double dampening(int64_t group) const { return numbers[kNumbers * group + 2]; }
 };
 
-// The look at all gradients: GradScaler's scale, growth tracker and numbers, the norm's limit, norm, infinity's flag.
+// Hold the reduction's arguments: GradScaler's scale, growth tracker and numbers, the norm's limit, norm, found_inf.
 struct Reduction {
   using Types = std::tuple<std::optional<at::Tensor>, std::optional<at::Tensor>, std::vector<double>,
                            std::optional<double>, at::Tensor, at::Tensor>;
@@ -49,7 +49,7 @@ struct Reduction {
   bool needed() const { return scale || max_norm; }
 };
 
-// The moving average. Decay < 0: none; tau > 0: it ramps over `updates`, or over the number in `counter` where -1.
+// The moving average. Decay < 0: none; tau > 0: it ramps up over `updates`, or if that is -1, over `counter`.
 struct Averaging {
   using Types = std::tuple<double, double, int64_t, std::optional<at::Tensor>>;
   const double decay, tau;
@@ -61,8 +61,8 @@ struct Averaging {
 
 class State : public torch::CustomClassHolder {
  public:
-  // params[i] is of group groups[i], named places[i] in errors, which begin with `name`, and averaged in averages[i]
-  // where given; values have only value_averages.
+  // params[i] belongs to group groups[i], errors (which begin with `name`) call it places[i], and averages[i] is its
+  // average if given. values only have value_averages.
   State(std::string name, std::vector<at::Tensor> params, std::vector<int64_t> groups, std::vector<int64_t> places,
         OptionalTensors averages, std::vector<at::Tensor> values, std::vector<at::Tensor> value_averages)
       : name_(std::move(name)),
@@ -108,7 +108,7 @@ class State : public torch::CustomClassHolder {
     }
   }
 
-  // From here on parameters move by another core::Rule, with these tensors in kMomentum, kSecond and Adam's steps.
+  // Use another core::Rule from now on, with these tensors in kMomentum, kSecond and Adam's steps.
   void set_buffers(int64_t rule, const OptionalTensors& first, const OptionalTensors& second,
                    const OptionalTensors& steps) {
     rule_ = static_cast<core::Rule>(rule);
@@ -125,7 +125,7 @@ class State : public torch::CustomClassHolder {
     }
   }
 
-  // Return the memory where reduce() leaves scale, clip and overflow for this object, and for others that are given it.
+  // Return the memory where reduce() leaves scale, clip and overflow, for this object and others that are given it.
   at::Tensor workspace() {
     if (!workspace_.defined()) {
       const c10::InferenceMode writable(false);
@@ -140,7 +140,7 @@ class State : public torch::CustomClassHolder {
     listed_ = false;
   }
 
-  // Return, of the gradients: 1 there is one, 2 one is float16, 4 one is sparse.
+  // Return flags of the gradients: 1 if there is one, 2 if one is float16, 4 if one is sparse.
   int64_t gradients() const {
     int64_t found = 0;
     for (const at::Tensor& param : params_) {
@@ -151,7 +151,7 @@ class State : public torch::CustomClassHolder {
     return found;
   }
 
-  // Gradients times 1 / scale, in place; returns found_inf.
+  // Multiply the gradients by 1 / scale, in place, and return found_inf.
   at::Tensor unscale(const at::Tensor& scale) {
     const List& list = rows(true);
     core::ReduceParams params = reduction();
@@ -164,7 +164,7 @@ class State : public torch::CustomClassHolder {
     return found_inf;
   }
 
-  // clip_grad_norm_ over all gradients; returns the norm.
+  // Apply clip_grad_norm_ to all gradients and return the norm.
   at::Tensor clip_grad_norm(double max_norm) {
     const List& list = rows(true);
     core::ReduceParams reduce = reduction();
@@ -179,13 +179,13 @@ class State : public torch::CustomClassHolder {
     return as_torch_returns(norm, list);
   }
 
-  // Raise what step() would raise, and write nothing: where a step has several devices, all are looked at first.
+  // Raise what step() would raise, without writing. With several devices, check all of them before a step.
   void check_step(const Hyper::Types& hyper, bool unscales) {
     missing_buffers(hyper);
     make_groups(rows(unscales), hyper);
   }
 
-  // One step. `use_workspace`: apply reduce()'s scale, clip and skip. Return how many momentum buffers were made.
+  // Take one step. `use_workspace` applies reduce()'s scale, clip and skip. Return the number of new momentum buffers.
   int64_t step(const Hyper::Types& hyper, const std::optional<at::Tensor>& grad_scale,
                const std::optional<at::Tensor>& found_inf, bool use_workspace) {
     const bool write_grads = grad_scale.has_value() && rule_ != core::Rule::kMuon;
@@ -217,7 +217,7 @@ class State : public torch::CustomClassHolder {
     bump_averages();
   }
 
-  // The first half of fused(), for steps that do something in between: it finds the result in workspace().
+  // Run the first half of fused(), for steps that do more in between and read the result in workspace().
   void reduce(const Hyper::Types& hyper, const Reduction::Types& reduction) {
     workspace();
     check_step(hyper, false);  // before the scale changes
@@ -227,8 +227,8 @@ class State : public torch::CustomClassHolder {
     if (Reduction(reduction).needed()) run(list, &params, nullptr, {});
   }
 
-  // Unscale, clip, the optimizer's step and moving average in two launches (one, where neither a scale nor a norm is
-  // needed, or where reduce() has been called: `reduced`). Gradients stay as they are.
+  // Unscale, clip, take the optimizer's step and update the moving average in two launches, or in one if neither a
+  // scale nor a norm is needed or if reduce() has run (`reduced`). Gradients do not change.
   int64_t fused(const Hyper::Types& hyper, const Reduction::Types& reduction, const Averaging::Types& averaging,
                 bool reduced) {
     const Reduction wanted(reduction);
@@ -251,7 +251,7 @@ class State : public torch::CustomClassHolder {
   }
 
  private:
-  // The address and layout that a row depends on; contiguous tensors of one size are alike, whatever their shape.
+  // Hold the address and layout on which a row depends. Contiguous tensors of one size are alike, whatever their shape.
   struct Stamp {
     const void* data = nullptr;
     uint64_t layout = 0;
@@ -275,7 +275,7 @@ class State : public torch::CustomClassHolder {
     return {tensor->const_data_ptr(), layout};
   }
 
-  // Call f(row, tensors, group) for each row; without a gradient it has only its average, without both any type.
+  // Call f(row, tensors, group) for each row. Without a gradient it has only its average, without both any type.
   template <typename F>
   void for_rows(const F& f) const {
     for (size_t i = 0; i < params_.size(); ++i) {
@@ -295,7 +295,7 @@ class State : public torch::CustomClassHolder {
     }
   }
 
-  // All rows, so that a step's calls share a work list; made again if a tensor's address, layout or dtype changed.
+  // Return all rows. A step's calls share a work list, which is rebuilt if a tensor's address, layout or dtype changes.
   const List& rows(bool grads_written) {
     bool same = listed_ && (list_grads_written_ || !grads_written);
     if (same) {
@@ -324,7 +324,7 @@ class State : public torch::CustomClassHolder {
       });
       list_.rows.back().step = step_of(row, tensors);
     });
-    // After the rows: a lazy copy gets its own memory while they are made.
+    // Take stamps after making the rows, because a lazy copy gets its own memory meanwhile.
     stamps_.clear();
     steps_listed_.clear();
     for_rows([&](size_t row, const at::Tensor* const tensors[], int32_t) {
@@ -336,7 +336,7 @@ class State : public torch::CustomClassHolder {
     return list_;
   }
 
-  // Return where Adam counts the steps of a row; null for one that takes none.
+  // Return where Adam counts the steps of a row, or null if the row takes none.
   float* step_of(size_t row, const at::Tensor* const tensors[]) const {
     if (row >= params_.size() || !steps_[row].defined() || !tensors[core::kGrad]->defined()) return nullptr;
     return static_cast<float*>(steps_[row].mutable_data_ptr());
@@ -350,7 +350,7 @@ class State : public torch::CustomClassHolder {
 
   uint8_t* unfilled_pointer() {
     const bool any = any_unfilled();
-    // A captured graph goes on reading these after this object is gone.
+    // A captured graph still reads these after this object is gone.
     list_.owned_by_graph.clear();
     if (any) list_.owned_by_graph.push_back(unfilled_bytes_);
     if (workspace_.defined()) list_.owned_by_graph.push_back(workspace_);
@@ -402,13 +402,13 @@ class State : public torch::CustomClassHolder {
     TORCH_CHECK(!params.ema || wanted.updates >= 0 || wanted.counter, op, ": updates is -1, but no counter is given");
   }
 
-  // Parameters that have a gradient for the first time and need a momentum buffer.
+  // Return the parameters that have a gradient for the first time and need a momentum buffer.
   std::vector<size_t> missing_buffers(const Hyper& hyper) {
     const std::vector<int64_t>& flags = hyper.flags;
     TORCH_CHECK(flags.size() >= has_momentum_.size() && hyper.numbers.size() == kNumbers * flags.size(), name_,
                 ": flags has ", flags.size(), " and hyper ", hyper.numbers.size(), " entries, but ",
                 has_momentum_.size(), " groups are here");
-    has_momentum_.resize(flags.size());  // the last groups may have no parameter here
+    has_momentum_.resize(flags.size());  // the last groups may have no parameters here
     for (size_t group = 0; group < flags.size(); ++group) has_momentum_[group] = flags[group] & kHasMomentum;
     std::vector<size_t> missing;
     for (size_t i = 0; i < params_.size() && rule_ != core::Rule::kSgd; ++i) {
@@ -424,12 +424,12 @@ class State : public torch::CustomClassHolder {
     return missing;
   }
 
-  // Run `step` with the missing buffers made; where it throws, they are missing again. They start at zero, which a
-  // skipped first step leaves; where dampening makes that step a different one, a byte on the device tells it apart.
+  // Run `step` with the missing buffers made, and remove them if it throws. They start at zero and stay so if the first
+  // step is skipped. If dampening makes the first step special, a byte on the device marks it.
   template <typename F>
   void with_buffers(const std::vector<size_t>& missing, const Hyper& hyper, const F& step) {
     try {
-      // Made once and written in every step: a tensor of torch.inference_mode could not be written in training.
+      // These are made once and written in every step; training could not write tensors made in torch.inference_mode.
       const c10::InferenceMode writable(false);
       const at::NoGradGuard no_grad;
       for (const size_t i : missing) {
@@ -460,7 +460,7 @@ class State : public torch::CustomClassHolder {
   }
 
   void after_step(bool may_skip) {
-    // Without a scaler the host knows that the step was taken, and that the device has cleared these bytes.
+    // Without a scaler the host knows that the step was taken and that the device has cleared these bytes.
     const bool taken = !may_skip && any_unfilled() && !is_capturing();
     for (size_t i = 0; i < params_.size(); ++i) {
       if (!params_[i].grad().defined()) continue;
@@ -519,7 +519,7 @@ class State : public torch::CustomClassHolder {
   std::vector<at::Tensor> second_;
   std::vector<at::Tensor> steps_;
   at::Tensor workspace_;
-  std::vector<bool> unfilled_;  // where a byte of unfilled_bytes_ may be 1
+  std::vector<bool> unfilled_;  // a byte of unfilled_bytes_ may be 1
   std::vector<at::Tensor> averages_;
   std::vector<at::Tensor> values_;
   std::vector<at::Tensor> value_averages_;
@@ -529,7 +529,7 @@ class State : public torch::CustomClassHolder {
   std::vector<const float*> steps_listed_;
   bool listed_ = false;
   bool list_grads_written_ = false;
-  at::Tensor unfilled_bytes_;  // made once and kept: a captured graph may point to it
+  at::Tensor unfilled_bytes_;  // made once and kept, because a captured graph may point to it
 };
 
 TORCH_LIBRARY_FRAGMENT(torch_fastdet, m) {
