@@ -1,4 +1,4 @@
-// The gradient of deformable attention. The backward pass reads value, locations and weights again.
+// Compute the gradient of deformable attention. The backward pass reads value, locations and weights again.
 #include "ops/common/autograd.h"
 #include "ops/deformable_attention/run.h"
 

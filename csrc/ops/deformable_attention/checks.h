@@ -1,4 +1,4 @@
-// Checks of the arguments of deformable_attention.
+// Check the arguments of deformable_attention.
 #pragma once
 
 #include "core/deformable_attention/deformable_attention.h"

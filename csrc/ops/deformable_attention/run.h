@@ -1,5 +1,5 @@
-// Deformable attention but for the loops: check, allocate, fill in the parameters, and hand them to
-// Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
+// Run deformable attention except the loops: check, allocate, set the parameters, and pass them to Backend::run(params,
+// op), which cpu.cpp and cuda.cpp each define. Meta runs nothing.
 #pragma once
 
 #include "ops/common/backend.h"
@@ -12,7 +12,7 @@ inline at::Tensor deformable_dense(const at::Tensor& tensor, at::ScalarType type
   return aligned(tensor.to(type).contiguous());
 }
 
-// The arguments as the loops read them, locations and weights in the type that their gradients are computed in.
+// Hold the arguments as the loops read them, locations and weights in the type of their gradients' arithmetic.
 struct DeformableInputs {
   at::Tensor value, locations, weights;
 

@@ -1,4 +1,4 @@
-// Checks of the image operators' tables, row by row, on the CPU; the GPU reads what fails here as nothing.
+// Check the image operators' tables on the CPU, row by row. The GPU ignores rows that fail here.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -16,7 +16,7 @@ inline void check_image(const core::Storages& storages, const int64_t* row, int6
               ", which does not lie within the ", storages.size[row[0]], " bytes of storages[", row[0], "]");
 }
 
-// Return the bytes of a row of pixels, 0 where the table's width makes no sense.
+// Return the bytes of a row of pixels, or 0 if the table's width is invalid.
 inline int64_t row_bytes(int64_t width, int64_t channels) {
   return width > 0 && width <= core::kMaxSide ? width * channels : 0;
 }

@@ -1,5 +1,5 @@
-// Checks of the image operators, shared by the CPU, CUDA and Meta kernels, and the core's structs from checked tensors.
-// The rows of the tables are looked at on the CPU alone (check_tables.h): on the GPU that would be a host sync.
+// Check the image operators for CPU, CUDA and Meta, and make the core's structs from checked tensors. Only the CPU
+// checks the rows of the tables (check_tables.h), because on the GPU that would be a host sync.
 #pragma once
 
 #include <string_view>
@@ -74,7 +74,7 @@ struct AugmentTensors {
 
 struct AugmentOptions {
   std::string_view warp;
-  int64_t hsv_lanes;  // torch_fastdet/ops/image.py says what they are
+  int64_t hsv_lanes;  // see torch_fastdet/ops/image.py
   using Types = std::tuple<std::string_view, int64_t>;
 };
 

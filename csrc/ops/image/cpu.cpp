@@ -1,4 +1,4 @@
-// The image operators on the CPU: the core's loops on Torch's threads.
+// Run the image operators on the CPU: the core's loops on Torch's threads.
 #include <c10/util/Half.h>
 
 #include "core/image/image_loops.h"
@@ -30,7 +30,7 @@ struct Cpu : OnDevice {
   }
 };
 
-// Bytes that a thread copies at least (3 ms): PyTorch's threads spin for a while after less, and take cores.
+// A thread copies at least this many bytes (3 ms). After less, PyTorch's threads spin for a while and occupy cores.
 constexpr int64_t kGatherGrain = int64_t{32} << 20;
 
 void image_gather_(at::Tensor& out, at::TensorList storages, const at::Tensor& pieces) {
@@ -51,7 +51,7 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_image<Cpu>(m);
 }
 
-// For every device, so that a tensor that is not on the CPU meets the checks and not PyTorch's page of backends.
+// Register for every device, so that a tensor of another device fails our checks, not with PyTorch's list of backends.
 TORCH_LIBRARY_IMPL(torch_fastdet, CompositeExplicitAutograd, m) {
   m.impl("image_gather_", TORCH_FN(image_gather_));
 }

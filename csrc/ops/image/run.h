@@ -1,5 +1,5 @@
-// The image operators except the loops over pixels: check, guard the device, allocate, fill in the parameters, and hand
-// them to Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
+// Run the image operators except the loops over pixels: check, guard the device, allocate, set the parameters, and pass
+// them to Backend::run(params, op), which cpu.cpp and cuda.cpp each define. Meta runs nothing.
 #pragma once
 
 #include "ops/common/backend.h"

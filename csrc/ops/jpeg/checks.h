@@ -1,4 +1,4 @@
-// Checks of the arguments of the operators of JPEG files.
+// Check the arguments of the operators for JPEG files.
 #pragma once
 
 #include "core/jpeg/jpeg.h"

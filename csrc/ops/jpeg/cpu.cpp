@@ -1,4 +1,4 @@
-// JPEG files on the CPU: threads over files.
+// Process JPEG files on the CPU, with threads over files.
 #include <ATen/ops/empty.h>
 
 #include <string>
@@ -127,7 +127,7 @@ TORCH_LIBRARY_IMPL(torch_fastdet, CPU, m) {
   register_jpeg<Cpu>(m);
 }
 
-// For every device, so that a tensor that is not on the CPU meets the checks and not PyTorch's page of backends.
+// Register for every device, so that a tensor of another device fails our checks, not with PyTorch's list of backends.
 TORCH_LIBRARY_IMPL(torch_fastdet, CompositeExplicitAutograd, m) {
   m.impl("jpeg_pack", TORCH_FN(jpeg_pack));
   m.impl("jpeg_plan", TORCH_FN(jpeg_plan));

@@ -1,4 +1,4 @@
-// JPEG files on CUDA: launches on the current stream.
+// Decode JPEG files on CUDA, on the current stream.
 #include <ATen/ops/empty.h>
 
 #include "core/jpeg/jpeg_plan.h"

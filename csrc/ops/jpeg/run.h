@@ -1,5 +1,5 @@
-// jpeg_decode_ but for the loops: Backend::run(params, op) of cpu.cpp and cuda.cpp. jpeg_pack and jpeg_plan read bytes
-// on the host, in cpu.cpp.
+// Run jpeg_decode_ except the loops, which are Backend::run(params, op) of cpu.cpp and cuda.cpp. jpeg_pack and
+// jpeg_plan read bytes on the host, in cpu.cpp.
 #pragma once
 
 #include "ops/common/backend.h"

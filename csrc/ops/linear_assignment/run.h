@@ -1,4 +1,4 @@
-// Linear assignment but for the search, which is Backend::run(params, op) of cpu.cpp and cuda.cpp.
+// Run linear assignment except the search, which is Backend::run(params, op) of cpu.cpp and cuda.cpp.
 #pragma once
 
 #include "core/linear_assignment/linear_assignment.h"
@@ -23,7 +23,7 @@ inline void check_linear_assignment(const at::Tensor& cost, const at::Tensor& co
                   ", but one number for each of cost's ", cost.sym_size(0), " problems is expected");
 }
 
-// Return float32 or float64, with neighbours along the longer side beside each other: the tensor itself if it is so.
+// Return float32 or float64 that is contiguous along the longer side: the tensor itself if it is so.
 inline at::Tensor assignment_cost(const at::Tensor& cost) {
   const at::ScalarType type = arithmetic_type(cost);
   const bool rows = cost.size(1) > cost.size(2);

@@ -1,4 +1,4 @@
-// Instance masks have no gradient. A crop is linear: the gradient is cropped as the masks were.
+// Instance masks have no gradient. A crop is linear, so its gradient is cropped as the masks were.
 #include "ops/common/autograd.h"
 #include "ops/masks/run.h"
 

@@ -1,4 +1,4 @@
-// Checks of the arguments of instance_masks and crop_mask; the options become the axes of core::MasksParams.
+// Check the arguments of instance_masks and crop_mask, and turn the options into the axes of core::MasksParams.
 #pragma once
 
 #include "core/masks/masks_math.h"
@@ -20,7 +20,7 @@ struct MaskOptions {
 };
 
 inline constexpr const char* kInstanceMasks = "instance_masks";
-// Pixels along an axis: positions are float32.
+// Limit the pixels along an axis, as positions are float32.
 inline constexpr int64_t kMaxMaskSide = int64_t{1} << 22;
 
 inline void check_mask_tensors(const at::Tensor& protos, const at::Tensor& coefficients, const at::Tensor& boxes) {
@@ -87,7 +87,7 @@ inline void check_mask_options(const MaskOptions& options) {
                     options.factor, ", but 1, 2 or 4 is expected");
 }
 
-// `window` is (top, left, bottom, right); axis 0 is that of the rows.
+// `window` is (top, left, bottom, right); axis 0 is the rows' axis.
 inline core::MaskAxis mask_axis(const at::Tensor& protos, const MaskOptions& options, int axis) {
   const int64_t in = protos.size(axis - 2), enlarged = in * options.factor;
   const int64_t size = options.size[axis].expect_int();

@@ -1,5 +1,5 @@
-// instance_masks and crop_mask but for the loops: check, allocate, fill in the parameters, and hand them to
-// Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
+// Run instance_masks and crop_mask except the loops: check, allocate, set the parameters, and pass them to
+// Backend::run(params, op), which cpu.cpp and cuda.cpp each define. Meta runs nothing.
 #pragma once
 
 #include "core/masks/crop.h"
@@ -60,7 +60,7 @@ at::Tensor instance_masks(const at::Tensor& protos, const at::Tensor& coefficien
   return out;
 }
 
-// Crop `masks` into `out`, both dense; they may be one tensor.
+// Crop `masks` into `out`. Both are dense and may be the same tensor.
 template <class Backend>
 void crop_into(const at::Tensor& masks, const at::Tensor& boxes, const at::Tensor& out, const char* op) {
   const at::Tensor corners = dense_float_rows(boxes);

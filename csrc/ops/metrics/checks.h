@@ -1,4 +1,4 @@
-// Checks of the arguments of match_detections and confusion_matrix_; tensors become core::MatchInput.
+// Check the arguments of match_detections and confusion_matrix_, and turn tensors into core::MatchInput.
 #pragma once
 
 #include <string_view>

@@ -1,5 +1,5 @@
-// match_detections and confusion_matrix_, except the loop over the images: check, allocate, fill in the parameters, and
-// hand them to Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
+// Run match_detections and confusion_matrix_ except the loop over images: check, allocate, set the parameters, and pass
+// them to Backend::run(params, op), which cpu.cpp and cuda.cpp each define. Meta runs nothing.
 #pragma once
 
 #include "ops/common/backend.h"
@@ -13,7 +13,7 @@ struct ConfusionOptions {
   using Types = std::tuple<double, double, std::string_view>;
 };
 
-// Blocks of a launch are counted in 32 bits, rows and labels in a workspace too.
+// Launches count blocks in 32 bits, and a workspace counts rows and labels in 32 bits.
 inline void check_match_size(const core::MatchInput& in, const char* op) {
   constexpr int64_t kMost = 2147483647;
   TORCH_CHECK_VALUE(in.images <= kMost && in.count < kMost && in.label_count <= kMost, op, ": ", in.images, " images, ",

@@ -1,4 +1,4 @@
-// torch.classes.torch_fastdet.NewtonSchulz: MuSGD's matrices on a GPU, and memory, so that calls can be captured.
+// torch.classes.torch_fastdet.NewtonSchulz owns memory for MuSGD's matrices on a GPU, so that calls can be captured.
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
@@ -18,7 +18,7 @@ namespace {
 
 class NewtonSchulz : public torch::CustomClassHolder {
  public:
-  // Matrix i is (rows[i], columns[i]); its result is multiplied by scales[i].
+  // Matrix i is (rows[i], columns[i]), and its result is multiplied by scales[i].
   NewtonSchulz(const std::vector<int64_t>& rows, const std::vector<int64_t>& columns, const std::vector<double>& scales,
                at::Device device) {
     TORCH_CHECK(rows.size() == columns.size() && rows.size() == scales.size(), "NewtonSchulz: rows has ", rows.size(),
@@ -64,11 +64,11 @@ class NewtonSchulz : public torch::CustomClassHolder {
     params_.squared = static_cast<float*>(workspace_[4].mutable_data_ptr());
   }
 
-  // Return the matrices, one behind the other, bfloat16.
+  // Return the matrices, one after the other, in bfloat16.
   at::Tensor source() const { return source_; }
-  // Return the results, in the same places, float32.
+  // Return the results, at the same places, in float32.
   at::Tensor result() const { return result_; }
-  // Return the element of both that each matrix begins at.
+  // Return the index of each matrix's first element in both.
   std::vector<int64_t> places() const { return places_; }
 
   void run() {

@@ -1,4 +1,4 @@
-// Autograd of max poolings: a byte for each pooled value is kept, its place in its window.
+// Autograd of max poolings saves a byte for each pooled value, its place in its window.
 #include "ops/common/autograd.h"
 #include "ops/pool/run.h"
 

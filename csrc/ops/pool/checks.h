@@ -1,4 +1,4 @@
-// Checks of the arguments of max poolings and their backward, and what they allocate.
+// Check the arguments of max poolings and their backward, and allocate their results.
 #pragma once
 
 #include "core/pool/max_pool.h"
@@ -25,7 +25,7 @@ inline void check_max_pool(const at::Tensor& x, int64_t kernel_size, const char*
                   x.sym_sizes(), ", but at least ", kernel_size, " rows and columns are expected");
 }
 
-// Check that indices are those of grad_y's channels, but for the first of `pools` + 1 parts; of all where pools is 0.
+// Check that indices match grad_y's channels except those of the first of `pools` + 1 parts, or all if pools is 0.
 inline void check_pool_indices(const at::Tensor& grad_y, const at::Tensor& indices, int64_t pools, const char* op) {
   check_images(grad_y, op, "grad_y");
   check_strided(indices, op, "indices");

@@ -1,4 +1,4 @@
-// Max poolings and their backward but for the loops: check, allocate, fill in the parameters of each pooling, and hand
+// Run max poolings and their backward except the loops: check, allocate, set the parameters of each pooling, and pass
 // them to Backend::forward(params, op) and Backend::backward(params, op), which cpu.cpp and cuda.cpp each define.
 #pragma once
 
@@ -51,7 +51,7 @@ std::tuple<at::Tensor, at::Tensor> max_pools_cat(const at::Tensor& x, int64_t ke
   return {y, indices};
 }
 
-// Pool the first channels of y, one pooling of another, into the other channels.
+// Pool the first channels of y repeatedly, each time the previous result, into the other channels.
 template <class Backend>
 void max_pools_(const at::Tensor& y, int64_t kernel_size, int64_t pools) {
   constexpr const char* op = "max_pools_";
@@ -85,7 +85,7 @@ at::Tensor max_pools_cat_backward(const at::Tensor& grad_y, const at::Tensor& in
     if (grad_x.numel() == 0) return grad_x;
     const int64_t channels = grad_x.size(1);
     core::MaxPoolParams params = max_pool_params(grad_x, kernel_size, format == at::MemoryFormat::ChannelsLast);
-    // The gradients of what was pooled, from the last pooling to the first; two that take turns in between.
+    // Compute the gradients of the poolings' inputs, from the last pooling to the first; two tensors alternate.
     at::Tensor above = grad_y, between[2];
     for (int64_t i = pools - 1; i >= 0; --i) {
       at::Tensor& here = i == 0 ? grad_x : between[i % 2];
@@ -101,7 +101,7 @@ at::Tensor max_pools_cat_backward(const at::Tensor& grad_y, const at::Tensor& in
   return grad_x;
 }
 
-// Pool whole windows once: kernel_size - 1 rows and columns fewer.
+// Pool whole windows once, which gives kernel_size - 1 fewer rows and columns.
 template <class Backend>
 std::tuple<at::Tensor, at::Tensor> max_pool(const at::Tensor& x, int64_t kernel_size) {
   constexpr const char* op = "max_pool";

@@ -1,4 +1,4 @@
-// The gradient of RT-DETR's loss. The backward pass reads the predictions again, and which query got which target.
+// Compute the gradient of RT-DETR's loss. The backward pass reads the predictions again and each query's target.
 #include "ops/common/autograd.h"
 #include "ops/rtdetr_loss/run.h"
 

@@ -1,4 +1,4 @@
-// Checks of the arguments of rtdetr_loss, its options and results.
+// Check the arguments of rtdetr_loss, and define its options and results.
 #pragma once
 
 #include "core/rtdetr_loss/rtdetr_loss.h"
@@ -49,7 +49,7 @@ inline void check_rtdetr_targets(const at::Tensor& boxes, const at::Tensor& targ
                   ", but one number for each of ", boxes.sym_size(1), " images is expected");
 }
 
-// Check denoising sets beside the others. dn_matches is for the forward pass.
+// Check denoising sets against the others. dn_matches is for the forward pass.
 inline void check_rtdetr_denoising(const at::Tensor& boxes, const at::Tensor& scores, const at::Tensor& dn_boxes,
                                    const at::Tensor& dn_scores) {
   check_rtdetr_sets(dn_boxes, dn_scores, "dn_");

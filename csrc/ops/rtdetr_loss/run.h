@@ -1,5 +1,5 @@
-// RT-DETR's loss but for the arithmetic: check, allocate, fill in the parameters, and hand them to Backend::run(params)
-// and Backend::run_backward(params), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
+// Run RT-DETR's loss except the arithmetic: check, allocate, set the parameters, and pass them to Backend::run(params)
+// and Backend::run_backward(params), which cpu.cpp and cuda.cpp each define. Meta runs nothing.
 #pragma once
 
 #include <limits>
@@ -26,7 +26,7 @@ inline RtdetrLossResult empty_rtdetr_loss(const at::Tensor& boxes, const at::Ten
           at::empty_symint({sets, 4}, numbers)};
 }
 
-// The dense tensors of the predictions, which live as long as the parameters.
+// Hold the dense tensors of the predictions, which live as long as the parameters.
 struct RtdetrInputs {
   at::Tensor boxes, scores, targets, counts, dn_boxes, dn_scores, dn_matches;
 
@@ -43,7 +43,7 @@ struct RtdetrInputs {
     if (dn_matches) this->dn_matches = dn_matches->contiguous();
   }
 
-  // Boxes are read by vectors.
+  // The kernels read boxes as vectors.
   static at::Tensor dense_boxes(const at::Tensor& boxes, const at::Tensor& scores) {
     return aligned(boxes.to(arithmetic_type(scores)).contiguous());
   }
@@ -115,7 +115,7 @@ RtdetrLossResult rtdetr_loss(const at::Tensor& boxes, const at::Tensor& scores, 
   return result;
 }
 
-// Return gradients of boxes, scores, dn_boxes and dn_scores; those of sets that are not there are empty.
+// Return gradients of boxes, scores, dn_boxes and dn_scores; those of absent sets are empty.
 template <class Backend>
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> rtdetr_loss_backward(
     const at::Tensor& grad_loss, const at::Tensor& boxes, const at::Tensor& scores, const at::Tensor& targets,

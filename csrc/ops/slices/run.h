@@ -1,4 +1,4 @@
-// sum_slices, pad_and_sum and sum_rows but for the loops, which are Backend::run(params, op) of cpu.cpp and cuda.cpp.
+// Run sum_slices, pad_and_sum and sum_rows except the loops, Backend::run(params, op) of cpu.cpp and cuda.cpp.
 #pragma once
 
 #include <vector>
@@ -24,7 +24,7 @@ inline void check_sum_slices(at::TensorList x, const at::Tensor& out) {
   }
 }
 
-// Return the stride of pixels (channels_last) or images, -1 without such rows; one element may have any stride.
+// Return the stride of pixels (channels_last) or images, or -1 without such rows. One element may have any stride.
 inline int64_t row_pitch(const at::Tensor& tensor, bool channels_last) {
   const auto lies = [&](int64_t dimension, int64_t stride) {
     return tensor.size(dimension) == 1 || tensor.stride(dimension) == stride;
@@ -35,7 +35,7 @@ inline int64_t row_pitch(const at::Tensor& tensor, bool channels_last) {
   return lies(1, 1) && lies(2, pitch * w) && lies(0, pitch * w * h) ? pitch : -1;
 }
 
-// Set out = x[0] + x[1] + ..., in this order. An operand without the rows of out is copied first.
+// Set out = x[0] + x[1] + ..., in this order. An operand whose rows differ from those of out is copied first.
 template <class Backend>
 void sum_slices(at::TensorList x, const at::Tensor& out) {
   check_sum_slices(x, out);
@@ -51,7 +51,7 @@ void sum_slices(at::TensorList x, const at::Tensor& out) {
                 ", but channels of a contiguous or channels_last tensor are expected");
     params.width = channels_last ? out.size(1) : out.size(1) * out.size(2) * out.size(3);
     params.rows = out.numel() / params.width;
-    std::vector<at::Tensor> operands;  // until the launch
+    std::vector<at::Tensor> operands;  // kept until the launch
     for (const at::Tensor& each : x) {
       const bool fits = row_pitch(each, channels_last) >= 0;
       operands.push_back(fits ? each : each.contiguous(memory_format(channels_last)));
@@ -62,7 +62,7 @@ void sum_slices(at::TensorList x, const at::Tensor& out) {
   }
 }
 
-// Return x, channels_last and with channels of zeros behind its own; and the sum of each channel.
+// Return x, channels_last and followed by channels of zeros, and the sum of each channel.
 template <class Backend>
 std::tuple<at::Tensor, at::Tensor> pad_and_sum(const at::Tensor& x, int64_t channels) {
   constexpr const char* op = "pad_and_sum";

@@ -1,4 +1,4 @@
-// softmax_backward but for the loops, which are Backend::run(params, op) of cpu.cpp and cuda.cpp.
+// Run softmax_backward except the loops, which are Backend::run(params, op) of cpu.cpp and cuda.cpp.
 #pragma once
 
 #include "core/softmax/softmax.h"

@@ -1,4 +1,4 @@
-// Gradients of space_to_depth: it is linear, so that each direction is the other's gradient, of any order.
+// space_to_depth is linear, so each direction is the other's gradient, of any order.
 #include "ops/common/autograd.h"
 #include "ops/space_to_depth/run.h"
 
@@ -19,7 +19,7 @@ template <bool kBackward>
 struct SpaceToDepth : torch::autograd::Function<SpaceToDepth<kBackward>> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, int64_t channels, bool border,
                             std::optional<at::ScalarType> dtype) {
-    // Plain numbers in every program: the channels decide the weights' shape.
+    // These are plain numbers in every program, because the channels determine the weights' shape.
     context->saved_data["channels"] = x.sym_size(1).guard_int(__FILE__, __LINE__);  // x.size(1) would fix all sizes
     context->saved_data["border"] = border;
     context->saved_data["dtype"] = x.scalar_type();

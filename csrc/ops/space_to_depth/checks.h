@@ -1,4 +1,4 @@
-// Checks of the arguments of space_to_depth and its backward, and what they allocate.
+// Check the arguments of space_to_depth and its backward, and allocate their results.
 #pragma once
 
 #include "core/space_to_depth/space_to_depth.h"

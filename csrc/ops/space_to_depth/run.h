@@ -1,4 +1,4 @@
-// space_to_depth and its backward but for the loops: check, allocate, fill in the parameters, and hand them to
+// Run space_to_depth and its backward except the loops: check, allocate, set the parameters, and pass them to
 // Backend::forward(params, op) and Backend::backward(params, op), which cpu.cpp and cuda.cpp each define.
 #pragma once
 

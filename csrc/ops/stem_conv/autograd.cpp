@@ -1,4 +1,4 @@
-// Autograd of stem_conv2d: a gradient of the weight alone, for which the squares are kept.
+// Autograd of stem_conv2d computes a gradient of the weight alone, for which it saves the squares.
 #include "ops/common/autograd.h"
 #include "ops/stem_conv/run.h"
 

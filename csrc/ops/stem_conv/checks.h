@@ -1,4 +1,4 @@
-// Checks of the arguments of stem_conv2d and its backward, and what they allocate.
+// Check the arguments of stem_conv2d and its backward, and allocate their results.
 #pragma once
 
 #include "core/stem_conv/stem_conv.h"
@@ -22,7 +22,7 @@ inline void check_stem_squares(const at::Tensor& squares, int64_t kernel_size, c
                   ", H, W) is expected, H and W at least ", least);
 }
 
-// Return a size that is a plain number in every program: the kernels are made for it.
+// Return a size that is a plain number in every program, because the kernels are compiled for it.
 inline int64_t stem_size(const at::Tensor& tensor, int64_t dim) {
   return tensor.sym_size(dim).guard_int(__FILE__, __LINE__);
 }

@@ -1,4 +1,4 @@
-// stem_conv2d on CUDA: launches on the current stream.
+// Run stem_conv2d on CUDA, on the current stream.
 #include <ATen/cuda/CUDAContext.h>
 
 #include "ops/common/launch.h"

@@ -1,4 +1,4 @@
-// stem_conv2d and its backward but for the loops: check, allocate, fill in the parameters, and hand them to
+// Run stem_conv2d and its backward except the loops: check, allocate, set the parameters, and pass them to
 // Backend::forward(params, op) and Backend::backward(params, options, op), which cpu.cpp and cuda.cpp each define.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace torch_fastdet {
 
-// Return the tensor itself if it is dense with its channels innermost, from a multiple of 16 bytes on; else a copy.
+// Return the tensor itself if it is dense with channels innermost and aligned to 16 bytes, else a copy.
 inline at::Tensor stem_dense(const at::Tensor& tensor) {
   return aligned(tensor.contiguous(at::MemoryFormat::ChannelsLast));
 }

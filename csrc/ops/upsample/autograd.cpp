@@ -1,4 +1,4 @@
-// Gradients of the upsample operators: all are linear, so that derivatives of any order work.
+// The upsample operators are linear, so derivatives of any order work.
 #include "ops/common/autograd.h"
 #include "ops/upsample/run.h"
 
@@ -33,7 +33,7 @@ struct UpsampleCat : torch::autograd::Function<UpsampleCat> {
     ctx->saved_data["skip_dtype"] = skip.scalar_type();
     return call_below_autograd<&torch_fastdet::upsample_nearest2x_cat<Meta>>("upsample_nearest2x_cat", x, skip);
   }
-  // As in torch.cat, the gradient of skip is a view of its channels. The kernel reads x's channels in place.
+  // Like torch.cat, make the gradient of skip a view of its channels. The kernel reads x's channels in place.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const c10::SymInt x_channels = ctx->saved_data["x_channels"].toSymInt();
     at::Tensor grad_x, grad_skip;

@@ -1,4 +1,4 @@
-// Checks of the arguments of the upsample operators; tensors become the plan that loops and kernels walk.
+// Check the arguments of the upsample operators, and turn tensors into the plan that loops and kernels walk.
 #pragma once
 
 #include "core/upsample/upsample_plan.h"
@@ -25,7 +25,7 @@ inline void check_upsample_backward(const at::Tensor& grad_output) {
                   ", but an even height and width are expected");
 }
 
-// PyTorch's rules: upsample keeps its input's format; cat is channels_last if every input is, and promotes dtypes.
+// Follow PyTorch: upsample keeps its input's format; cat is channels_last if every input is, and promotes dtypes.
 inline at::MemoryFormat upsample_cat_format(const at::Tensor& x, const at::Tensor& skip) {
   const at::MemoryFormat format = x.suggest_memory_format();
   return format == skip.suggest_memory_format() ? format : at::MemoryFormat::Contiguous;
@@ -56,12 +56,12 @@ inline at::Tensor empty_upsample_backward(const at::Tensor& grad_output) {
                      grad_output.suggest_memory_format(), grad_output.scalar_type());
 }
 
-// Return whether to walk to a result as NHWC. Where a single channel makes the formats coincide, NCHW has longer rows.
+// Return whether to walk to a result as NHWC. If a single channel makes the formats coincide, NCHW has longer rows.
 inline bool walks_channels_last(const at::Tensor& source, const at::Tensor& result, at::MemoryFormat format) {
   return format == at::MemoryFormat::ChannelsLast && (source.stride(3) != 1 || result.stride(3) != 1);
 }
 
-// Return the tensor, or a copy in `channels_last` (else NCHW) where the innermost dimension's stride is not 1.
+// Return the tensor, or a copy in `channels_last` (else NCHW) if the stride of the innermost dimension is not 1.
 inline at::Tensor with_dense_rows(const at::Tensor& tensor, bool channels_last) {
   const int64_t inner = channels_last ? 1 : 3;
   const bool dense = tensor.stride(inner) == 1 || tensor.size(inner) <= 1;

@@ -1,4 +1,4 @@
-// The upsample operators on the CPU: shares the lines of their plans out among the threads.
+// Run the upsample operators on the CPU, sharing the lines of their plans among the threads.
 #include <algorithm>
 
 #include "core/common/storage.h"
@@ -11,7 +11,7 @@
 namespace torch_fastdet::upsample_cpu {
 namespace {
 
-// Lines a thread should take at least, for about 32 K elements moved.
+// Return the minimum number of lines for a thread, enough to move about 32 K elements.
 int64_t grain(int64_t lines, int64_t elements) {
   return std::max<int64_t>(1, lines * 32768 / std::max<int64_t>(1, elements));
 }
@@ -38,7 +38,7 @@ void backward(const core::UpsampleBackwardParams& p) {
   });
 }
 
-// Call f with an unsigned integer of the element's size: forward moves values and never computes with them.
+// Call f with an unsigned integer of the element's size, as forward moves values and never computes with them.
 template <typename F>
 void dispatch_itemsize(int64_t itemsize, F&& f) {
   itemsize == 2 ? f(uint16_t{}) : itemsize == 4 ? f(uint32_t{}) : f(uint64_t{});

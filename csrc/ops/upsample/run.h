@@ -1,5 +1,5 @@
-// The upsample operators, except the loops: check, allocate, fill in the parameters, and hand them to
-// Backend::run(params, op), which cpu.cpp and cuda.cpp each define. On Meta there is nothing to run.
+// Run the upsample operators except the loops: check, allocate, set the parameters, and pass them to
+// Backend::run(params, op), which cpu.cpp and cuda.cpp each define. Meta runs nothing.
 #pragma once
 
 #include "core/upsample/upsample.h"

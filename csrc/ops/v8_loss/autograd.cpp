@@ -1,5 +1,5 @@
-// Autograd of the v8 losses: the forward pass keeps which anchor got which target with which score, the
-// backward pass reads the logits again and writes each head's gradient, already multiplied by the incoming one.
+// Autograd of the v8 losses: the forward pass saves each anchor's target and score. The backward pass reads the logits
+// again and writes each head's gradient, already multiplied by the incoming one.
 #include "ops/common/autograd.h"
 #include "ops/v8_loss/run.h"
 
@@ -19,7 +19,7 @@ std::pair<std::vector<double>, std::vector<c10::SymInt>> saved_levels(AutogradCo
   return {context->saved_data["strides"].toDoubleVector(), context->saved_data["sizes"].toSymIntVector()};
 }
 
-// The losses of HeadLoss: the operator, the heads, Inputs between them and the targets, the Rest, the gradients.
+// HeadLoss takes such a loss: the operator, the heads, Inputs between them and the targets, the Rest, the gradients.
 struct Upright {
   static auto unpacked(at::TensorList heads) { return std::make_tuple(heads); }
   template <typename... Each>
@@ -93,7 +93,7 @@ struct HeadLoss : torch::autograd::Function<HeadLoss<Task>> {
       result = Task::gradients(gradients[0], heads, saved[0], saved[1], saved[2], saved[3], saved[4], strides, sizes,
                                class_weights, context->saved_data["reg_max"].toInt());
     }
-    result.resize(result.size() + 3);  // nothing for what comes behind the heads
+    result.resize(result.size() + 3);  // there are no gradients of the arguments after the heads
     return result;
   }
 };
@@ -101,7 +101,7 @@ struct HeadLoss : torch::autograd::Function<HeadLoss<Task>> {
 template <class Task>
 constexpr auto head_loss = unpack<&Applied<HeadLoss<Task>, V8LossResult>::call>;
 
-// The mask parts of both frameworks: operator, whether positives may share an anchor, arguments behind the masks.
+// Each framework's mask part: the operator, whether positives may share an anchor, the arguments after the masks.
 struct OfSlots {
   static constexpr auto kName = "v8_mask_loss";
   static constexpr auto kLoss = &v8_mask_loss<Meta>;

@@ -1,4 +1,4 @@
-// Checks of the v8 detection loss, and how its tensors become the core's parameters: shared by CPU, CUDA and Meta.
+// Check the v8 detection loss and turn its tensors into the core's parameters, for CPU, CUDA and Meta.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,10 +16,10 @@
 
 namespace torch_fastdet {
 
-// loss, items, scales, slot_anchor, slot_row, slot_score, status
+// The result is loss, items, scales, slot_anchor, slot_row, slot_score and status.
 using V8LossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// The heads' levels; `sizes` holds ny, nx of each where the heads are joined. Int is c10::SymInt while exporting.
+// Hold the heads' levels. `sizes` has ny, nx of each if the heads are joined. Int is c10::SymInt while exporting.
 template <typename Int = int64_t>
 struct V8Levels {
   at::ArrayRef<double> strides;
@@ -33,7 +33,7 @@ using V8Int = std::conditional_t<Backend::kMeta, c10::SymInt, int64_t>;
 template <class Backend>
 using V8LevelsOn = V8Levels<V8Int<Backend>>;
 
-// The arguments of every loss behind its heads, in the schema's order. torch_fastdet/ops/v8_loss.py documents them.
+// Hold every loss's arguments after its heads, in the schema's order. torch_fastdet/ops/v8_loss.py documents them.
 template <typename Int>
 struct V8LossArguments {
   const at::Tensor &targets, &settings;
@@ -53,12 +53,12 @@ struct V8LossTensors {
   using Types = std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&>;
 };
 
-// Return whether the heads are boxes and scores (bs, channels, anchors) of all levels, not a tensor a level.
+// Return whether the heads are boxes and scores (bs, channels, anchors) of all levels, not one tensor for each level.
 inline bool v8_is_joined(at::TensorList heads) {
   return heads.size() == 2 && heads[0].dim() == 3;
 }
 
-// A tensor as (bs, channels, anchors): how it lies, and whether it lies densely so.
+// Describe a tensor's layout as (bs, channels, anchors), and whether it is dense in it.
 struct V8Lies {
   core::V8Layout layout;
   bool dense;
@@ -176,7 +176,7 @@ inline void check_v8_slots(const at::Tensor& targets, const at::Tensor& slot_anc
   check_same_device(first, first_name, slot_row, op, "slot_row");
 }
 
-// Check the arguments behind the heads, of which `first` is one and whose levels are plain.
+// Check the arguments after the heads, of which `first` is one and whose levels are plain.
 template <typename Int>
 void check_v8_arguments(const at::Tensor& first, const char* first_name, int64_t classes, const V8LossArguments<Int>& a,
                         const char* op, int64_t columns = 6, int64_t settings = core::kV8Settings) {
@@ -193,7 +193,7 @@ void check_v8_loss(at::TensorList heads, const V8Levels<>& levels, const V8LossA
   check_v8_arguments(heads[0], "heads[0]", v8_classes(heads, a.reg_max), a, op);
 }
 
-// Call check(levels), but for symbolic sizes on Meta: they cannot be in a message; the kernel checks them when it runs.
+// Call check(levels) unless sizes are symbolic on Meta: a message cannot hold them, and the kernel checks them later.
 template <class Backend, typename Check>
 void check_plain(const V8LevelsOn<Backend>& levels, std::initializer_list<at::Tensor> tensors, at::TensorList heads,
                  const Check& check) {
@@ -205,7 +205,7 @@ void check_plain(const V8LevelsOn<Backend>& levels, std::initializer_list<at::Te
   }
 }
 
-// Check what a forward pass left, and the gradient of its loss, which has `parts` parts.
+// Check a forward pass's results, and the gradient of its loss, which has `parts` parts.
 inline void check_v8_state(const at::Tensor& grad_loss, const at::Tensor& first, const char* first_name,
                            const at::Tensor& targets, const V8LossTensors& state, const char* op, int64_t parts,
                            int64_t columns) {
@@ -253,14 +253,14 @@ inline V8LossResult empty_v8_loss(const at::Tensor& head, const at::Tensor& targ
           at::empty({core::kV8StatusSize}, integer)};
 }
 
-// Return empty gradients in the heads' own dtype and, where a head is dense in a known layout, layout.
+// Return empty gradients in the heads' own dtype and, if a head is dense in a known layout, in its layout.
 inline std::vector<at::Tensor> empty_v8_gradients(at::TensorList heads) {
   std::vector<at::Tensor> gradients;
   for (const auto& head : heads) gradients.push_back(empty_dense_like(head, v8_lies(head).dense));
   return gradients;
 }
 
-// Set where the anchors of each level lie, and the size of the images. `levels` has sizes.
+// Set where the anchors of each level lie, and the size of the images. `levels` must have sizes.
 inline void v8_set_levels(core::V8Heads& heads, const V8Levels<>& levels) {
   heads.num_levels = static_cast<int32_t>(levels.strides.size());
   heads.anchors = 0;
@@ -304,7 +304,7 @@ inline core::V8Heads v8_heads(at::TensorList heads, at::TensorList gradients, co
     tensor.layout = layout;
     tensor.dense = dense;
   }
-  std::vector<int64_t> own;  // where each level is a tensor
+  std::vector<int64_t> own;  // levels that are tensors of their own
   if (!joined) {
     for (const auto& head : heads) own.insert(own.end(), {head.size(2), head.size(3)});
   }

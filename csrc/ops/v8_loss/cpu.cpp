@@ -1,6 +1,6 @@
-// The v8 losses on the CPU: checks the rows, and runs the core's loops.
-// Lets g++ turn selects into vector blends; results stay IEEE. Before any include, because g++ does not inline between
-// functions of differing options.
+// Compute the v8 losses on the CPU: check the rows and run the core's loops.
+// The pragma lets g++ turn selects into vector blends; results stay IEEE. It precedes the includes, because g++ does
+// not inline between functions of differing options.
 #pragma GCC optimize("no-trapping-math")
 
 #include "core/v8_loss/v8_keypoint_loops.h"
@@ -18,7 +18,7 @@ namespace {
 
 using namespace core;
 
-// Return how many rows are in use, and check them.
+// Check the valid rows and return their number.
 template <typename Params>
 int64_t checked_rows(const Params& params, const char* op) {
   const int64_t count = targets_in_use(params.num_targets, params.n, op);

@@ -1,4 +1,4 @@
-// The keypoint parts of the pose loss, of v8_loss' slots, except the arithmetic, as run.h has it for detection.
+// Run the keypoint parts of the pose loss, for v8_loss's slots, except the arithmetic, as run.h does for detection.
 #pragma once
 
 #include "core/v8_loss/v8_keypoint_loss.h"
@@ -7,14 +7,14 @@
 
 namespace torch_fastdet {
 
-// The labels of the loss. labels (n, keypoints, 2 or 3) float32, sigmas (keypoints) float32.
+// Hold the labels of the loss: labels (n, keypoints, 2 or 3) float32, sigmas (keypoints) float32.
 struct V8KeypointLabels {
   const at::Tensor &labels, &sigmas, &targets, &slot_anchor, &slot_row;
   using Types =
       std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&>;
 };
 
-// loss, items, scales
+// The result is loss, items and scales.
 using V8KeypointLossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 inline void check_v8_keypoints(const at::Tensor& predictions, const at::Tensor& labels, const at::Tensor& sigmas,
@@ -49,7 +49,7 @@ inline void check_v8_keypoints(const at::Tensor& predictions, const V8KeypointLa
   check_v8_slots(given.targets, given.slot_anchor, given.slot_row, predictions, "predictions", op);
 }
 
-// `rows`, `labels`, `sigmas`: contiguous. The slots may be undefined.
+// `rows`, `labels` and `sigmas` must be contiguous. The slots may be undefined.
 inline core::V8KeypointProblem v8_keypoint_problem(const at::Tensor& predictions, const V8KeypointLabels& given,
                                                    const V8Levels<>& levels, bool centered) {
   core::V8KeypointProblem problem{};
@@ -109,7 +109,7 @@ V8KeypointLossResult v8_keypoint_loss(const at::Tensor& predictions, const V8Key
   return result;
 }
 
-// The gradient lies as the predictions do where they are dense.
+// The gradient has the layout of the predictions if they are dense.
 template <class Backend>
 at::Tensor v8_keypoint_loss_backward(const at::Tensor& grad_loss, const at::Tensor& predictions,
                                      const V8KeypointLabels& given, const at::Tensor& scales,
@@ -149,7 +149,7 @@ struct V8PoseInputs {
   using Types = std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&>;
 };
 
-// The detection loss whose assignment compares keypoints, as run.h has it for detection, whose backward it shares.
+// Run the detection loss whose assignment compares keypoints, as run.h does for detection, whose backward it shares.
 template <class Backend>
 V8LossResult v8_posed_loss(at::TensorList heads, const V8PoseInputs& inputs,
                            const V8LossArguments<V8Int<Backend>>& arguments) {

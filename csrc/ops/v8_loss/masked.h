@@ -1,4 +1,4 @@
-// The detection loss whose assignment compares masks, but for the arithmetic. It shares the detection loss' backward.
+// Run the detection loss whose assignment compares masks, except the arithmetic. Its backward is the detection loss's.
 #pragma once
 
 #include "core/v8_loss/v8_masked_loss.h"

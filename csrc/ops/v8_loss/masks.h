@@ -1,4 +1,4 @@
-// The mask parts of the segmentation losses, but for the arithmetic, of v8_loss' slots or yolov5_loss' matches.
+// Run the mask parts of the segmentation losses, for v8_loss's slots or yolov5_loss's matches, except the arithmetic.
 #pragma once
 
 #include <array>
@@ -9,7 +9,7 @@
 
 namespace torch_fastdet {
 
-// loss, item, scale, positives, first_positive, unit_gradients
+// The result is loss, item, scale, positives, first_positive and unit_gradients.
 using V8MaskLossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 struct V8MaskTensors {
@@ -130,7 +130,7 @@ inline core::V8Prototypes v8_prototypes(const at::Tensor& tensor) {
           tensor.stride(3)};
 }
 
-// Masks as the kernels read them: uint8 (bool too), int32 and float32 as they are, others as float32.
+// Return masks as the kernels read them: uint8 (also for bool), int32 and float32 are kept, others become float32.
 inline at::Tensor v8_readable_masks(const at::Tensor& masks) {
   if (masks.scalar_type() == at::kBool) return masks.contiguous().view(at::kByte);
   const bool known =
@@ -158,7 +158,7 @@ inline core::V8MaskProblem v8_mask_problem(const at::Tensor& coefficients, const
   return problem;
 }
 
-// Fill in what both losses share, and run. `params` has its settings or gain, and where the slots lie.
+// Set what both losses share, and run. `params` already has its settings or gain, and the slots.
 template <class Backend>
 void v8_run_mask_loss(core::V8MaskLossParams& params, const at::Tensor& coefficients, const at::Tensor& protos,
                       const at::Tensor& masks, const at::Tensor& targets, const at::Tensor& slot_anchor,
@@ -241,7 +241,7 @@ V8MaskLossResult yolov5_mask_loss(const at::Tensor& coefficients, const at::Tens
   }
 }
 
-// Return gradients of coefficients and prototypes, each if `output_mask` asks for it, in their memory format if dense.
+// Return gradients of coefficients and prototypes that `output_mask` asks for, in their memory format if dense.
 template <class Backend>
 std::tuple<at::Tensor, at::Tensor> v8_mask_loss_backward(const at::Tensor& grad_loss, const at::Tensor& coefficients,
                                                          const at::Tensor& protos, const at::Tensor& masks,

@@ -1,4 +1,4 @@
-// The loss of oriented boxes, as run.h has it for detection, with a third tensor of raw outputs, the angles.
+// Run the loss of oriented boxes, as run.h does for detection, with angles as a third tensor of raw outputs.
 #pragma once
 
 #include "core/v8_loss/v8_obb_loss.h"
@@ -6,7 +6,7 @@
 
 namespace torch_fastdet {
 
-// Raw outputs of all levels: (bs, 4 * reg_max, anchors), (bs, classes, anchors), (bs, 1, anchors).
+// Hold raw outputs of all levels: (bs, 4 * reg_max, anchors), (bs, classes, anchors), (bs, 1, anchors).
 struct V8ObbOutputs {
   const at::Tensor &boxes, &scores, &angles;
   using Types = std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&>;

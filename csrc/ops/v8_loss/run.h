@@ -1,5 +1,5 @@
-// The v8 detection loss and its backward, but for Backend::run(params, op) of cpu.cpp and cuda.cpp;
-// Backend::slot_blocks and class_blocks are the rows of partial sums that it wants.
+// Run the v8 detection loss and its backward except Backend::run(params, op) of cpu.cpp and cuda.cpp;
+// Backend::slot_blocks and class_blocks are the rows of partial sums that it needs.
 #pragma once
 
 #include "ops/v8_loss/keypoints.h"

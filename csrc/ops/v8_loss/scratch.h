@@ -1,4 +1,4 @@
-// Turn tensors into the parameters that the losses of horizontal and of oriented boxes share, and their scratch.
+// Turn tensors into the parameters that the losses of horizontal and of oriented boxes share, and allocate scratch.
 #pragma once
 
 #include "ops/common/backend.h"
@@ -6,7 +6,7 @@
 
 namespace torch_fastdet {
 
-// Allocate a forward pass' scratch, freed when launched: only this stream reuses it. `terms`: sums over slots.
+// Allocate a forward pass's scratch, freed after the launch, as only this stream reuses it. `terms`: sums over slots.
 template <class Backend, typename Params>
 at::Tensor v8_scratch(Params& params, const at::Tensor& head, int64_t terms) {
   const int64_t anchors = params.heads.bs * params.heads.anchors, slots = params.n * params.topk;
@@ -60,7 +60,7 @@ inline void v8_fill_backward(core::V8LossBackwardParams& params, const at::Tenso
   params.grad_stride = grad_loss.stride(0);
 }
 
-// Run a forward pass whose arguments are checked. fill(params, rows of the targets) sets what this loss has of its own.
+// Run a forward pass with checked arguments. fill(params, rows of the targets) sets what only this loss has.
 template <class Backend, class Params, typename Fill>
 V8LossResult v8_run(at::TensorList heads, const V8LossArguments<int64_t>& a, const char* op, const Fill& fill,
                     int64_t parts = 3, int64_t terms = 4) {

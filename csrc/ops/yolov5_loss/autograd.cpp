@@ -1,4 +1,4 @@
-// Autograd of the YOLOv5 loss: the forward pass keeps the matches and their box gradients, the backward pass reads the
+// Autograd of the YOLOv5 loss: the forward pass saves the matches and their box gradients. The backward pass reads the
 // objectness logits again and writes each head's gradient, already multiplied by the incoming one.
 #include "ops/common/autograd.h"
 #include "ops/yolov5_loss/run.h"
@@ -9,7 +9,7 @@ namespace {
 using Options = Yolov5LossOptions::Types;
 
 struct Yolov5Loss : torch::autograd::Function<Yolov5Loss> {
-  // The heads come one by one before the other tensors, because autograd sees no lists.
+  // The heads come one by one before the other tensors, because autograd does not see into lists.
   static variable_list forward(AutogradContext* context, at::TensorList heads, const at::Tensor& targets,
                                const at::Tensor& anchors, const at::Tensor& balance,
                                const std::optional<at::Tensor>& num_targets, const Options& options) {
@@ -38,7 +38,7 @@ struct Yolov5Loss : torch::autograd::Function<Yolov5Loss> {
                                                           saved[0], saved[1], saved[2], saved[3], saved[4], saved[5],
                                                           options[0], options[1], options[2]);
     }
-    result.resize(result.size() + 5);  // targets, anchors, balance, num_targets and the options have no gradient
+    result.resize(result.size() + 5);  // there are no gradients of targets, anchors, balance, num_targets and options
     return result;
   }
 };

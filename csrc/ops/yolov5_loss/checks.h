@@ -1,4 +1,4 @@
-// Checks of the YOLOv5 loss, and how its tensors become the core's parameters: shared by CPU, CUDA and Meta.
+// Check the YOLOv5 loss and turn its tensors into the core's parameters, for CPU, CUDA and Meta.
 #pragma once
 
 #include <array>
@@ -10,14 +10,14 @@
 
 namespace torch_fastdet {
 
-// The options of the loss, as the schema lists them. torch_fastdet/ops/yolov5_loss.py documents them.
+// Hold the loss's options as the schema lists them. torch_fastdet/ops/yolov5_loss.py documents them.
 struct Yolov5LossOptions {
   double box_gain, obj_gain, cls_gain, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr;
   bool sort_obj_iou;
   using Types = std::tuple<double, double, double, double, double, double, double, double, double, bool>;
 };
 
-// Those that the backward pass reads too.
+// Hold the options that the backward pass reads too.
 struct Yolov5ClassOptions {
   double cls_pw, label_smoothing, fl_gamma;
   using Types = std::tuple<double, double, double>;
@@ -29,7 +29,7 @@ struct Yolov5LossTensors {
       std::tuple<const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&>;
 };
 
-// A head's sizes and strides as (bs, na, ny, nx, no), of either form. Int: int64_t, or c10::SymInt while exporting.
+// View a head of either form as (bs, na, ny, nx, no). Int is int64_t, or c10::SymInt while exporting.
 template <typename Int = int64_t>
 struct Yolov5HeadView {
   std::array<Int, 5> sizes, strides;
@@ -51,7 +51,7 @@ Yolov5HeadView<Int> view_yolov5_head(const at::Tensor& head, Int na) {
   }
 }
 
-// Strides of a dense (bs, na, ny, nx, no) head in each layout.
+// Return the strides of a dense (bs, na, ny, nx, no) head in each layout.
 template <typename Int>
 std::array<Int, 5> yolov5_layout_strides(core::Yolov5Layout layout, const std::array<Int, 5>& sizes) {
   const auto& [bs, na, ny, nx, no] = sizes;
@@ -67,7 +67,7 @@ std::array<Int, 5> yolov5_layout_strides(core::Yolov5Layout layout, const std::a
 
 struct Yolov5HeadLayout {
   core::Yolov5Layout layout;  // of the gradient
-  bool dense;                 // the logits lie so too
+  bool dense;                 // the logits have it too
 };
 
 template <typename Int>
@@ -80,11 +80,11 @@ Yolov5HeadLayout yolov5_head_layout(const Yolov5HeadView<Int>& view, bool five_d
     }
     return true;
   };
-  // A four-dimensional gradient cannot be laid out by anchor rows.
+  // A four-dimensional gradient cannot have the layout of anchor rows.
   if (five_dimensional && lies(Yolov5Layout::kAnchorRows)) return {Yolov5Layout::kAnchorRows, true};
   if (lies(Yolov5Layout::kPlanes)) return {Yolov5Layout::kPlanes, true};
   if (lies(Yolov5Layout::kCellRows)) return {Yolov5Layout::kCellRows, true};
-  // The first channels of a wider channels_last tensor, whose rows are longer: their gradient has no gaps.
+  // These are the first channels of a wider channels_last tensor, whose rows are longer. Their gradient has no gaps.
   const auto& [b, a, y, x, o] = view.strides;
   const auto& sizes = view.sizes;
   if (o == Int(1) && a == sizes[4] && x > a * sizes[1] && y == x * sizes[3] && b == y * sizes[2]) {
@@ -152,7 +152,7 @@ inline int64_t yolov5_cells(at::TensorList heads, int64_t na) {
   return cells;
 }
 
-// The loss, its items, then what the backward pass reads.
+// The result is the loss, its items and what the backward pass reads.
 using Yolov5LossResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 inline Yolov5LossResult empty_yolov5_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& anchors) {
@@ -174,7 +174,7 @@ inline Yolov5LossResult empty_yolov5_loss(at::TensorList heads, const at::Tensor
           at::empty_symint({cells}, scalar)};
 }
 
-// Return empty gradients in the heads' own dtype, in the layout that yolov5_head_layout says.
+// Return empty gradients in the heads' own dtype, in the layout of yolov5_head_layout.
 template <typename Int>
 std::vector<at::Tensor> empty_yolov5_gradients(at::TensorList heads, Int na) {
   std::vector<at::Tensor> gradients;
@@ -239,7 +239,7 @@ void fill_yolov5_loss_params(Params& params, at::TensorList heads, at::TensorLis
   params.fl_gamma = options.fl_gamma;
 }
 
-// Return the forward parameters, less the scratch that only CUDA needs. Every tensor is contiguous.
+// Return the forward parameters without the scratch that only CUDA needs. Every tensor must be contiguous.
 inline core::Yolov5LossParams yolov5_loss_params(at::TensorList heads, const at::Tensor& targets,
                                                  const at::Tensor& anchors, const at::Tensor& balance,
                                                  const std::optional<at::Tensor>& num_targets,

@@ -1,6 +1,6 @@
-// The YOLOv5 loss on the CPU: checks the rows, and runs the core's loops.
-// Lets g++ turn selects into vector blends; results stay IEEE. Before any include, because g++ does not inline between
-// functions of differing options.
+// Compute the YOLOv5 loss on the CPU: check the rows and run the core's loops.
+// The pragma lets g++ turn selects into vector blends; results stay IEEE. It precedes the includes, because g++ does
+// not inline between functions of differing options.
 #pragma GCC optimize("no-trapping-math")
 
 #include "core/yolov5_loss/yolov5_loss_loops.h"

@@ -1,5 +1,5 @@
-// yolov5_loss and its backward, but for Backend::run() of cpu.cpp and cuda.cpp. Backend::scratch(params) is how many
-// numbers of the arithmetic type the forward pass wants besides.
+// Run yolov5_loss and its backward except Backend::run() of cpu.cpp and cuda.cpp. Backend::scratch(params) is the
+// number of additional values of the arithmetic type that the forward pass needs.
 #pragma once
 
 #include "ops/common/backend.h"
@@ -11,7 +11,7 @@ template <class Backend>
 Yolov5LossResult yolov5_loss(at::TensorList heads, const at::Tensor& targets, const at::Tensor& anchors,
                              const at::Tensor& balance, const std::optional<at::Tensor>& num_targets,
                              const Yolov5LossOptions& options) {
-  // Sizes that are still symbolic cannot be compared with numbers in a message; the kernel checks them when it runs.
+  // Symbolic sizes cannot be compared with numbers in a message; the kernel checks them when it runs.
   if (!Backend::kMeta || has_plain_sizes({targets, anchors}, heads)) {
     check_yolov5_loss(heads, targets, anchors, balance, num_targets, options);
   }
