@@ -608,7 +608,7 @@ HOOKED: list[bool] = []  # a capture puts attributes of modules back
 
 
 class SeesHooks(nn.Module):
-    """Record in each call whether its part has hooks, because bn_act_optim leaves such a part to stock."""
+    """Record in each call whether its part has hooks, because bn_act_optim does not replace such a part."""
 
     def __init__(self):
         super().__init__()

@@ -90,7 +90,7 @@ def test_gradcheck(device, kind, xywh):
 
 
 def test_precedence(device):
-    """CIoU takes precedence over DIoU, and DIoU over GIoU, as in stock."""
+    """CIoU takes precedence over DIoU, and DIoU over GIoU, as in the original function."""
     box1, box2 = boxes(50, device=device)
     every = ops.bbox_iou(box1, box2, GIoU=True, DIoU=True, CIoU=True)
     assert torch.equal(every, ops.bbox_iou(box1, box2, CIoU=True))
@@ -124,7 +124,7 @@ def test_half_precision_does_not_overflow(device):
 
 @kinds
 def test_identical_float32_boxes(device, kind):
-    """Rounding lifts some of these IoUs above 1, which makes stock CIoU NaN for 7.6% of them."""
+    """Rounding lifts some of these IoUs above 1, which makes the original CIoU NaN for 7.6% of them."""
     for size in (20.0, 640.0):
         box = torch.rand(20_000, 4, device=device) * size + 0.01
         result, grad1, grad2 = gradients(
@@ -151,8 +151,7 @@ DEGENERATE = {
 @pytest.mark.parametrize("other", ["usual", "itself", "a point elsewhere"])
 @pytest.mark.parametrize("name", DEGENERATE)
 def test_degenerate_boxes_are_finite(device, kind, xywh, other, name):
-    """Degenerate boxes have finite gradients, which stock CIoU's are not without height (DIoU-pytorch-detectron
-    #19)."""
+    """Gradients are finite where the original CIoU's are not, without height (DIoU-pytorch-detectron #19)."""
     flat = torch.tensor([DEGENERATE[name]], device=device)
     second = {"usual": [11.0, 9.0, 4.0, 4.0], "itself": DEGENERATE[name], "a point elsewhere": [3.0, 3.0, 0.0, 0.0]}
     box2 = torch.tensor([second[other]], device=device)
@@ -167,7 +166,7 @@ def test_degenerate_boxes_are_finite(device, kind, xywh, other, name):
 
 
 def test_flat_box_does_not_poison_a_broadcast(device):
-    """One flat box of box1 leaves the gradient of a broadcast box2 finite; all of stock's turns NaN."""
+    """One flat box of box1 leaves the gradient of a broadcast box2 finite; the original function makes it all NaN."""
     box1, box2 = boxes(300, device=device)
     box1[17, 3] = 0
     box2 = box2[:1]
@@ -396,8 +395,7 @@ def test_boxes_changed_after_the_forward_pass(device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_autocast_gives_float32(device, dtype):
-    """The result is float32 as stock CIoU's on CUDA, where autocast runs pow and sum in float32; gradient dtypes
-    stay."""
+    """The result is float32 as the original CIoU's on CUDA, where autocast makes pow and sum float32."""
     box1, box2 = boxes(60, dtype=dtype, device=device)
     wide = torch.promote_types(dtype, torch.float32)
     one = torch.ones((), device=device)

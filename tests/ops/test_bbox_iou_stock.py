@@ -11,7 +11,7 @@ from torch_fastdet import ops
 
 @pytest.fixture(params=["ultralytics.utils.metrics", "yolov5.utils.metrics"])
 def stock(request):
-    """Return the stock bbox_iou of each package that is installed."""
+    """Return the original bbox_iou of each package that is installed."""
     package = request.param.split(".")[0]
     pytest.importorskip(package, reason=f"{package} is not installed")
     return importlib.import_module(request.param).bbox_iou
@@ -20,7 +20,7 @@ def stock(request):
 def clamp_passes_at_its_bound() -> bool:
     """Return whether clamp passes the gradient at its bound: torch 2.11 does, 2.15 does not.
 
-    Stock's gradient for boxes that touch depends on it; bbox_iou behaves as torch 2.11 does.
+    The original gradient for boxes that touch depends on it; bbox_iou behaves as torch 2.11 does.
     """
     x = torch.zeros(1, requires_grad=True)
     return bool(torch.autograd.grad(x.clamp(0), x)[0] == 1)
@@ -48,7 +48,7 @@ def test_value_and_gradients_equal_stock(stock, device, kind, xywh):
     weight = torch.rand(len(box1), 1, dtype=torch.float64, device=device)
     expected = gradients(lambda a, b: stock(a, b, xywh=xywh, **KINDS[kind]), box1, box2, weight)
     actual = gradients(lambda a, b: ops.bbox_iou(a, b, xywh=xywh, **KINDS[kind]), box1, box2, weight)
-    # Stock may clamp an xyxy height to eps or add eps to it, which is 1e-7 of heights of at least 0.6 px.
+    # The original may clamp an xyxy height to eps or add eps to it, which is 1e-7 of heights of at least 0.6 px.
     tolerance = {"rtol": 1e-10, "atol": 1e-12} if xywh else {"rtol": 1e-6, "atol": 1e-6}
     for got, wanted in zip(actual, expected, strict=True):
         close(got, wanted, **tolerance)

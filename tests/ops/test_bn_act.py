@@ -94,7 +94,7 @@ def error(value, exact):
 
 
 def assert_as_good_as_stock(values, stock_values, exact, dtype):
-    """Assert an error of at most 1.5 times stock's own, or that of rounding the exact result once to dtype (plus
+    """Assert an error of at most 1.5 times BatchNorm2d's, or that of rounding the exact result once to dtype (plus
     float32's own rounding of sums, which is relative to the largest value)."""
     unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps if dtype != torch.float64 else 0)
     for value, theirs, want in zip(values, stock_values, exact):
@@ -237,7 +237,7 @@ def test_strides(device, memory_format, dtype):
         for grad in grads_given:
             leaf = x.detach().requires_grad_()
             y = ops.bn_act(leaf, norm.weight, norm.bias, residual=grad)
-            # Stock gets aligned storage: cuDNN's batch norm does not check its pointers (pytorch/pytorch#195186).
+            # BatchNorm2d gets aligned storage: cuDNN does not check its pointers (pytorch/pytorch#195186).
             assert layout(y) == layout(norm(x if x.data_ptr() % 16 == 0 else x.clone()))
             found = torch.autograd.grad(y, [leaf, norm.weight, norm.bias], grad)
             plain = x.detach().contiguous().requires_grad_()
@@ -284,7 +284,7 @@ def test_autocast_passes_dtypes_through(device):
 
 
 def test_parameters_of_half_precision(device):
-    """model.half().train() makes everything float16, which stock allows too."""
+    """model.half().train() makes everything float16, which BatchNorm2d allows too."""
     norm = make_norm(16, device).half()
     x = random((4, 16, 8, 8), device, torch.float16, torch.channels_last)
     grad = random(x.shape, device, torch.float16, torch.channels_last)

@@ -232,7 +232,7 @@ def test_dtypes_and_layouts(device, dtype, channels_last, channels):
     options = {"channels": channels, "dtype": dtype, "channels_last": channels_last, **RULES}
     out = ops.image_augment(*arguments, [37, 45], **options)
     levels = ops.image_augment(*arguments, [37, 45], channels=channels, **RULES)
-    # Stock divides in the same way on this device.
+    # The frameworks divide in the same way on this device.
     expected = levels if dtype == torch.uint8 else levels.to(dtype) / 255
     assert out.dtype == dtype and torch.equal(out, expected)
     layout = torch.channels_last if channels_last else torch.contiguous_format

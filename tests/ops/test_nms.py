@@ -140,7 +140,7 @@ def test_iou_at_point_six_is_kept(device):
 
 
 def test_exact_classes_do_not_leak(device):
-    """Beyond max_wh the offset of one class reaches another: stock suppresses, per_class="exact" does not."""
+    """Beyond max_wh the offset of one class reaches another: YOLOv5 suppresses, per_class="exact" does not."""
     prediction = ADVERSARIAL["beyond max_wh"].to(device)
     assert ops.non_max_suppression_padded(prediction)[1].tolist() == [1]
     assert ops.non_max_suppression_padded(prediction, per_class="exact")[1].tolist() == [2]

@@ -1,4 +1,4 @@
-"""Compare space_to_depth with its definition and stock's pixel_unshuffle."""
+"""Compare space_to_depth with its definition and PyTorch's pixel_unshuffle."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Compare stem_conv2d with its definition and stock's convolution."""
+"""Compare stem_conv2d with its definition and PyTorch's convolution."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Compare upsample_nearest2x and upsample_nearest2x_cat with their definition, stock PyTorch, and each other."""
+"""Compare upsample_nearest2x and upsample_nearest2x_cat with their definition, PyTorch, and each other."""
 
 import pytest
 import torch

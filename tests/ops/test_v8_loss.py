@@ -208,7 +208,7 @@ OUTSIDE = [
 
 @pytest.mark.parametrize("row, counts", OUTSIDE)
 def test_boxes_outside_and_without_area(device, row, counts):
-    """As in stock, rows that sum to 0 or less, or to NaN, are left out; all others get the anchors inside."""
+    """As in Ultralytics, rows that sum to 0 or less, or to NaN, are left out; all others get the anchors inside."""
     heads = make_joined(1, 3, SIZES[3], dtype=torch.float64, device=device)
     others = make_targets(3, 1, 3)
     targets = torch.cat((others, torch.tensor([row])))
@@ -222,7 +222,7 @@ def test_boxes_outside_and_without_area(device, row, counts):
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_nan_predictions(device, which):
-    """As in stock, NaN scores, or a NaN box inside a target, make every part NaN; other NaN boxes do not."""
+    """As in Ultralytics, NaN scores, or a NaN box inside a target, make every part NaN; other NaN boxes do not."""
     targets = torch.tensor([[0, 1, 0.25, 0.25, 0.3, 0.3]], device=device)
     args = (targets, settings_on(device), STRIDES[:3], flat(SIZES[3]))
     inside, outside = 2 * 12 + 2, 7 * 12 + 11

@@ -110,7 +110,7 @@ def test_matches_oracle(device, dtype, options):
 
 
 def test_an_anchor_that_is_nan_matches_nothing(device):
-    """An anchor with one or two NaN sides fails every comparison, as in stock."""
+    """An anchor with one or two NaN sides fails every comparison, as in YOLOv5."""
     anchors = ANCHORS.clone()
     anchors[0, 0, 0] = anchors[1, 1, 1] = anchors[2, 2] = float("nan")
     compare(make_heads(2, 4, SIZES[3], device), make_targets(40, 2, 4, device), anchors=anchors)
@@ -197,7 +197,7 @@ def test_grid_lines_and_edges(device, x, y):
     ],
 )
 def test_boxes_outside_the_image(device, box, sort_obj_iou):
-    # Stock assigns boxes outside, which a user's own loader may give, to the nearest cell.
+    # YOLOv5 assigns boxes outside, which a user's own loader may give, to the nearest cell.
     targets = torch.tensor([[0, 1, *box], [0, 0, 0.4, 0.6, 0.2, 0.3]], device=device)
     compare(make_heads(1, 2, SIZES[3], device, torch.float64), targets, {"sort_obj_iou": sort_obj_iou})
 
@@ -208,7 +208,7 @@ def test_images_and_classes_are_truncated(device):
 
 
 def test_one_match_sorted(device):
-    # Stock fails here because its squeeze leaves a 0-d tensor to sort.
+    # YOLOv5 fails here because its squeeze leaves a 0-d tensor to sort.
     targets = torch.tensor([[0, 0, 0.09, 0.09, 0.3, 0.3]], device=device)
     compare(make_heads(1, 2, [(5, 7)], device, torch.float64), targets, {"sort_obj_iou": True, "anchor_t": 1.3})
 

@@ -246,7 +246,7 @@ def test_capture_wants_one_step_before(cuda):
 
 
 class StockLoop:
-    """Train with torch alone; average as the stock loop defines it."""
+    """Train with torch alone; average as the original loop defines it."""
 
     def __init__(self, device, optimizer, settings, scale=True):
         self.model = model_on(device)

@@ -169,7 +169,7 @@ def test_launches_of_a_step(cuda):
 )
 def test_steps_are_stocks(stock, device, channels_last, nesterov, momenta):
     """Some parameters have no gradient in between, and schedulers change learning rate and momentum. At a momentum of
-    0, as in a warm-up, stock writes the buffers, unlike torch.optim.SGD."""
+    0, as in a warm-up, Ultralytics' MuSGD writes the buffers, unlike torch.optim.SGD."""
     mine, theirs = network(device, channels_last), network(device, channels_last)
     ours, wanted = (made(kind, model, nesterov=nesterov) for kind, model in ((optim.MuSGD, mine), (stock, theirs)))
     for step in range(6):

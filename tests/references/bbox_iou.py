@@ -1,6 +1,6 @@
 """Define IoU, GIoU, DIoU and CIoU of box pairs in plain PyTorch; autograd gives the gradients.
 
-The functions compute in the given dtype (float64 for an oracle). Their subgradients are those of the stock functions
+The functions compute in the given dtype (float64 for an oracle). Their subgradients are those of the original functions
 under torch 2.11, for any torch: equal corners share half and half, and boxes that touch without overlap (an extent of
 exactly 0, the bound of clamp(0)) keep the gradient of the extent. torch 2.15's own clamp gives 0 there.
 """

@@ -26,7 +26,7 @@ def instance_margins(
     crop_first: bool = False,
 ) -> Tensor:
     """Return how far each pixel of an image is above the threshold; cropped pixels are infinitely far below."""
-    # The operator and stock scale boxes in float32.
+    # The operator and the original functions scale boxes in float32.
     boxes = (boxes.float() * torch.tensor((box_scale or [1.0, 1.0]) * 2)).double()
     values = (coefficients.double() @ protos.double().flatten(1)).view(-1, *protos.shape[1:])
     values = values.sigmoid() if sigmoid else values
