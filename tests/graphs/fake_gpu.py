@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):
 _made: list[tuple[object, weakref.ref[torch.Tensor]]] = []
 
 
-# Remember the pools that graphs were captured into, and these graphs while they live.
+# These are the pools that graphs were captured into, and these graphs while they live.
 _pools: set[object] = set()
 _graphs: weakref.WeakSet[FakeGraph] = weakref.WeakSet()
 

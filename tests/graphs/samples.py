@@ -13,7 +13,7 @@ from torch_fastdet.switches.loss.yolov5 import ComputeLoss
 
 
 class Net(nn.Module):
-    """Return two scales of output; have batch norm, a parameter that is never used, and an attribute."""
+    """Compute two scales of output, with batch norm, a parameter that is never used, and an attribute."""
 
     def __init__(self, width=16):
         super().__init__()

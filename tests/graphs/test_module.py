@@ -837,7 +837,7 @@ def test_a_process_group_without_a_driver(monkeypatch):
 
 
 class Owner:
-    """Own a stream."""
+    """Stand for the owner of a stream."""
 
 
 def captured_product(a, b, owner):

@@ -513,7 +513,7 @@ def test_eps(device, eps):
 
 
 class OfMasked(torch.nn.Module):
-    """A program whose number of boxes is known only when it runs, as after the masks of a loss."""
+    """Select boxes, so that their number is known only when the program runs, as after a loss' masks."""
 
     def forward(self, a, b, mask):
         a, b = a[mask], b[mask]

@@ -58,7 +58,7 @@ def make(kind, problems, rows, columns, seed=0, full=False):
     return cost, torch.from_numpy(used)
 
 
-# The sizes have more rows, more columns or as many of both, also more than a warp keeps in registers (320, 960).
+# The sizes have more rows, more columns, or as many of both.
 SIZES = [(30, 7), (7, 30), (9, 9), (40, 33), (64, 65), (1, 5), (5, 1), (100, 40)]
 
 

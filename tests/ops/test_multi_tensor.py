@@ -15,8 +15,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 2e-6, torch.float64: 1e-14}
 OP = torch.ops.torch_fastdet
 
-# Sizes lie around a segment's and a vector's; some tensors are empty, also the first and last (pytorch #94865,
-# #100811).
+# Sizes are around a segment's and a vector's; empty tensors come first and last too (pytorch #94865, #100811).
 SHAPES = [
     (0,),
     (1,),

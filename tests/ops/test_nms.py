@@ -97,7 +97,7 @@ def few_candidates(anchors, classes=6):
 @pytest.mark.parametrize("anchors", [1, 7, 511, 512, 513, 1025, 2047, 2049, 4500])
 @pytest.mark.parametrize("options", ["default", "agnostic", "classes", "cut", "exact", "everything", "nothing"])
 def test_ultralytics_few_candidates(device, anchors, options):
-    """The CPU searches the class scores of neighbouring anchors together, for any number of anchors."""
+    """The CPU searches the class scores of neighboring anchors together, for any number of anchors."""
     prediction = few_candidates(anchors)
     for multi_label in (False, True):
         check(prediction, device, "ultralytics", **OPTIONS[options] | {"multi_label": multi_label})

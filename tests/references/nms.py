@@ -134,7 +134,7 @@ def suppress(
 
 
 def probiou(first: Tensor, second: Tensor) -> Tensor:
-    """Return the float64 similarity (N, M) of rotated boxes (x, y, width, height, angle): 1 - their Hellinger distance.
+    """Return 1 - the Hellinger distance (N, M), in float64, of rotated boxes' (x, y, width, height, angle) Gaussians.
 
     The epsilons are those of Ultralytics, which decide for boxes without area.
     """

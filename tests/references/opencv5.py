@@ -1,4 +1,4 @@
-"""What OpenCV 5 warps: made with opencv-python-headless 5.0.0.93 on x86-64 with AVX2, because only one version is installed.
+"""Record what OpenCV 5 warps: opencv-python-headless 5.0.0.93 on x86-64 with AVX2 (only one version is installed).
 
 pip install --target /tmp/cv5 --no-deps opencv-python-headless==5.0.0.93
 PYTHONPATH=/tmp/cv5:. python -m tests.references.opencv5
