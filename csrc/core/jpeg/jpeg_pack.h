@@ -24,7 +24,7 @@ class JpegPacker {
   // Ask another thread to run a function, soon or never.
   using Ask = std::function<void(std::function<void()>)>;
 
-  // Segments have 1 << `segment_bits` MCUs. Up to `helpers` threads read a scan without restarts, by pieces.
+  // Segments have 1 << `segment_bits` MCUs. Up to `helpers` threads read a scan without restarts, piece by piece.
   explicit JpegPacker(int segment_bits = kJpegMaxSegmentBits, int helpers = 0, Ask ask = nullptr,
                       int64_t piece_bytes = 4096)
       : segment_bits_(static_cast<uint8_t>(segment_bits)),

@@ -168,7 +168,7 @@ struct JpegMcu {
 };
 
 struct JpegScan {
-  // This exceeds what a block of codes can take plus eight bytes of look-ahead; so many bytes must follow the scan.
+  // At least this many bytes must follow the scan: more than a block of codes can take, plus eight bytes of look-ahead.
   static constexpr size_t kAhead = 64 * 31 / 8 + 16;
 
   enum class Found { kMcu, kDamage, kEnd };

@@ -11,7 +11,7 @@
 namespace torch_fastdet::core::nms_loops {
 namespace {  // local to each including file, so that functions called once are inlined
 
-constexpr int64_t kCells = 16;  // cells decoded at once: whole vectors of any instruction set
+constexpr int64_t kCells = 16;  // cells decoded together: whole vectors of any instruction set
 
 template <typename A>
 void sigmoids(const A* logits, A* shares) {
