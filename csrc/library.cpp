@@ -1,8 +1,8 @@
-// Every operator's schema: the contract. Kernels register in ops/<family>/.
+// This is the contract: every operator's schema. Kernels register in ops/<family>/.
 #include <torch/library.h>
 
 TORCH_LIBRARY(torch_fastdet, m) {
-  // Layers. The cat form concatenates upsample_nearest2x(x) and skip along the channels.
+  // Layers: the cat form concatenates upsample_nearest2x(x) and skip along the channels.
   m.def("upsample_nearest2x(Tensor x) -> Tensor");
   m.def("upsample_nearest2x_backward(Tensor grad_output) -> Tensor");
   m.def("upsample_nearest2x_cat(Tensor x, Tensor skip) -> Tensor");
@@ -16,7 +16,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def("stem_conv2d(Tensor squares, Tensor weight) -> Tensor");
   m.def("stem_conv2d_backward(Tensor grad_output, Tensor squares, int kernel_size) -> Tensor");
 
-  // Max pooling of stride 1, without padding. indices are for the backward pass.
+  // Pool the maximum with stride 1, without padding. indices are for the backward pass.
   m.def("max_pool(Tensor x, int kernel_size) -> (Tensor y, Tensor indices)");
   m.def("max_pool_backward(Tensor grad_y, Tensor indices, int kernel_size) -> Tensor");
   // Concatenate x and successive poolings of it, each of stride 1 and x's size. indices are for the backward pass.
@@ -30,7 +30,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "bn_act(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean=None, Tensor(b!)? running_var=None, "
       "Tensor(c!)? num_batches_tracked=None, float momentum=0.1, float eps=1e-05, str activation='silu', "
       "float slope=0.01, Tensor? residual=None) -> (Tensor y, Tensor mean, Tensor invstd)");
-  // cat([residual + act(batch_norm(x[0])), act(batch_norm(x[1])), ...], 1); running statistics may be empty lists.
+  // Compute cat([residual + act(batch_norm(x[0])), act(batch_norm(x[1])), ...], 1). Lists of statistics may be empty.
   m.def(
       "bn_act_cat(Tensor[] x, Tensor[] weight, Tensor[] bias, Tensor(a!)[] running_mean, Tensor(b!)[] running_var, "
       "Tensor(c!)[] num_batches_tracked, float momentum=0.1, float eps=1e-05, str activation='silu', "
@@ -46,12 +46,12 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def(
       "bn_act_parts_backward(Tensor[] grad_y, Tensor x, Tensor[] weight, Tensor[] bias, Tensor mean, Tensor invstd, "
       "str activation, float slope) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)");
-  // y = residual + act(batch_norm(x) or x * weight + bias). y may be x, and so may last, a copy of the last channels.
+  // Set y = residual + act(batch_norm(x) or x * weight + bias). y and last, a copy of the last channels, may be x.
   m.def(
       "bias_act(Tensor x, Tensor(a!) y, Tensor? weight, Tensor? bias, Tensor? mean=None, Tensor? variance=None, "
       "float eps=1e-05, str activation='silu', float slope=0.01, Tensor? residual=None, Tensor(b!)? last=None) -> ()");
 
-  // out = x[0] + x[1] + ..., rounded after each addition, or a copy of x[0]; tensors may be slices along the channels.
+  // Set out = x[0] + x[1] + ..., rounded after each addition, or copy x[0]. Tensors may be slices along the channels.
   m.def("sum_slices(Tensor[] x, Tensor(a!) out) -> ()");
 
   // Return x, channels_last and padded with zero channels, and each channel's sum, for a biased convolution's backward.
@@ -63,7 +63,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
   // Return the gradient of x in y = softmax(x, -1), of shape (N, rows, columns); grad_y may have any strides.
   m.def("softmax_backward(Tensor grad_y, Tensor y) -> Tensor");
 
-  // Multi-scale deformable attention. shapes lists height and width of each level.
+  // Apply multi-scale deformable attention. shapes lists height and width of each level.
   m.def("deformable_attention(Tensor value, SymInt[] shapes, Tensor locations, Tensor weights) -> Tensor");
   m.def(
       "deformable_attention_backward(Tensor grad_output, Tensor value, SymInt[] shapes, Tensor locations, "
@@ -72,7 +72,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
   // Solve rectangular assignment problems. status reports those that cannot be solved.
   m.def("linear_assignment(Tensor cost, Tensor columns) -> (Tensor rows, Tensor status)");
 
-  // Intersection over union of box pairs, and its loss.
+  // Compute intersection over union of box pairs, and its loss.
   m.def(
       "bbox_iou(Tensor box1, Tensor box2, bool xywh=True, bool GIoU=False, bool DIoU=False, bool CIoU=False, "
       "float eps=1e-07) -> Tensor");
@@ -86,7 +86,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "iou_loss_backward(Tensor grad, Tensor box1, Tensor box2, str kind, bool xywh, str reduction, float eps, "
       "bool[2] output_mask) -> (Tensor, Tensor)");
 
-  // Post-processing. letterboxes is (images, 6); per_class "offset" or "exact"; rotated "none", "fast" or "greedy".
+  // Post-processing: letterboxes is (images, 6); per_class "offset" or "exact"; rotated "none", "fast" or "greedy".
   m.def("yolov5_decode(Tensor[] heads, Tensor anchors, float[] strides, int nm=0) -> Tensor");
   m.def(
       "non_max_suppression_padded(Tensor prediction, float conf_thres=0.25, float iou_thres=0.45, int[]? classes=None, "
@@ -115,7 +115,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "Tensor? sizes=None, bool finite=False) -> (Tensor detections, Tensor counts, Tensor indices)");
   m.def("scale_boxes(Tensor boxes, Tensor letterboxes, bool xywh=False) -> Tensor");
 
-  // Masks of detections, of a window (top, left, bottom, right) of enlarged prototypes; box_scale (x, y) comes first.
+  // Compute masks in a window (top, left, bottom, right) of enlarged prototypes. box_scale (x, y) precedes the crop.
   m.def(
       "instance_masks(Tensor protos, Tensor coefficients, Tensor boxes, SymInt[2] size, *, SymInt[4]? window=None, "
       "int factor=1, float[2] box_scale=[1., 1.], bool sigmoid=False, bool crop_first=False, bool packed=False, "
@@ -131,7 +131,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "confusion_matrix_(Tensor(a!) matrix, Tensor detections, Tensor labels, Tensor? counts=None, float conf=0.25, "
       "float iou_thres=0.45, str rule=\"best\", Tensor? iou=None) -> ()");
 
-  // YOLOv5's loss. cls_gain is not called cls, since torch.compile passes keywords to a class method with its own cls.
+  // Compute YOLOv5's loss. cls_gain is not cls, since torch.compile passes keywords to a class method with its own cls.
   m.def(
       "yolov5_loss(Tensor[] heads, Tensor targets, Tensor anchors, Tensor balance, Tensor? num_targets=None, *, "
       "float box_gain=0.05, float obj_gain=1.0, float cls_gain=0.5, float cls_pw=1.0, float obj_pw=1.0, "
@@ -143,7 +143,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "Tensor match_cell, Tensor match_values, Tensor object_gradient, *, float cls_pw=1.0, "
       "float label_smoothing=0.0, float fl_gamma=0.0) -> Tensor[]");
 
-  // Batches of OpenCV's image operations: packed uint8 HWC in 1-D storages, plans as tables (core/image/image.h).
+  // Run OpenCV's image operations on batches: packed uint8 HWC in 1-D storages, plans as tables (core/image/image.h).
   m.def(
       "image_augment(Tensor[] storages, Tensor placements, Tensor layers, Tensor matrices, Tensor pictures, "
       "Tensor? blend, Tensor? tables, Tensor? masks, SymInt[2] size, *, int channels=3, ScalarType? dtype=None, "
@@ -165,8 +165,8 @@ TORCH_LIBRARY(torch_fastdet, m) {
   m.def("jpeg_plan(Tensor headers, Tensor asked) -> (Tensor plan, int[] sizes)");
   m.def("jpeg_decode_(Tensor(a!) out, Tensor storage, Tensor plan, int[3] sizes) -> ()");
 
-  // Ultralytics' detection loss. heads: one tensor a level, or boxes and scores of all levels, whose heights and widths
-  // are then `sizes`. settings (9): box, cls and dfl gain, weight, alpha, beta, eps, least side and short side.
+  // Compute Ultralytics' detection loss. heads: one tensor a level, or boxes and scores of all levels, whose heights
+  // and widths are `sizes`. settings (9): box, cls and dfl gain, weight, alpha, beta, eps, least side and short side.
   m.def(
       "v8_loss(Tensor[] heads, Tensor targets, Tensor settings, float[] strides, SymInt[] sizes, "
       "Tensor? num_targets=None, Tensor? class_weights=None, *, int reg_max=16, int topk=10, int topk2=10) "
@@ -176,18 +176,18 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "v8_loss_backward(Tensor grad_loss, Tensor[] heads, Tensor targets, Tensor scales, Tensor slot_anchor, "
       "Tensor slot_row, Tensor slot_score, float[] strides, SymInt[] sizes, Tensor? class_weights=None, *, "
       "int reg_max=16) -> Tensor[]");
-  // v8_loss with an assignment that also compares masks (bs or n, h, w). Its backward is v8_loss_backward.
+  // Compute v8_loss with an assignment that also compares masks (bs or n, h, w). Its backward is v8_loss_backward.
   m.def(
       "v8_masked_loss(Tensor[] heads, Tensor coefficients, Tensor protos, Tensor masks, Tensor targets, "
       "Tensor settings, float[] strides, SymInt[] sizes, Tensor? num_targets=None, Tensor? class_weights=None, *, "
       "int reg_max=16, int topk=10, int topk2=10, bool overlap=True) -> (Tensor loss, Tensor items, Tensor scales, "
       "Tensor slot_anchor, Tensor slot_row, Tensor slot_score, Tensor status)");
-  // The mask part of the segmentation loss, for the slots that v8_loss returned. image_size: height, width in pixels.
+  // Compute the segmentation loss's mask part for the slots that v8_loss returned. image_size: height, width in pixels.
   m.def(
       "v8_mask_loss(Tensor coefficients, Tensor protos, Tensor masks, Tensor targets, Tensor settings, "
       "Tensor slot_anchor, Tensor slot_row, SymInt[] image_size, Tensor? num_targets=None, bool overlap=True) "
       "-> (Tensor loss, Tensor item, Tensor scale, Tensor positives, Tensor first_positive, Tensor unit_gradients)");
-  // The same for YOLOv5, with yolov5_loss's matches, which may share an anchor. sizes: height, width of each level.
+  // Compute the same for YOLOv5's matches, which may share an anchor. sizes: height, width of each level.
   m.def(
       "yolov5_mask_loss(Tensor coefficients, Tensor protos, Tensor masks, Tensor targets, Tensor match_cell, "
       "SymInt[] sizes, Tensor? num_targets=None, *, float box_gain=0.05, bool overlap=True) "
@@ -196,7 +196,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "v8_mask_loss_backward(Tensor grad_loss, Tensor coefficients, Tensor protos, Tensor masks, Tensor scale, "
       "Tensor positives, Tensor first_positive, Tensor unit_gradients, bool overlap=True, bool shared=False, "
       "bool[2] output_mask=[True, True]) -> (Tensor, Tensor)");
-  // The keypoint parts of the pose loss, for the same slots. gains (2): pose, kobj; sizes: height, width of each level.
+  // Compute the pose loss's keypoint parts for these slots. gains (2): pose, kobj; sizes: height, width of each level.
   m.def(
       "v8_keypoint_loss(Tensor predictions, Tensor labels, Tensor sigmas, Tensor targets, Tensor slot_anchor, "
       "Tensor slot_row, Tensor gains, Tensor settings, float[] strides, SymInt[] sizes, bool centered=False) "
@@ -205,13 +205,13 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "v8_keypoint_loss_backward(Tensor grad_loss, Tensor predictions, Tensor labels, Tensor sigmas, Tensor targets, "
       "Tensor slot_anchor, Tensor slot_row, Tensor scales, float[] strides, SymInt[] sizes, bool centered=False) "
       "-> Tensor");
-  // v8_loss with an assignment that compares keypoints, which are centered. Its backward is v8_loss_backward.
+  // Compute v8_loss with an assignment that compares keypoints, which are centered. Its backward is v8_loss_backward.
   m.def(
       "v8_posed_loss(Tensor[] heads, Tensor predictions, Tensor labels, Tensor sigmas, Tensor targets, "
       "Tensor settings, float[] strides, SymInt[] sizes, Tensor? num_targets=None, Tensor? class_weights=None, *, "
       "int reg_max=16, int topk=10, int topk2=10) -> (Tensor loss, Tensor items, Tensor scales, Tensor slot_anchor, "
       "Tensor slot_row, Tensor slot_score, Tensor status)");
-  // The loss of oriented boxes. The seventh column of targets is the angle, the tenth of settings the angle's gain.
+  // Compute the loss of oriented boxes. The seventh column of targets is the angle, the tenth of settings its gain.
   m.def(
       "v8_obb_loss(Tensor boxes, Tensor scores, Tensor angles, Tensor targets, Tensor settings, float[] strides, "
       "SymInt[] sizes, Tensor? num_targets=None, Tensor? class_weights=None, *, int reg_max=16, int topk=10, "
@@ -222,7 +222,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
       "Tensor scales, Tensor slot_anchor, Tensor slot_row, Tensor slot_score, float[] strides, SymInt[] sizes, "
       "Tensor? class_weights=None, *, int reg_max=16) -> (Tensor, Tensor, Tensor)");
 
-  // RT-DETR's loss. targets (images, most, 5): class, x, y, width, height.
+  // Compute RT-DETR's loss. targets (images, most, 5): class, x, y, width, height.
   m.def(
       "rtdetr_loss(Tensor boxes, Tensor scores, Tensor targets, Tensor counts, Tensor? dn_boxes=None, "
       "Tensor? dn_scores=None, Tensor? dn_matches=None, *, float class_gain=1., float box_gain=5., "

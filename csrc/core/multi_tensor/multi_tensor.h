@@ -33,7 +33,7 @@ struct Row {
   uint8_t dtype[8];  // DType of each slot
 };
 
-// Sizes and strides (in elements) of a row whose tensors differ in layout. Dimensions are merged where possible.
+// Hold sizes and strides (in elements) of a row whose tensors differ in layout. Dimensions are merged if possible.
 struct Layout {
   int64_t dims;
   int64_t sizes[kMaxDims];
@@ -63,7 +63,7 @@ struct Group {
   int32_t decoupled;  // AdamW: weight decay apart from the gradient
 };
 
-// The reduction's results, for the update. All must be zero before first use; kernels reset ticket and nonfinite.
+// The reduction leaves its results here. All must be zero before first use; kernels reset ticket and nonfinite.
 struct Workspace {
   uint32_t ticket;
   uint32_t nonfinite;

@@ -16,7 +16,7 @@ constexpr int kNsWide = 128;         // columns of that tile
 constexpr int64_t kNsChunk = 8192;   // elements that a block squares and adds
 constexpr int64_t kNsAlignment = 8;  // matrices begin at a multiple of this many elements in source and result
 
-// A contiguous matrix. Its workspace copy is transposed to be at least as wide as high, and zero-padded to tiles.
+// Describe a contiguous matrix; the workspace's is transposed to be at least as wide as high, and zero-padded to tiles.
 struct NsMatrix {
   int64_t source;  // offset in source and result
   int64_t x;       // offset in the workspace's x

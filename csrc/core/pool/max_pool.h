@@ -1,4 +1,4 @@
-// Max pooling of stride 1 and its gradient. A pooling can read one part of a concatenation and write the next.
+// Compute max pooling of stride 1 and its gradient. A pooling can read one part of a concatenation and write the next.
 #pragma once
 
 #include <cstdint>
@@ -58,7 +58,7 @@ struct PoolSpan {
         last(size - 1 - at < after ? static_cast<int>(size - 1 - at) : after) {}
 };
 
-// Each launches one kernel. At most 2^31 - 1 rows (channels_last: of pixels, else planes), and elements of a row.
+// Launch one kernel each. Rows (channels_last: of pixels, else planes) and elements of a row are at most 2^31 - 1.
 cudaError_t launch_max_pool_forward(const MaxPoolParams& params, cudaStream_t stream);
 cudaError_t launch_max_pool_backward(const MaxPoolParams& params, cudaStream_t stream);
 

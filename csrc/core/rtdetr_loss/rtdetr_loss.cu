@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) rtdetr_terms(const __grid_constant__
   }
 }
 
-// A single block runs: each warp adds the parts of a set. The block also counts bad targets.
+// Run in a single block: each warp adds the parts of a set. The block also counts bad targets.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) rtdetr_total(const __grid_constant__ RtdetrLossParams p) {
   using A = arithmetic_t<T>;

@@ -32,20 +32,20 @@ struct RtdetrLossParams {
   const int64_t* counts;          // (images): number of valid targets
   const int64_t* matches;         // (images, noisy.queries): target of each denoising query, or -1
   double gains[3], costs[3];      // of class, box and GIoU
-  // Scratch memory.
+  // These are scratch memory.
   void* cost;        // (assigned.sets, images, most, assigned.queries) A
   int64_t* rows;     // (assigned.sets, images, most): query of each target
   void* assignment;  // scratch memory of linear_assignment
   void* partials;    // (blocks, 4) A
-  // For the backward pass, of all assigned queries and then all noisy ones.
+  // The backward pass reads these, of all assigned queries and then all noisy ones.
   int32_t* owner;  // target of each query, or -1
   void* quality;   // A: their IoU, or 0
   void* scales;    // (sets of both kinds, 4) A: d(loss) / d(sum) of class, box and GIoU terms, and the entropy's alpha
-  // Results.
+  // The forward pass writes these results.
   void* loss;       // A
   void* terms;      // (sets of both kinds, 3) A: class, box and GIoU
   int64_t* status;  // number of bad targets and counts, and rtdetr_fault_code of the first
-  // Backward.
+  // Only the backward pass reads this.
   const void* grad_loss;  // A
 
   TORCH_FASTDET_HOST_DEVICE int64_t sets() const { return assigned.sets + noisy.sets; }

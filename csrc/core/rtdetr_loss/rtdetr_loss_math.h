@@ -1,4 +1,4 @@
-// Costs, terms and gradients of RT-DETR's loss, with A float or double. Boxes are x, y, width, height of the image.
+// Compute costs, terms and gradients of RT-DETR's loss. A is float or double; boxes are shares of the image, as xywh.
 #pragma once
 
 #include "core/boxes/box_math.h"
@@ -8,7 +8,7 @@
 
 namespace torch_fastdet::core {
 
-// Factors of the negative classes' entropy, in a batch with targets and in one without.
+// These factors of the negative classes' entropy are for a batch with targets and for one without.
 constexpr double kRtdetrAlpha = 0.25, kRtdetrAlphaWithoutTargets = 0.75;
 
 template <typename A>

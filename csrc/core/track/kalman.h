@@ -30,7 +30,7 @@ inline Lanes swap(const Lanes& a) {
   return {{a[1], a[0], a[3], a[2]}};
 }
 
-// Covariances of (position, velocity) with (position, velocity). pv and vp may differ in the last bit, as in NumPy.
+// Hold covariances of (position, velocity) with itself. pv and vp may differ in the last bit, as in NumPy.
 struct Covariance {
   Lanes pp, pv, vp, vv;
 };
@@ -57,7 +57,7 @@ struct CameraMotion {
 // Operations follow NumPy's order, so that results are bitwise equal; compile this with -ffp-contract=off.
 class KalmanFilter {
  public:
-  // xywh: estimate width and height, with noise relative to each. Otherwise aspect and height, relative to the height.
+  // xywh estimates width and height, noise relative to each; else width / height and height, noise relative to height.
   explicit KalmanFilter(bool xywh) : xywh_(xywh) {}
   bool xywh() const { return xywh_; }
 

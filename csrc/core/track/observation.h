@@ -1,4 +1,4 @@
-// OC-SORT (2023): tracks follow the direction of their observations, a second matching uses their last observations,
+// In OC-SORT (2023), tracks follow the direction of their observations, a second matching uses their last observations,
 // and a track that is found again runs its filter through the gap on a line of virtual observations.
 #pragma once
 

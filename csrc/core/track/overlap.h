@@ -39,7 +39,7 @@ T track_iou(const Corners<T>& a, T area_a, const Corners<T>& b, T area_b) {
   return inside / (((area_b + area_a) - inside) + T(1e-7));
 }
 
-// Boxes with their areas, or rotated boxes with the squares they reach; disjoint squares mean no overlap.
+// Hold boxes with areas, or rotated boxes with the squares that they reach; disjoint squares mean no overlap.
 struct TrackShapes {
   std::vector<TrackBox> boxes;
   std::vector<float> areas;

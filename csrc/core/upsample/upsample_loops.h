@@ -80,12 +80,12 @@ struct SumSquares {
                           static_cast<Accumulate>(bottom_left) + static_cast<Accumulate>(bottom_right));
   }
 
-  // NCHW: compute `count` neighbours of one row from two rows.
+  // Compute `count` neighbours of one row from two rows, for NCHW.
   static void rows(const T* top, const T* bottom, T* out, int64_t count) {
     for (int64_t i = 0; i < count; ++i) out[i] = sum(top[2 * i], top[2 * i + 1], bottom[2 * i], bottom[2 * i + 1]);
   }
 
-  // channels_last: compute `count` channels of one pixel from four pixels.
+  // Compute `count` channels of one pixel from four pixels, for channels_last.
   static void pixels(const T* top_left, const T* top_right, const T* bottom_left, const T* bottom_right, T* out,
                      int64_t count) {
     for (int64_t i = 0; i < count; ++i) out[i] = sum(top_left[i], top_right[i], bottom_left[i], bottom_right[i]);

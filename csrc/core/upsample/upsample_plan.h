@@ -92,7 +92,7 @@ inline int64_t common_power_of_two(int64_t limit, std::initializer_list<int64_t>
   return limit;
 }
 
-// Number of elements that one access moves. For channels_last, `large` == `small`. Otherwise `small` elements map to 2
+// Count the elements that one access moves. For channels_last, `large` == `small`. Otherwise `small` elements map to 2
 // * `small` elements in each of two rows, moved `large` at a time (1 only if not even pairs are aligned).
 struct UpsampleVector {
   int small;

@@ -15,7 +15,7 @@ enum class V8Layout : int32_t {
   kRows,    // (bs, anchors, channels) contiguous: channels_last
 };
 
-// A tensor of raw outputs: channels below `box_channels` belong to the boxes (side, bin), the others to the classes.
+// In a tensor of raw outputs, channels below `box_channels` belong to the boxes (side, bin), the others to the classes.
 struct V8Tensor {
   const void* logits;  // by the strides below, in elements; anchor a is in column a % width of row a / width
   void* gradient;      // dense, as `layout` says; null in the forward pass
@@ -27,7 +27,7 @@ struct V8Tensor {
   bool dense;  // the logits have this layout too
 };
 
-// A level of the head: the tensors that hold it, and its first anchor in each.
+// Name the tensors that hold a level of the head, and its first anchor in each.
 struct V8Level {
   int32_t boxes, classes;
   int64_t first_in_tensor;

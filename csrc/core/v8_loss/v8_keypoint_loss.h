@@ -1,4 +1,4 @@
-// The pose loss's keypoint parts: the distance of an anchor's keypoints, relative to the target, visibility's entropy.
+// Compute the pose loss's keypoint parts: the distance of keypoints relative to the target, and visibility's entropy.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,7 @@ struct V8KeypointLossBackwardParams {
   int64_t gradient_b, gradient_c, gradient_a;
 };
 
-// An anchor in a slot, its target, and values that all its keypoints share.
+// Hold an anchor in a slot, its target, and values that all its keypoints share.
 template <typename T>
 struct V8KeypointSlot {
   int64_t image, anchor, row;

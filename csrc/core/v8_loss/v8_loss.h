@@ -23,7 +23,7 @@ struct V8Slots {
   void* scales;     // (3) T, d(loss) / d(sum of the box, class and distance terms)
 };
 
-// Scratch memory of the forward pass. Valid targets are renumbered by image, in the order of their rows.
+// The forward pass uses this scratch memory. Valid targets are renumbered by image, in the order of their rows.
 struct V8Scratch {
   void* boxes;        // (bs, anchors, 4) T, predicted corners in pixels
   uint32_t* owner;    // (bs, anchors) 0, or 1 + the greatest slot that names the anchor, with kV8Shared if several do

@@ -38,7 +38,7 @@ TORCH_FASTDET_HOST_DEVICE V8Sides v8_sides(const double* settings) {
 
 constexpr float kV8Inside = 1e-9f;  // minimum distance of an anchor from a box's border, in pixels
 
-// A target in pixels, in fp32. Each step rounds as in eager PyTorch, so that anchors on a box's edge are treated alike.
+// Hold a target in pixels, in fp32. Each step rounds as in eager, so that anchors on a box's edge are treated alike.
 struct alignas(16) V8Target {
   float x1, y1, x2, y2;
   float low_x, low_y, high_x, high_y;  // where anchors may be: the box, with short sides enlarged
@@ -181,7 +181,7 @@ TORCH_FASTDET_HOST_DEVICE T v8_softplus(T x) {
   return x > T(0) ? x + rest : rest;
 }
 
-// An anchor and its target, in cells of the anchor's level.
+// Hold an anchor and its target, in cells of the anchor's level.
 template <typename T>
 struct V8Pair {
   T x, y;            // the anchor

@@ -1,7 +1,7 @@
-// The mask part of the segmentation loss. Forward, a block lists the positives of each group (an image's level), blocks
-// share the pixels of each positive's box and sum entropies and their gradient by the coefficients, and one launch adds
-// these. Backward, those sums give the coefficients' gradients, and a block for each tile of an image's prototypes
-// walks over its positives in a fixed order, with the tile's gradients in registers.
+// Compute the segmentation loss's mask part. Forward, a block lists the positives of each group (an image's level),
+// blocks share the pixels of each positive's box and sum entropies and their gradient by the coefficients, and one
+// launch adds these. Backward, those sums give the coefficients' gradients, and a block for each tile of an image's
+// prototypes walks over its positives in a fixed order, with the tile's gradients in registers.
 #include "core/v8_loss/v8_loss_device.cuh"
 #include "core/v8_loss/v8_mask_loss.h"
 

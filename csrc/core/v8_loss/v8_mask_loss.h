@@ -1,5 +1,5 @@
-// The mask part of Ultralytics' and YOLOv5's segmentation losses: for each anchor that got a target, the entropy of its
-// mask (coefficients x prototypes) and the target's mask within the target's box. No mask is ever stored in memory.
+// Compute the mask part of Ultralytics' and YOLOv5's segmentation losses: for each anchor with a target, the entropy of
+// its mask (coefficients x prototypes) and the target's mask within the target's box. No mask is stored in memory.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace torch_fastdet::core {
 constexpr int kV8MostMaskChannels = 128;
 constexpr int64_t kV8PixelsOfPart = 4096;
 
-// A tensor (bs, channels, ...) by its strides, in elements.
+// Describe a tensor (bs, channels, ...) by its strides, in elements.
 struct V8Coefficients {
   void* at;
   int64_t stride_b, stride_c, stride_a;
@@ -29,7 +29,7 @@ constexpr int kV8MaskLevels = 8;
 
 enum class V8MaskType : int32_t { kUInt8, kInt32, kFloat32 };
 
-// An anchor that got a target, as the forward pass leaves it for the backward pass (32 bytes).
+// The forward pass leaves this for the backward pass, for each anchor that got a target (32 bytes).
 struct V8MaskPositive {
   int64_t anchor;          // image * anchors + anchor
   int32_t x0, x1, y0, y1;  // the pixels of the target's box, half open
@@ -37,7 +37,7 @@ struct V8MaskPositive {
   float area;  // share of the image that the target's box covers; with levels, times the positives of its group
 };
 
-// A level of YOLOv5's heads, whose matches are the positives. The loss is the mean over levels and images.
+// Describe a level of YOLOv5's heads, whose matches are the positives. The loss is the mean over levels and images.
 struct V8MaskLevel {
   int64_t first;        // index of its first anchor among all levels
   int64_t anchors;      // number of anchors of an image

@@ -12,13 +12,13 @@ namespace torch_fastdet::core {
 constexpr float kV8LeastObbSide = 2.f;  // pixels: targets with a shorter side are ignored
 constexpr double kV8ObbFloor = 0.01;    // added to both variances in the box part, in square cells
 
-// A box that is rotated by `angle` (radians) around its center.
+// Describe a box that is rotated by `angle` (radians) around its center.
 template <typename T>
 struct V8Obb {
   T x, y, w, h, angle;
 };
 
-// The Gaussian of a box: its covariance [[a, c], [c, b]], the variances along its own axes, and the axes.
+// Hold a box's Gaussian: its covariance [[a, c], [c, b]], the variances along its own axes, and the axes.
 template <typename T>
 struct V8Gaussian {
   T a, b, c, along, across;
@@ -81,7 +81,7 @@ TORCH_FASTDET_HOST_DEVICE void v8_probiou_gradient(const V8Probiou<T>& r, const 
   const T scale = gradient * r.by_distance;
   if (scale == T(0)) return;
   const T a = g.a + h.a, b = g.b + h.b, c = g.c + h.c, inverse = T(1) / r.determinant;
-  // The first is by the determinant of the sum, from both terms; the second by that of the box's own covariance.
+  // The first is by the determinant of the sum, from both terms; the second is by that of the box's own covariance.
   const T by_determinant = -r.numerator * inverse * inverse + T(0.5) / (r.ratio * r.quotient);
   const T root = sqrt(r.own * v8_determinant(h));
   const T by_quotient = T(-0.5) * (r.determinant - T(1e-7)) / (r.ratio * r.quotient * r.quotient);

@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kObjectThreads) object_kernel(const __grid_con
   static_cast<T*>(params.object_partials)[static_cast<int64_t>(level) * gridDim.x + blockIdx.x] = sum;
 }
 
-// A single block runs: a warp adds each sum of each level, then one thread computes the loss.
+// Run in a single block: a warp adds each sum of each level, then one thread computes the loss.
 template <typename T>
 __global__ void __launch_bounds__(kYolov5MaxLevels* kSums* kWarp)
     sum_kernel(const __grid_constant__ Yolov5LossParams params, int match_blocks, int object_blocks) {

@@ -34,8 +34,8 @@ struct Yolov5Head {
 
 // The forward pass leaves these for the backward pass. Scalars have the arithmetic type of the heads' dtype.
 struct Yolov5LossState {
-  // Holds all levels' cells, followed by the status. A cell is 0 for background, else the key of the match that sets
-  // its objectness (the greatest key wins), with kShared set if several matches share the cell.
+  // This holds all levels' cells, followed by the status. A cell is 0 for background, else the key of the match that
+  // sets its objectness (the greatest key wins), with kShared set if several matches share the cell.
   uint64_t* owner;
   int64_t* match_cell;    // (nl, 5, na, nt) cell, or -1 for a candidate that does not match
   void* match_values;     // (nl, 5, na, nt, 5) the cell's objectness target, d(1 - CIoU) / d(x, y, w, h logits)

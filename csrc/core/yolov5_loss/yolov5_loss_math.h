@@ -26,7 +26,7 @@ TORCH_FASTDET_HOST_DEVICE int64_t clamped_cell(float position, int64_t cells) {
   return position >= static_cast<float>(cells) ? cells - 1 : static_cast<int64_t>(position);
 }
 
-// `box` is normalised x, y, w, h; `offset` is as above. fp32 rounds as eager does: an fma would move targets on lines.
+// `box` is normalised x, y, w, h; `offset` is as above. It rounds as eager: an fma would move targets on grid lines.
 TORCH_FASTDET_HOST_DEVICE Yolov5Match yolov5_match(const float box[4], const float anchor[2], int64_t nx, int64_t ny,
                                                    float anchor_t, int offset) {
   Yolov5Match match{};

@@ -6,7 +6,7 @@
 namespace torch_fastdet::bn_act_cuda {
 namespace {
 
-// `images` are all tensors of x's shape that the kernels read and write; `accesses` is how many suffice for a thread.
+// `images` are all tensors of x's shape that the kernels access; `accesses`, if not 0, suffice for each thread.
 core::BnActPlan plan_of(bool channels_last, const at::Tensor& x, const std::vector<core::BnActImage>& images,
                         const char* op, int accesses = 0) {
   TORCH_CHECK(x.size(2) * x.size(3) <= INT32_MAX && x.size(0) <= INT32_MAX, op, ": x has shape ", x.sizes(),

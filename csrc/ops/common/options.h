@@ -56,7 +56,7 @@ template <auto kFunction, typename Result, typename... Parameters>
 struct Unpacked<kFunction, Result (*)(Parameters...)> {
   using Types = decltype(std::tuple_cat(std::declval<typename SchemaTypes<Parameters>::type>()...));
 
-  // Where each parameter's values start.
+  // Compute where each parameter's values start.
   static constexpr auto kFirst = [] {
     constexpr size_t sizes[] = {std::tuple_size_v<typename SchemaTypes<Parameters>::type>...};
     std::array<size_t, sizeof...(Parameters)> first{};

@@ -39,7 +39,7 @@ struct WordsHash {
   size_t operator()(const Words& words) const { return hash(words); }
 };
 
-// A small map that evicts the least recently used entry.
+// This small map evicts the least recently used entry.
 template <typename Value>
 class RecentlyUsed {
  public:

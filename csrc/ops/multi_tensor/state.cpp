@@ -49,7 +49,7 @@ struct Reduction {
   bool needed() const { return scale || max_norm; }
 };
 
-// The moving average. Decay < 0: none; tau > 0: it ramps up over `updates`, or if that is -1, over `counter`.
+// Hold the moving average's settings. Decay < 0: none; tau > 0: a ramp over `updates` or, if -1, over `counter`.
 struct Averaging {
   using Types = std::tuple<double, double, int64_t, std::optional<at::Tensor>>;
   const double decay, tau;

@@ -345,7 +345,7 @@ inline NmsRequest check_yolov5_heads(at::TensorList heads, const at::Tensor& anc
   return request;
 }
 
-// boxes[i] is (B, 4 * reg_max, ny, nx), scores[i] (B, nc, ny, nx), and extra empty or (B, ne, ny, nx).
+// boxes[i] is (B, 4 * reg_max, ny, nx) and scores[i] (B, nc, ny, nx); extra is empty or (B, ne, ny, nx).
 inline NmsRequest check_ultralytics_heads(at::TensorList boxes, at::TensorList scores, at::TensorList extra,
                                           at::ArrayRef<double> strides, const char* op) {
   check_levels(boxes, strides, op, "boxes");

@@ -1,5 +1,5 @@
-// Autograd of the v8 losses: the forward pass saves each anchor's target and score. The backward pass reads the logits
-// again and writes each head's gradient, already multiplied by the incoming one.
+// The forward pass of the v8 losses saves each anchor's target and score. The backward pass reads the logits again and
+// writes each head's gradient, already multiplied by the incoming one.
 #include "ops/common/autograd.h"
 #include "ops/v8_loss/run.h"
 
@@ -19,7 +19,7 @@ std::pair<std::vector<double>, std::vector<c10::SymInt>> saved_levels(AutogradCo
   return {context->saved_data["strides"].toDoubleVector(), context->saved_data["sizes"].toSymIntVector()};
 }
 
-// HeadLoss takes such a loss: the operator, the heads, Inputs between them and the targets, the Rest, the gradients.
+// Tell HeadLoss of a loss: the operator, the heads, Inputs between them and the targets, the Rest, the gradients.
 struct Upright {
   static auto unpacked(at::TensorList heads) { return std::make_tuple(heads); }
   template <typename... Each>
@@ -101,7 +101,7 @@ struct HeadLoss : torch::autograd::Function<HeadLoss<Task>> {
 template <class Task>
 constexpr auto head_loss = unpack<&Applied<HeadLoss<Task>, V8LossResult>::call>;
 
-// Each framework's mask part: the operator, whether positives may share an anchor, the arguments after the masks.
+// Describe a framework's mask part: the operator, whether positives may share an anchor, arguments after the masks.
 struct OfSlots {
   static constexpr auto kName = "v8_mask_loss";
   static constexpr auto kLoss = &v8_mask_loss<Meta>;

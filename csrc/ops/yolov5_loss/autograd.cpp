@@ -1,5 +1,5 @@
-// Autograd of the YOLOv5 loss: the forward pass saves the matches and their box gradients. The backward pass reads the
-// objectness logits again and writes each head's gradient, already multiplied by the incoming one.
+// The forward pass of the YOLOv5 loss saves the matches and their box gradients. The backward pass reads the objectness
+// logits again and writes each head's gradient, already multiplied by the incoming one.
 #include "ops/common/autograd.h"
 #include "ops/yolov5_loss/run.h"
 
