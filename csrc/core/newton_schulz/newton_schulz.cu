@@ -43,7 +43,7 @@ __device__ __forceinline__ void load(const Element* from, float (&x)[Elements::k
   }
 }
 
-constexpr int kPlainThreads = 256;  // of kernels without products
+constexpr int kPlainThreads = 256;  // of kernels that compute no products
 constexpr int kPad = 8;             // elements between rows of shared memory that avoid bank conflicts
 
 // Each block sums the squares of one chunk.

@@ -67,10 +67,10 @@ __global__ void __launch_bounds__(kThreads) pad_and_sum(const __grid_constant__ 
   using A = arithmetic_t<T>;
   constexpr int kRows = kThreads / kPadTile;
   __shared__ T tile[kPadTile][kPadTile + 2];
-  __shared__ int64_t offsets[kPadTile];  // of the tile's positions in x; -1 behind the last one
+  __shared__ int64_t offsets[kPadTile];  // of the tile's positions in x; -1 after the last one
   __shared__ A sums[kRows][kPadTile];
   const int column = threadIdx.x % kPadTile, row = threadIdx.x / kPadTile;
-  const int64_t first = int64_t{blockIdx.x} * kPadTile;  // channel
+  const int64_t first = int64_t{blockIdx.x} * kPadTile;  // first channel
   const bool channels_lie_together = p.channel_stride == 1;
   A sum = 0;
   for (int64_t begin = int64_t{blockIdx.y} * kPadTile; begin < p.positions(); begin += int64_t{gridDim.y} * kPadTile) {

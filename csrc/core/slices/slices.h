@@ -15,7 +15,7 @@ constexpr int kMostSlices = 4;
 // NCHW. A pitch is the number of elements from one row to the next. No result may overlap with an operand.
 struct SumSlicesParams {
   int64_t rows, width;
-  int count;  // of operands, 1 to kMostSlices
+  int count;  // number of operands, 1 to kMostSlices
   const void* x[kMostSlices];
   int64_t x_pitch[kMostSlices];
   void* out;

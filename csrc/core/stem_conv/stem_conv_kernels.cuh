@@ -30,7 +30,7 @@ struct StemTile {
   static constexpr int kGradPitch = kOutputs + 8;  // of a pixel; avoids bank conflicts of eight pixels
   static constexpr int kGrads = kHeight * kWidth * kGradPitch;
   static constexpr int kTaps = kSide * kSide;
-  static constexpr int kMatrices = kChunk / 8;  // of 8 outputs
+  static constexpr int kMatrices = kChunk / 8;  // matrices of 8 outputs
   static_assert(kOutputs % kChunk == 0 && kChunk % 16 == 0 && kThreads <= 1024, "whole matrices");
 
   static __device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / kWarp; }

@@ -54,7 +54,7 @@ class MutualTracker : public Tracker {
   };
   MutualOptions kind_;
   int high_count_ = 0, low_count_ = 0;  // high_ holds all detections: high scores, low scores, recovered ones
-  std::vector<Past> pasts_;             // by slot
+  std::vector<Past> pasts_;             // indexed by slot
   std::vector<Pair> pairs_, matches_;
   std::vector<const Seen*> origins_;  // of rows
   std::vector<int> best_of_row_, best_of_column_;

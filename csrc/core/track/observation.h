@@ -37,7 +37,7 @@ class ObservationTracker : public Tracker {
     KalmanState corrected;          // the filter after the last observation
   };
   ObservationOptions kind_;
-  std::vector<Past> pasts_;  // by slot
+  std::vector<Past> pasts_;  // indexed by slot
   std::vector<int> left_;
 
   static Point centre(const TrackBox& b) { return {(b.x1 + b.x2) / 2, (b.y1 + b.y2) / 2}; }

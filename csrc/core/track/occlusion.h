@@ -34,7 +34,7 @@ class OcclusionTracker : public Tracker {
   static constexpr int64_t kUnseen = 2;  // frames for which every unmatched track is kept
   OcclusionOptions kind_;
   size_t kept_;
-  std::vector<Past> pasts_;  // by slot
+  std::vector<Past> pasts_;  // indexed by slot
   TrackShapes active_;
   std::vector<uint8_t> covered_;
 

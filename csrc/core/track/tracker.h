@@ -44,7 +44,7 @@ enum class TrackStatus : uint8_t { kNew = 0, kTracked = 1, kLost = 2, kRemoved =
 
 struct Track {
   TrackBox box;
-  int64_t id = 0, frame = 0, start = 0;                     // frame: of the last detection; start: of the first
+  int64_t id = 0, frame = 0, start = 0;                     // frame: that of the last detection; start: of the first
   int64_t length = 0;                                       // detections since it was born or found again
   int64_t index = 0;                                        // index of the last detection in its frame
   int removals = 0;                                         // number of its entries in the list of removed tracks
@@ -190,11 +190,11 @@ class Tracker {
   KalmanFilter filter_;
   TrackOptions options_{};
   Appearances looks_{};        // of this frame
-  std::vector<int> look_row_;  // by slot
+  std::vector<int> look_row_;  // indexed by slot
   int64_t frame_ = 0, last_id_ = 0;
   bool mixed_ = false;         // the camera has moved
   bool rotated_ = false;       // of this frame's boxes
-  std::vector<Track> tracks_;  // by slot
+  std::vector<Track> tracks_;  // indexed by slot
   std::vector<int> free_slots_, tracked_, lost_;
   std::deque<Removed> removed_;
   // These hold one frame's data; they are members to reuse their memory.
@@ -252,10 +252,10 @@ class Tracker {
     associate_low();
   }
   virtual void first_match() { match(pool_, high_, options_.match_limit, false, looking_costs(pool_)); }
-  virtual void recover() {}   // after the first stage
+  virtual void recover() {}   // runs after the first stage
   virtual void suppress() {}  // sets used_ for detections that must not start a track
   virtual void started(int) {}
-  virtual int64_t past_columns() const { return 0; }  // of a tracker's own data of a track
+  virtual int64_t past_columns() const { return 0; }  // number of columns of a tracker's own data of a track
   virtual void save_past(int, double*) const {}
   virtual void load_past(int, const double*) {}
 
@@ -327,13 +327,13 @@ class Tracker {
         static_cast<float>(t.angle)};
   }
 
-  Lanes measure(float left, float top, float w, float h) const {  // in float32, then widened
+  Lanes measure(float left, float top, float w, float h) const {  // computed in float32, then widened
     const float x = left + w / 2, y = top + h / 2;
     return {{x, y, filter_.xywh() ? w : w / h, h}};
   }
   Lanes measure(const Detection& d) const { return measure(d.left, d.top, d.w, d.h); }
 
-  WideBox corners(const Lanes& p) const {  // of the position of a filter
+  WideBox corners(const Lanes& p) const {  // of a filter's position
     const double w = filter_.xywh() ? p[2] : p[2] * p[3], h = p[3], x = p[0] - w / 2, y = p[1] - h / 2;
     return {x, y, w + x, h + y};
   }

@@ -61,8 +61,8 @@ struct V8MaskLossParams {
   float image_w, image_h;  // pixels
   const float* targets;    // (n, 6) contiguous: image, class, x, y, w, h
   int64_t n;
-  const int64_t* num_targets;  // device scalar: rows in use; null: all
-  const double* settings;      // (kV8Settings); null for YOLOv5's
+  const int64_t* num_targets;  // device scalar: number of valid rows; null: all
+  const double* settings;      // (kV8Settings); null for YOLOv5
   double gain;                 // for YOLOv5
   V8MaskLevel level[kV8MaskLevels];
   const int64_t* slot_anchor;  // (slots) from v8_loss; for YOLOv5 (levels, ..., n): the cell in the level

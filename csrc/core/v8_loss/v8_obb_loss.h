@@ -87,7 +87,7 @@ struct V8ObbPair {
   T distance[4];
   T wanted_distance[4];
   V8Obb<T> box, wanted;
-  T along, across;  // from the anchor to the predicted center, along the box's axes
+  T along, across;  // vector from the anchor to the predicted center, along the box's axes
 };
 
 template <typename scalar_t>

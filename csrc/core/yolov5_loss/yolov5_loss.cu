@@ -8,14 +8,14 @@
 namespace torch_fastdet::core {
 namespace {
 
-constexpr int kWarps = 8;  // a block, in kernels where a warp has a candidate or a piece of a plane
+constexpr int kWarps = 8;  // warps of a block, in kernels where a warp has a candidate or a piece of a plane
 constexpr int kObjectThreads = 256;
 constexpr int kObjectCells = 2;  // loads of a thread that are in flight
 // Blocks of a level are limited so that one block can add their results; each takes several pieces if there are more.
 constexpr int kMostBlocks = 512;
 constexpr int kMatchSums = 3;
 constexpr int kSums = kMatchSums + 1;
-constexpr int kRowCells = 128;  // a block of the row gradient; also its threads
+constexpr int kRowCells = 128;  // cells of a block of the row gradient; also its threads
 constexpr int kPlaneChunk = 2048;
 constexpr int kClassesALane = 4;
 

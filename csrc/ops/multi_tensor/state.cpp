@@ -220,7 +220,7 @@ class State : public torch::CustomClassHolder {
   // Run the first half of fused(), for steps that do more in between and read the result in workspace().
   void reduce(const Hyper::Types& hyper, const Reduction::Types& reduction) {
     workspace();
-    check_step(hyper, false);  // before the scale changes
+    check_step(hyper, false);  // must precede the change of the scale
     const List& list = rows(false);
     const core::ReduceParams params = reduce_params(list, reduction);
     unfilled_pointer();
@@ -519,7 +519,7 @@ class State : public torch::CustomClassHolder {
   std::vector<at::Tensor> second_;
   std::vector<at::Tensor> steps_;
   at::Tensor workspace_;
-  std::vector<bool> unfilled_;  // a byte of unfilled_bytes_ may be 1
+  std::vector<bool> unfilled_;  // true if a byte of unfilled_bytes_ may be 1
   std::vector<at::Tensor> averages_;
   std::vector<at::Tensor> values_;
   std::vector<at::Tensor> value_averages_;
