@@ -140,7 +140,7 @@ TORCH_FASTDET_HOST_DEVICE uint64_t v8_best_target(const Params& params, int64_t 
   return best;
 }
 
-// Give a slot's anchor to its target or, if `shared`, to that of `best`, or for best 0, without weight, to the first.
+// Give a slot's anchor to its target or, if `shared`, to that of `best`; if 0, without weight, to its image's first.
 template <typename scalar_t, typename Params>
 TORCH_FASTDET_HOST_DEVICE void v8_settle(const Params& params, int64_t slot, bool shared, uint64_t best) {
   using T = arithmetic_t<scalar_t>;

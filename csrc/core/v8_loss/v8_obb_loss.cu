@@ -1,5 +1,5 @@
 // Compute the loss of oriented boxes on the GPU with the detection loss's targets, boxes and assignment. One thread
-// computes each slot's terms and one block adds them; backward, dense gradients come before a thread for each slot.
+// computes each slot's terms and one block adds them. Backward writes the dense gradients, then each slot's.
 #include "core/v8_loss/v8_loss_device.cuh"
 #include "core/v8_loss/v8_loss_launch.h"
 #include "core/v8_loss/v8_obb_loss.h"
