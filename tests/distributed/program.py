@@ -1,10 +1,9 @@
-"""What two or more ranks do in test_distributed.py: DistributedDataParallel against ours. Started by torchrun.
+"""Compare torch_fastdet with DistributedDataParallel on two or more ranks of test_distributed.py. Started by torchrun.
 
     torchrun --nproc_per_node 2 tests/distributed/program.py gloo|nccl|shared FOLDER CASE ...
 
-With gloo the CPU stands in for the GPU (tests/graphs/fake_gpu.py); the exchange is that of a GPU. "shared" is gloo too, on one GPU that
-all ranks share, which NCCL refuses. Each rank writes FOLDER/<rank>.json:
-for each case "ok" or its traceback.
+With gloo the CPU stands in for the GPU (tests/graphs/fake_gpu.py), but the exchange is that of a GPU. "shared" is gloo too, on one GPU that
+all ranks share, which NCCL refuses. Each rank writes FOLDER/<rank>.json, which contains "ok" or a traceback for each case.
 """
 
 import contextlib
@@ -41,7 +40,7 @@ KEPT = []  # graphs that live when the process group is destroyed
 
 
 class Used(Net):
-    """Without Net's parameter that is never used, for DistributedDataParallel's sake."""
+    """Remove Net's parameter that is never used, as DistributedDataParallel requires."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +48,7 @@ class Used(Net):
         self.register_buffer("shift", torch.zeros(1))
 
     def forward(self, x):
-        """With a buffer that a training pass reads, and that each rank changes otherwise: rank 0's counts, from the next pass on."""
+        """Read and change a buffer in a training pass, differently on each rank. From the next pass on, rank 0's counts."""
         self.shift.add_(0.01 * (RANK + 1))
         return super().forward(x + self.shift)
 
@@ -71,7 +70,7 @@ def images_of_this_rank(sizes, count):
 
 
 def train(model, batches, accumulate=1, no_sync=False, set_to_none=True, no_sync_of=None):
-    """Train ten or so steps; return the gradients of each pass, as they are after backward()."""
+    """Train about ten steps. Return the gradients after each backward pass."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
     seen = []
     for i, x in enumerate(batches):
@@ -90,8 +89,8 @@ def close(got, want, what=""):
 
 
 def statistic(name):
-    """Return whether only rank 0 must equal DDP between two passes: true of batch norm's statistics, which each rank keeps, and of
-    buffers that a pass has changed."""
+    """Return whether only rank 0 must equal DDP between two passes. This holds for batch norm's statistics, which each rank keeps, and
+    for buffers that a pass has changed."""
     return name.endswith(("running_mean", "running_var", "num_batches_tracked", "shift"))
 
 
@@ -129,7 +128,7 @@ def graphed_module(sizes=(32,), accumulate=1, no_sync=False, set_to_none=True, c
     same_as_ddp(plain, model, want, got)
     equal_on_all_ranks(model)
     assert len(graphed.graphs.shapes) == len(set(sizes))
-    # No copy: what is averaged is what p.grad holds, and what the graph wrote.
+    # Nothing is copied: the average is of the tensors that p.grad holds and that the graph wrote.
     train(graphed, batches[:1])
     loss_of(graphed(batches[0])).backward()
     average = graphed.graphs.average
@@ -156,7 +155,7 @@ def gradients_set_to_zero():
 
 
 class Sometimes(Used):
-    """Has a layer that large images use alone, and one that is never used."""
+    """Add a layer that only large images use, and one that is never used."""
 
     def __init__(self):
         super().__init__()
@@ -226,7 +225,7 @@ def a_backward_pass_that_failed():
 
 
 def passes_without_a_backward_pass():
-    """Their forward pass changes buffers too, which the next one finds as rank 0 has them."""
+    """Forward passes alone change buffers too. The next pass uses those of rank 0."""
     plain, batches = make(), images_of_this_rank((32,), 6)
     model = copy.deepcopy(plain)
     results = []
@@ -245,7 +244,7 @@ def passes_without_a_backward_pass():
 
 
 def norms_that_are_frozen():
-    """The first pass that reads their statistics finds rank 0's already, and the passes behind it too."""
+    """The first pass that reads the frozen statistics, and those after it, read those of rank 0."""
     plain, batches = make(), images_of_this_rank((32,), 4)
     model = copy.deepcopy(plain)
     results = []
@@ -257,7 +256,7 @@ def norms_that_are_frozen():
 
 
 def a_pass_of_stock_in_between():
-    """Evaluations run in DistributedDataParallel itself. This one changes a buffer, on each rank otherwise."""
+    """Evaluations run in DistributedDataParallel itself. This one changes a buffer, differently on each rank."""
     plain, batches = make(), images_of_this_rank((32,), 3)
     model, results = copy.deepcopy(plain), []
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -288,7 +287,7 @@ def models_that_differ():
 
 
 def a_group_of_some_ranks():
-    """Each rank for itself: nothing is exchanged."""
+    """Each rank has its own group, so that nothing is exchanged."""
     groups = [dist.new_group([rank]) for rank in range(SIZE)]
     plain, batches = make(), images_of_this_rank((32,), 4)
     model = copy.deepcopy(plain)
@@ -297,7 +296,7 @@ def a_group_of_some_ranks():
 
 
 def train_step(accumulate=1, sizes=(64,), scale=2.0**12):
-    """Compare TrainStep with the same calls one by one with DistributedDataParallel and FusedStep."""
+    """Compare TrainStep with the separate calls of DistributedDataParallel and FusedStep."""
     plain = make(Detector)
     model = copy.deepcopy(plain)
     torch.manual_seed(50 + RANK)
@@ -326,7 +325,7 @@ def train_step(accumulate=1, sizes=(64,), scale=2.0**12):
                 optimizer.zero_grad()
         results.append((torch.stack(items), ema, scaler.get_scale(), step))
     (want, want_ema, want_scale, _), (got, ema, got_scale, step) = results
-    # Half precision on a GPU rounds what the order of a sum has moved.
+    # The order of a sum differs, which half precision on a GPU amplifies by rounding.
     on_gpu = fake_gpu.GPU.device.type == "cuda"
     tolerance = {"rtol": 2e-2, "atol": 1e-3} if on_gpu else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(got, want, **tolerance)
@@ -373,14 +372,14 @@ def evaluate(wrapped, batch):
 
 
 def switched(host, plain, batches, value_of, options, steps):
-    """Train a model under DistributedDataParallel, stock and with the switch cuda_graph, and stock again after unpatch()."""
+    """Train a model under DistributedDataParallel: original, with the switch cuda_graph, and original again after unpatch()."""
     from torch_fastdet.patching import switch
 
     def passes(wrapped, optimizer, some):
         seen = []
         for i, batch in enumerate(some):
             last = i % 3 != 0
-            # static_graph of stock fails in no_sync.
+            # The original static_graph fails in no_sync.
             with nullcontext() if last or options.get("static_graph") else wrapped.no_sync():
                 value_of(wrapped(batch)).backward()
             seen.append([None if p.grad is None else p.grad.detach().clone() for p in wrapped.parameters()])
@@ -451,7 +450,7 @@ def switch_of_ultralytics():
 
 
 def what_the_switch_leaves_to_stock():
-    """A communication hook, SyncBatchNorm, and a training without DistributedDataParallel: a line on each rank, and stock's results."""
+    """With a communication hook, SyncBatchNorm, or without DistributedDataParallel, each rank raises once and then runs the original."""
     from yolov5.models import yolo
 
     import torch_fastdet.yolov5 as host
@@ -489,7 +488,7 @@ def _first(future):
 
 
 def _endless(harm):
-    """Train without an end, with some harm to rank 1."""
+    """Train endlessly, and let ``harm`` affect rank 1."""
     graphed = GraphedModule(make(), required=True)
     for i, x in enumerate(images_of_this_rank((32,), 4) * 10000):
         if i == 5:
@@ -533,7 +532,7 @@ def a_rank_with_fewer_batches():
 
 
 def a_rank_that_starts_late(seconds=3.0):
-    """The others wait where the model is graphed, and not in the first pass alone."""
+    """The other ranks wait for it where the model is graphed, and not only in the first pass."""
     plain, batches = make(), images_of_this_rank((32,), 3)
     model = copy.deepcopy(plain)
     want = train(ddp(plain), batches)

@@ -1,6 +1,6 @@
-"""Several processes that train one model: gradients, buffers and results are DistributedDataParallel's.
+"""Several processes that train one model have the gradients, buffers and results of DistributedDataParallel.
 
-program.py is what each rank does. On the CPU the ranks exchange by gloo, on two GPUs by NCCL, with graphs that are real there.
+Each rank runs program.py. The ranks communicate by gloo on the CPU, and by NCCL on two GPUs, whose graphs are real.
 """
 
 import contextlib
@@ -65,14 +65,14 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def variables(tmp_path_factory):
-    """Return environment of a rank; YOLOv5 and Ultralytics can be imported in it."""
+    """Return a rank's environment, in which YOLOv5 and Ultralytics can be imported."""
     return real.with_torch_fastdet(environment(tmp_path_factory.mktemp("environment"))) | {
         "NCCL_NVLS_ENABLE": os.environ.get("NCCL_NVLS_ENABLE", "0")
     }
 
 
 def ranks(variables, backend, folder, cases, size=2):
-    """Run the program on ``size`` ranks, and return what each of them says of the cases."""
+    """Run the program on ``size`` ranks, and return each one's results of the cases."""
     common = variables | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [str(PROGRAM), backend, str(folder), *cases]
 
@@ -88,7 +88,7 @@ def ranks(variables, backend, folder, cases, size=2):
 
 
 class Runs:
-    """The program's runs, one for each group of cases."""
+    """Run the program once for each group of cases."""
 
     def __init__(self, variables, factory):
         self.variables, self.factory, self.done = variables, factory, {}
@@ -138,7 +138,7 @@ def test_training_is_that_of_distributed_data_parallel(runs, backend, cases, cas
 @pytest.mark.nightly
 @on_both
 def test_four_ranks(variables, tmp_path, backend):
-    """Sums of four, whose order differs from DistributedDataParallel's."""
+    """Sums of four terms are added in another order than in DistributedDataParallel."""
     if backend == "nccl" and (reason := gpus_missing(4)):
         pytest.skip(reason)
     cases = ("graphed_module", "parameters_that_one_rank_uses", "train_step")
@@ -160,7 +160,7 @@ def torchrun(*arguments):
 @pytest.mark.nightly
 @pytest.mark.cpu
 def test_two_machines(variables, tmp_path):
-    """Two agents of torchrun, as on two hosts, with one rank each."""
+    """Two agents of torchrun, as on two hosts, train with one rank each."""
     port = free_port()
     agents = [
         subprocess.Popen(
@@ -194,7 +194,7 @@ FAULTS = {
     "a_rank_that_dies": "exitcode  : 3",
     "a_rank_without_memory": "rank 1 has no memory left",
     "an_interrupt": "",
-    # The first is gloo's error in the program's line, the second a line of NCCL's watchdog, which ends the process.
+    # The first pattern is gloo's error in the program's line, the second a line of NCCL's watchdog, which ends the process.
     "a_rank_that_hangs": r"rank \d: .*(Timed out|timeout)|Rank \d\] .*collective operation timeout",
     "a_rank_with_fewer_batches": r"rank \d: .*(Timed out|timeout|size|closed|mismatch)"
     r"|Rank \d\] .*(collective operation timeout|NCCL error|remote process)",
@@ -215,8 +215,8 @@ WAITING = ("a_rank_that_hangs", "a_rank_with_fewer_batches")  # nothing is wrong
 )
 @pytest.mark.slow
 def test_every_process_ends_after_a_fault(variables, tmp_path, fault, size, backend):
-    """In SECONDS; where ranks wait for one that does not come, in the time that the process group was given and that torchrun takes
-    to end a process that does not hear (30 s)."""
+    """They end within SECONDS. If ranks wait for one that does not come, they end within the timeout of the process group and the time
+    that torchrun takes to end a process that does not respond (30 s)."""
     if backend == "nccl" and (reason := gpus_missing(size)):
         pytest.skip(reason)
     log = tmp_path / "log"

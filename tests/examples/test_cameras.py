@@ -1,4 +1,4 @@
-"""examples/cameras.py: a small run on the CPU."""
+"""examples/cameras.py finishes a small run on the CPU."""
 
 import re
 

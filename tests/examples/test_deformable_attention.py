@@ -1,4 +1,4 @@
-"""examples/deformable_attention.py: the layer by torch_fastdet beside the same layer by grid_sample."""
+"""In examples/deformable_attention.py the layer by torch_fastdet equals the same layer by grid_sample."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The examples as a user runs them: each in a process of its own, and what it prints and writes is looked at."""
+"""The examples print and write what they should if a user runs each in its own process."""
 
 import importlib
 import importlib.machinery
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments, code=0, stdin=None, without=None) -> subprocess.CompletedProcess:
-    """Run ``python -m examples.X ...``; ``without`` names a folder that hides YOLOv5 and Ultralytics."""
+    """Run ``python -m examples.X ...``. ``without`` names a folder that hides YOLOv5 and Ultralytics."""
     path = [str(ROOT)] if without is None else [str(without), str(ROOT)]
     path += filter(None, [os.environ.get("PYTHONPATH")])  # YOLOv5 may lie there
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
@@ -47,7 +47,7 @@ def no_yolov5(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory, no_yolov5):
-    """Run the training example once; return its folder and what it printed. On the CPU also where there is a GPU."""
+    """Run the training example once, on the CPU even if there is a GPU. Return its folder and what it printed."""
     out = tmp_path_factory.mktemp("shapes")
     printed = run("examples.train_step", "--out", out, "--device", "cpu", without=no_yolov5).stdout
     return out, printed
@@ -91,7 +91,7 @@ def test_trainstep_trains_alike(tmp_path, cuda):
 
 @pytest.mark.slow
 def test_serving_finds_what_is_labelled(shapes, no_yolov5):
-    """In a fresh process, from the file alone, without YOLOv5."""
+    """A new process without YOLOv5 finds the objects from the file alone."""
     folder, printed = shapes
     lines = run("examples.serve", folder / "detector.ts", folder / "images", without=no_yolov5).stdout.splitlines()
     answers = [json.loads(line) for line in lines]
@@ -101,12 +101,12 @@ def test_serving_finds_what_is_labelled(shapes, no_yolov5):
         for name, box in truth(folder, Path(answer["image"])):
             total += 1
             found += any(d["name"] == name and iou(d["box"], box) > 0.5 for d in answer["detections"])
-    # To a few, the ones that the training script counted: it rounds nothing and letterboxes nothing, and nor does this.
+    # The training script counted the same number: neither it nor this test rounds or letterboxes.
     assert f"{found} of {total} shapes found" in printed
 
 
 def test_images_ts_is_drawn_and_served_too(tmp_path):
-    """It letterboxes by itself. Images of the size that the network wants are not resized, so both files see the same pixels."""
+    """images.ts letterboxes by itself. Images of the network's size are not resized, so that both files see the same pixels."""
     detector, side = export.small_detector(), 64
     export.export(detector, torch.rand(1, 3, side, side), tmp_path)
     noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
@@ -124,7 +124,7 @@ def test_images_ts_is_drawn_and_served_too(tmp_path):
 
 
 def test_a_yolov5_checkpoint_is_served_with_stocks_boxes(tmp_path, no_yolov5, monkeypatch):
-    """Exported from the real model class, served where YOLOv5 does not exist: stock's decode and suppression, to rounding."""
+    """A checkpoint of the real model class, served without YOLOv5, has the boxes of the original steps, but for rounding."""
     yolo = pytest.importorskip("yolov5.models.yolo")
     names = ["ant", "bee", "cow"]
     model = yolo.DetectionModel(str(Path(yolo.__file__).parent / "yolov5n.yaml"), nc=3).eval()
@@ -145,7 +145,7 @@ def test_a_yolov5_checkpoint_is_served_with_stocks_boxes(tmp_path, no_yolov5, mo
     (expected,) = stock.yolov5().non_max_suppression(decoded, 0.25, 0.45)
     assert 10 < len(expected) < 300
 
-    # In this process, which has imported YOLOv5.
+    # This process has imported YOLOv5.
     monkeypatch.setattr(sys, "argv", ["export.py", "--out", str(tmp_path), "--weights", str(weights), "--img", "128"])
     export.main()
     ran = run("examples.serve", tmp_path / "detector.ts", image, without=no_yolov5)
@@ -160,7 +160,7 @@ def test_a_yolov5_checkpoint_is_served_with_stocks_boxes(tmp_path, no_yolov5, mo
 
 
 def refused(capsys, monkeypatch, name, *arguments) -> str:
-    """Return the sentence with which an example ends, and with exit status 2. In this process: a new one takes seconds."""
+    """Return the error message with which an example exits with status 2. It runs in this process, as a new one takes seconds."""
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         command_line.run(importlib.import_module(f"examples.{name}").main)
@@ -191,7 +191,7 @@ def files(tmp_path, monkeypatch) -> Path:
 
 
 def test_draw_overwrites_no_image_that_it_draws(files, detector, capsys, monkeypatch):
-    """Neither in the images' folder nor through a link, nor another one of the same name; nothing is drawn before."""
+    """It overwrites no image in the images' folder, through a link or of the same name, and draws nothing before it fails."""
     shutil.copy("image.png", "folder/another.png")
     before = Path("image.png").read_bytes()
     for out in (".", "folder/..", "link"):
@@ -256,7 +256,7 @@ def test_a_telephones_image_is_read_upright(tmp_path):
 
 
 def test_serving_goes_on_after_whatever_pillow_raises(files, detector):
-    """An invalid name, and an image that Pillow takes for an attack, do not raise OSErrors."""
+    """Pillow raises no OSError for an invalid name, nor for an image that it takes for an attack."""
     program = "import sys; from PIL import Image; Image.MAX_IMAGE_PIXELS = 99; from examples import serve; sys.exit(serve.main())"
     Image.new("RGB", (8, 8)).save("small.png")
     command = [sys.executable, "-c", program, str(detector), "-"]
@@ -278,7 +278,7 @@ class DetectionModel(SmallDetector):
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch) -> Path:
-    """Make a clone of YOLOv5, as far as a checkpoint names it, with the checkpoint of a training; and its code forgotten again."""
+    """Make a clone of YOLOv5 with the modules that a checkpoint names and the checkpoint of a training, and unload its code again."""
     folder = tmp_path / "clone"
     (folder / "models").mkdir(parents=True)
     (folder / "models/__init__.py").touch()
@@ -301,7 +301,7 @@ def forget_models() -> None:
 
 @pytest.mark.parametrize("place", ["in its clone", "elsewhere, --yolov5", "elsewhere, the package"])
 def test_a_checkpoint_of_a_yolov5_clone(place, clone, tmp_path, monkeypatch):
-    """What train.py leaves names the top module ``models``, which is on nobody's path."""
+    """A checkpoint of train.py names the top-level module ``models``, which is not on the path."""
     weights, given = clone / "runs/train/exp/weights/best.pt", None
     forget_models()
     before = list(sys.path)
@@ -347,7 +347,7 @@ def test_serving_from_a_pipe_outlives_its_writers(files, detector):
 
 
 def test_a_sentence_and_no_traceback(files):
-    """As a file from anywhere: that it finds its modules, and runs its main through ``command_line.run``."""
+    """Run as a file from another folder, the example finds its modules, and runs its main through ``command_line.run``."""
     command = [sys.executable, ROOT / "examples/serve.py", files / "empty", files / "image.png"]
     ended = subprocess.run([*map(str, command)], cwd=files / "folder", capture_output=True, text=True)
     assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr

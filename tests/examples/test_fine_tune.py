@@ -1,4 +1,4 @@
-"""examples/fine_tune.py and its notebook: both hosts learn from drawn images, on a CPU."""
+"""By examples/fine_tune.py and its notebook both frameworks learn from drawn images on a CPU."""
 
 import importlib.machinery
 import importlib.util
@@ -20,7 +20,7 @@ EXAMPLES = Path(fine_tune.__file__).parent
 
 @pytest.mark.parametrize("host", ["yolov5", "ultralytics"])
 def test_the_next_command_is_understood(tmp_path, monkeypatch, host):
-    """Whatever the folder's name, and where the checkpoint lies outside of the clone that trained it."""
+    """The command works whatever the folder's name, and if the checkpoint lies outside the clone that trained it."""
     script = tmp_path / "a clone/train.py"
     (script.parent / "models").mkdir(parents=True)
     (script.parent / "models/yolo.py").touch()
@@ -56,7 +56,7 @@ def test_without_ultralytics_one_line_says_so(tmp_path, monkeypatch, capsys):
 
 
 def test_stand_ins_beside_yolov5(tmp_path, monkeypatch):
-    """What make puts into .venv, so that a user's own ``python -m yolov5.train`` starts there; what is installed stays."""
+    """make puts stand-ins into .venv, so that a user's own ``python -m yolov5.train`` starts there. Installed packages stay."""
     (tmp_path / "yolov5").mkdir()
     (tmp_path / "yolov5/__init__.py").touch()
     found = {"yolov5": importlib.machinery.ModuleSpec("yolov5", None, origin=str(tmp_path / "yolov5/__init__.py"))}
@@ -72,7 +72,7 @@ def test_stand_ins_beside_yolov5(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.cpu
 def test_notebook(tmp_path):
-    """Its cells, one after another, as Jupyter runs them in the notebook's folder; it trains in both hosts."""
+    """Its cells run one after another in the notebook's folder, as in Jupyter, and train in both frameworks."""
     for package in ("ultralytics", "yolov5"):
         pytest.importorskip(package, exc_type=ImportError)
     cells = json.loads((EXAMPLES / "fine_tune.ipynb").read_text())["cells"]

@@ -1,4 +1,4 @@
-"""What surrounds Triton in examples/triton, without Triton: `make serve-test` runs the server itself."""
+"""The code around Triton in examples/triton works without Triton. `make serve-test` runs the server itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that try many cases, such as ``python -m tests.fuzz.operators``, and the tests that run some of them."""
+"""Programs that try many cases, such as ``python -m tests.fuzz.operators``, and tests that run some of them."""
 
 import argparse
 import faulthandler
@@ -21,7 +21,7 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def problems(options: argparse.Namespace, case: Callable[[int, random.Random], str | None]) -> int:
-    """Return how many of the cases have something wrong, which ``case`` says and this prints."""
+    """Return the number of failing cases, and print what ``case`` returns for each."""
     faulthandler.enable()
     torch.set_num_threads(1)
     found = 0
@@ -34,7 +34,7 @@ def problems(options: argparse.Namespace, case: Callable[[int, random.Random], s
 
 
 def passes(program: str, count: int, folder: Path) -> list[int]:
-    """Run tests/fuzz/<program>.py, which finds nothing wrong. Return the numbers of its last line."""
+    """Run tests/fuzz/<program>.py, which must find nothing wrong. Return the numbers of its last line."""
     log = folder / "cases"
     command = [sys.executable, "-m", f"tests.fuzz.{program}", "--count", str(count), "--log", str(log)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -1,13 +1,13 @@
-"""``python -m tests.fuzz.files --count 100000``: mutated files and requests through everything of ours that reads them.
+"""``python -m tests.fuzz.files --count 100000`` mutates files and requests, and passes them to every reader of torch_fastdet.
 
-Stage tensors, files of ``resume_exact``, exported detectors, and requests to the Triton example. Each
-mutation ends
+It mutates stage tensors, files of ``resume_exact``, exported detectors, and requests to the Triton example. With each mutation the reader
+must
 
-* in a result, or in the reader's error, of one line;
-* within the memory that the whole file needs: the process has little more;
-* without code of the file: no program, socket, unpickled function or written file, which an audit hook watches.
+* return a result, or raise its error of one line;
+* use no more memory than the whole file needs: the process has little more;
+* run no code of the file: no program, socket, unpickled function or written file, which an audit hook watches.
 
-A crash ends the process; the last line of --log is the case that did it.
+If the process crashes, the last line of --log is the case that caused it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ TEXTS = (
     b"\xff\xfe",
 )
 NO_MEMORY = re.compile(r"MemoryError|allocate|bad_alloc")
-#: Events of the interpreter that no reader of ours needs.
+#: No reader of torch_fastdet needs these events of the interpreter.
 WATCHED = (
     "os.exec",
     "os.fork",
@@ -76,18 +76,18 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class Reader:
-    """What reads files: ``whole`` names them and holds their bytes, ``read`` reads them from a folder."""
+    """Read files. ``whole`` maps their names to their bytes, and ``read`` reads them from a folder."""
 
     errors: tuple[type[Exception], ...] = ()
     bounded = True  # takes no memory that the file has no bytes for
     whole: dict[str, bytes]
 
     def read(self, folder: Path) -> None:
-        """Raise one of ``errors``, or AssertionError where a result cannot be."""
+        """Raise one of ``errors``, or AssertionError for an impossible result."""
         raise NotImplementedError
 
     def mend(self, name: str, data: bytes, draw: random.Random) -> bytes:
-        """Change what somebody who knows the format would change too, so that the mutation gets farther."""
+        """Make the other changes that somebody who knows the format would make, so that the mutation gets farther."""
         return data
 
 
@@ -144,7 +144,7 @@ class Resume(Reader):
 
 
 def repacked(archive: bytes, suffix: str, draw: random.Random) -> bytes:
-    """Return the archive with one mutated member, and the right checksums."""
+    """Return the archive with one mutated member and correct checksums."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(out, "w") as new:
         for info in old.infolist():
@@ -154,7 +154,7 @@ def repacked(archive: bytes, suffix: str, draw: random.Random) -> bytes:
 
 
 class Detector(Reader):
-    """The archive as it lies there, and its detector.json in a sound archive."""
+    """Read a mutated archive, or a valid archive with a mutated detector.json."""
 
     errors = (Unusable,)
     bounded = False  # torch reads the archive
@@ -176,7 +176,7 @@ class Detector(Reader):
 
 
 class Requests(Reader):
-    """One bad image beside a good one, whose answer it must not change."""
+    """Send one bad image beside a good one, whose answer must not change."""
 
     def __init__(self, folder: Path) -> None:
         export.save(export.small_detector(), 64, [str(c) for c in range(export.CLASSES)], folder / "detector.ts")
@@ -245,7 +245,7 @@ def mutated(data: bytes, draw: random.Random) -> bytes:
 
 
 class Watch:
-    """Note what a file has had done."""
+    """Record what a file has made the interpreter do."""
 
     def __init__(self) -> None:
         self.folder: str | None = None
@@ -270,7 +270,7 @@ class Watch:
 
 
 def case(reader: Reader, draw: random.Random, watch: Watch, counts: Counter[str]) -> str | None:
-    """Return what is wrong with one mutation; None where nothing is."""
+    """Return what is wrong with one mutation, or None."""
     name = draw.choice(sorted(reader.whole))
     data = reader.mend(name, mutated(reader.whole[name], draw), draw)
     with tempfile.TemporaryDirectory() as made:

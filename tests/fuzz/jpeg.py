@@ -1,6 +1,6 @@
-"""``python -m tests.fuzz.jpeg --count 50000 --device cuda``: damaged JPEG files and damaged packed JPEGs through the decoder.
+"""``python -m tests.fuzz.jpeg --count 50000 --device cuda`` decodes damaged JPEG files and damaged packed JPEGs.
 
-A file is refused, or its pixels are OpenCV's. Whatever a packed JPEG holds, nothing is written beside its pixels.
+A file is either refused or decoded to OpenCV's pixels. Whatever a packed JPEG contains, nothing is written outside its pixels.
 """
 
 import argparse
@@ -13,14 +13,14 @@ from tests.ops.test_jpeg import opencv, random_file, tensor
 from torch_fastdet import ops
 
 BATCH = 100
-#: Files that are damaged again and again.
+#: The program damages this many files again and again.
 SOUND = 500
-#: Bytes around each image that nobody may write.
+#: These bytes around each image must stay unwritten.
 GAP, UNTOUCHED = 64, 9
 
 
 def damaged(rng, data):
-    """Return a file with one to four bytes changed, put in or taken out, in the scan mostly; or its beginning."""
+    """Return a file with one to four bytes changed, inserted or removed, mostly in the scan, or the beginning of it."""
     data = bytearray(data)
     begin = data.index(b"\xff\xda") if rng.random() < 0.8 else 2
     for at in rng.integers(begin, len(data), int(rng.integers(1, 5))).tolist():
@@ -39,7 +39,7 @@ def damaged(rng, data):
 
 
 def run(count, seed, device):
-    """Return how many files were taken."""
+    """Return the number of files that were accepted."""
     rng = np.random.default_rng(seed)
     sound = [random_file(rng) for _ in range(min(SOUND, count))]
     taken = 0

@@ -1,16 +1,16 @@
-"""``python -m tests.fuzz.operators --count 100000``: every operator on arguments that nobody means.
+"""``python -m tests.fuzz.operators --count 100000`` calls every operator with arguments that nobody intends.
 
-The calls that the operators' own tests hand to ``torch.library.opcheck`` are the seeds, with the backward passes that they lead
-to. Each case changes some of the arguments of a seed: layout, offset, overlap, shape, type, values, numbers beyond any range.
-The first case of each operator changes nothing. The operator must
+The calls that the operators' own tests pass to ``torch.library.opcheck`` are the seeds, with the backward passes that they lead to. Each
+case changes some of the arguments of a seed: layout, offset, overlap, shape, type, values, numbers beyond any range. The first case of each
+operator changes nothing. The operator must
 
-* give what it gives for contiguous copies of the same arguments, in shapes and types that its meta function foretells,
-  and what its oracle says (tests/fuzz/oracles.py) where it knows the numbers; losses in their gradients too,
+* return what it returns for contiguous copies of the same arguments, in shapes and types that its meta function predicts,
+  and equal to its oracle (tests/fuzz/oracles.py) if that knows the numbers; losses also in their gradients,
 * or raise an error of one line.
 
-A crash ends the process; the last line of --log is the case that did it.
+If the process crashes, the last line of --log is the case that caused it.
 
-``--device cuda`` runs what has kernels there on a GPU, where rows of a table are checked by the kernels, for compute-sanitizer.
+``--device cuda`` runs the operators that have CUDA kernels on a GPU, for compute-sanitizer. There the kernels check rows of a table.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ DTYPES = (
 FLOATS = (float("nan"), float("inf"), -float("inf"), 0.0, -1.0, 1e-45, 3e38, -3e38, 65504.0, 0.5)
 INTS = (0, 1, -1, 2, 3, 255, 1 << 31, -(1 << 31), (1 << 63) - 1, -(1 << 63), 7)
 MEMORY = 24 << 30  # bytes of addresses: a size that nobody has is an error of the allocator
-#: What a forward pass leaves for another operator, which reads and writes where it says. Nobody makes it by hand, and its values are
-#: not checked, while its sizes are: the values stay, and so do the sizes of what they point into.
+#: A forward pass leaves these arguments for another operator, which reads and writes where they point. Nobody makes them by hand, and only
+#: their sizes are checked, so the cases change neither their values nor the sizes of what they point into.
 KEPT = {
     "slot_anchor",
     "slot_row",
@@ -74,7 +74,7 @@ Call = tuple[Any, tuple, dict]
 
 # Seeds ----------------------------------------------------------------------------------------------------------------
 
-#: Small tests of operators that no test hands to opcheck.
+#: These are small tests of operators that no test passes to opcheck.
 OTHERS = (
     "test_pieces_that_make_no_sense",
     "test_invisible_keypoints_and_no_targets",
@@ -89,7 +89,7 @@ MOST_CALLS, MOST_NUMBERS = 30, 1_000_000  # of one operator, and in one call
 
 
 class Recording(TorchDispatchMode):
-    """Note the calls of our operators."""
+    """Record the calls of torch_fastdet's operators."""
 
     def __init__(self, calls: dict[str, list[Call]]) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def copies(values: Any) -> Any:
 
 
 def opcheck(operator: Any, args: tuple, kwargs: dict | None = None, **_: Any) -> None:
-    """Check the call alone, and its backward pass."""
+    """Run only the call and its backward pass."""
     leaves = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, (args, kwargs or {}))
     results = tree_flatten(operator(*leaves[0], **leaves[1]))[0]
     sums = [r.double().sum() for r in results if isinstance(r, Tensor) and r.requires_grad]
@@ -145,7 +145,7 @@ def seeds() -> dict[str, list[Call]]:
 
 
 def without_seed(calls: dict[str, list[Call]]) -> list[str]:
-    """Return operators that no call is of."""
+    """Return the operators without any call."""
     return sorted(name for name in operator_names() if name.startswith("torch_fastdet::") and not calls.get(name))
 
 
@@ -153,7 +153,7 @@ def without_seed(calls: dict[str, list[Call]]) -> list[str]:
 
 
 def in_another_layout(x: Tensor, draw: random.Random) -> Tensor:
-    """Return the same values with other strides, another offset, or over a larger memory."""
+    """Return the same values with other strides, another offset, or in a larger storage."""
     kind = draw.randrange(4)
     if kind == 0 and x.dim() > 1:
         order = draw.sample(range(x.dim()), x.dim())
@@ -241,7 +241,7 @@ def run(operator: Any, args: tuple, kwargs: dict) -> tuple[Any, Exception | None
 
 
 def leaves_of(operator: Any, args: tuple, kwargs: dict, names: set[str]) -> set[int]:
-    """Return the numbers of the flattened arguments that belong to arguments of these names."""
+    """Return the indices of the flattened arguments that belong to arguments of these names."""
     given = [*zip((argument.name for argument in operator._schema.arguments), args), *kwargs.items()]
     found, number = set(), 0
     for name, value in given:
@@ -256,7 +256,7 @@ def overlaps(x: Tensor) -> bool:
 
 
 def problem(call: Call, draw: random.Random, log: Any, device: str = "cpu", change: bool = True) -> str | None:
-    """Return what is wrong with one case; None where nothing is."""
+    """Return what is wrong with one case, or None."""
     operator, args, kwargs = call
     flat, form = tree_flatten((copies(args), copies(kwargs)))
     if torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), device.upper()):
@@ -303,7 +303,7 @@ def problem(call: Call, draw: random.Random, log: Any, device: str = "cpu", chan
     for a, b in zip(wanted or (), gave):
         if not oracles.agree(operator, b, a):
             return f"{case}\n  another result than the oracle's: {a.flatten()[:8]}, {b.flatten()[:8]}"
-    # What a loss keeps for its backward pass lies as its inputs do.
+    # The tensors that a loss keeps for its backward pass have the layout of its inputs.
     public = None if "loss" not in operator.name() else 0 if "backward" in operator.name() else 2
     for a, b in zip(tree_flatten(expected)[0][:public], tree_flatten(found)[0]):
         if isinstance(a, Tensor) and not oracles.same(a, b):

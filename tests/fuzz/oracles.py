@@ -1,4 +1,4 @@
-"""What an operator should give, from the references of tests/references, which know nothing of memory, layouts and devices."""
+"""Compute what an operator should return by the references of tests/references, which know nothing of memory, layouts and devices."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tests.references import (
 from tests.references.filter_detections import filter_detections
 from torch_fastdet import ops
 
-#: Numbers beyond overflow on the way in an operator's own type, where float64 does not.
+#: Larger numbers overflow in an operator's own type, where float64 does not.
 LARGEST = 1e4
-#: Settings below have no digits in float32.
+#: Smaller settings have no digits in float32.
 SMALLEST = 1e-30
 
 
@@ -59,7 +59,7 @@ def _bbox_iou(a: Any) -> list[Tensor]:
 
 
 def _gradients(a: Any, value: Callable[..., Tensor]) -> list[Tensor]:
-    """Return gradients by both boxes; those that nobody asked for are whatever the operator gave."""
+    """Return the gradients of both boxes. Those that nobody asked for are the operator's own."""
     assert all(x.numel() and x.isfinite().all() for x in (a.grad, a.box1, a.box2))
     leaves = [x.double().requires_grad_() for x in (a.box1, a.box2)]
     wanted = torch.autograd.grad(value(*leaves), leaves, a.grad.double(), allow_unused=True, materialize_grads=True)
@@ -76,7 +76,7 @@ def _iou_loss_backward(a: Any) -> list[Tensor]:
 
 
 def _norms(a: Any, parts: Any, weights: Any, biases: Any, means: Any, variances: Any) -> tuple[list, list[Tensor]]:
-    """Return results of each part alone, and what the running means and variances become."""
+    """Return the results of each part alone, and the new running means and variances."""
     assert all(x.numel() for x in parts), "without elements there is no mean"
     found = []
     for i, x in enumerate(parts):
@@ -137,7 +137,7 @@ def _by_image(a: Any) -> list[tuple[Tensor, Tensor]]:
 
 
 def _overlaps(a: Any) -> np.ndarray | None:
-    """Return overlaps other than those of boxes, of a single image."""
+    """Return the given overlaps of a single image, or None if they are those of the boxes."""
     assert a.iou is None or a.detections.shape[:-2].numel() == 1
     return None if a.iou is None else a.iou.float().numpy()
 
@@ -186,7 +186,7 @@ def _instance_masks(a: Any) -> list[Tensor]:
     found = a.found[0].numpy()
     if a.packed:
         found = np.unpackbits(found, axis=2, bitorder="little")[..., : a.size[1]]
-    # Rounding of the products decides next to the threshold.
+    # Close to the threshold the rounding of the products decides.
     close = 1e-5 * float(1 + (a.coefficients.double().abs() @ a.protos.double().abs().flatten(1)).max())
     wanted = np.where(margins.abs() < close, found, margins > 0).astype(found.dtype)
     return [torch.from_numpy(np.packbits(wanted, axis=2, bitorder="little") if a.packed else wanted)]
@@ -211,7 +211,7 @@ def _max_pools_cat_backward(a: Any) -> list[Tensor]:
 
 
 def _unboxed(points: Tensor, letterboxes: Tensor, clip: bool) -> Tensor:
-    """Return points (..., 2) of the network's input in the pixels of the images."""
+    """Transform points (..., 2) of the network's input to pixels of the images."""
     gain, pad, size = letterboxes.double().split(2, -1)
     points = (points.double() - pad) / gain
     return torch.where(points < 0, 0.0, torch.where(points > size, size, points)) if clip else points
@@ -224,7 +224,7 @@ def _scale_boxes(a: Any) -> list[Tensor]:
 
 
 def _suppressed(a: Any, rows: list[Tensor], anchors: list[Tensor], rotated: bool) -> list[Tensor]:
-    """Return results as the operators give them: (images, max_det, columns) and counts, after them whence the rows are."""
+    """Return results as the operators do: (images, max_det, columns) and counts, then the source of each row."""
     detections, indices = a.found[0].new_zeros(a.found[0].shape), torch.full(a.found[0].shape[:2], -1)
     for i, (row, anchor) in enumerate(zip(rows, anchors)):
         if a.letterboxes is not None:
@@ -258,13 +258,13 @@ def _yolov5_postprocess(a: Any) -> list[Tensor]:
 
 
 def _cells(x: Tensor, stride: float) -> Tensor:
-    """Return centers of a level's cells in pixels: (2, cells)."""
+    """Return the centers of a level's cells in pixels: (2, cells)."""
     ny, nx = x.shape[2:]
     return (torch.cartesian_prod(torch.arange(ny), torch.arange(nx)).flip(1).T + 0.5).double() * stride
 
 
 def _extra(x: Tensor, kind: str, stride: float) -> Tensor:
-    """Return the other channels of one level, as the rows of detections have them: (images, channels, cells)."""
+    """Return the other channels of one level in the form of detections: (images, channels, cells)."""
     x = x.double()
     if kind == "angle_logit":
         return torch.cat((x[:, :-1], (x[:, -1:].sigmoid() - 0.25) * torch.pi), 1).flatten(2)
@@ -361,7 +361,7 @@ def _v8_masked_loss(a: Any) -> list[Tensor]:
 
 
 def _v8_posed_loss(a: Any) -> list[Tensor]:
-    # A keypoint that nobody sees does not count, whatever its place. Others that are NaN make the loss NaN, as in stock.
+    # A keypoint that nobody sees does not count, wherever it is. Other NaN keypoints make the loss NaN, as in the original.
     labels = a.labels if a.labels.shape[2] == 2 else torch.where(a.labels[..., 2:] > 0, a.labels, 0.0)
     assert labels.isfinite().all()
     tensors = (a.predictions, labels, a.sigmas, a.targets)
@@ -369,13 +369,13 @@ def _v8_posed_loss(a: Any) -> list[Tensor]:
 
 
 def _positives(a: Any, images: int, anchors: int) -> list[tuple[int, int, int]]:
-    """Return what v8_loss left: (image, anchor, row of targets)."""
+    """Return the matches of v8_loss: (image, anchor, row of targets)."""
     slots = [(int(at), int(row)) for at, row in zip(a.slot_anchor.flatten(), a.slot_row.flatten()) if at >= 0]
     return [(at // anchors, at % anchors, row) for at, row in slots]
 
 
 def _v8_loss_backward(a: Any) -> list[Tensor]:
-    """Return gradients of the sums over positives and cells, whose factors the forward pass left."""
+    """Return gradients of the sums over positives and cells, with the factors of the forward pass."""
     assert all(x.isfinite().all() for x in (*a.heads, a.grad_loss, a.scales))
     leaves = [head.double().requires_grad_() for head in a.heads]
     bs = len(leaves[0])
@@ -409,7 +409,7 @@ def _v8_keypoint_loss(a: Any) -> list[Tensor]:
 
 
 def _v8_keypoint_loss_backward(a: Any) -> list[Tensor]:
-    """Return gradients of the sums over positives and keypoints, whose factors the forward pass left."""
+    """Return gradients of the sums over positives and keypoints, with the factors of the forward pass."""
     assert a.predictions.isfinite().all() and a.grad_loss.isfinite().all() and a.scales.isfinite().all()
     found = _positives(a, *a.predictions.shape[::2])
     leaf = a.predictions.double().requires_grad_()
@@ -447,7 +447,7 @@ def _v8_obb_loss(a: Any) -> list[Tensor]:
     return list(v8_obb.v8_obb_loss(*tensors, **options))
 
 
-#: Of the first results, or of what is written where nothing is returned.
+#: An oracle gives the first results, or the written tensors of an operator that returns nothing.
 ORACLES: dict[str, Callable[[Any], list[Tensor]]] = {
     "bbox_iou": _bbox_iou,
     "bbox_iou_backward": _bbox_iou_backward,
@@ -516,7 +516,7 @@ ORACLES: dict[str, Callable[[Any], list[Tensor]]] = {
 }  # fmt: skip
 
 
-#: Losses, and what they have gradients of: those of the first result are compared too.
+#: These losses have gradients by these arguments. The gradients of the first result are compared too.
 LEAVES = {
     "v8_keypoint_loss": ("predictions",),
     "v8_loss": ("heads",),
@@ -528,7 +528,7 @@ LEAVES = {
     "yolov5_mask_loss": ("coefficients", "protos"),
 }
 
-#: Operators without an oracle, and why.
+#: These operators have no oracle, for the given reasons.
 WITHOUT = {
     **dict.fromkeys(
         ("rtdetr_loss", "rtdetr_loss_backward"),
@@ -545,8 +545,8 @@ WITHOUT = {
 
 
 def is_compared_here(operator: str) -> bool:
-    """Return whether an oracle compares some results on this machine. That of images knows one of OpenCV's ways to round, which depends on
-    its version and the processor."""
+    """Return whether an oracle compares some results on this machine. The one of images knows only one of OpenCV's roundings, which
+    depend on its version and the processor."""
     return name_of(operator) in ORACLES and (
         not name_of(operator).startswith("image_augment") or ops.opencv_rules() == ("fixed", 32)
     )
@@ -557,7 +557,7 @@ def name_of(operator: str) -> str:
     return operator.partition("::")[2].partition(".")[0]
 
 
-#: Arguments whose numbers may be any: they are compared, copied or indices.
+#: These arguments may have any values, as they are compared, copied or used as indices.
 ANY = {
     "crop_mask": {"masks", "boxes"},
     "filter_detections": {"prediction"},
@@ -579,7 +579,7 @@ ANY = {
     "upsample_nearest2x_cat": {"x", "skip"},
 }
 
-#: NaN and infinity in these is not among what an oracle knows: an operator's settings, and what a forward pass left.
+#: No oracle handles NaN and infinity in these, which are an operator's settings and results of a forward pass.
 FINITE = {"anchors", "balance", "class_weights", "gains", "invstd", "iouv", "lr", "matrices", "mean", "settings", "sigmas", "y"}  # fmt: skip
 
 
@@ -599,7 +599,7 @@ def _named(operator: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def _with_gradients(operator: Any, named: dict[str, Any], call: Callable[[dict], list[Tensor]]) -> list[Tensor]:
-    """Return what the call gives, or the first two with the gradients of the first, whose parts count 1, 2, ..."""
+    """Return the results of the call, or for a loss the first two and the gradients of the first, whose parts have weights 1, 2, ..."""
     names = LEAVES.get(name_of(operator.name()))
     if names is None:
         return call(named)
@@ -612,9 +612,9 @@ def _with_gradients(operator: Any, named: dict[str, Any], call: Callable[[dict],
 
 
 def expected(operator: Any, args: tuple, kwargs: dict, found: list[Tensor]) -> list[Tensor] | None:
-    """Return what the operator's oracle says of these arguments; None where there is none, and where the numbers or shapes are not its.
+    """Return the oracle's results for these arguments, or None if there is no oracle or it does not cover the numbers or shapes.
 
-    ``found`` is what the operator gave, which a few oracles read: it says what they leave out.
+    ``found`` is what the operator returned. A few oracles read it, and document what they leave out.
     """
     name = name_of(operator.name())
     oracle, named = ORACLES.get(name), _named(operator, args, kwargs)
@@ -631,7 +631,7 @@ def expected(operator: Any, args: tuple, kwargs: dict, found: list[Tensor]) -> l
 
 
 def given(operator: Any, args: tuple, kwargs: dict, results: Any) -> list[Tensor]:
-    """Return what the operator gave, in the order of the oracle's: its results, and the tensors that it wrote."""
+    """Return the operator's results and then the tensors that it wrote, in the order of the oracle's."""
     if name_of(operator.name()) in LEAVES:
         return _with_gradients(operator, _named(operator, args, kwargs), lambda named: list(operator(**named)))
     written = [x for argument, x in zip(operator._schema.arguments, args) if argument.is_write]
@@ -639,7 +639,7 @@ def given(operator: Any, args: tuple, kwargs: dict, results: Any) -> list[Tensor
 
 
 def agree(operator: Any, given: Tensor, wanted: Tensor) -> bool:
-    """Return whether these are the same but for rounding, which in gradients and decoded boxes is that of sums."""
+    """Return whether these are equal but for rounding. In gradients and decoded boxes this is the rounding of sums."""
     name = name_of(operator.name())
     summed = "backward" in name or "postprocess" in name or name in LEAVES
     finite = given.double()[given.isfinite()].abs()
@@ -652,7 +652,7 @@ def same(a: Tensor, b: Tensor, largest: float = 1.0) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
     low = a.dtype in (torch.float16, torch.bfloat16)
-    # Sums over tensors go in the order of their memory.
+    # Sums over tensors follow the order of their memory.
     return torch.allclose(
         a.double(),
         b.double(),

@@ -1,4 +1,4 @@
-"""A part of ``make fuzz-files``: mutated files and requests give a result or an error of one line, and run nothing."""
+"""Mutated files and requests give a result or an error of one line, and run nothing. `make fuzz-files` tries more of them."""
 
 from tests.fuzz import passes
 

@@ -1,4 +1,4 @@
-"""Damaged JPEG files: never a wrong pixel. ``python -m tests.fuzz.jpeg`` tries more of them."""
+"""Damaged JPEG files never give a wrong pixel. ``python -m tests.fuzz.jpeg`` tries more of them."""
 
 import pytest
 

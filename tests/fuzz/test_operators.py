@@ -1,4 +1,4 @@
-"""A part of ``make fuzz-operators``: every operator on arguments that nobody means gives a result or an error of one line."""
+"""Every operator returns a result or raises an error of one line, whatever its arguments. ``make fuzz-operators`` tries more of them."""
 
 import pytest
 

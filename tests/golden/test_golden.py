@@ -1,4 +1,4 @@
-"""Stage tensors: what is saved can be loaded here, by numpy and by golden.h; compare() finds the first that differs."""
+"""numpy and golden.h can load saved stage tensors, and compare() finds the first that differs."""
 
 import os
 import random
@@ -220,7 +220,7 @@ def limited() -> None:
 
 
 def test_cpp_refuses_mutated_files_in_a_line(tmp_path, tool):
-    """As tests/fuzz/files.py does with Python's reader: no crash and little memory."""
+    """As Python's reader in tests/fuzz/files.py, the reader in C++ does not crash and takes little memory."""
     draw, seen = random.Random(0), Counter[int]()
     for number in range(12):
         a = golden.save(
@@ -244,7 +244,7 @@ def test_yolov5_stages():
     assert list(stages) == ["raw", "decoded", "candidates", "sorted", "kept"]
     decoded, candidates, ordered, kept = (stages[name] for name in list(stages)[1:])
     assert decoded.shape == (3, 2 * (30 + 6), 8)
-    # One anchor by hand: level 1, anchor 1, row 2, column 1 of image 2.
+    # Compute one anchor by hand: level 1, anchor 1, row 2, column 1 of image 2.
     raw = heads[1].view(3, 2, 8, 3, 2)[2, 1, :, 2, 1].double().sigmoid()
     row = decoded[2, 60 + 6 + 2 * 2 + 1].double()
     expected = torch.tensor(

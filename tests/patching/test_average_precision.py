@@ -1,4 +1,4 @@
-"""val_optim's ``ap_per_class`` against that of each host: every number in the same bits, and the same plots."""
+"""val_optim's ``ap_per_class`` has the bits of each framework's, and draws the same plots."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def host(request, monkeypatch):
 
 
 def detections(seed=0, n=3000, labels=400, classes=12, thresholds=10, correct=0.3, levels=0):
-    """Return correctness, confidence and class of detections, and classes of labels; ``levels``: so many confidences, with ties."""
+    """Return correctness, confidence and class of detections, and classes of labels. ``levels`` is the number of different confidences."""
     rng = np.random.default_rng(seed)
     conf = rng.beta(0.4, 3, n).astype(np.float32)
     conf = np.round(conf * levels).astype(np.float32) / levels if levels else conf
-    # Not nested: a detection may be correct at a threshold and not at a lower one.
+    # The columns are not nested: a detection may be correct at a threshold and wrong at a lower one.
     tp = (rng.random((n, 1)) < correct) & (rng.random((n, thresholds)) < 0.7)
     return tp, conf, *(rng.integers(0, classes, count).astype(np.float32) for count in (n, labels))
 
@@ -81,7 +81,7 @@ def test_numbers_are_stocks(host, case):
 
 
 def test_other_arrays_get_stocks(host):
-    """Correctness as numbers may be more than 0 and 1."""
+    """Correctness given as numbers may differ from 0 and 1."""
     tp, *others = CASES["usual"]
     given = tp * np.float32(0.5), *others
     assert_same(host.ours(*given, names=NAMES), host.metrics.ap_per_class(*given, names=NAMES))
@@ -107,7 +107,7 @@ def test_plots_are_stocks(host, case, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["ap_per_class", "compute_ap"])
 def test_changed_code_stays(host, name, monkeypatch, capfd):
     stock = getattr(host.metrics, name)
-    # Code from elsewhere under stock's name, as in a fork.
+    # A fork's function has the original name, but comes from elsewhere.
     changed = FunctionType(assert_same.__code__, vars(host.metrics), name)
     changed.__module__, changed.__qualname__ = stock.__module__, name
     monkeypatch.setattr(host.metrics, name, changed)

@@ -1,4 +1,4 @@
-"""doctor: what applies here and why other switches do not, without replacing anything; and the report at the end of a run."""
+"""doctor says what applies here and why other switches do not, without replacing anything. A report follows at the end of a run."""
 
 import json
 import runpy
@@ -95,7 +95,7 @@ def test_exit_status_and_output(host, capsys, monkeypatch, asked, status, as_jso
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_framework_that_is_not_installed(host, capsys, monkeypatch, as_json):
-    """One line: nothing of it can be examined, not even for switches that need no framework."""
+    """doctor prints one line: nothing of the framework can be examined, not even for switches that need no framework."""
     monkeypatch.setattr(host, "obstacle_to_host", lambda: Obstacle("host is not installed (pip install host)."))
     monkeypatch.setattr(doctor, "examine", None)
     assert (
@@ -152,7 +152,7 @@ def test_the_real_host(name):
     real = importlib.import_module(f"torch_fastdet.{name}.host").HOST
     reports = {report.name: report for report in doctor.examine(real)}
     assert list(reports) == list(real.switches)
-    # These want no GPU, and the installed versions are those that ours follow.
+    # These need no GPU, and the installed versions are those that torch_fastdet follows.
     for switch in (
         "bbox_iou_optim",
         "upsample_optim",

@@ -1,4 +1,4 @@
-"""The engine of patch() and unpatch() on modules made here: what is replaced, what is left alone, what is put back."""
+"""On modules made here, patch() and unpatch() replace, leave alone and restore the right names."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from torch_fastdet.patching.switch import GPU, Outside, Switch, Target
 
 
 class Liar:
-    """As absl's FLAGS, which tensorboard leaves behind: it says that it is a type, and has no attribute at all."""
+    """Claim to be a type and have no attribute at all, like absl's FLAGS, which tensorboard leaves behind."""
 
     def __getattribute__(self, name):
         if name == "__class__":
@@ -85,7 +85,7 @@ def test_every_holder_is_replaced_and_put_back(loaded, host):
 
 
 def test_objects_that_are_nobodys_business_are_not_touched(loaded, host):
-    """No attribute of them is read: one that claims to be a type raises for each, a lazy module would be imported."""
+    """No attribute of them is read: one that claims to be a type would raise for each, and a lazy module would be imported."""
     shapes = loaded(module("host.shapes", STOCK, flags=Liar(), area_of_flags=Liar()))
     loaded(module("user", flags=Liar(), Box=Liar(), area=Liar()))
     spec = importlib.util.find_spec("wave")
@@ -132,7 +132,7 @@ def test_what_a_user_replaces_later_stays(loaded, host, capsys):
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_method_that_a_user_has_wrapped_stays(loaded, host, capsys, named):
-    """Even in a wrapper that bears stock's names."""
+    """It stays even if the wrapper bears the original's names."""
 
     own = Target(("host.shapes",), "Box.size", make=lambda *_: lambda box: "ours", own=True)
     shapes = loaded(module("host.shapes", STOCK))
@@ -155,7 +155,7 @@ def test_a_method_that_a_user_has_wrapped_stays(loaded, host, capsys, named):
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_two_hosts_may_replace_one_name(loaded, host, order):
-    """Each goes on with what lies below it, in whatever order they are put back."""
+    """Each restores the function below its own, in whatever order they are undone."""
 
     shapes = loaded(module("host.shapes", STOCK))
     stock, hosts = shapes.area, [host, Host({}, ())]
@@ -182,7 +182,7 @@ def test_modules_that_are_imported_later(tmp_path, monkeypatch, host):
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "shapes.py").write_text(f"import host.early\n{STOCK}")
-    # It is imported while shapes is: what it takes is not there yet, but its function is asked for later.
+    # early is imported while shapes is. shapes has no area yet, but early's function asks for it later.
     (package / "early.py").write_text("def area():\n    from host.shapes import area\n    return area(2)\n")
     monkeypatch.syspath_prepend(tmp_path)
     host.switch_on(["area_optim", "size_optim"], (), import_now=False)
@@ -196,7 +196,7 @@ def test_modules_that_are_imported_later(tmp_path, monkeypatch, host):
 
 
 def test_what_no_training_needs_is_imported_by_name(monkeypatch, host):
-    """Ultralytics' trackers take half a second."""
+    """Importing Ultralytics' trackers takes half a second, so only an explicit switch does it."""
     host.switches = {"area_optim": dataclasses.replace(AREA, on_demand=True)}
     imported = []
     monkeypatch.setattr(host, "import_modules", imported.extend)
@@ -208,7 +208,7 @@ def test_what_no_training_needs_is_imported_by_name(monkeypatch, host):
 
 
 def test_a_reloaded_module_is_searched_for_as_without_us(tmp_path, monkeypatch, host):
-    """It may have moved since: here a module became a package."""
+    """The module may have moved since: here it became a package."""
     package = tmp_path / "host"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -250,7 +250,7 @@ def test_a_switch_that_needs_a_gpu(loaded, host, monkeypatch, capsys):
 
 
 def test_the_rows_of_a_class(loaded, host, capsys):
-    """One method that is added, one that follows it, one that stays with a line, one that is missing, and a class of torch."""
+    """One method is added, one follows it, one stays with a line, one is missing, and one belongs to a class of torch."""
 
     def unknown(stock):
         return Obstacle("it is unknown.")
@@ -295,7 +295,7 @@ MOVED = Switch("area_optim", "area", (Target(("host.shapes",), "area", area, mov
 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_main_function_that_is_gone_is_said(loaded, capsys, by_name):
-    """Also where the module that lost it is imported later; the rest of the switch stays on, unless it was asked for by name."""
+    """This holds even if the module that lost it is imported later. The rest of the switch stays on, unless it was asked for by name."""
     loaded(
         module("host.shapes", STOCK.partition("class")[0].replace("area", "surface") + STOCK[STOCK.index("class") :])
     )
@@ -325,7 +325,7 @@ def test_a_module_that_may_define_it_can_still_come(loaded, capsys):
 
 @pytest.mark.parametrize("theirs, missing", [("/clone/host/shapes.py", True), ("/user/host/shapes.py", False)])
 def test_a_module_of_the_same_name_is_somebody_elses(loaded, theirs, missing):
-    """As a user's own top-level ``val`` beside YOLOv5's modules, which is in another folder."""
+    """A user's own top-level ``val`` does not count as YOLOv5's if it lies in another folder than YOLOv5's modules."""
     loaded(module("host.shapes", __file__=theirs), module("host.new", __file__="/clone/host/new.py"))
     host = Host({MOVED.name: MOVED}, ("host",))
     active = host.try_switch(MOVED)

@@ -1,4 +1,4 @@
-"""The layout that a model trains in: by precision and GPU, said once, and kept."""
+"""A model's layout in training depends on precision and GPU, is logged once, and is kept."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch_fastdet.switches.channels_last import layout
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Make the current device one of this compute capability."""
+    """Return a function that makes the current device one of this compute capability."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
 
     def pretend(*capability):
@@ -53,7 +53,7 @@ def test_weights_in_nhwc_stay_there(gpu):
 
 
 def test_ranks_have_one_layout(gpu, monkeypatch):
-    """Their GPUs may differ; gradients are averaged by their place in memory."""
+    """The GPUs of ranks may differ, but gradients are averaged by their place in memory."""
     gpu(6, 1)
     monkeypatch.setattr(layout, "in_group", lambda: True)
     assert layout.takes_channels_last(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Upsampling joined with the concatenation behind it: only where nothing else sees its result. Images that the stem divides."""
+"""Upsampling is joined with the concatenation behind it if nothing else sees its result, and the stem divides byte images."""
 
 from functools import partial
 
@@ -32,7 +32,7 @@ class Concat(nn.Module):
 
 
 class Backwards(Concat):
-    """A fork's, which reads the same attributes."""
+    """Stand in for a fork's class, which reads the same attributes."""
 
     def __init__(self, concat):
         super().__init__(concat.d)
@@ -43,7 +43,7 @@ class Backwards(Concat):
 
 
 class Model(nn.Module):
-    """Layers in a row, as both hosts have them: two upsamplings in front of concatenations."""
+    """Run layers in a row, as both frameworks do, with two upsamplings in front of concatenations."""
 
     def __init__(self):
         super().__init__()
@@ -149,7 +149,7 @@ def test_nothing_is_left_after_an_error_and_other_inputs_are_stocks():
 
 
 class Block(nn.Module):
-    """The hosts' Conv, as a stem."""
+    """Stand in for the frameworks' Conv as a stem."""
 
     def __init__(self):
         super().__init__()
@@ -180,7 +180,7 @@ def operators(call, *args):
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("case", ["in half precision", "in float32", "of a block in eval mode"])
 def test_images_of_bytes(device, monkeypatch, case, memory_format):
-    """The bits of images that were divided before. In half precision, and channels_last, no pass divides them."""
+    """Byte images give the bits of images that were divided before. In half precision and channels_last no pass divides them."""
     monkeypatch.setattr(forwards, "DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(stem, "DEVICES", ("cpu", "cuda"))
     monkeypatch.setattr(Block, "forward", forwards.conv_forward(Block.forward))

@@ -1,4 +1,4 @@
-"""The registry of what a captured step changes in a model."""
+"""The registry lists what a captured step changes in a model."""
 
 import pytest
 from torch import nn

@@ -1,4 +1,4 @@
-"""Every switch of both hosts, on modules that stand for the host's, among modules that are nobody's business."""
+"""Every switch of both frameworks works on modules that stand for the framework's, among unrelated modules."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ from torch_fastdet.patching.switch import Active, Target
 from torch_fastdet.switches.loss import ultralytics as loss
 from torch_fastdet.switches.registry import ULTRALYTICS, YOLOV5
 
-# The prefixes that the host's modules may have, for each of its switches.
+# Each switch has the prefixes that the framework's modules may have.
 CASES = {f"yolov5-{name}": (switch, ("", "yolov5.")) for name, switch in YOLOV5.items()}
 CASES |= {f"ultralytics-{name}": (switch, ("ultralytics.",)) for name, switch in ULTRALYTICS.items()}
 
@@ -120,7 +120,7 @@ def test_the_same_switches_apply_whatever_the_callers_settings_are(monkeypatch, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip(module, reason=f"{host} is not installed")
-    # The switches that need a GPU, too.
+    # Include the switches that need a GPU.
     monkeypatch.setattr("torch_fastdet.patching.switch.obstacle_to_gpu", lambda: None)
     expected = usual_lines(drop_in)
     assert any(line.startswith("bn_act_optim") for line in expected)
@@ -156,7 +156,7 @@ def test_patch_names_its_keywords(door, switches):
 
 
 def test_programs_of_tune_get_the_switches():
-    """``YOLO.tune`` starts ``yolo`` programs by this command; a version without it says so."""
+    """``YOLO.tune`` starts ``yolo`` programs by this command. A version without it says so."""
     trainer = pytest.importorskip("ultralytics.engine.trainer", exc_type=ImportError)
     from torch_fastdet import ultralytics as door
 

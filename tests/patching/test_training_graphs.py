@@ -1,4 +1,4 @@
-"""A model's training passes as graphs of a switch: replayed, counted, and what happens where a capture fails."""
+"""A switch captures a model's training passes as graphs, which it replays and counts. A failed capture falls back."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch_fastdet.switches.cuda_graph.common import TrainingGraphs
 
 
 class Graphs:
-    """Stand for ModuleGraphs: raise what ``causes`` holds, once each, then replay."""
+    """Stand in for ModuleGraphs: raise each of ``causes`` once, then replay."""
 
     causes: list
 
