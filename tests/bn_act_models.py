@@ -1,4 +1,4 @@
-"""Compares a model's training under bn_act_optim with stock's; run in the hosts' own processes."""
+"""Compare a model's training under bn_act_optim with the original, in processes of the frameworks."""
 
 import contextlib
 import copy
@@ -15,9 +15,9 @@ from torch_fastdet.rewrites.casts import weights_cast_once
 
 
 class Operators(TorchDispatchMode):
-    """How many norms bn_act computed, and stock; how many concatenations it wrote; the stem's and SPPF's operators;
-    and slices that sum_slices copied or added, and concatenations and sums of torch. ``evaluated``: blocks of bias_act, ``pooled``: of
-    max_pools_."""
+    """Count norms of bn_act (``ours``) and original ones (``stock``), concatenations that bn_act wrote, operators of the stem and SPPF,
+    slices that sum_slices copied or added, torch's concatenations and sums, blocks of bias_act (``evaluated``), and max_pools_
+    (``pooled``)."""
 
     sums = evaluated = pooled = ours = stock = stems = kernels = pools = concatenations = joined = copies = cats = 0
 
@@ -64,7 +64,7 @@ def step(model, images):
 
 
 class Tensors(torch.nn.Module):
-    """A model whose outputs are a tuple of tensors, as a trace wants them."""
+    """Return the outputs of a model as a tuple of tensors, as a trace requires."""
 
     def __init__(self, model):
         super().__init__()
@@ -75,7 +75,7 @@ class Tensors(torch.nn.Module):
 
 
 def other_uses(model, images, programs=()):
-    """Return what a trained model is used for next: results of its trace."""
+    """Use a trained model as is usual after training, and return the results of its trace."""
     model = copy.deepcopy(model).float().eval()
     images = images.float()
     traced, texts = model, []
@@ -94,8 +94,8 @@ FORMATS = (torch.channels_last, torch.contiguous_format)
 
 
 def compare(build, drop_in, uses=(), layouts=FORMATS, concatenations=0):
-    """``build()`` gives a model with the same weights each time. In float64, so that every difference is one of arithmetic.
-    ``uses``: also what a model is used for after training, and as these programs; ``concatenations``: how many C3 it has."""
+    """Compare in float64, so that every difference is one of arithmetic. ``build()`` returns a model with the same weights each time.
+    ``uses``: programs into which the trained model is made; ``concatenations``: how many C3 it has."""
     on_the_cpu()
     images = torch.rand(2, 3, 64, 64, dtype=torch.float64)
     plain = build().double().train()
@@ -108,9 +108,9 @@ def compare(build, drop_in, uses=(), layouts=FORMATS, concatenations=0):
         assert any(f"{name} ->" in line for line in lines), lines
     for layout in layouts:
         run, found = step(copy.deepcopy(blank).to(memory_format=layout), images.to(memory_format=layout))
-        # Norms that stand alone (in no Conv) stay stock's.
+        # Standalone norms (in no Conv) stay the original ones.
         assert run.ours + run.stock == norms and run.ours > 0.9 * norms, (run.ours, run.stock, norms)
-        # The stem's result is channels_last, so that it takes a model that is.
+        # The stem's result is channels_last, so only a channels_last model uses it.
         stems = 2 if layout == torch.channels_last else 0  # the images, and the weight
         assert (run.stems, run.pools) == (stems, 1), (run.stems, run.pools)
         assert run.concatenations == concatenations
@@ -137,19 +137,19 @@ def compare(build, drop_in, uses=(), layouts=FORMATS, concatenations=0):
 
 
 def _apart(conv, x):
-    """Compute a convolution as cuDNN's in half precision, which rounds before PyTorch adds the bias; on the CPU there is one rounding."""
+    """Compute a convolution like cuDNN in half precision, which rounds before PyTorch adds the bias. On the CPU it rounds once."""
     y = F.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
     return y if conv.bias is None else y + conv.bias[:, None, None]
 
 
 def compare_in_evaluation(build, drop_in, cats, device="cpu", dtypes=(torch.float16, torch.float32), batch=2):
-    """Check that predictions of a model whose norms are fused, and of one whose are not, are about as close to float64 as the original's.
+    """Check that predictions of a model with and without fused norms are about as close to float64 as the original's.
 
     Their mean relative error is at most 1.25 times the original's in half precision, 1.5 times in float32, and 1e-7 in float64.
 
     Args:
-        cats: concatenations of torch that stay, fused and not: those of the neck and the head.
-        batch: images that the norms' statistics are of. In many layers those of a few positions let activations grow.
+        cats: Number of torch's concatenations that stay, in the neck and the head, fused and not.
+        batch: Number of images for the norms' statistics. If a layer has few positions, these let activations grow.
     """
     on_the_cpu()
     torch.manual_seed(0)
@@ -197,13 +197,13 @@ def compare_in_evaluation(build, drop_in, cats, device="cpu", dtypes=(torch.floa
                 theirs, mine = (run(fused, dtype, layout, patched)[1] for patched in (False, True))
                 error, allowed = (apart(found, exact) for found in (mine, theirs))
                 print(f"{'fused' if fused else 'norms'} {dtype} {layout}: {error:.3g}, original {allowed:.3g}")
-                # In half, too, other roundings are not smaller ones in every model: YOLOv5n on an H100 has 1.08 of the original's error.
+                # In half, too, other roundings are not always smaller: YOLOv5n on an H100 has 1.08 of the original's error.
                 assert 0 < error <= (1.5 if dtype == torch.float32 else 1.25) * allowed
 
 
 def compare_in_a_step(build, drop_in, joined, surroundings=contextlib.nullcontext):
-    """Compare as a captured step runs the model, inside ``surroundings(model)``, but on the CPU: ``joined`` pairs of convolutions are one.
-    Outputs and gradients are at most half as far again from float64 as autocast's."""
+    """Compare the model as a captured step runs it, inside ``surroundings(model)``, but on the CPU, where it joins ``joined`` pairs of
+    convolutions. The error of outputs and gradients against float64 is at most 1.5 times autocast's."""
     images = torch.rand(2, 3, 64, 64).bfloat16().float()
     model = build().train().to(memory_format=torch.channels_last)
 
@@ -228,7 +228,7 @@ def compare_in_a_step(build, drop_in, joined, surroundings=contextlib.nullcontex
 
 
 def compare_on_a_gpu(build, drop_in):
-    """Compare under autocast, where the stem's kernels are: outputs and gradients at most half as far again from float64 as stock's."""
+    """Compare under autocast, where the stem's kernels run. The errors against float64 are at most 1.5 times the original's."""
     model = build().cuda().train().to(memory_format=torch.channels_last)
     images = torch.rand(4, 3, 160, 160, device="cuda").bfloat16().float()
 

@@ -1,4 +1,4 @@
-"""What every test shares: the device fixture, and a fixed seed."""
+"""Provide the device fixture and a fixed seed to all tests."""
 
 import os
 import re
@@ -15,12 +15,12 @@ import torch_fastdet
 from tests import traces
 from torch_fastdet import _say
 
-# Where they are not set, importing Ultralytics asks the network.
+# Without these variables, importing Ultralytics accesses the network.
 os.environ |= {"YOLO_OFFLINE": "true", "ULTRALYTICS_SKIP_REQUIREMENTS_CHECKS": "true"}
 
 
 def spread_over_gpus() -> None:
-    """Give each process of pytest-xdist another GPU as its first one, where there are several."""
+    """Give each process of pytest-xdist another GPU as its first one if there are several."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     gpus = list(map(str, range(torch.cuda.device_count())))
     if worker.startswith("gw") and len(gpus) > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
@@ -29,7 +29,7 @@ def spread_over_gpus() -> None:
 
 
 spread_over_gpus()
-# Tests look at what is replaced, line by line.
+# Tests check the lines about each replacement.
 os.environ.setdefault(_say.LEVEL, "debug")
 
 
@@ -43,7 +43,7 @@ def cuda_missing() -> str | None:
 
 
 def some_slow(cases: Iterable[Any], quick: Collection[Any], mark: Any = pytest.mark.slow) -> list[Any]:
-    """Return the cases for ``parametrize``; all but the quick ones are marked slow, or ``mark``."""
+    """Return the cases for ``parametrize``. All but the quick ones are marked slow, or with ``mark``."""
     return [pytest.param(case, marks=[mark] * (case not in quick)) for case in cases]
 
 
@@ -53,12 +53,12 @@ def with_trapz(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(np, "trapz", np.trapezoid, raising=False)
 
 
-# Fixtures of tests that start programs of YOLOv5 or Ultralytics, which run on the CPU.
+# Tests with these fixtures start programs of YOLOv5 or Ultralytics, which run on the CPU.
 PROGRAMS = {"real_yolov5", "ultralytics_environment"}
 
 
-# Modules whose tests share what takes long to make: each runs in one process of pytest-xdist, where all of it is made once.
-# The first group shares the trainings of tests/yolov5/conftest.py's `train`.
+# Tests of these modules share what takes long to make, so one process of pytest-xdist runs the whole module and makes it once. The first
+# group shares the trainings of tests/yolov5/conftest.py's `train`.
 TRAININGS = re.compile(r"tests/yolov5/test_(options|real_scripts)\.py")
 SHARING = re.compile(
     r"tests/(distributed|examples|golden|ultralytics)/|tests/yolov5/test_(loader|nms)_switch\.py|"
@@ -67,7 +67,7 @@ SHARING = re.compile(
 
 
 def shared(nodeid: str) -> str | None:
-    """Return what the test shares with others: a name of it, or None for a test that any process may run."""
+    """Return the name of what the test shares with others, or None for a test that any process may run."""
     path = nodeid.split("::")[0]
     if TRAININGS.match(path):
         return "trainings of YOLOv5"
@@ -76,7 +76,7 @@ def shared(nodeid: str) -> str | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Schedule for ``--dist loadgroup``: tests that share something together, the others one by one, in the order of collection."""
+    """Schedule for ``--dist loadgroup``: tests that share something run together, the others one by one, in the order of collection."""
     if config.getoption("dist") != "loadgroup":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -92,8 +92,8 @@ TRAINING = re.compile(r"tests/(distributed|examples|ultralytics|yolov5)/")
 
 
 def spread(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
-    """Order tests for ``--dist worksteal``, where each process begins with one stretch of the items: an equal share of those that take
-    long begins each stretch."""
+    """Order tests for ``--dist worksteal``. Each process begins with one stretch of the items, and each stretch begins with an equal
+    share of the long tests."""
     takes_long = [bool(TRAINING.match(item.nodeid) or item.get_closest_marker("slow")) for item in items]
     first, then = ([item for item, long in zip(items, takes_long) if long is wanted] for wanted in (True, False))
     ends = [len(then) * process // processes for process in range(processes + 1)]
@@ -104,7 +104,7 @@ def spread(items: list[pytest.Item], processes: int) -> list[pytest.Item]:
 def mark(items: list[pytest.Item]) -> set[pytest.Item]:
     """Mark tests as `gpu` or `cpu` by their fixtures: ``make test-gpu`` runs the former and leaves the latter out.
 
-    Returns those that only a GPU runs.
+    Return those that only a GPU runs.
     """
     on_gpu = set()
     for item in items:
@@ -122,7 +122,7 @@ MOST_CASES = 3
 
 
 def leave_to_the_nightly_job(items: list[pytest.Item]) -> None:
-    """Mark most of the cases of a test with more than MOST_CASES: of several parameters, every value of each stays once.
+    """Mark most of the cases of a test with more than MOST_CASES as nightly. Each value of each parameter keeps at least one case.
 
     Those on the diagonal stay, where the parameters change together, and others until no value is missing.
     """
@@ -167,7 +167,7 @@ def pytest_collection_modifyitems(config, items):
     return result
 
 
-# Tests of what replaces names of a framework.
+# These tests replace names of a framework.
 TRACES, RAN = pytest.StashKey[traces.Traces](), pytest.StashKey[bool]()
 IN_FRAMEWORKS = re.compile(r"tests/((patching|ultralytics|yolov5)/|test_(limits|stock_kinds)\.py)")
 
@@ -205,7 +205,7 @@ def device(request) -> torch.device:
 
 @pytest.fixture
 def cuda() -> torch.device:
-    """Return the GPU for tests of what only a GPU has: streams, graphs, several devices."""
+    """Return the GPU for tests of features that only a GPU has: streams, graphs, several devices."""
     if reason := cuda_missing():
         pytest.skip(reason)
     return torch.device("cuda")
@@ -225,14 +225,14 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _environment():
-    """Put back what a framework's trainer or predictor sets, such as CUBLAS_WORKSPACE_CONFIG."""
+    """Restore what a framework's trainer or predictor sets, such as CUBLAS_WORKSPACE_CONFIG."""
     with mock.patch.dict(os.environ):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _lines_on_stderr():
-    """Show lines of the package as after ``patch()``: pytest's own handlers are not a user's."""
+    """Show lines of the package as after ``patch()``, because pytest's own handlers are not a user's."""
     with pytest.MonkeyPatch.context() as patch:  # apart from the tests' own, which they may undo
         patch.setattr(_say, "is_configured", lambda: False)
         for of_other_tests in (_say.counts, _say.fallbacks, _say._showing):

@@ -1,4 +1,4 @@
-"""A forked process that never comes back into pytest."""
+"""Run work in a forked process that never returns into pytest."""
 
 import os
 import traceback
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def fork(work: Callable[[], int | None]) -> int:
-    """Run the work in a child, whose exit status is what it returns, or 1 where it raises. Return the child's process id.
+    """Run the work in a child, which exits with its result, or with 1 if it raises. Return the child's process id.
 
     An exception that left the child's copy of the test would make it run the other tests a second time.
     """

@@ -1,4 +1,4 @@
-"""A GPU that is always behind, on the CPU: what a loss reports arrives when somebody waits for it."""
+"""Pretend on the CPU that a GPU is always behind: a loss's report arrives when somebody waits for it."""
 
 from types import SimpleNamespace
 
@@ -19,12 +19,12 @@ class Event:
 
 
 class OnGpu(torch.Tensor):
-    """A CPU tensor whose is_cuda is True."""
+    """Pretend that a CPU tensor is on a GPU."""
 
     is_cuda = True
 
 
-#: A program whose training notes a good status and a BAD one, and ends before either arrives.
+#: The training of this program notes a good status and a BAD one, and ends before either arrives.
 OWN_LOOP = """
 import os, sys, torch
 from torch_fastdet._deferred import DeferredStatus

@@ -1,4 +1,4 @@
-"""What a call asks of a GPU."""
+"""Inspect what a call launches on a GPU and where it waits."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ import torch
 
 @contextlib.contextmanager
 def no_sync() -> Iterator[None]:
-    """Raise where the host waits for the GPU inside."""
+    """Raise if the host waits for the GPU inside the context."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -17,7 +17,7 @@ def no_sync() -> Iterator[None]:
 
 
 def launched(call: Callable[[], object]) -> list[str]:
-    """Return the names of what ``call`` runs on the GPU, where it does not wait for it."""
+    """Return the names of what ``call`` runs on the GPU, without waiting for it."""
     torch.cuda.synchronize()
     with no_sync(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         call()

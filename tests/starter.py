@@ -1,7 +1,7 @@
-"""Start Python programs from a process that has imported what YOLOv5 and Ultralytics import of others: eight seconds of each.
+"""Start Python programs from a process that has imported what YOLOv5 and Ultralytics import of others, which saves eight seconds for each.
 
-The server imports it once and forks for each program. Such a process becomes the program: with arguments, environment, current folder
-and output of its own, and it ends as Python does.
+The server imports it once and forks for each program. Such a process becomes the program, with its own arguments, environment, current
+folder and output, and ends as Python does.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-#: Those that are not there are left to the programs.
+#: The programs themselves import modules that are missing here.
 MODULES = "torchvision", "matplotlib.pyplot", "seaborn", "scipy.stats", "cv2", "requests", "yaml", "tqdm"
 
 
 def python(
     arguments: list[str], folder: Path, environment: dict[str, str], seconds: int, apart: bool = False
 ) -> subprocess.CompletedProcess:
-    """Run Python to its end; stdout and stderr come back together, or ``apart``."""
+    """Run Python to its end. Return stdout and stderr together, or ``apart``."""
     if torch.cuda.is_available():  # a fork of who has looked for a GPU has none
         command, errors = [sys.executable, *arguments], subprocess.PIPE if apart else subprocess.STDOUT
         given = {"cwd": folder, "env": environment, "text": True, "timeout": seconds}
@@ -114,7 +114,7 @@ def serve(descriptor: int) -> None:
 
 
 def _wait(program: int, seconds: int, status: int) -> None:
-    """Say the exit code of a process, or that it took too long, and end this one."""
+    """Write the exit code of a process, or that it took too long, and end this one."""
     ends = functools.partial(os.kill, program, signal.SIGKILL)
     late = []
     signal.signal(signal.SIGALRM, lambda *_: (late.append(True), ends()))

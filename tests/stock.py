@@ -1,7 +1,7 @@
-"""The stock functions themselves, taken out of the installed packages without importing what surrounds them.
+"""Take the original functions out of the installed packages without importing the modules around them.
 
-``yolov5.utils.general`` and ``ultralytics.utils.nms`` import OpenCV, pandas and more; the functions need torch and torchvision
-alone. So that they can be an oracle, their time limit is stopped and their sort is made stable.
+``yolov5.utils.general`` and ``ultralytics.utils.nms`` import OpenCV, pandas and more, but the functions need only torch and torchvision. To
+serve as an oracle, they get no time limit and a stable sort.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def ultralytics(stable: bool = True) -> types.SimpleNamespace:
 
 
 def one_rule(options: dict, prediction: torch.Tensor) -> dict:
-    """Return the options with which stock decides as we do: IoU > threshold in the boxes' arithmetic type.
+    """Return the options with which the original decides like torch_fastdet: IoU > threshold in the boxes' arithmetic type.
 
-    torchvision compares a float32 IoU with a float32 threshold on the GPU, as we do everywhere, but with the float64
-    threshold on the CPU; there it is given the threshold that float32 holds.
+    torchvision compares a float32 IoU with a float32 threshold on the GPU, as torch_fastdet does everywhere, but with the float64 threshold
+    on the CPU. There it gets the threshold rounded to float32.
     """
     if prediction.dtype == torch.float64 or prediction.is_cuda:
         return options

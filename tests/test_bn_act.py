@@ -1,5 +1,5 @@
-"""torch_fastdet.nn.forwards on a Conv and a Bottleneck of our own, shaped as those of YOLOv5 and Ultralytics: what is fused, and what
-stays stock's."""
+"""torch_fastdet.nn.forwards fuses what it should in Conv and Bottleneck classes that are shaped as those of YOLOv5 and Ultralytics, and
+leaves the rest alone."""
 
 import copy
 import functools
@@ -75,7 +75,7 @@ class C2f(nn.Module):
 
 
 class SPPF(nn.Module):
-    """Ultralytics', with a number of poolings and a shortcut of its own."""
+    """Pool as Ultralytics' class does, with any number of poolings and an optional shortcut."""
 
     def __init__(self, c, n=3, add=False, **pooling):
         super().__init__()
@@ -112,7 +112,7 @@ def images(device="cpu", dtype=torch.float32):
 
 
 def run(module, x):
-    """Return how many norms were ours and stock's; the output, the gradients and the buffers."""
+    """Return the number of fused and original norms, then the output, the gradients and the buffers."""
     x = x.detach().requires_grad_()
     with Operators() as operators:
         y = module(x)
@@ -239,7 +239,7 @@ def test_other_concatenations_are_stocks(name):
 
 
 def test_norms_that_differ_are_concatenated_by_torch():
-    """The operator has one set of options; each norm is fused still."""
+    """The operator has one set of options, but still fuses each norm."""
     x = images()
     for change in (
         lambda module: setattr(module.cv2.bn, "eps", 0.1),
@@ -257,7 +257,7 @@ def test_norms_that_differ_are_concatenated_by_torch():
 
 
 class Twofold(nn.Module):
-    """A block that c2f_forward() does not know."""
+    """Stand in for a block that c2f_forward() does not know."""
 
     def __init__(self, wider=0):
         super().__init__()
@@ -277,7 +277,7 @@ C2F_BLOCKS = {
     "a row of blocks": lambda: [nn.Sequential(Bottleneck(8), Twofold())],
     "none": list,
 }
-# What each copies: the second half, and results of blocks that another block reads.
+# Each copies the second half, and the results of blocks that another block reads.
 COPIES = {
     "three": 3,
     "an unknown block": 5,
@@ -286,7 +286,7 @@ COPIES = {
     "a row of blocks": 2,
     "none": 0,
 }
-# A block that reads its input in several places by itself adds the gradients of these first.
+# A block that reads its input in several places adds the gradients of these first.
 OTHER_ORDER = {"C3k", "C3k without a concatenation of ours", "a row of blocks"}
 CATS = {"none", "C3k without a concatenation of ours"}
 
@@ -312,7 +312,7 @@ C2F_CHANGES = {
 
 
 def apart(module):
-    """Return a copy whose C2f are stock's, on Conv, Bottleneck and C3 of ours."""
+    """Return a copy with the original C2f on torch_fastdet's Conv, Bottleneck and C3."""
     copied = copy.deepcopy(module)
     for block in copied.modules():
         if isinstance(block, C2f):
@@ -328,7 +328,7 @@ def assert_bits(module, x, once=False, amp=False):
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", C2F_BLOCKS)
 def test_c2f_writes_into_its_concatenation(device, same_convolutions, name, memory_format):
-    """Stock's values within the norms' rounding, and the bits of stock's C2f on the same blocks: sums of gradients have torch's order."""
+    """It equals the original within the norms' rounding, and has the bits of the original C2f on the same blocks."""
     module = C2f(8, *C2F_BLOCKS[name]()).to(device, memory_format=memory_format)
     x = images(device).contiguous(memory_format=memory_format)
     with Operators() as operators:
@@ -367,7 +367,7 @@ def test_odd_halves_are_stocks():
 
 
 def in_a_step(module, x, once=True, amp=True):
-    """Run as a captured step runs it; return how many convolutions ran as one; the output, the gradients and the buffers."""
+    """Run as a captured step does. Return the number of joined convolutions, then the output, the gradients and the buffers."""
     x, dtype = x.detach().requires_grad_(), torch.bfloat16 if amp else None
     with Operators() as operators, torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
         with weights_cast_once(module, dtype if once else None):
@@ -378,7 +378,7 @@ def in_a_step(module, x, once=True, amp=True):
 
 
 def assert_as_near_as_autocast(module, x, joined):
-    """Allow sums of a convolution another order: over all tensors, the relative error is at most 1.5 times autocast's."""
+    """Allow another order of a convolution's sums: over all tensors, the relative error is at most 1.5 times autocast's."""
     exact = in_a_step(stock_of(module).double(), x.double(), amp=False)[1]
     theirs = in_a_step(stock_of(module), x, once=False)[1]
     count, mine = in_a_step(module, x)
@@ -407,7 +407,7 @@ def test_first_convolutions_of_c3_are_one_in_a_captured_step(device, n, add, mor
 
 
 def test_a_first_call_has_the_bits_of_a_replay(cuda, same_convolutions):
-    """The first call of a shape is no graph's, but a resumed training begins with one."""
+    """The first call of a shape runs without a graph, but a resumed training begins with one."""
     module = C3(16, more=0).to(cuda, memory_format=torch.channels_last)
     graphed, x, found = GraphedModule(module, required=True), torch.randn(2, 16, 12, 10).to(cuda), []
     for _ in range(3):
@@ -421,7 +421,7 @@ def test_a_first_call_has_the_bits_of_a_replay(cuda, same_convolutions):
 
 
 def test_convolutions_of_two_memory_formats_in_a_captured_step(device):
-    """The last one's result cannot go where the joined ones' is."""
+    """The result of the last one does not fit where the joined ones write."""
     module, x = C3(16, more=0).to(device), torch.randn(2, 16, 6, 5).to(device)
     last = module.m[0].cv2.conv
     last.weight.data = last.weight.data.contiguous(memory_format=torch.channels_last)
@@ -524,7 +524,7 @@ class OtherNorm(nn.BatchNorm2d):
 
 
 def changed(name):
-    """Return a block with one thing that an operator cannot do, or that would go unseen."""
+    """Return a block with one change that an operator does not support or might not notice."""
     module = Conv(8, 8)
     seen = lambda *_: None  # noqa: E731
     if name == "another activation":
@@ -691,7 +691,7 @@ def test_compiled_blocks_are_fused_in_one_graph(device, dynamic):
         (CONV, lambda self, x: self.act(self.norm(self.conv(x)))),
         (CONV, lambda self, x, y: self.act(self.bn(self.conv(x)))),
         (CONV, nn.Conv2d(1, 1, 1)),
-        # The same names, as in a fork that has put them in another order.
+        # A fork may use the same names in another order.
         (CONV, lambda self, x: self.bn(self.act(self.conv(x)))),
         (CONV, lambda self, x: self.act(self.bn(self.conv(x))) * 2),
         (BOTTLENECK, lambda self, x: self.cv2(self.cv1(x)) + (x if self.add else 0 * x + 1)),
@@ -706,7 +706,7 @@ def test_other_formulas_are_not_taken_for_it(formula, forward):
 
 
 def evaluated(module, fused=False):
-    """Return it in eval mode with statistics of its own, its norms fused into the convolutions as the frameworks do it, or not."""
+    """Return a copy in eval mode with random statistics, whose norms are fused into the convolutions as in the frameworks, or not."""
     module = copy.deepcopy(module).eval()
     for block in module.modules():
         if not isinstance(block, Conv):

@@ -1,4 +1,4 @@
-"""What a loss on a GPU reports after the last step of a program with a loop of its own is said when the program ends."""
+"""If a program has its own loop, what a loss on a GPU reports after the last step is printed when the program ends."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ def run(ending: str, bad: int = 7) -> subprocess.CompletedProcess:
 
 
 def test_a_fault_of_the_last_step_is_said():
-    """Though the loss is gone by then."""
+    """It is printed although the loss no longer exists."""
     ended = run("train()")
     assert ended.returncode == 0 and ended.stderr.splitlines() == ["in one of the last steps: row 7 of 8 is bad"]
 
@@ -40,7 +40,7 @@ def test_good_targets_are_not_spoken_of():
 
 
 def test_a_forked_process_says_nothing():
-    """It has no CUDA to wait for its parent's losses with."""
+    """A fork has no CUDA with which to wait for its parent's losses."""
     ended = run(
         """
 import torch_fastdet._deferred as deferred

@@ -11,7 +11,7 @@ REFERENCE = (Path(__file__).resolve().parents[1] / "docs/reference.md").read_tex
 
 
 def text_of(name: str, seen: set[str] | None = None) -> str:
-    """Return the docstring, that of its module, and those of the operators that it refers to."""
+    """Return the docstring, that of its module, and those of the operators to which it refers."""
     seen = set() if seen is None else seen
     seen.add(name)
     function = getattr(ops, name)
@@ -28,7 +28,7 @@ def test_reference_has_them():
 
 
 def test_parameters_are_explained():
-    """An operator, or the one that it refers to, explains each parameter, and nothing that does not exist."""
+    """An operator, or the one to which it refers, explains each of its parameters and no others."""
     explained = re.compile(r"^ {8}(\w+): ", re.MULTILINE)
     for name in ops.__all__:
         names = set(inspect.signature(getattr(ops, name)).parameters)

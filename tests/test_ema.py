@@ -1,4 +1,4 @@
-"""ModelEMA against the stock loop, written here from its definition, and against everything that moves its tensors."""
+"""ModelEMA equals the original loop, written here from its definition, whatever moves its tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_fastdet.ema import DecayRamp, ModelEMA
 
 
 class Model(nn.Module):
-    """Float and integer buffers, a tensor of each float dtype, an empty one, and attributes to copy."""
+    """Have float and integer buffers, a tensor of each float dtype, an empty one, and attributes to copy."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ def move(model, seed):
 
 
 class Pair:
-    """Our EMA and the stock loop beside it, over one model."""
+    """Update torch_fastdet's EMA and the original loop over one model."""
 
     def __init__(self, device):
         torch.manual_seed(0)
@@ -74,10 +74,10 @@ class Pair:
         values = self.model.state_dict()
         for (name, mine), wanted in zip(self.ema.ema.state_dict().items(), self.stock.state_dict().values()):
             if wanted.dtype in (torch.float16, torch.bfloat16):
-                # Stock rounds three times, we once.
+                # The original rounds three times, torch_fastdet once.
                 torch.testing.assert_close(mine, wanted, rtol=3e-2, atol=3e-2)
             elif wanted.dtype != values[name].dtype:
-                # Stock rounds the value's share to the model's type, we do not.
+                # The original rounds the value's share to the model's type, torch_fastdet does not.
                 tolerance = 1e-3 if values[name].dtype in (torch.float16, torch.bfloat16) else 1e-6
                 tolerance *= 20 if values[name].dtype == torch.bfloat16 else 1
                 torch.testing.assert_close(mine, wanted, rtol=tolerance, atol=tolerance)
@@ -86,7 +86,7 @@ class Pair:
 
 
 def test_first_update_in_inference_mode(device):
-    """What the first update makes, and later ones write, is not a tensor of torch.inference_mode."""
+    """The first update makes normal tensors, not those of torch.inference_mode, as later updates write them."""
     model = Model().to(device)
     ema = ModelEMA(model)
     stock = copy.deepcopy(ema.ema)
@@ -158,7 +158,7 @@ CHANGES = {
 @pytest.mark.parametrize("whose", ["ema", "model"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_replaced_storage_is_noticed(device, change, whose):
-    """Bugs 23 and 32: the average stops following what moved under a cached list."""
+    """Without a check (bugs 23 and 32) the average would not follow tensors that moved after they were cached in a list."""
     pair = Pair(device)
     pair.update(2)
     with warnings.catch_warnings():
@@ -185,7 +185,7 @@ def test_another_model(device):
 
 
 def test_copies_have_their_own_tensors(device):
-    """Bug 32: deepcopy(ema)."""
+    """deepcopy(ema) shared tensors once (bug 32)."""
     pair = Pair(device)
     pair.update(2)
     for duplicate in (copy.deepcopy(pair.ema), pickle.loads(pickle.dumps(pair.ema))):

@@ -1,4 +1,4 @@
-"""Operation counts: a user's FlopCounterMode finds those of our products, as it finds torch's own."""
+"""A user's FlopCounterMode counts the operations of torch_fastdet's products, as it counts torch's own."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from torch_fastdet import flops, ops
 
 
 def counted(function) -> dict[str, int]:
-    """Count operations by operator name."""
+    """Return the operation counts by operator name."""
     with FlopCounterMode(display=False) as counter:
         function()
     return {str(op).rpartition(".")[2]: count for op, count in counter.get_flop_counts().get("Global", {}).items()}
@@ -22,7 +22,7 @@ def counted(function) -> dict[str, int]:
     "first", [pytest.param("torch_fastdet.flops", marks=pytest.mark.slow), "torch.utils.flop_counter"]
 )
 def test_counts_whichever_is_imported_first(first):
-    """The table is loaded when it is asked for: it takes as long as the rest of the package does."""
+    """The table is loaded on demand, as it takes as long as the rest of the package."""
     program = f"""
 import sys, torch, torch_fastdet
 assert not {{"torch_fastdet.flops", "torch_fastdet.onnx", "torch.utils.flop_counter"}} & set(sys.modules)

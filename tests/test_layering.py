@@ -40,7 +40,7 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports_of(name: str, everywhere: bool = False) -> set[str]:
-    """Return full names that a module imports: at import time, or with ``everywhere`` inside functions as well."""
+    """Return full names that a module imports at import time, or with ``everywhere`` inside functions as well."""
 
     def visit(node: ast.AST) -> None:
         for child in ast.iter_child_nodes(node):
@@ -63,12 +63,12 @@ def imports_of(name: str, everywhere: bool = False) -> set[str]:
 
 
 def test_no_import_circle():
-    """Packages run before what is in them, so that a module also needs the ``__init__`` of every package above it."""
+    """Packages run before their modules, so that a module also needs the ``__init__`` of every package above it."""
     needs = {name: {other for other in imports_of(name) if other in MODULES} for name in MODULES}
     for name, others in needs.items():
         for other in list(others):
             parts = other.split(".")
-            # From 2: the top-level package loads parts at first use.
+            # This begins at 2, as the top-level package loads parts at first use.
             above = {".".join(parts[:i]) for i in range(2, len(parts))}
             others |= {package for package in above if not name.startswith(package + ".") and package != name}
     del needs["torch_fastdet"]  # likewise: it imports ops and flops, and everything imports it
@@ -101,7 +101,7 @@ def test_only_the_hosts_import_third_parties():
 
 
 def test_no_private_name_is_imported_across_folders():
-    """A name with an underscore belongs to its folder; those beside the folders belong to the package."""
+    """A name with an underscore belongs to its folder. Those beside the folders belong to the package."""
     for name, path in MODULES.items():
         folder = path.parent.relative_to(ROOT).parts
         nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]

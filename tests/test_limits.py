@@ -1,4 +1,4 @@
-"""Programs under limits, forks and threads: as without them."""
+"""Programs under limits, forks and threads work as without them."""
 
 import os
 import resource
@@ -27,7 +27,7 @@ def limited():
 @pytest.mark.slow
 @pytest.mark.parametrize("host", some_slow(["yolov5", "ultralytics"], ("ultralytics",), pytest.mark.nightly))
 def test_doctor_under_limits(host, tmp_path):
-    """256 open files, a home that is not there, no nvidia-smi on the path, no visible GPU: it says that there is no GPU."""
+    """With 256 open files, a missing home, no nvidia-smi on the path and no visible GPU, doctor says that there is no GPU."""
     pytest.importorskip("ultralytics", reason="not installed (requirements/yolov5.txt)")
     env = {
         **os.environ,
@@ -46,7 +46,7 @@ def test_doctor_under_limits(host, tmp_path):
 
 
 def test_a_part_of_a_gpu_by_its_name(monkeypatch):
-    """Torch counts no devices before CUDA starts where they are parts."""
+    """Torch counts no devices before CUDA starts if CUDA_VISIBLE_DEVICES names parts of GPUs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-5c2ae2ba-8fbb-5e6a-8b0a-1c1f8f0e2f2a")
     monkeypatch.setattr(switch.ctypes, "CDLL", lambda name: None)  # there is a driver
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -54,7 +54,7 @@ def test_a_part_of_a_gpu_by_its_name(monkeypatch):
 
 
 def results(device: torch.device) -> list[torch.Tensor]:
-    """Return results of operators that a step of a training calls, and their gradients."""
+    """Return results and gradients of operators that a training step calls."""
     torch.manual_seed(0)
     x = torch.randn(2, 8, 12, 16).to(device).requires_grad_()
     weight, bias = torch.rand(8, device=device).requires_grad_(), torch.zeros(8, device=device).requires_grad_()
@@ -69,7 +69,7 @@ def results(device: torch.device) -> list[torch.Tensor]:
 
 
 def test_deterministic_algorithms_change_no_bit(device):
-    """And nothing is refused. Torch fills what is allocated with NaN then."""
+    """No operator is refused, although torch then fills new memory with NaN."""
     plain = results(device)
     torch.use_deterministic_algorithms(True)
     try:
@@ -129,7 +129,7 @@ def test_a_fork_of_the_users_trains_as_its_parent():
 
 @pytest.mark.cpu
 def test_a_fork_after_patch_trains_as_its_parent(request):
-    """Compares the first weight of a yolov8n after two steps, which depends on the gradients of all layers."""
+    """Compare the first weight of a yolov8n after two steps, which depends on the gradients of all layers."""
     tasks = pytest.importorskip("ultralytics.nn.tasks", reason="ultralytics is not installed", exc_type=ImportError)
     from ultralytics.cfg import get_cfg
 

@@ -1,4 +1,4 @@
-"""Lines go to ``torch_fastdet.logger``; where the user has not configured logging they are shown on stderr."""
+"""Lines go to ``torch_fastdet.logger``. If the user has not configured logging, they are shown on stderr."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ def test_unpatch_leaves_logging_as_it_was():
 
 
 def test_names_that_are_not_utf8_can_be_written(caplog):
-    """Python has such bytes of a file's name as surrogates, which a handler cannot encode."""
+    """Python decodes such bytes of a file's name to surrogates, which a handler cannot encode."""
     _say.say("caf\udce9.jpg", logging.WARNING)
     assert caplog.messages == ["caf\\udce9.jpg"]

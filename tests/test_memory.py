@@ -1,4 +1,4 @@
-"""The memory of the process: limits of control groups, budgets that all data sets share, and who gives back first."""
+"""The process's memory respects limits of control groups and budgets that all data sets share, and owners release theirs in order."""
 
 import gc
 import os
@@ -31,7 +31,7 @@ def no_owners(monkeypatch):
 
 
 class Machine:
-    """A folder that looks as / does on a machine with 64 GiB, of which 40 are available."""
+    """Make a folder that looks like / on a machine with 64 GiB, of which 40 are available."""
 
     def __init__(self, root):
         self.root = root
@@ -74,7 +74,7 @@ def test_a_machine_without_control_groups(machine):
 
 SLURM, USER = "system.slice/slurmstepd.scope/job_8", "user.slice/user-1000.slice"
 NONE = 9223372036854771712  # no limit, in version 1
-# What limits its memory: version and group, and of groups the arguments of limit_1 or limit_2; GiB in all and available.
+# Each case has the version and group of the process, the arguments of limit_1 or limit_2 for groups, and the total and available GiB.
 GROUPS = {
     # The limit is that of the job, above the group that the process is in.
     "Slurm, version 2": (
@@ -97,7 +97,7 @@ GROUPS = {
         ],
         (12, 9),
     ),
-    # The smallest counts: the service may use more than all of the user's processes together have left.
+    # The smallest limit counts: the service may use more than all of the user's processes together have left.
     "a service and a user of systemd": (
         (2, f"/{USER}/user@1000.service/app.slice/train.service"),
         [(USER, 20 * GIB, 18 * GIB), (f"{USER}/user@1000.service/app.slice/train.service", 10 * GIB, GIB)],
@@ -142,7 +142,7 @@ class Holder(Owner):
 
 @needs_memfd
 def test_data_sets_share_what_is_available(monkeypatch):
-    """Half of it is promised once, however much of that is taken."""
+    """Half of the available memory is promised once, however much of it is taken."""
     monkeypatch.delenv(HOST_BUDGET, raising=False)
     available = 10 * 3 * 64 * 64 * 2
     monkeypatch.setattr(memory, "machine_memory", lambda: (1 << 40, available))
@@ -187,7 +187,7 @@ def test_caches_of_a_gpu_share_a_budget(monkeypatch):
 
 @pytest.mark.parametrize("budget", [HOST_BUDGET, GPU_BUDGET])
 def test_the_garbage_collector_ends_owners_while_budgets_are_read(monkeypatch, budget):
-    """It may run anywhere, also inside of what counts owners."""
+    """The collector may run anywhere, also inside the code that counts owners."""
     monkeypatch.setenv(budget, "100")
 
     class Ending(Holder):
@@ -234,7 +234,7 @@ def test_what_is_no_size_is_an_error_that_names_the_variable(text):
 
 
 class Allocation:
-    """Fail until all but ``fits`` owners have given their memory back."""
+    """Fail until all but ``fits`` owners have released their memory."""
 
     def __init__(self, *needed):
         self.needed, self.calls = needed, 0
@@ -275,7 +275,7 @@ def test_what_nobody_can_help_is_raised():
 
 
 def test_what_failed_is_gone_before_it_runs_again():
-    """The error's traceback would hold what the first attempt had allocated."""
+    """The error's traceback would keep the tensors of the first attempt alive."""
     images, made = Holder(5), []
 
     def run():
@@ -290,7 +290,7 @@ def test_what_failed_is_gone_before_it_runs_again():
 
 
 def test_memory_is_not_unmapped_while_another_thread_captures(monkeypatch):
-    """The allocator waits for the streams of what it unmaps; for one that captures, CUDA makes that an error of the capture."""
+    """The allocator waits for the streams of the memory that it unmaps. If one captures, CUDA raises an error in the capture."""
     images, emptied = Holder(5), threading.Event()
     monkeypatch.setattr(torch.cuda, "empty_cache", emptied.set)
     with one_capture():
@@ -302,7 +302,7 @@ def test_memory_is_not_unmapped_while_another_thread_captures(monkeypatch):
 
 
 def test_a_trainer_begins_again():
-    """Everything on its GPU goes, whatever it costs."""
+    """All memory on its GPU is released, whatever it costs."""
     holders = [Holder(5), Holder(6, cost=CAPTURE), Holder(7, device="cuda:1")]
     memory.release(torch.device("cpu"))
     assert [holder.nbytes for holder in holders] == [0, 0, 7]

@@ -1,4 +1,4 @@
-"""torch_fastdet.nn and torch_fastdet.losses: thin modules, the same as the operators under them."""
+"""torch_fastdet.nn and torch_fastdet.losses are thin modules, and equal the operators that they call."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""ONNX export: files that ONNX Runtime computes to the same bits without torch_fastdet, and an error where there is no such file."""
+"""ONNX Runtime computes exported files to the same bits without torch_fastdet. Export raises an error if there is no such file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Operators(nn.Module):
 
 
 class Network(nn.Module):
-    """What a detector's neck is made of, in one tensor in and one out."""
+    """Combine the layers of a detector's neck, with one tensor in and one out."""
 
     def __init__(self):
         super().__init__()

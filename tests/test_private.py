@@ -1,4 +1,4 @@
-"""The installed torch has every private name that we use, and one file uses them."""
+"""The installed torch has every private name that torch_fastdet uses, and only one file uses them."""
 
 import ast
 import functools
@@ -14,8 +14,8 @@ from torch_fastdet._torch import private
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torch_fastdet"
 FILES = sorted(set(PACKAGE.rglob("*.py")) - {PACKAGE / "_torch/private.py"})
-# Of the frameworks, of Python (a spec's, a NamedTuple's), a key in a framework's object, and those that private.py says are used
-# everywhere.
+# These belong to the frameworks or to Python (a spec, a NamedTuple), are a key in a framework's object, or are used everywhere, as
+# private.py says.
 KNOWN = {
     "_YOLO_CLI_COMMAND",
     "_initializing",
@@ -72,7 +72,7 @@ OF_TORCH = {name for thing in TORCHS for name in dir(thing)}
 
 
 def private_names(text: str) -> set[str]:
-    """Return names such as torch._C, imported or in any variable, as attributes or texts, that nothing of ours bears."""
+    """Return names such as torch._C, imported or as an attribute or text on any variable, that torch_fastdet does not define."""
     tree = ast.parse(text)
     ours = KNOWN | defined(tree) | (PACKAGES_OWN - OF_TORCH)
     found, roots = set(), set()
@@ -111,7 +111,7 @@ SAMPLES = {
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("ddp.", "optimizer."))])
 def test_torch_has_the_name(name):
-    """In continuous integration this is the oldest and the newest torch that we support."""
+    """Continuous integration runs this with the oldest and the newest supported torch."""
     root, *attributes = name.split(".")
     if attributes[-1].startswith("_cuda_") and torch.version.cuda is None:
         pytest.skip("a CPU build of torch")

@@ -1,4 +1,4 @@
-"""What a reader of the README and the docs copies works: every Python snippet runs, and commands are those that there are."""
+"""A reader can copy from the README and the docs: every Python snippet runs, and all commands exist."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def title(value) -> str:
 
 # Python ----------------------------------------------------------------------------------------------------------------
 
-# What a page takes for granted, as its reader has it: run before each of its snippets.
+# This runs before each snippet of a page, and defines what the page assumes.
 MODEL = """
 import torch
 from examples.train_step import SmallDetector
@@ -94,9 +94,9 @@ sys.argv = ["train.py", "--bbox_iou_optim"]
     "docs/predict.md": YOLO,
     "torch_fastdet/switches/predict/README.md": YOLO,
 }
-# Snippets that only a GPU runs, by words that they hold. Elsewhere they are compiled.
+# Only a GPU runs snippets with these words. Elsewhere they are compiled.
 GPU_ONLY = ("TrainStep(", "torch.cuda.graph(")
-# Pages that patch another package.
+# These pages patch another package.
 APART = {
     "docs/yolov5.md": "yolov5",
     "README.md": "ultralytics",
@@ -107,7 +107,7 @@ APART = {
 
 
 def run_snippets(page: Path, folder: Path) -> None:
-    """Run all Python snippets of a page, each with names of its own."""
+    """Run all Python snippets of a page, each in its own namespace."""
     for index, text in enumerate(snippets(page, "python")):
         file = folder / f"{page.stem}_{index}.py"
         file.write_text(text)  # TorchScript reads the source
@@ -133,7 +133,7 @@ def test_python_runs(page, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("package", sorted(set(APART.values())))
 def test_python_that_patches_runs(package, tmp_path):
-    """In a process of its own, where the package can be imported and nothing that is patched is left behind."""
+    """They run in their own process, which can import the package and leaves nothing patched behind."""
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed")
     env = environment(tmp_path / "environment")
@@ -149,7 +149,7 @@ def test_python_that_patches_runs(package, tmp_path):
 
 @pytest.mark.slow
 def test_stages_page(tmp_path, monkeypatch):
-    """Its Python makes the reference, its C++ a port, and its command finds where they differ."""
+    """The page's Python makes the reference, its C++ a port, and its command finds where they differ."""
     compiler = shutil.which(shlex.split(os.environ.get("CXX", "g++"))[-1])
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -168,7 +168,7 @@ def test_stages_page(tmp_path, monkeypatch):
     (command,) = (c for c in commands(page) if " compare " in c)
     result = run(command, tmp_path)
     assert result.returncode == 1
-    # raw.0 is the reference's; the page's C++ then reads the same numbers as another head, channels first.
+    # raw.0 equals the reference's. The page's C++ then reads the same numbers as another head, channels first.
     for text in (printed, result.stdout):
         assert "First difference: raw.1: " in text, text
 
@@ -178,7 +178,7 @@ def test_stages_page(tmp_path, monkeypatch):
 #: Nightly tests of the frameworks run these: tests/yolov5/test_commands_of_pages.py, tests/ultralytics/test_commands_of_pages.py.
 OF_YOLOV5 = r"(\w+=\w+ )?python -m torch_fastdet\.yolov5 (?!.*(--resume |\.\.\.))(doctor )?[\w/]+\.py .*"
 OF_ULTRALYTICS = r"python -m torch_fastdet\.ultralytics (?!.*(device=0|train resume|--resume_exact))\w.*"
-#: test_command_runs, with what is typed behind, so that it ends soon without a GPU.
+#: test_command_runs runs these, with arguments appended so that they end soon without a GPU.
 SHORT = {
     r"make help|python -m (torch_fastdet|torch_fastdet(\.yolov5)? doctor|tools\.api|benchmarks\.report)": "",
     r"python -m torch_fastdet benchmark": "--device cpu --model yolov8n --imgsz 64 --images 16 --batch 8 --epochs 3",
@@ -195,7 +195,7 @@ SHORT = {
 PIP = r"pip (un)?install (?!-U|.*==2\.10).*"
 #: test_stages_page and tests/packaging/test_cmake.py run these.
 TESTED = r"python -m torch_fastdet\.golden .*|cmake .*"
-#: What nothing runs as it stands, by what it takes. CONTRIBUTING.md says so.
+#: Nothing runs these as they stand, as they take what the key says. CONTRIBUTING.md lists them.
 NOT_RUN = {
     "several GPUs": r"torchrun .*|.* device=0,1,2,3 .*",
     "a GPU": r"make test-gpu|python3? -m (benchmarks\.(memory_limits|small_cards|layout_table)|tools\.gpu_report run --rest)",
@@ -207,7 +207,7 @@ NOT_RUN = {
 
 
 def commands(page: Path) -> list[str]:
-    """Return what the page tells its reader to type, in snippets and in the text."""
+    """Return the commands that the page tells its reader to type, in snippets and in the text."""
     found = []
     for text in snippets(page, "bash"):
         found += text.replace("\\\n", " ").splitlines()
@@ -221,7 +221,7 @@ def all_commands(pattern: str) -> list[str]:
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess:
-    """Run a command as a shell does, with the Python of this process and, where ``folder`` is no copy, the modules of this tree."""
+    """Run a command as a shell does, with the Python of this process and, unless ``folder`` is a copy, the modules of this tree."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     env["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
@@ -229,7 +229,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
 
 
 def test_every_command_runs():
-    """By a test, by .ci/run or by a workflow, or CONTRIBUTING.md says that nothing runs it."""
+    """A test, .ci/run or a workflow runs it, or CONTRIBUTING.md says that nothing does."""
     makefile = (ROOT / "Makefile").read_text() + (ROOT / "setup.py").read_text()
     files = [ROOT / ".ci/run", *sorted((ROOT / ".github/workflows").glob("*.yml"))]
     lines = [line.split("# ")[0] for file in files for line in file.read_text().splitlines()]
@@ -258,7 +258,7 @@ film.release()
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """Copy this tree, with what is built in place and the files that the pages name: commands may write there."""
+    """Copy this tree, with what is built in place and the files that the pages name, as commands may write there."""
     folder = tmp_path_factory.mktemp("pages") / "checkout"
     left = shutil.ignore_patterns(".git", ".venv*", "build", "dist", "runs", "site", "third_party")
     shutil.copytree(ROOT, folder, ignore=left)
@@ -284,7 +284,7 @@ def test_make_help_runs():
 @pytest.mark.nightly
 @pytest.mark.parametrize("command", all_commands("|".join(NOT_RUN.values())))
 def test_options_exist(command, tmp_path):
-    """Of programs that nothing runs: what the command names stands in their help."""
+    """The help of programs that nothing runs contains the options of their commands."""
     for module in re.findall(r"-m ((?:benchmarks|tools)\S*)", command):
         shown = run(f"python -m {module} --help", tmp_path)
         assert shown.returncode == 0, shown.stderr
@@ -295,7 +295,7 @@ def test_options_exist(command, tmp_path):
 
 
 def anchors(page: Path) -> set[str]:
-    """Return anchors of a page's headings, as GitHub and mkdocs name them."""
+    """Return the anchors of a page's headings, as GitHub and mkdocs name them."""
     headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 

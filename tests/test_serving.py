@@ -1,4 +1,4 @@
-"""torch_fastdet.serving: batches of what threads submit, results and errors to those they belong to."""
+"""torch_fastdet.serving batches what threads submit, and returns results and errors to the right callers."""
 
 import gc
 import threading
@@ -11,7 +11,7 @@ from torch_fastdet.serving import Batcher
 
 
 class Model:
-    """Doubles numbers, and keeps the batches that it has got."""
+    """Double numbers, and keep the batches that were passed."""
 
     def __init__(self, seconds=0.0):
         self.batches, self.seconds = [], seconds

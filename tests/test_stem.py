@@ -1,4 +1,4 @@
-"""The stem as a convolution of squares, against the convolution that it stands for."""
+"""The stem as a convolution of squares equals the convolution that it replaces."""
 
 import copy
 
@@ -38,7 +38,7 @@ def run(call, conv, x, grad):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kernel, padding", KERNELS)
 def test_values_and_gradients(device, kernel, padding, bias):
-    """In float64: the same sums in another order."""
+    """In float64 the sums are the same but for their order."""
     conv = make(kernel, padding, device, bias=bias)
     for shape in ((2, 3, 16, 12), (1, 3, 2, 2), (3, 3, 2, 34)):
         x = images(device, shape=shape)
@@ -73,7 +73,7 @@ def test_no_farther_from_exact_than_stock_under_autocast(device, kernel, padding
 
 
 def called(monkeypatch, conv, x):
-    """Return whether ``convolve`` calls stem_conv2d, where a GPU would have tensor cores."""
+    """Return whether ``convolve`` calls stem_conv2d if the GPU has tensor cores."""
     seen = []
     monkeypatch.setattr(stem, "_has_tensor_cores", lambda device: True)
     monkeypatch.setattr(stem.ops, "stem_conv2d", lambda *tensors: seen.append(tensors) or stem_conv2d(*tensors))
@@ -100,7 +100,7 @@ def test_tensor_cores_take_what_they_can(monkeypatch):
 
 @pytest.mark.parametrize("kernel, padding", KERNELS)
 def test_tensor_cores_are_no_farther_from_exact_than_stock(device, monkeypatch, kernel, padding):
-    """The images have no gradient, as in training; the operator's own form runs on the CPU."""
+    """As in training, the images have no gradient. On the CPU the operator's own form runs."""
     if device.type == "cpu":
         monkeypatch.setattr(stem, "_has_tensor_cores", lambda device: True)
     dtype = torch.bfloat16

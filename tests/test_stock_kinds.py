@@ -1,7 +1,7 @@
-"""Functions that patch() replaces: the original and torch_fastdet's with every dtype and memory format that the original takes.
+"""Compare the functions that patch() replaces with the originals, for every dtype and memory format that the original takes.
 
-Values, dtypes, devices, memory formats and exceptions are compared. ``CASES`` says how a function is called. What the original refuses,
-torch_fastdet's may take.
+Values, dtypes, devices, memory formats and exceptions are compared. ``CASES`` says how a function is called. torch_fastdet's may take what
+the original refuses.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch_fastdet.graphs.loss_items import LossItems
 from torch_fastdet.patching import replace
 from torch_fastdet.patching import switch as engine_switch
 
-# YOLOv5 writes through expanded boxes, and calls what newer numpys deprecate.
+# YOLOv5 writes through expanded boxes, and calls functions that newer numpys deprecate.
 pytestmark = pytest.mark.filterwarnings("ignore:.*(trapz|expanded tensors|not writable)")
 HOSTS = ("yolov5", "ultralytics")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-# Both compute in float32 or wider, in another order, and round to the result's dtype.
+# Both compute in float32 or wider, in different orders, and round to the result's dtype.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 # What is replaced ----------------------------------------------------------------------------------------------------
@@ -43,20 +43,20 @@ class Pair:
 
 @functools.cache
 def pairs(host: str) -> dict[str, Pair]:
-    """Return what every switch of ``host`` replaces, by name; nothing is left replaced."""
+    """Return what every switch of ``host`` replaces, by name, after undoing it."""
     pytest.importorskip(host)
     drop_in = importlib.import_module(f"torch_fastdet.{host}")
     if host == "ultralytics":
         importlib.import_module("ultralytics.models.utils.loss")  # which patch() does not import
     found: dict[str, Pair] = {}
     with pytest.MonkeyPatch.context() as monkeypatch:
-        # Switches that need a GPU replace their names here too.
+        # Switches that need a GPU also replace their names here.
         monkeypatch.setattr(engine_switch, "obstacle_to_gpu", lambda: None)
         drop_in.patch(fastdet=True)
         replacements = list(importlib.import_module(f"torch_fastdet.{host}.host").HOST.patches.replacements)
         drop_in.unpatch()
     for r in replacements:
-        # What an earlier switch of these had put there went back, too.
+        # A function that an earlier switch had put there was undone, too.
         below = any(r.old is earlier.new for earlier in replacements)
         assert below or vars(r.owner).get(r.attribute, replace._MISSING) is r.old, f"{r} was put back"
         name = r.attribute if isinstance(r.owner, ModuleType) else f"{r.owner.__name__}.{r.attribute}"
@@ -96,7 +96,7 @@ LAYOUTS = (contiguous, sliced, transposed, channels_last, expanded, empty)
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Make tensors of a dtype and a memory format; with ``only``, the argument of that number alone."""
+    """Make tensors of a dtype and a memory format, or with ``only`` just the argument of that number."""
 
     dtype: torch.dtype
     layout: Callable[[torch.Tensor], torch.Tensor]
@@ -114,13 +114,13 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """How a function is called: ``call(pair, function, kind)`` returns what is compared."""
+    """Describe how a function is called: ``call(pair, function, kind)`` returns what is compared."""
 
     call: Callable[[Pair, Any, Kind], Any]
     arguments: int = 1
     dtypes: tuple[torch.dtype, ...] = DTYPES
     layouts: tuple[Callable, ...] = LAYOUTS
-    #: Kinds that stock takes and ours does not, or gives another result for, and why.
+    #: Return True for kinds that only the original takes, or for which results differ. The function's docstring says why.
     but: Callable[[Kind], bool] = lambda kind: False
 
     def kinds(self, device: str) -> Iterator[Kind]:
@@ -143,7 +143,7 @@ def numbers(*shape: int, low: float = -3.0, high: float = 3.0) -> torch.Tensor:
     return (low + (high - low) * (order + 0.5) / max(count, 1)).view(shape)
 
 
-# Whole pixels, which every dtype holds.
+# These are whole pixels, which every dtype represents.
 CORNERS = torch.tensor([[2, 3, 22, 19], [5, 1, 40, 27], [30, 20, 47, 44], [8, 8, 20, 30], [3, 30, 33, 46]]).float()
 OTHERS = torch.tensor([[4, 2, 20, 22], [10, 3, 38, 30], [33, 17, 44, 40], [30, 30, 44, 47], [1, 28, 30, 44]]).float()
 SCORES = torch.tensor([0.875, 0.75, 0.625, 0.5, 0.375])
@@ -160,7 +160,7 @@ def bbox_iou(pair: Pair, function: Any, kind: Kind) -> Any:
         for xywh in (True, False)
         for measure in measures
     ]
-    # A float16 gradient of stock's is NaN, where ours is finite.
+    # The original's float16 gradient is NaN, while torch_fastdet's is finite.
     if kind.dtype in FLOATS and kind.dtype is not torch.float16 and kind.only is None:
         box = kind(CORNERS).requires_grad_()
         function(box, kind(OTHERS), xywh=False, CIoU=True).sum().backward()
@@ -169,7 +169,7 @@ def bbox_iou(pair: Pair, function: Any, kind: Kind) -> Any:
 
 
 def narrow_integers(kind: Kind) -> bool:
-    """Stock multiplies sides in the boxes' own integers, which wrap; ours computes in floating point."""
+    """The original multiplies sides in the boxes' own integers, which wrap. torch_fastdet computes in floating point."""
     return kind.dtype in (torch.int8, torch.uint8, torch.bool)
 
 
@@ -217,7 +217,7 @@ def process_batch(pair: Pair, function: Any, kind: Kind) -> Any:
 
 
 def equal_detections(kind: Kind) -> bool:
-    """Stock leaves detections of equal IoU to an unstable sort."""
+    """The original leaves detections of equal IoU to an unstable sort."""
     return kind.layout is expanded and kind.only in (None, 0)
 
 
@@ -257,7 +257,7 @@ def validator_batch(pair: Pair, function: Any, kind: Kind) -> Any:
 
 
 def some_of_a_detection(kind: Kind) -> bool:
-    """One of several columns cannot be empty alone, and a score of less than a half is no whole number."""
+    """One of several columns cannot be empty alone, and a score below one half is not a whole number."""
     return kind.layout is empty and kind.only is not None
 
 
@@ -331,7 +331,7 @@ def smart_optimizer(pair: Pair, function: Any, kind: Kind) -> Any:
         state = optimizer.state_dict()
         for group in state["param_groups"]:
             group.pop("fused"), group.pop("foreach")  # how a step is taken
-        # Where a step is counted follows how it is taken: torch's fused AdamW counts on the GPU, too.
+        # The device of the step count follows the implementation: torch's fused AdamW counts on the GPU, too.
         found += [
             list(model.parameters()),
             [
@@ -344,7 +344,7 @@ def smart_optimizer(pair: Pair, function: Any, kind: Kind) -> Any:
 
 
 def module_forward(*arguments: Any) -> Callable[[Pair, Any, Kind], Any]:
-    """Return a block in training: its result, the gradients and the running statistics."""
+    """Run a block in training. Return its result, the gradients and the running statistics."""
 
     def call(pair: Pair, function: Any, kind: Kind) -> Any:
         torch.manual_seed(0)
@@ -379,7 +379,7 @@ def detect(pair: Pair, function: Any, kind: Kind) -> Any:
 
 
 class YOLOv5(nn.Module):
-    """As much of a model as ComputeLoss asks for."""
+    """Stand in for a model with what ComputeLoss reads."""
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()
@@ -390,7 +390,7 @@ class YOLOv5(nn.Module):
         self.hyp = {"box": 0.05, "cls": 0.5, "cls_pw": 1.0, "obj": 1.0, "obj_pw": 1.0, "anchor_t": 4.0, "fl_gamma": 0.0}
 
 
-# image, class, x, y, w, h: no two share a cell.
+# Columns are image, class, x, y, w, h. No two targets share a cell.
 YOLOV5_TARGETS = [
     [0, 0, 0.25, 0.3125, 0.25, 0.25],
     [0, 2, 0.75, 0.8125, 0.375, 0.25],
@@ -407,7 +407,7 @@ def compute_loss(pair: Pair, function: Any, kind: Kind) -> Any:
 
 
 class V8(nn.Module):
-    """As much of a model as a criterion of Ultralytics asks for."""
+    """Stand in for a model with what a criterion of Ultralytics reads."""
 
     def __init__(self, kind: Kind) -> None:
         super().__init__()
@@ -444,12 +444,12 @@ def e2e_loss(pair: Pair, function: Any, kind: Kind) -> Any:
 
 
 def no_heads(kind: Kind) -> bool:
-    """Without images stock's loss is NaN or an error of indexing, and ours an error that says so."""
+    """Without images the original loss is NaN or raises an indexing error. torch_fastdet's raises an error that says so."""
     return kind.layout is empty and kind.only in (None, 0)
 
 
 def changed_assignment(kind: Kind) -> bool:
-    """Stock decodes boxes in the heads' dtype: in half precision two anchors of about the same alignment change places."""
+    """The original decodes boxes in the heads' dtype: in half precision two anchors of about the same alignment change places."""
     return no_heads(kind) or (kind.dtype is torch.float16 and kind.only == 0)
 
 
@@ -530,7 +530,7 @@ def outcome(case: Case, pair: Pair, function: Any, kind: Kind) -> Any:
 
 
 def difference(stock: Any, ours: Any, tolerance: float) -> str | None:
-    """Return one line if the two are not the same."""
+    """Return one line if the two differ."""
     if isinstance(stock, Exception):
         related = not isinstance(ours, Exception) or isinstance(ours, type(stock)) or isinstance(stock, type(ours))
         return None if related else f"stock raises {stock!r}, and ours {ours!r}"
@@ -561,7 +561,7 @@ def difference(stock: Any, ours: Any, tolerance: float) -> str | None:
 def form(value: Any) -> tuple[Any, ...]:
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape
-    # Strides of sides of length one mean nothing.
+    # The strides of dimensions of length one have no meaning.
     strides = [stride for side, stride in zip(value.shape, value.stride()) if side > 1] if value.numel() else []
     return value.dtype, value.device.type, tuple(value.shape), strides, value.requires_grad
 

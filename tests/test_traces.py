@@ -1,4 +1,4 @@
-"""What a test leaves behind is named: replaced attributes, fakes in modules that were imported meanwhile, settings of the process."""
+"""Traces names what a test leaves behind: replaced attributes, fakes in modules that were imported meanwhile, settings of the process."""
 
 import importlib
 import sys

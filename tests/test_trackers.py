@@ -1,4 +1,4 @@
-"""Compares torch_fastdet.trackers with Ultralytics' own trackers on random sequences, and tries arguments that are no detections."""
+"""Compare torch_fastdet.trackers with Ultralytics' own trackers on random sequences, and try arguments that are no detections."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a test may leave behind for the next one: nothing.
+"""Check that a test leaves nothing behind for the next one.
 
-A module that is imported while a test has faked a name of another one keeps the fake. So :func:`import_everything` imports the modules
-of both frameworks that switches touch, and all of torch_fastdet's, before the first test; :class:`Traces` fails a test that leaves a
+A module that is imported while a test has faked a name of another one keeps the fake. So :func:`import_everything` imports the modules of
+both frameworks that switches touch, and all of torch_fastdet's, before the first test; :class:`Traces` fails a test that leaves a
 framework's attribute replaced, a fake in a module, or a setting of the process changed.
 """
 
@@ -29,10 +29,10 @@ import torch
 import torch_fastdet
 
 PACKAGES = ("torch_fastdet", "yolov5", "ultralytics", "utils", "models")
-#: Modules of others, in which switches and tests replace names.
+#: Switches and tests replace names in these other modules.
 OTHERS = ("torch", "torch.amp", "torch.cuda", "torch.nn.functional", "torch.optim", "torch.utils.data", "numpy", "cv2")
 CLASSES = (torch.nn.Module, torch.nn.Conv2d, torch.nn.BatchNorm2d, torch.nn.SiLU, torch.nn.Upsample)
-#: Variables that pytest, torch and other libraries set while they run, which change nothing.
+#: pytest, torch and other libraries set these variables while they run, which changes nothing.
 OF_OTHERS = (
     "PYTEST_",
     "TORCHINDUCTOR_",
@@ -43,7 +43,7 @@ OF_OTHERS = (
     "NO_ALBUMENTATIONS",
     "KMP_",
 )
-#: Functions and classes that tests have put somewhere with monkeypatch, by id, since the last look.
+#: This maps ids to the functions and classes that tests have set with monkeypatch since the last look.
 fakes: dict[int, object] = {}
 
 
@@ -53,7 +53,7 @@ def import_everything() -> None:
             importlib.import_module(module.name)
     with warnings.catch_warnings(), mock.patch.dict(os.environ):
         warnings.simplefilter("ignore")
-        # YOLOv5 sets a number of threads in the environment, which the programs of later tests would have.
+        # YOLOv5 sets a number of threads in the environment, which the programs of later tests would inherit.
         for framework in ("yolov5", "ultralytics"):
             if importlib.util.find_spec(framework) is None:
                 continue
@@ -63,7 +63,7 @@ def import_everything() -> None:
 
 
 def note_fakes() -> None:
-    """Let :data:`fakes` know of what every MonkeyPatch, of the fixture and of contexts, sets."""
+    """Record in :data:`fakes` what every MonkeyPatch, of the fixture and of contexts, sets."""
     plain = pytest.MonkeyPatch.setattr
 
     def setattr(self, target: Any, name: Any, *value: Any, **options: Any) -> None:
@@ -78,7 +78,7 @@ def note_fakes() -> None:
 def seed() -> None:
     random.seed(0)
     np.random.seed(0)
-    # Where there is no GPU, torch would note each time where it was asked to seed one, which takes milliseconds.
+    # Without a GPU, torch would record the stack of each call that seeds one, which takes milliseconds.
     (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
 
 
@@ -133,7 +133,7 @@ CODE = (
 
 
 def is_code(value: object) -> bool:
-    """Return whether it is code, not what only can be called, such as a weak reference."""
+    """Return whether it is code, not another callable such as a weak reference."""
     return isinstance(value, CODE)
 
 
@@ -145,9 +145,9 @@ MISSING = object()
 
 
 def replaced(name: str, before: dict[str, object], now: dict[str, object]) -> Iterator[str]:
-    """Yield the functions, classes and modules that are not what they were, and ours that were not there; caches and counts may change.
+    """Yield functions, classes and modules that have changed, and new ones of torch_fastdet and its tests. Caches and counts may change.
 
-    Torch and the like replace some themselves, such as ``torch.manual_seed`` and the ``step`` of an optimizer, which is then ``hooked``.
+    Torch and others replace some themselves, such as ``torch.manual_seed`` and the ``step`` of an optimizer, which is then ``hooked``.
     """
     is_library = name.partition(".")[0] in ("torch", "numpy", "cv2")
     for attribute in before.keys() | now.keys():
@@ -176,7 +176,7 @@ def same(before: dict[str, object], now: Any) -> bool:
 
 
 class Traces:
-    """What the process was like; :meth:`look` says what has changed since the last look."""
+    """Record the state of the process; :meth:`look` says what has changed since the last look."""
 
     def __init__(self) -> None:
         self._modules: set[str] = set()

@@ -1,4 +1,4 @@
-"""Makes random sequences of detections, as a detector gives them for objects that come, move, overlap, hide and go."""
+"""Make random sequences of detections, as a detector gives them for objects that come, move, overlap, hide and go."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OTHERS = {
     "model": "auto",
     "alpha_fixed_emb": 0.95,
 }
-#: Options that are tried in turn.
+#: Tests try these options in turn.
 KINDS: tuple[dict[str, object], ...] = (
     {},
     {"fuse_score": False},
@@ -31,7 +31,7 @@ KINDS: tuple[dict[str, object], ...] = (
     {"track_high_thresh": 0.5, "new_track_thresh": 0.6},
     {"track_high_thresh": 0.6, "track_low_thresh": 0.05, "new_track_thresh": 0.7, "match_thresh": 0.9},
 )
-#: Options that only some trackers have, in turn.
+#: Only some trackers have these options, which tests try in turn.
 OWN: dict[str, tuple[dict[str, object], ...]] = {
     "OCSORT": (
         {},
@@ -62,7 +62,7 @@ def namespace(**options):
 
 
 def options_of(name, seed):
-    """Return the options of a tracker of torch_fastdet that a seed tries."""
+    """Return the options of a torch_fastdet tracker that belong to a seed."""
     own = OWN.get(name, ({},))
     return {**OPTIONS, **KINDS[seed % len(KINDS)], **own[seed // 2 % len(own)]}
 
@@ -118,7 +118,7 @@ def rotated(frames, seed=0):
 
 
 def recovered(frames, seed=0):
-    """Return the same frames without some detections, and these as recovered ones: arrays of x y width height (angle), scores and classes."""
+    """Return the same frames without some detections, and these as recovered: arrays of x y width height (angle), scores and classes."""
     rng = np.random.default_rng(seed)
     found = []
     for rows in frames:
