@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build/aarch64"
 COMPILER = "aarch64-linux-gnu-g++"
 VERSION = "{}.{}".format(*sys.version_info)
-# PyPI has wheels for these; newer ones want a newer glibc than Debian 12's.
+# PyPI has wheels for these. Newer ones need a newer glibc than Debian 12's.
 PLATFORMS = ["manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in range(17, 37))]
 BESIDE_TORCH = ("numpy", "opencv-python-headless", "pytest", "hypothesis")
-# One file a family.
+# Each family has one file.
 TESTS = [f"tests/ops/test_{family}.py" for family in ("bbox_iou", "upsample", "pool", "crop_mask", "space_to_depth")]
-# Tracing takes minutes under QEMU, and what it traces does not depend on the processor.
+# Tracing takes minutes under QEMU, and its results do not depend on the processor.
 SELECTED = "not opcheck and not compile and not export"
 ARM = 'APT::Architecture "arm64"; APT::Architectures { "arm64"; };\n'
 

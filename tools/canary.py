@@ -42,7 +42,7 @@ YOLOV5_TESTS = tuple(
 )
 TESTS = (check_versions.TESTS, *check_versions.FURTHER, *check_versions.LOSS, *YOLOV5_TESTS)
 NO_GPU = re.compile(r"CUDA|GPU")
-# YOLOv5's newest commit does not have it. No script of YOLOv5 called it.
+# YOLOv5's newest commit does not have it, and no script of YOLOv5 ever called it.
 DROPPED = "process_mask_upsample"
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build/versions"
 TESTS = "tests/ultralytics/test_versions.py"
-# Trainings that another test covers quicker are left out.
+# These leave out trainings that another test covers faster.
 FURTHER = tuple(
     f"tests/ultralytics/test_{name}.py"
     for name in ("patch", "launcher", "loader_switch", "graph_switches", "val_switch", "non_max_suppression")

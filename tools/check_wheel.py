@@ -19,7 +19,7 @@ ARCHITECTURE_BYTES = 20e6  # at most, of the library for each GPU architecture: 
 ALLOWED = re.compile(
     r"(libtorch(_cpu|_cuda)?|libc10(_cuda)?|libcudart|libstdc\+\+|libgcc_s|libgomp|libc|libm|libdl|libpthread|librt|ld-linux-x86-64)\.so(\.\d+)*"
 )
-#: Of Ubuntu 22.04, the oldest system that the wheels are for.
+#: Ubuntu 22.04, the oldest supported system, has these versions.
 NEWEST = {"GLIBC": "2.35", "GLIBCXX": "3.4.30"}
 CONFIG = "torch_fastdet/_build_config.json"
 CMAKE = "torch_fastdet/share/cmake/TorchFastdet/TorchFastdetConfig.cmake"

@@ -26,7 +26,7 @@ from tools.debian import run
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build/cuda12"
 SOURCE = "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian trixie non-free\n"
-#: The packages, and what is unpacked of each: all of nvidia-cuda-dev would be 2.5 GB.
+#: Maps packages to the files that are unpacked, as all of nvidia-cuda-dev would take 2.5 GB.
 PACKAGES = {
     "nvidia-cuda-toolkit": ["usr"],
     "nvidia-cuda-dev": [
@@ -106,7 +106,7 @@ def build(home: Path) -> Path:
     lib = FOLDER / "lib"
     sys.argv = ["setup.py", "-q", "build", f"--build-lib={lib}", f"--build-temp={FOLDER / 'temp'}"]
     runpy.run_path("setup.py", run_name="__main__")
-    # The import compares it with the CUDA of the torch that runs.
+    # On import, torch_fastdet compares this with the CUDA of the running torch.
     config = lib / "torch_fastdet/_build_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"cuda": theirs or ""}))
     return lib

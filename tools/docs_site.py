@@ -14,7 +14,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results"
 SWITCHES = "torch_fastdet/switches"
-# It stays in the repository.
+# This page is not copied to the site.
 NOTES = re.compile(r"^\[benchmarks/NOTES\.md\]: .*\n?|\[(benchmarks/NOTES\.md)\]", re.MULTILINE)
 SOURCE = re.compile(r"^- \[(torch_fastdet\.[\w.]+)\]\(\S+\.py\)$", re.MULTILINE)
 CODE = re.compile(r"(?<=<code>).*?(?=</code>)", re.DOTALL)

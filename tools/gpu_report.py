@@ -37,7 +37,7 @@ SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 STEPS = ("build", "googletest", "pytest", "alone", *SANITIZERS)
 FINDINGS = 40  # lines of a sanitizer's own that the report keeps
 PROCESSES = 32  # of pytest, at most; tests/conftest.py spreads them over the GPUs
-# What a GPU can change: all that touches CUDA, slow tests too, and all else that is quick (tests/conftest.py sets the marks).
+# This chooses what a GPU can change: all that uses CUDA, slow tests too, and all other quick tests (tests/conftest.py sets the marks).
 CHOSEN = "gpu or not (cpu or slow)"
 
 
@@ -79,7 +79,7 @@ class Steps:
 
     def __init__(self, seconds: float):
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            # We were started in the background; what we start would ignore stop() too.
+            # This process runs in the background. Without a handler its children would ignore stop(), too.
             signal.signal(signal.SIGINT, signal.default_int_handler)
         self.started = time.monotonic()
         self.seconds = seconds
@@ -124,7 +124,7 @@ class Steps:
 
 def pytest_counts(output: str) -> dict[str, Any]:
     """Return {'passed': 10, 'skipped': 2, ...} from pytest's closing line, and 'failed_tests' where its summary names some."""
-    # Not compute-sanitizer's "0 errors", which has no seconds.
+    # compute-sanitizer's "0 errors" has no seconds, and so does not match.
     closing = [line for line in output.splitlines() if re.search(r"\d+ (passed|failed|skipped|error).* in \d", line)]
     counts: dict[str, Any] = {}
     if closing:
@@ -274,7 +274,7 @@ def _run(steps: Steps, built: bool, without: Sequence[str]) -> None:
         if tool != "initcheck":  # which must see what torch's kernels write for torch_fastdet's to read
             watch += ["--kernel-name", "kernel_substring=torch_fastdet"]
         tests = [python, "-m", "pytest", "-q", "-x", "-m", "sanitizer and gpu", "-p", "no:cacheprovider"]
-        # Without torch's block cache each tensor is an allocation of its own.
+        # Without torch's block cache each tensor has its own allocation.
         output = steps.run(tool, watch + tests, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         steps.results[tool] |= sanitizer_findings(output) | pytest_counts(output)
 

@@ -69,7 +69,7 @@ def build(python: Path, dist: Path, cuda: dict[str, str], like: Path | None) -> 
         cuda: variables that say where the toolkit is.
         like: a wheel for the same torch and another Python, whose operators are taken.
     """
-    # setuptools packs what an older build left there.
+    # setuptools would pack what an older build left there.
     for old in [*ROOT.glob("build/lib.*"), *ROOT.glob("build/bdist.*")]:
         shutil.rmtree(old)
     with tempfile.TemporaryDirectory() as folder:

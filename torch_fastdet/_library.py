@@ -26,7 +26,7 @@ def _series(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-#: The oldest torch that is supported; setup.py has it, too.
+#: The oldest supported torch. setup.py repeats it.
 TORCH_OLDEST = (2, 10)
 #: Maps each PyTorch series for which there are wheels to the CUDA of PyPI's build.
 WHEELS = {"2.10": "12.8", "2.11": "13.0", "2.12": "13.0", "2.13": "13.0", "2.14": "13.0", "2.15": "13.2"}

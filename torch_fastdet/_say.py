@@ -32,9 +32,9 @@ class _Lines(logging.Handler):
                 print(f"torch_fastdet: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
-#: Counts what each switch did since ``patch()``, by its name and what it did.
+#: Counts what each switch did since ``patch()``, by the switch's name and a description.
 counts: Counter[tuple[str, str]] = Counter()
-#: Holds the lines that said what did not run on torch_fastdet since ``patch()``, and why, in their order.
+#: Holds, in order, the lines since ``patch()`` that say what did not run on torch_fastdet, and why.
 fallbacks: dict[str, None] = {}
 
 
@@ -140,7 +140,7 @@ def rank() -> str:
 def say(line: str, level: int = logging.INFO, every_rank: bool = False) -> None:
     """Log one line; in a distributed run on rank 0 alone, unless ``every_rank``."""
     if every_rank or rank() in ("", "0"):
-        # Names of files that are not UTF-8 have characters that a handler could not write.
+        # Names of files that are not UTF-8 contain characters that a handler cannot write.
         line = line.encode(errors="backslashreplace").decode()
         if is_configured():
             _remove()  # before the record goes on to the user's handlers, whose level decides

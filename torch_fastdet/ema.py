@@ -161,7 +161,7 @@ class ModelEMA:
                     f"ModelEMA: {name} has shape {list(value.shape)} in the model, but {list(average.shape)} in the EMA; was the "
                     "model changed since?"
                 )
-        # Tied weights, which the state_dict names twice, move twice, as in the original loop: one launch after the other.
+        # The state_dict names tied weights twice, so they move twice as in the original loop, in one launch after the other.
         rounds: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         seen: dict[int, int] = {}
         for _, average, value in pairs:

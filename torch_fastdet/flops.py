@@ -20,7 +20,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "stem_conv2d_backward": lambda grad_output, squares, kernel_size, **_: (
         2 * math.prod(grad_output) * squares[1] * kernel_size**2
     ),
-    # The products of coefficients and prototypes. The boxes are taken to cover the image.
+    # This multiplies coefficients and prototypes, and assumes that the boxes cover the image.
     "instance_masks": lambda protos, coefficients, *_, **__: 2 * math.prod(coefficients) * math.prod(protos[-2:]),
 }
 

@@ -97,7 +97,7 @@ def ultralytics_process_mask(
         shape: Height and width, of the network's input.
         upsample: Whether masks have that size.
     """
-    # The original takes an image's shape, too, where it does not resample.
+    # Without resampling the original also accepts an image's shape.
     size = _sides("ultralytics_process_mask", shape, 2 if upsample else 3)
     inputs = _inputs(protos, masks_in, bboxes)
     if upsample:
@@ -122,8 +122,8 @@ def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Te
 
 def _letterbox_window(protos: tuple[int, int], size: tuple[int, int]) -> tuple[int, list[int]]:
     """Return how Ultralytics cuts a letterbox's border off: the factor that prototypes are enlarged by, and the window."""
-    # The network's input is four times as large as the prototypes. These are enlarged until half of the border, which lies on
-    # either side, is a whole number of their pixels; four times at most.
+    # The network's input is four times as large as the prototypes. These are enlarged, at most four times, until half of the border, which
+    # lies on each side, is a whole number of their pixels.
     network = [4 * protos[0], 4 * protos[1]]
     inner = place(list(size), network)
     borders = network[0] - inner.height, network[1] - inner.width

@@ -44,7 +44,7 @@ NO_MEMORY = (
     "unable to find an engine",
 )
 
-#: The cost of memory that is given back: images are uploaded again, or graphs are captured again.
+#: The cost of freeing memory: images must be uploaded again, or graphs captured again.
 UPLOAD, CAPTURE = range(2)
 
 
@@ -54,13 +54,13 @@ UPLOAD, CAPTURE = range(2)
 class Owner:
     """Describe what holds much memory, of the process or of a GPU."""
 
-    #: A noun in the plural for what the memory holds.
+    #: A plural noun for the contents of the memory.
     what: str
-    #: The variable of the budget that it counts against; "" for none.
+    #: The environment variable of the budget that it counts against, or "".
     budget: str = ""
     #: ``UPLOAD`` or ``CAPTURE``.
     cost: int = UPLOAD
-    #: The device that has the memory; None before there is any.
+    #: The device that holds the memory, or None before it is allocated.
     device: torch.device | None = torch.device("cpu")
 
     def held(self) -> int:
@@ -159,8 +159,8 @@ def gpu_budget(device: torch.device) -> int:
 # The host's memory ----------------------------------------------------------------------------------------------------
 
 
-# Maps a controller in /proc/self/cgroup ("": version 2) to the folder of its groups, and to the files of a group's limit and usage and
-# the statistic of what the kernel would take back.
+# Maps a controller in /proc/self/cgroup ("": version 2) to the folder of its groups, the files of a group's limit and usage, and the
+# statistic of memory that the kernel would reclaim.
 _GROUPS = {
     "": (
         "sys/fs/cgroup",
@@ -185,7 +185,7 @@ def _limits(root: Path) -> list[tuple[Path, str, str, str]]:
         _, controllers, name = line.split(":", 2)
         for place, limits in (_GROUPS[controller] for controller in controllers.split(",") if controller in _GROUPS):
             group = PurePosixPath(name.lstrip("/"))
-            # In a container the group may be out of sight, and its own at the top.
+            # A container may not see its group, but its own group is at the top.
             folders = [PurePosixPath()] if ".." in group.parts else [group, *group.parents]
             found += [(root / place / folder, *names) for folder in folders for names in limits]
     return found
@@ -271,7 +271,7 @@ def with_room(
         except error_type as error:
             if not (is_out_of_memory(error) and _cheapest(device)):
                 raise
-        # Outside of the except block, whose traceback holds what the failed call made.
+        # This runs outside the except block, whose traceback holds the tensors of the failed call.
         given = _release(device)
         tell(f"out of memory beside {given}, which are dropped; trying again")
         with no_capture():  # of another thread, which unmapping its stream's memory would end

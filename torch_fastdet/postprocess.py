@@ -37,7 +37,7 @@ def _check_count(op: str, name: str, value: int, least: int, what: str) -> None:
         raise ValueError(f"{op}: {name} is {value}, but {least} or more {what} are expected")
 
 
-# The values of extra_kind for each task; the first is its default.
+# The values of extra_kind for each task. The first one is its default.
 _EXTRA_KINDS = {
     "detect": ("raw",),
     "segment": ("raw",),
@@ -45,7 +45,7 @@ _EXTRA_KINDS = {
     "obb": ("angle_logit", "raw"),
 }
 
-# Attributes that only the head of an Ultralytics model, or of a YOLOv5 model, has.
+# Only the head of an Ultralytics model, or of a YOLOv5 model, has these attributes.
 _ULTRALYTICS_HEAD = ("stride", "nc", "reg_max")
 _YOLOV5_HEAD = ("anchors", "stride", "nc", "no")
 
@@ -61,11 +61,11 @@ class _PostProcess(nn.Module):
     classes: list[int] | None
 
     def _take(self, *options: Any) -> None:
-        # The operator's own errors, now.
+        # Raise the operator's own errors now.
         nothing, flags = torch.empty(0, 0, 6, device="cpu"), map(bool, options[3:5])
         limits, rest = (*options[:3], *flags, options[5]), options[6:]
         nms.non_max_suppression_padded(*(nothing, *limits, 0, None, None, *rest))
-        # TorchScript wants attributes of plain types.
+        # TorchScript requires attributes of plain types.
         self.conf_thres, self.iou_thres, self.max_wh = float(options[0]), float(options[1]), float(options[8])
         self.agnostic, self.multi_label, self.per_class = bool(options[3]), bool(options[4]), str(options[6])
         self.max_det, self.max_nms = int(options[5]), int(options[7])
@@ -332,7 +332,7 @@ class _UltralyticsHeads(nn.Module):
             fuse(verbose=False)
         self.model = model.eval()
         self.end2end = end2end
-        # The head returns its maps beside its results, which are not needed.
+        # The head returns its maps beside its results, but they are not needed.
         head._inference = lambda maps: maps["scores"]
         head.postprocess = lambda scores: scores
 
@@ -393,7 +393,7 @@ class ImageDetector(nn.Module):
         self.bgr = bool(bgr)
         self.half_precision = bool(half_precision)
         self.rounding = "ultralytics" if isinstance(postprocess, UltralyticsPostProcess) else "yolov5"
-        # This empty tensor moves with the module, and knows its device.
+        # This empty tensor moves with the module, so that its device is the module's.
         there = next(chain(postprocess.buffers(), network.parameters(), network.buffers()), torch.empty(0))
         self.register_buffer("on_device", torch.empty(0, device=there.device), persistent=False)
 

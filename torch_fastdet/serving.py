@@ -55,7 +55,7 @@ class Batcher:
         work = predict, max_batch, max_wait_ms / 1e3, self._line
         self._thread = threading.Thread(target=_run, args=work, name="torch_fastdet.Batcher", daemon=True)
         self._thread.start()
-        #: Tells the thread to end, once: in close(), or when nobody has the Batcher any more.
+        #: Tells the thread once to end: in close(), or when nothing refers to the Batcher any more.
         self._end = weakref.finalize(self, self._line.close)
 
     def submit(self, image: object) -> Future[Any]:

@@ -27,8 +27,8 @@ def _first(op: str, prediction: Any, columns: str) -> Tensor:
     return prediction.detach()
 
 
-# Candidates an image (pairs of anchor and class above conf_thres) from which on device="auto" sends a prediction of the host to
-# the GPU. By benchmarks/results (nms.json), CPU and GPU with the upload take the same time at 13,000 to 38,000 candidates.
+# From so many candidates an image (pairs of anchor and class above conf_thres) on, device="auto" sends a host prediction to the GPU. By
+# benchmarks/results (nms.json), CPU and GPU with the upload take the same time at 13,000 to 38,000 candidates.
 GPU_CANDIDATES = 30_000
 _SAMPLE = 16  # one of so many anchors is counted
 
@@ -73,7 +73,7 @@ def _stock_class_list(op: str, classes: object) -> list[int] | None:
         return None
     try:
         values = torch.as_tensor(classes).reshape(-1).tolist()
-        # Fractions, NaN and what is beyond the operators' integers match no class.
+        # Fractions, NaN and numbers beyond the operators' integers match no class.
         return [int(value) for value in values if abs(value) < 2**63 and int(value) == value]
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{op}: classes is {classes!r}, but None, an int or a list of ints is expected") from None

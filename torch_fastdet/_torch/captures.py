@@ -21,7 +21,7 @@ class Captures:
     def one(self) -> Iterator[None]:
         me = threading.get_ident()
         with self._changed:
-            # A thread that captures inside of none() waits for nothing meanwhile, or two such threads would wait for each other.
+            # A thread that captures inside none() does not count as waiting, or two such threads would wait for each other.
             own = self._waiting.pop(me, 0)
             self._changed.notify_all()
         try:
@@ -60,6 +60,6 @@ class Captures:
 _captures = Captures()
 os.register_at_fork(after_in_child=_captures.__init__)  # type: ignore[misc]  # the thread that captures stays in the parent
 one_capture, captures_here = _captures.one, _captures.here
-#: Encloses what would end another thread's capture: waits for the whole device, such as torch.cuda.synchronize(), and random numbers of
-#: the device. Captures of other threads wait until it ends.
+#: Encloses code that would break another thread's capture, such as torch.cuda.synchronize() or the device's random numbers. Captures of
+#: other threads wait until it ends.
 no_capture = _captures.none

@@ -52,7 +52,7 @@ class Graph:
         self.held.replay()
 
     def __del__(self) -> None:
-        # In a process that was forked there is no CUDA, and at the interpreter's end perhaps no module.
+        # A forked process has no CUDA, and at the interpreter's exit modules may be gone.
         with contextlib.suppress(Exception):
             if self.replayed_on is not None:
                 let_wait(self._streams, self.replayed_on)

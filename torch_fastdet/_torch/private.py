@@ -31,7 +31,7 @@ operator_names = torch._C._dispatch_get_all_op_names  # of all registered operat
 gpu_count = torch.cuda._device_count_nvml
 # Returns True in a process that cannot use CUDA because its parent did before the fork.
 lost_cuda_in_fork = torch.cuda._is_in_bad_fork
-# These layers' weights are scales, and do not decay.
+# The weights of these layers are scales, which do not decay.
 NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 # CUDA's allocator ----------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 def inside_compiled(module: nn.Module) -> nn.Module | None:
     """Return the module that ``torch.compile(module)`` holds; None for others."""
-    # The class is told by its name, because an import of dynamo is slow.
+    # The class is recognized by its name, because importing dynamo is slow.
     return module._modules.get("_orig_mod") if type(module).__name__ == "OptimizedModule" else None
 
 

@@ -33,7 +33,7 @@ class DeviceNumbers:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.memory = torch.zeros(0, dtype=torch.float64, device=device)
-        #: The numbers that were uploaded last.
+        #: The numbers that were last uploaded.
         self.values: list[float] = []
 
     def upload(self, values: Sequence[float], device: torch.device | None = None) -> Tensor:

@@ -16,7 +16,7 @@ from torch_fastdet.graphs.loss import Offer
 from torch_fastdet.optim import FusedStep
 
 _training = operator.attrgetter("training")
-# They compute the same in either mode. Frameworks make new convolutions where they fuse a model, in training mode.
+# These compute the same in both modes. Fusing a model, frameworks create new convolutions in training mode.
 _OF_NO_MODE = (nn.Conv2d, nn.ConvTranspose2d, nn.Linear, nn.Identity)
 
 
@@ -31,7 +31,7 @@ class BakedModule:
         """Return whether the module has other tensors, or tensors in another place, than at the last call, or this is the first."""
         walk = Walk.renewed(self._walk, module)
         addresses = tuple([t.data_ptr() for t in walk.tensors])
-        # The objects count too: gradients go to the parameters of the capture.
+        # The objects must be the same too, because gradients go to the parameters of the capture.
         moved = walk is not self._walk or addresses != self._addresses
         self._walk, self._addresses = walk, addresses
         return moved

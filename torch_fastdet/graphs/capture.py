@@ -31,7 +31,7 @@ def on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def is_capturing() -> bool:
-    # Without a driver the question raises.
+    # Without a driver this query raises.
     return captures_here() or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
@@ -49,7 +49,7 @@ def uncached_autocast(dtype: torch.dtype | None) -> torch.autocast:
     return torch.autocast("cuda", dtype, enabled=dtype is not None, cache_enabled=False)
 
 
-# Streams, by address, whose owners are gone.
+# Holds the addresses of streams whose owners are gone.
 _idle: defaultdict[torch.device, list[int]] = defaultdict(list)
 
 
@@ -62,7 +62,7 @@ def new_stream(device: torch.device, owner: object) -> torch.cuda.Stream:
         address = _idle[device].pop()
     except IndexError:
         address = _make_stream(device)
-    # A finalizer of the stream would never run: torch's streams do not tell their weak references that they are gone.
+    # A finalizer of the stream would never run, because torch's streams do not notify their weak references.
     weakref.finalize(owner, _idle[device].append, address).atexit = False
     return torch.cuda.ExternalStream(address, device)
 
@@ -102,7 +102,7 @@ class _Workspaces:
             self._taken = self._library.torch_fastdet_take_workspaces(ctypes.c_void_p(stream.cuda_stream))
 
     def __del__(self) -> None:
-        # In a process that was forked there is no CUDA, and at the interpreter's end perhaps no driver.
+        # A forked process has no CUDA, and at the interpreter's exit the driver may be gone.
         if self._taken is not None and self._process == os.getpid() and not sys.is_finalizing():
             self._library.torch_fastdet_free_workspaces(ctypes.c_void_p(self._taken))
 
@@ -169,8 +169,8 @@ def _capture(
         if collect:
             gc.collect()
         gc.disable()  # freeing another graph's memory is not allowed during a capture
-        # Under use_deterministic_algorithms, which train.py sets, new tensors are filled with NaN. No operator reads
-        # that, but each replay would write it: over all activations, and over what came into the graph's input.
+        # Under use_deterministic_algorithms, which train.py sets, new tensors are filled with NaN. No operator reads that, but each replay
+        # would write it over all activations and over new input of the graph.
         deterministic.fill_uninitialized_memory = False
         torch.cuda.synchronize(device)  # before memory is unmapped, on which another stream may be working
         torch.cuda.empty_cache()  # what eager steps have cached cannot serve a graph's pool
@@ -222,7 +222,7 @@ def running_in(pool: object, stream: torch.cuda.Stream) -> Iterator[None]:
             stream.synchronize()
 
 
-# Kept, because torch's allocator of pinned memory asks them at each allocation whether they are capturing.
+# These are kept, because torch's pinned memory allocator asks them at each allocation whether they are capturing.
 _abandoned: list[torch.cuda.CUDAGraph] = []
 
 

@@ -34,10 +34,10 @@ class CapturedCallable(Generic[G]):
             if number < 1:
                 raise ValueError(f"{type(self).__name__}: {name} is {number}, but 1 or more is expected")
         self.what, self.say = what, say
-        #: Why nothing is captured any more.
+        #: The reason why nothing is captured any more, or None.
         self.reason: str | None = None
         self._told: set[str] = set()
-        # Weak, because a cycle would outlive its last user until the cycle collector runs.
+        # The reference is weak, because a cycle would outlive its last user until the cycle collector runs.
         own = weakref.ref(self)
 
         # The pool may outlive its owner while another thread frees memory.
@@ -130,7 +130,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Context, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        # The loss of this pass may live on; where memory runs out in the next one, the graphs must go.
+        # The loss of this pass may stay alive, but if memory runs out in the next one, the graphs must be freed.
         running, ctx.running = ctx.running, None
         if running is None:
             raise RuntimeError(

@@ -35,7 +35,7 @@ class Memory:
         self.owner = weakref.ref(owner)
         self.stream = _capture.new_stream(device, self)
         self.handle = _capture.new_pool()
-        # Whether a borrower's capture failed: ``handle`` is another pool then, which the owner's graphs do not keep.
+        # If a borrower's capture fails, ``handle`` becomes another pool, which the owner's graphs do not keep.
         self.failed = False
 
     def keeper(self) -> GraphPool[Any] | None:
@@ -177,7 +177,7 @@ class GraphPool(Owner, Generic[G]):
             try:
                 return make()
             except BaseException:
-                # Torch's allocator of pinned memory refuses to capture there again.
+                # Torch's pinned memory allocator refuses another capture there.
                 memory.handle, memory.failed = _capture.new_pool(), memory.owner() is not self
                 raise
 

@@ -22,7 +22,7 @@ from torch_fastdet.graphs.captured import CapturedCallable, CapturedPasses
 from torch_fastdet.graphs.graph_pool import Memory
 from torch_fastdet.nn import forwards
 
-# A capture takes as long as some 30 calls save: so many calls pay for one, and the first few are free.
+# A capture costs as much time as about 30 calls save, so that many calls pay for one. The first few are free.
 _CALLS_FOR_A_CAPTURE = 32
 _MOST_SAVED = 4
 
@@ -163,7 +163,7 @@ class InferenceGraphs(CapturedCallable[_Captured]):
             with self.capturing(), forwards.captured():
                 return run(x)
 
-        # Lending takes some milliseconds: not for shapes that will not be captured soon.
+        # Lending takes some milliseconds, so shapes that will not be captured soon do not borrow.
         lent = self._lent(x.device) if self._saved >= 1 and self._pool.has_room_for(key) else None
         return call() if lent is None else lent.run(call, module)
 
@@ -182,10 +182,10 @@ class InferenceGraphs(CapturedCallable[_Captured]):
 
     def _captured(self, x: Tensor, module: nn.Module, run: Callable[[Tensor], object]) -> _Captured:
         stream = self._pool.stream()
-        # Aliases keep memory that a parameter has left, until no replay reads it.
+        # These aliases keep memory that a parameter no longer uses until no replay reads it.
         aliases = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
         captured = _Captured(stream, [*_capture.attribute_tensors(module), *aliases])
-        # Replays may write to the input outside of inference mode, which only an ordinary tensor allows.
+        # Replays may write to the input outside inference mode, which only a normal tensor allows.
         with (
             torch.inference_mode(False),
             torch.no_grad(),

@@ -24,7 +24,7 @@ class HasGraphKey(Protocol):
 class GraphLoss(HasGraphKey, Protocol):
     """Declare what a loss made for graphs has, as :class:`torch_fastdet.yolov5.ComputeLoss` does."""
 
-    #: Columns of the targets that it takes.
+    #: The number of columns of the targets.
     target_columns: int
 
     def in_step(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -38,7 +38,7 @@ class Offer:
     def __init__(self, loss: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.loss = loss
         full = loss if isinstance(loss, GraphLoss) else None
-        #: None where the loss takes what comes.
+        #: None if the loss accepts any targets.
         self.target_columns: int | None = None if full is None else full.target_columns
         self.graph_key: Callable[[], Hashable] = loss.graph_key if isinstance(loss, HasGraphKey) else lambda: None
         self.in_step: Callable[[nn.Module], AbstractContextManager[None]] = (

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch_fastdet._torch.private import as_plain_tensors, tree_map, writes
 from torch_fastdet.graphs import capture as _capture
 
-# Methods that read values on the host, that look at a part, and that make a running mean.
+# These methods read values on the host, view a part, and compute a running mean.
 _READS = {"item", "tolist", "cpu", "__float__", "__int__", "__bool__", "__format__"}
 _VIEWS = {"unbind", "detach"}
 _MEANS = {"mul", "add", "div"}
-# Methods that hand out the memory, to be written unseen.
+# These methods expose the memory, which may then be written unseen.
 _HANDS_OUT = {"data_ptr", "untyped_storage", "__dlpack__"}
 _GET_DATA = inspect.getattr_static(Tensor, "data").__get__
 
@@ -36,7 +36,7 @@ class LossItems(Tensor):
     _written: int | None  # how often, then
     _beside: bool
 
-    # Libraries that ask for the name of an object's type, as Weights & Biases does, find torch.Tensor.
+    # Libraries that read the type's name, as Weights & Biases does, find torch.Tensor.
     __class__ = property(lambda self: Tensor)
 
     @classmethod

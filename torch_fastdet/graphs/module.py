@@ -173,7 +173,7 @@ class ModuleGraphs(CapturedPasses):
             images = torch.empty_like(x, memory_format=_capture.input_format(module, x))
             return [images, *map(torch.empty_like, others)]
 
-        # A loop calls backward() outside of its autocast.
+        # A training loop calls backward() outside its autocast.
         behind = torch.autocast("cuda", enabled=False)
         return self._capture_passes(module, static, self.forward, self._contexts(), behind)
 
@@ -194,7 +194,7 @@ class ModuleGraphs(CapturedPasses):
 
     def _replay_forward(self, captured: Passes, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         for static, given in zip(captured.inputs, tensors):
-            # It may be an output of an earlier replay, which lies in the same pool.
+            # The input may be an output of an earlier replay, which lies in the same pool.
             static.copy_(given.clone() if _capture.overlap(given, static) else given)
         before = captured.forward_graph.replayed_on
         captured.forward_graph.replay()
@@ -204,8 +204,8 @@ class ModuleGraphs(CapturedPasses):
 
     def _replay_backward(self, captured: Passes, count: int) -> tuple[None, ...]:
         """Add the graph's result to the parameters' gradients, as autograd does."""
-        # The first micro-batch leaves the graphs' own tensors in p.grad. The replay of a later one overwrites them, so
-        # what has been accumulated there is saved first.
+        # The first micro-batch leaves the graphs' own tensors in p.grad. The replay of a later one overwrites them, so the accumulated
+        # gradients are saved first.
         later = [(p.grad, mine) for p, mine in captured.gradients if p.grad is not None]
         overwritten = [mine for grad, mine in later if grad.data_ptr() == mine.data_ptr()]
         aside = []
@@ -225,8 +225,8 @@ class ModuleGraphs(CapturedPasses):
             for parameter, mine in captured.gradients:
                 if parameter.grad is None:
                     parameter.grad = mine
-        # Autograd makes the stream of backward() wait for the gradients that it brings to p.grad itself. The replay
-        # wrote its own, on the forward pass's stream.
+        # Autograd makes the stream of backward() wait only for gradients that it writes to p.grad itself. The replay wrote these on the
+        # forward pass's stream.
         _capture.make_backward_wait(captured.inputs[0].device)
         return (None,) * (len(captured.inputs) + 1)
 
@@ -295,7 +295,7 @@ class GraphedModule(nn.Module):
         reason = why_not(module, averaged=True) if required else None
         if reason is not None:
             raise CaptureError(f"{type(module).__name__} cannot be captured in a CUDA graph: {reason}")
-        # nn.Module's own registers are left out: its methods find the module's, so that nothing gets a prefix.
+        # nn.Module's own registers stay empty: its methods find those of the module, so that names get no prefix.
         object.__setattr__(self, "module", module)
         ranks = Ranks.of(module, process_group, broadcast_buffers)
         object.__setattr__(self, "_ranks", ranks)

@@ -304,7 +304,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup, broadcast_buffers: bool = True) -> None:
         self.average = GradientAverage(group)
         self.broadcast_buffers = broadcast_buffers
-        #: True if backward passes average: that of the next forward pass, and that of the one before it.
+        #: Whether backward passes average: that of the next forward pass, and that of the one before it.
         self.sync = self.synced = True
         self._buffers = BufferBroadcast(group)
         self._walk: Walk | None = None
@@ -356,6 +356,6 @@ class Ranks:
         walk = self._look(module)  # now that the GPU has something to do
         self.average.prepare(walk.parameters)
         if self.sync:
-            # Not a method of this object, nor the module: either would live until the cycle collector runs.
+            # This is neither a method of this object nor holds the module, either of which would live until the cycle collector runs.
             self.average.watch(outputs, functools.partial(self._buffers, walk) if self._sends else _nothing)
         return outputs

@@ -74,7 +74,7 @@ class RowGraphs(CapturedPasses):
         def static() -> list[Tensor]:
             return [row.new_empty((size, *row.shape[1:])).requires_grad_(row.requires_grad) for row in rows]
 
-        # A loop calls backward() outside of its autocast.
+        # A training loop calls backward() outside its autocast.
         return self._capture_passes(module, static, function, behind=torch.autocast("cuda", enabled=False))
 
     def _replay_forward(self, captured: Passes, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -290,7 +290,7 @@ class TrainStep(CapturedCallable[_Phase]):
         self.fused.step(self.model)
 
     def _set_gradients(self, totals: dict[int, torch.Tensor]) -> None:
-        # Frozen parameters lose theirs, too: the optimizer steps whatever has a gradient.
+        # Frozen parameters lose their gradients too, because the optimizer steps every parameter that has one.
         for parameter in (*self.model.parameters(), *(p for g in self.optimizer.param_groups for p in g["params"])):
             parameter.grad = None
         for i, total in totals.items():
@@ -403,7 +403,7 @@ class TrainStep(CapturedCallable[_Phase]):
         if _capture.is_capturing():
             self._items_known.record(_graph.current_stream(self.device))
         items = read_early(items, beside=True)
-        # The gradient of scaler.scale(loss).sum(), in fewer launches.
+        # This is the gradient of scaler.scale(loss).sum(), in fewer launches.
         one = torch.ones_like(loss)
         scaled = one if self.scaler is None else self.scaler.scale(one)
         new = torch.autograd.grad(loss, [aliases[p] for p, _ in self._gradients], scaled, allow_unused=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import threading
 
-#: These processors keep the program's order between loads, and between stores.
+#: These processors keep loads in program order, and stores too.
 _IN_ORDER = platform.machine() in ("x86_64", "AMD64", "i386", "i686")
 
 

@@ -22,7 +22,7 @@ from torch_fastdet.images.plan import FILES, OWN, SHARED, Plan, shown_of
 from torch_fastdet.images.worker import PlannedBatch, Sent, with_each, with_images
 from torch_fastdet.memory import GPU_BUDGET, Owner, gpu_budget, register, waits_for_steps, with_room, words
 
-#: Batches that are made before images are kept: what steps on the first of them, and their graphs, take goes first.
+#: So many batches run before images are kept, because the first steps and their graphs must get their memory first.
 FIRST_BATCHES = 16
 
 

@@ -32,13 +32,13 @@ class SharedFile(Owner):
     """Map an anonymous file that processes share: a head, and bytes behind it."""
 
     label: str
-    #: Attributes that go to other processes and copies.
+    #: The attributes that other processes and copies get.
     kept: tuple[str, ...]
     budget = HOST_BUDGET
-    #: Bytes behind the head.
+    #: The number of bytes behind the head.
     nbytes: int
     pixels: np.ndarray
-    #: Opens a file, or a new one, and looks into its head.
+    #: Opens an existing file or a new one, and reads its head.
     _map: Callable[[int | None], None]
 
     def _open(self, head: int, fd: int | None) -> np.ndarray:
@@ -62,7 +62,7 @@ class SharedFile(Owner):
         return torch.from_numpy(self.pixels)
 
     def __del__(self) -> None:
-        # The mapping itself goes with the last array or tensor that looks into it.
+        # The mapping itself is freed with the last array or tensor that refers to it.
         fd = getattr(self, "_fd", None)
         if fd is not None:
             os.close(fd)
@@ -81,7 +81,7 @@ class SharedFile(Owner):
 
     def __getstate__(self) -> Names:
         kept = {name: getattr(self, name) for name in self.kept}
-        # A process that is spawned gets this file; a copy of the data set (deepcopy, a pickle on the disk) gets one of its own.
+        # A spawned process gets this file. A copy of the data set (deepcopy, a pickle on disk) gets its own.
         spawning = multiprocessing.context.get_spawning_popen() is not None
         return {**kept, "fd": multiprocessing.reduction.DupFd(self.fileno()) if spawning else None}
 
@@ -124,7 +124,7 @@ class ImageMemory(SharedFile):
     def held(self) -> int:
         if self.jpegs is None:
             return self.nbytes
-        # Few files are not kept as such: what the places of the others may take is not held back from further data sets.
+        # If few images are kept as files, further data sets may use the memory that the others would take.
         sizes = self.shapes.prod(1) * CHANNELS
         return int(sizes[(self.offsets >= 0) & (self.decoded() | ~self.jpegs.may_keep)].sum())
 
@@ -202,7 +202,7 @@ class ImageMemory(SharedFile):
         if not self.has(index):
             if self._is_full():
                 return False
-            # Two processes may write an image at once, with the same bytes.
+            # Two processes may write the same image at once, but they write the same bytes.
             self.pixels[start : start + image.size] = image.reshape(-1)
             self._sizes[index] = (*image.shape[:2], *original)
             fence()
@@ -226,7 +226,7 @@ class ImageMemory(SharedFile):
         sizes = -(-n // ALIGNMENT) * ALIGNMENT
         head = self._open(sizes + n * 16, fd)
         self._marks = head[:n]
-        #: height, width, and those of the file
+        #: Columns are height and width of the image, and those of its file.
         self._sizes = head[sizes : sizes + n * 16].view(np.int32).reshape(n, 4)
 
 
@@ -359,10 +359,10 @@ class JpegFiles(SharedFile):
 
     def _map(self, fd: int | None) -> None:
         self._lock = threading.Lock()
-        #: Packed files that travel with the batch that this process plans.
+        #: Holds packed files that are sent with the batch that this process plans.
         self.sent: dict[int, np.ndarray] = {}
-        # A row an image: bytes (0: not there, -1: refused; written last) and offset. Behind them: bytes that files take, and files
-        # that were refused.
+        # Each image has a row: bytes (0: missing, -1: refused; written last) and offset. The last row has the bytes of all files and the
+        # number of refused ones.
         n = len(self) + 1
         self._rows = self._open(n * 16, fd)[: n * 16].view(np.int64).reshape(n, 2)
 

@@ -14,16 +14,16 @@ from torch_fastdet import ops
 
 SUFFIXES = (".jpg", ".jpeg")
 CHANNELS = 3
-#: Bytes beside a file, at most: its header and tables, and an index of 10 bytes for 256 pixels of a file without subsampling.
+#: A file takes at most these bytes more: its header and tables, and an index of 10 bytes for 256 pixels without subsampling.
 BESIDE = 2048
 INDEX = 10 / 256
 
-#: How ``load_image`` resizes an image, as :func:`torch_fastdet.ops.image_resize_` calls it; or not at all, or in some other way.
+#: How ``load_image`` resizes an image: as :func:`torch_fastdet.ops.image_resize_` names it, not at all, or in another way.
 LINEAR, AREA, AS_IT_IS, OTHERWISE = 0, 1, -1, -2
 
-#: Images that are decoded to be resized take this much memory at a time, or one image.
+#: Images that are decoded to be resized take at most this much memory at a time, unless one image takes more.
 ROOM = 512 << 20
-#: Source pixels around what a resized pixel is made of: both neighbours of bilinear interpolation, and rounding.
+#: Resizing reads so many source pixels around a region: both neighbours of bilinear interpolation, and rounding.
 MARGIN = 2
 
 
@@ -31,11 +31,11 @@ MARGIN = 2
 class Files:
     """Hold what is known of a data set's files before they are read."""
 
-    #: "" for one that is not to be kept as a file.
+    #: "" for an image that is not kept as a file.
     paths: list[str]
-    #: (n, 2) height and width of the images in them.
+    #: (n, 2) height and width of the images in the files.
     sizes: np.ndarray
-    #: (n,) how each is resized: LINEAR, AREA or AS_IT_IS.
+    #: (n,) how each image is resized: LINEAR, AREA or AS_IT_IS.
     ways: np.ndarray
 
     @staticmethod
@@ -71,7 +71,7 @@ def pack_jpeg(file: np.ndarray) -> tuple[np.ndarray, tuple[int, int]] | str:
 class Wanted:
     """List images to decode, one a row, in arrays of int64."""
 
-    #: (n,) offsets of their files in the storage.
+    #: (n,) offsets of the files in the storage.
     places: np.ndarray
     #: (n,) offsets of the images in the output.
     to: np.ndarray
@@ -79,7 +79,7 @@ class Wanted:
     sizes: np.ndarray
     kept: np.ndarray
     ways: np.ndarray
-    #: (n, 4) x0, y0, x1, y1 of what is seen of each, in the output's pixels.
+    #: (n, 4) x0, y0, x1, y1 of the visible part of each image, in the output's pixels.
     seen: np.ndarray
 
     def __getitem__(self, rows: np.ndarray) -> Wanted:

@@ -21,7 +21,7 @@ from torch_fastdet.images.plan import Indices
 from torch_fastdet.images.worker import Collate, PlannedBatch, Sent
 from torch_fastdet.memory import is_out_of_memory, words
 
-#: Batches that are ready before the loop asks for them.
+#: So many batches are ready before the loop asks for them.
 DEPTH = 2
 
 _running: weakref.WeakSet[Ahead] = weakref.WeakSet()

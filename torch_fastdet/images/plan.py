@@ -17,13 +17,13 @@ from torch_fastdet.images.image_memory import ImageMemory
 NO_WARP, AFFINE, PERSPECTIVE = 0, 1, 2
 FLIP_LEFT_RIGHT, FLIP_UP_DOWN, KEEP_BGR = 1, 2, 4
 
-#: Value of a canvas, in all channels, where nothing is placed.
+#: The value of all channels of a canvas where nothing is placed.
 GREY = 114
-#: A layer has so many placements at most.
+#: A layer has at most so many placements.
 MOST_PLACEMENTS = 16
 
-#: Storages of a packed plan, in this order: the shared memory (or what the GPU keeps), what travels with the batch, and on a GPU
-#: what was decoded for the batch.
+#: The storages of a packed plan, in order: the shared memory (or the images kept on the GPU), what is sent with the batch, and on a GPU the
+#: files decoded for the batch.
 SHARED, OWN, FILES = 0, 1, 2
 
 
@@ -51,7 +51,7 @@ class Layer:
     placements: list[tuple[Source, int, int, int, int, int, int]] = field(default_factory=list)
     warp: int = NO_WARP
     matrix: np.ndarray | None = None
-    #: Copy-paste: where it is not zero, the canvas shows its mirror image. (height, width)
+    #: Where the copy-paste mask (height, width) is not zero, the canvas shows its mirror image.
     mask: np.ndarray | None = None
 
 
@@ -95,13 +95,13 @@ class Plan:
     blend: np.ndarray
     tables: np.ndarray
     masks: np.ndarray
-    #: For each placement the index of its source in the shared memory; -1 where it travels with the batch.
+    #: For each placement the index of its source in the shared memory, or -1 if it is sent with the batch.
     sources: np.ndarray
-    #: Pixels that travel with the batch.
+    #: Pixels that are sent with the batch.
     own: Any
-    #: Packed files that travel with the batch.
+    #: Packed files that are sent with the batch.
     sent: Any
-    #: (k, 3) of these files: index, bytes, offset in ``sent``.
+    #: (k, 3) index, bytes and offset in ``sent`` of these files.
     files: np.ndarray
 
     def tables_with(self, placements: np.ndarray) -> dict[str, np.ndarray]:
@@ -194,7 +194,7 @@ def pack(
 
 # The parts of the source images that a batch shows: of a mosaic 37% of the pixels, on average -------------------------
 
-#: Pixels around what the corners of an image say: bilinear interpolation's neighbours, and rounding.
+#: A region needs so many pixels around its corners: the neighbours of bilinear interpolation, and rounding.
 SHOWN_MARGIN = 2
 
 

@@ -41,7 +41,7 @@ from torch_fastdet.images.plan import (
 from torch_fastdet.patching.evidence import names_in
 
 _UINT8, _FLOAT64 = np.dtype(np.uint8), np.dtype(np.float64)
-#: At an even place of a code: an instruction takes two bytes, and so does each of its caches, which ``co_code`` shows as zeros.
+#: Looked up at even places of a code: an instruction takes two bytes, and so does each of its caches, which ``co_code`` shows as zeros.
 STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 
 
@@ -56,7 +56,7 @@ class Recorder:
         self.memory = memory
         self.host = host
         self.copies = Copies(self)
-        #: Why the framework makes all images itself; None while it does not.
+        #: The reason why the framework makes all images itself, or None.
         self.refusal: str | None = None
         self._told: set[str] = set()
 
@@ -195,7 +195,7 @@ class Recorded(StandIn):
         self.recorder = recorder
         self._real = None
         self.image = image
-        #: Stand-ins that share its pixels, this one included; None if there never were others.
+        #: The stand-ins that share its pixels, including this one; None if there never were others.
         self._views: list[weakref.ref] | None = None
 
     @property
@@ -370,7 +370,7 @@ class Recorded(StandIn):
         return super().__array_function__(function, kinds, arguments, options)
 
 
-#: An index of whole pixels may have one of these behind rows and columns.
+#: An index of whole pixels may end with one of these after rows and columns.
 _ALL_CHANNELS = ((), (slice(None),), (Ellipsis,))
 _FLIPS: dict[object, int] = {np.flipud: FLIP_UP_DOWN, np.fliplr: FLIP_LEFT_RIGHT}
 
@@ -703,7 +703,7 @@ def _torch() -> types.ModuleType:
 
 # Copies of functions --------------------------------------------------------------------------------------------------
 
-#: Code of these packages is never copied: it is given no images, or takes stand-ins for arrays.
+#: Code of these packages is never copied, because it gets no images, or accepts stand-ins for arrays.
 _FOREIGN = {*sys.stdlib_module_names, "numpy", "torch", "torchvision", "cv2", "torch_fastdet"}
 
 

@@ -23,7 +23,7 @@ from torch_fastdet._torch.private import group_size
 from torch_fastdet.images.image_memory import ImageMemory, JpegFiles
 from torch_fastdet.images.jpeg_files import Files
 
-#: How long a process waits for the one that makes the memory, in seconds. That one looks up the size of each file.
+#: How long a process waits for the one that creates the memory, in seconds. The latter looks up the size of each file.
 WAIT = 600.0
 
 

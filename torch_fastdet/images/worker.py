@@ -15,7 +15,7 @@ from torch_fastdet.images.on_cpu import finish, run_on_cpu
 from torch_fastdet.images.parcel import Parcel
 from torch_fastdet.images.plan import Bytes, ImagePlan, Plan, pack
 
-#: Pixels and files of a plan go through shared memory if they take more bytes than this, else in the message itself.
+#: Pixels and files of a plan go through shared memory if they have more bytes than this, else in the message itself.
 SMALL = 1 << 16
 #: An item or a batch of a framework.
 Sent: TypeAlias = "dict | tuple"
@@ -43,7 +43,7 @@ class PlannedBatch:
     """Hold what a loader process sends where the GPU makes the images."""
 
     plan: Plan
-    #: The batch without its images. Small tensors are arrays.
+    #: The batch without its images. Small tensors become arrays.
     rest: Sent
 
 

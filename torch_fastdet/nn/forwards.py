@@ -31,24 +31,24 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.Hardswish: "hardswish",
     nn.Identity: "identity",
 }
-# Torch's own, to see whether somebody has put another one on the class.
+# These are torch's own forwards. If a class has another one, somebody has replaced it.
 _KINDS: tuple[type[nn.Module], ...] = (nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d, nn.Sequential, *ACTIVATIONS)
 _FORWARDS = {kind: kind.forward for kind in _KINDS}
-# The operator is faster on these.
+# The operator is faster on these devices.
 DEVICES = ("cuda",)
-# Channels of half precision that one access moves: slices of other numbers of channels are copied one by one.
+# One access moves so many half-precision channels. Slices of other numbers of channels are copied one by one.
 _VECTOR = 8
 
 Forward = Callable[..., Tensor]
 Block: TypeAlias = Any  # a module of a framework, such as its Conv
-# What _finished() takes for a block's result: its last Conv, what the convolution of that makes of x, and what is added to the result.
+# _finished() computes a block's result from its last Conv, the output of that Conv's convolution, and what is added to the result.
 Opened: TypeAlias = tuple[Block, Tensor, Tensor | None]
 Opener: TypeAlias = Callable[[Block, Tensor, Tensor], Opened | None]
-#: Attribute of a module while it is captured: returns what :func:`opened` does, of x.
+#: A module has this attribute while it is captured: a function of x that returns what :func:`opened` does.
 OPENS = "torch_fastdet_opens"
-# Attribute of every forward that a function made here: that function.
+# Every forward that is made here has this attribute: the function that made it.
 _MADE_BY = "made_by"
-# An entry for each captured() that a thread is inside of.
+# Has an entry for each captured() that a thread has entered.
 _capturing: list[None] = []
 
 
@@ -526,16 +526,16 @@ def _forward_that(opens: Opener, stock: Forward) -> Forward:
     return _made(opens, forward, stock)
 
 
-# Of a block that computes ``x + cv2(cv1(x)) if add else cv2(cv1(x))``. The sum joins the second block's norm and activation.
+# Runs a block that computes ``x + cv2(cv1(x)) if add else cv2(cv1(x))``. The sum joins the second block's norm and activation.
 bottleneck_forward = functools.partial(_forward_that, _open_bottleneck)
-# ``cv3(cat((m(cv1(x)), cv2(x)), 1))``, with bottlenecks ``m`` in a row. The last bottleneck and ``cv2`` write into the concatenation; ``cv1`` and
-# ``cv2`` are one convolution where a captured step has joined them (:mod:`torch_fastdet.nn.joint`).
+# Runs ``cv3(cat((m(cv1(x)), cv2(x)), 1))``, with bottlenecks ``m`` in a row. The last bottleneck and ``cv2`` write into the concatenation;
+# ``cv1`` and ``cv2`` are one convolution where a captured step has joined them (:mod:`torch_fastdet.nn.joint`).
 c3_forward = functools.partial(_forward_that, _open_c3)
-# ``conv2(conv1(x))``
+# Runs ``conv2(conv1(x))``.
 light_forward = functools.partial(_forward_that, _open_light)
-# ``y + ffn(y)`` of ``y = x + attn(x)``, or with ``mlp``, if ``add``. In evaluation the sums join the operators behind the convolutions.
+# Runs ``y + ffn(y)`` of ``y = x + attn(x)``, or with ``mlp``, if ``add``. In evaluation the sums join operators behind convolutions.
 attention_forward = functools.partial(_forward_that, _open_attention)
-# ``x + cv1(x) if add else cv1(x)``, with convolutions ``cv1`` in a row; in evaluation.
+# Runs ``x + cv1(x) if add else cv1(x)`` in evaluation, with convolutions ``cv1`` in a row.
 cib_forward = functools.partial(_forward_that, _open_cib)
 
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from torch_fastdet._torch.private import Context
 
-#: Attribute of each of such convolutions while it is captured: all of them at once, a function of their input whose result has their
-#: channels one behind the other, or is None where autocast is off.
+#: Each joined convolution has this attribute while it is captured: a function that runs all of them on their input. Its result has their
+#: channels in a row, or is None if autocast is off.
 JOINT = "torch_fastdet_joint"
-#: Attribute of a head while it is captured: lists of blocks that read one input.
+#: A head has this attribute while it is captured: lists of blocks that read one input.
 OF_ONE_INPUT = "torch_fastdet_one_input"
 
 #: Norms that share an operator have these in common: momentum, eps, activation and slope.

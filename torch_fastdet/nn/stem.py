@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch_fastdet import ops
 from torch_fastdet._torch.private import runs_plainly
 
-# Kernel size -> padding.
+# Maps kernel sizes to paddings.
 _SHAPES: dict[tuple[int, ...], tuple[int, ...]] = {(6, 6): (2, 2), (3, 3): (1, 1)}
 _CHANNELS = 16  # of the squares: 12, and 4 of zeros; on an H200 half the time of 12
 _FORWARD = nn.Conv2d.forward
 # This was measured to be faster in these dtypes. In float32 the original convolution runs.
 DTYPES = (torch.float16, torch.bfloat16)
 DEVICES = ("cuda",)
-# stem_conv2d has kernels for these outputs, and so many pixels of a batch and elements of an image (core::stem_conv_has, stem_conv_fits).
+# stem_conv2d takes these outputs, at most so many pixels of a batch and elements of an image (core::stem_conv_has, stem_conv_fits).
 _OUTPUTS, _MOST = range(16, 97, 16), 2**31 - 1
 
 
@@ -67,7 +67,7 @@ def is_stem(conv: nn.Module, x: object, floating: bool = True) -> bool:
         and x.numel() > 0
         and x.shape[2] % 2 == 0
         and x.shape[3] % 2 == 0
-        # Elsewhere the result would have another memory format than the original.
+        # Otherwise the result would have another memory format than the original.
         and weight.is_contiguous(memory_format=torch.channels_last)
         and _dtype(x, weight) in DTYPES
     )

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 SLOW, WIDENED = 48, 64
-#: Major compute capabilities where this was measured, by device type.
+#: Maps device types to the major compute capability on which this was measured.
 SLOW_ON = {"cuda": 9}
 
 

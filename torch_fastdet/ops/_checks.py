@@ -25,7 +25,7 @@ class _Rule(NamedTuple):
     item: _Rule | None = None
 
 
-# A number may also be NumPy's, or a tensor of one element, as PyTorch takes it.
+# A number may also be a NumPy number or a tensor of one element, as in PyTorch.
 _RULES: dict[object, _Rule] = {
     float: _Rule((float, int, torch.SymFloat, torch.SymInt), "a number", "__float__"),
     int: _Rule((int, torch.SymInt), "an integer", "__index__"),
@@ -69,7 +69,7 @@ def _fault(name: str, value: object, rule: _Rule) -> str:
     if not isinstance(value, rule.classes) and not (rule.method and _converts(value, rule.method)):
         return f"{name} is a {type(value).__name__}, but {rule.expected} is expected"
     if rule.item is not None and isinstance(value, (list, tuple)):
-        # No call for each item: lists of hundreds of tensors are usual.
+        # Items are checked without a call for each, because lists of hundreds of tensors are common.
         if rule.item.item is None and all(map(isinstance, value, repeat(rule.item.classes))):
             return ""
         for i, item in enumerate(value):
@@ -107,7 +107,7 @@ def checked(function: F, lone: str = "") -> F:
                 raise TypeError(f"{spoken}: {fault}")
         return function(*args, **kwargs)
 
-    # torch.jit.script_if_tracing marks its functions so.
+    # torch.jit.script_if_tracing marks its functions in this way.
     vars(call).update(__original_fn=function, __script_if_tracing_wrapper=True)
     return typing.cast(F, call)
 

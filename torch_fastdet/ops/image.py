@@ -197,12 +197,12 @@ def opencv_rules() -> tuple[str, int]:
     import cv2
     import numpy as np
 
-    # A step from 0 to 255, moved by a third of a pixel: 170 in float32, 167 or 175 in whole 32nds of a pixel.
+    # A step from 0 to 255 is moved by a third of a pixel: float32 gives 170, whole 32nds of a pixel give 167 or 175.
     step = np.zeros((4, 8), np.uint8)
     step[:, 4:] = 255
     moved = cv2.warpAffine(step, np.array([[1, 0, 1 / 3], [0, 1, 0]], np.float64), dsize=(8, 4), borderValue=114)
     warp = "float" if int(moved[1, 4]) == 170 else "fixed"
-    # The level 0.996 along a row: dropped by vector code, rounded to 1 behind it.
+    # Along a row of the level 0.996, vector code drops the fraction, and the code behind it rounds to 1.
     row = np.full((1, 255, 3), (0, 1, 1), np.uint8)
     dropped = cv2.cvtColor(row, cv2.COLOR_HSV2BGR)[0, :, 0] == 0
     lanes = next((lanes for lanes in (128, 64, 32, 16, 8, 4) if int(dropped.sum()) == 255 // lanes * lanes), 0)

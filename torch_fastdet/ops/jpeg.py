@@ -36,7 +36,7 @@ def decode_jpeg(files: list[Tensor], device: torch.device | str | int = "cpu") -
     """
     where = torch.device(device)
     cuda = where.type == "cuda"
-    # A GPU has more threads than a few files have segments, and what is not kept may have a larger index.
+    # A GPU has more threads than a few files have segments, and an index that is not kept may be larger.
     storage, images, refusals = jpeg_pack(files, pin_memory=cuda, segment=1 if cuda else 4)
     for i, reason in enumerate(refusals):
         if reason:

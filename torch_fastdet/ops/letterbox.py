@@ -27,7 +27,7 @@ def place(shape: list[int], size: list[int]) -> Placing:
     YOLOv5's raises an error where a side is resized to nothing; here it gets one pixel, as Ultralytics' does.
     """
     gain = min(size[0] / shape[0], size[1] / shape[1])
-    # TorchScript's round() gives a float.
+    # TorchScript's round() returns a float.
     height = max(int(round(shape[0] * gain)), 1)  # noqa: RUF046
     width = max(int(round(shape[1] * gain)), 1)  # noqa: RUF046
     # The larger half of an odd border comes last.

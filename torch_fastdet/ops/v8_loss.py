@@ -204,7 +204,7 @@ def v8_segmentation(
         found = v8_detection(heads, given)
     if protos.dim() == 4 and masks.dim() == 3 and masks.shape[1:] != protos.shape[2:]:
         protos = F.interpolate(protos, [masks.shape[1], masks.shape[2]], mode="bilinear", align_corners=False)
-    # A stride that float32 cannot hold, as 320 / 12, gives a whole number of pixels after rounding alone.
+    # A stride that float32 cannot represent, such as 320 / 12, gives a whole number of pixels only after rounding.
     image_size = [int(round(side * given.strides[0])) for side in _sizes(heads, given.sizes)[:2]]  # noqa: RUF046  TorchScript's round() gives a float
     part, item, _, _, _, _ = torch.ops.torch_fastdet.v8_mask_loss(
         coefficients,
@@ -225,7 +225,7 @@ def _with_parts(found: V8Found, parts: torch.Tensor, items: torch.Tensor) -> V8F
     """Return ``found`` with a task's own parts behind that of the boxes."""
     whole: list[torch.Tensor] = []
     for before, between in ((found.loss, parts), (found.items, items)):
-        # One split and not two slices: its gradient is one copy.
+        # This is one split instead of two slices, because its gradient is one copy.
         boxes, rest = torch.split(before, [1, before.shape[0] - 1])
         whole.append(torch.cat([boxes, between.to(before.dtype), rest]))
     return V8Found(whole[0], whole[1], *found[2:])

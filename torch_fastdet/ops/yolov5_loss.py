@@ -178,7 +178,7 @@ def split_coefficients(
                 f"yolov5_segmentation_loss: a head has shape {head.shape} and protos {protos.shape}, but (bs, na, ny, nx, 5 + classes + "
                 "channels) and (bs, channels, height, width) are expected"
             )
-        # One split and not two slices: its gradient is one copy.
+        # This is one split instead of two slices, because its gradient is one copy.
         parts = torch.split(head, [head.shape[4] - protos.shape[1], protos.shape[1]], 4)
         detection.append(parts[0])
         coefficients.append(parts[1].flatten(1, 3))

@@ -19,9 +19,9 @@ BUFFER = "momentum_buffer"
 #: One of an optimizer's param_groups.
 Group = dict[str, Any]
 Numbers = tuple[list[float], list[Tensor | None], list[int]]
-#: The scale and the finding that GradScaler has left on the optimizer.
+#: The scale and the found_inf that GradScaler has left on the optimizer.
 Scaling = tuple[Tensor | None, Tensor | None]
-#: Makes a MultiTensorState from parameters, their groups and their places.
+#: Makes a MultiTensorState from parameters, their groups and their positions.
 MakeState = Callable[[list[Tensor], list[int], list[int]], Any]
 
 
@@ -69,7 +69,7 @@ class Binding:
         groups = [cls.numbers_of(optimizer, group) for group in optimizer.param_groups]
         given = [value for numbers, _ in groups for value in numbers]
         elsewhere = [isinstance(value, Tensor) and value.device.type != "cpu" for value in given]
-        # 1 stands for a tensor, whatever it holds.
+        # 1 is a placeholder for a tensor, whatever its value.
         values = [1.0 if there else float(value) for value, there in zip(given, elsewhere)]
         tensors = [on_device(value, device) if there else None for value, there in zip(given, elsewhere)]
         return values, tensors if any(elsewhere) else [], [flags for _, flags in groups]
@@ -97,7 +97,7 @@ class Binding:
         self.owners = list(self.state)
         self.slots = list(self.state.values())
         self.buffers = {name: [slot.get(name) for slot in self.slots] for name in self.buffer_names}
-        # Looking up optimizer.state[p] makes an empty entry, so their number does not tell.
+        # Looking up optimizer.state[p] creates an empty entry, so the number of entries does not tell.
         self.complete = all(self.state.get(p) for p in self.params)
         with torch.inference_mode(False):  # later steps write into what is made here
             self._hand_over()
@@ -193,7 +193,7 @@ class BoundOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # GradScaler then hands its scale and its finding to the step
     _binding_class: ClassVar[type[Binding]]
     _binding: Binding | None = None
-    #: The class of the optimizer that was converted to this one, which copies and files have.
+    #: The class of the optimizer that was converted to this one. Copies and pickles are of that class.
     _filed_as: type | None = None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:

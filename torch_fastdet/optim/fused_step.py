@@ -110,7 +110,7 @@ class FusedStep:
         return model
 
     def __getstate__(self) -> dict[str, object]:
-        # A copy finds its own tensors, and is in no graph. What a step writes is its own.
+        # A copy finds its own tensors, belongs to no graph, and owns what a step writes.
         with torch.inference_mode(False):
             written = {name: getattr(self, name).clone() for name in ("norm", "found_inf", "counter")}
         return {**self.__dict__, **written, "_binding": None, "_watches": None, "_numbers": StepNumbers(self.device)}

@@ -27,7 +27,7 @@ class Host:
     Modules of ``packages``, the first parts of their names, are visited when they are imported, and those of ``left_alone`` never.
     """
 
-    #: The package that people import for it.
+    #: The package that users import.
     door = "torch_fastdet"
 
     def __init__(

@@ -52,8 +52,8 @@ def obstacle_among(evidence: Collection[Evidence], stock: object = None) -> Obst
 @contextlib.contextmanager
 def plainly_on_the_cpu() -> Iterator[None]:
     """Suspend the caller's default device, dtype, autocast, inference mode and dispatch modes."""
-    # A process has one default dtype, and its threads none of their own: leave it alone where it is the usual one. Where it is not,
-    # another thread's tensors that are made without a dtype meanwhile are float32, for which the frameworks are written.
+    # The default dtype belongs to the process, not to a thread, so leave it alone if it is the usual one. If it is not, tensors that
+    # another thread makes meanwhile without a dtype are float32, which the frameworks expect.
     dtype = torch.get_default_dtype()
     if dtype != torch.float32:
         torch.set_default_dtype(torch.float32)

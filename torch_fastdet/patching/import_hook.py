@@ -85,7 +85,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
             return None
         self._searching.add(fullname)
         try:
-            # The other finders are asked, because importlib.util.find_spec gives a loaded module's old spec.
+            # Ask the other finders, because importlib.util.find_spec returns a loaded module's old spec.
             others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
             found = (finder.find_spec(fullname, path, target) for finder in others)
             spec = next((each for each in found if each is not None), None)
@@ -97,7 +97,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         exec_module = loader.exec_module
 
         def exec_then_call(module: ModuleType) -> None:
-            # Only this loader's attribute changed: inspect and pkgutil look at its type.
+            # Only this loader's attribute was replaced, because inspect and pkgutil look at its type.
             vars(loader).pop("exec_module", None)
             exec_module(module)
             if self in sys.meta_path:

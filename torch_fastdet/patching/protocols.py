@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-#: A function or method of a framework or its replacement; the same or a class, whose further attributes are read.
+#: A function or method of a framework, or its replacement. ``Stock`` may also be a class, whose further attributes are read.
 Function: TypeAlias = Callable[..., Any]
 Stock: TypeAlias = Any
 #: The attributes of an object, or the names that a module holds.
@@ -20,8 +20,8 @@ Batch: TypeAlias = Names
 AnchorHead: TypeAlias = Stock
 YOLOv5Dataset: TypeAlias = Stock
 
-#: Ultralytics' ``YOLODataset``, ``InfiniteDataLoader``, ``BasePredictor``, ``BaseTrainer``, ``DetectionValidator``, ``ConfusionMatrix``, ``STrack``, trackers and
-#: what they get of a frame, ``Boxes`` or ``OBB``.
+#: Ultralytics' ``YOLODataset``, ``InfiniteDataLoader``, ``BasePredictor``, ``BaseTrainer``, ``DetectionValidator``, ``ConfusionMatrix``,
+#: ``STrack``, trackers and what they get of a frame, ``Boxes`` or ``OBB``.
 UltralyticsDataset: TypeAlias = Stock
 Loader: TypeAlias = Stock
 Predictor: TypeAlias = Stock

@@ -124,7 +124,7 @@ def defined_in(module_name: str, attribute: str) -> Stock:
         return None
     value = original(module, attribute)
     if type(value) is FunctionType:
-        # contextlib.contextmanager has wrapped it.
+        # This unwraps what contextlib.contextmanager has wrapped.
         function = getattr(value, "__wrapped__", value) if is_code_of(value, "contextlib") else value
         return value if getattr(function, "__globals__", None) is namespace(module) else None
     return value if issubclass(type(value), type) and value.__module__ == module_name else None
@@ -178,9 +178,9 @@ class Patches:
         dry: bool = False,
     ) -> None:
         self.replacements: list[Replacement] = []
-        #: Called once, before everything is put back.
+        #: Called once, before everything is undone.
         self.at_end: list[Callable[[], None]] = []
-        #: The last word of ``patch()`` on each switch that somebody has named.
+        #: The last request to ``patch()`` for each switch that was named.
         self.asked: dict[str, bool] = {}
         self._packages = set(packages)
         self.dry = dry
@@ -206,7 +206,7 @@ class Patches:
             author = value.__module__ if issubclass(type(value), type) else None
         if author is None:
             return None
-        # contextlib and functools wrap functions of the host.
+        # contextlib and functools wrap functions of the framework.
         known = self._packages | self._left_alone | {"contextlib", "functools"}
         ours = top_level(str(author)) in known or any(each.new is value for each in self.replacements)
         return None if ours else value
@@ -249,7 +249,7 @@ class Patches:
         self._hook.remove()
         while self.at_end:
             self.at_end.pop()()
-        # Modules that were imported meanwhile hold the replacement: give them the original.
+        # Modules that were imported meanwhile hold the replacement, so give them the original.
         for module in self.modules():
             self._adopt(module, say_it=False)
         count = sum(not replacement.quiet for replacement in self.replacements)

@@ -189,7 +189,7 @@ class Active:
         self.switch = switch
         self.patches = patches
         self.by_name = False  # not by "everything that applies"
-        #: True while ``patch()`` runs, which itself says in one line which switches cannot apply.
+        #: True while ``patch()`` runs, which prints one line about all switches that cannot apply.
         self.starting = False
         #: The reason why it cannot apply, or not to everything.
         self.why_not: Obstacle | None = None

@@ -17,7 +17,7 @@ from torch_fastdet.rewrites.rewrite import Rewrite, rewritten
 _UPSAMPLINGS = "upsamplings write into the concatenations behind them"
 _STEM = "the stem reads uint8 images and divides them by 255"
 _CASTS = "autocast's casts of all weights are one launch, and convolutions of one input are one"
-#: In and behind those that need ``bn_act_optim``, cuDNN and losses may add in another order; the others keep every bit.
+#: In and behind rewrites that need ``bn_act_optim``, cuDNN and losses may add in another order. The others keep every bit.
 YOLOV5: dict[str, Rewrite] = {
     "YOLOv5's Detect returns views of its convolutions' outputs": head_views,
     _UPSAMPLINGS: functools.partial(upsample_concat, framework=rewrite.YOLOV5),

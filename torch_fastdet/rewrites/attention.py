@@ -35,7 +35,7 @@ class _Softmax(torch.autograd.Function):
 
 def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x.softmax(-1).to(dtype)``, x of this dtype."""
-    # Autocast runs softmax in float32 on a GPU alone.
+    # Autocast runs softmax in float32 only on a GPU.
     in_float32 = x.dtype in (torch.float32, torch.float64) or (x.is_cuda and torch.is_autocast_enabled("cuda"))
     ours = in_float32 and torch.is_grad_enabled() and x.shape[-1] <= MOST_POSITIONS
     return _Softmax.apply(x, dtype) if ours else x.softmax(-1).to(dtype)
@@ -67,8 +67,8 @@ def _forward(attended: Function, block: Block, x: Tensor) -> Tensor:
     return closed(*attended(block, x))
 
 
-# Class -> what :func:`opened` does with it, and attributes of small cases. The original forward has to give the same bits in them. The scale is
-# one for each position, so that other values come where it is behind the product.
+# Maps classes to what :func:`opened` does with them, and to attributes of small cases, in which the original forward must give the same
+# bits. The scale differs by position, so that scaling after the product gives other values.
 _SAME, _SQUARE, _NEXT = (lambda t: t), (lambda t: t * t), (lambda t: t + 1)
 _SCALES = make_images().flatten() + 1
 _PARTS = {"proj": lambda t: t * t + 1, "pe": lambda t: t * t + 2, "num_heads": 2, "head_dim": 2}

@@ -26,7 +26,7 @@ _FORWARD = nn.Conv2d.forward
 _LINEAR = nn.Linear.forward
 Layer = nn.Conv2d | nn.Linear
 _GROUP = 8  # channels that cuDNN's kernels take at once
-# Zeros behind the outputs of a convolution were measured to be faster here than the copies that cuDNN makes.
+# On these devices, zeros behind the outputs of a convolution were measured to be faster than the copies that cuDNN makes.
 PADDED_DEVICES = ("cuda",)
 LEAST_PADDED = 64
 
@@ -92,7 +92,7 @@ class _CastAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, dtype: torch.dtype, rooms: list[_Room], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Their sizes and strides are needed, no values.
+        # Only their sizes and strides are needed.
         ctx.rooms = [_Room(tuple(m.detach() for m in room.members), room.rows) for room in rooms]
         return tuple(_cast_into_rooms(rooms, dtype))
 

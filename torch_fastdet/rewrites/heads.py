@@ -70,7 +70,7 @@ def _distances(dfl: Head, x: Tensor) -> Tensor:
 
 @functools.cache
 def _is_dfl(forward: Function) -> bool:
-    # A training goes on meanwhile, whose random numbers initial weights would take.
+    # Initial weights would draw random numbers from a training that is running.
     bins = nn.utils.skip_init(nn.Conv2d, 2, 1, 1, bias=False, dtype=torch.double).requires_grad_(False)
     bins.weight.data[:] = torch.arange(2).view(1, 2, 1, 1)
     return agree(forward, _distances, {"conv": bins, "c1": 2}, make_images(8).flatten(2))

@@ -13,9 +13,9 @@ from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
 from torch_fastdet.nn.forwards import is_used
 from torch_fastdet.patching.protocols import Head, Model
 
-#: Attributes to set: owner, name and value.
+#: The attributes to set: owner, name and value.
 Changes: TypeAlias = Iterable[tuple[object, str, object]]
-#: Returns what it changes in a model; nothing if it does not know the model.
+#: Returns what it changes in a model, or nothing if it does not know the model.
 Rewrite: TypeAlias = Callable[[Any], Changes]
 
 

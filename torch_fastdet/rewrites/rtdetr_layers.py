@@ -20,7 +20,7 @@ from torch_fastdet.rewrites.rewrite import Changes, adds_freely, plain_modules
 
 _MODULE, _HEADS = "ultralytics.nn.modules.transformer", "ultralytics.nn.modules.head"
 _SAMPLED = "multi_scale_deformable_attn_pytorch"
-# Layer -> its attention. The layer reads the first of its results alone.
+# Maps a layer to its attention, of whose results the layer reads only the first.
 _SELF_ATTENTION = {"TransformerEncoderLayer": "ma", "AIFI": "ma", "DeformableTransformerDecoderLayer": "self_attn"}
 
 

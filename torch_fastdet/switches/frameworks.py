@@ -8,11 +8,11 @@ from torch_fastdet.patching.evidence import Signature, at_least
 from torch_fastdet.patching.protocols import Function
 
 YOLOV5_REFERENCE = "YOLOv5 7.0"
-#: The first version of Ultralytics whose results the drop-ins have, and the last one that was read.
+#: The first version of Ultralytics with the same results as the drop-ins, and the last one that was read.
 OLDEST, REFERENCE = "8.4.184", "8.4.190"
 VERSION = at_least("ultralytics", OLDEST)
 ALL_READ = f"ultralytics {OLDEST} to {REFERENCE}"
-#: The parameters of a method without arguments.
+#: The signature of a method without parameters.
 SELF = Signature(("self",))
 
 

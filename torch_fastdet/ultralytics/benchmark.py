@@ -176,7 +176,7 @@ def in_its_own_process(variant: str, words: Sequence[str], data: Path, folder: P
     print(f"{variant}: training, validation, predictions, tracking ...", file=sys.stderr, flush=True)
     result, log = folder / f"{variant}.json", folder / f"{variant}.log"
     command = [sys.executable, "-m", __name__, *words, "--measure", variant, str(data), str(result)]
-    # It downloads no weights for checks of its own.
+    # Ultralytics then downloads no weights for its own checks.
     env = {**os.environ, "YOLO_OFFLINE": "true", "YOLO_AUTOINSTALL": "false", "WANDB_MODE": "disabled"}
     with open(log, "w") as file:
         status = subprocess.run(command, env=env, stdout=file, stderr=subprocess.STDOUT, cwd=folder).returncode

@@ -21,7 +21,7 @@ LAUNCHER = Launcher(
 )
 
 
-# Ultralytics' tasks whose losses, loaders and validators no switch replaces.
+# No switch replaces the losses, loaders and validators of these tasks.
 STOCKS = (
     "Of the tasks, semantic segmentation, depth and classification run on Ultralytics' own losses, loaders and validation.",
 )
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
         words = ["help"]
     if importlib.util.find_spec("ultralytics") is None:
         LAUNCHER.fail("found no ultralytics; type: pip install ultralytics")
-    # Ultralytics keeps this very list when it is imported, and looks for its command's name there.
+    # Ultralytics stores this very list on import, and looks for its command's name there.
     sys.argv[:] = ["yolo", *words]
     if not wants_help:
         LAUNCHER.switch_on(chosen, import_now=True)

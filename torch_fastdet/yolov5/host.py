@@ -11,11 +11,11 @@ from torch_fastdet.patching.engine import Host
 from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.switches.registry import YOLOV5 as SWITCHES
 
-# First parts of the module names of both layouts: the GitHub checkout's folders and scripts, and the PyPI package.
+# Module names of both layouts begin with these: the GitHub checkout's folders and scripts, and the PyPI package.
 PACKAGES = frozenset(
     {"yolov5", "utils", "models", "segment", "classify", "train", "val", "detect", "export", "benchmarks", "hubconf"}
 )
-# YOLOv5 takes functions from ultralytics, whose own modules are not YOLOv5's.
+# YOLOv5 imports functions from ultralytics, whose own modules are not YOLOv5's.
 LEFT_ALONE = ("ultralytics",)
 _MARKS = ("utils/loss.py", "models/yolo.py")
 _MISSING = (
@@ -42,7 +42,7 @@ def importable_prefix() -> str | None:
     for prefix in ("yolov5.", ""):  # the package's scripts also import a bare models.yolo
         if f"{prefix}models.yolo" in sys.modules or f"{prefix}utils.loss" in sys.modules:
             return prefix
-    # A checkout's utils is what `import utils` finds: the first on the path, be it YOLOv5's or not.
+    # A checkout's utils is what `import utils` finds, which is the first on the path, whether it is YOLOv5's or not.
     if all(any(_is_yolov5(folder.parent) for folder in _folders(name)) for name in ("utils", "models")):
         return ""
     return "yolov5." if any(map(_is_yolov5, _folders("yolov5"))) else None
@@ -67,7 +67,7 @@ def version() -> str | None:
 
 class YOLOv5(Host):
     door = "torch_fastdet.yolov5"
-    #: The script that a launcher runs; YOLOv5 may be beside it or above it.
+    #: The script that a launcher runs. YOLOv5 may be in its folder or above.
     script: Path | None = None
 
     def obstacle_to_host(self) -> Obstacle | None:

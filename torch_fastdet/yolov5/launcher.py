@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
         if command.help:
             return
         LAUNCHER.fail("which script? For instance train.py, or -m yolov5.train.")
-    # The path comes first: a module is found in the current folder, a script's imports beside the script.
+    # Set the path first: a module is found in the current folder, and a script's imports are beside the script.
     if command.script is not None:
         _check_script(command.script)
         if not getattr(sys.flags, "safe_path", False):
@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     code, names = _load_script(command.script) if command.script is not None else _load_module(str(command.module))
     sys.argv = [command.script or str(names["__file__"]), *command.arguments]
     try:
-        # Only rank 0 of train.py validates after the last step, and sees there what was wrong in it.
+        # Only rank 0 of train.py validates after the last step, and so notices an error in that step.
         with raised_at_the_end():
             _run_as_main(code, names)
     except SystemExit as end:
@@ -124,7 +124,7 @@ def _tell_unused(command: Command) -> None:
     if command.help:  # nothing was switched on
         return
     HOST.report()
-    # A name of torch that a switch for YOLOv5 replaced (clip_grad_norm_) does not show that it met YOLOv5.
+    # A replaced name of torch (clip_grad_norm_) does not show that a switch for YOLOv5 found YOLOv5.
     used = {
         replacement.switch
         for replacement in HOST.patches.replacements
@@ -173,7 +173,7 @@ def _load_module(name: str) -> tuple[CodeType, dict[str, object]]:
 
 
 def _run_as_main(code: CodeType, names: dict[str, object]) -> None:
-    # It stays __main__ to the end of the process: worker processes, pickles and exit handlers look there.
+    # The module stays __main__ until the process ends: worker processes, pickles and exit handlers look there.
     sys.modules["__main__"] = module = ModuleType("__main__")
     vars(module).update(names, __builtins__=builtins)
     exec(code, vars(module))

@@ -9,7 +9,7 @@ from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, ultra
 YOLOV5 = Switch(
     "bbox_iou_optim",
     "fused bbox_iou in the loss of train.py and segment/train.py",
-    # v7.0 and the PyPI package define it themselves; YOLOv5's head takes it from ultralytics.
+    # v7.0 and the PyPI package define it themselves, but YOLOv5's head imports it from ultralytics.
     (
         Target(
             yolov5("utils.metrics"),

@@ -149,7 +149,7 @@ HG_BLOCK = Formula(
         {"add": False, "m": [_THREE, _FIVE]},
     ),
 )
-# YOLOv5's, and Ultralytics', which has a number of poolings and a shortcut of its own, by getattr.
+# The first is YOLOv5's class, the second Ultralytics', which reads a number of poolings and a shortcut by getattr.
 _SPPF = "cv2 of cv1(x) and of what m makes of it, again and again"
 SPPF = Formula(_SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "catch_warnings", "simplefilter", "torch", "warnings"))
 SPPF_N = Formula(
@@ -164,14 +164,14 @@ SPP_ELAN = Formula(
 )
 
 
-# What makes the forwards of blocks that change in evaluation alone.
+# These make the forwards of blocks that change only in evaluation.
 _ELAN = functools.partial(forwards.c2f_forward, parts=operator.attrgetter("cv2", "cv3"), last="cv4", trains=False)
 _A2C2F = functools.partial(forwards.c2f_forward, pieces=1, trains=False)
 _C2PSA = functools.partial(forwards.c2f_forward, parts=lambda block: [block.m], left_out=1, trains=False)
 _PSA = functools.partial(forwards.c2f_forward, parts=forwards.attention_of, left_out=1, trains=False)
 _SPP_ELAN = functools.partial(forwards.sppf_forward, counts=False, elan=True)
-# Method, what makes it, the method that is replaced before, and evidence. Without one of these only fused models, the sum, or the
-# concatenation, stay the original.
+# A row has a method, its maker, the method that is replaced before, and evidence. If one of these is missing, only fused models, the sum,
+# or the concatenation run the original code.
 _Row = tuple[str, Function, str, Formula]
 _CONVS: tuple[_Row, ...] = (
     ("Conv.forward_fuse", forwards.conv_forward_fuse, "Conv.forward", CONV_FUSE),

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch_fastdet._torch.modules import is_channels_last
 from torch_fastdet._torch.private import in_group
 
-#: Precision -> the first compute capability whose tensor cores make NHWC faster. Measured on an H200, yolov5s at batch 16, forward and
-#: backward, NCHW / NHWC: float16 12.4 / 9.3 ms, TF32 17.9 / 15.6, float32 46.2 / 47.3 (benchmarks/NOTES.md).
+#: Maps a precision to the first compute capability whose tensor cores are faster in NHWC. Measured on an H200, yolov5s at batch 16, forward
+#: and backward, NCHW / NHWC: float16 12.4 / 9.3 ms, TF32 17.9 / 15.6, float32 46.2 / 47.3 (benchmarks/NOTES.md).
 FASTER_IN_NHWC = {"float16": (7, 0), "bfloat16": (8, 0), "TF32": (8, 0)}
 
 

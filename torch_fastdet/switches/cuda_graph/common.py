@@ -39,7 +39,7 @@ class TrainingGraphs:
         self._switch = switch
         switch.replace(forwards, "fuses", forwards.is_captured, quietly=True)
         self._graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
-        #: Returns the graphs of the last training pass, if they are still there.
+        #: Returns the graphs of the last training pass, if they still exist.
         self.last: Callable[[], ModuleGraphs | None] = lambda: None
 
     def __call__(self, model: nn.Module, x: torch.Tensor, stock: Function, *others: torch.Tensor) -> Stock:
@@ -62,7 +62,7 @@ class TrainingGraphs:
         try:
             output = graphs(x, *others)
         except CaptureError as error:
-            # The other ranks may go on in graphs: what is exchanged is the same.
+            # The other ranks may keep their graphs, because the exchange is the same.
             graphs.required = False
             self._switch.cannot_apply(f"{error}.", this_rank=True)
             return stock(model, x, *others)

@@ -67,7 +67,8 @@ class GraphedDDP:
     def _ranks_of(self, ddp: DistributedDataParallel) -> Ranks | None:
         """Decide from what is the same on every rank, because all of them must exchange the same."""
         if getattr(ddp, "static_graph", False) and ddp not in self._begun:
-            # The reducer learns from the first backward pass which hooks fire. This one fires none, which would be wrong after unpatch().
+            # The reducer learns from the first backward pass which hooks fire. A graphed one fires none, which would be wrong after
+            # unpatch().
             self._begun.add(ddp)
             return None
         mode = private.ddp_mode(ddp)

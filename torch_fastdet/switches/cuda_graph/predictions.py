@@ -20,7 +20,7 @@ from torch_fastdet.rewrites.all_rewrites import fewer_copies
 from torch_fastdet.rewrites.rewrite import adds_freely
 from torch_fastdet.switches.channels_last.layout import FASTER_IN_NHWC, to_channels_last
 
-# Heads of Ultralytics keep these for the shape of their last input, and compute them again for another.
+# Heads of Ultralytics keep these for the shape of their last input, and recompute them for another.
 _CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
 
 
@@ -40,7 +40,7 @@ class PredictionGraphs:
         may_move: Callable[[], bool] = lambda: True,
     ) -> None:
         self._beside, self._may_move = beside, may_move
-        #: Models that stay in their memory format.
+        #: Models that keep their memory format.
         self.stay: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.tell, self._say = saying_once(switch, warn), saying_once(switch)
         self._graphs: weakref.WeakKeyDictionary[nn.Module, InferenceGraphs] = weakref.WeakKeyDictionary()
@@ -66,7 +66,7 @@ class PredictionGraphs:
         if self._may_move() and model not in self.stay and _is_faster_in_nhwc(model):
             with torch.inference_mode(False):  # so that the weights can be trained
                 to_channels_last(model)
-        # The values of a WeakKeyDictionary must not hold its keys, nor its owner: memory goes back without the cycle collector.
+        # The values of a WeakKeyDictionary must not refer to its keys or owner, so that memory is freed without the cycle collector.
         alive: Function = weakref.ref(model)
         return InferenceGraphs(
             model, settings=_settings_of, capturing=lambda: fewer_copies(alive()), beside=self._beside, say=self._say

@@ -60,11 +60,11 @@ class _Embedded(torch.autograd.Function):
 class Queries(NamedTuple):
     """Keep the denoising queries of a pass in a graph, in the place of the batch that they are drawn from."""
 
-    #: (images, room): 1 + class, 0 where there is no query.
+    #: (images, room): 1 + class, or 0 where there is no query.
     classes: Tensor
     #: (images, room, 4) logits.
     boxes: Tensor
-    #: (room + 1, room + 1): what must not be seen; the last row and column are those of all matching queries.
+    #: (room + 1, room + 1): True where attention is forbidden. The last row and column are those of all matching queries.
     mask: Tensor
 
     def embedded(self, queries: int, class_embed: Tensor) -> tuple[Tensor, Tensor, Tensor, Names]:
@@ -72,7 +72,7 @@ class Queries(NamedTuple):
         embed = _Embedded.apply(self.classes, class_embed)
         room = self.classes.shape[1]
         kinds = torch.arange(room + queries, device=self.mask.device).clamp(max=room)
-        # nn.MultiheadAttention makes this of such a mask in each layer.
+        # nn.MultiheadAttention converts such a mask in this way in each layer.
         mask = torch.zeros_like(self.mask, dtype=torch.float32).masked_fill(self.mask, -torch.inf)[
             kinds[:, None], kinds
         ]
@@ -216,7 +216,7 @@ def model_loss(active: Active, stock: Function, model_class: Stock) -> Function:
         if torch.compiler.is_compiling() or head is None:
             return False
         if getattr(model, "criterion", None) is None:
-            # It is a module, and a model of which a part trains is not evaluated by graphs.
+            # The criterion is a module, and graphs do not evaluate a model of which a part is in training mode.
             model.criterion = model.init_criterion().train(model.training)
         return isinstance(model.criterion, RTDETRLoss) and model.criterion.takes(head.nc)
 

@@ -20,7 +20,7 @@ YOLOV5 = Switch(
     "cuda_graph",
     "train, detect and validate with the model's passes as CUDA graphs, one for each image size; needs a GPU",
     (
-        # Segmentation's model derives from it.
+        # The segmentation model derives from it.
         Target(yolov5("models.yolo"), "DetectionModel.forward", make=of_yolov5.model_forward),
         Target(yolov5("models.yolo"), "ClassificationModel.forward", make=of_yolov5.model_forward, otherwise="say"),
         Target(yolov5("models.common"), "DetectMultiBackend.forward", make=of_yolov5.backend_forward),
@@ -39,7 +39,7 @@ ULTRALYTICS = Switch(
     "cuda_graph",
     "train, predict and validate with the model's passes as CUDA graphs, one for each image size; needs a GPU",
     (
-        # Segmentation, pose and OBB models derive from it.
+        # The segmentation, pose and OBB models derive from it.
         Target(_TASKS, "DetectionModel.predict", make=model_predict, evidence=(PREDICT,)),
         Target(_TASKS, "ClassificationModel.predict", make=model_predict, evidence=(PREDICT,), otherwise="say"),
         Target(_TASKS, "RTDETRDetectionModel.loss", make=model_loss, evidence=(LOSS,), otherwise="say"),

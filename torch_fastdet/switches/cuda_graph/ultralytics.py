@@ -144,7 +144,7 @@ def backend_forward(active: Active, stock: Function, _: object) -> Function:
     def forward(backend: Stock, im: object, *args: object, **kwargs: object) -> object:
         if torch.compiler.is_compiling() or not getattr(backend, "base_model", False):
             return stock(backend, im, *args, **kwargs)
-        # augment=, embed= and what predict() hands on to the model
+        # These are augment=, embed= and other arguments that predict() passes to the model.
         if any(value is not None and value is not False for value in (*args, *kwargs.values())):
             graphs.tell("augment=, embed= and other arguments of the model: such predictions run without graphs")
             return stock(backend, im, *args, **kwargs)

@@ -20,7 +20,7 @@ def trains(active: Active, model: nn.Module, x: torch.Tensor) -> bool:
     """Return whether this is a pass of a training script on a GPU. One on the CPU is YOLOv5's dry run, or an error."""
     if not model.training or not torch.is_grad_enabled():
         return False
-    # YOLOv5 sets one of these before it trains, the second for a classifier. A dry run comes before that.
+    # Before training YOLOv5 sets the first of these, or the second on a classifier. A dry run precedes that.
     begun = hasattr(model, "hyp") or hasattr(model, "transforms")
     if not _capture.on_gpu(x) and begun:
         active.cannot_apply("the model trains on the CPU, not on a GPU.")

@@ -34,10 +34,10 @@ class Planner:
         self.size = size
         self._classes: dict[type, type | None] = {}
         self.stock = dataset
-        #: What the data set held of the images that this batch has loaded.
+        #: The data set's values for the images that this batch has loaded.
         self.changed: dict[int, tuple] = {}
         self.dataset = self.view(dataset)
-        #: The data set whose own ``load_image`` notes what is loaded: mosaics choose among the images that were loaded last.
+        #: The data set whose ``load_image`` records what is loaded, as mosaics choose among the images that were loaded last.
         self.reader = reader(type(dataset), dataset.__dict__, memory.original)
 
     def items(self, indices: list[int]) -> list[Names]:

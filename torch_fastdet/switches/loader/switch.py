@@ -40,7 +40,7 @@ def _data_loader(active: Active, stock: type, module: object) -> object:
     return infinite
 
 
-# The class that loaders derive from: 7.0's (PyPI's 7.0.14 and GitHub's head have the same).
+# Loaders derive from this class of 7.0 (PyPI's 7.0.14 and GitHub's head have the same).
 KNOWN = SameCode({"InfiniteDataLoader": ("1fe0ada3",)}, "YOLOv5 7.0 or of GitHub's head")
 YOLOV5 = Switch(
     "loader_optim",
@@ -51,7 +51,7 @@ YOLOV5 = Switch(
         Target(
             yolov5("utils.segment.dataloaders"), "LoadImagesAndLabelsAndMasks", make=_data_set_of_masks, otherwise="say"
         ),
-        # Loading goes on without these.
+        # Loading also works without these.
         *(
             Target(yolov5("utils.torch_utils"), name, make=make, evidence=(Signature((parameter,)),), otherwise="say")
             for name, make, parameter in (

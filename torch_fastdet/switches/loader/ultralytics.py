@@ -28,7 +28,7 @@ from torch_fastdet.patching.protocols import Function, Loader, Stock, Ultralytic
 from torch_fastdet.patching.replace import around, in_place_of
 from torch_fastdet.switches.loader.deferred import AS_STOCK, Planner, obstacle_in_dataset, view_class
 
-# Fingerprints of the code of Ultralytics that this switch replaces or counts on, from 8.4.184 to 8.4.190.
+# These are fingerprints of the code of Ultralytics 8.4.184 to 8.4.190 that this switch replaces or relies on.
 RTDETR = "ultralytics.models.rtdetr.val"  # imported by who trains one
 KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "ultralytics.data.base": {
@@ -61,9 +61,9 @@ _fingerprint = functools.cache(fingerprint)
 
 # Decoded images -----------------------------------------------------------------------------------------------------
 
-# The memory of each data set, and what it was made for.
+# Maps a data set to its memory, and to what the memory depends on.
 _memories: weakref.WeakKeyDictionary[object, tuple[list[str], ImageMemory | None]] = weakref.WeakKeyDictionary()
-# (height, width) of the files of a data set that is sorted for rectangular batches, which drops them from its labels.
+# Maps a data set to its files' (height, width). Sorting for rectangular batches drops these from its labels.
 _file_shapes: weakref.WeakKeyDictionary[object, dict[str, tuple[int, int]]] = weakref.WeakKeyDictionary()
 
 
@@ -99,7 +99,7 @@ class SharedImages:
         self.memory = memory
         self.others = others
         self.stock = stock
-        #: True while only plans are made of what it returns. Other callers may draw on that, and get copies.
+        #: True while its results are only used for plans. Other callers may draw on the images, so they get copies.
         self.is_planned = False
 
     def __len__(self) -> int:
@@ -191,11 +191,11 @@ def _planned_class(stock: type) -> type:
 class PlannedLoader(FiledAsStock):
     """Go in front of the original ``InfiniteDataLoader``: its processes plan, and batches are made of that."""
 
-    # None in another loader that somebody makes of this class.
+    # This is None in another loader that somebody creates of this class.
     _plans: PlannedLoading | None = None
     _images: tuple[list[str], object]
     _ahead: Ahead | None = None
-    #: True if it has no plans, or if somebody gave it another collate_fn, which wants images.
+    #: True if it has no plans, or if somebody gave it another collate_fn, which needs images.
     _as_stock: bool = False
 
     def _get_iterator(self: Loader) -> object:
@@ -207,7 +207,7 @@ class PlannedLoader(FiledAsStock):
             return super()._get_iterator()  # type: ignore[misc]
         if (obstacle := obstacle_in_dataset(self.dataset)) is not None:
             warn(AS_STOCK.format(obstacle))
-        # This loader's processes work on plans. The attributes of the original loader stay as people expect them.
+        # This loader's processes work on plans. The attributes of the original loader stay as users expect them.
         loader = DataLoader(
             planned_dataset(Planner(self.dataset, self._plans.memory, *self._images)),
             batch_sampler=PlanBatches(self.batch_sampler),
@@ -230,7 +230,7 @@ class PlannedLoader(FiledAsStock):
             batches = self._plans.batches(self.iterator, limited=True)
             self._ahead = batches if isinstance(batches, Ahead) else None
         if self._ahead is not None:
-            # Batches are drawn as far as the original loader has drawn them when an epoch ends, where it may draw again.
+            # When an epoch ends, batches are drawn only as far as by the original loader, which may then draw again.
             self._ahead.allow(len(self))
         for _ in range(len(self)):
             if not self._as_stock:

@@ -62,7 +62,7 @@ class _Recording:
         return image, self.recorder.memory.original(i), image.shape[:2]
 
 
-# What stands in for the original names ------------------------------------------------------------------------------------
+# Replacements of the original names ---------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -73,7 +73,7 @@ def dataset_class(stock: type) -> type:
         torch_fastdet_stock = stock
         _planner: Planner | None = None
         _memory: ImageMemory | None = None
-        #: The size and augment that the memory was made for; None before it was asked for.
+        #: The size and augment that the memory was made for, or None before it is requested.
         _memory_is_of: tuple[int, bool] | None = None
         _all_in_memory: bool = False
         _is_cached: bool = False
@@ -94,7 +94,7 @@ def dataset_class(stock: type) -> type:
             """Return whether the memory has the image as ``load_image`` gives it now; a JPEG file is read for that."""
             memory = self.memory
             assert memory is not None
-            # YOLOv5's own cache of images (--cache ram) keeps them in the size that they had.
+            # YOLOv5's own image cache (--cache ram) keeps images in the size that they had.
             if not memory.has(i) and (os.path.exists(self.npy_files[i]) or not memory.read(i)):
                 return False
             return self.ims[i] is not None or self._memory_is_current()
@@ -105,7 +105,7 @@ def dataset_class(stock: type) -> type:
         def check_cache_ram(self, *args: object, **kwargs: object) -> bool:
             self._all_in_memory = super().check_cache_ram(*args, **kwargs)
             memory = self.memory  # now: threads load into it
-            # Images that another rank has decoded take no more memory here.
+            # Images that another rank has decoded take no additional memory here.
             self._is_cached = self._all_in_memory or (memory is not None and bool(memory.decoded().all()))
             return self._is_cached
 
@@ -139,7 +139,7 @@ def dataset_class(stock: type) -> type:
                 return super().__reduce_ex__(protocol)
             if multiprocessing.context.get_spawning_popen() is not None:
                 return _new_dataset, (stock.__module__, stock.__name__), self.__getstate__()
-            # Files hold the framework's class, without the attributes annotated above.
+            # Pickles contain the framework's class, without the attributes annotated above.
             kept = {
                 name: value for name, value in vars(self).items() if name not in LoadImagesAndLabels.__annotations__
             }

@@ -11,7 +11,7 @@ from torch_fastdet._torch.private import group_size
 from torch_fastdet.patching.protocols import Function
 from torch_fastdet.patching.replace import around
 
-#: Seconds to wait, as many as Ultralytics gives its whole process group.
+#: The timeout in seconds, which is that of Ultralytics' whole process group.
 LONGEST = 3 * 3600.0
 
 

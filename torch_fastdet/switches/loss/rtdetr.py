@@ -95,7 +95,7 @@ class RTDETRLoss(Criterion):
     waits.
     """
 
-    # The original's attributes and methods.
+    # These attributes and methods are the original's.
     aux_loss: bool
     fl: Stock
     get_dn_match_indices: Function

@@ -73,7 +73,7 @@ ULTRALYTICS = Switch(
                 name,
                 make=lambda _, stock, __: drop_in(stock),
                 evidence=(INIT, *METHODS, CRITERION),
-                # A version with another loss of one task keeps the original of that task alone.
+                # If a version changes the loss of one task, only that task keeps the original.
                 otherwise="refuse" if name == "v8DetectionLoss" else "say",
             )
             for name in TRIALS

@@ -12,10 +12,10 @@ from torch_fastdet.patching.protocols import Names, Stock
 from torch_fastdet.switches.frameworks import REFERENCE
 from torch_fastdet.switches.loss.ultralytics import drop_in
 
-# Some constants of Ultralytics are not parameters: a version with others gives another loss here.
+# Some constants of Ultralytics are not parameters. A version that changes them gives another loss here.
 GAINS = {"box": 7.5, "cls": 0.5, "dfl": 1.5}
 TASK_GAINS = {"pose": 12.0, "kobj": 1.0, "angle": 1.0, "rle": 1.0}
-# reg_max, topk, topk2 of the trials of each criterion: distributions as in one2many, distances as in one2one.
+# The trials of each criterion have these reg_max, topk and topk2: distributions as in one2many, distances as in one2one.
 BRANCHES = ((16, 10, None), (1, 7, 5))
 TRIALS = {
     "v8DetectionLoss": BRANCHES,
@@ -26,11 +26,11 @@ TRIALS = {
     "v8OBBLoss": BRANCHES,
 }
 
-# A small image of fine cells: the least side of a box (the second stride) holds more anchors than any topk.
+# The image is small and its cells are fine: the least side of a box (the second stride) holds more anchors than any topk.
 STRIDES, HEIGHT, WIDTH = (4, 32), 64, 96
 CLASSES = 3
 KEYPOINTS, MASK_CHANNELS, MASK_STRIDE = 5, 4, 4
-# x, y, w, h in pixels. The first box of each image is below the least side; the last two want the same anchors.
+# Rows are x, y, w, h in pixels. The first box of each image is below the least side; the last two compete for the same anchors.
 BOXES = (
     ((22.3, 20.6, 11.7, 9.4), (31.2, 35.1, 44.9, 50.3), (56.8, 30.7, 71.6, 47.2), (58.1, 30.2, 70.3, 48.9)),
     ((70.4, 41.9, 8.9, 13.3), (61.7, 29.2, 55.3, 45.8), (36.1, 33.3, 51.4, 24.7), (37.0, 33.9, 52.5, 25.6)),
@@ -101,7 +101,7 @@ def trial(reg_max: int) -> tuple[Names, dict[str, torch.Tensor]]:
         "cls": (torch.arange(images * count) % CLASSES).float(),
         "bboxes": labels.view(-1, 4) / torch.tensor([WIDTH, HEIGHT, WIDTH, HEIGHT]),
     }
-    # Keypoints near those of the label that the anchor covers, so that OKS is above 0, too: less near the later the anchor.
+    # Keypoints are near those of the label that the anchor covers, so that OKS also exceeds 0. The later the anchor, the farther they are.
     points = batch["keypoints"].view(images, count, KEYPOINTS, 3)[..., :2] * torch.tensor([WIDTH, HEIGHT])
     number = torch.zeros(images, anchors, dtype=torch.long)
     for k in range(count):

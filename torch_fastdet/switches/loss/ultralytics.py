@@ -68,7 +68,7 @@ class _DetectionLoss(Checked, Criterion):
     graph follows the gains and the assigner's numbers, but for ``topk`` and ``topk2``: :meth:`graph_key` writes them into device memory.
     """
 
-    # The original's attributes and methods.
+    # These attributes and methods are the original's.
     assigner: Stock
     class_weights: Tensor | None
     hyp: Stock
@@ -78,7 +78,7 @@ class _DetectionLoss(Checked, Criterion):
     stride: Tensor
 
     operator_settings: ClassVar[int] = DETECTION_SETTINGS  # number of settings that its operator takes
-    #: Names of the labels that must come beside a tensor of targets.
+    #: The names of the labels that must accompany a tensor of targets.
     labels: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -294,7 +294,7 @@ class _PoseLoss26(_PoseLoss):
     """
 
     centered = True
-    #: Set by the switch ``cuda_graph``.
+    #: The switch ``cuda_graph`` sets this.
     new_graphs: ClassVar[Callable[..., RowGraphs] | None] = None
     flow_model: Stock
     rle_loss: Stock
@@ -346,7 +346,7 @@ class _PoseLoss26(_PoseLoss):
     ) -> Tensor:
         """Return the mean of rows, one a slot: predictions and labels of its keypoints, its anchor, and whether it has one."""
         count = wanted.shape[1]
-        # The position of each anchor, and the size of the image in its cells.
+        # Compute the position of each anchor, and the size of the image in its cells.
         first, stride, width = 0, torch.zeros_like(anchor, dtype=torch.float32), torch.ones_like(anchor)
         start = torch.zeros_like(anchor)
         for i, each in enumerate(self.strides()):

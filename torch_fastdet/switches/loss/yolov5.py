@@ -17,7 +17,7 @@ from torch_fastdet.patching.protocols import Head, Model, Names, Stock
 from torch_fastdet.patching.replace import stand_in
 from torch_fastdet.switches.loss.common import TARGET_COLUMNS, Checked, TargetStatus
 
-#: A loss reads these of ``hyp`` when it is made.
+#: A loss reads these keys of ``hyp`` when it is created.
 _ENTROPY = ("cls_pw", "obj_pw", "fl_gamma", "label_smoothing")
 
 
@@ -70,14 +70,14 @@ class ComputeLoss(Checked):
         self._begin({name: float(hyp[name]) for name in _ENTROPY}, balance)
 
     def _begin(self, entropy: dict[str, float], balance: list[float]) -> None:
-        # Fixed when the loss is made, as in the original; the gains are read from hyp at each call.
+        # These are fixed when the loss is created, as in the original. The gains are read from hyp in each call.
         self._entropy, self._balance = entropy, balance
         self._on_device = DeviceNumbers()  # the balance, which autobalance writes there
         self._on_device.upload(self._balance, self.device)  # now, for a graph capture cannot bring it there
         self._status = TargetStatus("ComputeLoss", "yolov5_loss")
         self._status.prepare(self.device)
 
-    #: The framework's class, if the loss replaces it: files hold an object of that.
+    #: The framework's class, if the loss replaces it. Pickles contain an object of that class.
     _stock: type | None = None
 
     __getstate__, __copy__ = CopiedAsItIs.__getstate__, CopiedAsItIs.__copy__
@@ -108,7 +108,7 @@ class ComputeLoss(Checked):
 
     BCEcls = BCEobj = build_targets = property(_not_apart, _not_apart)
 
-    # The targets of a right and a wrong class.
+    # These are the targets of a right and a wrong class.
     cp = property(lambda self: 1.0 - 0.5 * self._entropy["label_smoothing"])
     cn = property(lambda self: 0.5 * self._entropy["label_smoothing"])
 

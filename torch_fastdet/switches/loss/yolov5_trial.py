@@ -12,7 +12,7 @@ from torch_fastdet.switches.loss.yolov5 import ComputeLoss, SegmentationLoss
 
 ANCHORS, CLASSES, SIZES, CHANNELS = 2, 3, (16, 8, 4), 4
 HYP = {"box": 0.05, "cls": 0.5, "cls_pw": 1.2, "obj": 1.0, "obj_pw": 0.9, "anchor_t": 4.0}
-# No two of them share a cell, where the original unordered write may take either.
+# No two targets share a cell, for which the original's unordered write could take either.
 TARGETS = [[0, 0, 0.22, 0.31, 0.2, 0.25], [0, 2, 0.7, 0.8, 0.4, 0.3], [1, 1, 0.45, 0.6, 0.15, 0.2]]
 OPTIONS = ({"fl_gamma": 0.0, "label_smoothing": 0.0}, {"fl_gamma": 1.5, "label_smoothing": 0.1})
 

@@ -18,7 +18,7 @@ YOLOV5 = Switch(
     "decode and non-maximum suppression without host syncs or a time limit, in val, detect, segment and validation",
     (
         Target(yolov5("utils.general"), "non_max_suppression", YOLOV5_SUPPRESSION, evidence=(trial.SUPPRESSION,)),
-        # Suppression goes on without these.
+        # Suppression also works without these.
         Target(
             yolov5("models.yolo"),
             "Detect.forward",

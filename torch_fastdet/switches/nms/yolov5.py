@@ -19,7 +19,7 @@ from torch_fastdet.rewrites.heads import raw_heads
 
 def decoding(stock: Function) -> Function:
     """Return ``Detect.forward`` that decodes by ops.yolov5_decode where the original decodes in single or double precision."""
-    # Reading the strides from the GPU is a synchronisation: once for each head, and again when they change.
+    # Reading the strides from the GPU synchronizes, so they are read once for each head, and again when they change.
     strides: WeakKeyDictionary[AnchorHead, tuple[torch.Tensor, int | None, list[float]]] = WeakKeyDictionary()
 
     def stride_list(head: AnchorHead) -> list[float]:
@@ -34,7 +34,7 @@ def decoding(stock: Function) -> Function:
     def forward(self: AnchorHead, x: list[torch.Tensor]) -> object:
         exporting = self.export or torch.jit.is_tracing() or torch.compiler.is_compiling()
         narrow = x[0].dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(x[0].device.type)
-        # Gradients in eval mode are the original's, in every bit.
+        # Gradients in eval mode have the original's bits.
         trained = torch.is_grad_enabled() and (
             any(feature.requires_grad for feature in x) or any(p.requires_grad for p in self.parameters())
         )
@@ -54,7 +54,7 @@ class OfInstances:
         self.__module__, self.__qualname__ = stock.__module__, stock.__qualname__  # in the line that patch() prints
 
     def __get__(self, instance: object, owner: type | None = None) -> object:
-        # torch.compile cannot make a bound method here, but a partial.
+        # torch.compile cannot create a bound method here, but it can create a partial.
         return self.stock if instance is None else functools.partial(self.ours, instance)
 
 

@@ -88,7 +88,7 @@ class _Step:
         self.obstacle: Obstacle | None = None
         if len({p.device for p in params}) > 1:
             self.obstacle = Obstacle("the parameters are on several devices.")
-        # The original clips what the model holds, and a fused step what the optimizer holds.
+        # The original clips the model's parameters, and a fused step those of the optimizer.
         elif set(map(id, params)) != set(map(id, model.parameters())):
             self.obstacle = Obstacle("the optimizer's parameters are not those of the model.")
         elif len(set(averages)) < len(averages):  # they move twice in the original average
@@ -116,5 +116,5 @@ def _obstacle_in_parts(trainer: Trainer) -> Obstacle | None:
         or "update" in vars(ema)
     ):
         return Obstacle("its scaler, its clipping or its moving average has been replaced.")
-    # Hooks read gradients that are unscaled and clipped.
+    # Hooks would read gradients that are unscaled and clipped.
     return None if private.steps_plainly(optimizer) else Obstacle("the optimizer has hooks, or a step of its own.")

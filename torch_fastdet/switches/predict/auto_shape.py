@@ -60,7 +60,7 @@ def _recording(stock: types.FunctionType, stock_letterbox: Function, like: Tenso
         images = [box.image for box in boxes]
         if fits(images) and images[0].shape[2] == 3:
             placings = [place(image.shape[:2], shape) for image, shape in boxes]
-            # OpenCV refuses a side that is rounded to zero: its error is raised as before.
+            # OpenCV refuses a side that is rounded to zero, so its error is raised as in the original.
             if all(min(p.height, p.width) > 1 for p in placings):
                 return _Input(letterbox(images, placings, like.device, like.dtype, bgr=True))
         return np.array([stock_letterbox(image, shape, auto=False)[0] for image, shape in boxes])

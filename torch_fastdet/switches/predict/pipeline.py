@@ -35,7 +35,7 @@ from torch_fastdet.switches.predict.sources import LIST_BATCH, Batch, Stager, of
 MOST_LAYOUTS = 256
 KEY = "torch_fastdet_feed"  # in a predictor's attributes while it predicts
 BETWEEN = "on_predict_batch_start", "on_predict_postprocess_end", "on_predict_batch_end"
-# By predictor: a stream for the network, and one for its images. They stay, because the caching allocator keeps memory for each.
+# Maps a predictor to a stream for the network and one for its images. They stay, because the caching allocator keeps memory for each.
 _streams: weakref.WeakKeyDictionary[Stock, tuple[torch.cuda.Stream, torch.cuda.Stream]] = weakref.WeakKeyDictionary()
 
 
@@ -55,7 +55,7 @@ class Flight:
         self.settings: Names | None = None  # of the predictor when it was launched; None before
         self.input: Tensor
         self.output: Any
-        #: The arguments and the result of ``non_max_suppression``; None where it runs later.
+        #: The arguments and the result of ``non_max_suppression``, or None if it runs later.
         self.asked: tuple[Any, ...] | None = None
         self.found: Padded | None = None
         self.counts: Tensor
@@ -100,7 +100,7 @@ class Feed:
         self.flight: Flight | None = None
         self.device = torch.device(predictor.device)
         self._on_gpu = self.device.type == "cuda"
-        #: The network's stream; None for a single batch, which runs on the caller's stream.
+        #: The network's stream, or None for a single batch, which runs on the caller's stream.
         self._own: torch.cuda.Stream | None = None
         self._several = False  # batches
 
@@ -166,7 +166,7 @@ class Feed:
         if hasattr(self.loader, "threads"):
             return of_streams(self.loader, Stager(self.device, None))
         of_names = hasattr(self.loader, "nf")
-        # Ultralytics, which does not look at it for a list, takes 16.5 and None.
+        # For a list Ultralytics ignores the batch size, which may be 16.5 or None.
         size = self.loader.bs if of_names else math.ceil(max(predictor.args.batch or 0, LIST_BATCH))
         self._several = self.loader.nf > min(size, self.loader.ni) if of_names else len(self.loader) > size
         reading: torch.cuda.Stream | None = None
@@ -198,7 +198,7 @@ class Feed:
         """Run on a stream of its own behind what the caller has launched; the caller's stream does not wait."""
         current = torch.cuda.current_stream(self.device) if self._on_gpu else None
         if self._own is None or current is None:
-            # Ultralytics sets the device in the thread that loads the model, and in no other.
+            # Ultralytics sets the device only in the thread that loads the model.
             with torch.cuda.device(self.device) if self._on_gpu else contextlib.nullcontext():
                 yield current
             return
@@ -280,7 +280,7 @@ class Parts:
 
     def __init__(self) -> None:
         self._layouts: dict[object, Layout] = {}
-        #: By ``postprocess`` of models without suppression: its detections, in pixels of the images.
+        #: For models without suppression: maps ``postprocess`` to a function that returns the detections in pixels of the images.
         self.selects: dict[Function, Callable[..., Padded | None]] = {}
 
     def layout(self, predictor: Predictor, batch: Batch) -> Layout | None:

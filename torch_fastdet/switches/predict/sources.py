@@ -32,7 +32,7 @@ from torch_fastdet.switches.predict.common import UPLOAD, fits, one_after_anothe
 from torch_fastdet.switches.predict.results import Images, Pixels
 
 READERS = 4  # threads
-#: Images of a list that go through the network at once, or ``batch`` if that is more. Ultralytics takes the whole list as one batch.
+#: So many images of a list, or ``batch`` if that is more, go through the network at once. Ultralytics takes the whole list as one batch.
 LIST_BATCH = 16
 one_opens = threading.Lock()  # Pillow registers formats when it opens a first file of them
 
@@ -45,15 +45,15 @@ class Batch:
     images: Images
     #: The beginning of a line to print for each image.
     info: list[str]
-    #: The loader as it was when it gave the batch.
+    #: The loader in its state when it returned the batch.
     dataset: Loader
-    #: Memory of the device that holds the images; empty if they are not there.
+    #: Device memory that holds the images; empty if they are not on the device.
     storages: list[Tensor]
-    #: The storage of each image, and its offset there.
+    #: The index of each image's storage, and its offset there.
     where: list[tuple[int, int]]
-    #: Recorded when they are there.
+    #: Recorded when the images are on the device.
     ready: torch.cuda.Event | None = None
-    #: True for a part of a list that has images of several shapes.
+    #: True for a part of a list whose images have several shapes.
     mixed: bool = False
 
 

@@ -19,7 +19,7 @@ YOLOV5 = Switch(
     "letterbox and division by 255 for AutoShape models (torch.hub) as one operator on the GPU; files of detect.py, "
     "segment/predict.py and classify/predict.py are read ahead by threads; needs a GPU",
     (
-        # `letterbox` itself, which the loaders of detect.py call, stays: they want an array on the host (docs/yolov5.md).
+        # `letterbox` itself is not replaced, because the loaders of detect.py call it and want an array on the host (docs/yolov5.md).
         Target(
             yolov5("models.common"),
             "AutoShape.forward",

@@ -35,7 +35,7 @@ from torch_fastdet.switches.predict.common import fits, letterbox
 from torch_fastdet.switches.predict.pipeline import KEY, Asked, Asking, Feed, Flight, Parts, beginning, timing
 from torch_fastdet.switches.predict.sources import beginning_of, header_of, one_opens, sequential_jpeg
 
-#: Prediction runs ahead on these. On a CPU the network itself takes all cores.
+#: Prediction runs ahead on these devices. On a CPU the network itself uses all cores.
 DEVICES: tuple[str, ...] = ("cuda",)
 GREY = 114  # of the operator's border
 

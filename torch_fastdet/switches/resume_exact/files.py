@@ -21,11 +21,11 @@ import torch
 
 MAGIC = b"torch_fastdet resume 1\n"
 SUFFIX = ".resume"
-#: The name of a folder beside the checkpoint that exists during a write begins so.
+#: During a write, a folder exists beside the checkpoint whose name begins so.
 WRITING = ".torch_fastdet_writing_"
-#: Seconds after which such a folder is one that a killed process left, where its lock does not show it, as on NFS.
+#: If such a folder is so many seconds old, a killed process has left it. This counts where a lock does not show it, as on NFS.
 LEFT_AFTER = 3600.0
-#: Seconds in which a process surely locks the folder that it has made.
+#: A process surely locks the folder that it has made within so many seconds.
 TO_LOCK = 1.0
 T = TypeVar("T")
 #: The parts of a training between two epochs.

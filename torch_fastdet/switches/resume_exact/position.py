@@ -22,9 +22,9 @@ from torch_fastdet.switches.resume_exact.files import NotOurs, State
 from torch_fastdet.switches.resume_exact.state import random_states, set_random_states
 
 CPU = torch.device("cpu")
-#: Bytes for the states of one process after one batch.
+#: The states of one process after one batch take so many bytes.
 SLOT = 1 << 15
-#: Batches that may be on their way beside those that a process works ahead.
+#: So many batches may be in transit in addition to those that a process works ahead.
 ON_THE_WAY = 8
 #: A loader process begins within so many seconds.
 PATIENCE = 60.0
@@ -46,7 +46,7 @@ class Process:
     def __init__(self, stock: Callable[[int], object] | None, slots: Tensor) -> None:
         self.stock = stock
         self.slots = slots
-        #: What each process begins with in a resumed run.
+        #: The state with which each process begins in a resumed run.
         self.begin: list[State] | None = None
 
     def __call__(self, number: int) -> None:
@@ -145,7 +145,7 @@ class Position:
         if self.repeats:
             state["pass"] = self._passes[self._epochs - 1]
             made = self._epochs * len(self.loader)
-            # Batches go round: the next one is that of process `made % workers`, and of process 0 in the resumed run.
+            # Processes take turns: the next batch is that of process `made % workers`, and of process 0 in the resumed run.
             numbers = [(made + i) % self.workers for i in range(self.workers)]
             state["processes"] = [
                 self._read(number, (made + self.workers - 1 - number) // self.workers) for number in numbers

@@ -58,7 +58,7 @@ class Run:
                     self.state = training.read(Path(trainer.args.resume))
                     if self.state["locals"].get("stop", False):
                         raise Over
-        # The trainer makes another loader where memory ran out.
+        # The trainer creates another loader if memory runs out.
         if self.position is None or self.position.loader is not trainer.train_loader:
             self.position = _position_of(trainer.train_loader)
         self.position.begin_epoch()
@@ -68,7 +68,7 @@ class Run:
         with training.or_as_stocks():
             self.position.check(state["loader"])
             training.check(state, trainer.model, trainer.optimizer)
-            # Where mosaics end, the uninterrupted run makes another iterator of its loader, too.
+            # If mosaics end here, the uninterrupted run also creates another iterator of its loader.
             closes = bool(close_mosaic) and trainer.start_epoch == trainer.epochs - close_mosaic
             self.position.put(state["loader"], begins_again=closes)
             training.put(state, trainer.model, trainer.optimizer, trainer.scaler, trainer.ema, trainer.stopper)

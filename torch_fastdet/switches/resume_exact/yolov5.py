@@ -35,7 +35,7 @@ class Run:
     def __init__(self, active: Active) -> None:
         self.active = active
         self.position: Position | None = None
-        #: The state that a resumed training goes on with, until its first epoch begins.
+        #: The state with which a resumed training continues, until its first epoch begins.
         self.state: State | None = None
         self.last: Path | None = None
 

@@ -101,7 +101,7 @@ class Kind(NamedTuple):
         for option in ("match_thr", "lost_match_thr"):
             if (value := getattr(tracker, option, 0)) > 1:
                 return Obstacle(f"{option} of {name} is {value!r}, and above 1.")
-        # From 1 on, all pairs of boxes that do not meet are as good.
+        # From 1 on, all pairs of boxes that do not overlap cost the same.
         if not hasattr(tracker, "match_thr") and (value := tracker.args.match_thresh) >= 1:
             return Obstacle(f"match_thresh of {name} is {value!r}, and not below 1.")
         for option in ("max_frames_lost", "max_time_lost"):

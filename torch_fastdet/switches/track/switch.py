@@ -32,7 +32,7 @@ def _obstacle_to_core(_: object) -> Obstacle | None:
 
 
 def _obstacle_in_update(tracker: Tracker) -> Obstacle | None:
-    # The others inherit ByteTrack's.
+    # The other trackers inherit ByteTrack's update.
     holder = next(each for each in tracker.__mro__ if original(each, "update") is not None)
     if is_code_of(original(holder, "update"), "ultralytics"):
         return None
@@ -73,7 +73,7 @@ ULTRALYTICS = Switch(
         *(_update(ultralytics(module), name) for name, module in MODULES.items()),
         *_lists(ultralytics(MODULES["TRACKTRACK"]), "TRACKTRACK"),
     ),
-    # Ultralytics' trackers import lap, and install it where it is missing: leave that to the first call of track.
+    # Ultralytics' trackers import lap, and install it if it is missing. Leave that to the first call of track.
     modules=("trackers.byte_tracker", *MODULES.values()) if importlib.util.find_spec("lap") else (),
     on_demand=True,
     evidence=(Asks("the module torch_fastdet._C", _obstacle_to_core), VERSION),

@@ -26,7 +26,7 @@ from torch_fastdet.switches.frameworks import REFERENCE
 from torch_fastdet.switches.track.kinds import KINDS, LOST, STATE, Kind
 
 LIVE, REMOVED = ("tracked_stracks", "lost_stracks"), ("removed_stracks", "removed_stracks_frame")
-#: Columns 72 to 81 of a row of the core, as attributes of a track.
+#: Converts columns 72 to 81 of a row of the core to attributes of a track.
 ATTRIBUTES: dict[str, Callable[[Any], object]] = {
     **dict.fromkeys(("track_id", "frame_id", "start_frame", "tracklet_len"), int),
     "idx": np.int64,
@@ -53,7 +53,7 @@ class _Held:
         self.frame = self.last_id = 0  # the core's
         self.filter = tracker.kalman_filter
         self.settings = kind.settings(tracker)
-        #: The live tracks by id, as the framework's objects, which hold what they look like; None without re-identification.
+        #: Maps ids to live tracks as the framework's objects, which hold their features; None without re-identification.
         self.looks: dict[int, Track] | None = {} if _looks(tracker) else None
 
 
@@ -125,7 +125,7 @@ def updating(active: Active, stock: Function, known: type) -> Function:
             attributes[KEY] = None
             attributes[KEY] = hold(self)
         held = attributes[KEY]
-        # reset() makes a filter, too
+        # reset() creates a filter, too.
         if held is not None and (held.filter is not self.kalman_filter or held.settings != kind.settings(self)):
             give_back(self)
             held = attributes[KEY] = hold(self)
@@ -281,7 +281,7 @@ def give_out(tracker: Tracker, names: tuple[str, ...]) -> None:
         for place, name in enumerate(LIVE):
             attributes[name] = _tracks(tracker, held.core.save(place), known, held.kind, True)
     if names != LIVE and not held.outside.issuperset(REMOVED):
-        # A track that is alive again is the same object in both lists, which the core's older copy must not change.
+        # A track that is alive again is the same object in both lists, so the core's older copy must not change it.
         give_out(tracker, LIVE)
         alive = {track.track_id: track for name in LIVE for track in attributes[name]}
         rows = held.core.save(len(LIVE))

@@ -30,10 +30,10 @@ def doubles(module: torch.nn.Upsample, input: torch.Tensor) -> bool:
 
 def upsample_forward(self: torch.nn.Upsample, input: torch.Tensor) -> torch.Tensor:
     """Run ``torch.nn.Upsample.forward`` with our kernel for nearest upsampling by two, and torch's for everything else."""
-    # Two ifs: torch.jit.script leaves out the first one's block, but compiles the whole of an `and`.
+    # There are two ifs because torch.jit.script omits the block of the first one, but compiles the whole of an `and`.
     if not torch.jit.is_scripting():  # noqa: SIM102
         if doubles(self, input) and not is_recorded() and not is_transforming():
-            # torch.func and forward-mode AD know the original operator; torch_fastdet's has only a backward.
+            # torch.func and forward-mode AD support the original operator, while torch_fastdet's has only a backward.
             return ops.upsample_nearest2x(input)
     return F.interpolate(
         input,

@@ -45,7 +45,7 @@ class Curves:
         """Return true and false positives, precision, recall and F1 of each class where the classes' mean F1 is highest."""
         at = smooth(self.f1.mean(0), 0.1).argmax() if len(self.classes) else 0
         precision, recall, f1 = (curve[:, at] for curve in (self.precision, self.recall, self.f1))
-        # Recall is the share of the labels that was found, and precision the share of the detections that found one.
+        # Recall is the share of the labels that were found, and precision the share of the detections that found one.
         found = np.round(self.labels * recall)
         detections = found / (precision + eps)
         return found, np.round(detections - found), precision, recall, f1

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: Pixels of images that are copied together, a byte each.
+#: So many pixels of images are copied together, as one byte each.
 _MOST_PIXELS = 1 << 28
 
 

@@ -25,9 +25,9 @@ from torch_fastdet.switches.val import average_precision
 from torch_fastdet.switches.val import ultralytics as of_ultralytics
 from torch_fastdet.switches.val import yolov5 as of_yolov5
 
-# Detections and labels that rules of matching match differently. The second detection overlaps most with the first label,
-# which the first detection gets, and less with the second label. By the rule "best" it then gets nothing, by "greedy" the second
-# label (:func:`torch_fastdet.ops.match_detections`).
+# Rules of matching differ in these detections and labels. The second detection overlaps most with the first label, which the first
+# detection gets, and less with the second label. By the rule "best" it then gets nothing, by "greedy" the second label
+# (:func:`torch_fastdet.ops.match_detections`).
 DETECTIONS = torch.tensor(
     [[0.0, 0, 10, 10, 0.9, 1], [0, 0, 10, 9, 0.8, 1], [30, 30, 40, 40, 0.7, 0], [80, 80, 90, 90, 0.6, 1]],
     device="cpu",  # whatever the user's defaults are
@@ -144,7 +144,7 @@ YOLOV5 = Switch(
         ),
         average_precision.target(
             yolov5("utils.metrics"),
-            # Of YOLOv5 7.0, and of GitHub's head.
+            # These are fingerprints of YOLOv5 7.0, and of GitHub's head.
             SameCode({"ap_per_class": ("bd7f097d",), "compute_ap": ("66e3cf6e", "33760776")}, "YOLOv5 7.0 or later"),
             of_yolov5.plotted,
         ),

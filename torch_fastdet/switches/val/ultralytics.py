@@ -26,27 +26,27 @@ from torch_fastdet.patching.replace import around, is_code_of
 from torch_fastdet.suppression import rows_of_rtdetr
 from torch_fastdet.switches.val import average_precision, run_lengths
 
-#: The framework makes there what it combines with the labels.
+#: The framework creates there what it combines with the labels.
 HOST = torch.device("cpu")
 #: The arguments of ``ConfusionMatrix.process_batch``: detections, labels, and the thresholds of confidence and IoU.
 Call: TypeAlias = tuple[Batch, Batch, float, float]
-#: A detection takes the label that it overlaps most of those that no better detection has taken.
+#: A detection takes the label that it overlaps most, of those that no better detection has taken.
 RULE = "greedy"
-#: The labels of an image on the host have under this name what ``_process_batch`` returns.
+#: The labels of an image on the host store under this name what ``_process_batch`` returns.
 MATCHED = "torch_fastdet_matched"
 ONE_BY_ONE = "images are matched one by one"
-#: A confusion matrix has under this name what it counts once the batch is over.
+#: A confusion matrix stores under this name what it counts after the batch.
 WAITING = "torch_fastdet_waiting"
 #: A ``gather_stats`` that finishes the last batch has this attribute.
 FINISHES = "torch_fastdet_finishes"
-#: The labels of an image on the host have under this name the rotated boxes' overlaps, on their device, and the function that computed them.
+#: The labels of an image on the host store under this name the rotated boxes' overlaps (on their device) and the function for them.
 OVERLAPS = "torch_fastdet_overlaps"
-#: The labels of an image on the host have under this name what ``scale_preds`` returns.
+#: The labels of an image on the host store under this name what ``scale_preds`` returns.
 SCALED = "torch_fastdet_scaled"
-#: A ``pred_to_json`` that takes encoded masks has itself under this name; ``functools.wraps`` gives it to wrappers, too.
+#: A ``pred_to_json`` that takes encoded masks stores itself under this name; ``functools.wraps`` copies it to wrappers, too.
 ENCODES = "torch_fastdet_encodes"
-#: A ``pred_to_json`` that takes corners of rotated boxes has under this name the framework's function for them, and detections have
-#: the corners.
+#: A ``pred_to_json`` that takes corners of rotated boxes stores under this name the framework's function for them, and detections store the
+#: corners.
 CORNERS = "torch_fastdet_corners"
 
 
@@ -302,7 +302,7 @@ def _count_together(stock: Function, matrix: Any, calls: list[Call]) -> None:
     iou = _rotated_overlaps(stock.__globals__["batch_probiou"], calls) if truth["bboxes"].shape[1] == 5 else None
     rows = _rows(found) if iou is None else _rows(found).to(iou.device)
     table = _table(rows, [len(call[0]["cls"]) for call in calls])
-    # Suppression sorts; end-to-end heads do not.
+    # Suppression sorts its results, while end-to-end heads do not.
     confidence = table.rows.new_full(table.rows.shape[:2], -torch.inf)
     confidence[table.at] = table.rows[table.at][:, 4]
     order = confidence.argsort(dim=1, descending=True, stable=True)
@@ -487,9 +487,9 @@ class Overlaps(NamedTuple):
 
     function: str  #: of the host, in the module of the task's validator
     matches: str  #: what ``_process_batch`` calls the matches by them
-    #: Elements of the largest tensor for so many labels and detections like these.
+    #: Returns the number of elements of the largest tensor for so many labels and detections like these.
     elements: Callable[[int, int, Batch, dict[str, Tensor]], int]
-    #: (labels, detections), by the host's function.
+    #: Returns (labels, detections) overlaps by the framework's function.
     between: Callable[[Callable[..., Tensor], Validator, list[Batch], list[dict[str, Tensor]]], Tensor]
     draws: bool = False  #: The labels' masks, so that only the rest of the labels needs its ``_prepare_batch``.
 
