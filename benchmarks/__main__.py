@@ -1,12 +1,12 @@
-"""``python -m benchmarks`` (make bench): every benchmark on this machine, into one folder, then the tables made from it.
+"""Run every benchmark on this machine into one folder, then make the tables (``python -m benchmarks``, make bench).
 
 --device cpu|cuda   default: the GPU where there is one
 --only NAME ...     some benchmarks, in this order: bbox_iou, upsample, ...; the roofline of all is always last
 --budget SECONDS    for all of them; 0: no limit. Default: 520, so that an H200 ends within ten minutes, build included
 --out FOLDER        default: benchmarks/results/<machine>-<date>; then the tables of README.md and docs/ are written again
 
-A benchmark's old files in the folder are removed before it starts; one that fails or passes its limit loses what it
-has not measured yet, and nothing of the others. Longer tables than fit the budget:
+A benchmark's old files in the folder are removed before it starts. One that fails or passes its limit loses only what
+it has not measured yet. These make longer tables than fit the budget:
 ``python -m benchmarks.bench_train --models s16 s64 m32``, ``python -m benchmarks.bench_ultralytics --models all``,
 ``python -m benchmarks.bench_step --compiled s16 s64``,
 ``python -m benchmarks.training_truth``.
@@ -30,7 +30,7 @@ from benchmarks import harness, report
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# In this order, with the seconds that each may take: where time ends early, what users ask for first is there.
+# They run in this order, each for at most so many seconds: if time runs out, what users ask for first is there.
 LIMITS = {
     "multi_tensor": 90,
     "nms": 90,
@@ -58,8 +58,8 @@ LIMITS = {
     "latency": 120,
     "dataset": 400,
 }
-# What these compile or train is made first, all at once: it is not part of what they measure, and one after the other
-# it would take most of the time.
+# What these compile or train is made first, all at once: it is no part of what they measure, and would take most of the
+# time if made one after the other.
 PREPARED = ("multi_tensor", "nms", "loss", "bbox_iou", "upsample", "bn_act", "val", "postprocess", "step")
 PREPARE_SECONDS = 150
 ROOFLINE = "roofline"
@@ -67,7 +67,7 @@ ROOFLINE_SECONDS = 25  # kept back for it
 
 
 def run(command: list[str], seconds: float | None, quiet: bool = False) -> str:
-    """Run a command with all its children for so long at the most, and say how it ended."""
+    """Run a command with all its children for at most ``seconds``, and return how it ended."""
     output = subprocess.DEVNULL if quiet else None
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=output, stderr=output)
     try:
@@ -102,7 +102,7 @@ def left_out(name: str, device: str) -> str | None:
 
 
 def remove_old(folder: Path, name: str) -> None:
-    """Remove what a benchmark left in the folder: if it fails now, older rows must not pass for this run's."""
+    """Remove a benchmark's files from the folder: if it fails now, older rows must not pass for this run's."""
     for path in [*folder.glob(f"{name}.*"), *folder.glob(f"{name}_*.png")]:
         path.unlink()
 

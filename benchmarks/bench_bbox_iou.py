@@ -1,8 +1,8 @@
-"""bbox_iou and iou_loss against PyTorch: the function of YOLOv5, eager and compiled, and torchvision's.
+"""Compare bbox_iou and iou_loss with PyTorch: YOLOv5's function, eager and compiled, and torchvision's.
 
     python -m benchmarks.bench_bbox_iou --device cuda|cpu --out FOLDER
 
-"loss" is forward and backward, the gradient by the predicted boxes, as a training step needs it.
+"loss" is forward and backward with the gradient for the predicted boxes, as a training step needs it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from benchmarks import stock, work
 from benchmarks.harness import Report, run
 from torch_fastdet import ops
 
-# A training step's positives: yolov5s at batch 16 and 64, and beyond any.
+# These are the positives of a training step of yolov5s at batch 16 and 64, and more than any step has.
 SIZES = {"cuda": (3_000, 30_000, 1_000_000), "cpu": (3_000, 300_000)}
 OVERHEAD = "stock, torch.compile, reduce-overhead"
 
@@ -26,7 +26,7 @@ def boxes(n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def step(loss, box1: torch.Tensor, box2: torch.Tensor):
-    """Forward and backward, by a leaf of its own: a variant that fails may leave a graph, which keeps its leaf's stream."""
+    """Run forward and backward on an own leaf: a failed variant may leave a graph, which keeps its leaf's stream."""
     box1 = box1.detach().requires_grad_()
     return lambda: torch.autograd.grad(loss(box1, box2), box1)
 
@@ -51,11 +51,11 @@ def measure(report: Report) -> None:
 
     compiled = torch.compile(stock_loss, dynamic=False)
     compiled_forward = torch.compile(stock_iou, dynamic=False)
-    # For small inputs, where launches are what costs; it keeps a CUDA graph of its own, which no graph can hold.
+    # This is for small inputs, where launches dominate. It keeps a CUDA graph of its own, which no graph can hold.
     overhead = torch.compile(stock_loss, dynamic=False, mode="reduce-overhead")
     for n in SIZES[device.type]:
         box1, box2 = boxes(n, device)
-        # Call to call, as in a training loop: long enough that the first call after the other variants does not count.
+        # Time call to call, as in a training loop, long enough that the first call after other variants does not count.
         inner = 50 if n < 10_000 and device.type == "cuda" else 3
         repetitions = 50 if device.type == "cuda" else 10
         variants = {"torch_fastdet": step(ops.iou_loss, box1, box2)}
@@ -63,7 +63,7 @@ def measure(report: Report) -> None:
             variants["stock"] = step(stock_loss, box1, box2)
             variants["stock, torch.compile"] = step(compiled, box1, box2)
         if device.type == "cuda":
-            # Autograd hands a GPU's backward to a thread of its own; this is our call without that hand-over.
+            # Autograd hands a GPU's backward to a thread of its own; this call does without that.
             variants["torch_fastdet, one thread"] = one_thread(variants["torch_fastdet"])
             if bbox_iou and n == SIZES["cuda"][0]:  # for small inputs; each size is compiled again
                 variants[OVERHEAD] = step(overhead, box1, box2)
@@ -86,7 +86,7 @@ def measure(report: Report) -> None:
             # torchvision's boolean masks wait for the host.
             ungraphable=("torchvision (xyxy)", OVERHEAD),
         )
-        # What autograd itself takes: the forward and backward of one operation without arithmetic to speak of.
+        # Measure what autograd itself takes: forward and backward of one operation with hardly any arithmetic.
         report.compare(
             f"autograd's own share: sum() forward+backward n={n}",
             {"sum()": step(lambda a, b: a.sum(), box1, box2)},

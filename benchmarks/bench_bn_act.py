@@ -1,8 +1,8 @@
-"""Measures what bn_act_optim gives a model for PyTorch's layers, forward and backward, against these layers.
+"""Measure what bn_act_optim puts into a model against PyTorch's layers, forward and backward.
 
-bn_act against BatchNorm2d and SiLU, eager and torch.compile of the two; on a GPU also two of them side by side, the stem under autocast, with its weights'
-gradient, SPPF's poolings, and bias_act against PyTorch's bias and SiLU. The shapes are YOLOv5s' at batch 64 and 16, 640x640. Those below 60 MB can stay in an H200's L2
-between the passes.
+Against bn_act stand BatchNorm2d and SiLU, eager and under torch.compile. A GPU also runs two of them side by side, the
+stem under autocast with its weights' gradient, SPPF's poolings, and bias_act. The shapes are YOLOv5s' at batch 64 and
+16, 640x640. Those below 60 MB can stay in an H200's L2 between the passes.
 """
 
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def measure(report: harness.Report) -> None:
                 bytes=work.batch_norm_silu(x.numel(), x.element_size()).bytes,
                 repetitions=30,
                 inner=5 if cuda else 1,
-                # The backward of torch.compile runs on the stream of compilation.
+                # torch.compile's backward runs on the stream of compilation.
                 ungraphable=("torch.compile",),
             )
             del x, grad, norm
@@ -86,7 +86,7 @@ def arguments_of(norms: list[nn.BatchNorm2d], inputs: list[torch.Tensor]) -> tup
 
 
 def measure_concatenation(report: harness.Report) -> None:
-    """Measure C3's: two norms and activations side by side."""
+    """Measure the norms and activations of C3, two side by side."""
     for shape in ((64, 32, 160, 160), (16, 128, 40, 40)):
         norms = [nn.BatchNorm2d(shape[1], eps=1e-3, momentum=0.03).to(report.device) for _ in range(2)]
         inputs = []
@@ -119,7 +119,7 @@ def biased_silu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 
 
 def measure_evaluation(report: harness.Report) -> None:
-    """Measure what is behind a convolution whose norm is fused: its bias and the activation."""
+    """Measure what follows a convolution with a fused norm: its bias and the activation."""
     for shape in ((16, 64, 160, 160), (16, 256, 20, 20), (1, 256, 20, 20)):
         x = torch.randn(shape, device=report.device, dtype=torch.float16).contiguous(memory_format=torch.channels_last)
         bias, out = torch.randn(shape[1], device=report.device, dtype=torch.float16), torch.empty_like(x)

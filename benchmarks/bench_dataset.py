@@ -1,14 +1,14 @@
-"""train.py with its default options on a data set of COCO's size: the first epoch and the later ones, stock and with torch_fastdet.
+"""Run train.py with default options on a data set of COCO's size: first and later epochs, stock and with torch_fastdet.
 
     python -m benchmarks.bench_dataset [--batches 64 16] [--images 118287] [--quality 90] [--epochs 3] [--budget 24G] [--workers 8] [--out FOLDER]
 
-The images are photographs of 640x480 with the noise of a camera, made once; the set is hard links to them, so that it takes no disk.
+The images are photographs of 640x480 with camera noise, made once; the set consists of hard links, which take no disk.
 ``--quality 90`` makes files of about 83 kB, ``--quality 95`` of 126 kB. ``--budget`` is ``TORCH_FASTDET_CACHE``, the
-host memory that torch_fastdet may take; with 0 the GPU keeps nothing either. YOLOv5 keeps nothing from one iteration to the next, so its time does not depend on the number of
-images: it runs on ``--stock-images`` of them, and as many epochs.
+host memory for torch_fastdet; with 0 the GPU keeps nothing either. YOLOv5 keeps nothing between iterations, so its time
+does not depend on the number of images: it runs on ``--stock-images`` of them for as many epochs.
 
-A row is the mean time of an iteration over an epoch without its first batch. Lines below it say what shared memory held at most, and how
-even the batches come: the median time from one to the next beside the mean.
+A row is the mean time of an iteration over an epoch without its first batch. The lines below it show the peak of shared
+memory and how evenly batches come: the median time between two of them beside the mean.
 """
 
 from __future__ import annotations
@@ -34,20 +34,18 @@ from examples.demo.training import STOCK, Run, Variant, run_train, yolov5_folder
 from examples.yolov5_env import environment
 
 SIZE = (640, 480)
-#: Width and height of images as COCO mixes them, about.
+#: These are widths and heights mixed about as in COCO.
 COCO_SIZES = (SIZE, SIZE, (640, 427), (640, 426), (480, 640), (427, 640), (500, 375), (640, 360))
 BOXES = 7
 CLASSES = 80
-#: Images that differ; the set has hard links to them.
-PHOTOGRAPHS = 2048
+PHOTOGRAPHS = 2048  # images that differ; the set has hard links to them
 VALIDATED = 64
-#: train.py's default.
-WORKERS = 8
+WORKERS = 8  # train.py's default
 
 
 @functools.cache
 def photographs() -> list[Any]:
-    """Return the photographs that scikit-learn and ultralytics bring, uint8 B G R."""
+    """Return the photographs that scikit-learn and ultralytics ship, as uint8 BGR."""
     import cv2
     import ultralytics
     from sklearn.datasets import load_sample_images
@@ -58,7 +56,7 @@ def photographs() -> list[Any]:
 
 
 def make_photograph(root: Path, number: int, quality: int, size: tuple[int, int]) -> None:
-    """Write a part of a photograph, enlarged, with the noise of a camera, and labels for it."""
+    """Write an enlarged part of a photograph with camera noise, and labels for it."""
     import cv2
 
     generator = np.random.default_rng(number)
@@ -78,7 +76,7 @@ def make_photograph(root: Path, number: int, quality: int, size: tuple[int, int]
 
 
 def make_data(count: int, quality: int, sizes: tuple[tuple[int, int], ...] = (SIZE,)) -> Path:
-    """Return a data set's yaml: so many images, and the first of them for validation."""
+    """Return the yaml of a data set with ``count`` images, the first of which are for validation."""
     different = min(PHOTOGRAPHS, count)
     kind = "x".join(map(str, SIZE)) if sizes == (SIZE,) else f"{len(sizes)}-sizes"
     seeds = WORK / f"photographs-{kind}-{different}-q{quality}"
@@ -106,13 +104,13 @@ def make_data(count: int, quality: int, sizes: tuple[tuple[int, int], ...] = (SI
 
 
 def mean_file_size(data: Path) -> float:
-    # Neighbours are of different photographs, whose files differ in size.
+    # Neighboring images come from different photographs, whose files differ in size.
     sizes = [path.stat().st_size for path in sorted((data.parent / "images").glob("*.jpg"))[:512]]
     return sum(sizes) / len(sizes)
 
 
 class SharedMemory:
-    """The most that the anonymous files of our processes held while this ran, in bytes. Another benchmark may run beside it."""
+    """Record the most bytes that the processes' anonymous files held. Another benchmark may run meanwhile."""
 
     def __init__(self) -> None:
         self.peak = 0

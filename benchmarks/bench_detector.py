@@ -1,11 +1,11 @@
-"""From uint8 images to boxes in their pixels: ImageDetector beside its network alone, and YOLO(...).predict.
+"""Time uint8 images to boxes in their pixels: ImageDetector and its network alone, and YOLO(...).predict.
 
     python -m benchmarks.bench_detector [--device cpu|cuda] [--out FOLDER]
 
-ImageDetector is a scripted file of YOLOv5 (yolov5s in half precision on a GPU, yolov5n in float32 on the CPU) with random weights;
-the difference to "network alone" is letterbox, post-processing and scaling. predict of yolov8n is asked for one image of 1080p in
-memory, and on a GPU for one JPEG file of 640x480 and one of 4000x3000, in blocks of calls under stock, under two switches, and under all of patch() with its CUDA graphs, in turn: the rows hold
-median, percentiles 10 and 90, and p99.
+ImageDetector is a scripted file of YOLOv5 (yolov5s in half precision on a GPU, yolov5n in float32 on the CPU) with
+random weights. Its difference to "network alone" is letterbox, post-processing and scaling. predict of yolov8n gets one
+image of 1080p in memory, and on a GPU also one JPEG file of 640x480 and one of 4000x3000. Blocks of calls alternate
+between stock, two switches, and all of patch() with its CUDA graphs; rows hold median, percentiles 10 and 90, and p99.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def bench_detector(report: harness.Report, images: int, **options: Any) -> None:
     )
 
 
-# Of predict: what is switched on.
+# These are the switches that predict runs with.
 PREDICTING: dict[str, dict[str, bool] | None] = {
     "stock": None,
     f"{harness.OURS}, no graphs": {"predict_optim": True, "nms_optim": True},
@@ -60,14 +60,14 @@ BLOCKS = 5
 
 
 def latencies(predict: Any, count: int) -> list[float]:
-    """Return microseconds of each call, which ends on the host."""
+    """Return the microseconds of each call, which ends on the host."""
     for _ in range(max(count // 10, 5)):  # the third captures
         predict()
     return harness.time_cpu({"predict": predict}, count)["predict"]
 
 
 def jpeg(width: int, height: int) -> Path:
-    """Return a file of a photograph, enlarged, with noise."""
+    """Return a file of an enlarged photograph with noise."""
     import cv2
     import numpy as np
 

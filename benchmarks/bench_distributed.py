@@ -1,10 +1,10 @@
-"""Training on several GPUs of one host against one of them: steps of one's own loop, and the real train.py. Needs two GPUs.
+"""Compare training on several GPUs of a host with training on one: a user's own loop, and the real train.py.
 
     python -m benchmarks.bench_distributed [--gpus 2] [--models s16 s64] [--parts step train] [--epochs 3] [--out FOLDER]
 
-step: TrainStep, GraphedModule and stock DistributedDataParallel over one batch for each GPU, first without a process group on every
-GPU at once ("1 GPU"), then with one. exchange: the all-reduce alone. train: train.py with hyp.scratch-low and --cache ram, batch
-for each GPU, stock and --fastdet, under torchrun. With fewer GPUs it measures nothing and says so.
+step: TrainStep, GraphedModule and stock DistributedDataParallel run over a batch for each GPU, first without a process
+group on every GPU at once ("1 GPU"), then with one. exchange: the all-reduce alone. train: train.py runs with
+hyp.scratch-low and --cache ram, a batch for each GPU, stock and --fastdet, under torchrun. It needs two GPUs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def ours(size: str, batch: int, whole: bool) -> Callable[[], Any]:
 
 
 def stock_ddp(size: str, batch: int) -> Callable[[], Any]:
-    """Return train.py's own step, without its loader."""
+    """Return train.py's own step without its loader."""
     from yolov5.utils.loss import ComputeLoss
     from yolov5.utils.torch_utils import ModelEMA, smart_optimizer
 
@@ -115,7 +115,7 @@ def _constant(value: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def timed(step: Callable[[], Any], seconds: float, warmup: int = 8) -> list[float]:
-    """Return microseconds of each call; all ranks make the same number of calls."""
+    """Return the microseconds of each call; all ranks make the same number of calls."""
     for _ in range(warmup):
         step()
     torch.cuda.synchronize()
@@ -202,7 +202,7 @@ def measure_steps(report: Report, gpus: int, models: list[str], stock: bool) -> 
 def run_train_py(
     name: str, title: str, launcher: list[str], data: Path, devices: list[int], epochs: int, workers: int
 ) -> list[float]:
-    """Return seconds of an iteration in each epoch of one train.py, its first epoch left out."""
+    """Return the seconds of an iteration in each epoch of one train.py except the first."""
     from examples.demo.training import Variant, run_train, yolov5_folder
     from examples.yolov5_env import environment
 
@@ -224,7 +224,7 @@ def run_train_py(
         "--project": folder.parent,
         "--name": folder.name,
     }
-    # Not --noval: train.py of yolov5 7.0.14 fails under it.
+    # --noval is not used because train.py of yolov5 7.0.14 fails with it.
     options = [str(part) for pair in arguments.items() for part in pair] + ["--exist-ok", "--noplots"]
     run = run_train(Variant(title, title, tuple(launcher)), options, folder, env, show=False)
     return run.progress.iteration_seconds()
@@ -233,7 +233,7 @@ def run_train_py(
 def measure_training(
     report: Report, gpus: int, models: list[str], epochs: int, images: int, variants: list[str]
 ) -> None:
-    """Run trainings on one GPU side by side, each on a GPU of its own, as many as there are."""
+    """Run trainings on one GPU side by side, each on its own GPU, as many as there are."""
     from examples.demo import dataset
 
     data = dataset.make(WORK / f"digits-640-{images}", dataset.Recipe(image_size=640, train=images))

@@ -1,8 +1,8 @@
-"""The fused network alone, half precision, in a CUDA graph: yolov8s and yolo26s of Ultralytics, stock and with bn_act_optim.
+"""Time fused networks alone in half precision and a CUDA graph: yolov8s and yolo26s, stock and with bn_act_optim.
 
     python -m benchmarks.bench_evaluation [--out FOLDER]
 
-GPU only.
+It needs a GPU.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The image operators against OpenCV's own calls: augmentation of a training batch, letterbox and resize.
+"""Compare the image operators with OpenCV's own calls: augmentation of a training batch, letterbox and resize.
 
-The baseline is what YOLOv5 does to an image that is in memory, written with cv2 and numpy, in one process: mosaic, warpAffine,
-HSV, flip and HWC to CHW. On the GPU it runs on the host all the same, without the copy to the device. The letterbox is also timed with
-the images spread over threads, one for each core.
+The baseline is what YOLOv5 does to an image in memory, written with cv2 and numpy, in one process: mosaic, warpAffine,
+HSV, flip and HWC to CHW. Beside a GPU it also runs on the host, without the copy to the device. The letterbox is also
+timed with images spread over threads, one for each core.
 """
 
 import os
@@ -20,7 +20,7 @@ SIDE = 640
 
 
 def photographs(count: int, height: int, width: int) -> np.ndarray:
-    """Smooth shapes and some noise, uint8 HWC: neighbouring pixels are alike, as in images, and none is grey."""
+    """Return smooth shapes with some noise, uint8 HWC: neighboring pixels are alike, as in images, and none is gray."""
     import cv2
 
     rng = np.random.default_rng(0)
@@ -41,7 +41,7 @@ def scratch_low(batch: int, images: int, perspective: float = 0.0) -> dict[str, 
             source = 0 if i % 2 else SIDE - w, 0 if i // 2 else SIDE - h
             placements.append((0, int(rng.integers(images)) * SIDE * SIDE * 3, SIDE, SIDE, *source, x, y, w, h))
         scale, (tx, ty) = rng.uniform(0.5, 1.5), rng.uniform(0.4, 0.6, 2) * SIDE
-        # Perspective and scale act on a mosaic whose middle is the origin.
+        # Perspective and scale act on a mosaic whose center is the origin.
         px, py = rng.uniform(-perspective, perspective, 2)
         warp = np.array([[scale, 0, 0], [0, scale, 0], [px, py, 1]]) @ [[1, 0, -SIDE], [0, 1, -SIDE], [0, 0, 1]]
         matrices.append((np.array([[1, 0, tx], [0, 1, ty], [0, 0, 1]]) @ warp).reshape(-1))
@@ -60,7 +60,7 @@ def scratch_low(batch: int, images: int, perspective: float = 0.0) -> dict[str, 
 
 
 def with_opencv(images: np.ndarray, plan: dict[str, np.ndarray]) -> torch.Tensor:
-    """Make the batch with the calls that stock makes."""
+    """Make the batch with the calls that YOLOv5 makes."""
     import cv2
 
     batch = []
@@ -100,7 +100,7 @@ def letterbox_with_opencv(images: np.ndarray, height: int, width: int, pool: Thr
 def compare_letterbox(
     report: harness.Report, case: str, ours: Callable[[], Any], images: np.ndarray, height: int, **options: Any
 ) -> None:
-    """Compare letterboxes; beside a GPU stock's rows are by the host's clock and end with uint8. OpenCV's own threads are off, as in both projects."""
+    """Compare letterboxes without OpenCV's threads. Beside a GPU stock uses the host's clock and ends with uint8."""
     import cv2
 
     cores, threads = len(os.sched_getaffinity(0)), cv2.getNumThreads()

@@ -1,8 +1,8 @@
-"""JPEG files to pixels: whole images, what mosaics show of them, one image from its bytes, and beside a training step.
+"""Time JPEG files to pixels: whole images, parts that mosaics show, one image from its bytes, and beside a step.
 
-The files are parts of photographs with the noise of a camera, 640x480 or 480x640, 4:2:0, quality 90 (about 95 kB), 95 (about 150 kB), and
-90 with optimised tables. torch_fastdet decodes packed JPEGs that are in the GPU's memory, as the loader keeps them. Beside it stand OpenCV, on
-one core and with a thread for each, and torchvision's nvJPEG, by the host's clock: they begin with the files' bytes.
+The files are parts of photographs with camera noise, 640x480 or 480x640, 4:2:0, quality 90 (about 95 kB), 95 (150 kB),
+and 90 with optimized tables. torch_fastdet decodes packed JPEGs in the GPU's memory, as its loader does. OpenCV, on one
+core or with a thread for each, and nvJPEG begin with the files' bytes and are timed by the host's clock.
 """
 
 import os
@@ -23,7 +23,7 @@ Rectangle = tuple[int, int, int, int]  # x, y, width, height
 
 
 def photograph(number: int) -> np.ndarray:
-    """Return a part of one of scikit-learn's photographs, enlarged, with the noise of a camera; each third stands upright."""
+    """Return an enlarged part of one of scikit-learn's photographs, with camera noise; every third stands upright."""
     import cv2
     from sklearn.datasets import load_sample_images
 
@@ -45,14 +45,14 @@ def encode(images: list[np.ndarray], quality: int, optimize: bool = False) -> li
 
 
 def visible(sizes: list[tuple[int, int]]) -> list[Rectangle]:
-    """Return what mosaics of four with hyp.scratch-low (scale .5, translate .1) show of each image of (height, width)."""
+    """Return what mosaics of four with hyp.scratch-low (scale .5, translate .1) show of each (height, width)."""
     rng = np.random.default_rng(5)
     rectangles = []
     for n, (height, width) in enumerate(sizes):
         if n % 4 == 0:
             yc, xc = (int(v) for v in rng.uniform(SIDE / 2, SIDE * 1.5, 2))
             scale, (tx, ty) = rng.uniform(0.5, 1.5), rng.uniform(0.4, 0.6, 2) * SIDE
-        # The image's place on the canvas of 2 x 2, and the part of the canvas that the output shows.
+        # Find the image's place on the canvas of 2 x 2, and the part of the canvas that the output shows.
         left, top = (xc if n % 2 else xc - width), (yc if n % 4 >= 2 else yc - height)
         low = [max(p, 0, int(np.floor(SIDE - t / scale))) for p, t in ((left, tx), (top, ty))]
         high = [
@@ -73,7 +73,7 @@ def opencv(file: torch.Tensor) -> np.ndarray:
 
 
 class Batch:
-    """Packed JPEGs on the device, and the plan that decodes a rectangle of each; rows of whole eights of pixels."""
+    """Hold packed JPEGs on the device and the plan that decodes a rectangle of each, in rows of 8n pixels."""
 
     def __init__(self, files: list[torch.Tensor], rectangles: list[Rectangle] | None, device: torch.device):
         storage, images, _ = ops.jpeg_pack(files)
@@ -129,8 +129,8 @@ def compare(report: harness.Report, case: str, batch: Batch, others: dict[str, C
 
 
 def beside_a_step(report: harness.Report, batch: Batch, nvjpeg: Callable[[], Any] | None) -> None:
-    """Time a graph of convolutions, BatchNorm and SiLU of about 20 ms alone, and with 256 images decoded on another stream meanwhile;
-    nvJPEG decodes whole ones."""
+    """Time a graph of convolutions, BatchNorm and SiLU of about 20 ms alone, and while another stream decodes 256
+    images; nvJPEG decodes whole ones."""
     layers = [torch.nn.Conv2d(64, 64, 3, padding=1, bias=False), torch.nn.BatchNorm2d(64), torch.nn.SiLU()]
     model = torch.nn.Sequential(*layers).to(report.device, torch.float16)
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

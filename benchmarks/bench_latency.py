@@ -1,15 +1,15 @@
-"""Where the time of one answer goes, from an image in memory to boxes in its pixels on the host, and how long an answer takes.
+"""Show where the time of an answer goes, from an image in memory to boxes on the host, and how long answers take.
 
     python -m benchmarks.bench_latency [--device cpu|cuda] [--calls 10000] [--only NAME ...] [--out FOLDER]
 
-yolov5s with random weights, fused, and one 1080p image to 640x640; without a GPU yolov5n and an image of 360x640. The stock variant is what
-detect.py does: OpenCV's letterbox on the host, upload, the model in eager mode, decode, non_max_suppression, scale_boxes, and the
-rows on the host. torch_fastdet's variant is ImageDetector's parts: upload, letterbox on the device, the traced model, one operator for decode and
-suppression. "one graph" replays all between upload and download as a CUDA graph. The confidence threshold is such that 100
-candidates pass.
+The model is yolov5s with random weights, fused, for one 1080p image at 640x640; without a GPU it is yolov5n for an
+image of 360x640. The stock variant does what detect.py does: OpenCV's letterbox on the host, upload, the eager model,
+decode, non_max_suppression, scale_boxes, and the rows on the host. torch_fastdet's variant is ImageDetector's parts:
+upload, letterbox on the device, the traced model, one operator for decode and suppression. "one graph" replays all
+between upload and download as a CUDA graph. The confidence threshold lets 100 candidates pass.
 
-latency_breakdown.png has the stages, each timed between two synchronisations: median of 100 answers. The table's call view has whole
-answers, without synchronisations between the stages: median, percentiles 10 and 90, and p99.
+latency_breakdown.png has the stages, each timed between two synchronizations: the median of 100 answers. The table's
+call view has whole answers without synchronizations in between: median, percentiles 10 and 90, and p99.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from torch_fastdet.postprocess import ImageDetector
 STAGES = ("letterbox", "upload", "model", "decode", "suppression", "download")
 IN_ONE = "one graph"  # letterbox, model, decode and suppression
 CANDIDATES = 100
-# The stages of one answer in their order: each takes what the one before gives.
+# These are the stages of one answer in order: each takes the result of the one before.
 Way = dict[str, Callable[[Any], Any]]
 
 
 def threshold(decoded: Tensor) -> float:
-    """Return the confidence that CANDIDATES anchors of one image have."""
+    """Return the confidence that CANDIDATES anchors of one image exceed."""
     best = decoded[0, :, 4].float() * decoded[0, :, 5:].float().amax(1)
     return best.topk(CANDIDATES + 1).values[-1].item()
 
@@ -60,7 +60,7 @@ def stock_way(model: Any, sample: np.ndarray, device: torch.device, dtype: torch
     def upload(image: np.ndarray) -> Tensor:
         return torch.from_numpy(image).to(device).to(dtype)[None] / 255
 
-    # Its convolutions belong to the model, and the rest is the decoding.
+    # Detect's convolutions belong to the model; the rest of it is the decoding.
     head.forward = lambda maps: [conv(x) for conv, x in zip(head.m, maps)]
     like = torch.zeros(1, device=device, dtype=dtype)
     decode = stock.yolov5_decode(head.anchors, head.stride.tolist(), head.nc, like)
@@ -142,7 +142,7 @@ def answer(way: Way, image: np.ndarray) -> Any:
 
 
 def stages(way: Way, image: np.ndarray, wait: Callable[[], None], count: int) -> dict[str, float]:
-    """Return microseconds of each stage."""
+    """Return the microseconds of each stage."""
     times: dict[str, list[float]] = {name: [] for name in way}
     for _ in range(count):
         value: Any = image
@@ -194,7 +194,7 @@ def plot(report: Report) -> None:
 
 
 def ways(device: torch.device, size: str, image: np.ndarray) -> dict[str, Callable[[], Way]]:
-    """Return each way by name; models are made when they are asked for."""
+    """Return each way by name; models are made on request."""
     cpu = torch.device("cpu")
 
     def theirs(where: torch.device, half: bool = False) -> Way:

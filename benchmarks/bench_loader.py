@@ -1,9 +1,10 @@
-"""YOLOv5's training loader alone, stock and with loader_optim: time of an image, augmentation of hyp.scratch-low included.
+"""Time YOLOv5's training loader alone, stock and with loader_optim, augmentation of hyp.scratch-low included.
 
     python -m benchmarks.bench_loader [--workers 8 2] [--cores 2] [--images 1536] [--epochs 4] [--out FOLDER]
 
---cores: with so many CPU cores, as many workers, without a GPU and with --cache ram; a quarter of the images. Images are noisy JPEGs of 640x640, 120 KB each. A row is the mean over an epoch, the first one left out; "first epoch" rows are of
-that one, in which torch_fastdet decodes. Each variant runs in a process of its own, and ends where train.py has the batch on its device.
+--cores: use so many CPU cores and as many workers, without a GPU and with --cache ram, on a quarter of the images,
+noisy JPEGs of 640x640 of 120 KB. A row is the mean over the epochs after the first; "first epoch" rows are of that one,
+in which torch_fastdet decodes. Each variant is a process and ends where train.py has the batch on its device.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ HYP = "data/hyps/hyp.scratch-low.yaml"
 
 
 def make_image(root: Path, number: int) -> None:
-    """Write an image that JPEG does not make small: a coarse pattern, and noise."""
+    """Write an image that JPEG does not make small: a coarse pattern with noise."""
     import cv2
 
     generator = np.random.default_rng(number)
@@ -42,7 +43,7 @@ def make_image(root: Path, number: int) -> None:
 
 
 def make_data(count: int, validated: int = 0) -> Path:
-    """Return a folder of so many images and their labels; validated.txt lists some of them."""
+    """Return a folder with ``count`` images and their labels; validated.txt lists some of them."""
     root = WORK / f"jpegs-{SIZE}-{count}"
     done = root / "done"
     if not done.exists():
@@ -57,7 +58,7 @@ def make_data(count: int, validated: int = 0) -> Path:
 
 
 def measure(images: Path, ours: bool, workers: int, epochs: int, cache: str | None, device: str) -> list[float]:
-    """Return seconds of each epoch. Runs in a process of its own."""
+    """Return the seconds of each epoch, measured in a process of its own."""
     import yaml
     import yolov5
     from yolov5.utils.dataloaders import create_dataloader  # patched below, where it looks its classes up
@@ -85,7 +86,7 @@ def measure(images: Path, ours: bool, workers: int, epochs: int, cache: str | No
 def run(
     images: Path, epochs: int, device: str, workers: int, cache: str | None, ours: bool, cores: int = 0
 ) -> list[float]:
-    """Return microseconds an image, epoch by epoch."""
+    """Return the microseconds of an image, epoch by epoch."""
     arguments = [images, int(ours), workers, epochs, cache or "", device]
     program = [sys.executable, "-m", "benchmarks.bench_loader", "--measure", *map(str, arguments)]
     if cores:

@@ -1,9 +1,9 @@
-"""ComputeLoss forward and backward: YOLOv5's own, the same compiled, and torch_fastdet's.
+"""Compare ComputeLoss forward and backward: YOLOv5's own, the same compiled, and torch_fastdet's.
 
     python -m benchmarks.bench_loss [--device cpu|cuda] [--out FOLDER]
 
-Heads as a YOLOv5 model gives them at 640x640 under AMP (float16; float32 on the CPU), 80 classes, 8 boxes an image. Stock
-needs the package yolov5; without it the rows of stock are missing.
+Heads are those of a YOLOv5 model at 640x640 under AMP (float16; float32 on the CPU), with 80 classes and 8 boxes per
+image. Stock needs the package yolov5; without it stock's rows are missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLASSES, CHANNELS = 80, 32
 
 
 class Model(nn.Module):
-    """What ComputeLoss asks a model for: hyper-parameters, a Detect at the end, a parameter that says the device."""
+    """Provide what ComputeLoss needs of a model: hyper-parameters, a Detect at the end, a parameter on the device."""
 
     def __init__(self, device: torch.device):
         super().__init__()
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 def make_heads(batch: int, size: int, device: torch.device, channels_last: bool, extra: int = 0) -> list[torch.Tensor]:
-    """Make heads as after the last convolution: objectness low, as it is in training; channels_last is the view without a copy."""
+    """Make heads as after the last convolution, with low objectness as in training; channels_last is a view."""
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     heads = []
     for stride in STRIDES:
@@ -68,7 +68,7 @@ def make_targets(batch: int, boxes: int, device: torch.device) -> torch.Tensor:
 
 
 def leaves(heads: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the same memory for one variant alone: a variant that fails may leave a graph behind, which keeps its leaves' streams."""
+    """Return the same memory for one variant alone: a failed one may leave a graph, which keeps its leaves' streams."""
     return [head.detach().requires_grad_() for head in heads]
 
 
@@ -145,7 +145,7 @@ def measure(report: Report) -> None:
             ungraphable=("stock", "stock, torch.compile", "stock, torch.compile, reduce-overhead"),
         )
     measure_segmentation(report)
-    # What autograd itself takes: a forward and a backward pass without arithmetic to speak of.
+    # Measure what autograd itself takes: a forward and backward pass with hardly any arithmetic.
     alone = [torch.zeros(1, device=device, requires_grad=True) for _ in range(3)]
     report.compare(
         "autograd's own share: sum() of three numbers forward+backward",

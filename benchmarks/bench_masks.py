@@ -1,7 +1,7 @@
-"""Instance masks, Ultralytics' process_mask and process_mask_native and YOLOv5's, against the installed functions.
+"""Compare instance masks (Ultralytics' process_mask and process_mask_native, YOLOv5's) with the installed functions.
 
-Boxes as a detector finds them (a tenth of the image on average), and boxes that cover the image, where nothing can be left
-out. Stock is the installed ultralytics, and the same under torch.compile.
+Boxes are as a detector finds them (a tenth of the image on average), or cover the image, where nothing can be left out.
+Stock is the installed ultralytics, also under torch.compile.
 """
 
 from functools import partial

@@ -1,9 +1,9 @@
-"""EMA, optimizers and the whole optimizer step over YOLOv5's tensors, against the original loops and the best that torch offers.
+"""Compare EMA, optimizers and the whole step over YOLOv5's tensors with the original loops and torch's best.
 
-The model has the convolutions, batch norms, nesting and state_dict sizes of YOLOv5 (benchmarks/work.py, which has the bytes of
-each case too), built from torch's modules; gradients are random. `launches` counts kernels and copies. The step's variants all
-start from scaled gradients that do not overflow, and set the gradients back in a way that is part of none of them: they only
-shrink by the unscaling, which costs the same on any value.
+The model has the convolutions, batch norms, nesting and state_dict sizes of YOLOv5 (benchmarks/work.py, which also has
+the bytes of each case), built from torch's modules; gradients are random. `launches` counts kernels and copies. The
+step's variants all start from scaled gradients that do not overflow. What sets the gradients back is part of no
+variant: they only shrink by the unscaling, which costs the same on any value.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Conv(nn.Module):
 
 
 class Model(nn.Module):
-    """The tensors of YOLOv5, by module; it has no forward."""
+    """Hold the tensors of YOLOv5 by module; there is no forward."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 class Setup:
-    """One model with everything a step needs, for one variant."""
+    """Hold one model with everything a step needs, for one variant."""
 
     stock_ema: Any
     pairs: tuple[list[torch.Tensor], list[torch.Tensor]]  # averages and values
@@ -55,7 +55,7 @@ class Setup:
         with device:  # a CPU takes seconds for the random weights of the largest
             self.model = Model(name)
         self.params = list(self.model.parameters())
-        # Learning rates that leave the weights where they are, for thousands of repetitions.
+        # These learning rates leave the weights where they are for thousands of repetitions.
         self.optimizer = kind(self.model.groups(), lr=1e-9, momentum=0.9, nesterov=True, **arguments)
         self.scaler = torch.amp.GradScaler(device.type, init_scale=1.0, growth_interval=1 << 30, enabled=scaled)
         if scaled:
@@ -154,7 +154,7 @@ def measure_step(report: harness.Report, name: str, **options) -> None:
 
 
 def measure_musgd(report: harness.Report, name: str, **options) -> None:
-    """Measure MuSGD alone, over the tensors of an Ultralytics model, in the groups of its trainer."""
+    """Measure MuSGD alone over the tensors of an Ultralytics model, in its trainer's groups."""
 
     def step_of(kind):
         torch.manual_seed(0)

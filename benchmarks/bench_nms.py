@@ -1,13 +1,13 @@
-"""Post-processing against the stock functions: suppression, decode, raw heads to detections, boxes in original pixels.
+"""Compare post-processing with the original functions: suppression, decode, raw heads to detections, scaled boxes.
 
     python -m benchmarks.bench_nms [--device cpu|cuda] [--out FOLDER]
 
-Data are head maps in which anchors near one of 40 objects an image are confident, the others not. `validation` keeps everything
-above 0.001 with several labels a box: as of a model in its first epochs, some 370,000 candidates an image, of which the best 30,000
-are taken, as the frameworks do. `sparse validation` has some 6,000 an image, as of a trained model. The original functions have their time limit
-stopped: they would return nothing for most images otherwise. At conf .25 the best that torchvision allows stands beside them, one
-nms() for the whole batch. A "list" is on the host's side, as the frameworks return it: counts are read there; "padded" and "postprocess"
-stay on the device.
+Data are head maps in which anchors near one of 40 objects per image are confident and others not. `validation` keeps
+everything above 0.001 with several labels per box, some 370,000 candidates per image as in a model's first epochs, of
+which the frameworks take the best 30,000. `sparse validation` has some 6,000 per image, as in a trained model. The
+original functions run without their time limit, under which they would return nothing for most images. At conf .25 the
+best that torchvision allows is measured too, one nms() for the whole batch. A "list" is on the host, as the frameworks
+return it: counts are read there; "padded" and "postprocess" stay on the device.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def trained_heads(images, device, dtype, background=-5.0, size=640, classes=80, 
 
 
 def one_nms(prediction, conf_thres=0.25, iou_thres=0.45, max_det=300):
-    """Do the best that torchvision allows where candidates are few: one nms() for the whole batch.
+    """Run the best that torchvision allows with few candidates: one nms() for the whole batch.
 
-    Boxes of other images and classes are moved apart, in float64, which holds that many offsets exactly enough.
+    Boxes of other images and classes are moved apart in float64, which holds that many offsets exactly enough.
     """
     from torchvision.ops import nms
 
@@ -97,7 +97,7 @@ def suppression_variants(prediction, options):
 
 
 def as_list(detections, counts):
-    """Return padded detections as stock returns them, a tensor an image: the counts come to the host in one copy."""
+    """Return padded detections as stock does, one tensor per image: the counts come to the host in one copy."""
     return [rows[:count] for rows, count in zip(detections, counts.tolist())]
 
 
@@ -113,12 +113,12 @@ def raw_head_variants(heads):
 
 ONE_NMS = "torchvision, one nms for the batch"
 OVERHEAD = "stock, torch.compile, reduce-overhead"
-# They wait for the host.
+# These variants wait for the host.
 HOST = ("stock", ONE_NMS, "stock decode + suppression", "torch_fastdet list", OVERHEAD)
 
 
 def bench_scale_boxes(report, images, **options):
-    """Measure detections of a batch in the pixels of photographs of 1280x720, as val.py brings them there image by image."""
+    """Measure scaling a batch's detections to photographs of 1280x720, as val.py does image by image."""
     device, count = report.device, 300
     boxes = torch.rand(images, count, 6, device=device) * 640
     rows = torch.tensor([ops.letterbox([640, 640], [720, 1280])] * images, device=device)
@@ -140,7 +140,7 @@ def bench_ultralytics(report, images, dtype, **options):
     for head in heads:
         ny, nx = head.shape[-2:]
         boxes.append(torch.randn(images, 64, ny, nx, generator=g, device=device).to(dtype))
-        # One anchor's class logits, low where there is no object, as heads without an objectness have them.
+        # These are an anchor's class logits, low without an object, as in heads without an objectness.
         anchor = head.unflatten(1, (3, -1))[:, 0]
         scores.append((anchor[:, 5:] + anchor[:, 4:5].clamp(max=0)).contiguous())
     variants = {}
@@ -157,7 +157,7 @@ def bench_ultralytics(report, images, dtype, **options):
 
 
 def rotated_prediction(images, anchors, classes, device, size=1024.0, objects=60, seed=0):
-    """Return decoded rotated boxes (images, 4 + classes + 1, anchors) around `objects` objects; all confidences above .001."""
+    """Return decoded rotated boxes (images, 4 + classes + 1, anchors) around `objects` objects, all above .001."""
     g = torch.Generator().manual_seed(seed)
     which = torch.randint(objects, (images, anchors, 1), generator=g)
     center = (torch.rand(images, objects, 2, generator=g) * size).gather(1, which.expand(-1, -1, 2))
@@ -186,7 +186,7 @@ def bench_rotated(report, images, anchors, **options):
 
 
 def bench_few_candidates(report, rotated, **options):
-    """Measure one image of 8,400 anchors in Ultralytics' layout, of which 20 pass: most of the time is looking for them."""
+    """Measure an image of 8,400 anchors in Ultralytics' layout, of which 20 pass: the search dominates."""
     prediction = rotated_prediction(1, 8400, 80, report.device)
     prediction[:, 4:84] *= 0.25
     prediction[:, 4:84, ::420] *= 4
@@ -200,7 +200,7 @@ def bench_few_candidates(report, rotated, **options):
     report.compare(f"Ultralytics layout, one image, {kind}, conf .25", variants, **options)
 
 
-# One call is long beside the time between two.
+# One call is long compared with the time between two.
 LONG = {"ungraphable": HOST, "repetitions": 10, "inner": 2}
 
 

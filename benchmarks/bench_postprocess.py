@@ -1,15 +1,15 @@
-"""Post-processing as users choose it: accuracy, speed and memory on the demo's validation images, and latency.
+"""Compare users' choices of post-processing: accuracy, speed and memory on the demo's validation images, and latency.
 
     python -m benchmarks.bench_postprocess [--weights best.pt] [--epochs 10] [--device cpu|cuda] [--out FOLDER]
 
-Without --weights yolov5n is trained on the demo's images from seed 0 (the second time the weights are found in
-runs/benchmarks). Its raw head maps are kept, and from them each choice goes on: the original decode and suppression as installed, time
-limit included; the original decode with torch_fastdet's suppression, as under --nms_optim; and YOLOv5PostProcess. Accuracy is what the real val.py
-computes from their detections. "validation" is val.py's use (conf .001, several labels a box), a batch of 32; "one image" is
-detect.py's (conf .25), a call at a time: 10,000 calls in fp16 on a GPU, a tenth in fp32 and on the CPU beside it;
-10,000 on a CPU alone. postprocess_breakdown.png shows where the time of the first batch and the first image goes: on
-the GPU by the names of kernels, on the CPU by what a clock and the operators' names can tell, so torch_fastdet's operators are one
-piece there.
+Without --weights yolov5n is trained on the demo's images from seed 0 (later runs find the weights in runs/benchmarks).
+Each choice starts from its raw head maps: the installed decode and suppression, time limit included; the original
+decode with torch_fastdet's suppression, as under --nms_optim; and YOLOv5PostProcess. Accuracy is what the real val.py
+computes from their detections. "validation" is val.py's use (conf .001, several labels per box), a batch of 32. "one
+image" is detect.py's (conf .25), a call at a time: 10,000 calls in fp16 on a GPU, a tenth of them in fp32 and on the
+CPU beside it; 10,000 on a CPU alone. postprocess_breakdown.png shows where the time of the first batch and the first
+image goes: on the GPU by the names of kernels, on the CPU by a clock and the operators' names, which show
+torch_fastdet's operators as one piece.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torch_fastdet.suppression import yolov5_non_max_suppression
 DETECTION = {"conf_thres": 0.25, "iou_thres": 0.45}
 BATCH = 32
 STAGES = ("decode", "select", "sort", "NMS", "one operator", "host and gaps")
-# In the names of kernels (torch_fastdet's, CUB's and torchvision's) and of CPU operators.
+# These match names of kernels (torch_fastdet's, CUB's and torchvision's) and of CPU operators.
 STAGE_OF = (
     ("decode", r"\bdecode_kernel"),
     ("sort", r"sort|radix|merge_kernel"),
@@ -59,7 +59,7 @@ def stage_of(name: str) -> str:
 
 @dataclass
 class Choice:
-    """A way to post-process: raw heads to a list of detections, in one go or by way of decoded predictions."""
+    """Turn raw heads into a list of detections, directly or by way of decoded predictions."""
 
     name: str
     suppress: Callable[[Any], list[Tensor]]  # decoded predictions, or heads where decode is None, to detections
@@ -86,7 +86,7 @@ def choices(model: Any, options: dict[str, Any]) -> list[Choice]:
 
 
 class Case:
-    """The validation images' raw heads on one device in one type, batch by batch, and a model whose head only decodes."""
+    """Hold the validation images' raw heads on one device in one type, and a model whose head only decodes."""
 
     def __init__(self, weights: Path, loader: Any, device: torch.device, dtype: torch.dtype):
         from yolov5.models.experimental import attempt_load
@@ -96,7 +96,7 @@ class Case:
         self.model = attempt_load(str(weights), device=device).to(dtype).eval()
         detect = self.model.model[-1]
         self.batches: list[list[Tensor]] = []
-        # Convolutions apart from the decoding: hooks keep what they give, and then they are taken out.
+        # Run the convolutions apart from the decoding: hooks keep their outputs, and then they are removed.
         maps: list[Tensor] = []
         hooks = [conv.register_forward_hook(lambda _, __, output: maps.append(output)) for conv in detect.m]
         with torch.inference_mode():
@@ -109,12 +109,12 @@ class Case:
         detect.m = nn.ModuleList(nn.Identity() for _ in detect.m)
 
     def images(self, count: int) -> list[list[Tensor]]:
-        """Return heads of single images."""
+        """Return the heads of single images."""
         first = self.batches[0]
         return [[m[i : i + 1].clone() for m in first] for i in range(min(count, len(first[0])))]
 
     def accuracy(self, detections: list[list[Tensor]], data: dict[str, Any]) -> tuple[float, float]:
-        """Return mAP50 and mAP50-95, as the real val.py computes them from the detections of every batch."""
+        """Return mAP50 and mAP50-95 as the real val.py computes them from the detections of all batches."""
         from yolov5 import val
 
         batches = iter(detections)
@@ -145,7 +145,7 @@ def wait(device: torch.device) -> None:
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Return microseconds of a call, and what it returns."""
+    """Return the microseconds of a call, and what it returns."""
     wait(device)
     start = time.perf_counter_ns()
     result = function()
@@ -158,7 +158,7 @@ def _status(key: str) -> int:
 
 
 def cpu_peak(function: Callable[[], Any]) -> float | None:
-    """Return MiB by which this process grows at its peak during one call; None where the kernel cannot reset that mark."""
+    """Return the MiB by which this process grows in one call, or None if the kernel cannot reset its peak."""
     function()
     try:
         ctypes.CDLL(None).malloc_trim(0)
@@ -171,7 +171,7 @@ def cpu_peak(function: Callable[[], Any]) -> float | None:
 
 
 def stages(choice: Choice, heads: list[Tensor], device: torch.device, whole: float) -> dict[str, float]:
-    """Return microseconds of each stage of one call that takes `whole`."""
+    """Return the microseconds of each stage of one call that takes `whole`."""
     found = dict.fromkeys(STAGES, 0.0)
     if device.type == "cuda":
         for stage, function in _parts(choice, heads):
@@ -201,7 +201,7 @@ def stages(choice: Choice, heads: list[Tensor], device: torch.device, whole: flo
 
 
 def _parts(choice: Choice, heads: list[Tensor]) -> list[tuple[str | None, Callable[[], Any]]]:
-    """Return what to profile apart, with its stage where it has but one."""
+    """Return what to profile separately, with its stage if it has only one."""
     if choice.decode is None:
         return [(None, partial(choice.suppress, heads))]
     return [("decode", partial(choice.decode, heads)), (None, partial(choice.suppress, choice.decode(heads)))]
@@ -210,14 +210,14 @@ def _parts(choice: Choice, heads: list[Tensor]) -> list[tuple[str | None, Callab
 def add_stages(
     report: Report, name: str, choice: Choice, heads: list[Tensor], device: torch.device, times: list[float]
 ):
-    """Add rows of the stages of a call that takes the median of `times`."""
+    """Add rows for the stages of a call that takes the median of `times`."""
     for stage, time_us in stages(choice, heads, device, statistics.median(times)).items():
         if time_us:
             report.add(name, choice.name, stage, [time_us])
 
 
 def measure_validation(report: Report, case: Case, data: dict[str, Any], seconds: float = 1.5) -> None:
-    """Measure rounds over all batches, in turns, until a choice has had three of them or its seconds."""
+    """Measure rounds over all batches, alternating, until a choice has had three of them or its seconds."""
     size = _size(case.batches[0], case.model)
     name = f"validation, batch {BATCH} of {size}x{size}, {case.name}"
     ways = choices(case.model, VALIDATION)
@@ -244,7 +244,7 @@ def measure_validation(report: Report, case: Case, data: dict[str, Any], seconds
 
 
 def measure_latency(report: Report, case: Case, calls: int) -> None:
-    """Measure images one by one, the choices in turns; the stages are of the first image."""
+    """Measure images one by one, alternating between choices; the stages are of the first image."""
     images = case.images(16)
     size = _size(images[0], case.model)
     name = f"one image of {size}x{size}, {calls:,} calls, {case.name}"
@@ -270,8 +270,8 @@ def _size(heads: list[Tensor], model: Any) -> int:
 
 
 def plot_breakdown(report: Report) -> None:
-    """Plot the first batch above, the first image below; left milliseconds, right shares of each choice's own total, so that short ones
-    can be read as well."""
+    """Plot the first batch above and the first image below: milliseconds left, and right the shares of each choice's
+    total, which short ones can be read by."""
     if not (plt := pyplot()):
         return
     bars: dict[str, dict[tuple[str, str], dict[str, float]]] = {"validation": {}, "one image": {}}
@@ -311,7 +311,7 @@ def plot_breakdown(report: Report) -> None:
 
 
 def trained(machine: Machine, data: Path, epochs: int) -> Path:
-    """Return weights of yolov5n after so many epochs; the same ones each time."""
+    """Return the weights of yolov5n after ``epochs`` epochs, the same each time."""
     weights = WORK / f"yolov5n-{machine.image_size}-{epochs}.pt"
     if not weights.exists():
         run = train(FASTDET, data, WORK / weights.stem, dict(os.environ), machine, epochs, 0, show=False)
@@ -349,7 +349,7 @@ def main() -> None:
 
     data = check_dataset(str(data_file))
     loader = create_dataloader(data["val"], machine.image_size, BATCH, 32, workers=0)[0]
-    # 1% of 10,000 is enough for a p99; beside a GPU the CPU's calls take long, at 640x640.
+    # 1% of 10,000 is enough for a p99; the CPU's calls at 640x640 beside a GPU take long.
     calls_in_fp32 = max(1, options.calls // 10) if cuda else options.calls
     where = [(torch.device("cpu"), torch.float32, calls_in_fp32)]
     if cuda:

@@ -1,10 +1,10 @@
-"""YOLO(...).predict end to end, by source: stock, and with patch(). Microseconds an image.
+"""Time YOLO(...).predict end to end by source, stock and with patch(), in microseconds per image.
 
     python -m benchmarks.bench_predict [--device cpu|cuda] [--out FOLDER]
 
-The model is yolov8s, on a GPU in half precision (on a CPU yolov8n), with random weights and the confidence at which it finds about five
-boxes an image. Results are read as a user reads them: their boxes come to the host. Sources: a folder of JPEG files and a list of their
-names in batches of 16, 64 arrays in batches of 16, and one array.
+The model is yolov8s, on a GPU in half precision (on a CPU yolov8n), with random weights and the confidence at which it
+finds about five boxes per image. Results are read as users read them: their boxes come to the host. Sources are a
+folder of JPEG files and a list of their names in batches of 16, 64 arrays in batches of 16, and one array.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def model(device: torch.device, images: list[np.ndarray]) -> Any:
 
 
 def options(device: torch.device, images: list[np.ndarray]) -> dict[str, Any]:
-    """Return options of ``predict`` by which the model finds some boxes."""
+    """Return options of ``predict`` with which the model finds some boxes."""
     chosen: dict[str, Any] = {
         "imgsz": 640,
         "quantize": 16 if device.type == "cuda" else None,
@@ -100,7 +100,7 @@ def measure(report: harness.Report) -> None:
         try:
             if variant != "stock":
                 drop_in.patch()
-            # Patched or not, it stays what it was when its layers were fused.
+            # A model stays patched or not as it was when its layers were fused.
             yolo = model(report.device, images[:BATCH])
             yolo.predict(images[0], **chosen)
             for case, (source, count) in sources.items():

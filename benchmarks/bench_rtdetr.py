@@ -1,8 +1,8 @@
-"""RT-DETR's operators: deformable attention, assignment, and the whole loss with its denoising sets, forward and backward.
+"""Time RT-DETR's operators: deformable attention, assignment, and the whole loss, forward and backward.
 
-Attention: 3 levels of a 640-pixel image, 4 points, 8 heads of 32 channels, against the form with grid_sample. Assignment: 112 problems
-(7 sets of 16 images), against SciPy on the host. The loss: 7 sets of 300 queries and 6 denoising sets of 200, against
-RTDETRDetectionLoss of the installed ultralytics. The network: rtdetr-l as a predictor runs it, stock and with patch().
+Attention has 3 levels of a 640-pixel image, 4 points and 8 heads of 32 channels, against the form with grid_sample.
+Assignment solves 112 problems (7 sets of 16 images), against SciPy on the host. The loss has 7 sets of 300 queries and
+6 denoising sets of 200, against RTDETRDetectionLoss. The network is rtdetr-l in a predictor, stock and with patch().
 """
 
 import torch
@@ -57,7 +57,7 @@ def attention(report: harness.Report) -> None:
 
 
 def costs(problems: int, columns: int) -> torch.Tensor:
-    """Return distances of queries, most of which are near a target: the searches are long."""
+    """Return distances of queries, most of which are near a target, so that the searches are long."""
     targets = torch.rand(problems, columns, 4) * torch.tensor([1.0, 1.0, 0.3, 0.3])
     near = targets.gather(1, torch.randint(columns, (problems, QUERIES, 1)).expand(-1, -1, 4))
     near = near + 0.02 * torch.randn(near.shape)

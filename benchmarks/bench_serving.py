@@ -1,8 +1,8 @@
-"""Eight threads that each predict one image after another: yolov8s with a model for each thread, and one model through a Batcher.
+"""Let eight threads predict images one by one with yolov8s: a model for each thread, and one model in a Batcher.
 
     python -m benchmarks.bench_serving [--out FOLDER]
 
-A time is what a thread waits for an image of 640x480 and its boxes on the host. GPU only.
+A time is what a thread waits for the boxes of an image of 640x480 on the host. It needs a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def measure(report: harness.Report) -> None:
         return lambda image: yolo.predict(image, **chosen)[0].boxes.data.cpu()
 
     def add(variant: str, answers: list[Answer]) -> None:
-        # Each begins elsewhere, so that their images differ.
+        # Each thread begins elsewhere, so that their images differ.
         own_images = [itertools.cycle(images[(6 * i) % len(images) :] + images) for i in range(THREADS)]
         play(answers, own_images, WARM)
         rate, took = play(answers, own_images, IMAGES)

@@ -1,12 +1,12 @@
-"""Whole training steps of YOLOv5 at 640x640 under AMP: as shipped, tuned by hand, and with torch_fastdet. GPU only.
+"""Time whole training steps of YOLOv5 at 640x640 under AMP: as shipped, tuned by hand, and with torch_fastdet.
 
     python -m benchmarks.bench_step [--models s16 s64 n16 m32 l16 x16] [--compiled s16] [--out FOLDER]
 
-The step is train.py's without its loader, over one batch on the GPU: forward, loss, backward, unscale, clip, SGD, EMA, and the
-loss items on the host, which train.py's progress bar wants every step; so a row is what a loop takes that reads them each
-step. benchmarks/bench_train.py has the real script. Both need
-the package yolov5. torch.compile takes a minute or more a model and mode, so it is measured for --compiled alone, and with
-reduce-overhead alone but for the first of them.
+The step is train.py's without its loader, over one batch on the GPU: forward, loss, backward, unscale, clip, SGD, EMA,
+and the loss items on the host, which train.py's progress bar reads every step; so a row is the time of a loop that
+reads them each step. benchmarks/bench_train.py has the real script. Both need a GPU and the package yolov5.
+torch.compile takes a minute or more per model and mode, so it is measured only for --compiled, and beyond the first of
+them only with reduce-overhead.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def make_model(size: str, channels_last: bool):
 
 
 def compile_whole(model, mode: str):
-    """Compile the model as one graph. SPPF.forward silences a warning of torch 1.9; there Dynamo would leave the
-    model's loop over its layers, compile each layer by itself and leave most of them eager (its limit of recompilations)."""
+    """Compile the model as one graph. SPPF.forward silences a warning of torch 1.9, on which Dynamo would leave the
+    model's loop, compile each layer by itself and leave most of them eager (its limit of recompilations)."""
     from yolov5.models import common
 
     common.warnings = types.SimpleNamespace(catch_warnings=contextlib.nullcontext, simplefilter=lambda action: None)
@@ -58,8 +58,8 @@ def foreach_average(ema, model) -> Callable[[], None]:
 
 
 def stock_step(size: str, batch: int, tuned: bool, mode: str | None = None) -> Callable[[], None]:
-    """Return train.py's step. tuned: channels_last, fused SGD, foreach EMA; mode: of torch.compile on the model, with its default
-    on the loss (reduce-overhead on both failed in the backward pass on an H200)."""
+    """Return train.py's step. tuned: channels_last, fused SGD, foreach EMA. mode: torch.compile's mode for the model,
+    with the default for the loss (reduce-overhead on both failed in the backward pass on an H200)."""
     from yolov5.utils.loss import ComputeLoss
     from yolov5.utils.torch_utils import ModelEMA, smart_optimizer
 
@@ -143,7 +143,7 @@ VARIANTS: dict[str, Callable[[str, int], Callable[[], object]]] = {
     f"{OURS} TrainStep": train_step,
     f"{OURS} GraphedModule": graphed_step,
 }
-# Modes of torch.compile; the faster of the first two, reduce-overhead, for each of --compiled, the others for the first alone.
+# The first of torch.compile's modes, the faster of two, runs for each of --compiled, others for the first only.
 MODES = {
     "stock, tuned, torch.compile, reduce-overhead": "reduce-overhead",
     "stock, tuned, torch.compile": "default",
@@ -153,7 +153,7 @@ MODES = {
 
 @contextlib.contextmanager
 def fused_blocks(wanted: bool) -> Iterator[None]:
-    """Apply the switches that change layers. torch_fastdet's graphs keep their operators; the original steps run after they are off again."""
+    """Apply the switches that change layers; original steps run after they are off, and graphs keep their operators."""
     from torch_fastdet import yolov5
 
     if wanted:
@@ -169,7 +169,7 @@ COMPILED_SECONDS = 40  # of one that `--prepare` has compiled, with the start of
 
 
 def compiled_variants(names: list[str]) -> Iterator[tuple[str, str, Callable[[str, int], Callable[[], object]]]]:
-    """Yield each one's name, the variant and what makes it."""
+    """Yield the name, the variant and what makes it, for each compiled variant."""
     for name in names:
         for variant, mode in MODES.items():
             if mode == "reduce-overhead" or name == names[0]:
@@ -179,9 +179,9 @@ def compiled_variants(names: list[str]) -> Iterator[tuple[str, str, Callable[[st
 def measure(
     report: Report, name: str, variants: dict[str, Callable], repetitions: int = 30, seconds: float = 2
 ) -> None:
-    """Time all variants of one model and batch in turns, side by side in memory, for so long at the most.
+    """Time all variants of one model and batch in turns, side by side in memory, for at most ``seconds``.
 
-    A row of torch_fastdet that was timed beside stock stays, where it now runs beside a compiled one.
+    A row of torch_fastdet that was timed beside stock is kept when it now runs beside a compiled variant.
     """
     size, batch = name[0], int(name[1:])
     steps: dict[str, Callable[[], object]] = {}
@@ -238,7 +238,7 @@ def measure(
 
 
 def measure_in_memory(report: Report, name: str, variants: dict[str, Callable]) -> None:
-    """Measure side by side where they fit, else one after the other."""
+    """Measure variants side by side if they fit into memory, else one after the other."""
     try:
         measure(report, name, variants)
         return
@@ -249,7 +249,7 @@ def measure_in_memory(report: Report, name: str, variants: dict[str, Callable]) 
 
 
 def compile_step(name: str, variant: str, make: Callable[[str, int], Callable[[], object]]) -> str:
-    """Compile for this model and batch, and say how it ended."""
+    """Compile a step for this model and batch, and print how that ended."""
     try:
         step = make(name[0], int(name[1:]))
         for _ in range(2):
@@ -260,7 +260,7 @@ def compile_step(name: str, variant: str, make: Callable[[str, int], Callable[[]
 
 
 def prepare(names: list[str]) -> None:
-    """Compile all side by side, each in a process of its own: Dynamo works on one thread."""
+    """Compile all steps side by side, each in its own process: Dynamo works on one thread."""
     jobs = list(compiled_variants(names))
     if not jobs:
         return
@@ -292,7 +292,7 @@ def main() -> None:
     begun = time.monotonic()
     for name in options.models:
         measure_in_memory(report, name, VARIANTS)
-    # torch.compile last and one at a time, beside ours: a compilation may outlast the time that is left.
+    # Run torch.compile last, one at a time beside TrainStep: a compilation may outlast the remaining time.
     for name, variant, make in compiled_variants(options.compiled):
         if time.monotonic() - begun + COMPILED_SECONDS > options.seconds:
             print(

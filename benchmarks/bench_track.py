@@ -1,8 +1,8 @@
-"""``update`` of Ultralytics' trackers, stock and with track_optim, a frame of 20, 200 and 1,000 objects, on one core.
+"""Time ``update`` of Ultralytics' trackers, stock and with track_optim, for 20, 200 and 1,000 objects on one core.
 
-Both get what ``YOLO.track`` gives them: ``Boxes`` of float32 rows in NumPy. They run without re-identification and without camera motion,
-whose optical flow would be most of the time. Frames alternate between the two, as they do with a detector's work in a pipeline, so
-caches are cold; a row is the distribution over the frames of the best of some passes.
+Both get what ``YOLO.track`` gives them: ``Boxes`` of float32 rows in NumPy. They run without re-identification and
+camera motion, whose optical flow would take most of the time. Frames alternate between the two, as they do with a
+detector's work in a pipeline, so caches are cold. A row is the distribution over frames of the best of some passes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks.harness import OURS, Report, missing, run
 from tests.track_scenes import namespace, scene
 
 STOCK = "stock"
-#: Objects, frames and passes.
+#: Each case has the number of objects, frames and passes.
 SIZES = ((20, 120, 5), (200, 60, 3), (1000, 20, 2))
 
 

@@ -1,15 +1,15 @@
-"""The real, unmodified train.py, stock and with torch_fastdet: time of an iteration, loader included.
+"""Time an iteration of the real, unmodified train.py, loader included, stock and with torch_fastdet.
 
     python -m benchmarks.bench_train [--defaults s16 s64] [--cached s64 --workers 8 2] [--models s16] [--segments s16]
         [--classify s64] [--epochs N] [--flags fastdet] [--out FOLDER]
 
---defaults, GPU only: train.py with its default options, as README's command starts it: 640x640, 8 workers, JPEGs from disk (those of
-bench_loader). Weights are random, so that nothing is downloaded, and there are no plots.
---cached: the same command with --cache ram and so many workers. On the CPU at 128x128: a dry run.
---segments: segment/train.py on the outlines of the demo's digits, from a RAM cache. On the CPU yolov5n-seg at 128x128.
---classify: classify/train.py with its default options on JPEGs of a digit each, at 224x224. On the CPU at 64x64.
---models: the demo's images from a RAM cache. On a GPU at 640x640 (s16 s64 m32 is the whole table); on the CPU yolov5n at 128x128.
-An iteration is the mean over an epoch without its first batch, as examples/demo counts it; the first epoch is left out.
+--defaults runs train.py as README's command starts it, on a GPU: 640x640, 8 workers, JPEGs of bench_loader from disk.
+Weights are random, so that nothing is downloaded, and there are no plots.
+--cached runs the same command with --cache ram and so many workers; on the CPU it is a dry run at 128x128.
+--segments runs segment/train.py on the outlines of the demo's digits, from a RAM cache; on the CPU at 128x128.
+--classify runs classify/train.py with default options on JPEGs of single digits at 224x224; on the CPU at 64x64.
+--models runs the demo's images from a RAM cache at 640x640 (s16 s64 m32 is the whole table); on the CPU at 128x128.
+An iteration is the mean over an epoch without its first batch, as examples/demo counts it, after the first epoch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ VALIDATED = 64  # images of the training set, after each epoch
 def measure_defaults(
     report: Report, models: list[str], epochs: int, flags: list[str], images: int, cached_by: int | None = None
 ) -> None:
-    """Measure train.py on JPEGs: with its default options, or with --cache ram and ``cached_by`` workers."""
+    """Measure train.py on JPEGs, with default options or with --cache ram and ``cached_by`` workers."""
     root = make_data(images, validated=min(VALIDATED, images))
     data = WORK / f"jpegs-{images}.yaml"
     names = "".join(f"  {number}: class{number}\n" for number in range(80))
@@ -70,7 +70,7 @@ def measure(report: Report, models: list[str], epochs: int, flags: list[str], im
         return train(variant, data, folder, env, machine, epochs, 0, model=model, batch_size=batch, show=False)
 
     for name in models:
-        # The CPU's figure has no floor to be compared with: its name says so.
+        # The CPU's figure has no floor to compare with, so its name says so.
         case = f"yolov5{name[0]}, batch {name[1:]}, train.py"
         case += "" if machine.device == "0" else f" at {machine.image_size}"
         compare(report, case, name, flags, "train", run)
@@ -79,7 +79,7 @@ def measure(report: Report, models: list[str], epochs: int, flags: list[str], im
 def train_segments(
     model: str, batch: int, variant: Variant, folder: Path, env: dict[str, str], data: Path, epochs: int, cuda: bool
 ) -> Run:
-    """Run segment/train.py with its default options, but --cache ram; it validates after the last epoch alone."""
+    """Run segment/train.py with default options and --cache ram; it validates only after the last epoch."""
     options = {
         "--data": data, "--weights": "", "--cfg": yolov5_folder() / f"models/segment/{model}-seg.yaml",
         "--epochs": epochs, "--batch-size": batch, "--imgsz": 640 if cuda else 128, "--cache": "ram", "--project": folder,
@@ -135,7 +135,7 @@ def measure_classifiers(report: Report, models: list[str], epochs: int, flags: l
 
 
 def compare(report: Report, case: str, name: str, flags: list[str], kind: str, run: Callable[..., Run]) -> None:
-    """Add the rows of stock and of torch_fastdet."""
+    """Add the rows of stock and torch_fastdet."""
     env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore"}
     ours = Variant(OURS, OURS, ("-m", "torch_fastdet.yolov5", *(f"--{flag}" for flag in flags)))
     for variant in (STOCK, ours):

@@ -1,17 +1,17 @@
-"""Ultralytics' real, unmodified trainer on the demo's images, stock and with --fastdet: time of an iteration, loader included.
+"""Time an iteration of Ultralytics' real, unmodified trainer, loader included, stock and with --fastdet.
 
     python -m benchmarks.bench_ultralytics [--models yolov8s-16 yolo26s-64-MuSGD] [--epochs 3] [--flags fastdet] [--gpus 2]
         [--jpegs 11829] [--no-stock] [--compiled] [--validate] [--out FOLDER]
 
-A name is a model, a batch size and, where it is not SGD, an optimizer; ``yolov8s-seg-16`` and its like train on the labels of their
-task. On a GPU at 640x640 (classification: 224x224) with cache=ram and 16 workers
-(``--models all`` is the whole table of issue 16, ``--models tasks`` the other tasks, ``--models families`` one model of each family);
-on the CPU yolov8n at 128x128. Each training is a process of its own, started
-as a user starts it. An iteration is the mean over an epoch without its first batch; the first epoch, in which the warm-up ends,
-is left out. With ``--jpegs`` torch_fastdet alone trains on so many images of bench_dataset, as Ultralytics does by default: 8 workers, no
-cache; the first epoch gets a row. With ``--gpus 2`` the trainer starts a process for each GPU, and the batch size is that of each of
-them. With ``--validate`` the weights of torch_fastdet's run are validated on the images that they were trained on, stock and with the switches, as
-``yolo val`` does it with its default number of workers; one row is its pass over the images, and one the whole command.
+A name is a model, a batch size and, if it is not SGD, an optimizer; ``yolov8s-seg-16`` and others train on the labels
+of their task. On a GPU images have 640x640 (classification: 224x224) with cache=ram and 16 workers (``--models all`` is
+the whole table of issue 16, ``--models tasks`` the other tasks, ``--models families`` one model of each family); on the
+CPU yolov8n runs at 128x128. Each training is a process, started as a user starts it. An iteration is the mean over an
+epoch without its first batch, after the first epoch, in which the warm-up ends. With ``--jpegs`` only torch_fastdet
+trains, on so many images of bench_dataset with Ultralytics' defaults (8 workers, no cache), and the first epoch has a
+row too. ``--gpus 2`` starts a process with this batch size for each GPU. ``--validate`` validates torch_fastdet's
+weights on the images of their training, stock and with the switches, as ``yolo val`` does by default; one row is the
+pass over the images, one the whole command.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Case:
 
 
 def make_data(task: str, size: int, images: int) -> Path:
-    """Make digits on photographs with the labels of a task; for classification one digit an image, in folders of their classes."""
+    """Make digits on photographs with a task's labels; for classification one digit per image, in class folders."""
     from examples.demo import dataset  # its PIL may be missing
 
     folder = WORK / f"digits-{size}-{images}"
@@ -105,7 +105,7 @@ def iteration_seconds(ends: list[list[float]]) -> list[float]:
 
 
 def yolo(mode: str, title: str, flags: list[str], folder: Path, **words: object) -> dict:
-    """Run one command of yolo; return its seconds and what benchmarks.ultralytics_run wrote. Its output is in ``folder``."""
+    """Run one command of yolo in ``folder``; return its seconds and what benchmarks.ultralytics_run wrote."""
     from examples.yolov5_env import environment
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -180,7 +180,7 @@ def measure(
 
 
 def measure_jpegs(report: Report, case: Case, epochs: int, flags: list[str], images: int) -> None:
-    """Train with torch_fastdet on JPEGs that are decoded for each batch, the first epoch too."""
+    """Train with torch_fastdet on JPEGs that are decoded for each batch, the first epoch included."""
     from benchmarks.bench_dataset import WORKERS, make_data, mean_file_size
 
     cuda = report.device.type == "cuda"

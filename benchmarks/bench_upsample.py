@@ -1,7 +1,7 @@
-"""upsample_nearest2x and upsample_nearest2x_cat, forward and backward, against the best a user could pick.
+"""Compare upsample_nearest2x and upsample_nearest2x_cat, forward and backward, with the best a user could pick.
 
-Baselines: stock in the same memory format; the fastest eager operations that do the same (a copy of an expanded view, and a
-pooling sum for the gradient); on the GPU torch.compile of stock, which fuses upsample and concat, in both modes.
+Baselines are stock in the same memory format, the fastest eager operations that do the same (a copy of an expanded
+view, a pooling sum for the gradient), and on the GPU torch.compile of stock, which fuses both, in both modes.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ def stock_cat(x, skip):
 
 
 def expanded(x):
-    """Upsample by a copy of an expanded view, in x's memory format."""
+    """Upsample by copying an expanded view, in x's memory format."""
     n, c, h, w = x.shape
     if x.is_contiguous():
         return x[:, :, :, None, :, None].expand(n, c, h, 2, w, 2).reshape(n, c, 2 * h, 2 * w)
@@ -47,7 +47,7 @@ def forward_and_backward(function, *inputs):
 def measure(report: harness.Report) -> None:
     cuda = report.device.type == "cuda"
     dtype = torch.float16 if cuda else torch.float32
-    # On the GPU the issue's size and a P5 neck's of batch 16 (W = 20); smaller on the CPU, where fp32 is what trains.
+    # These are the issue's size and a P5 neck's at batch 16 (W = 20); a CPU, which trains in fp32, gets smaller ones.
     shapes = [(64, 256, 40, 40), (16, 512, 20, 20)] if cuda else [(4, 128, 40, 40), (16, 128, 20, 20)]
     repetitions, inner = (50, 10) if cuda else (30, 1)
     for shape in shapes:
@@ -79,7 +79,7 @@ def measure(report: harness.Report) -> None:
                 return lambda: function(*inputs)
 
             report.compare(f"forward {case}", bind(forward, single, x), bytes=work.upsample2x(*sizes).bytes, **options)
-            # The operators that autograd calls; PyTorch's wants the sizes.
+            # Call the operators that autograd calls; PyTorch's needs the sizes.
             backward = {
                 "torch_fastdet": torch.ops.torch_fastdet.upsample_nearest2x_backward,
                 "eager": lambda grad, size=shape: torch.ops.aten.upsample_nearest2d_backward(
@@ -104,7 +104,7 @@ def measure(report: harness.Report) -> None:
                 f"cat forward+backward {case}",
                 bind(forward_and_backward, pair, x, skip),
                 bytes=work.upsample2x_cat_step(*both).bytes,
-                # The backward of torch.compile runs on the stream of compilation.
+                # torch.compile's backward runs on the stream of compilation.
                 **options | {"ungraphable": ("torch.compile", OVERHEAD)},
             )
             del x, skip, single, pair

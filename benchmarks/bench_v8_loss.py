@@ -1,9 +1,9 @@
-"""The losses of detection, segmentation, pose and oriented boxes, forward and backward: Ultralytics' own, the same compiled, and torch_fastdet's.
+"""Compare the losses of Ultralytics' tasks, forward and backward: its own, the same compiled, and torch_fastdet's.
 
     python -m benchmarks.bench_v8_loss [--device cpu|cuda] [--out FOLDER]
 
-Heads as a YOLOv8 or YOLO26 model gives them at 640x640 under AMP (float16; float32 on the CPU), 80 classes. Stock needs the
-package ultralytics; without it the rows of stock are missing.
+Heads are those of a YOLOv8 or YOLO26 model at 640x640 under AMP (float16; float32 on the CPU), 80 classes. Stock needs
+the package ultralytics; without it its rows are missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEYPOINTS, MASK_CHANNELS, MASK_STRIDE = 17, 32, 4
 
 
 class Model(nn.Module):
-    """What a criterion asks a model for: hyper-parameters, a head, a parameter that says the device."""
+    """Provide what a criterion needs of a model: hyper-parameters, a head, a parameter on the device."""
 
     def __init__(self, reg_max: int, device: torch.device) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def theirs(outputs: dict[str, Any], targets: torch.Tensor, reg_max: int, topk: i
 
 
 def add_task(outputs: dict[str, Any], targets: torch.Tensor, task: str, size: int) -> dict[str, torch.Tensor]:
-    """Add the task's raw outputs; return its labels. Each mask is the middle of its box, the smaller ones on top."""
+    """Add the task's raw outputs; return its labels. Each mask is the middle of its box, smaller ones on top."""
     device, dtype = targets.device, outputs["scores"].dtype
     batch, _, anchors = outputs["scores"].shape
     if task.startswith("pose"):
@@ -112,7 +112,7 @@ EXTRA |= {"segment 26": EXTRA["segment"], "pose 26": EXTRA["pose"]}
 
 
 def our_task(outputs: dict[str, Any], targets: torch.Tensor, labels: dict[str, torch.Tensor], task: str):
-    """Run the operators alone, which a graph takes."""
+    """Run only the operators, which a graph can capture."""
     device = targets.device
     heads = [outputs[name].detach().requires_grad_() for name in ("boxes", "scores", *EXTRA[task])]
     reg_max = heads[0].shape[1] // 4
@@ -169,7 +169,7 @@ def measure_tasks(report: Report) -> None:
         ("pose", 16, 100, 640),
         ("obb", 16, 8, 640),
         ("obb", 8, 500, 1024),
-        # Without the semantic and the RLE part, which are PyTorch's own operations in ours, too.
+        # These leave out the semantic and RLE parts, for which torch_fastdet runs PyTorch's own operations too.
         ("segment 26", 16, 8, 640),
         ("segment 26", 8, 100, 1280),
         ("pose 26", 16, 8, 640),

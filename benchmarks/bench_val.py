@@ -1,13 +1,14 @@
-"""The real, unmodified val.py, stock and with torch_fastdet: its pass over the images, and the whole command.
+"""Time the real, unmodified val.py, stock and with torch_fastdet: its pass over the images, and the whole command.
 
     python -m benchmarks.bench_val [--model s] [--images 1536] [--repetitions 3] [--flags fastdet] [--segment] [--out FOLDER]
     python -m benchmarks.bench_val --jpegs 5000 --weights last.pt [...]
 
-On a GPU: half precision, 640x640, batch 32 and 8 workers, as val.py's defaults are but for --half; on the CPU yolov5n at 128x128. The
-images are the demo's, as JPEGs from disk; weights of two epochs on them are trained first, with every switch, so that there is something
-to detect. Both commands end with YOLOv5's plots. A pass is val.py's own progress bar from its beginning to its end. ``ap_per_class`` is
-measured apart. With ``--jpegs`` the images are as many of bench_dataset's, in the sizes that COCO has; ``--weights`` for its 80
-classes come from a training of bench_dataset. With ``--segment`` it is segment/val.py, on the outlines of the demo's images.
+A GPU runs half precision at 640x640, batch 32 and 8 workers, val.py's defaults except for --half; the CPU runs yolov5n
+at 128x128. The images are the demo's, as JPEGs from disk; weights are trained on them first for two epochs, with every
+switch, so that there is something to detect. Both commands end with YOLOv5's plots. A pass is the whole of val.py's own
+progress bar. ``ap_per_class`` is measured apart. With ``--jpegs`` the images are bench_dataset's, in COCO's sizes;
+``--weights`` for its 80 classes come from a training of bench_dataset. With ``--segment`` segment/val.py runs on the
+outlines of the demo's images.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from examples.yolov5_env import environment
 from torch_fastdet.yolov5 import ALL, SWITCHES
 
 BATCH = 32
-# "Class  Images ...: 100%|##########| 48/48 [00:06<00:00,  7.33it/s]": tqdm ends with the rate of the whole pass.
+# tqdm ends with the rate of the whole pass: "Class  Images ...: 100%|##########| 48/48 [00:06<00:00,  7.33it/s]".
 BAR = re.compile(r"\b(\d+)/\1 \[[\d:]+<[\d:]+,\s*([\d.]+)(it/s|s/it)\]")
 
 
 def pass_seconds(output: str) -> float | None:
-    """Return how long val.py's progress bar was on its way."""
+    """Return how long val.py's progress bar ran."""
     found = BAR.findall(output)
     if not found:
         return None
@@ -55,7 +56,7 @@ def make_weights(model: str, data: Path, machine: Machine, env: dict[str, str], 
 
 
 def measure_average_precision(report: Report, repetitions: int, count: int = 1_500_000) -> None:
-    """Measure ``ap_per_class`` of as many detections as COCO's 5,000 images can have, random ones, on the host."""
+    """Measure ``ap_per_class`` on the host with as many random detections as COCO's 5,000 images can have."""
     from yolov5.utils.metrics import ap_per_class
 
     from torch_fastdet.switches.val.average_precision import from_one_sort

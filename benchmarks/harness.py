@@ -1,11 +1,11 @@
-"""Measures calls the same way everywhere: warm-up, interleaved A/B, median and spread, three views, environment in each row.
+"""Measure calls in the same way everywhere: warm-up, interleaved A/B, median, spread, environment, and three views.
 
 Views of one callable on the GPU:
     call   host and device together, call to call: what a training loop sees;
     graph  replay of a CUDA graph that holds the call: the device alone;
     cold   the call with L2 flushed before it (the flush is outside the timed region).
-On the CPU there is `call` alone. All variants of a case are interleaved repetition by repetition, so that a machine which
-slows down slows all of them. Data is the caller's: random, never zeros.
+On the CPU there is only `call`. All variants of a case are interleaved repetition by repetition, so that a machine that
+slows down slows all of them. Callers provide the data, which is random, never zeros.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ WANTS = {
 
 
 def missing(benchmark: str) -> str | None:
-    """Return which packages are not installed of those without which a benchmark has nothing to measure, or None."""
+    """Return which of the packages that a benchmark needs are not installed, or None."""
     absent = [name for name in WANTS.get(benchmark, ()) if importlib.util.find_spec(name) is None]
     return f"not installed: {', '.join(absent)}" if absent else None
 
 
 @dataclass
 class Row:
-    """One variant of one case in one view. Times are microseconds; bytes are those the algorithm must move."""
+    """Hold one variant of one case in one view. Times are microseconds; bytes are those the algorithm must move."""
 
     benchmark: str
     case: str
@@ -128,7 +128,7 @@ def _percentile(values: list[float], share: float) -> float:
 
 
 def launches(function: Callable[[], Any]) -> int:
-    """Count kernels, copies and fills that one call, not the first, starts on the GPU."""
+    """Count the kernels, copies and fills that one call after the first starts on the GPU."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         function()
@@ -137,7 +137,7 @@ def launches(function: Callable[[], Any]) -> int:
 
 
 def host_syncs(function: Callable[[], Any]) -> int:
-    """Count how often one call, not the first, makes the host wait for the GPU."""
+    """Count how often one call after the first makes the host wait for the GPU."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -150,7 +150,7 @@ def host_syncs(function: Callable[[], Any]) -> int:
 
 
 def peak_memory(function: Callable[[], Any]) -> float:
-    """Return the MiB that one call, not the first, allocates at its peak beyond what is held before it."""
+    """Return the MiB that one call after the first allocates at its peak beyond what is held before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -187,7 +187,7 @@ class Flush:
 def _time_cuda(
     functions: dict[str, Callable], repetitions: int, inner: int, before: Callable | None, seconds: float = 0.4
 ) -> dict[str, list]:
-    """Return microseconds a call: `inner` calls between two events, `repetitions` times, variants interleaved.
+    """Return microseconds per call: `inner` calls between two events, `repetitions` times, variants interleaved.
 
     After `seconds` no repetition beyond the fifth begins.
     """
@@ -212,7 +212,7 @@ def _time_cuda(
 
 
 def time_cpu(functions: dict[str, Callable], repetitions: int, inner: int = 1) -> dict[str, list[float]]:
-    """Return microseconds a call by the host's clock: `inner` calls, `repetitions` times, variants interleaved."""
+    """Return microseconds per call by the host's clock: `inner` calls, `repetitions` times, variants interleaved."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repetitions):
         for name, function in functions.items():
@@ -224,7 +224,7 @@ def time_cpu(functions: dict[str, Callable], repetitions: int, inner: int = 1) -
 
 
 def copy_rate(megabytes: int = 2048) -> float:
-    """Return GB/s (read plus write) of a large device-to-device copy: the ceiling of code that moves bytes."""
+    """Return GB/s (read plus write) of a large device-to-device copy, the ceiling of code that moves bytes."""
     source = torch.randint(0, 255, (megabytes << 20,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     times = _time_cuda({"copy": lambda: target.copy_(source)}, 20, 1, None, math.inf)["copy"][5:]
@@ -232,14 +232,14 @@ def copy_rate(megabytes: int = 2048) -> float:
 
 
 def _attempt(name: str, function: Callable[[], Any]) -> Any:
-    """Return what the function does, or None where an alternative fails. torch_fastdet's may not."""
+    """Return the function's result, or None if an alternative fails. torch_fastdet's must not fail."""
     try:
         return function()
     except Exception as error:
         if name.startswith(OURS):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-        # torch.compile's own processes put the cause last.
+        # torch.compile's own processes print the cause last.
         reason = " ... ".join(dict.fromkeys((lines[0], lines[-1])))
         print(f"left out: {name} ended with {type(error).__name__}: {reason}", flush=True)
         return None
@@ -252,9 +252,9 @@ def _repeat(function: Callable[[], Any], calls: int) -> bool:
 
 
 class Report:
-    """Collect the rows of one benchmark and write them as JSON after each case: what is measured stays measured.
+    """Collect the rows of one benchmark and write them as JSON after each case, so that measured rows are kept.
 
-    prepare: call each variant once and measure nothing, which leaves what torch.compile makes in its cache on disk.
+    prepare: Call each variant once and measure nothing; this fills torch.compile's cache on disk.
     """
 
     def __init__(self, benchmark: str, device: torch.device, folder: Path | None = None, prepare: bool = False):
@@ -361,7 +361,7 @@ class Report:
         )
 
     def resume(self) -> None:
-        """Begin with the rows that the folder's file has, for a benchmark that may measure some cases alone."""
+        """Begin with the rows of the folder's file, for a benchmark that may measure only some cases."""
         path = self.folder / f"{self.benchmark}.json"
         own = {field.name for field in fields(Row)} - {"environment"}
         for row in json.loads(path.read_text()) if path.exists() else []:
@@ -369,11 +369,11 @@ class Report:
             self.rows.append(Row(**{key: row.get(key) for key in own}, environment=environment))
 
     def drop(self, case: str, variant: str) -> None:
-        """Take out a row that is measured again."""
+        """Remove a row that is measured again."""
         self.rows = [row for row in self.rows if (row.case, row.variant) != (case, variant)]
 
     def write(self) -> None:
-        """Write <folder>/<benchmark>.json, where there is a row; rows of one case stand together."""
+        """Write <folder>/<benchmark>.json if there is a row; rows of one case are adjacent."""
         if not self.rows:
             return
         cases = list(dict.fromkeys(row.case for row in self.rows))
@@ -383,7 +383,7 @@ class Report:
         (self.folder / f"{self.benchmark}.json").write_text(as_json(rows))
 
     def plot(self, view: str = "call") -> None:
-        """Draw one bar a variant for each case of `view`, log scale, as <folder>/<benchmark>.png, and say where all is."""
+        """Draw a bar per variant for each case of `view`, log scale, as <folder>/<benchmark>.png; print the files."""
         rows = [row for row in self.rows if row.view == view]
         if not rows:
             return
@@ -418,7 +418,7 @@ class Report:
         plt.close(figure)
 
 
-# What argparse calls with the text of an argument: what is wrong is said in a sentence, before anything is measured.
+# argparse calls these with an argument's text: errors are one sentence, before anything is measured.
 
 
 def _device(text: str) -> str:
@@ -452,14 +452,14 @@ def at_least(least: int, kind: type[int] | type[float] = int) -> Callable[[str],
 
 
 def add_place(parser: argparse.ArgumentParser, folder: str, about: str) -> None:
-    """Add --device, and the folder that is written to."""
+    """Add --device, and the folder to write to."""
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=_device, default=default, choices=["cpu", "cuda"])
     parser.add_argument(folder, type=_folder, help=about)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what every bench_*.py takes."""
+    """Add the arguments of every bench_*.py."""
     add_place(parser, "--out", "folder for CSV, JSON and PNG")
     parser.add_argument(
         "--prepare", action="store_true", help="measure nothing; leave on disk what compilation or training makes"

@@ -1,10 +1,10 @@
-"""YOLOv5s' convolutions in NCHW and NHWC, by shape and precision, as a Markdown table. GPU only; needs the package yolov5.
+"""Time YOLOv5s' convolutions in NCHW and NHWC by shape and precision; print a Markdown table.
 
     python -m benchmarks.layout_table [--batch 16]
 
-Milliseconds of the forward pass, the gradient of the input and the gradient of the weight, in a CUDA graph. cuDNN chooses its
-algorithms by its heuristics, as in train.py, which leaves cudnn.benchmark off. The switch ``channels_last`` follows the
-sums of this table (``torch_fastdet/switches/channels_last/layout.py``).
+The milliseconds are of the forward pass, the input's gradient and the weight's, in a CUDA graph. cuDNN chooses its
+algorithms by heuristics, as in train.py, which leaves cudnn.benchmark off. The switch ``channels_last`` follows the
+sums of this table (``torch_fastdet/switches/channels_last/layout.py``). A GPU and the package yolov5 are needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RUNS = 7
 
 
 def shapes(size: str, batch: int) -> Counter[tuple[Any, ...]]:
-    """Return (input shape, outputs, kernel, stride, padding) of each convolution, and how many of the model's have it."""
+    """Return (input shape, outputs, kernel, stride, padding) of each convolution, and how many of the model have it."""
     found: Counter[tuple[Any, ...]] = Counter()
 
     def note(conv: torch.nn.Conv2d, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ def shapes(size: str, batch: int) -> Counter[tuple[Any, ...]]:
 
 
 def passes(key: tuple[Any, ...], dtype: torch.dtype, layout: torch.memory_format) -> Callable[[], None]:
-    """Forward and backward of such a convolution, without autograd."""
+    """Run such a convolution forward and backward, without autograd."""
     shape, outputs, kernel, stride, padding = key
     x = torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=layout)
     weight = torch.randn(outputs, shape[1], kernel, kernel, device="cuda").to(dtype).contiguous(memory_format=layout)

@@ -1,9 +1,10 @@
-"""The largest batch of a YOLOv5 step that fits into 8, 12, 24 and 80 GB, tried and not computed. GPU only.
+"""Find the largest batch of a YOLOv5 step that fits into 8, 12, 24 and 80 GB, by trying it on a GPU.
 
     python -m benchmarks.memory_limits [--size s] [--cards 8 12 24 80] [--out FOLDER]
 
-PyTorch's allocator is limited to what such a card leaves to it (benchmarks/report.py: APART_MIB less). A batch fits if six steps run.
-Batches are tried in steps of a quarter of the card's GB. docs/machine.md shows the newest memory_limits.json of benchmarks/results.
+PyTorch's allocator gets what such a card leaves to it (benchmarks/report.py: APART_MIB less). A batch fits if six steps
+run. Batches grow by a quarter of the card's GB. docs/machine.md shows the newest memory_limits.json in
+benchmarks/results.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def trains(variant: str, size: str, batch: int) -> bool:
 
 
 def largest(fits: Callable[[int], bool], width: int, most: int) -> int:
-    """Return the largest multiple of ``width`` up to ``most`` that fits, by halving; 0 if none does."""
+    """Return the largest multiple of ``width`` up to ``most`` that fits, found by halving, or 0."""
     low, high = 0, most // width
     while low < high:
         middle = (low + high + 1) // 2

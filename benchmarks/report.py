@@ -1,11 +1,11 @@
-"""Makes every table and plot of results that the README and the docs show from the JSON rows under benchmarks/results/.
+"""Make every table and plot of results in the README and the docs from the JSON rows under benchmarks/results/.
 
-``python -m benchmarks.report`` rewrites what stands between ``<!-- results:NAME -->`` and ``<!-- end results -->`` in
-README.md and docs/*.md, docs/headlines.png and the folders' own tables.md, and moves the images of a new run that docs show
-there; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed by hand into a page; if files of
-a folder were copied from a script's output, its ``sources.md`` says so. Each table is of the newest folder that has its file, of
-the machine that was measured last with all that README shows. So a run of some benchmarks there replaces those alone, and one of
-another machine none.
+``python -m benchmarks.report`` rewrites the text between ``<!-- results:NAME -->`` and ``<!-- end results -->`` in
+README.md and docs/*.md, docs/headlines.png and the folders' own tables.md, and moves a new run's images that docs show
+there; ``--check`` only says whether that would change anything (exit status 1). Nothing is typed into a page by hand;
+if a folder's files were copied from a script's output, its ``sources.md`` says so. Each table is of the newest folder
+that has its file, from the machine that was last measured with all that README shows. So a run of some benchmarks there
+replaces only those, and a run on another machine none.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ RESULTS = ROOT / "benchmarks/results"
 OURS = "torch_fastdet"  # what the name of each of the package's variants begins with
 DOCS = ROOT / "docs"
 PLOT = DOCS / "headlines.png"
-# What users run who tune nothing, as the benchmarks call it; "stock loop" in older results.
+# These are the benchmarks' names of what users run who tune nothing; older results have "stock loop".
 STOCK = ("stock", "stock decode + suppression", "eager", "stock loop")
 COCO_CASE = "yolov5s, batch 64, train.py, 118,287 JPEGs of 640x480, 83 kB"  # of every epoch but the first
-# Cases in which the others begin with files on the host, and torch_fastdet with packed JPEGs on the GPU or with less to do: no ratio.
+# Others begin here with files on the host, torch_fastdet with packed JPEGs on the GPU or less work: no ratio.
 UNLIKE = re.compile(r"\d+ JPEGs of|a file's index")
 
 
 class Headline(NamedTuple):
-    """A row of README's table and plot: a case of a benchmark, and the two variants that it compares."""
+    """Hold a row of README's table and plot: a benchmark's case and the two variants that it compares."""
 
     title: str  # {torch} is the PyTorch of the variant before
     benchmark: str  # "h100:" before it takes it from another machine, if it was measured there
@@ -45,7 +45,7 @@ class Headline(NamedTuple):
 
 COCO = 118_287  # images
 EPOCH = -(-COCO // 64)
-# The first eight of these that were measured. `make bench` measures most of them.
+# README shows the first eight of these that were measured. `make bench` measures most of them.
 HEADLINES = [
     Headline("train.py of YOLOv5, yolov5s, batch 64: an epoch of 118,287 images (COCO's size)", "dataset", COCO_CASE, times=EPOCH),
     Headline("train.py of YOLOv5, yolov5s, batch 64: an epoch of 118,287 images (COCO's size)", "h100:dataset", COCO_CASE, times=EPOCH),
@@ -59,7 +59,7 @@ HEADLINES = [
     Headline("your own loop: a step of yolov5s, batch 16 (before: torch.compile of PyTorch {torch})", "step", "yolov5s, batch 16, loop",
              "torch_fastdet TrainStep", "stock, tuned, torch.compile, reduce-overhead"),
 ]  # fmt: skip
-# What docs/results*.md show of a section, in this order; the folders' tables.md have every row.
+# docs/results*.md show these cases of a section, in this order; the folders' tables.md have every row.
 SHOWN = {
     "gpu-dataset": (f"{COCO_CASE}, first epoch", COCO_CASE, COCO_CASE.replace("batch 64", "batch 16")),
     "h100-dataset": (f"{COCO_CASE}, first epoch", COCO_CASE),
@@ -153,9 +153,8 @@ SHOWN = {
         *("raw heads to detections, batch 32, conf .25", "decode, batch 32"),
     ),
 }
-# Of bench_ultralytics' rows.
-COMPILED = "stock, compile=True"
-# The families of operators on that page, each with its benchmarks.
+COMPILED = "stock, compile=True"  # of bench_ultralytics' rows
+# These are the families of operators on that page, each with its benchmarks.
 OPERATORS = {
     "[boxes](kernels/boxes.md)": ("bbox_iou",),
     "[upsample](kernels/upsample.md)": ("upsample",),
@@ -169,7 +168,7 @@ OPERATORS = {
     "[masks](kernels/masks.md)": ("masks",),
     "[letterbox](kernels/image.md) and [JPEG files](kernels/jpeg.md)": ("image", "jpeg"),
 }
-# Trainings whose peak memory is known at two batch sizes: what it is, benchmark, the case at a batch size, and our variant.
+# These trainings' peak memory is known at two batch sizes: title, benchmark, case by batch size, and variant.
 LOOP = "YOLOv5s, a loop of your own"
 MEMORY = (
     (LOOP, "step", "yolov5s, batch {}, loop", "torch_fastdet TrainStep"),
@@ -177,18 +176,16 @@ MEMORY = (
 )
 BATCHES = (16, 64)
 CARDS = (8, 12, 24, 80)
-# Of a card's memory, what is left to CUDA, its libraries and a desktop. An assumption.
-APART_MIB = 1024
-# What benchmarks/training_truth.py compares: its folders' names, each with a table and a chart beside it.
+APART_MIB = 1024  # an assumption of what a card's memory leaves to CUDA, its libraries and a desktop
+# These are folders of benchmarks/training_truth.py, each with a table and a chart beside it.
 TRUTHS = (
     *("training_truth", "training_truth_small", "training_truth_yolov8n", "training_truth_yolo26n"),
     *("training_truth_yolov8n-seg", "training_truth_yolov8n-pose", "training_truth_yolov8n-obb"),
 )
-# The training of each row of the table `truths`: the file that has it.
-TRUTH_ROWS = ("training_truth_small", *TRUTHS[2:])
-# Charts in docs/ -> what they show, in the newest folder of a GPU that has it.
+TRUTH_ROWS = ("training_truth_small", *TRUTHS[2:])  # the training of each row of the table `truths`
+# These charts in docs/ show these files of the newest folder of a GPU that has them.
 CHARTS = {"gpu-roofline.png": "roofline", "gpu-training_truth_yolov8n.png": "training_truth_yolov8n"}
-# What each page shows: one that lost a marker would keep its old figures for ever.
+# Each page must show these: one that lost a marker would keep its old figures for ever.
 SECTIONS = {
     "README.md": ("gpu-headlines",),
     "distributed.md": ("gpu-distributed",),
@@ -219,7 +216,7 @@ MARKER = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- end results -->)", r
 
 
 def folders(kind: str) -> list[Path]:
-    """Return the results folders of a kind of machine, "cpu", a GPU such as "h100", or "gpu" for any of them, oldest first."""
+    """Return the results folders of a kind of machine ("cpu", a GPU such as "h100", or "gpu" for any), oldest first."""
     found = (path for path in RESULTS.iterdir() if path.is_dir())
     of_kind = [
         path for path in found if path.name.startswith(f"{kind}-") or (kind == "gpu" and path.name[:4] != "cpu-")
@@ -234,14 +231,14 @@ def results_folder(environment: dict[str, str]) -> Path:
 
 
 def machines_in(folder: Path) -> set[str]:
-    """Return what a folder's rows were measured on."""
+    """Return the machines on which a folder's rows were measured."""
     return {machine_of(row) for rows in load(folder).values() for row in rows}
 
 
 def of_newest_machine(kind: str) -> list[Path]:
-    """Return the folders of the machine of the newest one with rows: a table that mixes machines compares nothing.
+    """Return the folders of the newest machine with rows: a table that mixes machines compares nothing.
 
-    A machine with the benchmarks of all operators goes before a newer one that has a few, and then one with the most.
+    A machine with the benchmarks of all operators is preferred to a newer one with a few, else the one with the most.
     """
     found = folders(kind)
     wanted = {name for names in OPERATORS.values() for name in names}
@@ -257,18 +254,18 @@ def of_newest_machine(kind: str) -> list[Path]:
 
 
 def newest(kind: str, file: str) -> Path | None:
-    """Return the newest folder of the newest machine that has a file. A roofline counts where it stands beside the rows it is of."""
+    """Return the newest folder of the newest machine that has a file; a roofline must be beside its rows."""
     found = (folder for folder in reversed(of_newest_machine(kind)) if (folder / file).exists())
     return next((folder for folder in found if not file.startswith("roofline") or load(folder)), None)
 
 
 def machine_of(row: dict[str, str]) -> str:
-    """Return what a row, or an environment, was measured on."""
+    """Return the machine on which a row, or an environment, was measured."""
     return row["gpu"] or row["cpu"]
 
 
 def newest_of(environment: dict[str, str]) -> Path:
-    """Return the newest folder with rows of this very machine, or today's where there is none."""
+    """Return the newest folder with rows of this very machine, or today's if there is none."""
     machine = machine_of(environment)
     for folder in reversed(folders("gpu" if environment["gpu"] else "cpu")):
         if any(machine_of(rows[0]) == machine for rows in load(folder).values()):
@@ -277,7 +274,7 @@ def newest_of(environment: dict[str, str]) -> Path:
 
 
 def as_json(found: list | dict[str, Any]) -> str:
-    """Return JSON with a line for each row of a list, so that a run changes the lines of its own rows alone."""
+    """Return JSON with a line for each row of a list, so that a run changes only the lines of its own rows."""
     if isinstance(found, list):
         return "[\n" + ",\n".join(json.dumps(row) for row in found) + "\n]\n"
     values = (
@@ -287,13 +284,13 @@ def as_json(found: list | dict[str, Any]) -> str:
 
 
 def load(folder: Path) -> dict[str, list[dict]]:
-    """Return benchmark name -> its rows."""
+    """Map benchmark names to rows."""
     found = (path for path in sorted(folder.glob("*.json")) if path.stem not in APART_FROM_ROWS)
     return {path.stem: json.loads(path.read_text()) for path in found}
 
 
 def load_to(folder: Path) -> dict[str, list[dict]]:
-    """Return a folder's rows; for benchmarks that it does not have, those of the newest folder of the same machine before it."""
+    """Return a folder's rows; missing benchmarks' are from the same machine's newest folder before it."""
     own, known = load(folder), folders("cpu" if folder.name.startswith("cpu-") else "gpu")
     machines = {machine_of(rows[0]) for rows in own.values()}
     found: dict[str, list[dict]] = {}
@@ -303,7 +300,7 @@ def load_to(folder: Path) -> dict[str, list[dict]]:
 
 
 def load_newest(kind: str) -> dict[str, list[dict]]:
-    """Return benchmark name -> its rows, each from the newest folder of the newest machine that has it."""
+    """Map benchmark names to rows, each from the newest folder of the newest machine that has it."""
     found: dict[str, list[dict]] = {}
     for folder in of_newest_machine(kind):
         found |= load(folder)
@@ -311,7 +308,7 @@ def load_newest(kind: str) -> dict[str, list[dict]]:
 
 
 def rows_of(kind: str, benchmark: str) -> list[dict]:
-    """Return a benchmark's rows as `load_newest` has them, or, of a GPU that the newest machine lacks, those of another one."""
+    """Return a benchmark's rows as `load_newest` has them, or another GPU's if the newest machine lacks them."""
     others = [*(folder / f"{benchmark}.json" for folder in folders(kind))][::-1]
     elsewhere = (json.loads(path.read_text()) for path in others if path.exists())
     return load_newest(kind).get(benchmark) or next(elsewhere, [])
@@ -335,13 +332,13 @@ def _ratio(ratio: float) -> str:
 
 
 def _span(row: dict) -> str:
-    """Return a row's spread; the unit once where both ends have the same."""
+    """Return a row's spread, with the unit once if both ends share it."""
     low, high = _time(row["low_us"]), _time(row["high_us"])
     return f"{low.removesuffix(high[high.index(' ') :])} to {high}"
 
 
 def _spread(row: dict) -> list[str]:
-    """Return a row's spread where there is one, and of how many it is, where that is known. Two values have no percentiles."""
+    """Return a row's spread and number of values, as far as they are known. Two values have no percentiles."""
     spread = [_span(row)] if row.get("n") != 2 and row["low_us"] not in (None, row["high_us"]) else []
     return spread + ([f"n = {row['n']}"] if row.get("n") else [])
 
@@ -363,7 +360,7 @@ def _number(template: str, value: float | int | None) -> str:
 
 SPREAD = "Times are medians, with the 10th to 90th percentile in brackets,"
 NOT_MEASURED = "-"
-# Marks behind a ratio, and the sentences below a table that explain them.
+# These mark a ratio, and the sentences below a table explain them.
 APART = "\\*"
 BY_HAND = "†"
 COMPUTED = "‡"
@@ -372,7 +369,7 @@ MARKS = {
     BY_HAND: "the figures were copied by hand from what a script of that day printed",  # with a link to its folder's sources.md
     COMPUTED: f"the time is {EPOCH:,} times the median of an iteration",
 }
-# Columns that a table has where one of its rows has a value: title, key of the row, how it is written.
+# A table has these columns if one of its rows has a value: title, key of the row, format.
 OPTIONAL_COLUMNS = (
     ("n", "n", "{}"),
     ("images/s", "images_per_s", "{}"),
@@ -385,7 +382,7 @@ OPTIONAL_COLUMNS = (
 
 
 def benchmark_table(rows: list[dict], marked: bool = False) -> str:
-    """Return all variants of all cases, a line each; views become columns, with the spread of the call alone. marked: with BY_HAND."""
+    """Return all variants of all cases, one per line; views are columns, with the call's spread. marked: BY_HAND."""
     views = [view for view in ("call", "graph", "cold") if any(row["view"] == view for row in rows)]
     spreads = any(row["low_us"] is not None for row in rows)
     tails = any(row.get("p99_us") is not None for row in rows)
@@ -424,7 +421,7 @@ def _marks(rows: Iterable[dict]) -> str:
 
 
 def shortened(cases: Iterable[str]) -> tuple[str, dict[str, str]]:
-    """Split what all cases have in common from their names. Returns it, and the rest of each case."""
+    """Split off what the names of all cases share; return it and the rest of each name."""
     parts = {case: re.split(", |: ", case) for case in cases}
     first, *others = parts.values()
     same = [part for part in first if others and all(part in other for other in others)]
@@ -437,7 +434,7 @@ def shortened(cases: Iterable[str]) -> tuple[str, dict[str, str]]:
 
 
 def comparison_table(rows: list[dict]) -> str:
-    """Return stock beside torch_fastdet: each case is a line, call to call. tables.md has other variants too."""
+    """Return stock beside torch_fastdet with a line for each case, call to call. tables.md has other variants too."""
     rows = [row for row in rows if row["variant"] in ("stock", OURS)]
     peaks = any(row.get("peak_mib") for row in rows)
     cases: dict[str, dict[bool, dict]] = {}
@@ -459,13 +456,13 @@ def comparison_table(rows: list[dict]) -> str:
 
 
 def _ours(row: dict, alternative: float) -> tuple[str, str]:
-    """Return a row of torch_fastdet as (what and how long, how many times as fast as the alternative)."""
+    """Return a row of torch_fastdet as (variant and time, how many times as fast as the alternative)."""
     name, time = row["variant"].removeprefix(OURS).lstrip(" ,"), _with_span(row)
     return f"{name}: {time}" if name else time, _ratio(alternative / row["median_us"])
 
 
 def _beside_the_best(rows: list[dict]) -> Iterable[tuple[str, dict, list[dict]]]:
-    """Yield each case that is not UNLIKE, call to call: its name, the fastest of the others, and torch_fastdet's."""
+    """Yield each case that is not UNLIKE, call to call: its name, the fastest alternative, and torch_fastdet's."""
     for case in dict.fromkeys(row["case"] for row in rows if not UNLIKE.match(row["case"])):
         group = [row for row in rows if row["case"] == case and row["view"] == "call"]
         ours = [row for row in group if is_ours(row["variant"])]
@@ -477,8 +474,8 @@ def _beside_the_best(rows: list[dict]) -> Iterable[tuple[str, dict, list[dict]]]
 def summary_table(benchmarks: dict[str, list[dict]]) -> str:
     """Return each case once, call to call, wins and losses alike: the best alternative beside torch_fastdet.
 
-    A benchmark lists first the variant of torch_fastdet that does just what the alternatives do (a list where they return a list). Where
-    another of its variants is faster, as FusedStep is for those who own their loop, it stands behind it.
+    A benchmark lists first the variant of torch_fastdet that does just what the alternatives do (a list if they return
+    a list). A faster variant, such as FusedStep for users who own their loop, follows it.
     """
     body = []
     for rows in benchmarks.values():
@@ -492,10 +489,10 @@ def summary_table(benchmarks: dict[str, list[dict]]) -> str:
 
 
 def operators_table(benchmarks: dict[str, list[dict]]) -> str:
-    """List, of each family of OPERATORS, the cases in which the first variant of torch_fastdet gains most and least, or loses."""
+    """List, for each family of OPERATORS, where torch_fastdet's first variant gains most and least, or loses."""
     body = []
     for family, names in OPERATORS.items():
-        # Of a network alone only our share is of interest: it is a floor, not an alternative.
+        # Only the share around a network is of interest: the network alone is a floor, not an alternative.
         rows = [row for name in names for row in benchmarks[name] if row["variant"] != "network alone"]
         found = []
         for case, best, (ours, *_) in _beside_the_best(rows):
@@ -509,7 +506,7 @@ def operators_table(benchmarks: dict[str, list[dict]]) -> str:
 
 
 def headlines() -> list[dict]:
-    """Return HEADLINES with their figures, call to call, less those that were not measured, or without the variant before."""
+    """Return HEADLINES with their figures, call to call, except those without a measurement or earlier variant."""
     found = []
     for headline in HEADLINES:
         machine, _, benchmark = headline.benchmark.rpartition(":")
@@ -526,7 +523,7 @@ def headlines() -> list[dict]:
 
 
 def headline_table(rows: list[dict]) -> str:
-    """Return README's table, and the line below it."""
+    """Return README's table and the line below it."""
     body = []
     for row in rows:
         single = [" (n = 1)" * (of_it.get("n") == 1) for of_it in row["from"]]
@@ -542,7 +539,7 @@ def _gpu(row: dict) -> str:
 
 
 def pyplot() -> Any:
-    """Return matplotlib.pyplot that needs no screen; None, and a line that says so, where matplotlib is not installed."""
+    """Return matplotlib.pyplot without a screen, or None, with a line that says so, if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -555,7 +552,7 @@ def pyplot() -> Any:
 
 
 def plot_headlines(rows: list[dict], path: Path, about: str) -> bool:
-    """Plot the headline table as bars. What it shows goes into the file too, so that it can be held against the results."""
+    """Plot the headline table as bars, and store its text in the file to compare it with the results."""
     if not (plt := pyplot()):
         return False
     figure, axes = plt.subplots(figsize=(8, 0.8 + 0.55 * len(rows)), layout="constrained")
@@ -586,7 +583,7 @@ def plot_is_current(rows: list[dict], path: Path, about: str) -> bool:
 
 
 def floor_table(rows: list[dict]) -> str:
-    """Return our variants against the time that their bytes take at the copy rate of the same run."""
+    """Return torch_fastdet's variants against the time that their bytes take at the copy rate of the same run."""
     lines: dict[tuple[str, str], dict] = {}
     for row in rows:
         if is_ours(row["variant"]) and row["bytes"]:
@@ -606,19 +603,19 @@ def floor_table(rows: list[dict]) -> str:
 
 
 def largest_batch(peaks: tuple[float, float], card: int) -> int:
-    """Estimate by a straight line through the peak memory in MiB at BATCHES; card is in GiB."""
+    """Estimate the largest batch from a straight line through the peak MiB at BATCHES; card is in GiB."""
     each = (peaks[1] - peaks[0]) / (BATCHES[1] - BATCHES[0])
     return int((1024 * card - APART_MIB - (peaks[0] - BATCHES[0] * each)) / each)
 
 
 def of_any_gpu(name: str) -> list[dict]:
-    """Return the newest rows of benchmarks/memory_limits.py or small_cards.py, of any GPU: a limit of memory is the same on all."""
+    """Return the newest rows of memory_limits.py or small_cards.py of any GPU: memory limits are the same on all."""
     files = [file for folder in folders("gpu") if (file := folder / f"{name}.json").exists()]
     return json.loads(files[-1].read_text()) if files else []
 
 
 def memory_table(benchmarks: dict[str, list[dict]], limits: list[dict]) -> str:
-    """Return the largest batches of CARDS: those that were tried (``limits``), and others computed from measured peaks."""
+    """Return the largest batches of CARDS: those tried (``limits``), and others computed from measured peaks."""
     tried = {(LOOP, row["variant"], row["card"]): row for row in limits if row["size"] == "s"}
     rows = []
     for name, benchmark, case, ours in MEMORY:
@@ -636,13 +633,13 @@ def memory_table(benchmarks: dict[str, list[dict]], limits: list[dict]) -> str:
 
 
 def machine_and_day(row: dict) -> tuple[str, ...]:
-    """Return machine, driver, versions and date of a row."""
+    """Return the machine, driver, versions and date of a row."""
     gpu = f"{row['gpu']}, driver {row['driver']}, CUDA {row['cuda']}, host " if row["gpu"] else ""
     return gpu + row["cpu"], f"torch {row['torch']}", f"Python {row['python']}", row["date"]
 
 
 def machines(benchmarks: dict[str, list[dict]]) -> dict[tuple[str, ...], str]:
-    """Return machine, driver, versions, copy rates and date of benchmarks' rows, each once: what `machine_and_day` says -> its line."""
+    """Return machine, driver, versions, copy rates and date of benchmarks' rows, keyed by `machine_and_day`."""
     found: dict[tuple[str, ...], set[float]] = {}
     for row in (row for rows in benchmarks.values() for row in rows):
         rates = found.setdefault(machine_and_day(row), set())
@@ -656,7 +653,7 @@ def machines(benchmarks: dict[str, list[dict]]) -> dict[tuple[str, ...], str]:
 
 
 def _below(lines: Iterable[str], figures: str = "medians") -> str:
-    """Return the machines of a table; what is the same of all of them stands once."""
+    """Return the machines of a table, with what all of them share stated once."""
     told, same = list(lines), []
     if len(told) > 1:
         parts = [re.split("[,;] ", line) for line in told]
@@ -666,12 +663,12 @@ def _below(lines: Iterable[str], figures: str = "medians") -> str:
 
 
 def provenance(benchmarks: dict[str, list[dict]], figures: str = "medians") -> str:
-    """Return the line below a table of a results folder: every machine, driver, version and copy rate."""
+    """Return the line below a results folder's table: every machine, driver, version and copy rate."""
     return _below(machines(benchmarks).values(), figures)
 
 
 def _figures(figures: str, rows: list[dict]) -> str:
-    """Return what a caption says of a table's figures, less percentiles that no row has, and with single values where there are some."""
+    """Return a caption about a table's figures, without percentiles that no row has, and with single values."""
     single = [row.get("n") == 1 for row in rows]
     if figures.startswith("Times are medians") and all(single):
         return "Each time is a single value"
@@ -685,14 +682,14 @@ def _figures(figures: str, rows: list[dict]) -> str:
 
 
 def _sources(rows: list[dict]) -> str:
-    """Return links to the sources.md of rows that were copied by hand, from the repository's root."""
+    """Return links, from the repository's root, to the sources.md of rows that were copied by hand."""
     there = sorted({results_folder(row) for row in rows if "source" in row})
     links = [f"[{folder.name}]({(folder / 'sources.md').relative_to(ROOT)})" for folder in there]
     return f" ({', '.join(links)})" if links else ""
 
 
 def measured(text: str, benchmarks: dict[str, list[dict]], figures: str = "Times are medians") -> str:
-    """Return a page's table, and a line below it: GPUs or processors, PyTorch and days. The folder's tables.md have the rest."""
+    """Return a page's table and a line with GPUs or processors, PyTorch and days. tables.md has the rest."""
     rows = [row for of_it in benchmarks.values() for row in of_it]
     days = sorted({row["date"] for row in rows})
     torches = ", ".join(sorted({row["torch"].partition("+")[0] for row in rows}))
@@ -703,7 +700,7 @@ def measured(text: str, benchmarks: dict[str, list[dict]], figures: str = "Times
 
 
 def tables(folder: Path) -> str:
-    """Return the whole of a results folder as Markdown."""
+    """Return a whole results folder as Markdown."""
     benchmarks = load(folder)
     parts = [provenance(benchmarks, "medians, with the 10th to 90th percentile beside them"), summary_table(benchmarks)]
     for name, rows in benchmarks.items():
@@ -715,7 +712,7 @@ def tables(folder: Path) -> str:
 
 
 def charts() -> dict[Path, Path]:
-    """Return charts in docs/ -> those of a new run, which go there. mkdocs shows nothing from outside of docs/, and git keeps them once."""
+    """Map charts in docs/ to a new run's, which move there: mkdocs shows no others, and git keeps one copy."""
     found = {}
     for shown, what in CHARTS.items():
         folder = newest("gpu", f"{what}.md")
@@ -725,7 +722,7 @@ def charts() -> dict[Path, Path]:
 
 
 def truths() -> str:
-    """Return the mAP of each training of TRUTH_ROWS, stock and torch_fastdet, from the tables that training_truth.py wrote."""
+    """Return the mAP of each training of TRUTH_ROWS, stock and torch_fastdet, from training_truth.py's tables."""
     body, told = [], []
     for name in TRUTH_ROWS:
         lines = (newest("gpu", f"{name}.md") or RESULTS).joinpath(f"{name}.md").read_text().splitlines()
@@ -742,7 +739,7 @@ def truths() -> str:
 
 
 def folder_list() -> str:
-    """List every results folder that has pages, newest first, with links to them from the repository's root."""
+    """List every results folder that has pages, newest first, with links from the repository's root."""
     lines = []
     for folder in sorted(
         [*folders("gpu"), *folders("cpu")], key=lambda path: (path.name[-10:], path.name), reverse=True
@@ -756,7 +753,8 @@ def folder_list() -> str:
 
 
 def section(name: str) -> str:
-    """Return a marker's text: all-rows, gpu-headlines, gpu-memory, gpu-rates, gpu-truths, <gpu|h100|cpu>-summary, -operators, -<benchmark>, -<benchmark>-floor, or a file of a folder."""
+    """Return a marker's text: all-rows, gpu-headlines, gpu-memory, gpu-rates, gpu-truths, <gpu|h100|cpu>-summary,
+    -operators, -<benchmark>, -<benchmark>-floor, or a file of a folder."""
     if name == "all-rows":
         return folder_list()
     kind, _, what = name.partition("-")
@@ -844,7 +842,7 @@ def pages() -> list[Path]:
 
 
 def bring(check: bool = False) -> list[str]:
-    """Bring the results into tables, pages and charts, and name those that were out of date. check: name them only."""
+    """Bring the results into tables, pages and charts, and name those that were out of date. check: only name them."""
     stale = []
     texts = {folder / "tables.md": tables(folder) for folder in [*folders("gpu"), *folders("cpu")] if load(folder)}
     for path, text in (texts | {page: rendered(page) for page in pages()}).items():
@@ -864,7 +862,7 @@ def bring(check: bool = False) -> list[str]:
 
 
 def bring_pages(folder: Path) -> str | None:
-    """Write a results folder's tables.md; pages show the newest under benchmarks/results. Return what stands in the way, or None."""
+    """Write a results folder's tables.md; pages show the newest. Return what prevents that, or None."""
     folder = folder.resolve()
     if not load(folder):
         return None

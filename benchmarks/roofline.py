@@ -1,11 +1,11 @@
-"""Roofline of this machine: its ceilings, and how near to them our operators and YOLOv5's training step run.
+"""Measure this machine's ceilings, and how near to them torch_fastdet's operators and YOLOv5's training step run.
 
-``python -m benchmarks.roofline`` measures the copy rate and the fp32 and fp16 (on a CPU bf16) matrix rates, so the
-ops:byte ratios; derives bytes, operations, intensity, bound and floor of each operator and of the training step of
-YOLOv5 n, s, m, l and x from the formulas in benchmarks/work.py; takes the measured time of each from the rows that the
-other benchmarks wrote into --results (default: the newest folder with rows of this machine), and of those that are missing
-there from older folders of the machine; and writes roofline.json, roofline.md and roofline.png there, and what is made of
-them (``benchmarks/report.py``). ``--again`` measures nothing and takes the ceilings of roofline.json.
+``python -m benchmarks.roofline`` measures the copy rate and the fp32 and fp16 (on a CPU bf16) matrix rates, and so the
+ops:byte ratios. It derives bytes, operations, intensity, bound and floor of each operator and of the training step of
+YOLOv5 n, s, m, l and x from the formulas in benchmarks/work.py. Measured times come from the rows that other benchmarks
+wrote into --results (default: the newest folder with rows of this machine), and missing ones from older folders of the
+machine. It writes roofline.json, roofline.md and roofline.png there, and what is made of them
+(``benchmarks/report.py``). ``--again`` measures nothing and takes the ceilings of roofline.json.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks import harness, report, work
 def _least_s(
     function: Callable[[], object], device: torch.device, repetitions: int = 20, seconds: float = 2.0
 ) -> float:
-    """Return the shortest time: a ceiling is what the machine can do when nobody disturbs it.
+    """Return the shortest time, because a ceiling is what the machine can do when nothing disturbs it.
 
     After ``seconds`` no repetition beyond the third begins.
     """
@@ -59,7 +59,7 @@ def matrix_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def cpu_copy_rate(size: int) -> float:
-    """Return bytes a second of copies that move `size` bytes, read plus write: small ones stay in the caches."""
+    """Return bytes per second of copies that move `size` bytes, read plus write: small ones stay in the caches."""
     source = torch.randint(0, 255, (size // 2,), dtype=torch.uint8)
     target = torch.empty_like(source)
     calls = max(1, (1 << 24) // size)
@@ -89,7 +89,7 @@ def measure_machine(device: torch.device) -> work.Machine:
     if device.type == "cuda":
         rates = {"fp32": matrix_rate(torch.float32, device), "fp16": matrix_rate(torch.float16, device)}
         return work.Machine(name, harness.copy_rate() * 1e9, rates, launch_time(device))
-    # bfloat16 is the 16-bit type that CPUs have matrix units for; `shown` says so.
+    # CPUs have matrix units for bfloat16, their 16-bit type; `shown` says so.
     rates = {"fp32": matrix_rate(torch.float32, device), "fp16": matrix_rate(torch.bfloat16, device)}
     copies = {1 << bits: cpu_copy_rate(1 << bits) for bits in range(14, 30, 3)}
     return work.Machine(name, cpu_copy_rate(1 << 29), rates, 0.0, copies)
@@ -103,11 +103,11 @@ def load_machine(folder: Path) -> work.Machine:
 
 
 def shown(unit: str, machine: work.Machine) -> str:
-    """Return what text and plot call a unit: on a CPU "fp16" is measured in bfloat16."""
+    """Return the name of a unit in text and plot: on a CPU "fp16" is measured in bfloat16."""
     return "bf16" if unit == "fp16" and not machine.is_gpu else unit
 
 
-# Formulas of the benchmarks' cases: benchmark, pattern of the case's name, its groups and the size of a number to work.
+# The formulas map a benchmark, a pattern of case names, its groups and the size of a number to work.
 
 CONFIDENCE = {  # of bench_nms: threshold, mean and deviation of the objectness logits
     "conf .25": (0.25, -5.0, 1.5),
@@ -227,7 +227,7 @@ FORMULAS: tuple[tuple[str, str, Callable[..., work.Work]], ...] = (
     ("step", STEP, training_step),
     ("train", STEP, training_step),
 )
-# Cases of torch_fastdet without a formula, and why.
+# These cases of torch_fastdet have no formula, for these reasons.
 WITHOUT = {
     ("multi_tensor", r"MuSGD step .+"): "its products depend on the weights' shapes: docs/kernels/newton_schulz.md",
     (
@@ -267,7 +267,7 @@ WITHOUT = {
 
 
 def formula(benchmark: str, case: str, itemsize: int = 2) -> work.Work | None:
-    """Return what a case of a benchmark costs at the least, or None."""
+    """Return the least cost of a benchmark's case, or None."""
     for name, pattern, make in FORMULAS:
         if name == benchmark and (match := re.fullmatch(pattern, case)):
             return make(*match.groups(), itemsize)
@@ -276,7 +276,7 @@ def formula(benchmark: str, case: str, itemsize: int = 2) -> work.Work | None:
 
 @dataclass
 class Placed:
-    """Hold a case of torch_fastdet beside its floor, in seconds; `variant` and `view` are those of its fastest."""
+    """Hold a case of torch_fastdet and its floor, in seconds; `variant` and `view` are those of its fastest."""
 
     family: str
     name: str
@@ -294,8 +294,8 @@ class Placed:
 def place(machine: work.Machine, results: dict[str, list[dict]]) -> list[Placed]:
     """List every case of torch_fastdet that has a formula, with the time of its fastest variant.
 
-    Where memory is the bound that is the cold view (with a warm L2 an operator may beat memory), else the graph's replay, the
-    device alone; and the call where there is no such view.
+    If memory is the bound the view is cold (with a warm L2 an operator may beat memory), else the graph's replay, the
+    device alone; it is the call if there is no such view.
     """
     placed = []
     for benchmark, rows in results.items():
@@ -317,7 +317,7 @@ def place(machine: work.Machine, results: dict[str, list[dict]]) -> list[Placed]
 
 
 def unmeasured_steps(machine: work.Machine, placed: list[Placed]) -> list[Placed]:
-    """Return training steps of the models that no benchmark ran: under AMP on a GPU, in fp32 on a CPU."""
+    """Return the models' training steps that no benchmark ran: under AMP on a GPU, in fp32 on a CPU."""
     itemsize = 2 if machine.is_gpu else 4
     there = {match[1] for row in placed if (match := re.fullmatch(STEP, row.name))}
     return [
@@ -391,7 +391,7 @@ def _label(axes: Any, labels: list[tuple[str, float, float, str]]) -> None:
 
 
 def plot(machine: work.Machine, rows: list[Placed], path: Path) -> None:
-    """Plot left the roofline, right the share of the floor that each case reaches; a number is the same case in both."""
+    """Plot the roofline left and the share of the floor of each case right; both number cases alike."""
     if not (plt := report.pyplot()):
         return
     rows = [row for row in rows if row.measured_s]
@@ -450,7 +450,7 @@ def plot(machine: work.Machine, rows: list[Placed], path: Path) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Round numbers to nine digits: Python's sum() has other last ones from version to version."""
+    """Round numbers to nine digits, because the last ones of Python's sum() vary between versions."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -459,7 +459,7 @@ def _rounded(value: Any) -> Any:
 
 
 def derive(machine: work.Machine, folder: Path) -> tuple[list[Placed], str]:
-    """Return every case of a results folder beside its floor, and the text that shows them."""
+    """Return every case of a results folder with its floor, and the text that shows them."""
     benchmarks = report.load_to(folder)
     rows = place(machine, benchmarks)
     rows += unmeasured_steps(machine, rows)

@@ -1,12 +1,13 @@
-"""What cards of 8 to 24 GB train at with the frameworks' own trainers: the largest batch and its speed, stock and with ``patch()``. GPU only.
+"""Find the largest batch and its speed on cards of 8 to 24 GB with the frameworks' trainers, stock and with
+``patch()``.
 
     python -m benchmarks.small_cards [--models yolov8s rtdetr-l yolov5s] [--cards 8 12 16] [--seconds 240] [--out FOLDER]
 
-A batch of ``BATCHES`` is the largest if it trains and validates, and the next one runs out of memory (or Ultralytics halves it). PyTorch's
-allocator gets what the card leaves (benchmarks/report.py: APART_MIB less, for CUDA, its libraries and a desktop), and what asks for the
-card's memory hears of that card, as the default budget of kept images does. A process for each model and variant tries batches beside the
-others, where memory alone is looked at. Before the epochs that are timed, all wait, and each has the GPU and the host to itself in turn.
-``beside_mib`` of a row is what the process held beside the allocator, which APART_MIB must cover.
+A batch of ``BATCHES`` is the largest if it trains and validates, and the next one runs out of memory (or Ultralytics
+halves it). PyTorch's allocator gets what the card leaves (benchmarks/report.py: APART_MIB less), and queries of the
+GPU's memory return the card's, as for the default budget of kept images. A process for each model and variant tries
+batches beside the others, where only memory matters. Before timed epochs all wait, and each has the GPU and the host to
+itself in turn. ``beside_mib`` is what the process held outside the allocator, which APART_MIB must cover.
 """
 
 from __future__ import annotations
@@ -34,21 +35,20 @@ MODELS = ("yolov8s", "yolov8n", "yolo26s", "rtdetr-l", "yolov8m", "yolo11s", "yo
 CARDS = (8, 10, 12, 16, 24)
 BATCHES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 PROBED = (8, 16)  # a straight line through their peaks says where to search
-#: Batches of an epoch, and epochs.
-SEARCHED, MEASURED = (4, 1), (12, 3)
+SEARCHED, MEASURED = (4, 1), (12, 3)  # batches of an epoch, and epochs
 TIMED = 2  # the epoch: images are kept behind the 16th batch
-#: Images to validate for each of a batch. The frameworks validate twice as many at a time, and the second time captures a graph.
+#: Validate this many images per image of a batch, twice a batch at a time: the second time captures a graph.
 VALIDATED = 4
 CLASSES = 80
 MIB = 2**20
 
 
 class Enough(Exception):
-    """End a training, from one of its callbacks."""
+    """End a training from one of its callbacks."""
 
 
 class Turn:
-    """Let this process measure alone. The parent gives turns when every process asks."""
+    """Let this process measure alone. The parent gives turns once every process asks."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.asked, self.given = folder / f"{name}.asked", folder / f"{name}.given"
@@ -68,7 +68,7 @@ class Turn:
 
 
 class Clock:
-    """Take the time of iterations, and end a training when it has shown what is asked."""
+    """Time iterations, and end a training after enough of them."""
 
     def __init__(self, epochs: int, turn: Turn) -> None:
         self.epochs, self.turn = epochs, turn
@@ -95,13 +95,13 @@ class Clock:
             raise Enough
 
     def seconds(self) -> float:
-        """Return the mean time of an iteration of the timed epoch, without its first."""
+        """Return the mean time of an iteration in the timed epoch without its first."""
         ends = self.ends[TIMED]
         return (ends[-1] - ends[0]) / (len(ends) - 1)
 
 
 def data_set(images: Path, folder: Path, batch: int, length: int) -> Path:
-    """Write a data set of an epoch's images. Its label caches are this process's own."""
+    """Write a data set of an epoch's images. The process has its own label caches."""
     folder.mkdir(parents=True, exist_ok=True)
     for part in ("images", "labels"):
         if not (folder / part).exists():
@@ -150,21 +150,21 @@ def train_yolov5(model: str, batch: int, data: Path, clock: Clock) -> bool:
 
 
 class Card:
-    """Let this process take the GPU for one with less memory."""
+    """Let this process treat the GPU as one with less memory."""
 
     def __init__(self) -> None:
         torch.zeros(1, device="cuda")
         self.about = torch.cuda.get_device_properties(0)
 
     def pretend(self, size: int) -> None:
-        """Give trainings from now on what a card of that size has. What an earlier one left is not theirs."""
+        """Give later trainings what a card of that size has, not counting what an earlier one left."""
         gc.collect()  # models hold themselves by cycles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         self.left = torch.cuda.memory_allocated()
         most = size - APART_MIB * MIB + self.left
         torch.cuda.set_per_process_memory_fraction(most / self.about.total_memory)
-        # Whoever asks hears of the small card: the budget of kept images, and Ultralytics before it empties the allocator's cache.
+        # Both the budget of kept images and Ultralytics, before it empties the allocator's cache, see the small card.
         torch.cuda.mem_get_info = lambda device=None: (most - torch.cuda.memory_reserved(), size)
         torch.cuda.get_device_properties = lambda device=None: Properties(self.about, size)  # type: ignore[assignment, return-value]
 
@@ -173,7 +173,7 @@ class Card:
 
     @staticmethod
     def beside() -> dict[str, float]:
-        """Return what this process holds beside its allocator, if the driver names processes."""
+        """Return what this process holds outside its allocator, if the driver names processes."""
         command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
         said = []
         with contextlib.suppress(OSError):
@@ -191,7 +191,7 @@ class Properties:
 
 
 def line(peaks: dict[int, float]) -> Callable[[int], float]:
-    """Return what a batch needs, by a straight line through the largest two peaks, or through one and zero."""
+    """Return what a batch needs by a straight line through the largest two peaks, or through one and zero."""
     (first, low), (last, high) = sorted([(0, 0.0), *peaks.items()])[-2:]
     return lambda batch: high + (batch - last) * (high - low) / (last - first)
 
@@ -247,7 +247,7 @@ def work(model: str, variant: str, cards: list[int], folder: Path, deadline: flo
 
 
 def small_table(rows: list[dict[str, Any]]) -> str:
-    """Return the table: a line for each model and card."""
+    """Return the table with a line for each model and card."""
     cells: dict[tuple[str, int], dict[str, str]] = {}
     for row in rows:
         speed = f", {row['images_per_s']:,.0f} images/s" if "images_per_s" in row else ""

@@ -1,21 +1,22 @@
-"""A long training, watched from outside: are the time of an epoch, memory, threads and open files flat?
+"""Watch a long training from outside: are the time of an epoch, memory, threads and open files flat?
 
     python -m benchmarks.soak --minutes 10          (or --hours 4)
     python -m benchmarks.soak --evolve 40
     python -m benchmarks.soak --kills 50 --jobs 10  (--host ultralytics)
 
-The real train.py with every switch that applies: yolov5n at 320 pixels, with validation, checkpoints and --multi-scale; on the CPU
-at 64 pixels. A table has the slope of each quantity over the run, and over its second half, with standard errors. What grows in the
-second half by more than three of these errors, and by more than 1% of itself, is marked, and the exit status is 1 then: the first half
-warms up. --minutes count from the start of the program. The folder that it names has samples.csv, a row an epoch.
+The real train.py runs with every switch that applies: yolov5n at 320 pixels, with validation, checkpoints and
+--multi-scale; on the CPU at 64 pixels. A table has the slope of each quantity over the run and over its second half,
+with standard errors. What grows in the second half by more than three errors and by more than 1% of itself is marked,
+and the exit status is 1; the first half warms up. --minutes count from the start of the program. The folder that it
+names has samples.csv with a row per epoch.
 
---evolve N: N generations of one epoch each, one after the other in one process, a sample a generation.
+--evolve N runs N generations of one epoch, one after the other in one process, with a sample per generation.
 
---kills N: N times SIGKILL, and a resume after each, of trainings with ``--resume_exact`` that are killed five times; --jobs of them
-run at a time. Half of the kills come at a random moment, the others while a checkpoint is written. One more training is not killed. Each
-state that is saved (weights, moving average, optimizer, scaler, random states and so on) must have the bits of one of its states, the last
-of its last, and results.csv must be the same; otherwise the exit status is 1. --host ultralytics: yolov8n, at 64 pixels, without the times
-of results.csv.
+--kills N sends SIGKILL N times, and resumes after each, to trainings with ``--resume_exact`` that are killed five
+times; --jobs of them run at a time. Half of the kills come at random, the others while a checkpoint is written. One
+more training is not killed. Each saved state (weights, moving average, optimizer, scaler, random states and so on) must
+have the bits of one of its states, the last of its last, and results.csv must be the same, or the exit status is 1.
+--host ultralytics trains yolov8n at 64 pixels, without the times of results.csv.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ MIB = 1 << 20
 
 @dataclass
 class Sample:
-    """What the training's processes hold when an epoch is over. What processes share counts in parts."""
+    """Hold what the training's processes hold at the end of an epoch. Shared memory counts in parts."""
 
     hours: float
     epoch_seconds: float
@@ -62,7 +63,7 @@ class Sample:
 
 
 def processes(root: int) -> list[int]:
-    """Return a process and all below it."""
+    """Return a process and all its descendants."""
     found = [root]
     for number in found:
         for task in Path(f"/proc/{number}/task").glob("*/children"):
@@ -74,7 +75,7 @@ def processes(root: int) -> list[int]:
 
 
 def _memory(number: int) -> tuple[int, int]:
-    """Return KiB of a process, with its share of what it shares: what it holds, and what of that is of files."""
+    """Return KiB of a process, with its part of shared memory: all that it holds, and how much of that is of files."""
     lines = Path(f"/proc/{number}/smaps_rollup").read_text().splitlines()
     found = {
         name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if name[:3] == "Pss"
@@ -98,7 +99,7 @@ def sample(root: int, hours: float, seconds: float, device: torch.device) -> Sam
 
 
 def slope(x: list[float], y: list[float]) -> tuple[float, float]:
-    """Return the slope of the straight line through the points, with its standard error."""
+    """Return the slope of the straight line through the points and its standard error."""
     count, middle, mean = len(x), sum(x) / len(x), sum(y) / len(y)
     spread = sum((each - middle) ** 2 for each in x)
     found = sum((a - middle) * (b - mean) for a, b in zip(x, y)) / spread
@@ -107,7 +108,7 @@ def slope(x: list[float], y: list[float]) -> tuple[float, float]:
 
 
 def table(samples: list[Sample]) -> tuple[str, list[str]]:
-    """Return the table, and the quantities that grow."""
+    """Return the table and the quantities that grow."""
     lines = [
         "| quantity | first | last | mean | slope in an hour | its standard error | in the second half | its standard error | |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -132,7 +133,7 @@ def table(samples: list[Sample]) -> tuple[str, list[str]]:
 
 
 class Training:
-    """train.py in a process, begun or resumed; with ``generations``, that many trainings of an epoch each.
+    """Run train.py in a process, begun or resumed, or ``generations`` trainings of one epoch each.
 
     ``program`` is the launcher, or a module that runs it.
     """
@@ -200,7 +201,8 @@ class Training:
         return max(len(self.results.read_text().splitlines()) - 1, 0) if self.results.exists() else 0
 
     def writes(self, since: float) -> bool:
-        """Return whether a process that began then is writing a checkpoint, or was killed in it. Older files are of an earlier one."""
+        """Return whether a process begun at ``since`` writes, or was killed writing, a checkpoint; older files are
+        others'."""
         with contextlib.suppress(FileNotFoundError):
             folders = self.last.parent.glob(f"{files.WRITING}*")
             return any(file.stat().st_mtime > since for folder in folders for file in folder.iterdir())
@@ -208,7 +210,7 @@ class Training:
 
 
 class UltralyticsTraining(Training):
-    """A training by its trainer, begun or resumed."""
+    """Run a training by Ultralytics' trainer, begun or resumed."""
 
     def command(self) -> list[str]:
         data, device = self.folder / "digits/data.yaml", self.options[self.options.index("--device") + 1]
@@ -217,19 +219,19 @@ class UltralyticsTraining(Training):
         return ["tests.ultralytics.programs.killed", *where, f"epochs={epochs}", f"device={device}"]
 
     def table(self) -> str:
-        """Return it without its second column, the time."""
+        """Return the table without its second column, the time."""
         return re.sub(r"^([^,]*),[^,]*", r"\1", super().table(), flags=re.M)
 
 
 def end(process: subprocess.Popen) -> None:
-    """Kill it and what it has started."""
+    """Kill a process and all that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def watch(training: Training, device: torch.device, end_at: float, least: int) -> list[Sample]:
-    """Take a sample for each epoch, until the training ends, or the time is over and there are ``least`` samples."""
+    """Take a sample per epoch until the training ends, or time is up and there are ``least`` samples."""
     samples: list[Sample] = []
     process, begin = training.start(), time.monotonic()
     try:
@@ -259,7 +261,7 @@ def watch(training: Training, device: torch.device, end_at: float, least: int) -
 
 @dataclass
 class Killed:
-    """A training that was killed so many times, and has ended."""
+    """Hold a training that was killed so many times and has ended."""
 
     resumes: int  # where there was a checkpoint
     writing: int  # kills while a checkpoint was written
@@ -268,7 +270,7 @@ class Killed:
 
 
 def kill(training: Training, kills: int, draw: random.Random) -> Killed:
-    """Kill and resume, and let it end. A resume that fails is an error."""
+    """Kill and resume a training, then let it end. A resume that fails is an error."""
     resumes, writing, states = 0, 0, []
     for number in range(kills + 1):
         begin, expected, first = time.time(), training.last.exists(), training.epochs()
@@ -297,7 +299,7 @@ def kill(training: Training, kills: int, draw: random.Random) -> Killed:
 def kill_many(
     folder: Path, device: torch.device, images: int, kills: int, jobs: int, kind: type[Training] = Training
 ) -> int:
-    """Run trainings that are killed, ``jobs`` at a time, beside one that is not; return whether their bits differ."""
+    """Run trainings that are killed, ``jobs`` at a time, and one that is not; return whether their bits differ."""
     counts = [0, *(min(KILLS, kills - done) for done in range(0, kills, KILLS))]
     epochs, program = 5 * max(counts) + 3, "tests.yolov5.programs.killed"  # no more pass before the last kill
     trainings = [

@@ -1,9 +1,10 @@
-"""Where a training step's time goes along YOLOv5s, layer by layer: a table, and the plot of docs/kernels/step.md.
+"""Tabulate and plot where a training step's time goes along YOLOv5s, layer by layer, for docs/kernels/step.md.
 
     python -m benchmarks.step_layers [--out FILE]
 
-Nothing is measured here. Convolutions: the times of step_profile.md's table of layouts (each shape alone, float16, NHWC, batch 16), the stem by
-cuDNN on squares. Floors: benchmarks/work.py at the ceilings that benchmarks/roofline.py measured. BatchNorm and SiLU: eight passes at the copy rate.
+This measures nothing. Convolutions have the times of step_profile.md's table of layouts (float16, NHWC, batch 16), the
+stem by cuDNN on squares. Floors are benchmarks/work.py at benchmarks/roofline.py's ceilings. BatchNorm and SiLU take
+eight passes at the copy rate.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PROFILE, CEILINGS, PLOT = (
     ROOT / "docs" / "gpu-step-layers.png",
 )
 BATCH, IMAGE = 16, 640
-#: Layers of yolov5s in order, and their numbers of convolutions.
+#: These are yolov5s' layers in order, with their numbers of convolutions.
 LAYERS = (
     ("0 Conv 6x6, the stem", 1),
     ("1 Conv", 1),
@@ -60,7 +61,7 @@ class Layer(NamedTuple):
 
 
 def measured_times() -> dict[tuple[int, int, int, int, int], float]:
-    """Return (inputs, outputs, kernel, stride, side of the output) -> ms of a convolution in float16 and NHWC."""
+    """Map (inputs, outputs, kernel, stride, side of the output) to ms of a convolution in float16 and NHWC."""
     found = {}
     row = re.compile(r"\| \((\d+), (\d+), (\d+), \d+\) to (\d+), (\d)x\d(?: stride (\d))? \|(.*)\|")
     for line in PROFILE.read_text().splitlines():
@@ -81,7 +82,7 @@ def layers(machine: work.Machine) -> list[Layer]:
     for name, count in LAYERS:
         parts = list(itertools.islice(convolutions, count))
         works = [(part, part.forward(BATCH)) for part in parts]
-        # Forward, the gradient of the input and that of the weights; images have none.
+        # Count forward and the gradients of input and weights; images have none.
         passes = [(w, 2 if part.inputs == 3 else 3) for part, w in works]
         elements = sum(part.output_elements(BATCH) for part in parts if part.activated)
         result.append(

@@ -1,8 +1,8 @@
-"""Draws a profile's table of a training step's kernels as the plot of docs/kernels/step.md.
+"""Plot the kernels of a training step from a profile's table, for docs/kernels/step.md.
 
     python -m benchmarks.step_plot [--out FILE]
 
-The table is of one profile by hand (torch.profiler over graph replays): step_profile.md of the results.
+The table in the results' step_profile.md is of one profile by hand (torch.profiler over graph replays).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SECTION = "## Kernels by kind"
 
 
 def rows(page: str) -> tuple[list[str], dict[str, list[float]]]:
-    """Return the table's columns, and the milliseconds of each kind of kernel in each, up to the sum."""
+    """Return the table's columns, and each kind of kernel's milliseconds in each, up to the sum."""
     lines = [line for line in page.split(SECTION)[1].split("\n## ")[0].splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     kinds: dict[str, list[float]] = {}

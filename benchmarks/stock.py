@@ -1,6 +1,6 @@
-"""What users run today, out of the installed packages: the opponents of the benchmarks.
+"""Provide what users run today, from the installed packages, as the benchmarks' baselines.
 
-Each function here gives one of them as a callable, or None, said once, where its package cannot be imported.
+Each function returns one of them as a callable, or None, reported once, if its package cannot be imported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _say(line: str) -> None:
 
 
 def _without_time_limit(module: types.ModuleType) -> None:
-    """Lift the limit of non_max_suppression, which returns nothing for the images after it."""
+    """Lift the limit of non_max_suppression, after which it returns nothing for later images."""
     module.time = types.SimpleNamespace(time=lambda: 0.0)  # type: ignore[attr-defined]
 
 
@@ -58,7 +58,7 @@ def yolov5_scale_boxes() -> Callable[..., Tensor]:
 def yolov5_decode(
     anchors: Tensor, strides: list[float], classes: int, like: Tensor
 ) -> Callable[[list[Tensor]], Tensor]:
-    """Detect without its convolutions. `anchors` (nl, na, 2) in cells; `like` says the device and the type."""
+    """Run YOLOv5's Detect without its convolutions. `anchors` (nl, na, 2) are in cells; `like` has device and type."""
     from yolov5.models.yolo import Detect
 
     detect = Detect(classes, anchors.flatten(1).tolist(), [1] * len(strides))
@@ -122,7 +122,7 @@ def ultralytics_non_max_suppression() -> Callable[..., list[Tensor]]:
 def ultralytics_decode(
     strides: list[float], classes: int, like: Tensor
 ) -> Callable[[list[Tensor], list[Tensor]], Tensor]:
-    """Do what Detect does in inference after its convolutions. `like` says the device and the type."""
+    """Do what Ultralytics' Detect does in inference after its convolutions. `like` gives the device and the type."""
     from ultralytics.nn.modules.head import Detect
 
     detect = Detect(nc=classes, ch=(16,) * len(strides))

@@ -1,4 +1,4 @@
-"""Whether training with torch_fastdet learns what stock learns: the real train.py or Ultralytics' trainer, several seeds each way.
+"""Compare what training learns with torch_fastdet and stock: train.py or Ultralytics' trainer, several seeds each.
 
     python -m benchmarks.training_truth --out FOLDER [--model s] [--epochs 60] [--seeds 3] [--jobs 2] [--minutes 9]
     python -m benchmarks.training_truth --out FOLDER --small --seeds 16 --jobs 12 --variants stock fastdet only_loss_optim
@@ -6,17 +6,17 @@
     python -m benchmarks.training_truth --out FOLDER --model yolov8n-seg [...]
     python -m benchmarks.training_truth --out FOLDER --report
 
-A run is train.py from scratch on the demo's images. Its variant is ``stock``, ``fastdet`` (``torch_fastdet.yolov5 --fastdet``)
-or ``only_<switch>`` (that switch alone). With a model of Ultralytics a run is its trainer's, with default arguments but for size, epochs
-and batch; models that end in -seg, -pose or -obb get the labels of their task. --jobs of them share the machine, and take turns on its
-GPUs. Each finished run leaves one JSON file, <variant>-seed<n>.json, in FOLDER, and a run whose file is there is not done again: the
-work can be split over several commands. With --minutes no run begins that would end later, judged by the longest so far. When all are there, or with
---report, a table of means and of the difference with its standard error stands beside FOLDER as FOLDER.md, and an image as
-FOLDER.png. The default FOLDER is training_truth in the results folder of this machine and day; benchmarks/report.py names the others
-that the docs show.
+A run is train.py from scratch on the demo's images. Its variant is ``stock``, ``fastdet`` (``torch_fastdet.yolov5
+--fastdet``) or ``only_<switch>`` (only that switch). With a model of Ultralytics a run is its trainer's, with default
+arguments except for size, epochs and batch; models that end in -seg, -pose or -obb get their task's labels. --jobs of
+them share the machine and take turns on its GPUs. Each finished run leaves <variant>-seed<n>.json in FOLDER, and a run
+with a file is not repeated: several commands can share the work. With --minutes no run begins that would end later,
+judged by the longest so far. When all are done, or with --report, FOLDER.md has a table of means and of the difference
+with its standard error, and FOLDER.png a plot. The default FOLDER is training_truth in the results folder of this
+machine and day; benchmarks/report.py names the others that the docs show.
 
---small is the case for many seeds: yolov5n at 320x320, batch 64 (an optimizer step each iteration). A difference means something
-from twelve seeds on.
+--small is for many seeds: yolov5n at 320x320, batch 64 (an optimizer step in each iteration). A difference means
+something from twelve seeds on.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from typing import Any
 from benchmarks.report import ROOT, as_json, pyplot, results_folder, table
 from examples.demo.training import FASTDET, STOCK, Machine, Progress, Run, Variant, read_results, train
 
-# Columns of train.py's results.csv.
-MAP50, MAP = "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"
+MAP50, MAP = "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"  # columns of train.py's results.csv
 NAMES = {
     MAP: "mAP50-95",
     MAP50: "mAP50",
@@ -59,9 +58,9 @@ NAMES = {
     "val/l1_loss": "val l1 loss",
     "train/box_loss": "train box loss",
 }
-# Six are shown.
+# The plot shows these, six at most.
 PANELS = [name for name in NAMES if name not in ("metrics/precision", "metrics/recall", "val/kobj_loss")]
-# Columns of Ultralytics' results.csv that have other names there.
+# Ultralytics' results.csv has other names for these columns.
 ULTRALYTICS_NAMES = {
     "metrics/mAP50-95(B)": MAP,
     "metrics/mAP50(B)": MAP50,
@@ -76,7 +75,7 @@ ONLY = "only_"
 
 @dataclass(frozen=True)
 class Settings:
-    """What all runs of a comparison have in common."""
+    """Hold what all runs of a comparison have in common."""
 
     model: str = "yolov5s"
     epochs: int = 60
@@ -86,7 +85,7 @@ class Settings:
 
     @property
     def of_yolov5(self) -> bool:
-        """Return whether the runs are train.py's; else they are the trainer's of Ultralytics."""
+        """Return whether the runs are train.py's rather than those of Ultralytics' trainer."""
         return self.model.startswith("yolov5")
 
 
@@ -94,7 +93,7 @@ SMALL = Settings("yolov5n", 20, 320, 1024, 64)
 
 
 def variant_of(name: str) -> Variant:
-    """Return the variant of that name: stock, fastdet or only_<switch>."""
+    """Return the variant with this name: stock, fastdet or only_<switch>."""
     if name in (STOCK.name, FASTDET.name):
         return STOCK if name == STOCK.name else FASTDET
     from torch_fastdet import ultralytics, yolov5
@@ -112,7 +111,7 @@ def file_of(folder: Path, variant: Variant, seed: int) -> Path:
 
 
 def finished(folder: Path, settings: Settings | None = None) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return (variant, seed) -> what a run left. Files of different settings are an error: their curves cannot be compared."""
+    """Map (variant, seed) to what a run left. Different settings raise an error: such curves cannot be compared."""
     runs: dict[tuple[str, int], dict[str, Any]] = {}
     for path in sorted(folder.glob("*-seed*.json")):
         run = json.loads(path.read_text())
@@ -127,7 +126,7 @@ def finished(folder: Path, settings: Settings | None = None) -> dict[tuple[str, 
 def one_run(
     folder: Path, work: Path, variant: Variant, seed: int, settings: Settings, machine: Machine, data: Path, about: dict
 ) -> float:
-    """Train, write the run's file, and return the seconds that it took."""
+    """Train, write the run's file, and return the seconds that this took."""
     from examples.yolov5_env import environment
 
     started = time.monotonic()
@@ -203,7 +202,7 @@ def train_ultralytics(
 
 
 def run_all(arguments: argparse.Namespace, folder: Path, settings: Settings) -> bool:
-    """Do the runs that are missing, as far as time allows. Return True where none is left."""
+    """Do the missing runs as far as time allows. Return True if none is left."""
     import torch
 
     from benchmarks.harness import WORK, environment, missing
@@ -264,12 +263,12 @@ def run_all(arguments: argparse.Namespace, folder: Path, settings: Settings) -> 
 
 
 def standard_error(values: list[float]) -> float:
-    """Return the standard error of the mean; nan for a single value."""
+    """Return the standard error of the mean, or nan for a single value."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def by_variant(runs: dict[tuple[str, int], dict[str, Any]]) -> dict[Variant, list[dict[str, Any]]]:
-    """Return variant -> its runs, by seed; stock first, then --fastdet."""
+    """Map each variant to its runs, sorted by seed; stock comes first, then --fastdet."""
     first = {STOCK.name: 0, FASTDET.name: 1}
     names = sorted({name for name, _ in runs}, key=lambda name: (first.get(name, 2), name))
     return {variant_of(name): [run for (other, _), run in sorted(runs.items()) if other == name] for name in names}
@@ -319,7 +318,7 @@ def caption(stock: list[dict[str, Any]], groups: dict[Variant, list[dict[str, An
 
 
 def plot(folder: Path, path: Path) -> None:
-    """Plot every run's curve, mAP and losses by epoch; of many runs, where each ended."""
+    """Plot each run's mAP and losses by epoch, or with many runs their final values."""
     if not (plt := pyplot()):
         return
     groups = by_variant(finished(folder))
@@ -360,7 +359,7 @@ def _curves(axis: Any, metric: str, groups: dict[Variant, list[dict[str, Any]]])
 
 
 def _ends(axis: Any, metric: str, groups: dict[Variant, list[dict[str, Any]]]) -> None:
-    """Draw a dot a run, and the mean with its standard error."""
+    """Draw a dot for each run, and the mean with its standard error."""
     for index, group in enumerate(groups.values()):
         values = [run["epochs"][-1][metric] for run in group]
         axis.plot(values, [index] * len(values), ".", color="0.6")

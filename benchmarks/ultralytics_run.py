@@ -1,11 +1,11 @@
-"""Ultralytics' own command, as torch_fastdet.ultralytics starts it, with a clock beside it.
+"""Run Ultralytics' own command as torch_fastdet.ultralytics starts it, with a clock.
 
     python -m benchmarks.ultralytics_run TIMES.json [switches] train model=yolov8s.yaml data=... epochs=3
 
-TIMES.json gets, for each epoch, when each iteration ended (seconds), how long each validation's pass over the images took, and the
-most memory that torch held. The clock is some of Ultralytics' default callbacks, which are its own way of looking on; nothing else
-differs from the command. On several GPUs the trainer takes its callbacks along to the processes that it starts, and the first of
-them writes.
+For each epoch TIMES.json gets when each iteration ended (seconds), how long each validation's pass over the images
+took, and the most memory that torch held. The clock consists of some of Ultralytics' default callbacks; nothing else
+differs from the command. On several GPUs the trainer passes its callbacks to the processes that it starts, and the
+first of them writes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 
 class Clock:
-    """Ultralytics pickles callbacks for its processes by value, as this module is their ``__main__``: it imports what it needs."""
+    """Time epochs. Ultralytics pickles callbacks by value, as this is ``__main__``, so they import what they need."""
 
     def __init__(self, file: str) -> None:
         self.file = file

@@ -1,13 +1,13 @@
-"""One validation loss, three ways: the operator's, Ultralytics' own and float64, on the same predictions of a training's early epochs.
+"""Compare a validation loss of the operator, Ultralytics and float64 on predictions of a training's early epochs.
 
     python -m benchmarks.validation_loss [--model yolo26n] [--seeds 3] [--epochs 4] [--stock] [--device cpu] [--out FILE.jsonl]
 
-A training from scratch on the demo's images, as in benchmarks.training_truth, stops after --epochs of the 20 that its schedule
-has. After each epoch its moving average predicts the validation images as the trainer's validator does. The class loss of
-each batch is computed by the operator and by Ultralytics' own code, and that of the worst batch in float64. ``batch statistics``
-is Ultralytics' loss of the same weights where batch norms take the batch's own mean and variance: it tells whether a high loss
-comes from running statistics that are behind the weights. ``targets`` is the sum of target scores that the worst batch's loss is
-divided by. With --stock nothing is replaced in the training. Each line of FILE.jsonl is one validation.
+A training from scratch on the demo's images, as in benchmarks.training_truth, stops after --epochs of its schedule's
+20. After each epoch its moving average predicts the validation images as the trainer's validator does. The operator and
+Ultralytics compute the class loss of each batch, and float64 that of the worst. ``batch statistics`` is Ultralytics'
+loss of the same weights if batch norms use the batch's own mean and variance: it shows whether a high loss comes from
+running statistics that lag behind the weights. ``targets`` is the sum of target scores that divides the worst batch's
+loss. With --stock nothing is replaced. Each line of FILE.jsonl is one validation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ EPOCHS, BATCH = 20, 16  # of training_truth's trainings
 
 
 def criteria(model: Any) -> tuple[Any, Any]:
-    """Return torch_fastdet's and the original criterion for this model; the original is on Ultralytics' code alone."""
+    """Return torch_fastdet's and the original criterion for this model; the original runs only Ultralytics' code."""
     from torch_fastdet.switches.loss import ultralytics as loss
 
     kind: Any = loss.E2ELoss if hasattr(model.model[-1], "one2one_cv2") else loss.v8DetectionLoss
@@ -45,7 +45,7 @@ def criteria(model: Any) -> tuple[Any, Any]:
 
 
 def oracle(criterion: Any, preds: Any, batch: dict[str, Any]) -> tuple[float, float]:
-    """Return the class loss in float64, from the definition, and the sum of target scores."""
+    """Return the class loss in float64 by its definition, and the sum of target scores."""
     from tests.references.v8_loss import v8_loss
     from torch_fastdet.switches.loss.ultralytics import packed_targets
 
@@ -70,7 +70,7 @@ def oracle(criterion: Any, preds: Any, batch: dict[str, Any]) -> tuple[float, fl
 
 
 def of_batch_statistics(model: nn.Module) -> nn.Module:
-    """Return a copy whose batch norms take the batch's own mean and variance."""
+    """Return a copy whose batch norms use the batch's own mean and variance."""
     model = copy.deepcopy(model).eval()
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -80,7 +80,7 @@ def of_batch_statistics(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def look(trainer: Any) -> dict[str, Any]:
-    """Return class losses of each validation batch, by the moving average of the moment."""
+    """Return the class losses of each validation batch for the current moving average."""
     model = copy.deepcopy(trainer.ema.ema).float().eval()
     model.args = trainer.args
     ours, stock = criteria(model)

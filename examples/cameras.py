@@ -2,7 +2,7 @@
 
     python -m examples.cameras --model yolov8s.pt --cameras 8 --frames 300 --device 0 clips/*.mp4
 
-A camera is a thread that plays a video file, or random images without one, as fast as it gets its answers. Needs Ultralytics.
+A camera is a thread that plays a video file, or random images, as fast as it gets answers. It needs Ultralytics.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Answer = Callable[[np.ndarray], Any]
 
 
 def frames(path: str | None, seed: int) -> Iterator[np.ndarray]:
-    """Yield the frames of a file, again and again; of no file 16 random ones."""
+    """Yield the frames of a file again and again, or without a file 16 random ones."""
     rng = np.random.default_rng(seed)
     known: list[Any] = [rng.integers(0, 256, (480, 640, 3), dtype=np.uint8) for _ in range(16)] if path is None else []
     if path is not None:
@@ -39,12 +39,12 @@ def frames(path: str | None, seed: int) -> Iterator[np.ndarray]:
 
 
 def cameras(paths: list[str], count: int) -> list[Iterator[np.ndarray]]:
-    """Return the frames of so many cameras, which play the files one after another."""
+    """Return the frames of ``count`` cameras, which play the files in turn."""
     return [frames(paths[i % len(paths)] if paths else None, i) for i in range(count)]
 
 
 def play(answers: list[Answer], images: Sequence[Iterator[np.ndarray]], count: int) -> tuple[float, np.ndarray]:
-    """Let each camera ask for ``count`` of its images; return images a second, and how long each answer took in milliseconds."""
+    """Let each camera ask for ``count`` images; return images per second, and the milliseconds of each answer."""
     took = np.zeros((len(answers), count))
     start = threading.Barrier(len(answers) + 1)
     failed: list[BaseException] = []

@@ -1,4 +1,4 @@
-"""Share what the examples' command lines need: arguments that are judged before anything runs, and one sentence for what fails."""
+"""Share what the examples' command lines need: arguments that are checked before anything runs, and one-line errors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Unusable(ValueError):
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Run an example and end with its exit status; 2, and one sentence, where the user can mend what is wrong.
+    """Run an example and end with its exit status, or with 2 and one sentence if the user can fix the problem.
 
-    Other exceptions are the program's faults, and keep their traceback.
+    Other exceptions are errors of the program and keep their traceback.
     """
     try:
         sys.exit(main())
@@ -30,24 +30,24 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 
 def say(line: str) -> None:
-    """Print a line that may hold names of files that are not UTF-8."""
+    """Print a line that may hold file names that are not UTF-8."""
     print(line.encode(errors="backslashreplace").decode(), flush=True)
 
 
 def brief(error: Exception) -> str:
-    """Return the first sentence of an error of PyTorch's, which goes on with advice that does not fit here."""
+    """Return the first sentence of a PyTorch error, whose further advice does not fit here."""
     return " ".join(str(error).split()).split(". ")[0]
 
 
 def existing(name: str) -> str:
-    """Return a command line's argument that names a file or folder which is there."""
+    """Return a command line's argument that names an existing file or folder."""
     if not Path(name).exists():
         raise argparse.ArgumentTypeError(f"there is no {name}")
     return name
 
 
 def folder(name: str) -> Path:
-    """Return a command line's folder to write into, which is there or can be made."""
+    """Return a command line's folder to write into, which exists or can be made."""
     path = Path(name)
     there = next(part for part in (path, *path.absolute().parents) if part.exists())
     if not there.is_dir():
@@ -56,21 +56,21 @@ def folder(name: str) -> Path:
 
 
 def positive(text: str) -> int:
-    """Return a command line's number of things, of which there is at least one."""
+    """Return a command line's number of things, which is at least one."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is given, but a whole number, 1 or more, is expected")
     return int(text)
 
 
 def devices() -> list[str]:
-    """Return what --device can name: the CPU, and the GPUs that both PyTorch and torch_fastdet can use."""
+    """Return what --device can name: the CPU, and GPUs that both PyTorch and torch_fastdet can use."""
     if not torch.cuda.is_available() or torch_fastdet.build_info()["cuda"] is None:
         return ["cpu"]
     return ["cpu", "cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
 
 
 def usable_device(name: str) -> str:
-    """Return a command line's device, which can be used here."""
+    """Return a command line's device, which is usable here."""
     if name not in devices():
         raise argparse.ArgumentTypeError(f"{name} cannot be used here, only {', '.join(devices())}")
     return name

@@ -1,13 +1,13 @@
-"""Run the deformable attention of DETR-like models by torch_fastdet: a module with the usual arguments, and its gradients.
+"""Run the deformable attention of DETR-like models with torch_fastdet: a module with the usual arguments.
 
     python -m examples.deformable_attention
     python -m examples.deformable_attention --device cuda --batch 16 --queries 500
 
-makes a multi-scale deformable attention layer, whose ``ms_deform_attn`` takes (value, spatial_shapes, level_start_index,
-sampling_locations, attention_weights) as in Deformable DETR and the models after it. It runs the layer forward and backward, once
-with torch_fastdet's operator and once with PyTorch's grid_sample, and prints how far apart the results are, and how long each takes.
+This makes a multi-scale deformable attention layer, whose ``ms_deform_attn`` takes (value, spatial_shapes,
+level_start_index, sampling_locations, attention_weights) as in Deformable DETR. It runs the layer forward and backward,
+with torch_fastdet's operator and with grid_sample, and prints the results' distance and times.
 
-To use it in a model of your own, put ``ms_deform_attn`` in the place of the model's function of that kind.
+To use it in your own model, replace the model's function of that kind with ``ms_deform_attn``.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def ms_deform_attn(
     sampling_locations: Tensor,
     attention_weights: Tensor,
 ) -> Tensor:
-    """Turn (batch, pixels, heads, channels) into (batch, queries, heads * channels). The levels lie one after the other, so that
-    ``level_start_index`` says nothing more. A model that has its shapes in a tensor keeps them as numbers too: ``shapes.tolist()``
-    waits for a GPU."""
+    """Turn (batch, pixels, heads, channels) into (batch, queries, heads * channels). Levels follow each other, so that
+    ``level_start_index`` adds nothing. If a model has its shapes in a tensor, keep them as numbers too:
+    ``shapes.tolist()`` waits for a GPU."""
     return ops.deformable_attention(value, spatial_shapes, sampling_locations, attention_weights)
 
 
@@ -53,7 +53,7 @@ def ms_deform_attn_pytorch(
     sampling_locations: Tensor,
     attention_weights: Tensor,
 ) -> Tensor:
-    """Do the same in PyTorch alone: each level is sampled as an image of its own, a head at a time."""
+    """Do the same in PyTorch alone: sample each level as an image of its own, head by head."""
     total = value.new_zeros(value.shape[0], sampling_locations.shape[1], *value.shape[2:])
     levels = value.split([height * width for height, width in spatial_shapes], dim=1)
     for level, (pixels, shape) in enumerate(zip(levels, spatial_shapes)):
@@ -80,8 +80,8 @@ class DeformableAttention(nn.Module):
     def forward(
         self, query: Tensor, reference: Tensor, pixels: Tensor, shapes: Shapes, level_start_index: Tensor
     ) -> Tensor:
-        """Take query (batch, queries, width), reference (batch, queries, levels, 2) as shares of the image, pixels (batch, all levels',
-        width)."""
+        """Take query (batch, queries, width), reference (batch, queries, levels, 2) as shares of the image, and pixels
+        (batch, pixels of all levels, width)."""
         heads, levels, points = self.shape
         value = self.values(pixels).unflatten(2, (heads, -1))
         offsets = self.offsets(query).unflatten(2, (heads, levels, points, 2))
@@ -92,7 +92,7 @@ class DeformableAttention(nn.Module):
 
 
 def forward_and_backward(layer: nn.Module, inputs: list[Tensor], shapes: Shapes) -> list[Tensor]:
-    """Return the result and the gradients of the inputs and the layer's parameters."""
+    """Return the result and the gradients of the inputs and of the layer's parameters."""
     query, reference, pixels = (tensor.detach().requires_grad_() for tensor in inputs)
     starts = torch.tensor([0, *(height * width for height, width in shapes[:-1])]).cumsum(0)
     out = layer(query, reference, pixels, shapes, starts)

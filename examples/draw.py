@@ -4,12 +4,12 @@
     python -m examples.draw build/detector/detector.ts images/ --out build/drawn
     python -m examples.draw yolo11n-seg.pt images/ --also yolo11n-obb.pt --out build/drawn
 
-writes a PNG of each image into --out: a box in its class's color, with name and confidence, and what the detector knows beyond
-the box: a mask as a tint, a rotated box for the upright one. A detector is a detector.ts or images.ts of export.py, a model of
-Ultralytics (.pt), whose package has to be installed then, or a YOLOv5 checkpoint (.pt) that detects, whose code export.py says how to
-find. --also names further ones that look at the same images. An image that
-cannot be read, or whose PNG would have the name of one that is drawn (a.jpg beside a.png), is said, and the others are drawn; the
-exit status is 1 then. A PNG of an earlier run is replaced; an --out where one of the images themselves would be is refused.
+This writes a PNG of each image into --out with a box in its class's color, with name and confidence, and what else the
+detector knows: a mask as a tint, a rotated box for the upright one. A detector is a detector.ts or images.ts of
+export.py, an Ultralytics model (.pt), whose package must be installed, or a YOLOv5 checkpoint (.pt) that detects, whose
+code is found as export.py says. --also names further detectors for the same images. An image that cannot be read, or
+whose PNG would have the name of another (a.jpg beside a.png), is reported, and the others are drawn; the exit status is
+1 then. A PNG of an earlier run is replaced; an --out that holds one of the images is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from examples.images import Detection, detector_of, find_images, read
 
 
 def color(index: int) -> tuple[int, int, int]:
-    """Return bright colors, far apart for neighbouring classes."""
+    """Return bright colors, far apart for neighboring classes."""
     red, green, blue = colorsys.hsv_to_rgb(index * 0.618 % 1, 1.0, 1.0)
     return round(255 * red), round(255 * green), round(255 * blue)
 
@@ -43,7 +43,7 @@ def tint(image: Image.Image, mask: np.ndarray, ink: tuple[int, int, int]) -> Ima
 
 
 def draw(image: Image.Image, detections: list[Detection], names: list[str]) -> Image.Image:
-    """Return a copy of the image with the detections on it, the best ones on top; masks lie below all boxes."""
+    """Return a copy of the image with the detections, the best ones on top; masks lie below all boxes."""
     result = image.convert("RGB")
     for found in reversed(detections):
         if found.mask is not None:

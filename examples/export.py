@@ -1,19 +1,19 @@
-"""Make a TorchScript detector with torch_fastdet's operators inside: what serve.py, draw.py and cpp/detect.cpp run.
+"""Make a TorchScript detector with torch_fastdet's operators inside, for serve.py, draw.py and cpp/detect.cpp.
 
     python -m examples.export --out build/detector                        # a small network with random weights
     python -m examples.export --out build/detector --weights yolov5s.pt   # a YOLOv5 checkpoint
     python -m examples.export --out build/detector --weights best.pt --yolov5 ../yolov5
 
-writes detector.ts, which needs torch_fastdet but no YOLOv5 to be loaded; images.ts, which takes uint8 images of any sizes and
-gives boxes in their pixels; and image.npy and golden/, the stages of plain PyTorch that the C++ program's are compared with.
-To load a checkpoint needs YOLOv5's code: of the clone in whose folder it lies, of the clone that --yolov5 names, or of PyPI's
-package yolov5.
+This writes detector.ts, which needs torch_fastdet but no YOLOv5 to load; images.ts, which takes uint8 images of any
+sizes and returns boxes in their pixels; and image.npy and golden/, the stages of plain PyTorch with which those of the
+C++ program are compared. A checkpoint needs YOLOv5's code, from the clone that holds it, the clone that --yolov5 names,
+or PyPI's package yolov5.
 
     detect build/detector/detector.ts build/detector/image.npy --golden build/cpp
     python -m torch_fastdet.golden compare build/detector/golden build/cpp --rtol 1e-5 --atol 1e-3
 
---aoti also writes detector.pt2, the same detector compiled ahead of time by torch.export and AOTInductor (a C++ compiler is
-needed, and a minute): `detect build/detector/detector.pt2 build/detector/image.npy`.
+--aoti also writes detector.pt2, the same detector compiled ahead of time by torch.export and AOTInductor, which needs a
+C++ compiler and a minute: `detect build/detector/detector.pt2 build/detector/image.npy`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class SmallNetwork(nn.Module):
 
 
 class Detector(nn.Module):
-    """Join a network that gives raw heads and the post-processing of its heads. Scriptable."""
+    """Join a network that returns raw heads and their post-processing. It can be scripted."""
 
     def __init__(self, network: nn.Module, postprocess: YOLOv5PostProcess):
         super().__init__()
@@ -75,14 +75,14 @@ class Detector(nn.Module):
 
     @torch.jit.export
     def stages(self, image: Tensor) -> dict[str, Tensor]:
-        """Return the stages of golden.yolov5_stages, as this detector computes them (without candidates, which never exist here)."""
+        """Return the stages of golden.yolov5_stages as this detector computes them, without candidates."""
         post = self.postprocess
         stages: dict[str, Tensor] = {}
         heads = self.network(image)
         for level, head in enumerate(heads):
             stages["raw." + str(level)] = head
         stages["decoded"] = ops.yolov5_decode(heads, post.anchors, post.strides, post.nm)
-        # Nothing overlaps by more than 1: all candidates that pass, sorted.
+        # No overlap exceeds 1, so these are all candidates that pass, sorted.
         every = stages["decoded"].size(1)
         rows, counts = ops.yolov5_postprocess(heads, post.anchors, post.strides, post.conf_thres, 1.0, max_det=every)
         stages["sorted"] = flatten(rows, counts)
@@ -116,7 +116,7 @@ def small_detector(**options) -> Detector:
 
 
 def eager_yolov5_detector(model: nn.Module, **options) -> Detector:
-    """Return the detector of a loaded YOLOv5 model, for torch.export. TorchScript cannot compile that model."""
+    """Return the detector of a loaded YOLOv5 model for torch.export. TorchScript cannot compile that model."""
     return Detector(YOLOv5Heads(model), YOLOv5PostProcess.from_model(model, **options))
 
 
@@ -129,7 +129,7 @@ def yolov5_detector(model: nn.Module, image: Tensor, **options) -> Detector:
 
 
 def yolov5_folder(weights: str, given: str | None = None) -> Path | None:
-    """Return the folder with YOLOv5's ``models``: the one given, the clone in which the checkpoint lies, or PyPI's package."""
+    """Return the folder with YOLOv5's ``models``: the given one, the clone with the checkpoint, or PyPI's package."""
     for clone in [Path(given)] if given else Path(weights).resolve().parents:
         if (clone / "models/yolo.py").is_file():
             return clone.resolve()
@@ -140,7 +140,7 @@ def yolov5_folder(weights: str, given: str | None = None) -> Path | None:
 
 
 def load_checkpoint(path: str, yolov5: str | None = None) -> tuple[Any, dict[str, Any]]:
-    """Return the model of a YOLOv5 checkpoint, and the options it was trained with."""
+    """Return the model of a YOLOv5 checkpoint and the options of its training."""
     folder = yolov5_folder(path, yolov5)
     if folder:  # pickled classes are those of the top modules `models` and `utils`
         sys.path.insert(0, str(folder))
@@ -153,9 +153,9 @@ def load_checkpoint(path: str, yolov5: str | None = None) -> tuple[Any, dict[str
 
 
 def load_yolov5(path: str, yolov5: str | None = None) -> tuple[nn.Module, list[str], int]:
-    """Return a YOLOv5 checkpoint's model, its classes' names and the size of the images it was trained on.
+    """Return a YOLOv5 checkpoint's model, its class names and the image size of its training.
 
-    YOLOv5 pickles whole modules, and unpickling runs what the file says: load checkpoints that you trust.
+    YOLOv5 pickles whole modules, and unpickling runs what the file says: load only checkpoints that you trust.
     """
     try:
         model, trained = load_checkpoint(path, yolov5)
@@ -175,7 +175,7 @@ def load_yolov5(path: str, yolov5: str | None = None) -> tuple[nn.Module, list[s
 
 
 def save(detector: nn.Module, size: int, names: list[str], path: Path) -> None:
-    """Write the TorchScript file; the side of the images it wants and the classes' names are inside."""
+    """Write the TorchScript file, with the image size and class names inside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     about = json.dumps({"size": size, "names": names})
     script = torch.jit.script(detector)
@@ -184,7 +184,7 @@ def save(detector: nn.Module, size: int, names: list[str], path: Path) -> None:
 
 
 def package(detector: Detector, image: Tensor, path: Path, **options) -> None:
-    """Write an AOTInductor package, for images of that shape on that device; ``options`` are Inductor's."""
+    """Write an AOTInductor package for images of this shape on this device; ``options`` are Inductor's."""
     with torch.no_grad():
         program = torch.export.export(detector, (image,))
         torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=options)

@@ -4,7 +4,7 @@
     python -m examples.fine_tune --data mine.yaml --host yolov5 --weights yolov5s.pt
     python -m examples.fine_tune --draw 64 --out build/shapes --weights yolo11n.yaml  # no images at hand: drawn shapes
 
---data is the file that both frameworks read: where the images and labels are, and the names of the classes (docs/index.md).
+--data is the file that both frameworks read: the places of images and labels, and the class names (docs/index.md).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from examples.yolov5_env import environment
 
 
 def draw_data(folder: Path, count: int) -> Path:
-    """Draw images of shapes with labels, as both frameworks want them; one fifth is for validation. Return the data set's file."""
+    """Draw images of shapes with labels for both frameworks, a fifth for validation. Return the data set's file."""
     rng = np.random.default_rng(0)
     for index in range(count):
         split = "val" if index % 5 == 4 else "train"
@@ -42,7 +42,7 @@ def draw_data(folder: Path, count: int) -> Path:
 
 
 def with_ultralytics(data: Path, weights: str, epochs: int, size: int, out: Path, device: str | None = None) -> Path:
-    """Train, validate and return the best checkpoint. Two lines are torch_fastdet's; the rest is Ultralytics' own."""
+    """Train, validate and return the best checkpoint. Two lines are torch_fastdet's, the rest Ultralytics' own."""
     from torch_fastdet.ultralytics import patch
 
     patch()
@@ -66,7 +66,7 @@ def with_ultralytics(data: Path, weights: str, epochs: int, size: int, out: Path
 
 
 def yolov5_command(data: Path, weights: str, epochs: int, size: int, out: Path, script: str = "") -> list[str]:
-    """Return what you would type: train.py behind ``python -m torch_fastdet.yolov5``. ``script`` is a checkout's train.py."""
+    """Return the command to type: train.py (or ``script``, a checkout's) after ``python -m torch_fastdet.yolov5``."""
     start = [script] if script else ["-m", "yolov5.train"]
     model = ["--weights", weights] if weights.endswith(".pt") else ["--weights", "", "--cfg", weights]
     words = [
@@ -88,18 +88,18 @@ def yolov5_command(data: Path, weights: str, epochs: int, size: int, out: Path, 
 def with_yolov5(
     data: Path, weights: str, epochs: int, size: int, out: Path, device: str | None = None, script: str = ""
 ) -> Path:
-    """Train by train.py, which also validates, and return the best checkpoint."""
+    """Train with train.py, which also validates, and return the best checkpoint."""
     command = yolov5_command(data, weights, epochs, size, out, script)
     if device is not None:
         command += ["--device", device]
-    # PyPI's package is of 2023 and wants stand-ins beside a current PyTorch; a clone does not.
+    # PyPI's package is of 2023 and needs stand-ins with a current PyTorch; a clone does not.
     if subprocess.run(command, env=None if script else environment(out / "environment")).returncode:
         raise Unusable("train.py ended with an error, which stands above")
     return out / "train/weights/best.pt"
 
 
 def next_command(host: str, best: Path, out: Path, size: int, script: str = "") -> str:
-    """Return what to type next: it makes a detector of the checkpoint, or draws what it finds."""
+    """Return the next command to type, which makes a detector of the checkpoint, or draws its detections."""
     if host == "ultralytics":
         return shlex.join(["python", "-m", "examples.draw", str(best), "images/", "--out", f"{out}/drawn"])
     clone = ["--yolov5", str(Path(script).resolve().parent)] if script else []

@@ -1,4 +1,4 @@
-"""Turn images into detections: what serve.py and draw.py share. It needs torch, torch_fastdet and Pillow, but no YOLOv5."""
+"""Turn images into detections for serve.py and draw.py. This needs torch, torch_fastdet and Pillow, but no YOLOv5."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from examples.export import eager_yolov5_detector, load_yolov5
 from torch_fastdet import ops  # also loads the operators that the TorchScript file names
 
 SUFFIXES = {".bmp", ".jpeg", ".jpg", ".png", ".webp"}
-#: What Pillow may read: other formats run programs (EPS runs Ghostscript), or are rare and little tested.
+#: Pillow may read only these: other formats run programs (EPS runs Ghostscript), or are rare and little tested.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 MAX_SIZE = 16384  # of the side of a detector's images
 GRAY = (114, 114, 114)  # YOLOv5's padding
@@ -31,7 +31,7 @@ class Detection(NamedTuple):
 
 
 def about(text: str | bytes, path: str | Path) -> tuple[int, list[str]]:
-    """Return the side of the images and the classes' names, as export.py writes them into ``path``."""
+    """Return the image size and class names that export.py writes into ``path``."""
     try:
         found = json.loads(text)
         size, names = found["size"], found["names"]
@@ -47,9 +47,9 @@ def about(text: str | bytes, path: str | Path) -> tuple[int, list[str]]:
 
 
 class ImageDetector:
-    """Run a detector.ts or images.ts of export.py on images of any size: boxes are in their own pixels.
+    """Run a detector.ts or images.ts of export.py on images of any size; boxes are in the images' own pixels.
 
-    Pillow letterboxes images for a detector.ts, on the host; an images.ts does so itself, as OpenCV does.
+    For a detector.ts Pillow letterboxes images on the host; an images.ts does so itself, as OpenCV does.
     """
 
     def __init__(self, path: str | Path, device: str = "cpu") -> None:
@@ -74,7 +74,7 @@ class ImageDetector:
     def prepare(self, image: Image.Image) -> tuple[torch.Tensor, list[float]]:
         """Return the network's input (3, size, size), uint8, and how the image was letterboxed into it."""
         shape = [image.height, image.width]
-        # To whole pixels, as done here.
+        # Round to whole pixels, as below.
         letterbox = ops.letterbox([self.size, self.size], shape, rounding="ultralytics")
         gain_x, gain_y, left, top = letterbox[:4]
         resized = (max(round(image.width * gain_x), 1), max(round(image.height * gain_y), 1))
@@ -84,7 +84,7 @@ class ImageDetector:
 
     @torch.inference_mode()
     def __call__(self, images: list[Image.Image]) -> list[list[Detection]]:
-        """Return detections of each image, best first; all images are one batch, and one copy brings the result to the host."""
+        """Return each image's detections, best first; one batch has all images, one copy brings all to the host."""
         if not images:
             return []
         if self.letterboxes:
@@ -100,7 +100,7 @@ class ImageDetector:
 
 
 class YOLOv5Detector(ImageDetector):
-    """Run the model of a YOLOv5 checkpoint that detects, at the size it was trained at."""
+    """Run a YOLOv5 checkpoint's detection model at the image size of its training."""
 
     def __init__(self, path: str | Path, device: str = "cpu", yolov5: str | None = None) -> None:
         model, self.names, self.size = load_yolov5(str(path), yolov5)
@@ -112,7 +112,7 @@ TASKS = ("detect", "segment", "pose", "obb")
 
 
 class UltralyticsDetector:
-    """Run a model of Ultralytics that finds boxes, rotated boxes or masks, with torch_fastdet's operators."""
+    """Run an Ultralytics model that finds boxes, rotated boxes or masks, with torch_fastdet's operators."""
 
     def __init__(self, path: str | Path, device: str = "cpu") -> None:
         try:
@@ -137,7 +137,7 @@ class UltralyticsDetector:
         self.device: str = device
 
     def __call__(self, images: list[Image.Image]) -> list[list[Detection]]:
-        """Return detections of each image, best first."""
+        """Return each image's detections, best first."""
         found = []
         for image in images:
             (result,) = self.model.predict(image, device=self.device, retina_masks=True, verbose=False)
@@ -146,7 +146,7 @@ class UltralyticsDetector:
 
 
 def detections_of(result: Any, names: Sequence[str]) -> Iterator[Detection]:
-    """Return what a result of Ultralytics says of one image."""
+    """Return what a result of Ultralytics contains for one image."""
     rotated = result.obb is not None
     boxes = result.obb if rotated else result.boxes
     corners = boxes.xyxyxyxy.tolist() if rotated else [None] * len(boxes)
@@ -156,7 +156,7 @@ def detections_of(result: Any, names: Sequence[str]) -> Iterator[Detection]:
 
 
 def is_yolov5(path: str | Path) -> bool:
-    """Return whether a checkpoint holds classes of YOLOv5. It runs no code of the file."""
+    """Return whether a checkpoint holds classes of YOLOv5, without running code of the file."""
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # no checkpoint at all, which whoever loads it says
@@ -167,14 +167,14 @@ def is_yolov5(path: str | Path) -> bool:
 def detector_of(
     path: str | Path, device: str = "cpu", yolov5: str | None = None
 ) -> ImageDetector | UltralyticsDetector:
-    """Return the detector in a file: of YOLOv5 or Ultralytics where its name ends with .pt, else one of export.py."""
+    """Return a file's detector: of YOLOv5 or Ultralytics if its name ends with .pt, else one of export.py."""
     if not str(path).endswith(".pt"):
         return ImageDetector(path, device)
     return YOLOv5Detector(path, device, yolov5) if is_yolov5(path) else UltralyticsDetector(path, device)
 
 
 def read(path: Path) -> Image.Image | str:
-    """Return the image, or why there is none."""
+    """Return the image, or the reason why there is none."""
     try:
         if path.exists() and not path.is_file():  # a pipe would be waited for
             raise OSError(f"{path} is not a file")
@@ -185,7 +185,7 @@ def read(path: Path) -> Image.Image | str:
 
 
 def find_images(sources: list[str | Path]) -> list[Path]:
-    """Return the files among ``sources``, and the images in the folders among them, in order; at least one."""
+    """Return the files among ``sources`` and the images in their folders, in order; at least one."""
     found: list[Path] = []
     for source in map(Path, sources):
         if source.is_dir():

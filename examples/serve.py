@@ -4,13 +4,13 @@
     python -m examples.serve build/detector/detector.ts images/ one-more.jpg
     mkfifo requests; python -m examples.serve build/detector/detector.ts - <> requests
 
-A line holds "image", and "milliseconds" (of its batch, reading included, an image) with "detections", best first: "name",
-"confidence" and "box", which is left, top, right and bottom in the image's pixels. An image that cannot be read has "error"
-instead, and the loop goes on; the exit status is 1 then.
+A line holds "image", "milliseconds" (per image of its batch, reading included) and "detections", best first, with
+"name", "confidence" and "box": left, top, right and bottom in the image's pixels. An image that cannot be read has
+"error", and the loop goes on; the exit status is 1 then.
 
-With ``-`` names come from standard input, one a line, and each is answered at once. A name is the line as it stands, without its
-end: of any bytes, and with blanks where it has them. ``<>`` keeps the pipe open when a writer has
-closed it: with ``<`` the first writer's end would be the program's.
+With ``-`` names come from standard input, one per line, and each is answered at once. A name is the whole line without
+its end, of any bytes, blanks included. ``<>`` keeps the pipe open when a writer has closed it; with ``<`` the program
+would end with the first writer.
 """
 
 from __future__ import annotations

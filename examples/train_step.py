@@ -1,13 +1,13 @@
-"""Run a training loop of one's own: torch_fastdet.graphs.TrainStep runs the whole step as one CUDA graph.
+"""Run your own training loop: torch_fastdet.graphs.TrainStep runs the whole step as one CUDA graph.
 
     python -m examples.train_step --out build/shapes                     # a small network, seconds on a CPU
     python -m examples.train_step --out build/shapes --cfg yolov5n.yaml  # PyPI's YOLOv5 model, where it is installed
     python -m examples.serve build/shapes/detector.ts build/shapes/images
 
-draws images of squares, discs and triangles, trains on them, says how many of the shapes in 32 images that it has not seen
-are found, and writes those images, their labels and detector.ts (for serve.py, draw.py and C++) into --out.
+This draws images of squares, discs and triangles, trains on them, prints how many shapes in 32 unseen images are found,
+and writes those images, their labels and detector.ts (for serve.py, draw.py and C++) into --out.
 
-TrainStep needs a GPU. On the CPU the same step runs as separate calls (ComputeLoss, backward, FusedStep), and a line says so.
+TrainStep needs a GPU. On the CPU separate calls run the same step (ComputeLoss, backward, FusedStep) after a line.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HELD_OUT = 32
 
 
 def draw_image(rng: np.random.Generator) -> tuple[Image.Image, list[tuple[float, ...]]]:
-    """Draw a noisy image with one to four shapes, and a label for each: class, x, y, width, height as shares of the image."""
+    """Draw a noisy image with one to four shapes and their labels: class, x, y, width, height as shares."""
     image = Image.fromarray(rng.integers(0, 110, (SIZE, SIZE, 3), dtype=np.uint8))
     canvas = ImageDraw.Draw(image)
     labels: list[tuple[float, ...]] = []
@@ -68,7 +68,7 @@ def draw_image(rng: np.random.Generator) -> tuple[Image.Image, list[tuple[float,
 
 
 class Head(nn.Module):
-    """Compute YOLOv5's raw head maps, and have the attributes by which ComputeLoss and YOLOv5PostProcess know a head."""
+    """Compute YOLOv5's raw head maps, with the attributes that ComputeLoss and YOLOv5PostProcess look for."""
 
     def __init__(self, channels: list[int]) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def block(inputs: int, outputs: int, stride: int) -> nn.Sequential:
 
 
 class SmallDetector(nn.Module):
-    """Detect on two levels, with a neck that upsamples straight into its concatenation. ComputeLoss reads ``hyp`` and ``model[-1]``."""
+    """Detect on two levels; the neck upsamples into its concatenation. ComputeLoss reads ``hyp`` and ``model[-1]``."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def make_model(cfg: str | None) -> nn.Module:
 
 
 def separate_calls(model: nn.Module, loss: ComputeLoss, optimizer: torch.optim.SGD, ema: ModelEMA, max_norm: float):
-    """Run what TrainStep runs, call by call: for the CPU."""
+    """Run TrainStep's work call by call, for the CPU."""
     fused = FusedStep(optimizer, ema=ema, max_norm=max_norm)
 
     def step(images: Tensor, targets: Tensor, update: bool = True) -> Tensor:
@@ -169,7 +169,7 @@ def train(
 
 @torch.inference_mode()
 def count_found(detector: nn.Module, images: Tensor, labels: list[Tensor]) -> tuple[int, int, int]:
-    """Count the labelled shapes that are found (the right class, IoU above .5), all of them, and false detections."""
+    """Count the labeled shapes that are found (right class, IoU above .5), all of them, and false detections."""
     detections, counts = detector(images.float() / 255)
     found = total = false = 0
     for rows, count, truth in zip(detections, counts.tolist(), labels):

@@ -1,26 +1,26 @@
 """Run PyPI's yolov5 beside a current PyTorch, without network and without its cloud clients.
 
-``yolov5==7.0.14`` is the real train.py, val.py and detect.py, but of 2023: installed with ``--no-deps`` it needs a few
-stand-ins before it starts. They are made here, once, for the demo and for the tests: nothing of yolov5 is changed.
+``yolov5==7.0.14`` has the real train.py, val.py and detect.py, but is of 2023: installed with ``--no-deps`` it needs a
+few stand-ins. This file makes them for the demo and the tests; it changes nothing of yolov5.
 
     from yolov5_env import environment
     subprocess.run([sys.executable, "-m", "yolov5.train", ...], env=environment("runs/yolov5_env"))
 
-``python -m examples.yolov5_env`` writes the stand-ins of roboflow and huggingface_hub beside the installed yolov5, where they are
-missing: without them no ``python -m yolov5.train`` starts. ``make`` does so in ``.venv``. (A training that reads checkpoints needs
-``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1`` too.)
+``python -m examples.yolov5_env`` writes missing stand-ins of roboflow and huggingface_hub beside the installed yolov5,
+as ``make`` does in ``.venv``: without them no ``python -m yolov5.train`` starts. (A training that reads checkpoints
+also needs ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1``.)
 
-What it takes, and why:
+These are the stand-ins and settings:
 
 * ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD``: yolov5 unpickles its own checkpoints with a bare ``torch.load``.
-* a font at ``Arial.ttf`` in the configuration folders: yolov5 would download it otherwise. Matplotlib's DejaVuSans serves.
+* a font at ``Arial.ttf`` in the configuration folders, which yolov5 would download: Matplotlib's DejaVuSans.
 * ``huggingface_hub``: yolov5 asks the hub for every weights file, also for a local one, through modules that newer
   versions no longer have. The stand-in answers "no such repository", after which yolov5 looks on the disk.
-* ``roboflow``: imported at start, used only for data sets that live there. A module without content is enough.
-* ``pkg_resources``: gone from setuptools 82 on; yolov5 compares versions with it, which ``packaging`` does as well.
-* ``polars``: Ultralytics reads results.csv with it, and goes on without where that fails. (``.venv`` has the real one.)
-* ``numpy.trapz``: gone from numpy 2.4 on. ``sitecustomize`` gives it back, so that worker processes have it too.
-* what would call home (requirement checks that install, experiment trackers) is switched off.
+* ``roboflow``: yolov5 imports it at start and uses it only for data sets there. An empty module is enough.
+* ``pkg_resources``: setuptools 82 removed it; yolov5 compares versions with it, which ``packaging`` does as well.
+* ``polars``: Ultralytics reads results.csv with it, and goes on without it if that fails. (``.venv`` has the real one.)
+* ``numpy.trapz``: numpy 2.4 removed it. ``sitecustomize`` restores it, so that worker processes have it too.
+* settings that switch off what would call home (requirement checks that install, experiment trackers).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import os
 import shutil
 from pathlib import Path
 
-#: Makes a classifier of a detector, as classify/train.py does; it takes the detector's yaml, a file, classes and the layers to keep.
+#: Make a classifier from a detector as classify/train.py does; arguments: yaml, file, classes, layers to keep.
 CLASSIFIER = """
 import sys, torch
 from yolov5.models.yolo import ClassificationModel, DetectionModel
@@ -92,8 +92,8 @@ def _font() -> Path:
 def environment(folder: str | os.PathLike) -> dict[str, str]:
     """Make ``folder`` (stand-in modules, configuration, font) and return the variables for a yolov5 process.
 
-    The result is a copy of ``os.environ`` with what is listed at the top of this file, for ``subprocess.run(env=...)``.
-    Calling it again with the same folder is cheap, and safe while processes are using it.
+    The result is a copy of ``os.environ`` with what the top of this file lists, for ``subprocess.run(env=...)``.
+    Another call with the same folder is cheap, and safe while processes are using it.
     """
     folder = Path(folder).resolve()
     stand_ins, config = folder / "stand_ins", folder / "config"
@@ -106,7 +106,7 @@ def environment(folder: str | os.PathLike) -> dict[str, str]:
     if not hasattr(numpy, "trapz"):
         _write(stand_ins, TRAPZ)
 
-    # yolov5 takes YOLOV5_CONFIG_DIR as it is, ultralytics appends its name to YOLO_CONFIG_DIR.
+    # yolov5 uses YOLOV5_CONFIG_DIR as it is, while ultralytics appends its name to YOLO_CONFIG_DIR.
     for fonts in (config, config / "Ultralytics"):
         fonts.mkdir(parents=True, exist_ok=True)
         for name in ("Arial.ttf", "Arial.Unicode.ttf"):
