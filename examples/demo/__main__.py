@@ -3,8 +3,8 @@
     make demo                    30 epochs; EPOCHS=2 is a quick look
     python -m examples.demo --epochs 30 --output runs/demo
 
-Writes curves.png, detections.png (from 10 epochs on), results.json and both runs' folders to runs/demo. The exit code is 1
-where a run does not learn the task, or the two do not agree.
+This writes curves.png, detections.png (from 10 epochs on), results.json and both runs' folders to runs/demo. The exit
+code is 1 if a run does not learn the task or the two do not agree.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def say(text: str) -> None:
 
 
 def what_it_shows(machine: Machine, epochs: int) -> str:
-    """Return what to expect, said before anything runs."""
+    """Return what to expect, printed before anything runs."""
     shows = "the same train.py, trained stock and with torch_fastdet, has the same losses"
     if epochs >= report.FEW_EPOCHS:
         shows += " and learns the same"

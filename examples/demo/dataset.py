@@ -8,8 +8,8 @@ The same recipe gives the same bytes: every image has its own random stream, nam
 
     python -m examples.demo.dataset runs/digits --image-size 640
 
-With another ``task`` labels are what that task of YOLO reads: outlines of the ink ("segment"), its uppermost, lowermost, leftmost and
-rightmost points ("pose"), or the corners of digits that are turned by any angle ("obb").
+With another ``task`` labels are what that YOLO task reads: outlines of the ink ("segment"), its uppermost, lowermost,
+leftmost and rightmost points ("pose"), or the corners of digits that are turned by any angle ("obb").
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Sources:
 
 
 def load_sources() -> dict[str, Sources]:
-    """Return the digits and photographs of each split, which share no digit."""
+    """Return the digits and photographs of each split; the splits share no digit."""
     from sklearn.datasets import load_digits, load_sample_images
 
     spec = importlib.util.find_spec("ultralytics")
@@ -92,14 +92,14 @@ def _ink(rng: np.random.Generator, digit: np.ndarray, scale: float) -> np.ndarra
 
 
 def _cut(ink: np.ndarray) -> np.ndarray:
-    """Return what is visible of a digit."""
+    """Return the visible part of a digit."""
     visible = ink > VISIBLE
     rows, columns = np.flatnonzero(visible.any(1)), np.flatnonzero(visible.any(0))
     return ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
 
 
 def _turned(rng: np.random.Generator, ink: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ink turned by any angle, and where its four corners are, (4, 2) in pixels."""
+    """Return the ink turned by any angle, and its four corners, (4, 2) in pixels."""
     degrees = float(rng.uniform(0, 360))
     turned = np.array(Image.fromarray(ink).rotate(degrees, Image.Resampling.BICUBIC, expand=True))
     cos, sin = np.cos(np.deg2rad(degrees)), np.sin(np.deg2rad(degrees))
@@ -108,7 +108,7 @@ def _turned(rng: np.random.Generator, ink: np.ndarray) -> tuple[np.ndarray, np.n
 
 
 def _points(task: str, ink: np.ndarray) -> np.ndarray:
-    """Return what a task labels of the ink, (n, 2) in pixels."""
+    """Return the points of the ink that a task labels, (n, 2) in pixels."""
     visible = ink > VISIBLE
     if task == "segment":
         import cv2  # which Ultralytics needs
@@ -121,7 +121,7 @@ def _points(task: str, ink: np.ndarray) -> np.ndarray:
 
 
 def _free_place(rng: np.random.Generator, taken: list[tuple[int, ...]], width: int, height: int, size: int):
-    """Return where a box fits beside those that are there: (left, top, right, bottom), or None after many tries."""
+    """Return where a box fits beside others: (left, top, right, bottom), or None after many tries."""
     for _ in range(50):
         x, y = int(rng.integers(size - width + 1)), int(rng.integers(size - height + 1))
         box = (x, y, x + width, y + height)
@@ -131,7 +131,7 @@ def _free_place(rng: np.random.Generator, taken: list[tuple[int, ...]], width: i
 
 
 def _blend(rng: np.random.Generator, image: np.ndarray, ink: np.ndarray, box: tuple[int, ...]) -> None:
-    """Draw the ink in a random colour, dark on a bright background and bright on a dark one. Integers: exact anywhere."""
+    """Draw the ink in a random color, dark on a bright background and bright on a dark one, in exact integers."""
     patch = image[box[1] : box[3], box[0] : box[2]]
     low, high = (0, 70) if patch.mean(dtype=np.float64) > 127.5 else (186, 256)
     colour = rng.integers(low, high, size=3)
@@ -140,7 +140,7 @@ def _blend(rng: np.random.Generator, image: np.ndarray, ink: np.ndarray, box: tu
 
 
 def _label(task: str, box: tuple[int, ...], points: np.ndarray | None, size: int) -> tuple[float, ...]:
-    """Return what follows the class in a label's line."""
+    """Return the text after the class in a label's line."""
     left, top, right, bottom = (edge / size for edge in box)
     rectangle = ((left + right) / 2, (top + bottom) / 2, right - left, bottom - top)
     if points is None:
@@ -152,9 +152,8 @@ def _label(task: str, box: tuple[int, ...], points: np.ndarray | None, size: int
 
 
 def draw(recipe: Recipe, sources: Sources, split: str, index: int) -> tuple[np.ndarray, list[tuple[float, ...]]]:
-    """Draw one image (size, size, 3) uint8 RGB and its labels, normalised as YOLO wants them: (class, x, y, width, height), or what
-    the recipe's task has.
-    """
+    """Draw one image (size, size, 3) uint8 RGB and its labels, normalized as YOLO wants them: (class, x, y, width,
+    height), or those of the recipe's task."""
     size = recipe.image_size
     rng = np.random.default_rng([recipe.seed, ("train", "val").index(split), index])
     while True:  # again with the next numbers of the stream where the digits did not fit
@@ -179,9 +178,9 @@ def draw(recipe: Recipe, sources: Sources, split: str, index: int) -> tuple[np.n
 
 
 def make(folder: str | Path, recipe: Recipe | None = None) -> Path:
-    """Write the data set (images/, labels/, data.yaml) unless it is there already, and return the path of data.yaml.
+    """Write the data set (images/, labels/, data.yaml) unless it exists already, and return the path of data.yaml.
 
-    data.yaml names the folder by its absolute path, as train.py needs it; all else depends on the recipe alone.
+    data.yaml has the folder's absolute path, which train.py needs; all else depends only on the recipe.
     """
     recipe = recipe or Recipe()
     if recipe.task not in TASKS:

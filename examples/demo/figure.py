@@ -3,10 +3,10 @@
     python -m examples.demo.figure --out runs/figure                       # on a GPU about a minute
     python -m examples.demo.figure --out runs/figure --size 160 --train 512 --epochs 12 --batch 16
 
-draws turned digits on photographs, labelled with their outlines and their rotated boxes; trains yolov8n-seg and yolov8n-obb on
-them from scratch, side by side, with all of torch_fastdet's switches; and writes figure.png, in which examples/draw.py has drawn what
-they find in a validation image. Nothing is downloaded. The trainings' output is in seg.log and obb.log. OpenCV and Ultralytics are
-needed.
+This draws turned digits on photographs, labeled with outlines and rotated boxes; trains yolov8n-seg and yolov8n-obb on
+them from scratch, side by side, with all of torch_fastdet's switches; and writes figure.png, in which examples/draw.py
+has drawn what they find in a validation image. Nothing is downloaded. seg.log and obb.log have the trainings' output.
+OpenCV and Ultralytics are needed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Points = np.ndarray  # (n, 2), x and y
 
 
 def turned(ink: np.ndarray, degrees: float) -> tuple[np.ndarray, Points]:
-    """Return the ink turned counterclockwise, cut to what is visible of it, and the corners that its upright box then has."""
+    """Return the ink turned counterclockwise and cut to its visible part, and the corners of its upright box."""
     height, width = ink.shape
     image = Image.fromarray(ink).rotate(degrees, Image.Resampling.BICUBIC, expand=True)
     cosine, sine = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
@@ -60,7 +60,7 @@ def outline(ink: np.ndarray) -> Points:
 def draw(
     size: int, split: str, index: int, sources: dataset.Sources
 ) -> tuple[np.ndarray, dict[str, list[tuple[int, Points]]]]:
-    """Draw one image (size, size, 3) and its labels a task: class and points in pixels."""
+    """Draw one image (size, size, 3) and its labels for each task: class and points in pixels."""
     rng = np.random.default_rng([0, ("train", "val").index(split), index])
     image = dataset._background(rng, sources, size)
     boxes: list[tuple[int, ...]] = []
@@ -80,7 +80,7 @@ def draw(
 
 
 def make(root: Path, size: int, counts: dict[str, int]) -> dict[str, Path]:
-    """Write a data set a task, of the same images, and return the data.yaml of each."""
+    """Write a data set for each task, of the same images, and return the data.yaml of each."""
     found = {}
     for task in TASKS:
         shutil.rmtree(root / task, ignore_errors=True)
@@ -106,7 +106,7 @@ def make(root: Path, size: int, counts: dict[str, int]) -> dict[str, Path]:
 
 
 def train(options: argparse.Namespace, data: dict[str, Path], env: dict[str, str]) -> dict[str, Path]:
-    """Train a model a task, side by side, and return their weights."""
+    """Train a model for each task, side by side, and return their weights."""
     running = {}
     gpu = options.device != "cpu"
     for task, command in TASKS.items():
@@ -133,7 +133,7 @@ def train(options: argparse.Namespace, data: dict[str, Path], env: dict[str, str
 
 
 def panels(image: Image.Image, weights: dict[str, Path], device: str) -> Image.Image:
-    """Return the image three times, with what the models find."""
+    """Return the image three times, with the models' detections."""
     from examples.draw import draw as drawn
     from examples.images import UltralyticsDetector
 

@@ -17,19 +17,19 @@ from tabulate import tabulate
 from examples.demo.training import Run
 
 FULL_EPOCHS = 30
-# Before that many a network has learnt too little for boxes and mAP to say something.
+# Before this many epochs a network has learned too little for boxes and mAP to mean something.
 FEW_EPOCHS = 10
 MAP50_WANTED = 0.8
 MAP50, MAP = "metrics/mAP_0.5", "metrics/mAP_0.5:0.95"
 LOSSES = ("train/box_loss", "train/obj_loss", "train/cls_loss", "val/box_loss", "val/obj_loss", "val/cls_loss")
 TITLES = {MAP50: "mAP50", MAP: "mAP50-95"} | {name: name.replace("/", " ").replace("_", " ") for name in LOSSES}
 
-# Two runs of one seed compute the same, but round differently: a fused kernel adds in another order. Training amplifies
+# Two runs of one seed compute the same but round differently: a fused kernel adds in another order. Training amplifies
 # that, also in stock YOLOv5: with other vector instructions (ONEDNN_MAX_CPU_ISA=AVX2) its losses agree to all four
-# digits printed for six iterations, differ by 2% after one epoch, and the two runs go separate ways from there. So what
-# is computed is compared where it still can be, over the first iterations, and what is learnt at the end of the training,
-# with the largest step that mAP50 takes there from one epoch to the next (0.05, in the last ten of 30) for a tolerance.
-# Measured on a CPU: stock ends at mAP50 0.878 and mAP50-95 0.515, torch_fastdet at 0.874 and 0.513.
+# printed digits for six iterations, differ by 2% after one epoch, and the two runs diverge from there. So losses are
+# compared over the first iterations, where they still can be, and what is learned at the end of the training, within
+# the largest step that mAP50 takes there from one epoch to the next (0.05, in the last ten of 30). Measured on a CPU:
+# stock ends at mAP50 0.878 and mAP50-95 0.515, torch_fastdet at 0.874 and 0.513.
 FIRST_ITERATIONS = 5
 FIRST_LOSS_TOLERANCE = 0.005
 MAP_TOLERANCE = {MAP50: 0.05, MAP: 0.05}
@@ -86,7 +86,7 @@ def checks(stock: Run, ours: Run, full_epochs: int = FULL_EPOCHS) -> list[Check]
 
 
 def replaced_by_switch(said: list[str]) -> dict[str, list[str]]:
-    """Return what the launcher replaced ("switch: old -> new" lines), by switch; without those that then said that they do not apply."""
+    """Map each switch to the launcher's "switch: old -> new" lines, without switches that then did not apply."""
     switches: dict[str, list[str]] = {}
     idle = {line.split(" ", 1)[0] for line in said if " does not apply: " in line}
     for line in said:
@@ -142,7 +142,7 @@ def write_json(path: Path, stock: Run, ours: Run, verdict: list[Check], about: d
 
 
 def plot_curves(path: Path, stock: Run, ours: Run) -> None:
-    """Plot training losses over the iterations, and from FEW_EPOCHS on validation losses and mAP over the epochs; both runs in each panel."""
+    """Plot both runs' training losses by iteration and, from FEW_EPOCHS on, validation losses and mAP by epoch."""
     enough = len(stock.epochs) >= FEW_EPOCHS
     panels = [*LOSSES[:3], MAP50, *LOSSES[3:], MAP] if enough else LOSSES[:3]
     figure, axes = plt.subplots(
@@ -175,14 +175,14 @@ def plot_curves(path: Path, stock: Run, ours: Run) -> None:
 
 
 def read_labels(path: Path) -> list[list[float]]:
-    """Return the rows of a YOLO label file; one that is not there has no objects (detect.py writes none for an empty image)."""
+    """Return the rows of a YOLO label file, or none if it is missing (detect.py writes none for an empty image)."""
     return [[float(x) for x in line.split()] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def draw_detections(path: Path, data: Path, found: dict[str, Path], count: int = 8) -> None:
-    """Draw validation images, a row for the labels and one for each run's 20 surest detections with their confidence.
+    """Draw validation images, with a row for the labels and one for each run's 20 most confident detections.
 
-    ``found`` maps a title to a folder of label files of detect.py.
+    ``found`` maps a title to a folder of detect.py's label files.
     """
     images = sorted((data.parent / "images" / "val").glob("*.jpg"))[:count]
     rows = {"labels": data.parent / "labels" / "val", **found}

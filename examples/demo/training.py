@@ -1,7 +1,7 @@
 """Run the real train.py and detect.py of PyPI's yolov5 as subprocesses, and time their iterations from outside.
 
-Both runs are the same command, but for what starts the script: ``python -m yolov5.train ...`` for stock, and
-``python -m torch_fastdet.yolov5 --fastdet -m yolov5.train ...`` for ours.
+Both runs are the same command except for what starts the script: ``python -m yolov5.train ...`` for stock, and ``python
+-m torch_fastdet.yolov5 --fastdet -m yolov5.train ...`` for torch_fastdet.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 import yaml
 
 BATCH_SIZE = 16
-# On top of hyp.no-augmentation.yaml. A flipped digit is another digit, or none: fliplr stays 0. The rest is what a
-# small problem needs to be learnt in 30 epochs: a higher rate, a shorter warm-up, more weight on the ten classes.
+# These are added to hyp.no-augmentation.yaml. fliplr stays 0 because a flipped digit is another digit, or none. The
+# rest makes a small problem learnable in 30 epochs: a higher rate, a shorter warm-up, more weight on the ten classes.
 HYPERPARAMETERS = {"lr0": 0.02, "warmup_epochs": 1.0, "cls": 4.0, "fliplr": 0.0}
 
 
@@ -38,7 +38,7 @@ class Variant:
         return [sys.executable, "-u", *self.launcher, "-m", module, *arguments]
 
 
-# --fastdet is every switch that applies on this machine; torch_fastdet/switches/registry.py is the one list of them.
+# --fastdet is every switch that applies on this machine; torch_fastdet/switches/registry.py lists them.
 STOCK = Variant("stock", "stock", ())
 FASTDET = Variant("fastdet", "torch_fastdet", ("-m", "torch_fastdet.yolov5", "--fastdet"))
 
@@ -52,14 +52,15 @@ class Machine:
 
     @classmethod
     def find(cls) -> Machine:
-        """Return the first GPU, if torch sees one and torch_fastdet was built for it; else the CPU, with smaller images."""
+        """Return the first GPU if torch sees one and torch_fastdet is built for it, else the CPU, with smaller
+        images."""
         import torch
 
         import torch_fastdet
 
         if torch.cuda.is_available():
             if torch_fastdet.build_info()["cuda"]:
-                # The scripts are started with --device 0; more workers than eight do not feed one GPU faster here.
+                # The scripts run with --device 0; more than eight workers do not feed one GPU faster here.
                 return cls("0", 640, min(8, os.cpu_count() or 1), torch.cuda.get_device_name(0))
             print("There is a GPU, but torch_fastdet is built for the CPU only: the demo runs on the CPU.", flush=True)
         return cls("cpu", 128, 0, f"CPU, {os.cpu_count()} cores")
@@ -67,11 +68,11 @@ class Machine:
 
 @dataclass
 class Progress:
-    """Keep what the progress bar of train.py told: when each iteration of each epoch was done, and the losses so far."""
+    """Keep what train.py's progress bar printed: when each iteration of each epoch ended, and the losses so far."""
 
     done: dict[int, dict[int, float]] = field(default_factory=dict)
     batches: int = 0
-    # box, obj, cls at each iteration: means since the first iteration of its epoch.
+    # These are box, obj and cls at each iteration, means since the first iteration of its epoch.
     losses: dict[int, list[tuple[float, ...]]] = field(default_factory=dict)
 
     # "      3/29         0G     0.0853     0.0124     0.0331         80        128:  50%|#####     | 32/64 [00:04<..."
@@ -79,9 +80,9 @@ class Progress:
     LINE = re.compile(r"^\s*(\d+)/\d+\s+[\d.]+G((?:\s+[\dainfe.+-]+)+)\s*:.*\|\s*(\d+)/(\d+)\s\[")
 
     def feed(self, line: str, now: float) -> None:
-        """Count a state of the bar, which is printed once in an iteration, by its description, before its own counter goes up.
+        """Count a state of the bar, which train.py prints once in an iteration, before its counter goes up.
 
-        classify/train.py's is printed when the counter has gone up.
+        classify/train.py prints its bar after the counter has gone up.
         """
         if match := self.LINE.match(line):
             epoch, before, self.batches = (int(match.group(group)) for group in (1, 3, 4))
@@ -98,9 +99,9 @@ class Progress:
         return self.losses.get(0, [])
 
     def epoch_seconds(self) -> list[float]:
-        """Return of each epoch the mean time from the end of the first iteration to the end of the last.
+        """Return each epoch's mean time from the end of the first iteration to the end of the last.
 
-        So neither the start of the process, nor the first batch of an epoch, nor validation and saving are in it.
+        It excludes the start of the process, the first batch of an epoch, validation and saving.
         """
         last, first = self.batches - 1, min((min(done) for done in self.done.values()), default=0)
         if last <= first or first > 1:
@@ -109,7 +110,7 @@ class Progress:
         return [(done[last] - done[first]) / (last - first) for done in whole]
 
     def iteration_seconds(self) -> list[float]:
-        """Return the same without the first epoch where there are others: caches fill and algorithms are chosen in it."""
+        """Return the same without the first epoch, in which caches fill, if there are others."""
         epochs = self.epoch_seconds()
         return epochs[1:] or epochs
 
@@ -140,7 +141,7 @@ class Run:
 
 
 class Echo:
-    """Pass a process's output on: as it is to a terminal, and to a file or pipe only one state of a bar in two seconds."""
+    """Pass on a process's output: unchanged to a terminal, and to a file or pipe one state of a bar in two seconds."""
 
     def __init__(self, interval: float = 2.0):
         self.interval = 0.0 if sys.stdout.isatty() else interval
@@ -151,13 +152,13 @@ class Echo:
             if now - self.last < self.interval:
                 return
             self.last = now
-        # A terminal draws a bar over itself; elsewhere each state gets a line of its own.
+        # A terminal overwrites a bar; elsewhere each state gets a line of its own.
         sys.stdout.write(line + (end if sys.stdout.isatty() else "\n" if line.strip() else ""))
         sys.stdout.flush()
 
 
 def stream(command: list[str], env: dict[str, str], log: Path, show: bool = True) -> tuple[list[str], Progress]:
-    """Run a command, show its output while it comes, keep it in ``log``, and return its whole lines and its progress."""
+    """Run a command, show its output as it comes, keep it in ``log``, and return its whole lines and its progress."""
     lines: list[str] = []
     progress, echo, pending = Progress(), Echo(), ""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +170,7 @@ def stream(command: list[str], env: dict[str, str], log: Path, show: bool = True
         while chunk := os.read(process.stdout.fileno(), 65536):
             now = time.perf_counter()
             file.write(chunk)
-            # A character cut in two by the end of a chunk is of a bar, and only shown.
+            # A character that the end of a chunk cuts in two belongs to a bar, and is only shown.
             *complete, pending = re.split(r"([\r\n])", pending + chunk.decode(errors="replace"))
             for line, end in zip(complete[::2], complete[1::2]):
                 progress.feed(line, now)
@@ -186,7 +187,7 @@ def stream(command: list[str], env: dict[str, str], log: Path, show: bool = True
 
 
 def read_results(path: Path) -> list[dict[str, float]]:
-    """Return the rows of a results.csv of train.py, whose names and values are padded with blanks."""
+    """Return the rows of a results.csv of train.py, which pads names and values with blanks."""
     with open(path, newline="") as file:
         return [
             {name.strip(): float(value) for name, value in row.items() if name and name.strip()}
@@ -246,9 +247,9 @@ def train(
 def run_train(
     variant: Variant, options: list[str], folder: Path, env: dict[str, str], show: bool = True, script: str = "train"
 ) -> Run:
-    """Run train.py, or another ``script``, with ``options``, which say that its results go into ``folder``."""
+    """Run train.py, or another ``script``, with ``options`` that put its results into ``folder``."""
     command = variant.command(f"yolov5.{script}", options)
-    # By default the bar's counter moves ten times a second at most, and iterations faster than that share one.
+    # By default the bar's counter moves at most ten times a second, and faster iterations share a state.
     env = env | {"TQDM_MININTERVAL": "0"}
     started = time.perf_counter()
     lines, progress = stream(command, env, folder / "train.log", show)
@@ -265,9 +266,9 @@ def run_train(
 
 
 def detect(run: Run, images: str, env: dict[str, str], machine: Machine) -> Path:
-    """Run detect.py with the weights of a run on a glob pattern of images.
+    """Run detect.py with a run's weights on a glob pattern of images.
 
-    Returns the folder of the label files that it writes: class, x, y, width, height and confidence in a line.
+    Returns the folder of the label files, with class, x, y, width, height and confidence in a line.
     """
     arguments = {
         "--weights": run.weights,

@@ -1,10 +1,10 @@
-"""Export a detector, start Triton Inference Server on the loopback, ask it, load it, and stop it: ``make serve-test``.
+"""Export a detector, start Triton Inference Server on the loopback, query it, load it, stop it: ``make serve-test``.
 
     python -m examples.triton [--weights yolov5s.pt] [--image street.jpg] [--seconds 5] [--device cuda]
 
-Ends with status 1 where an answer is not the one that is expected: detections for an image, a clear error for a file that is no
-image, for one of too many pixels or bytes and for a full queue; and answers again after clients that hung up. Then 1, 8 and 32 clients
-ask for some seconds each, with dynamic batching and without.
+The exit status is 1 if an answer is not the expected one: detections for an image; an error for a file that is no
+image, for one of too many pixels or bytes and for a full queue; and answers after clients that hung up. Then 1, 8 and
+32 clients send requests for some seconds, with and without dynamic batching.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_BYTES = 8_000_000
 
 
 def free_port() -> int:
-    """Return a free port, the first of two that follow each other."""
+    """Return a free port, the first of two consecutive ones."""
     for _ in range(100):
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))
@@ -91,7 +91,7 @@ def hang_up(port: int, image: bytes) -> None:
 
 
 def check(port: int, image: bytes) -> None:
-    """Send every kind of request, and print one line each.
+    """Send every kind of request, and print a line for each.
 
     Raises:
         AssertionError: another answer than the one that is expected.

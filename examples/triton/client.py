@@ -21,11 +21,11 @@ from examples.triton.server import INPUT, NAME, OUTPUT
 
 
 class Refused(Exception):
-    """Hold what Triton says instead of an answer."""
+    """Hold Triton's reason for refusing a request."""
 
 
 class Client:
-    """Hold one connection. ``port`` is that of gRPC."""
+    """Hold one connection. ``port`` is the gRPC port."""
 
     def __init__(self, port: int = 8001) -> None:
         from tritonclient import grpc
@@ -51,7 +51,7 @@ class Client:
         return json.loads(result.as_numpy(OUTPUT)[0, 0])
 
     def ask_at_once(self, image: bytes, count: int) -> list[str]:
-        """Send ``count`` requests without waiting, and return what Triton said to those that it refused, "" for those that were answered."""
+        """Send ``count`` requests at once; return Triton's reason for each refused one, and "" for each answer."""
         said: list[str] = []
         done = threading.Semaphore(0)
 
@@ -70,7 +70,7 @@ class Client:
 
 
 class Load(NamedTuple):
-    """Hold milliseconds from a request to its answer, and images a second of all clients together."""
+    """Hold the milliseconds from requests to answers, and the images per second of all clients together."""
 
     clients: int
     images: int
@@ -80,7 +80,7 @@ class Load(NamedTuple):
 
 
 def load(port: int, image: bytes, clients: int, seconds: float) -> Load:
-    """Run so many clients, each of which asks again as soon as it has its answer.
+    """Run ``clients`` clients, each of which sends the next request as soon as it has its answer.
 
     Raises:
         Refused: a request was refused.

@@ -1,11 +1,11 @@
-"""Serve a TorchScript detector with Triton Inference Server (PyPI's nvidia-pytriton), on the loopback alone.
+"""Serve a TorchScript detector with Triton Inference Server (PyPI's nvidia-pytriton), on the loopback only.
 
     python -m examples.export --out build/detector --weights yolov5s.pt
     python -m examples.triton.server build/detector/detector.ts
 
-The model "detector" takes "image", the bytes of a BMP, GIF, JPEG, PNG, TIFF or WebP file, and gives "answer", a line of JSON as
-examples/serve.py writes it: "detections", or "error" for an image that cannot be used. Images of several clients are
-one batch, whatever their sizes. A full queue refuses requests, and Triton says so to the client. The program prints "ready" and
+The model "detector" takes "image", the bytes of a BMP, GIF, JPEG, PNG, TIFF or WebP file, and returns "answer", a line
+of JSON as examples/serve.py writes it: "detections", or "error" for an image that cannot be used. Images of several
+clients share a batch, whatever their sizes. A full queue refuses requests with an error. The program prints "ready" and
 ends when its standard input is closed.
 """
 
@@ -31,7 +31,7 @@ INPUT, OUTPUT = "image", "answer"
 
 
 def decode(data: bytes, max_bytes: int, max_pixels: int) -> Image.Image | str:
-    """Return the image, or why there is none. An image that is too large is not decoded."""
+    """Return the image, or the reason why there is none. An image that is too large is not decoded."""
     if len(data) > max_bytes:
         return f"the image has {len(data)} bytes, but at most {max_bytes} are accepted"
     try:
@@ -44,7 +44,7 @@ def decode(data: bytes, max_bytes: int, max_pixels: int) -> Image.Image | str:
 
 
 def answers(detector: ImageDetector, files: list[bytes], max_bytes: int, max_pixels: int) -> list[bytes]:
-    """Return a line of JSON for each file; one that cannot be used does not disturb the others."""
+    """Return a line of JSON for each file; one that cannot be used does not affect the others."""
     images = [decode(data, max_bytes, max_pixels) for data in files]
     found = iter(detector([image for image in images if not isinstance(image, str)]))
     lines: list[dict[str, object]] = []
