@@ -185,7 +185,7 @@ def test_another_model(device):
 
 
 def test_copies_have_their_own_tensors(device):
-    """deepcopy(ema) shared tensors once (bug 32)."""
+    """Bug 32 was in deepcopy(ema)."""
     pair = Pair(device)
     pair.update(2)
     for duplicate in (copy.deepcopy(pair.ema), pickle.loads(pickle.dumps(pair.ema))):

@@ -124,7 +124,7 @@ class ImageMemory(SharedFile):
     def held(self) -> int:
         if self.jpegs is None:
             return self.nbytes
-        # If few images are kept as files, further data sets may use the memory that the others would take.
+        # Nearly all files are kept as such, so further data sets may use the memory that the places of their images would take.
         sizes = self.shapes.prod(1) * CHANNELS
         return int(sizes[(self.offsets >= 0) & (self.decoded() | ~self.jpegs.may_keep)].sum())
 

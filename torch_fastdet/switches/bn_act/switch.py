@@ -149,7 +149,7 @@ HG_BLOCK = Formula(
         {"add": False, "m": [_THREE, _FIVE]},
     ),
 )
-# The first is YOLOv5's class, the second Ultralytics', which reads a number of poolings and a shortcut by getattr.
+# The first formula is YOLOv5's, the second Ultralytics', which reads a number of poolings and a shortcut by getattr.
 _SPPF = "cv2 of cv1(x) and of what m makes of it, again and again"
 SPPF = Formula(_SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "catch_warnings", "simplefilter", "torch", "warnings"))
 SPPF_N = Formula(
