@@ -31,7 +31,9 @@ class Waiting:
     def __init__(self, flags: Sequence[str]) -> None:
         reader, self._writer = os.pipe()
         self._around = _around()
-        self._program = subprocess.Popen([sys.executable, "-m", __name__, str(reader), *flags], pass_fds=[reader])
+        # Not -m: runpy warns that the package has imported this module before.
+        command = [sys.executable, "-c", f"from {__name__} import main; main()", str(reader), *flags]
+        self._program = subprocess.Popen(command, pass_fds=[reader])
         os.close(reader)
 
     def begin(self, words: Sequence[str]) -> subprocess.Popen[bytes] | None:
@@ -173,7 +175,3 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv += json.loads(given)
     run()
-
-
-if __name__ == "__main__":
-    main()
