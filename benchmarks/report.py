@@ -51,7 +51,7 @@ HEADLINES = [
     Headline("train.py of YOLOv5, yolov5s, batch 64: an epoch of 118,287 images (COCO's size)", "h100:dataset", COCO_CASE, times=EPOCH),
     Headline("Ultralytics' trainer: an iteration of yolov8s, batch 16", "ultralytics", "yolov8s, batch 16"),
     Headline("Ultralytics' trainer: an iteration of yolo26s, batch 16", "ultralytics", "yolo26s, batch 16"),
-    Headline("Ultralytics' trainer: an iteration of rtdetr-l, batch 16, fused attention", "ultralytics", "rtdetr-l, batch 16"),
+    Headline("Ultralytics' trainer: an iteration of rtdetr-l, batch 16", "ultralytics", "rtdetr-l, batch 16"),
     Headline("val.py of YOLOv5: the whole command on 5,000 JPEGs, yolov5s", "val",
              "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command"),
     Headline("YOLO(\"yolov8n\").predict of one image in memory", "detector",
@@ -69,13 +69,17 @@ SHOWN = {
         "yolov5s-seg, batch 16, segment/train.py",
     ),
     "h100-train": ("yolov5s-seg, batch 16, segment/train.py", "yolov5s-cls, batch 64, classify/train.py"),
-    "gpu-distributed": tuple(f"yolov5{name} a GPU, train.py, 2 GPUs" for name in ("s, 16", "s, 64", "m, 32")),
+    "gpu-distributed": (
+        *(f"yolov5{name} a GPU, train.py, 2 GPUs" for name in ("s, 16", "s, 64", "m, 32")),
+        "yolov5s, 64 a GPU, train.py, 4 GPUs",
+    ),
     "gpu-ultralytics": (
         *("yolov8s, batch 16", "yolov8s, batch 64", "yolov8m, batch 32"),
         *("yolo11s, batch 16", "yolo12s, batch 16", "yolo26s, batch 16"),
         *("yolov8s-seg, batch 16", "yolo26s-seg, batch 16", "yolov8s-pose, batch 16", "yolo26s-pose, batch 16"),
         *("yolov8s-obb, batch 16", "yolo26s-obb, batch 16", "yolov8s-cls, batch 64"),
         *("rtdetr-l, batch 16", "yolov8s, batch 16 a GPU, 2 GPUs"),
+        *(f"{model}, batch {batch} a GPU, 4 GPUs" for model in ("yolov8s", "yolo26s") for batch in (16, 64)),
     ),
     "h100-ultralytics": tuple(
         f"{model}: validation's pass over 1024 images"
@@ -365,7 +369,7 @@ APART = "\\*"
 BY_HAND = "†"
 COMPUTED = "‡"
 MARKS = {
-    APART: "the two times are of different days",
+    APART: "the two times are of different days or machines",
     BY_HAND: "the figures were copied by hand from what a script of that day printed",  # with a link to its folder's sources.md
     COMPUTED: f"the time is {EPOCH:,} times the median of an iteration",
 }
@@ -417,7 +421,9 @@ def benchmark_table(rows: list[dict], marked: bool = False) -> str:
 def _marks(rows: Iterable[dict]) -> str:
     """Return the MARKS of a ratio. Rows with a ``source`` were copied from another program's output by hand."""
     rows = list(rows)
-    return APART * (len({row.get("date") for row in rows}) > 1) + BY_HAND * any("source" in row for row in rows)
+    return APART * (len({(row.get("date"), row["cpu"].split()[-2]) for row in rows}) > 1) + BY_HAND * any(
+        "source" in row for row in rows
+    )
 
 
 def shortened(cases: Iterable[str]) -> tuple[str, dict[str, str]]:
