@@ -53,6 +53,7 @@ LIMITS = {
     "loader": 90,
     "val": 90,
     "track": 60,
+    "detect": 120,
     "postprocess": 150,
     "step": 240,
     "latency": 120,

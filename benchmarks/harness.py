@@ -80,6 +80,7 @@ WANTS = {
     "detector": ("yolov5", "ultralytics", "cv2", "sklearn"),
     "latency": ("yolov5", "cv2"),
     "predict": ("ultralytics", "cv2", "sklearn"),
+    "detect": ("yolov5", "cv2", "sklearn"),
     "serving": ("ultralytics", "cv2", "sklearn"),
     "evaluation": ("ultralytics",),
     "rtdetr": ("ultralytics", "scipy"),
