@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import operator
 import os
 import pickle
 import shutil
@@ -510,11 +511,18 @@ def test_images_of_results(ahead, detector, folder, device, tmp_path, monkeypatc
 
 
 def test_images_of_a_batch_are_arrays():
-    """The images of a batch are arrays for C code and in copies, too."""
+    """The images of a batch are arrays for C code, in copies, and for every method of a list."""
     arrays = [make_image(4, 5, seed=seed) for seed in range(2)]
-    images = results.Images([results.Pixels(torch.from_numpy(array), torch.empty(0)) for array in arrays])
-    assert np.array_equal(np.array(images), arrays) and np.array_equal(np.array(images, np.float32), arrays)
-    assert {type(image) for image in images.copy()} == {np.ndarray}
+
+    def make():
+        return results.Images([results.Pixels(torch.from_numpy(array), torch.empty(0)) for array in arrays])
+
+    assert np.array_equal(np.array(make()), arrays) and np.array_equal(np.array(make(), np.float32), arrays)
+    sums = operator.add(make(), []), operator.add([], make())
+    lists = *sums, make().copy(), make() * 1, 1 * make(), list(reversed(make()))[::-1]
+    for made in (*lists, pickle.loads(pickle.dumps(make())), copy.copy(make()), copy.deepcopy(make())):
+        assert type(made) is list and all(map(np.array_equal, made, arrays)) and len(made) == 2
+        assert {type(image) for image in made} == {np.ndarray}
 
 
 def tree(folder):
@@ -625,7 +633,15 @@ def set_batch(its):
     its.batch = (its.batch[0], [image[:, ::-1] for image in its.batch[1]], its.batch[2])
 
 
-@pytest.mark.parametrize("change", [draw, set_image, set_batch])
+def reverse(its):
+    its.batch[1].reverse()
+
+
+def rotate(its):
+    its.batch[1].append(its.batch[1].pop(0))
+
+
+@pytest.mark.parametrize("change", [draw, set_image, set_batch, reverse, rotate])
 def test_a_callback_may_change_images(ahead, detector, folder, device, tmp_path, change):
     found = []
     for on in (False, True):

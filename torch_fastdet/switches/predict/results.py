@@ -6,6 +6,7 @@ or a :class:`Pixels`, which becomes the array. So the class stays Ultralytics' o
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -98,8 +99,28 @@ class Images(list):
     def __iter__(self) -> Iterator[Any]:
         return map(self._array, super().__iter__())
 
-    def copy(self) -> list[Any]:
-        return list(self)
+    def __radd__(self, other: list[Any]) -> list[Any]:
+        return other + list(self)
+
+    def __reduce_ex__(self, _: SupportsIndex) -> tuple[object, ...]:
+        return list, (list(self),)
+
+
+def _of_arrays(name: str) -> Function:
+    method: Function = getattr(list, name)
+
+    @functools.wraps(method)
+    def method_of_arrays(self: Images, *arguments: object, **options: object) -> object:
+        self[:] = self[:]
+        return method(self, *arguments, **options)
+
+    return method_of_arrays
+
+
+_OPERATORS = "add", "iadd", "mul", "rmul", "imul", "delitem", "contains", "reversed", "repr"
+_METHODS = "append", "clear", "copy", "count", "extend", "index", "insert", "pop", "remove", "reverse", "sort"
+for _name in (*(f"__{name}__" for name in _OPERATORS), *_METHODS):
+    setattr(Images, _name, _of_arrays(_name))
 
 
 def lazy_image(*_: object) -> property:
