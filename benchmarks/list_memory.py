@@ -17,9 +17,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cv2
 import torch
 
+from benchmarks.bench_jpeg import photograph
 from benchmarks.bench_predict import BATCH, FILES, LISTED, folder, model, options
 from benchmarks.harness import OURS, add_place, at_least, missing
 
@@ -29,7 +29,7 @@ def measure(variant: str, source: str, count: int, device: torch.device) -> dict
     from torch_fastdet import ultralytics as drop_in
 
     names = folder(FILES if device.type == "cuda" else 48)
-    images = [cv2.imread(name) for name in names[:BATCH]]
+    images = [photograph(number) for number in range(BATCH)]
     with contextlib.redirect_stdout(io.StringIO()):
         chosen = options(device, images)
     if variant == OURS:
