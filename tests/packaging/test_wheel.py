@@ -85,3 +85,25 @@ def test_pip_finds_the_wheel_by_the_index_alone(tmp_path):
     options = ["--no-index", "--no-deps", "--find-links", tmp_path / "pages/index.html", "--dest", tmp_path / "found"]
     subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", *options, "torch_fastdet"], check=True)
     assert [path.name for path in (tmp_path / "found").iterdir()] == [f"{name}-py3-none-any.whl"]
+
+
+def test_wheels_of_one_torch_share_a_library(monkeypatch, tmp_path):
+    """Only the first of them is built without another one's library."""
+    built = []
+
+    def build(python, dist, cuda, like):
+        built.append((python, like and like.name))
+        (wheel := dist / f"{python}.whl").touch()
+        return wheel
+
+    for name in ("environment", "try_wheel", "write_index"):
+        monkeypatch.setattr(wheels, name, lambda *words: "-".join(map(str, words)))
+    monkeypatch.setattr(wheels, "build", build)
+    monkeypatch.setattr(wheels, "toolkit", lambda torch: {})
+    monkeypatch.setattr(check_wheel, "main", lambda words: 0)
+    monkeypatch.setattr(shutil, "which", str)
+    wheels.build_all(["a", "b"], ["2.10.0", "2.11.0"], tmp_path)
+    assert built == [
+        *(("a-2.10.0", None), ("b-2.10.0", "a-2.10.0.whl")),
+        *(("a-2.11.0", None), ("b-2.11.0", "a-2.11.0.whl")),
+    ]
