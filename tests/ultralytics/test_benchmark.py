@@ -48,6 +48,17 @@ def test_a_run_that_fails_shows_its_end(tmp_path, monkeypatch):
         benchmark.in_its_own_process("stock", [], tmp_path / "data.yaml", tmp_path)
 
 
+def test_rt_detr_is_measured_as_itself(tmp_path, monkeypatch):
+    """YOLO() does not build it from a file of its layers."""
+    made = []
+    ultralytics = pytest.importorskip("ultralytics", exc_type=ImportError)
+    monkeypatch.setattr(ultralytics, "RTDETR", lambda name: made.append(name))
+    options = benchmark.parser().parse_args(["--model", "rtdetr-l"])
+    with pytest.raises(AttributeError, match="add_callback"):
+        benchmark.measure("stock", options, "data.yaml", tmp_path)
+    assert made == ["rtdetr-l.yaml"]
+
+
 @pytest.mark.nightly
 @pytest.mark.cpu
 def test_on_a_cpu(tmp_path):

@@ -113,14 +113,15 @@ class Clock:
 
 def measure(variant: str, options: argparse.Namespace, data: str, folder: Path) -> dict[str, float | None]:
     """Train, validate, predict and track in this process, in seconds (and MiB)."""
-    from ultralytics import YOLO
+    from ultralytics import RTDETR, YOLO
 
     if variant == "ours":
         from torch_fastdet.ultralytics import patch
 
         patch()
     cuda = options.device != "cpu"
-    clock, model = Clock(options.epochs), YOLO(f"{options.model}.yaml")
+    kind = RTDETR if "rtdetr" in options.model else YOLO
+    clock, model = Clock(options.epochs), kind(f"{options.model}.yaml")
     model.add_callback("on_train_epoch_start", clock.epoch)
     model.add_callback("on_train_batch_end", clock.iteration)
     model.add_callback(
