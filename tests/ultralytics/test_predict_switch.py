@@ -1,6 +1,7 @@
 """predict_optim feeds the network the same input as Ultralytics' own prediction, and gives the same results, callbacks and files."""
 
 import copy
+import functools
 import itertools
 import operator
 import os
@@ -641,13 +642,35 @@ def rotate(its):
     its.batch[1].append(its.batch[1].pop(0))
 
 
-@pytest.mark.parametrize("change", [draw, set_image, set_batch, reverse, rotate])
-def test_a_callback_may_change_images(ahead, detector, folder, device, tmp_path, change):
-    found = []
+def set_pre_transform(its):
+    its.pre_transform = lambda images: [image[:32, :32] for image in images]
+
+
+def set_letterbox(its):
+    predictor.LetterBox = functools.partial(predictor.LetterBox, padding_value=7)
+
+
+def visualize(its):
+    its.args.visualize = True
+
+
+@pytest.mark.parametrize(
+    "event, change",
+    [
+        *(("on_predict_batch_start", change) for change in (draw, set_image, set_batch, reverse, rotate)),
+        *(("on_predict_start", change) for change in (set_pre_transform, set_letterbox, visualize)),
+    ],
+)
+def test_a_callback_may_change_images(ahead, detector, folder, device, tmp_path, monkeypatch, event, change):
+    made = []
     for on in (False, True):
-        model = with_callbacks(detector, {"on_predict_batch_start": change})
-        found.append(run(model, f"{folder[0]}/a*.jpg", device, tmp_path, on, batch=2))
-    assert_same(found[1], found[0])
+        model = with_callbacks(detector, {event: change})
+        with monkeypatch.context() as context:
+            context.setattr(predictor, "LetterBox", predictor.LetterBox)  # it is put back
+            found = run(model, f"{folder[0]}/a*.jpg", device, tmp_path / f"{on}", on, batch=2)
+        made.append((found, tree(tmp_path / f"{on}").keys()))
+    assert_same(made[1][0], made[0][0])
+    assert made[0][1] == made[1][1]
 
 
 def test_a_hook_has_seen_this_batch_last(ahead, detector, folder, device):

@@ -132,6 +132,7 @@ class Feed:
 
     def _run(self) -> Generator[tuple[list[str], Images, list[str]]]:
         predictor = self._predictor()
+        assert predictor is not None
         source = self._source(predictor)
         early = self._several and self._may_run_early(predictor)
         waiting: Flight | None = None
@@ -144,7 +145,9 @@ class Feed:
                 except Exception as raised:  # after the batch before it
                     error = raised
                 flight = None if batch is None else Flight(batch, self._on_gpu)
-                if flight is not None and early:
+                # Stock's visualization names its files after the batch that the predictor shows.
+                launches = early and not predictor.args.visualize
+                if flight is not None and launches:
                     try:
                         self._launch(predictor, flight)
                     except Exception as raised:
@@ -152,7 +155,7 @@ class Feed:
                 if waiting is not None:
                     yield self._show(waiting)
                 waiting = flight
-                if flight is not None and not early:
+                if flight is not None and not launches:
                     if flight.batch.ready is not None:  # a callback may look at the images before the network does
                         flight.batch.ready.synchronize()
                     yield self._show(flight)
@@ -215,7 +218,8 @@ class Feed:
                 stream.wait_event(batch.ready)
             flight.mark(stream)
             letterboxes: Tensor | None = None
-            layout = None if batch.images.touched or not batch.storages else parts.layout(predictor, batch)
+            other = batch.images.touched or not batch.storages or parts.moves(predictor)
+            layout = None if other else parts.layout(predictor, batch)
             if layout is None:
                 flight.input = parts.preprocess(predictor, list(batch.images))
                 batch.images.touched = False
@@ -266,6 +270,7 @@ class Parts:
 
     Attributes:
         preprocess: makes the network's input of any images.
+        moves: returns True if a letterbox of somebody else runs, so that ``where`` is wrong.
         where: returns where the predictor's letterbox puts images of some shapes.
         inference: Ultralytics' own method.
         suppresses: returns True if ``non_max_suppression`` is known, so that it can run without its copy to the host.
@@ -273,6 +278,7 @@ class Parts:
     """
 
     preprocess: Callable[..., Tensor]
+    moves: Callable[[Predictor], bool]
     where: Callable[[Any, Any], list[Placing | None]]
     inference: Function
     suppresses: Callable[[], bool]

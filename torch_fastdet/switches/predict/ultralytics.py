@@ -64,10 +64,14 @@ def preprocessing(active: Active | None, stock: Function, owner: Stock) -> Funct
     stock_letterbox = names.get("LetterBox")
     parts.where = _asking(stock_pre_transform, stock_letterbox)
 
+    def moves(self: Predictor) -> bool:
+        own = type(self).pre_transform is not stock_pre_transform or "pre_transform" in vars(self)
+        return own or names.get("LetterBox") is not stock_letterbox
+
+    parts.moves = moves
+
     def preprocess(self: Predictor, im: Any) -> Tensor:
-        if type(self).pre_transform is not stock_pre_transform or "pre_transform" in vars(self):
-            return stock(self, im)  # a predictor with a pre_transform of its own keeps it
-        if names.get("LetterBox") is not stock_letterbox or not fits(im):
+        if moves(self) or not fits(im):
             return stock(self, im)
         device, placings = torch.device(self.device), parts.placings(self, im)
         if device.type not in ("cpu", "cuda") or placings is None:
