@@ -4,6 +4,7 @@
     python -m benchmarks.training_truth --out FOLDER --small --seeds 16 --jobs 12 --variants stock fastdet only_loss_optim
     python -m benchmarks.training_truth --out FOLDER --model yolo26n [...]
     python -m benchmarks.training_truth --out FOLDER --model yolov8n-seg [...]
+    python -m benchmarks.training_truth --out FOLDER --model yolov8n-rtdetr [...]
     python -m benchmarks.training_truth --out FOLDER --report
 
 A run is train.py from scratch on the demo's images. Its variant is ``stock``, ``fastdet`` (``torch_fastdet.yolov5
@@ -48,6 +49,7 @@ NAMES = {
     "metrics/precision": "precision",
     "metrics/recall": "recall",
     "val/box_loss": "val box loss",
+    "val/giou_loss": "val GIoU loss",
     "val/seg_loss": "val seg loss",
     "val/pose_loss": "val pose loss",
     "val/kobj_loss": "val kobj loss",
@@ -402,7 +404,8 @@ def parse() -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     asked = {name: getattr(arguments, name) for name in ("epochs", "image_size", "images", "batch_size")}
-    if arguments.model and not re.fullmatch(rf"[nsmlx]|yolo(?!v5)\w+(-({'|'.join(TASKS)}))?", arguments.model):
+    known = rf"[nsmlx]|yolo(?!v5)\w+(-({'|'.join(TASKS)}|rtdetr))?|rtdetr-\w+"
+    if arguments.model and not re.fullmatch(known, arguments.model):
         parser.error(f"--model is {arguments.model}, but one of n, s, m, l, x or a model of Ultralytics is expected")
     asked["model"] = f"yolov5{arguments.model}" if arguments.model in tuple("nsmlx") else arguments.model
     arguments.settings = replace(
