@@ -7,6 +7,7 @@ first epoch is left out, and the last one is profiled.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
@@ -156,6 +157,10 @@ def measure(variant: str, options: argparse.Namespace, data: str, folder: Path) 
     def share(what: str) -> float | None:
         return sum(row.held for row in held if row.what == what) / 2**20 if cuda else None
 
+    def tracking(**words: str) -> float | None:
+        track = functools.partial(model.track, **words)
+        return an_image(track, str(video), FRAMES) if importlib.util.find_spec("lap") else None
+
     arrays = [drawn(number)[0] for number in range(4 * options.batch)]
     return {
         "iteration": clock.seconds(),
@@ -166,7 +171,9 @@ def measure(variant: str, options: argparse.Namespace, data: str, folder: Path) 
         "folder": an_image(model.predict, str(folder_of_images), len(paths)),
         "paths": an_image(model.predict, paths, len(paths)),
         "video": an_image(model.predict, str(video), FRAMES),
-        "tracking": an_image(model.track, str(video), FRAMES) if importlib.util.find_spec("lap") else None,
+        "tracking": tracking(),
+        "still": tracking(tracker="bytetrack.yaml"),
+        "objects": sum(len(found.boxes) for found in model.predict(str(video), stream=True, **given)) / FRAMES,
         "peak": peak,
         "graphs": share("CUDA graphs"),
         "images": share("images on the GPU"),
@@ -204,6 +211,7 @@ def table(options: argparse.Namespace, stock: dict[str, float | None], ours: dic
         ratio = "" if share_of or unit == "MiB" else f"{a / b:.1f}x"
         return f"| {title} | {' | '.join(cells)} | {ratio} |"
 
+    objects = "" if ours["objects"] is None else f" with {ours['objects']:.3g} objects"
     rows = [
         row(f"an iteration of training, {options.model}, batch {options.batch}, {options.imgsz} pixels", "iteration", 1e3, "ms"),
         row("of it, the GPU works", "busy", 1e3, "ms", share_of="iteration"),
@@ -212,8 +220,9 @@ def table(options: argparse.Namespace, stock: dict[str, float | None], ours: dic
         row("YOLO(...).predict of a list of arrays, an image", "arrays", 1e3, "ms"),
         row("YOLO(...).predict of a folder of JPEG files, an image", "folder", 1e3, "ms"),
         row("YOLO(...).predict of a list of their names, an image", "paths", 1e3, "ms"),
-        row("YOLO(...).predict of a video of 1080p, a frame", "video", 1e3, "ms"),
+        row(f"YOLO(...).predict of a video of 1080p, a frame{objects}", "video", 1e3, "ms"),
         row("YOLO(...).track of it, a frame", "tracking", 1e3, "ms"),
+        row("YOLO(...).track of it by ByteTrack, without camera motion, a frame", "still", 1e3, "ms"),
         row("memory of the GPU, at most", "peak", 1, "MiB"),
         row("of it, CUDA graphs", "graphs", 1, "MiB", share_of="peak"),
         row("of it, decoded images", "images", 1, "MiB", share_of="peak"),
