@@ -8,6 +8,7 @@ import importlib
 import itertools
 import json
 import os
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -486,6 +487,50 @@ def test_run_lengths_are_cocos(device):
                     number = bits = 0
             pixels = torch.arange(len(runs)).remainder(2).repeat_interleave(torch.tensor(runs))
             assert torch.equal(pixels.reshape(mask.T.shape).T, mask)
+
+
+PYCOCOTOOLS = """
+class COCO:
+    def __init__(self, file=None):
+        self.dataset = file
+    def createIndex(self):
+        self.indexed = True
+    def loadRes(self, found):
+        assert isinstance(found, list) and self.indexed
+        return found
+    def getImgIds(self):
+        return [0]
+class COCOeval:
+    def __init__(self, truth, found, iouType):
+        self.params, self.stats = type(self), [0.6, 0.8, 0.7, 0.1, 0.2, 0.3, 0.5]
+    def evaluate(self):
+        assert self.params.imgIds == [0]
+    accumulate = evaluate
+    def summarize(self):
+        print("table")
+"""
+
+
+@pytest.mark.parametrize("faster", [False, True])
+def test_pycocotools_scores_without_faster_coco_eval(ultralytics, tmp_path, monkeypatch, faster):
+    for name in ("pycocotools/coco.py", "pycocotools/cocoeval.py", *["faster_coco_eval.py"] * faster):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(
+            "from pycocotools.coco import COCO\nCOCOeval_faster = 1" if "_" in name else PYCOCOTOOLS
+        )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = vars(sys.modules[ultralytics.validator.__module__])
+    monkeypatch.setitem(names, "check_requirements", checked := mock.Mock())
+    drop_in.patch(val_optim=True)
+    validator = object.__new__(ultralytics.validator)
+    vars(validator).update(args=SimpleNamespace(save_json=True), jdict=[{}], gdict={"images": []}, is_coco=False)
+    vars(validator).update(is_lvis=False, training=True)
+    with mock.patch.dict(sys.modules):
+        stats = validator.coco_evaluate({"fitness": 1}, validator.jdict, validator.gdict)
+        assert faster == ("faster_coco_eval" in sys.modules)
+    sizes = {} if faster else {"metrics/mAP_small(B)": 0.1, "metrics/mAP_medium(B)": 0.2, "metrics/mAP_large(B)": 0.3}
+    assert stats == {"fitness": 1} | sizes and checked.called == faster
+    assert names["check_requirements"] is checked
 
 
 def test_a_batch_waits_until_the_gpu_has_the_next_one(ultralytics, device, monkeypatch):

@@ -21,7 +21,7 @@ from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.replace import defined_in, is_code_of, stand_in
 from torch_fastdet.patching.switch import Active, Switch, Target
 from torch_fastdet.switches.frameworks import ALL_READ, REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
-from torch_fastdet.switches.val import average_precision
+from torch_fastdet.switches.val import average_precision, coco
 from torch_fastdet.switches.val import ultralytics as of_ultralytics
 from torch_fastdet.switches.val import yolov5 as of_yolov5
 
@@ -316,6 +316,15 @@ ULTRALYTICS = Switch(
                 ("segment", "SegmentationValidator", of_ultralytics.encoding),
                 ("obb", "OBBValidator", of_ultralytics.with_corners),
             )
+        ),
+        Target(
+            ultralytics("models.yolo.detect.val"),
+            "DetectionValidator.coco_evaluate",
+            make=coco.score,
+            evidence=(Signature(("self", "stats", "pred_json", "anno_json", "iou_types", "suffix")),),
+            own=True,
+            otherwise="nothing",
+            quiet=True,
         ),
         Target(
             ultralytics("utils.metrics"),
