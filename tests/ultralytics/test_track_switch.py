@@ -428,6 +428,25 @@ def test_equal_boxes_and_infinite_ones_are_the_originals(trackers, name):
         assert str(found) == str(wanted)
 
 
+@pytest.mark.parametrize("column, factor", [(slice(4), 1e5), (5, 1e30)])
+@pytest.mark.parametrize("name", NAMES)
+def test_rotated_boxes_out_of_range_are_the_originals(trackers, name, column, factor):
+    """Products of their sizes overflow, and by scores above 1 boxes match that are far apart."""
+    wanted = []
+    for patched in (False, True):
+        if patched:
+            drop_in.patch(track_optim=True)
+        found = []
+        for seed in range(3):
+            tracker = getattr(trackers, name)(namespace())
+            for t, rows in enumerate(rotated(scene(seed, 12, 20))):
+                if t % 4 < 2:
+                    rows[t % 3 :: 5, column] *= factor
+                found.append(run(tracker, rows).tolist())
+        wanted = wanted or found
+        assert str(found) == str(wanted)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_classes_out_of_range_are_the_originals(trackers, name):
     odd = np.float32([-1, 80, 1e30, -0.5, 2.7, np.inf, -np.inf, np.nan])

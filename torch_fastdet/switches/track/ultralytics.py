@@ -37,6 +37,7 @@ ATTRIBUTES: dict[str, Callable[[Any], object]] = {
     "angle": lambda value: None if np.isnan(value) else value,
 }
 FLOAT32 = np.dtype(np.float32)
+MOST_PIXELS = 1e5  # of a rotated box, whose overlaps are products of four sizes
 KEY = "torch_fastdet_core"  # in a tracker's attributes: its _Held, or None where its own update runs
 _held: weakref.WeakSet[Any] = weakref.WeakSet()  # the trackers that have a KEY
 
@@ -137,9 +138,9 @@ def updating(active: Active, stock: Function, known: type) -> Function:
         if recovered is not None:
             recovered = np.column_stack(recovered)
         known_rows = type(rows) is np.ndarray and rows.dtype == FLOAT32
-        finite = known_rows and (kind.recovers or is_finite(rows))
+        finite = known_rows and (kind.recovers or (is_finite(rows) and not (rotated and _is_extreme(rows))))
         if not finite or (recovered is not None and recovered.dtype != FLOAT32):
-            odd = ", not all finite" if known_rows and not finite else ""
+            odd = ", not all finite, or out of range" if known_rows and not finite else ""
             active.tell(f"{active.name}: the original update runs for {describe_rows(results)}{odd}.")
             give_back(self)
             return own(self, results, img, *args, **kwargs)
@@ -323,9 +324,11 @@ def take_over(tracker: Tracker, held: _Held) -> bool:
     columns = held.core.columns
     lists: list[Any] = [_rows(attributes[name], columns, held.kind) for name in LIVE]
     last_id = next(copy.copy(tracker._ids)) - 1
-    if not (held.kind.recovers or all(_finite(rows).all() for rows in lists)) or not _in_order(
-        lists[0], lists[1], last_id
-    ):
+    for rows in () if held.kind.recovers else lists:
+        turned = rows[~np.isnan(rows[:, 81])]
+        if not _finite(rows).all() or np.abs(turned[:, :4]).max(initial=0) > MOST_PIXELS:
+            return False
+    if not _in_order(lists[0], lists[1], last_id):
         return False
     removed = _rows(attributes[REMOVED[0]], columns, None) if REMOVED[0] in held.outside else None
     if removed is not None:  # where they were does not matter any more
@@ -347,6 +350,11 @@ def _in_order(tracked: NDArray[np.float64], lost: NDArray[np.float64], last_id: 
     ids = np.concatenate((tracked, lost))[:, 72]
     at_home = (tracked[:, 79] < LOST).all() and (lost[:, 79] >= LOST).all()
     return bool(at_home and len(np.unique(ids)) == len(ids) and ids.max(initial=0) <= last_id)
+
+
+def _is_extreme(rows: NDArray[np.float32] | NDArray[np.float64]) -> bool:
+    """Return whether products of rotated boxes' sizes overflow, or scores are above 1: then boxes that are far apart may match, too."""
+    return bool(np.abs(rows[:, :4]).max(initial=0) > MOST_PIXELS or rows[:, 5:6].max(initial=0) > 1)
 
 
 def _finite(rows: NDArray[np.float64]) -> NDArray[np.bool_]:
