@@ -508,7 +508,11 @@ def couple(tracker):
         track.covariance[0, 3] = track.covariance[3, 0] = 0.5
 
 
-@pytest.mark.parametrize("change", [mark_removed, move_to_lost, couple, lambda tracker: tracker.reset_id()])
+def reset_id(tracker):
+    getattr(tracker, "reset_id", tracker.reset)()  # TrackTrack has none
+
+
+@pytest.mark.parametrize("change", [mark_removed, move_to_lost, couple, reset_id])
 @pytest.mark.parametrize("name", NAMES)
 def test_tracks_that_no_tracker_leaves_so_are_the_originals(trackers, name, change):
     wanted = None
