@@ -134,6 +134,18 @@ TEST(Track, AssignmentIsTheBestOfAll) {
   }
 }
 
+TEST(Track, InfiniteCostsAreNoPairs) {
+  SparseAssignment assignment;
+  assignment.begin(2, 2, 4);
+  for (int i = 0; i < 2; i++) {
+    assignment.edge(i, 0, -0.5);
+    assignment.edge(i, 1, -std::numeric_limits<double>::infinity());
+  }
+  assignment.solve();
+  EXPECT_EQ(assignment.column_of(0), 0);
+  EXPECT_EQ(assignment.column_of(1), -1);
+}
+
 using Rows = std::vector<std::array<float, 6>>;  // x1 y1 x2 y2 score class
 const TrackOptions kOptions = {0.8, 0.25f, 0.1f, 0.25f, 3, true};
 

@@ -18,9 +18,9 @@ class SparseAssignment {
     if (static_cast<int>(column_.size()) <= edges) column_.resize(2 * edges + 1), weight_.resize(2 * edges + 1);
   }
 
-  // A pair above the limit is never optimal, and NaN is no pair. A pair at the limit counts as one to match.
+  // A pair above the limit is never optimal. NaN or infinity is no pair. A pair at the limit counts as one to match.
   void edge(int row, int column, double weight) {
-    const int keep = weight <= 0;
+    const int keep = (weight <= 0) & (weight >= std::numeric_limits<double>::lowest());
     column_[used_] = column, weight_[used_] = weight;
     used_ += keep, start_[row + 1] += keep;
   }
