@@ -157,10 +157,10 @@ def measure(variant: str, options: argparse.Namespace, data: str, folder: Path) 
     def share(what: str) -> float | None:
         return sum(row.held for row in held if row.what == what) / 2**20 if cuda else None
 
-    def tracking(**words: str) -> float | None:
-        track = functools.partial(model.track, **words)
+    def tracking(track: Function) -> float | None:
         return an_image(track, str(video), FRAMES) if importlib.util.find_spec("lap") else None
 
+    predict: Function = model.predict
     arrays = [drawn(number)[0] for number in range(4 * options.batch)]
     return {
         "iteration": clock.seconds(),
@@ -171,9 +171,9 @@ def measure(variant: str, options: argparse.Namespace, data: str, folder: Path) 
         "folder": an_image(model.predict, str(folder_of_images), len(paths)),
         "paths": an_image(model.predict, paths, len(paths)),
         "video": an_image(model.predict, str(video), FRAMES),
-        "tracking": tracking(),
-        "still": tracking(tracker="bytetrack.yaml"),
-        "objects": sum(len(found.boxes) for found in model.predict(str(video), stream=True, **given)) / FRAMES,
+        "tracking": tracking(model.track),
+        "still": tracking(functools.partial(model.track, tracker="bytetrack.yaml")),
+        "objects": sum(len(found.boxes) for found in predict(str(video), stream=True, **given)) / FRAMES,
         "peak": peak,
         "graphs": share("CUDA graphs"),
         "images": share("images on the GPU"),
