@@ -354,5 +354,5 @@ def _from_zero(name: str, **options: float) -> tuple[Any, ...]:
     """Return the options, which the core takes in this order."""
     for option, value in options.items():
         if not value >= 0:
-            raise ValueError(f"{name}: {option} is {value}, but a number from 0 is expected")
+            raise ValueError(f"{name}: {option} is {value}, but a number of 0 or more is expected")
     return tuple(options.values())

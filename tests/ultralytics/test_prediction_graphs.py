@@ -46,7 +46,7 @@ def test_cases(predicted, case):
     last = found["said"][-1]
     if case in ("augment", "embed"):
         assert (
-            last == "cuda_graph: augment=, embed= and other arguments of the model: such predictions run without graphs"
+            last == "cuda_graph: predictions with augment=, embed= or other arguments of the model run without graphs"
         )
     elif case == "hooks":
         assert last.endswith("has hooks, which a replay would not call; it runs eagerly")

@@ -46,7 +46,7 @@ def test_resumed_training_has_the_bits_of_one_run(program, digits, tmp_path, arg
     stops = [stop for stop in arguments if stop in (3, 4, 5)]
     for stop in stops:
         same_bits(run, stop)
-    assert run["output"].count("resume_exact: goes on from") == len(stops)
+    assert run["output"].count("resume_exact: the training goes on from") == len(stops)
     assert len({json.dumps(parts) for parts in run["whole"].values()}) == len(run["whole"]), "nothing is trained"
 
 
@@ -81,7 +81,7 @@ def test_killed_training_ends_with_the_bits_of_one_run(train, tmp_path):
     whole, _ = train("whole")
     # The first saved epoch has eight writes: four of last.pt and the file beside it, two each of best.pt and of its own file.
     killed = [train("killed", kill) for kill in (9, 3, 0)]
-    assert ["resume_exact: goes on from" in output for _, output in killed] == [False, True, True]
+    assert ["resume_exact: the training goes on from" in output for _, output in killed] == [False, True, True]
     assert [states for states, _ in killed] == [whole[:2], whole[1:2], whole[1:]]
     assert len({state["model"] for state in whole}) == 3
     same_end(tmp_path, 3)

@@ -309,10 +309,10 @@ def test_what_the_original_update_does(trackers, caplog):
     assert all(np.array_equal(a, b) for name in wanted for a, b in zip(found[name], wanted[name]))
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert "track_optim: the original update runs: Custom has its own get_dists." in said
-    assert "inertia of OCSORT is -0.2, and no number from 0." in said and "Named" not in said
-    assert "init_iou_suppress of FASTTracker is 0." in said
-    assert "match_thr of TRACKTRACK is 1.1, and above 1." in said
-    assert "proximity_thresh of BOTSORT is 0, and no number above 0." in said
+    assert "inertia of OCSORT is -0.2, but a number of 0 or more is expected." in said and "Named" not in said
+    assert "init_iou_suppress of FASTTracker is 0, but a number above 0 is expected." in said
+    assert "match_thr of TRACKTRACK is 1.1, but a number of at most 1 is expected." in said
+    assert "proximity_thresh of BOTSORT is 0, but a number above 0 is expected." in said
     assert "for Boxes of float64" in said and said.count("\n") == 5
 
 

@@ -206,7 +206,7 @@ def test_a_backends_answers_are_replayed(yolo, switched, kind, task, monkeypatch
             same(a, b)
     said = capsys.readouterr().err
     assert said.count(f"{task}Model answers by CUDA graphs from now on") == 1
-    assert said.count("augment= and visualize=: such predictions run without graphs") == 1
+    assert said.count("predictions with augment= or visualize= run without graphs") == 1
     with torch.no_grad():
         assert torch.equal(model(images[0])[0], expected[0][0][0]), "by itself the model runs as in stock"
     drop_in.unpatch()

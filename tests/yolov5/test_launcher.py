@@ -37,7 +37,7 @@ def test_a_switch_is_left_out():
         ("train.py --bbox_iou_optim=False", "--bbox_iou_optim takes no value; it came as --bbox_iou_optim=False."),
         ("--bbox-iou-optim train.py", "--bbox-iou-optim came before the script, and is not one of --bbox_iou_optim"),
         ("-m", "-m needs the name of a module"),
-        ("--fastdet", "which script?"),
+        ("--fastdet", "name the script to run"),
         ("no_such_train.py --fastdet", "there is no script no_such_train.py in"),
         ("-m no_such_package.train", "there is no module no_such_package.train to run."),
     ],

@@ -73,7 +73,7 @@ def test_stopped_training_has_the_bits_of_one_run(real_yolov5, trainings, gpu, r
 def test_killed_training_ends_with_the_bits_of_one_run(real_yolov5, trainings):
     once, ended, _, outputs = trainings(3, "cpu", [("KILL", kill) for kill in KILLS.values()])
     same_training(real_yolov5("checkout"), 3, once, ended)
-    assert [len(re.findall("resume_exact: goes on from", output)) for output in outputs] == [0, 1, 1]
+    assert [len(re.findall("resume_exact: the training goes on from", output)) for output in outputs] == [0, 1, 1]
     assert not any("resumes as without the switch" in output for output in outputs)
 
 

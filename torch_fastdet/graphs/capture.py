@@ -79,7 +79,7 @@ def _make_stream(device: torch.device) -> int:
     with torch.cuda.device(device):
         error = _library().cudaStreamCreateWithFlags(ctypes.byref(made), non_blocking)
     if made.value is None:
-        raise RuntimeError(f"CUDA makes no stream to capture on {device}: cudaStreamCreateWithFlags returned {error}")
+        raise RuntimeError(f"CUDA gave no stream to capture on {device}: cudaStreamCreateWithFlags returned {error}")
     return made.value
 
 

@@ -145,7 +145,7 @@ class DeviceImages(Owner):
             with torch.inference_mode(False):  # validation makes it, and a thread outside of inference mode fills it
                 return torch.empty(size, dtype=torch.uint8, device=self.device)
         except torch.cuda.OutOfMemoryError:
-            warn(f"loader_optim: no {words(size)} for images on the GPU; they are uploaded for each batch")
+            warn(f"loader_optim: the GPU has no {words(size)} left for images, so they are uploaded for each batch")
             return torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def _bring(self, plan: Plan) -> tuple[list[torch.Tensor], np.ndarray]:

@@ -55,7 +55,7 @@ class Launcher:
                 self.host.patch(chosen, import_now)
             else:
                 words = [flag for flag, (_, on) in self.flags.items() if on]
-                say(f"no switch is given ({', '.join(words)}): it runs as it is")
+                say(f"no switch is given ({', '.join(words)}), so the program runs as it is")
         except (SwitchError, ImportError, ValueError) as error:
             self.refuse(error)
 

@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     if command.script is None and command.module is None:
         if command.help:
             return
-        LAUNCHER.fail("which script? For instance train.py, or -m yolov5.train.")
+        LAUNCHER.fail("name the script to run, such as train.py, or -m yolov5.train.")
     # Set the path first: a module is found in the current folder, and a script's imports are beside the script.
     if command.script is not None:
         _check_script(command.script)

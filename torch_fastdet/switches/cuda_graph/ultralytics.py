@@ -146,7 +146,7 @@ def backend_forward(active: Active, stock: Function, _: object) -> Function:
             return stock(backend, im, *args, **kwargs)
         # These are augment=, embed= and other arguments that predict() passes to the model.
         if any(value is not None and value is not False for value in (*args, *kwargs.values())):
-            graphs.tell("augment=, embed= and other arguments of the model: such predictions run without graphs")
+            graphs.tell("predictions with augment=, embed= or other arguments of the model run without graphs")
             return stock(backend, im, *args, **kwargs)
         found = graphs(backend.model, im, functools.partial(stock, backend))
         meanwhile.launched()

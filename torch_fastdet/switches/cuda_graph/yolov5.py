@@ -44,7 +44,7 @@ def model_forward(active: Active, stock: Function, model_class: Stock) -> Functi
     def forward(model: nn.Module, x: torch.Tensor, *args: object, **kwargs: object) -> object:
         if here.model is model and not model.training:
             if any((*args, *kwargs.values())):
-                answers.tell("augment= and visualize=: such predictions run without graphs")
+                answers.tell("predictions with augment= or visualize= run without graphs")
                 return stock(model, x, *args, **kwargs)
             return answers(model, x, lambda x: stock(model, x))
         if args or kwargs or not (x.requires_grad or trains(active, model, x)):

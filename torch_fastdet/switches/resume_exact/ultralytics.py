@@ -75,7 +75,7 @@ class Run:
             frames.write(frame, {LAST_STEP: state["locals"][LAST_STEP]})
             trainer.accumulate = state["locals"]["accumulate"]
             training.cut_table(Path(trainer.csv), *state["table"])
-            say(f"resume_exact: goes on from {trainer.args.resume} to the last bit")
+            say(f"resume_exact: the training goes on from {trainer.args.resume}, to the last bit")
 
     def state_of(self, trainer: Trainer, frame: FrameType) -> State:
         assert self.position is not None

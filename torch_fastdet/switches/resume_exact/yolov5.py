@@ -80,7 +80,7 @@ class Run:
                 last_step, maps = (state["locals"][name] for name in LOCALS)
                 frames.write(frame, {"last_opt_step": last_step, "maps": maps.numpy()})
                 training.cut_table(self.last.parent.parent / "results.csv", *state["table"])
-                say(f"resume_exact: goes on from {self.last} to the last bit")
+                say(f"resume_exact: the training goes on from {self.last}, to the last bit")
         self.position.begin_epoch()
 
     def end(self) -> None:

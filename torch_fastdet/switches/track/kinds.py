@@ -92,27 +92,27 @@ class Kind(NamedTuple):
         name = type(tracker).__name__
         for option in self.numbers:
             if not _is_number(value := getattr(tracker.args, option)):
-                return Obstacle(f"{option} of {name} is {value!r}, and not a number.")
+                return Obstacle(f"{option} of {name} is {value!r}, but a number is expected.")
         for option, kind in {**self.options, **dict.fromkeys(self.checked, float)}.items():
             value = getattr(tracker, option)
             if kind is not bool and not (_is_number(value, kind) and value >= 0):
-                wanted = "integer" if kind is int else "number"
-                return Obstacle(f"{option} of {name} is {value!r}, and no {wanted} from 0.")
+                wanted = "an integer" if kind is int else "a number"
+                return Obstacle(f"{option} of {name} is {value!r}, but {wanted} of 0 or more is expected.")
         for option in ("match_thr", "lost_match_thr"):
             if (value := getattr(tracker, option, 0)) > 1:
-                return Obstacle(f"{option} of {name} is {value!r}, and above 1.")
+                return Obstacle(f"{option} of {name} is {value!r}, but a number of at most 1 is expected.")
         # From 1 on, all pairs of boxes that do not overlap cost the same.
         if not hasattr(tracker, "match_thr") and (value := tracker.args.match_thresh) >= 1:
-            return Obstacle(f"match_thresh of {name} is {value!r}, and not below 1.")
+            return Obstacle(f"match_thresh of {name} is {value!r}, but a number below 1 is expected.")
         for option in ("max_frames_lost", "max_time_lost"):
             if not (_is_number(value := getattr(tracker, option, 0), int) and value >= 0):
-                return Obstacle(f"track_buffer of {name} is {value!r}, and no integer from 0.")
+                return Obstacle(f"track_buffer of {name} is {value!r}, but an integer of 0 or more is expected.")
         if getattr(tracker, "init_iou_suppress", 1) == 0:
-            return Obstacle(f"init_iou_suppress of {name} is 0.")
+            return Obstacle(f"init_iou_suppress of {name} is 0, but a number above 0 is expected.")
         for option in ("proximity_thresh", "appearance_thresh"):
             value = getattr(tracker, option, 1)  # TrackTrack has none of them
             if not _is_number(value) or (getattr(tracker.args, "with_reid", False) and value <= 0):
-                return Obstacle(f"{option} of {name} is {value!r}, and no number above 0.")
+                return Obstacle(f"{option} of {name} is {value!r}, but a number above 0 is expected.")
         if not self.moves and getattr(getattr(tracker, "gmc", None), "method", None) is not None:
             return Obstacle(f"{name} follows a moving camera (gmc_method).")
         return None

@@ -85,7 +85,7 @@ def obstacle_to(tracker: Tracker, known: Stock) -> Obstacle | None:
     kind = KINDS[known.__name__]
     known_looks = [fingerprint(getattr(known, method)) == code for method, code in kind.looks]
     if _looks(tracker) and not (known_looks and all(known_looks)):
-        return Obstacle(f"{name} re-identifies (with_reid), which the core does as ultralytics {REFERENCE} alone.")
+        return Obstacle(f"{name} re-identifies (with_reid), but its code is not that of ultralytics {REFERENCE}.")
     return kind.obstacle(tracker)
 
 
