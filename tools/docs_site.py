@@ -23,7 +23,7 @@ CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 ROW = re.compile(r"<t[hd]\b.*?</t[hd]>", re.DOTALL)
 TEXT = re.compile(r"(?<=>)[^<]+")
 BREAK = re.compile(
-    r"(?<=\w_)(?=\w)|(?<=[a-z]\.)(?=[a-z]+_)|(?<=forward\+)(?=backward)|(?<=NHWC)(?=fp)|(?<=NCHW)(?=fp)|(?<=fp16)(?=\()"
+    r"(?<=\w_)(?=\w)|(?<=[a-z]\.)(?=[a-z]+_)|(?<=EMA\.)(?=\w)|(?<=forward\+)(?=backward)|(?<=NHWC)(?=fp)|(?<=NCHW)(?=fp)|(?<=fp16)(?=\()"
 )
 TOGETHER = re.compile(
     r"(?<=\d) (?=(?:ns|us|ms|s|kB|MB|MiB|GB|TB)\b)|(?<=\bn) (?== \d)|(?<=\bn =) (?=\d)|(?<=\bbatch) (?=\d)"
