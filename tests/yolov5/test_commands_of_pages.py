@@ -28,6 +28,14 @@ for file, made in (("yolov5s.pt", DetectionModel("models/yolov5n.yaml", nc=2)), 
     made.nc, made.names = 2, {0: "blue", 1: "red"}
     torch.save({"model": made.half(), "ema": None, "optimizer": None, "epoch": -1, "best_fitness": None, "opt": {}, "date": None}, file)
 """
+#: This turns a training of one epoch into one that stopped after the first of two.
+STOPPED = """
+import torch, yaml
+from pathlib import Path
+last, options = Path("runs/train/exp/weights/last.pt"), Path("runs/train/exp/opt.yaml")
+torch.save(torch.load(last, weights_only=False) | {"epoch": 0}, last)
+options.write_text(yaml.safe_dump(yaml.safe_load(options.read_text()) | {"epochs": 2}))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +55,15 @@ def clone(real_yolov5, data):
 def test_command_runs(command, clone):
     given, _, words = command.partition("python ")
     arguments = shlex.split(words)
-    if "doctor" not in arguments:
+    if "--resume" in arguments:
+        start = f"-m torch_fastdet.yolov5 train.py --data coco.yaml --weights yolov5s.pt --exist-ok {SHORT['train.py']}"
+        for program in (start.split(), ["-c", STOPPED]):
+            starter.python(program, clone.folder, clone.environment | {"CUDA_VISIBLE_DEVICES": ""}, seconds=300)
+    elif "doctor" not in arguments:
         arguments += SHORT[next(word for word in arguments if word.endswith(".py"))].split()
     environment = clone.environment | dict(word.split("=") for word in given.split())
     result = starter.python(arguments, clone.folder, environment | {"CUDA_VISIBLE_DEVICES": ""}, seconds=300)
     needs_gpu = re.search(r"--(bn_act_optim|channels_last|cuda_graph)", command) and not torch.cuda.is_available()
     assert result.returncode == (2 if needs_gpu else 0), result.stdout[-3000:]
+    assert ("--resume" in arguments) == ("Resuming training from" in result.stdout), result.stdout[-3000:]
     assert ("torch_fastdet" in result.stdout) == ("LOG=quiet" not in command), result.stdout[-3000:]
