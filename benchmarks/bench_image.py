@@ -54,21 +54,21 @@ def scratch_low(batch: int, images: int, perspective: float = 0.0) -> dict[str, 
         "placements": np.array(placements, np.int64),
         "layers": np.array(layers, np.int64),
         "matrices": np.array(matrices, np.float64),
-        "pictures": np.array(rows, np.int64),
+        "images": np.array(rows, np.int64),
         "tables": np.array(tables).astype(np.uint8),
     }
 
 
-def with_opencv(images: np.ndarray, plan: dict[str, np.ndarray]) -> torch.Tensor:
+def with_opencv(sources: np.ndarray, plan: dict[str, np.ndarray]) -> torch.Tensor:
     """Make the batch with the calls that YOLOv5 makes."""
     import cv2
 
     batch = []
-    for layer, _, flags, table in plan["pictures"]:
+    for layer, _, flags, table in plan["images"]:
         first, count, height, width, _, _ = plan["layers"][layer]
         canvas = np.full((height, width, 3), 114, np.uint8)
         for _, offset, _, _, sx, sy, x, y, w, h in plan["placements"][first : first + count]:
-            canvas[y : y + h, x : x + w] = images[offset // (SIDE * SIDE * 3)][sy : sy + h, sx : sx + w]
+            canvas[y : y + h, x : x + w] = sources[offset // (SIDE * SIDE * 3)][sy : sy + h, sx : sx + w]
         matrix = plan["matrices"][layer].reshape(3, 3)
         border: dict[str, Any] = {"dsize": (SIDE, SIDE), "borderValue": (114, 114, 114)}
         affine = plan["layers"][layer][4] == 1
@@ -127,7 +127,7 @@ def compare_augmentation(report: harness.Report, perspective: float, options: di
     plan = scratch_low(batch, kept, perspective)
     storage = torch.from_numpy(images.reshape(-1)).to(report.device)
     tables = {name: torch.from_numpy(table).to(report.device) for name, table in plan.items()}
-    first = (tables["placements"], tables["layers"], tables["matrices"], tables["pictures"])
+    first = (tables["placements"], tables["layers"], tables["matrices"], tables["images"])
     out = torch.empty(batch, 3, SIDE, SIDE, dtype=torch.uint8, device=report.device)
 
     def ours() -> None:

@@ -145,12 +145,12 @@ TORCH_LIBRARY(torch_fastdet, m) {
 
   // Run OpenCV's image operations on batches: packed uint8 HWC in 1-D storages, plans as tables (core/image/image.h).
   m.def(
-      "image_augment(Tensor[] storages, Tensor placements, Tensor layers, Tensor matrices, Tensor pictures, "
+      "image_augment(Tensor[] storages, Tensor placements, Tensor layers, Tensor matrices, Tensor images, "
       "Tensor? blend, Tensor? tables, Tensor? masks, SymInt[2] size, *, int channels=3, ScalarType? dtype=None, "
       "bool channels_last=False, str warp='fixed', int hsv_lanes=32) -> Tensor");
   m.def(
       "image_augment_(Tensor(a!) out, Tensor[] storages, Tensor placements, Tensor layers, Tensor matrices, "
-      "Tensor pictures, Tensor? blend, Tensor? tables, Tensor? masks, *, str warp='fixed', int hsv_lanes=32) -> ()");
+      "Tensor images, Tensor? blend, Tensor? tables, Tensor? masks, *, str warp='fixed', int hsv_lanes=32) -> ()");
   m.def(
       "image_letterbox(Tensor[] storages, Tensor plan, SymInt[2] size, *, int channels=3, ScalarType? dtype=None, "
       "bool channels_last=False, bool bgr=False) -> Tensor");
@@ -161,7 +161,7 @@ TORCH_LIBRARY(torch_fastdet, m) {
   // Decode JPEG files to OpenCV's pixels. jpeg_pack and jpeg_plan index a file on the host (layout: core/jpeg/jpeg.h).
   m.def(
       "jpeg_pack(Tensor[] files, bool pin_memory=False, int segment=4) -> (Tensor storage, "
-      "Tensor pictures, str[] refusals)");
+      "Tensor images, str[] refusals)");
   m.def("jpeg_plan(Tensor headers, Tensor asked) -> (Tensor plan, int[] sizes)");
   m.def("jpeg_decode_(Tensor(a!) out, Tensor storage, Tensor plan, int[3] sizes) -> ()");
 

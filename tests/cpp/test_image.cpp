@@ -67,13 +67,13 @@ Storages whole_storage(const std::vector<uint8_t>& bytes) {
 
 // Return one layer of one placement; the caller sets where it goes.
 AugmentParams one_layer(const std::vector<uint8_t>& bytes, const int64_t* placement, const int64_t* layer,
-                        const double* matrix, const int64_t* pictures) {
+                        const double* matrix, const int64_t* images) {
   AugmentParams p{};
   p.storages = whole_storage(bytes);
   p.placements = placement;
   p.layers = layer;
   p.matrices = matrix;
-  p.pictures = pictures;
+  p.images = images;
   p.placement_rows = p.layer_rows = 1;
   return p;
 }
@@ -115,9 +115,9 @@ TEST(ImageWarp, RowsEqualPixels) {
     double matrix[] = {1, 0, -5, 0, 1, -9, 0, 0, 1};
     for (int i = 0; i < 6; ++i) matrix[i] += (i % 3 == 2 ? 30 : 0.8) * (random() - 0.5);
     for (int i = 6; i < 8; ++i) matrix[i] = (round % 8 ? 0.01 : 0.2) * (random() - 0.5);
-    const int64_t pictures[] = {0, -1, kKeepBgr, -1};
+    const int64_t images[] = {0, -1, kKeepBgr, -1};
     std::vector<uint8_t> out(width * height * 3);
-    AugmentParams p = one_layer(bytes, placements.data(), layers, matrix, pictures);
+    AugmentParams p = one_layer(bytes, placements.data(), layers, matrix, images);
     p.masks = masks.data();
     p.placement_rows = 4;
     p.mask_bytes = static_cast<int64_t>(masks.size());
@@ -143,7 +143,7 @@ TEST(ImageWarp, RowsEqualPixels) {
 TEST(ImageWarp, RowsOfPointsBeyondInts) {
   const std::vector<uint8_t> bytes(20 * 20 * 3, 9);
   const int64_t placement[] = {0, 0, 20, 20, 0, 0, 3, 3, 20, 20}, layers[] = {0, 1, 30, 30, 2, -1};
-  const int64_t pictures[] = {0, -1, kKeepBgr, -1};
+  const int64_t images[] = {0, -1, kKeepBgr, -1};
   const double matrices[][9] = {{1, 0, 0, 0, 1, 0, 1. / 8, 0, 1},  // the inverse's w is 0 in column 8
                                 {1, 0, 0, 0, 1, 0, 1, 0, 0},
                                 {1e-300, 0, 0, 0, 1e-300, 0, 0, 0, 1},
@@ -151,7 +151,7 @@ TEST(ImageWarp, RowsOfPointsBeyondInts) {
                                 {0, 0, 0, 0, 0, 0, 0, 0, 0}};
   for (const auto& matrix : matrices) {
     std::vector<uint8_t> out(40 * 20 * 3);
-    AugmentParams p = one_layer(bytes, placement, layers, matrix, pictures);
+    AugmentParams p = one_layer(bytes, placement, layers, matrix, images);
     p.out = {out.data(), PixelType::kUint8, /*channels_last=*/true, false, 1, 3, 20, 40};
     Layer layer;
     read_layer_head(p, 0, layer);
@@ -236,10 +236,10 @@ TEST(ImageLoops, Augment) {
   constexpr int kSide = 40, kHeight = 2 * kBand + 9, kWidth = 30;
   const std::vector<uint8_t> bytes = noise(kSide * kSide * 3);
   const int64_t placements[] = {0, 0, kSide, kSide, 0, 0, 3, 60, kSide, kSide};
-  const int64_t layers[] = {0, 1, kHeight, 2 * kWidth, 1, -1}, pictures[] = {0, -1, 0, -1, 0, -1, kFlipUpDown, -1};
+  const int64_t layers[] = {0, 1, kHeight, 2 * kWidth, 1, -1}, images[] = {0, -1, 0, -1, 0, -1, kFlipUpDown, -1};
   const double matrix[] = {0.9, 0.1, 2, -0.1, 1.1, 1, 0, 0, 1};
   std::vector<float> whole(size_t{2} * 3 * kHeight * kWidth), bands(whole.size());
-  AugmentParams p = one_layer(bytes, placements, layers, matrix, pictures);
+  AugmentParams p = one_layer(bytes, placements, layers, matrix, images);
   p.out = {bands.data(), PixelType::kFloat32, /*channels_last=*/false, false, 2, 3, kHeight, kWidth};
   augment_batch<Float16, 3>(p, kManyThreads, backwards);
   p.out.data = whole.data();

@@ -160,7 +160,7 @@ def _pixels(batch: np.ndarray, dtype: torch.dtype) -> list[Tensor]:
 def _augment(a: Any, size: Any, channels: int, dtype: Any) -> list[Tensor]:
     assert (a.warp, a.hsv_lanes) == ops.opencv_rules() and a.warp == "fixed", "other pixels than those of this OpenCV"
     assert a.blend is None or ((a.blend >= 0) & (a.blend <= 1)).all(), "pixels outside of a byte"
-    tables = (a.placements, a.layers, a.matrices.double(), a.pictures, a.blend, a.tables, a.masks)
+    tables = (a.placements, a.layers, a.matrices.double(), a.images, a.blend, a.tables, a.masks)
     return _pixels(image.augment(*_arrays((a.storages, *tables)), size, channels), dtype or torch.uint8)
 
 
@@ -561,7 +561,7 @@ def name_of(operator: str) -> str:
 ANY = {
     "crop_mask": {"masks", "boxes"},
     "filter_detections": {"prediction"},
-    "image_augment": {"storages", "placements", "layers", "pictures", "tables", "masks"},
+    "image_augment": {"storages", "placements", "layers", "images", "tables", "masks"},
     "image_gather": {"pieces"},
     "image_letterbox": {"plan"},
     "image_resize": {"plan"},

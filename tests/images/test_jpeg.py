@@ -283,7 +283,7 @@ def read_memory(files):
 
 def on_cpu(images, memory):
     plan = pack(images, memory)
-    out = torch.zeros((len(plan.pictures), 3, *plan.size), dtype=torch.uint8)
+    out = torch.zeros((len(plan.images), 3, *plan.size), dtype=torch.uint8)
     run_on_cpu(plan, memory, out)
     return out
 

@@ -47,7 +47,7 @@ class Problem:
             parts.append(np.zeros(-offset % 4, np.uint8))
             self.storages.append(np.concatenate(parts))
         self.placements, self.layers, self.matrices, self.masks = [], [], [], [np.zeros(3, np.uint8)]
-        self.pictures = np.array([self.row(warps) for _ in range(batch)], np.int64).reshape(-1, 4)
+        self.images = np.array([self.row(warps) for _ in range(batch)], np.int64).reshape(-1, 4)
         self.placements = np.array(self.placements, np.int64).reshape(-1, 10)
         self.layers = np.array(self.layers, np.int64).reshape(-1, 6)
         self.matrices = np.array(self.matrices).reshape(-1, 9)
@@ -95,7 +95,7 @@ class Problem:
 
     def arguments(self, device):
         tables = tensors(
-            (self.placements, self.layers, self.matrices, self.pictures, self.blend, self.tables, self.masks), device
+            (self.placements, self.layers, self.matrices, self.images, self.blend, self.tables, self.masks), device
         )
         return [tensors(self.storages, device), *tables]
 
@@ -105,7 +105,7 @@ class Problem:
             self.placements,
             self.layers,
             self.matrices,
-            self.pictures,
+            self.images,
             self.blend,
             self.tables,
             self.masks,
@@ -128,10 +128,10 @@ def test_warps_of_opencv_5(device, name):
         np.array(opencv5.MATRICES[name], dtype=np.float64).reshape(1, 9),
         np.array([[0, -1, 4, -1]]),
     )
-    placements, layers, matrices, pictures = tensors(tables, device)
+    placements, layers, matrices, images = tensors(tables, device)
     size = [opencv5.HEIGHT, opencv5.WIDTH]
     storage = torch.from_numpy(source.reshape(-1)).to(device)
-    out = ops.image_augment([storage], placements, layers, matrices, pictures, None, None, None, size, warp="float")
+    out = ops.image_augment([storage], placements, layers, matrices, images, None, None, None, size, warp="float")
     with np.load(opencv5.FILE) as recorded:
         difference = np.abs(out[0].permute(1, 2, 0).cpu().numpy().astype(int) - recorded[name])
     assert difference.max() <= 1 and (difference > 0).mean() <= 1e-3
@@ -181,7 +181,7 @@ def mosaic(seed, batch, side, degrees=0.0, shear=0.0, perspective=0.0, sources=1
         ]
     )
     problem.placements, problem.layers = np.array(placements, np.int64), np.array(layers, np.int64)
-    problem.matrices, problem.pictures = np.stack(matrices), np.array(rows, np.int64)
+    problem.matrices, problem.images = np.stack(matrices), np.array(rows, np.int64)
     problem.blend, problem.masks = np.zeros(batch), np.zeros(0, np.uint8)
     return problem
 
@@ -190,8 +190,8 @@ def mosaic(seed, batch, side, degrees=0.0, shear=0.0, perspective=0.0, sources=1
 def test_a_blend_beyond_its_range_gives_levels(device, share):
     # A level beyond 255 would be looked up outside the color tables.
     problem = mosaic(2, 2, 96)
-    problem.pictures[:, 1] = problem.pictures[::-1, 0]
-    problem.pictures[:, 3], problem.blend[:] = 0, 0.5
+    problem.images[:, 1] = problem.images[::-1, 0]
+    problem.images[:, 3], problem.blend[:] = 0, 0.5
     expected = ops.image_augment(*problem.arguments(device), [96, 96], **RULES)
     problem.blend[0] = share
     out = ops.image_augment(*problem.arguments(device), [96, 96], **RULES)
@@ -214,7 +214,7 @@ def test_mosaic(device, side, options):
 def test_channels_equal_grey(device, perspective, warp):
     """On the CPU, vector code processes three channels and plain loops process one."""
     problem = mosaic(4, 4, 101, degrees=20.0, perspective=perspective)
-    problem.tables, problem.pictures[:, 3] = None, -1
+    problem.tables, problem.images[:, 3] = None, -1
     problem.storages = [problem.storages[0].reshape(-1, 3)[:, :1].repeat(3, 1).reshape(-1)]
     colour = ops.image_augment(*problem.arguments(device), [101, 101], warp=warp)
     problem.storages = [problem.storages[0][::3]]
@@ -254,11 +254,11 @@ def test_every_colour():
         rows = np.arange(32)
         placements = np.array([(0, i * side * side * 3, side, side, 0, 0, 0, 0, side, side) for i in rows], np.int64)
         layers = np.array([(i, 1, side, side, 0, -1) for i in rows], np.int64)
-        pictures = np.array([(i, -1, 4, 0) for i in rows], np.int64)
-        tables = tensors((placements, layers, np.zeros((32, 9)), pictures, None, same, None), "cpu")
+        images = np.array([(i, -1, 4, 0) for i in rows], np.int64)
+        tables = tensors((placements, layers, np.zeros((32, 9)), images, None, same, None), "cpu")
         out = ops.image_augment([torch.from_numpy(storage)], *tables, [side, side], **RULES)
         expected = reference.augment(
-            [storage], placements, layers, np.zeros((32, 9)), pictures, None, same, None, (side, side)
+            [storage], placements, layers, np.zeros((32, 9)), images, None, same, None, (side, side)
         )
         assert np.array_equal(out.numpy(), expected)
 
@@ -358,8 +358,8 @@ def test_nothing(device):
     assert ops.image_letterbox([storage], torch.zeros(0, 10, dtype=torch.int64, device=device), [4, 4]).shape[0] == 0
     ops.image_resize_(storage, [storage[:0]], torch.zeros(0, 8, dtype=torch.int64, device=device))
     # A layer without placements, and optional arguments left out, give only the border.
-    layers, pictures = torch.tensor([[0, 0, 8, 8, 1, -1]]), torch.tensor([[0, -1, 0, -1]])
-    tables = [torch.zeros(0, 10, dtype=torch.int64), layers, torch.eye(3, dtype=torch.float64).view(1, 9), pictures]
+    layers, images = torch.tensor([[0, 0, 8, 8, 1, -1]]), torch.tensor([[0, -1, 0, -1]])
+    tables = [torch.zeros(0, 10, dtype=torch.int64), layers, torch.eye(3, dtype=torch.float64).view(1, 9), images]
     out = ops.image_augment([storage], *(t.to(device) for t in tables), None, None, None, [4, 4])
     assert (out == 114).all()
 
@@ -374,9 +374,9 @@ ROWS = {  # argument, row, column -> value that makes no sense, and what the err
     (2, 0, 2): (40000, r"layers\[0\] has a canvas of 40000"),
     (2, 0, 4): (3, r"layers\[0\] has warp 3"),
     (2, 0, 5): (1 << 40, r"layers\[0\] has a mask"),
-    (4, 0, 0): (99, r"pictures\[0\] names layer 99"),
-    (4, 0, 1): (99, r"pictures\[0\] names second layer 99"),
-    (4, 0, 3): (99, r"pictures\[0\] names row 99 of tables"),
+    (4, 0, 0): (99, r"images\[0\] names layer 99"),
+    (4, 0, 1): (99, r"images\[0\] names second layer 99"),
+    (4, 0, 3): (99, r"images\[0\] names row 99 of tables"),
 }
 
 
@@ -480,7 +480,7 @@ def test_errors(device):
     fails(r"layers is not contiguous", 2, good[2].t().contiguous().t())
     fails(r"matrices has 1 rows, but layers has 2", 3, good[3][:1])
     fails(r"matrices has dtype float32, but float64", 3, good[3].float())
-    fails(r"blend has 1 elements, but pictures has 2", 5, good[5][:1])
+    fails(r"blend has 1 elements, but images has 2", 5, good[5][:1])
     fails(r"tables is uint8 of shape \[2, 768\]", 6, good[6].view(2, 768))
     fails(r"masks has dtype int64, but uint8", 7, good[2][0])
     fails(r"warp is 'cubic'", 0, good[0], ValueError, warp="cubic")
@@ -503,7 +503,7 @@ def test_errors(device):
 
 def test_wrong_device(cuda):
     good = mosaic(2, 2, 16).arguments(cuda)
-    with pytest.raises(RuntimeError, match="pictures is on cpu, but storages"):
+    with pytest.raises(RuntimeError, match="images is on cpu, but storages"):
         ops.image_augment(*good[:4], good[4].cpu(), *good[5:], [16, 16])
 
 

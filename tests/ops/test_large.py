@@ -91,13 +91,13 @@ def letterboxes() -> Tensor:
 
 
 def augmented() -> list[Tensor]:
-    return [torch.from_numpy(x) for x in (AUGMENTED.pictures, AUGMENTED.blend)]
+    return [torch.from_numpy(x) for x in (AUGMENTED.images, AUGMENTED.blend)]
 
 
-def augment(pictures: Tensor, blend: Tensor) -> Tensor:
-    storages, placements, layers, matrices, _, _, tables, masks = AUGMENTED.arguments(pictures.device)
+def augment(images: Tensor, blend: Tensor) -> Tensor:
+    storages, placements, layers, matrices, _, _, tables, masks = AUGMENTED.arguments(images.device)
     return ops.image_augment(
-        storages, placements, layers, matrices, pictures, blend, tables, masks, [640, 640], **test_image.RULES
+        storages, placements, layers, matrices, images, blend, tables, masks, [640, 640], **test_image.RULES
     )
 
 

@@ -55,10 +55,10 @@ def recolored(im, tables):
     return cv2.cvtColor(looked_up, cv2.COLOR_HSV2BGR)
 
 
-def augment(storages, placements, layers, matrices, pictures, blend, tables, masks, size, channels=3):
+def augment(storages, placements, layers, matrices, images, blend, tables, masks, size, channels=3):
     """Return (B, C, H, W) uint8; every argument is a numpy array."""
     batch = []
-    for i, (layer, second, flags, table) in enumerate(pictures):
+    for i, (layer, second, flags, table) in enumerate(images):
         parts = [
             warped(canvas_of(storages, placements, layers[k], masks, channels), layers[k], matrices[k], size)
             for k in (layer, second)

@@ -91,7 +91,7 @@ class Plan:
     placements: np.ndarray
     layers: np.ndarray
     matrices: np.ndarray
-    pictures: np.ndarray
+    images: np.ndarray
     blend: np.ndarray
     tables: np.ndarray
     masks: np.ndarray
@@ -106,7 +106,7 @@ class Plan:
 
     def tables_with(self, placements: np.ndarray) -> dict[str, np.ndarray]:
         """Return the arguments of ``image_augment`` by name: these placements, and the plan's other tables."""
-        rest = {name: getattr(self, name) for name in ("layers", "matrices", "pictures", "blend", "tables", "masks")}
+        rest = {name: getattr(self, name) for name in ("layers", "matrices", "images", "blend", "tables", "masks")}
         return {"placements": placements, **rest}
 
 
@@ -181,7 +181,7 @@ def pack(
         placements=np.array(placements, dtype=np.int64).reshape(-1, 10),
         layers=np.array(layers, dtype=np.int64).reshape(-1, 6),
         matrices=np.array(matrices, dtype=np.float64).reshape(-1, 9),
-        pictures=np.array(rows, dtype=np.int64).reshape(-1, 4),
+        images=np.array(rows, dtype=np.int64).reshape(-1, 4),
         blend=np.array(blend, dtype=np.float64),
         tables=np.array(tables, dtype=np.uint8).reshape(-1, 3, 256),
         masks=masks.joined(),

@@ -14,7 +14,7 @@ def image_augment(
     placements: Tensor,
     layers: Tensor,
     matrices: Tensor,
-    pictures: Tensor,
+    images: Tensor,
     blend: Tensor | None,
     tables: Tensor | None,
     masks: Tensor | None,
@@ -43,7 +43,7 @@ def image_augment(
             (below 32,768), warp (0 none, 1 affine, 2 perspective), byte offset of a mask of the canvas' size in ``masks`` or
             -1. Where the mask is not 0, the canvas shows its pixel mirrored left to right.
         matrices: (N, 9) float64: the matrix that is given to OpenCV, row-major; the last row counts for perspective alone.
-        pictures: (B, 4) int64: layer, second layer for mixup or -1, flags (1: flip left-right, 2: flip up-down, 4: keep BGR),
+        images: (B, 4) int64: layer, second layer for mixup or -1, flags (1: flip left-right, 2: flip up-down, 4: keep BGR),
             row of ``tables`` or -1.
         blend: (B,) float64, mixup's ratio r: ``(first * r + second * (1 - r)).astype(uint8)``, kept within 0 to 255. None: no
             mixup.
@@ -67,7 +67,7 @@ def image_augment(
 
     Source: cv2.resize, cv2.warpAffine, cv2.warpPerspective and cv2.cvtColor, https://docs.opencv.org/4.x/da/d54/group__imgproc__transform.html
     """
-    given = storages, placements, layers, matrices, pictures, blend, tables, masks
+    given = storages, placements, layers, matrices, images, blend, tables, masks
     return torch.ops.torch_fastdet.image_augment(
         *given, size, channels=channels, dtype=dtype, channels_last=channels_last, warp=warp, hsv_lanes=hsv_lanes
     )
@@ -80,7 +80,7 @@ def image_augment_(
     placements: Tensor,
     layers: Tensor,
     matrices: Tensor,
-    pictures: Tensor,
+    images: Tensor,
     blend: Tensor | None,
     tables: Tensor | None,
     masks: Tensor | None,
@@ -95,7 +95,7 @@ def image_augment_(
     Raises:
         RuntimeError: as :func:`image_augment`, and where ``out`` has another shape, dtype, device or layout.
     """
-    given = storages, placements, layers, matrices, pictures, blend, tables, masks
+    given = storages, placements, layers, matrices, images, blend, tables, masks
     torch.ops.torch_fastdet.image_augment_(out, *given, warp=warp, hsv_lanes=hsv_lanes)
 
 

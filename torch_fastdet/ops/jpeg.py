@@ -74,7 +74,7 @@ def jpeg_pack(files: list[Tensor], pin_memory: bool = False, segment: int = 4) -
 
     Returns:
         storage: one-dimensional uint8, the packed JPEGs, each at a multiple of 16 bytes.
-        pictures: (n, 5) int64: byte offset in the storage (-1: refused), bytes, height and width as OpenCV shows the image, bytes
+        images: (n, 5) int64: byte offset in the storage (-1: refused), bytes, height and width as OpenCV shows the image, bytes
             of the head.
         refusals: For each file why it was refused, such as "progressive" or "damaged"; "" where it was not.
 

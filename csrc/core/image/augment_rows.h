@@ -193,7 +193,7 @@ class AugmentImage {
  public:
   AugmentImage(const AugmentParams& params, int64_t n, const RowStore& store)
       : p_(params), n_(n), store_(store), kernels_(store.kernels), row_(words()), second_row_(words()) {
-    const int64_t* image = p_.pictures + n * kPictureColumns;
+    const int64_t* image = p_.images + n * kImageColumns;
     flags_ = static_cast<int>(image[2]);
     mixed_ = image[1] >= 0 && p_.blend;
     recolored_ = kChannels == 3 && p_.tables && image[3] >= 0 && image[3] < p_.table_rows;

@@ -107,7 +107,7 @@ template <typename T, int kChannels>
 __global__ void __launch_bounds__(kThreads, kAugmentBlocks) augment_kernel(const __grid_constant__ AugmentParams p) {
   __shared__ AugmentTile tile;
   const int64_t n = blockIdx.z;
-  const int64_t* image = p.pictures + n * kPictureColumns;
+  const int64_t* image = p.images + n * kImageColumns;
   const int64_t index[2] = {image[0], image[1]};
   const int flags = static_cast<int>(image[2]);
   const int64_t table = image[3];
@@ -235,7 +235,7 @@ cudaError_t launch_parts(const Params& params, F&& f) {
 
 cudaError_t launch_image_augment(const AugmentParams& params, cudaStream_t stream) {
   return launch_parts(params, [&](AugmentParams& p, dim3 grid, int64_t first, auto zero, auto channels) {
-    p.pictures += first * kPictureColumns;
+    p.images += first * kImageColumns;
     if (p.blend) p.blend += first;
     augment_kernel<decltype(zero), decltype(channels)::value><<<grid, kThreads, 0, stream>>>(p);
   });

@@ -17,7 +17,7 @@ constexpr int kBorder = 114;        // grey level where no image lies
 // The tables have these int64 columns.
 constexpr int kPlacementColumns = 10;  // storage, offset, src_h, src_w, src_x, src_y, x, y, w, h
 constexpr int kLayerColumns = 6;       // first placement, placements, canvas_h, canvas_w, warp, mask offset or -1
-constexpr int kPictureColumns = 4;     // layer, second layer or -1, flags, row of the tables or -1
+constexpr int kImageColumns = 4;       // layer, second layer or -1, flags, row of the tables or -1
 constexpr int kResizeColumns = 8;      // storage, offset, src_h, src_w, out_offset, out_h, out_w, interpolation
 constexpr int kLetterboxColumns = 10;  // storage, offset, src_h, src_w, pitch, new_h, new_w, top, left, interpolation
 constexpr int kPieceColumns = 4;       // storage, offset, bytes, out_offset
@@ -47,11 +47,11 @@ struct AugmentParams {
   Storages storages;
   const int64_t* placements;
   const int64_t* layers;
-  const double* matrices;   // 9 per layer: forward, row-major
-  const int64_t* pictures;  // one row for each image of the batch
-  const double* blend;      // one per image, or null
-  const uint8_t* tables;    // 3 x 256 per row, or null
-  const uint8_t* masks;     // may be null
+  const double* matrices;  // 9 per layer: forward, row-major
+  const int64_t* images;   // one row for each image of the batch
+  const double* blend;     // one per image, or null
+  const uint8_t* tables;   // 3 x 256 per row, or null
+  const uint8_t* masks;    // may be null
   int64_t placement_rows, layer_rows, table_rows, mask_bytes;
   WarpArithmetic arithmetic;
   int hsv_lanes;  // pixels that OpenCV's vector code converts at once

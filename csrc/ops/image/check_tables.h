@@ -58,13 +58,13 @@ inline void check_rows(const core::AugmentParams& p, const char* op) {
   }
   for (int64_t i = 0; i < p.layer_rows; ++i) check_layer(p, i, op);
   for (int64_t i = 0; i < p.out.batch; ++i) {
-    const int64_t* row = p.pictures + i * core::kPictureColumns;
-    TORCH_CHECK(row[0] >= 0 && row[0] < p.layer_rows, op, ": pictures[", i, "] names layer ", row[0],
+    const int64_t* row = p.images + i * core::kImageColumns;
+    TORCH_CHECK(row[0] >= 0 && row[0] < p.layer_rows, op, ": images[", i, "] names layer ", row[0], ", but layers has ",
+                p.layer_rows, " rows");
+    TORCH_CHECK(row[1] >= -1 && row[1] < p.layer_rows, op, ": images[", i, "] names second layer ", row[1],
                 ", but layers has ", p.layer_rows, " rows");
-    TORCH_CHECK(row[1] >= -1 && row[1] < p.layer_rows, op, ": pictures[", i, "] names second layer ", row[1],
-                ", but layers has ", p.layer_rows, " rows");
-    TORCH_CHECK(row[1] < 0 || p.blend, op, ": pictures[", i, "] has a second layer, but there is no blend");
-    TORCH_CHECK(row[3] >= -1 && row[3] < p.table_rows, op, ": pictures[", i, "] names row ", row[3],
+    TORCH_CHECK(row[1] < 0 || p.blend, op, ": images[", i, "] has a second layer, but there is no blend");
+    TORCH_CHECK(row[3] >= -1 && row[3] < p.table_rows, op, ": images[", i, "] names row ", row[3],
                 " of tables, but there are ", p.table_rows);
   }
 }

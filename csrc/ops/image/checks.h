@@ -65,7 +65,7 @@ inline void check_batch_out(const at::Tensor& out, const c10::SymInt& batch, con
 
 struct AugmentTensors {
   at::TensorList storages;
-  const at::Tensor &placements, &layers, &matrices, &pictures;
+  const at::Tensor &placements, &layers, &matrices, &images;
   const std::optional<at::Tensor>&blend, &tables, &masks;
   using Types =
       std::tuple<at::TensorList, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
@@ -97,13 +97,13 @@ inline void check_augment(const AugmentTensors& t, const AugmentOptions& options
   check_table(t.matrices, 9, at::kDouble, like, op, "matrices");
   TORCH_SYM_CHECK(t.matrices.sym_size(0).sym_eq(t.layers.sym_size(0)), op, ": matrices has ", t.matrices.sym_size(0),
                   " rows, but layers has ", t.layers.sym_size(0));
-  check_table(t.pictures, core::kPictureColumns, at::kLong, like, op, "pictures");
+  check_table(t.images, core::kImageColumns, at::kLong, like, op, "images");
   if (t.blend) {
     TORCH_CHECK(t.blend->scalar_type() == at::kDouble && t.blend->dim() == 1 && t.blend->is_contiguous(), op,
                 ": blend is ", dtype_name(t.blend->scalar_type()), " of shape ", t.blend->sym_sizes(),
                 ", but a contiguous float64 tensor (B,) is expected");
-    TORCH_SYM_CHECK(t.blend->sym_size(0).sym_eq(t.pictures.sym_size(0)), op, ": blend has ", t.blend->sym_size(0),
-                    " elements, but pictures has ", t.pictures.sym_size(0), " rows");
+    TORCH_SYM_CHECK(t.blend->sym_size(0).sym_eq(t.images.sym_size(0)), op, ": blend has ", t.blend->sym_size(0),
+                    " elements, but images has ", t.images.sym_size(0), " rows");
     check_same_device(like, "storages[0]", *t.blend, op, "blend");
   }
   if (t.tables) {

@@ -17,7 +17,7 @@ void augment_into(const at::Tensor& out, const AugmentTensors& t, const AugmentO
     params.placements = t.placements.const_data_ptr<int64_t>();
     params.layers = t.layers.const_data_ptr<int64_t>();
     params.matrices = t.matrices.const_data_ptr<double>();
-    params.pictures = t.pictures.const_data_ptr<int64_t>();
+    params.images = t.images.const_data_ptr<int64_t>();
     params.blend = t.blend ? t.blend->const_data_ptr<double>() : nullptr;
     params.tables = t.tables ? t.tables->const_data_ptr<uint8_t>() : nullptr;
     params.masks = t.masks ? t.masks->const_data_ptr<uint8_t>() : nullptr;
@@ -35,7 +35,7 @@ template <class Backend>
 void image_augment_(at::Tensor& out, const AugmentTensors& tensors, const AugmentOptions& options) {
   constexpr const char* kOp = "image_augment_";
   check_augment(tensors, options, kOp);
-  check_batch_out(out, tensors.pictures.sym_size(0), tensors.storages[0], kOp);
+  check_batch_out(out, tensors.images.sym_size(0), tensors.storages[0], kOp);
   augment_into<Backend>(out, tensors, options, kOp);
 }
 
@@ -44,7 +44,7 @@ at::Tensor image_augment(const AugmentTensors& tensors, const BatchOptions& batc
   constexpr const char* kOp = "image_augment";
   check_augment(tensors, options, kOp);
   const c10::DeviceGuard guard(tensors.storages[0].device());
-  const at::Tensor out = empty_batch(tensors.storages[0], tensors.pictures.sym_size(0), batch, kOp);
+  const at::Tensor out = empty_batch(tensors.storages[0], tensors.images.sym_size(0), batch, kOp);
   augment_into<Backend>(out, tensors, options, kOp);
   return out;
 }

@@ -26,7 +26,7 @@ struct Problem {
   int channels;
   std::vector<Memory> memory;
   std::vector<Source> sources;
-  std::vector<int64_t> placements, layers, pictures;
+  std::vector<int64_t> placements, layers, images;
   std::vector<double> matrices, blend;
   std::vector<uint8_t> tables, masks;
   AugmentParams params{};
@@ -60,7 +60,7 @@ struct Problem {
     for (uint8_t& level : tables) level = static_cast<uint8_t>(random.below(256));
     for (int64_t i = 0; i < out.batch; ++i) {
       const int64_t first = add_layer(), second = random.chance(40) ? add_layer() : -1;
-      pictures.insert(pictures.end(), {first, second, random.below(8), random.below(4) - 1});
+      images.insert(images.end(), {first, second, random.below(8), random.below(4) - 1});
       blend.push_back(0.01 * static_cast<double>(random.below(101)));
     }
     if (with_nonsense && random.chance(20))
@@ -70,7 +70,7 @@ struct Problem {
     params.placements = placements.data();
     params.layers = layers.data();
     params.matrices = matrices.data();
-    params.pictures = pictures.data();
+    params.images = images.data();
     params.blend = random.chance(90) ? blend.data() : nullptr;
     params.tables = random.chance(90) ? tables.data() : nullptr;
     params.masks = random.chance(90) ? masks.data() : nullptr;
@@ -162,7 +162,7 @@ TEST(ImageKernels, AugmentPlacesImagesInOrder) {
       problem.layers[i + 4] = 0;
       problem.layers[i + 5] = -1;
     }
-    for (size_t i = 0; i < problem.pictures.size(); i += kPictureColumns) problem.pictures[i + 2] = kKeepBgr;
+    for (size_t i = 0; i < problem.images.size(); i += kImageColumns) problem.images[i + 2] = kKeepBgr;
     p.tables = nullptr;
     p.blend = nullptr;
     p.out.type = PixelType::kUint8;
@@ -172,7 +172,7 @@ TEST(ImageKernels, AugmentPlacesImagesInOrder) {
     ASSERT_EQ(launch_image_augment(p, nullptr), cudaSuccess);
     for (int64_t n = 0; n < p.out.batch; ++n) {
       std::vector<uint8_t> canvas(static_cast<size_t>(p.out.height) * p.out.width * 3, kBorder);
-      const int64_t* layer = p.layers + p.pictures[n * kPictureColumns] * kLayerColumns;
+      const int64_t* layer = p.layers + p.images[n * kImageColumns] * kLayerColumns;
       for (int64_t i = 0; i < layer[1]; ++i) {
         const int64_t* row = p.placements + (layer[0] + i) * kPlacementColumns;
         for (int64_t dy = 0; dy < row[9]; ++dy) {
