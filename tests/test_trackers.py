@@ -200,7 +200,7 @@ def test_arguments_of_other_shapes(arguments, message):
 )
 def test_options_out_of_range(name, option, value):
     with pytest.raises(
-        ValueError, match=f"{name}: {option} is {value}, but a number (from|above) 0 (to 1 )?is expected"
+        ValueError, match=f"{name}: {option} is {value}, but a number (above 0|from 0 to 1|of 0 or more) is expected"
     ):
         getattr(trackers, name)(**{option: value})
 
