@@ -176,8 +176,10 @@ def test_stages_page(tmp_path, monkeypatch):
 # Commands --------------------------------------------------------------------------------------------------------------
 
 #: Nightly tests of the frameworks run these: tests/yolov5/test_commands_of_pages.py, tests/ultralytics/test_commands_of_pages.py.
-OF_YOLOV5 = r"(\w+=\w+ )?python -m torch_fastdet\.yolov5 (?!.*(\.\.\.|device 0,1))(doctor )?[\w/]+\.py .*"
-OF_ULTRALYTICS = r"python -m torch_fastdet\.ultralytics (?!.*(device=0|train resume|--resume_exact))\w.*"
+OF_YOLOV5 = (
+    r"((\w+=\w+ )?python|torchrun --nproc_per_node 2) -m torch_fastdet\.yolov5 (?!.*\.\.\.)(doctor )?[\w/]+\.py .*"
+)
+OF_ULTRALYTICS = r"python -m torch_fastdet\.ultralytics \w.*"
 #: test_command_runs runs these, with arguments appended so that they end soon without a GPU.
 SHORT = {
     r"make help|python -m (torch_fastdet|torch_fastdet(\.yolov5)? doctor|tools\.api|benchmarks\.report)": "",
@@ -191,16 +193,21 @@ SHORT = {
     r"python -m benchmarks\.step_(plot|layers)": "",
     r"python -m benchmarks\.training_truth": "--small --seeds 1 --epochs 2 --images 32 --batch-size 8 --image-size 64 --device cpu --out build/truth",
 }
+#: test_command_runs_on_a_gpu runs these, with such arguments.
+ON_GPU = {
+    "python -m benchmarks.layout_table": "--batch 1",
+    "python -m benchmarks.memory_limits": "--size n --cards 4 --out build/measured",
+    "python -m benchmarks.small_cards": "--models yolov8n --cards 8 --seconds 40 --out build/measured",
+}
 #: tests/packaging/test_build.py runs these.
 PIP = r"pip (un)?install (?!.*==2\.10).*"
 #: test_stages_page and tests/packaging/test_cmake.py run these.
 TESTED = r"python -m torch_fastdet\.golden .*|cmake .*"
 #: Nothing runs these as they stand, as they take what the key says. CONTRIBUTING.md lists them.
 NOT_RUN = {
-    "several GPUs": r"torchrun .*|.* device=0,1,2,3 .*",
-    "a GPU": r"make test-gpu|python3? -m (benchmarks\.(memory_limits|small_cards|layout_table)|tools\.gpu_report run --rest)",
+    "several machines": r"torchrun --nnodes .*",
+    "a GPU, for these tests": r"make test-gpu|python3 -m tools\.gpu_report run --rest",
     "another PyTorch or CUDA, gigabytes": r"pip install .*==2\.10.*|python -m tools\.cuda12|(CUDA_HOME|TORCH_CUDA_ARCH_LIST)=\S+ pip .*",
-    "a training of Ultralytics that was stopped": r"python -m torch_fastdet\.ultralytics .*(train resume|--resume_exact).*",
     "words of the reader": r".*\.\.\..*|python train\.py --resume|python -m (benchmarks|torch_fastdet\.(yolov5|ultralytics))",
 }
 
@@ -219,11 +226,11 @@ def all_commands(pattern: str) -> list[str]:
     return list(dict.fromkeys(c for page in PAGES for c in commands(page) if re.fullmatch(pattern, c)))
 
 
-def run(command: str, folder: Path) -> subprocess.CompletedProcess:
+def run(command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess:
     """Run a command as a shell does, with the Python of this process and, unless ``folder`` is a copy, the modules of this tree."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    env["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
+    env = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env["PATH"]])
+    env["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT), env["PYTHONPATH"]])
     return subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True)
 
 
@@ -233,7 +240,7 @@ def test_every_command_runs():
     files = [ROOT / ".ci/run", *sorted((ROOT / ".github/workflows").glob("*.yml"))]
     lines = [line.split("# ")[0] for file in files for line in file.read_text().splitlines()]
     made = {word for line in lines for words in re.findall(r"\bmake (.*)", line) for word in words.split()}
-    ran = re.compile("|".join([OF_YOLOV5, OF_ULTRALYTICS, *SHORT, PIP, TESTED, *NOT_RUN.values()]))
+    ran = re.compile("|".join([OF_YOLOV5, OF_ULTRALYTICS, *SHORT, *ON_GPU, PIP, TESTED, *NOT_RUN.values()]))
     for page, command in ((each, command) for each in PAGES for command in commands(each)):
         if not ran.fullmatch(command):
             program, *words = command.split()
@@ -273,6 +280,15 @@ def checkout(tmp_path_factory):
 def test_command_runs(command, checkout):
     (words,) = (words for pattern, words in SHORT.items() if re.fullmatch(pattern, command))
     result = run(f"{command} {words}", checkout)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", ON_GPU)
+def test_command_runs_on_a_gpu(command, tmp_path, cuda):
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")  # which write beside themselves
+    variables = {"CUDA_VISIBLE_DEVICES": "0"} | environment(tmp_path / "environment")
+    result = run(f"{command} {ON_GPU[command]}", tmp_path, **variables)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
 

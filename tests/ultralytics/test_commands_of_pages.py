@@ -6,10 +6,12 @@ import shlex
 import pytest
 
 from tests import starter
+from tests.distributed.test_distributed import gpus_missing
 from tests.test_readme import OF_ULTRALYTICS, YOLO, all_commands
 
-COMMANDS = all_commands(OF_ULTRALYTICS)
-#: Arguments appended to a command, so that it trains one short epoch on the CPU.
+ON_GPUS = (pytest.mark.two_gpus, pytest.mark.gpu)
+COMMANDS = [pytest.param(c, marks=ON_GPUS if "device=" in c else pytest.mark.cpu) for c in all_commands(OF_ULTRALYTICS)]
+#: Arguments appended to a command, so that it trains one short epoch. On the CPU, unless the command names GPUs.
 SHORT = {
     "train": "epochs=1 imgsz=64 batch=2 workers=0 plots=False",
     "val": "imgsz=64 workers=0 plots=False",
@@ -26,6 +28,15 @@ for i in range(4):
     film.write(np.full((96, 128, 3), 20 * i, np.uint8))
 film.release()
 """
+#: This starts the training that the command resumes, and ends it as its second epoch begins.
+STOPPED = """
+import os, sys
+from torch_fastdet.ultralytics.launcher import main
+from ultralytics.utils.callbacks.base import default_callbacks
+default_callbacks["on_train_epoch_start"].append(lambda trainer: trainer.epoch and os._exit(3))
+main()
+"""
+START = f"train model=yolo11s.yaml data=coco8.yaml --fastdet --resume_exact {SHORT['train']} epochs=2 exist_ok=True device=cpu"
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +48,22 @@ def folder(ultralytics_environment, tmp_path_factory):
 
 
 @pytest.mark.nightly
-@pytest.mark.cpu
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_runs(command, folder, ultralytics_environment):
+    gpus = "device=" in command
+    if gpus and (reason := gpus_missing()):
+        pytest.skip(reason)
+    environment = ultralytics_environment | ({"NCCL_NVLS_ENABLE": "0"} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
     arguments = shlex.split(command)[1:]
-    if arguments[2] in SHORT:
-        arguments += [*SHORT[arguments[2]].split(), "device=cpu"]
-    environment = ultralytics_environment | {"CUDA_VISIBLE_DEVICES": ""}
+    if "resume" in arguments:
+        start = [*START.split(), f"project={folder}/runs/detect"]  # where it is outside of tests, too
+        started = starter.python(["-c", STOPPED, *start], folder, environment, seconds=300)
+        assert started.returncode == 3, started.stdout[-3000:]
+    elif arguments[2] in SHORT:
+        arguments += SHORT[arguments[2]].split() + ["device=cpu"] * (not gpus)
     result = starter.python(arguments, folder, environment, seconds=300)
     needs_gpu = re.search(r"--(bn_act_optim|cuda_graph)", command)
     assert result.returncode == (2 if needs_gpu else 0), result.stdout[-3000:]
     assert "torch_fastdet" in result.stdout, result.stdout[-3000:]
+    goes_on = "resume_exact: the training goes on from" in result.stdout
+    assert ("resume" in arguments) == goes_on, result.stdout[-3000:]

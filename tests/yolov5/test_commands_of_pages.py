@@ -8,18 +8,19 @@ import pytest
 import torch
 
 from tests import starter
+from tests.distributed.test_distributed import gpus_missing
 from tests.test_readme import OF_YOLOV5, all_commands
 from tests.yolov5.conftest import IMAGE
 
-#: Arguments appended to a command, so that it trains one short epoch on the CPU.
+#: Arguments appended to a command, so that it trains one short epoch. On the CPU, unless the command names GPUs.
 SHORT = {
-    "train.py": f"--epochs 1 --img {IMAGE} --batch 4 --workers 0 --device cpu --cfg yolov5n.yaml --noautoanchor --noplots",
-    "val.py": f"--img {IMAGE} --batch 4 --workers 0 --device cpu",
-    "segment/val.py": f"--img {IMAGE} --batch 4 --workers 0 --device cpu",
-    "detect.py": f"--img {IMAGE} --device cpu",
+    "train.py": f"--epochs 1 --img {IMAGE} --batch 4 --workers 0 --cfg yolov5n.yaml --noautoanchor --noplots --exist-ok",
+    "val.py": f"--img {IMAGE} --batch 4 --workers 0",
+    "segment/val.py": f"--img {IMAGE} --batch 4 --workers 0",
+    "detect.py": f"--img {IMAGE}",
 }
-
-COMMANDS = all_commands(OF_YOLOV5)
+ON_GPUS = (pytest.mark.two_gpus, pytest.mark.gpu)
+COMMANDS = [pytest.param(c, marks=ON_GPUS if "--device" in c else pytest.mark.cpu) for c in all_commands(OF_YOLOV5)]
 MODELS = """
 import sys, torch
 from models.yolo import DetectionModel, SegmentationModel
@@ -50,19 +51,22 @@ def clone(real_yolov5, data):
 
 
 @pytest.mark.nightly
-@pytest.mark.cpu
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_runs(command, clone):
-    given, _, words = command.partition("python ")
-    arguments = shlex.split(words)
+    gpus = "--device" in command
+    if gpus and (reason := gpus_missing()):
+        pytest.skip(reason)
+    given, _, words = command.replace("torchrun", "python -m torch.distributed.run").partition("python ")
+    arguments, device = shlex.split(words), [] if gpus else ["--device", "cpu"]
+    environment = clone.environment | ({"NCCL_NVLS_ENABLE": "0"} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
     if "--resume" in arguments:
-        start = f"-m torch_fastdet.yolov5 train.py --data coco.yaml --weights yolov5s.pt --exist-ok {SHORT['train.py']}"
-        for program in (start.split(), ["-c", STOPPED]):
-            starter.python(program, clone.folder, clone.environment | {"CUDA_VISIBLE_DEVICES": ""}, seconds=300)
+        start = f"-m torch_fastdet.yolov5 train.py --data coco.yaml --weights yolov5s.pt {SHORT['train.py']}"
+        for program in ([*start.split(), *device], ["-c", STOPPED]):
+            starter.python(program, clone.folder, environment, seconds=300)
     elif "doctor" not in arguments:
-        arguments += SHORT[next(word for word in arguments if word.endswith(".py"))].split()
-    environment = clone.environment | dict(word.split("=") for word in given.split())
-    result = starter.python(arguments, clone.folder, environment | {"CUDA_VISIBLE_DEVICES": ""}, seconds=300)
+        arguments += SHORT[next(word for word in arguments if word.endswith(".py"))].split() + device
+    environment |= dict(word.split("=") for word in given.split())
+    result = starter.python(arguments, clone.folder, environment, seconds=300)
     needs_gpu = re.search(r"--(bn_act_optim|channels_last|cuda_graph)", command) and not torch.cuda.is_available()
     assert result.returncode == (2 if needs_gpu else 0), result.stdout[-3000:]
     assert ("--resume" in arguments) == ("Resuming training from" in result.stdout), result.stdout[-3000:]
