@@ -44,6 +44,7 @@ TASKS = (
 FAMILIES = (
     *("yolov3-tiny-16", "yolov5s-16", "yolov6s-16", "yolov8s-ghost-16", "yolov8s-p2-16", "yolov9s-16", "yolov10s-16"),
     *("yolo11s-16", "yolo12s-16", "yolo26s-16", "yolov8s-rtdetr-16", "rtdetr-l-16", "rtdetr-resnet50-16"),
+    *("yolov8s-world-16", "yoloe-11s-16"),
 )
 NAMED = {"all": WHOLE, "tasks": TASKS, "families": FAMILIES}
 SUFFIXES = {"seg": "segment", "pose": "pose", "obb": "obb", "cls": "classify"}
@@ -59,7 +60,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        found = re.fullmatch(r"((?:yolo\w+|rtdetr)(?:-[a-z]\w*)?)-([1-9]\d*)(?:-([A-Za-z]\w*))?", text)
+        found = re.fullmatch(r"((?:yolo\w+|rtdetr)(?:-\d*[a-z]\w*)?)-([1-9]\d*)(?:-([A-Za-z]\w*))?", text)
         if found is None:
             raise argparse.ArgumentTypeError(
                 f"{text} came, but a model, a batch size and perhaps an optimizer are expected, as in yolov8s-16 or yolov8s-64-MuSGD"

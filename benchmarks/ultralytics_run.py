@@ -4,13 +4,18 @@
 
 For each epoch TIMES.json gets when each iteration ended (seconds), how long each validation's pass over the images
 took, and the most memory that torch held. The clock consists of some of Ultralytics' default callbacks; nothing else
-differs from the command. On several GPUs the trainer passes its callbacks to the processes that it starts, and the
-first of them writes.
+differs from the command, but that YOLO-World and YOLOE get random features of texts. On several GPUs the trainer passes
+its callbacks to the processes that it starts, and the first of them writes.
 """
 
 from __future__ import annotations
 
 import sys
+import zlib
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
 
 
 class Clock:
@@ -51,12 +56,33 @@ class Clock:
         Path(self.file).write_text(json.dumps(found))
 
 
+class RandomTexts:
+    """Replace the model of texts that trainers of YOLO-World and YOLOE download. A text always has the same random features."""
+
+    def __init__(self, _: str, device: torch.device | str | None = None) -> None:
+        self.device = device
+
+    def tokenize(self, texts: list[str]) -> torch.Tensor:
+        return torch.tensor([zlib.crc32(text.encode()) for text in texts], device=self.device)
+
+    def encode_text(self, tokens: torch.Tensor) -> torch.Tensor:
+        features = [torch.randn(512, generator=torch.Generator().manual_seed(token)) for token in tokens.tolist()]
+        return F.normalize(torch.stack(features), dim=1).to(tokens.device)
+
+
+def without_downloads() -> None:
+    module = ModuleType("ultralytics.nn.text_model")
+    module.build_text_model = RandomTexts  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+
+
 def main() -> None:
     file, *words = sys.argv[1:]
     from ultralytics.utils import callbacks
 
     from torch_fastdet.ultralytics.launcher import main as launch
 
+    without_downloads()
     clock = Clock(file)
     callbacks.default_callbacks["on_train_batch_end"].append(clock.note)
     callbacks.default_callbacks["on_train_end"].append(clock.write)

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from ultralytics import RTDETR, YOLO
 
+from benchmarks.ultralytics_run import without_downloads
 from torch_fastdet.ultralytics import patch
 
 parser = argparse.ArgumentParser()
@@ -55,6 +56,7 @@ def topk(values, k, dim=-1, largest=True, **rest):
 
 
 torch.topk = topk
+without_downloads()
 
 
 def train():
