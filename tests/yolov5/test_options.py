@@ -14,8 +14,9 @@ from tests.yolov5.test_real_scripts import LOSSES, SWITCHES
         # Images are not smaller: at 32 pixels and two images batch norm sees two values, whose sign depends on rounding.
         ("--multi-scale", "--img", "128", "--batch", "4", "--image-weights", "--label-smoothing", "0.1", "--cos-lr"),
         ("--rect", "--single-cls", "--quad", "--batch", "4"),
+        ("--cfg", "models/hub/yolov5n6.yaml", "--img", "128", "--batch", "4"),
     ],
-    ids=["several sizes", "one size for each batch"],
+    ids=["several sizes", "one size for each batch", "four heads"],
 )
 def test_options_give_the_losses_of_stock(options, real_yolov5, train):
     checkout = real_yolov5("checkout")
