@@ -99,7 +99,7 @@ for init in DistributedDataParallel.__init__, stock:
     with warnings.catch_warnings(record=True) as said:  # PyTorch says it once in a process
         for _ in range(3):
             model(torch.rand(2, 3, 8, 8)).sum().backward()
-    print(sum("Grad strides do not match" in str(warning.message) for warning in said))
+    print("warnings:", sum("Grad strides do not match" in str(warning.message) for warning in said))
 """
 
 
@@ -108,7 +108,11 @@ def test_ranks_have_their_layout_before_places_of_gradients_are_made(tmp_path):
     command = [sys.executable, "-c", RANK, str(tmp_path / "store")]
     result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert result.returncode == 0, result.stderr
-    assert [line for line in result.stdout.split() if line.isdecimal()] == ["0", "1"]
+    # Gloo of PyTorch 2.10 prints numbers, too.
+    assert [line for line in result.stdout.splitlines() if line.startswith("warnings:")] == [
+        "warnings: 0",
+        "warnings: 1",
+    ]
 
 
 def test_copies_and_fused_models_are_contiguous(yolo, switched):
