@@ -42,6 +42,15 @@ def cuda_missing() -> str | None:
     return None
 
 
+def gpus_missing(wanted: int = 2) -> str | None:
+    """Return why tests with so many GPUs cannot run here, or None."""
+    return cuda_missing() or (None if torch.cuda.device_count() >= wanted else f"needs {wanted} GPUs")
+
+
+#: Tests that need two GPUs have these marks.
+TWO_GPUS = (pytest.mark.two_gpus, pytest.mark.gpu)
+
+
 def some_slow(cases: Iterable[Any], quick: Collection[Any], mark: Any = pytest.mark.slow) -> list[Any]:
     """Return the cases for ``parametrize``. All but the quick ones are marked slow, or with ``mark``."""
     return [pytest.param(case, marks=[mark] * (case not in quick)) for case in cases]

@@ -17,11 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
 from examples.yolov5_env import environment
 from tests import starter
-from tests.conftest import cuda_missing
+from tests.conftest import TWO_GPUS, gpus_missing
 from tests.yolov5 import real
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -48,10 +47,6 @@ FURTHER = (
 )
 HOSTS = ("switch_of_yolov5", "switch_of_ultralytics", "what_the_switch_leaves_to_stock")
 SECONDS = 180  # within which every process ends, whatever happens to one of them
-
-
-def gpus_missing(wanted: int = 2) -> str | None:
-    return cuda_missing() or (None if torch.cuda.device_count() >= wanted else f"needs {wanted} GPUs")
 
 
 def free_port() -> int:
@@ -108,10 +103,9 @@ def runs(variables, tmp_path_factory):
 
 
 def of_both(cases, *marks):
-    on_gpus = (pytest.mark.two_gpus, pytest.mark.gpu)
     return [
         *(pytest.param("gloo", cases, case, id=f"{case}-gloo", marks=[*marks, pytest.mark.cpu]) for case in cases),
-        *(pytest.param("nccl", cases, case, id=f"{case}-nccl", marks=on_gpus) for case in cases),
+        *(pytest.param("nccl", cases, case, id=f"{case}-nccl", marks=TWO_GPUS) for case in cases),
     ]
 
 
@@ -119,7 +113,7 @@ on_both = pytest.mark.parametrize(
     "backend",
     [
         pytest.param("gloo", marks=[pytest.mark.cpu]),
-        pytest.param("nccl", marks=[pytest.mark.two_gpus, pytest.mark.gpu]),
+        pytest.param("nccl", marks=TWO_GPUS),
     ],
 )
 

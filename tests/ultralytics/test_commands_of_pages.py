@@ -6,11 +6,12 @@ import shlex
 import pytest
 
 from tests import starter
-from tests.distributed.test_distributed import gpus_missing
+from tests.conftest import TWO_GPUS, gpus_missing
 from tests.test_readme import OF_ULTRALYTICS, YOLO, all_commands
 
-ON_GPUS = (pytest.mark.two_gpus, pytest.mark.gpu)
-COMMANDS = [pytest.param(c, marks=ON_GPUS if "device=" in c else pytest.mark.cpu) for c in all_commands(OF_ULTRALYTICS)]
+COMMANDS = [
+    pytest.param(c, marks=TWO_GPUS if "device=" in c else pytest.mark.cpu) for c in all_commands(OF_ULTRALYTICS)
+]
 #: Arguments appended to a command, so that it trains one short epoch. On the CPU, unless the command names GPUs.
 SHORT = {
     "train": "epochs=1 imgsz=64 batch=2 workers=0 plots=False",

@@ -7,9 +7,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
-from tests.conftest import cuda_missing, some_slow
+from tests.conftest import TWO_GPUS, gpus_missing, some_slow
 from tests.ultralytics.conftest import PROGRAMS
 
 CAPTURED = "captured forward and backward of"
@@ -20,12 +19,12 @@ CAPTURED = "captured forward and backward of"
     "backend",
     [
         pytest.param("gloo", marks=[pytest.mark.cpu, pytest.mark.slow]),
-        pytest.param("nccl", marks=[pytest.mark.two_gpus, pytest.mark.gpu]),
+        pytest.param("nccl", marks=TWO_GPUS),
     ],
 )
 def test_two_ranks_train_as_stock_does(model, backend, ultralytics_environment, digits, tmp_path):
-    if backend == "nccl" and (cuda_missing() or torch.cuda.device_count() < 2):
-        pytest.skip("needs two GPUs")
+    if backend == "nccl" and (reason := gpus_missing()):
+        pytest.skip(reason)
 
     def train(kind):
         torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import starter
-from tests.distributed.test_distributed import gpus_missing
+from tests.conftest import TWO_GPUS, gpus_missing
 from tests.test_readme import OF_YOLOV5, all_commands
 from tests.yolov5.conftest import IMAGE
 
@@ -19,8 +19,7 @@ SHORT = {
     "segment/val.py": f"--img {IMAGE} --batch 4 --workers 0",
     "detect.py": f"--img {IMAGE}",
 }
-ON_GPUS = (pytest.mark.two_gpus, pytest.mark.gpu)
-COMMANDS = [pytest.param(c, marks=ON_GPUS if "--device" in c else pytest.mark.cpu) for c in all_commands(OF_YOLOV5)]
+COMMANDS = [pytest.param(c, marks=TWO_GPUS if "--device" in c else pytest.mark.cpu) for c in all_commands(OF_YOLOV5)]
 MODELS = """
 import sys, torch
 from models.yolo import DetectionModel, SegmentationModel

@@ -4,9 +4,8 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
-from tests.conftest import cuda_missing
+from tests.conftest import TWO_GPUS, gpus_missing
 from tests.yolov5 import real
 from tests.yolov5.conftest import IMAGE
 
@@ -51,13 +50,13 @@ def let_rank_0_scan_long(folder):
     "backend",
     [
         pytest.param("gloo", marks=[pytest.mark.cpu, pytest.mark.slow]),
-        pytest.param("nccl", marks=[pytest.mark.two_gpus, pytest.mark.gpu]),
+        pytest.param("nccl", marks=TWO_GPUS),
     ],
 )
 def test_two_ranks_have_the_losses_of_stock(backend, real_yolov5, data, tmp_path):
     gloo = backend == "gloo"
-    if not gloo and (cuda_missing() or torch.cuda.device_count() < 2):
-        pytest.skip("needs two GPUs")
+    if not gloo and (reason := gpus_missing()):
+        pytest.skip(reason)
     checkout = stopping(real_yolov5("checkout"), tmp_path / "yolov5")
     if gloo:
         let_ranks_train_on_cpu(checkout.folder)
