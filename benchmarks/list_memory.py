@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.bench_jpeg import photograph
-from benchmarks.bench_predict import BATCH, FILES, LISTED, folder, model, options
+from benchmarks.bench_predict import BATCH, DIFFERENT, FILES, LISTED, folder, model, options
 from benchmarks.harness import OURS, add_place, at_least, missing
 
 
@@ -28,7 +28,7 @@ def measure(variant: str, source: str, count: int, device: torch.device) -> dict
     """Predict, and return MiB of this process."""
     from torch_fastdet import ultralytics as drop_in
 
-    names = folder(FILES if device.type == "cuda" else 48)
+    names = folder(FILES if device.type == "cuda" else DIFFERENT)
     images = [photograph(number) for number in range(BATCH)]
     with contextlib.redirect_stdout(io.StringIO()):
         chosen = options(device, images)
@@ -54,7 +54,7 @@ def main() -> None:
         variant, source, count = chosen.measure
         print(json.dumps(measure(variant, source, int(count), torch.device(chosen.device))))
         return
-    files = len(folder(FILES if chosen.device == "cuda" else 48))
+    files = len(folder(FILES if chosen.device == "cuda" else DIFFERENT))
     print(f"{'':44} {'host, MiB':>10} {'GPU, MiB':>10}")
     for variant, source, count in (
         ("stock", "a folder", files),
