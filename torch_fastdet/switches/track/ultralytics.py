@@ -138,7 +138,9 @@ def updating(active: Active, stock: Function, known: type) -> Function:
         if recovered is not None:
             recovered = np.column_stack(recovered)
         known_rows = type(rows) is np.ndarray and rows.dtype == FLOAT32
-        finite = known_rows and (kind.recovers or (is_finite(rows) and not (rotated and _is_extreme(rows))))
+        # Boxes that are far apart may match, too, if products of their sizes overflow, or scores are above 1.
+        extreme = known_rows and rotated and (_too_large(rows) or rows[:, 5:6].max(initial=0) > 1)
+        finite = known_rows and (kind.recovers or (is_finite(rows) and not extreme))
         if not finite or (recovered is not None and recovered.dtype != FLOAT32):
             odd = ", not all finite, or out of range" if known_rows and not finite else ""
             active.tell(f"{active.name}: the original update runs for {describe_rows(results)}{odd}.")
@@ -326,7 +328,7 @@ def take_over(tracker: Tracker, held: _Held) -> bool:
     last_id = next(copy.copy(tracker._ids)) - 1
     for rows in () if held.kind.recovers else lists:
         turned = rows[~np.isnan(rows[:, 81])]
-        if not _finite(rows).all() or np.abs(turned[:, :4]).max(initial=0) > MOST_PIXELS:
+        if not _finite(rows).all() or _too_large(turned):
             return False
     if not _in_order(lists[0], lists[1], last_id):
         return False
@@ -352,9 +354,8 @@ def _in_order(tracked: NDArray[np.float64], lost: NDArray[np.float64], last_id: 
     return bool(at_home and len(np.unique(ids)) == len(ids) and ids.max(initial=0) <= last_id)
 
 
-def _is_extreme(rows: NDArray[np.float32] | NDArray[np.float64]) -> bool:
-    """Return whether products of rotated boxes' sizes overflow, or scores are above 1: then boxes that are far apart may match, too."""
-    return bool(np.abs(rows[:, :4]).max(initial=0) > MOST_PIXELS or rows[:, 5:6].max(initial=0) > 1)
+def _too_large(rotated: NDArray[np.float32] | NDArray[np.float64]) -> bool:
+    return bool(np.abs(rotated[:, :4]).max(initial=0) > MOST_PIXELS)
 
 
 def _finite(rows: NDArray[np.float64]) -> NDArray[np.bool_]:
