@@ -59,25 +59,26 @@ def stepping(active: Active, stock: Callable[[Trainer], None], _: object) -> Cal
 
     @in_place_of(stock)
     def optimizer_step(trainer: Trainer) -> None:
-        step, obstacle = known.get(trainer), _obstacle_in_parts(trainer)
-        if obstacle is None:
+        fused: Obstacle | optim.FusedStep | None = _obstacle_in_parts(trainer)
+        if fused is None:
+            step = known.get(trainer)
             if step is None or not step.is_of(trainer):
                 known[trainer] = step = _Step(trainer)
-            obstacle = step.obstacle
-        if step is None or step.fused is None or obstacle is not None:
-            warn(f"{active.name}: Ultralytics' own code takes the step: {obstacle}")
+            fused = step.fused
+        if isinstance(fused, Obstacle):
+            warn(f"{active.name}: Ultralytics' own code takes the step: {fused}")
             count(active.name, "original steps")
             stock(trainer)
             return
         count(active.name, "fused steps")
-        step.fused.step(trainer.model)
+        fused.step(trainer.model)
         trainer.optimizer.zero_grad()
 
     return optimizer_step
 
 
 class _Step:
-    """Hold the fused step of a trainer, and what it was made of."""
+    """Hold the fused step of a trainer, or why there is none, and what it was made of."""
 
     def __init__(self, trainer: Trainer) -> None:
         model = unwrap(trainer.model)
@@ -85,16 +86,17 @@ class _Step:
         self.watch = ModuleWatch(model)
         params = [p for group in trainer.optimizer.param_groups for p in group["params"]]
         averages = [id(average) for _, average, _ in trainer.ema.pairs(model)]
-        self.obstacle: Obstacle | None = None
+        self.count = len(params)
+        self.fused: optim.FusedStep | Obstacle
         if len({p.device for p in params}) > 1:
-            self.obstacle = Obstacle("the parameters are on several devices.")
+            self.fused = Obstacle("the parameters are on several devices.")
         # The original clips the model's parameters, and a fused step those of the optimizer.
         elif set(map(id, params)) != set(map(id, model.parameters())):
-            self.obstacle = Obstacle("the optimizer's parameters are not those of the model.")
+            self.fused = Obstacle("the optimizer's parameters are not those of the model.")
         elif len(set(averages)) < len(averages):  # they move twice in the original average
-            self.obstacle = Obstacle("the model has tied weights.")
-        self.count = len(params)
-        self.fused = None if self.obstacle else optim.FusedStep(*self.parts, MAX_NORM)
+            self.fused = Obstacle("the model has tied weights.")
+        else:
+            self.fused = optim.FusedStep(*self.parts, MAX_NORM)
 
     def is_of(self, trainer: Trainer) -> bool:
         parts = trainer.optimizer, trainer.scaler, trainer.ema
