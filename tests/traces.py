@@ -189,7 +189,7 @@ class Traces:
         switched_on: list[str] = []
         for framework in ("yolov5", "ultralytics"):
             host = getattr(sys.modules.get(f"torch_fastdet.{framework}.host"), "HOST", None)
-            if host is not None and (host.on or host.requests or host.patches.replacements):
+            if host is not None and (host.on or host.patches.requests or host.patches.replacements):
                 switched_on.append(f"torch_fastdet.{framework} is switched on")
                 host.unpatch()  # so that one test alone is told
         now = settings()

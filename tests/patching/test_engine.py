@@ -174,7 +174,7 @@ def test_other_parameters_are_refused(loaded, host, capsys):
     assert capsys.readouterr().err.count(f"area_optim does not apply: {line}") == 1
     with pytest.raises(SwitchError, match=r"area_optim cannot apply: host\.shapes\.area takes"):
         host.patch({"area_optim": True})
-    assert shapes.area is not area and not host.on and not host.requests
+    assert shapes.area is not area and not host.on and not host.patches.requests
 
 
 def test_modules_that_are_imported_later(tmp_path, monkeypatch, host):

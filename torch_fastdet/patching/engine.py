@@ -36,8 +36,6 @@ class Host:
         self.switches = switches
         self.packages, self.left_alone = packages, left_alone
         self.on: dict[str, Active] = {}
-        #: The keywords of each ``patch()`` so far.
-        self.requests: list[dict[str, bool]] = []
         self.patches = Patches(packages, left_alone, self._visit)
 
     # To override -----------------------------------------------------------------------------------------------------
@@ -72,8 +70,7 @@ class Host:
         names = [name for name in self.switches if name in by_name or (name in everything and switches.get(name, True))]
         with _one_thread:
             started = self.switch_on(names, by_name, import_now)
-            self.requests.append(dict(switches))
-            self.patches.asked |= {**switches, **dict.fromkeys(names, True)}
+            self.patches.requests.append(dict(switches))
             self._say_what_is_on(started)
             return self.patches.lines()
 
@@ -89,8 +86,7 @@ class Host:
         with _one_thread:
             count = self.patches.put_back()
             self.on.clear()
-            self.requests.clear()
-            self.patches.asked.clear()
+            self.patches.requests.clear()
         if count:
             say(f"put back {counted(count, 'names')}")
         hide(self)

@@ -180,8 +180,8 @@ class Patches:
         self.replacements: list[Replacement] = []
         #: Called once, before everything is undone.
         self.at_end: list[Callable[[], None]] = []
-        #: The last request to ``patch()`` for each switch that was named.
-        self.asked: dict[str, bool] = {}
+        #: The keywords of each ``patch()`` so far.
+        self.requests: list[dict[str, bool]] = []
         self._packages = set(packages)
         self.dry = dry
         self._left_alone = LEFT_ALONE | set(left_alone)

@@ -86,7 +86,7 @@ class Ultralytics(Host):
             path = stock(trainer)
             with open(path, encoding="utf-8") as file:
                 script = file.read()
-            calls = "".join(f"    patch(**{request!r})\n" for request in self.requests)
+            calls = "".join(f"    patch(**{request!r})\n" for request in self.patches.requests)
             with open(path, "w", encoding="utf-8") as file:
                 file.write(
                     'if __name__ == "__main__":\n'
@@ -105,7 +105,7 @@ class Ultralytics(Host):
         if "_YOLO_CLI_COMMAND" not in vars(trainer):
             warn("YOLO.tune() of this version starts programs in which no switch is on")
             return
-        flags = {name: on for request in self.requests for name, on in (request or {ALL: True}).items()}
+        flags = {name: on for request in self.patches.requests for name, on in (request or {ALL: True}).items()}
         words = [f"--{name}" if on else f"--no-{name}" for name, on in flags.items() if on or name != ALL]
         programs = trainer.subprocess
         if not isinstance(programs, trials.Subprocess):

@@ -19,6 +19,7 @@ from torch_fastdet._torch import meanwhile
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.rows import RowGraphs
+from torch_fastdet.patching.engine import ALL
 from torch_fastdet.patching.evidence import Obstacle, Signature
 from torch_fastdet.patching.protocols import Function, Stock, Trainer
 from torch_fastdet.patching.replace import around, in_place_of
@@ -94,9 +95,13 @@ def model_predict(active: Active, stock: Function, model_class: Stock) -> Functi
 
 def _evaluation_graphs(active: Active) -> PredictionGraphs:
     training = active.shared(training_graphs)
-    return PredictionGraphs(
-        active.name, lambda: training.last(), lambda: active.patches.asked.get("channels_last", True)
-    )
+    return PredictionGraphs(active.name, lambda: training.last(), lambda: _leaves_layout(active))
+
+
+def _leaves_layout(active: Active) -> bool:
+    """Return False if the last ``patch()`` that concerns channels_last leaves it out."""
+    name, requests = "channels_last", reversed(active.patches.requests)
+    return next((each.get(name, True) for each in requests if name in each or each.get(ALL, not each)), True)
 
 
 @around
