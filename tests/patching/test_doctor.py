@@ -139,6 +139,7 @@ def test_the_report_at_the_end_is_said_once(host, capsys):
     host.report()
     assert capsys.readouterr().err == (
         "torch_fastdet: this run, by switch:\n  fine: 1,200 steps, 1 original step\n3 fallbacks, named above\n"
+        "  the gain on this machine: python -m torch_fastdet benchmark\n"
     )
     host.unpatch()
     assert not _say.fallbacks

@@ -3,10 +3,12 @@
 import subprocess
 import sys
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
 from tests import starter
+from torch_fastdet.ultralytics.host import _name_of
 
 OURS = "torch_fastdet.switches.bbox_iou.common"
 AVERAGE = "torch_fastdet.switches.optimizer.ultralytics"
@@ -72,11 +74,12 @@ def test_bad_calls_are_one_sentence(patching):
 REPORTING = """
 import sys
 import ultralytics.engine.model as engine
+from ultralytics import YOLO
 from torch_fastdet._say import count
 engine.Model.val = lambda self: count("val_optim", "images", 4)  # a validation that does nothing else
 from torch_fastdet.ultralytics import patch
 patch(upsample_optim=True)
-engine.Model.val(None)
+engine.Model.val(YOLO("yolov8s.yaml"))
 print("behind val", file=sys.stderr, flush=True)
 count("letterbox_optim", "images", 3)  # as predictions do
 print("the end", file=sys.stderr, flush=True)
@@ -89,9 +92,18 @@ def test_what_switches_did_is_said_behind_val_and_when_predictions_have_ended(ul
     assert done.returncode == 0, done.stdout
     validated, predicted = (
         f"torch_fastdet: this run, by switch:\n  {line}\nnothing fell back\n"
-        for line in ("val_optim: 4 images", "letterbox_optim: 3 images")
+        f"  the gain on this machine: python -m torch_fastdet benchmark{model}\n"
+        for line, model in (("val_optim: 4 images", " --model yolov8s"), ("letterbox_optim: 3 images", ""))
     )
     assert done.stdout.endswith(f"{validated}behind val\nthe end\n{predicted}")
+
+
+@pytest.mark.parametrize(
+    "file, name",
+    [("yolo11n.yaml", "yolo11n"), ("rtdetr-l.yaml", "rtdetr-l"), ("yolov8n-seg.yaml", ""), ("own.yaml", "")],
+)
+def test_the_report_names_models_that_the_benchmark_can_make(file, name):
+    assert _name_of(SimpleNamespace(yaml={"yaml_file": file})) == name
 
 
 @pytest.mark.slow

@@ -29,6 +29,8 @@ class Host:
 
     #: The package that users import.
     door = "torch_fastdet"
+    #: What ``python -m torch_fastdet benchmark`` measures of it.
+    measured = "the gain on this machine"
 
     def __init__(
         self, switches: Mapping[str, Switch], packages: Collection[str], left_alone: Collection[str] = ()
@@ -114,8 +116,8 @@ class Host:
         self._start(active, import_now=True)
         return active
 
-    def report(self) -> None:
-        """Say once what the switches did since ``patch()``; nothing where they did nothing."""
+    def report(self, model: str = "") -> None:
+        """Say once what the switches did since ``patch()``, and how to time ``model``; nothing where they did nothing."""
         if not counts:
             return
         ran: dict[str, list[str]] = {}
@@ -124,6 +126,7 @@ class Host:
         counts.clear()
         lines = ["this run, by switch:", *(f"  {switch}: {', '.join(parts)}" for switch, parts in ran.items())]
         lines.append(f"{counted(len(fallbacks), 'fallbacks')}, named above" if fallbacks else "nothing fell back")
+        lines.append(f"  {self.measured}: python -m torch_fastdet benchmark{model and f' --model {model}'}")
         say("\n".join(lines))
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

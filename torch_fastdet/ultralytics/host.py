@@ -5,12 +5,15 @@ from __future__ import annotations
 import atexit
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch_fastdet._say import counts, warn
+from torch_fastdet._torch.tensors import unwrap
 from torch_fastdet.patching.engine import ALL, Host
 from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.import_hook import is_run, namespace
@@ -34,8 +37,15 @@ def _is_installed() -> bool:
 def _reported(host: Host, stock: Function, *args: object, **kwargs: object) -> object:
     counts.clear()  # those of predictions or of an interrupted training
     result = stock(*args, **kwargs)
-    host.report()
+    host.report(_name_of(getattr(args[0], "model", None)))
     return result
+
+
+def _name_of(model: Any) -> str:
+    """Return a name by which ``benchmark`` makes the detector that a trainer or ``YOLO()`` holds; "" where it cannot."""
+    described = getattr(unwrap(model), "yaml", None)
+    name = Path(str(described.get("yaml_file"))).stem if isinstance(described, dict) else ""
+    return name if re.fullmatch(r"yolov?\d+[a-z]|rtdetr-[lx]", name) else ""
 
 
 class Ultralytics(Host):

@@ -67,6 +67,7 @@ def version() -> str | None:
 
 class YOLOv5(Host):
     door = "torch_fastdet.yolov5"
+    measured = "the gain on this machine, in Ultralytics"
     #: The script that a launcher runs. YOLOv5 may be in its folder or above.
     script: Path | None = None
 
