@@ -121,8 +121,10 @@ def _room(max_det: int | None, *most: int) -> tuple[int, int | None]:
 
 
 def _split(detections: Tensor, counts: list[int], end: int | None) -> list[Tensor]:
+    """Return each image's rows, in memory that holds nothing else: a result that somebody keeps has not the room of ``detections``."""
     kept = counts if end is None else [len(range(count)[:end]) for count in counts]
-    return [rows[:count] for rows, count in zip(detections.unbind(0), kept)]
+    rows = [room[:count] for room, count in zip(detections.unbind(0), kept)]
+    return list(torch.cat(rows).split(kept)) if rows else rows
 
 
 def yolov5_non_max_suppression(
