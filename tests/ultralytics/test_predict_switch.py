@@ -7,6 +7,7 @@ import operator
 import os
 import pickle
 import shutil
+import struct
 import sys
 import threading
 import tracemalloc
@@ -426,9 +427,15 @@ def test_screenshots_are_stocks(ahead, detector, device, tmp_path, monkeypatch):
 
 
 def test_a_list_is_decoded_as_pillow_does(ahead, detector, tmp_path, device):
-    """A list of files is decoded as by Pillow, whichever orientation a file has and wherever it is stored."""
+    """A list of files is decoded as by Pillow, whichever orientation a file has and wherever and as what it is stored."""
     whole = cv2.imencode(".jpg", make_image(40, 60))[1].tobytes()
     paths = []
+    for number, (kind, count, value) in enumerate([(1, 1, "B3x"), (4, 1, "I"), (3, 0, "Hxx"), (3, 1, "Hxx")]):
+        for order, mark in (("<", b"II*\0"), (">", b"MM\0*")):
+            tiff = mark + struct.pack(f"{order}IHHHI{value}I", 8, 1, 0x0112, kind, count, 6, 0)
+            body = b"Exif\0\0" + tiff[: -6 if number == 3 else None]
+            paths.append(str(tmp_path / f"exif{number}{mark[:1].decode()}.jpg"))
+            Path(paths[-1]).write_bytes(whole[:2] + b"\xff\xe1" + (len(body) + 2).to_bytes(2, "big") + body + whole[2:])
     for orientation in range(10):
         exif = Image.Exif()
         exif[0x0112] = orientation

@@ -11,6 +11,7 @@ import copy
 import itertools
 import math
 import os
+import struct
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -235,21 +236,35 @@ class Header(NamedTuple):
     frame: int  # its marker: 0xC0 and 0xC1 are sequential
     shape: tuple[int, int, int]
     exif: bool
-    xmp_turns: bool  # Pillow finds an orientation there, too; OpenCV does not
+    pillow_turns: bool  # Pillow may find another orientation than OpenCV
 
 
 def header_of(data: memoryview) -> Header | None:
     """Return the header of a JPEG file that is ``data``, or begins with it; None if it is damaged or longer."""
     if bytes(data[:2]) != b"\xff\xd8":
         return None
-    at, exif, xmp_turns = 2, False, False
+    at, exif, pillow_turns = 2, False, False
     while at + 9 < len(data) and data[at] == 0xFF:
         marker, size = data[at + 1], data[at + 2] << 8 | data[at + 3]
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             height, width = data[at + 5] << 8 | data[at + 6], data[at + 7] << 8 | data[at + 8]
-            return Header(marker, (height, width, 3), exif, xmp_turns)
+            return Header(marker, (height, width, 3), exif, pillow_turns)
         if marker == 0xE1:
             segment = bytes(data[at + 4 : at + 2 + size])
-            exif, xmp_turns = exif or segment.startswith(b"Exif"), xmp_turns or b"Orientation" in segment
+            of_exif = segment.startswith(b"Exif")
+            exif, in_xmp = exif or of_exif, b"Orientation" in segment  # OpenCV does not look there
+            pillow_turns = pillow_turns or in_xmp or (of_exif and not _turns_plainly(segment))
         at += 2 + size
     return None
+
+
+def _turns_plainly(exif: bytes) -> bool:
+    """Return whether each orientation is one number of 16 bits. OpenCV reads such a number, whatever the type; Pillow follows the type."""
+    order = "<" if exif[6:8] == b"II" else ">"
+    try:
+        (at,) = struct.unpack_from(f"{order}I", exif, 10)
+        (entries,) = struct.unpack_from(f"{order}H", exif, 6 + at)
+        kinds = [struct.unpack_from(f"{order}HHI", exif, 8 + at + 12 * i) for i in range(entries)]
+    except struct.error:
+        return False
+    return all(kind == (0x0112, 3, 1) for kind in kinds if kind[0] == 0x0112)

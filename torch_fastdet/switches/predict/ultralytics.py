@@ -306,7 +306,7 @@ def listed_class() -> type:
                 data, header = found
                 small = header.shape[0] * header.shape[1] <= (Image.MAX_IMAGE_PIXELS or 1 << 62)
                 ends = b"\xff\xd9" in data.numpy()[-64:].tobytes()  # Pillow raises an error without
-                if small and ends and not header.xmp_turns:
+                if small and ends and not header.pillow_turns:
                     return data
             return self.by_pillow(element)
 
@@ -315,7 +315,7 @@ def listed_class() -> type:
                 return self.by_pillow(element).shape
             with contextlib.suppress(OSError):
                 header = header_of(beginning_of(element, 4096).data)
-                if header is not None and not header.exif and not header.xmp_turns:
+                if header is not None and not header.exif and not header.pillow_turns:
                     return (*header.shape[:2], self.channels)
             with one_opens, Image.open(element) as image:
                 turned = image.getexif().get(0x0112) in (5, 6, 7, 8)
