@@ -301,7 +301,7 @@ SOURCES = {
     "many paths, batch 16.5": (lambda folder, good: [*good, *good[::-1]], {"batch": 16.5}),
     "all kinds in a list": (lambda folder, good: [Path(good[0]), cv2.imread(good[1]), Image.open(good[2])], {}),
     "arrays": (lambda folder, good: make_images(good), {}),
-    "many arrays": (lambda folder, good: [cv2.imread(good[0])] * 17 + make_images(good), {}),
+    "many arrays": (lambda folder, good: [make_image(30, 90)] * 17 + make_images(good), {}),  # of two shapes
     "images of Pillow": (lambda folder, good: [Image.open(good[0]), Image.open(good[1])], {}),
     "tensor": (lambda folder, good: torch.rand(2, 3, 64, 96, generator=torch.Generator().manual_seed(0)), {}),
     "video": (lambda folder, good: folder / "v.avi", {"batch": 2}),
@@ -343,12 +343,13 @@ def test_every_source_gives_stocks_results(ahead, detector, folder, device, tmp_
 
 @pytest.mark.parametrize("source", ["many arrays", "glob"])
 def test_each_batch_goes_through_the_network_once(ahead, detector, folder, device, tmp_path, monkeypatch, source):
-    """Each batch goes through the network once, even if it has more bytes than are uploaded ahead."""
+    """Each batch goes through the network once, with the original's results, even if it has more bytes than are uploaded ahead."""
     monkeypatch.setattr(sources, "UPLOAD", 1000)
     launched, launch = [], pipeline.Feed._launch
     monkeypatch.setattr(pipeline.Feed, "_launch", lambda *args: launched.append(args[2]) or launch(*args))
     make, options = SOURCES[source]
     found = run(detector, make(*folder), device, tmp_path, True, **options)
+    assert_same(found, run(detector, make(*folder), device, tmp_path, False, **options))
     assert len(launched) == -(-len(found) // options.get("batch", sources.LIST_BATCH))
 
 

@@ -219,11 +219,12 @@ class Feed:
             flight.mark(stream)
             letterboxes: Tensor | None = None
             other = batch.images.touched or not batch.storages or parts.moves(predictor)
-            layout = None if other else parts.layout(predictor, batch)
-            if layout is None:
-                flight.input = parts.preprocess(predictor, list(batch.images))
-                batch.images.touched = False
-            else:
+            with _all_shapes(predictor, batch):
+                layout = None if other else parts.layout(predictor, batch)
+                if layout is None:
+                    flight.input = parts.preprocess(predictor, list(batch.images))
+                    batch.images.touched = False
+            if layout is not None:
                 dtype = torch.float16 if predictor.model.fp16 else torch.float32
                 flight.input, letterboxes = layout.letterbox(batch.storages, batch.where, self.device, dtype, stream)
             flight.mark(stream)
@@ -265,6 +266,17 @@ class Feed:
         return flight.input
 
 
+@contextlib.contextmanager
+def _all_shapes(predictor: Predictor, batch: Batch) -> Iterator[None]:
+    """Let a batch of one shape be letterboxed as the whole list is, whose images have several."""
+    options, rect = predictor.args, predictor.args.rect
+    options.rect = rect and not batch.mixed
+    try:
+        yield
+    finally:
+        options.rect = rect
+
+
 class Parts:
     """Name what a pipeline calls of the predictor's classes; each replacement gives its own.
 
@@ -297,24 +309,20 @@ class Parts:
             *predictor.imgsz,
             predictor.args.rect,
             getattr(predictor, "scale_fill", False),
-            batch.mixed,
         )
         of_model = model.format, getattr(model, "dynamic", False), model.stride
         key = settings, of_model, tuple([image.shape for image in images])
         known: Layout | None = self._layouts.get(key)
-        if known is None and (placings := self.placings(predictor, images, batch.mixed)) is not None:
+        if known is None and (placings := self.placings(predictor, images)) is not None:
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
             known = self._layouts[key] = Layout(images, placings)
         return known
 
-    def placings(self, predictor: Predictor, images: list[Any], mixed: bool = False) -> list[Placing] | None:
+    def placings(self, predictor: Predictor, images: list[Any]) -> list[Placing] | None:
         """Return where each image goes in one network input; None if the operator cannot put it there."""
         shapes = list({tuple(image.shape): None for image in images})
-        asked = [SimpleNamespace(shape=shape) for shape in shapes]
-        if mixed and len(shapes) == 1:  # the others of its list count, too
-            asked.append(SimpleNamespace(shape=(shapes[0][0] + 1, *shapes[0][1:])))
-        found = dict(zip(shapes, self.where(predictor, asked)))
+        found = dict(zip(shapes, self.where(predictor, [SimpleNamespace(shape=shape) for shape in shapes])))
         placings = [placing for image in images if (placing := found[tuple(image.shape)]) is not None]
         known = len(placings) == len(images) and len({placing.size for placing in placings}) == 1
         return placings if known else None
