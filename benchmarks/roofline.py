@@ -335,7 +335,7 @@ def ceilings(machine: work.Machine) -> str:
         f"{shown('fp16', machine)}, which is {machine.ops_to_byte('fp32'):.1f} and {machine.ops_to_byte('fp16'):.0f} FLOP/B."
     )
     if machine.is_gpu:
-        text += f" A kernel takes {machine.launch_s * 1e6:.2f} us at the least."
+        text += f" A kernel takes {machine.launch_s * 1e6:.2f} us at least."
     if machine.cached_bytes_per_s:
         sizes = (f"{rate / 1e9:,.0f} at {size / 1e6:.2g} MB" for size, rate in machine.cached_bytes_per_s.items())
         text += f" Copies that stay in the caches reach these GB/s: {', '.join(sizes)}."

@@ -145,7 +145,7 @@ def v8_segmentation_loss(
     topk2: int = 10,
     compare_masks: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute v8SegmentationLoss as one operator: :func:`v8_loss`, and the masks of the anchors that it assigned.
+    """Compute v8SegmentationLoss: :func:`v8_loss`, and the masks of the anchors that it assigned.
 
     The mask part is the mean, over all assigned anchors of the batch, of the entropy of ``coefficients`` x ``protos`` and the target's
     mask inside of the target's box, as a mean over all pixels, divided by the share of the image that the box covers.
@@ -249,7 +249,7 @@ def v8_pose_loss(
     topk2: int = 10,
     compare_keypoints: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute v8PoseLoss as one operator: :func:`v8_loss`, and the keypoints of the anchors that it assigned.
+    """Compute v8PoseLoss: :func:`v8_loss`, and the keypoints of the anchors that it assigned.
 
     The pose part is the mean, over assigned anchors and keypoints, of ``1 - exp(-e)`` for visible keypoints, times keypoints / visible
     ones; ``e`` is the squared distance over ``2 * (2 * sigma)**2 *`` the area of the target's box, all in cells of the anchor's level. The

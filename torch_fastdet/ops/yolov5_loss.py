@@ -131,7 +131,7 @@ def yolov5_segmentation_loss(
     sort_obj_iou: bool = False,
     overlap: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute YOLOv5's segmentation loss as one operator: :func:`yolov5_loss`, and the masks of its matches.
+    """Compute YOLOv5's segmentation loss: :func:`yolov5_loss`, and the masks of its matches.
 
     The mask part is, for each level and image, the mean over its matches of the entropy of coefficients x ``protos`` and the
     target's mask inside of the target's box, as a mean over all pixels, divided by the share of the image that the box covers; the sum
