@@ -184,12 +184,8 @@ class CapturedPasses(CapturedCallable[Passes]):
         make_inputs: Callable[[], list[Tensor]],
         run: Callable[..., object],
         inside: Iterable[AbstractContextManager] = (),
-        behind: AbstractContextManager | None = None,
     ) -> Passes:
-        """Capture ``run(*make_inputs())`` and its gradients by inputs that require one and by the module's parameters.
-
-        ``inside`` are contexts for the forward pass, and ``behind`` is one for the backward pass.
-        """
+        """Capture ``run(*make_inputs())``, inside of contexts, and its gradients by inputs that require one and by the module's parameters."""
         stream, pool = self._pool.stream(), self._pool.handle
         captured = Passes(stream)
         captured.held = _capture.attribute_tensors(module)
@@ -213,7 +209,8 @@ class CapturedPasses(CapturedCallable[Passes]):
             if not isinstance(output, Tensor):
                 raise TypeError(f"its output holds a {type(output).__name__}, which a replay would not renew")
         parameters = [p for p in module.parameters() if p.requires_grad]
-        with _capture.capture_into(captured.backward_graph.held, pool, stream), behind or contextlib.nullcontext():
+        outside = torch.autocast("cuda", enabled=False)  # where a training loop calls backward()
+        with _capture.capture_into(captured.backward_graph.held, pool, stream), outside:
             incoming = [torch.empty_like(o, requires_grad=False) if o.requires_grad else None for o in outputs]
             found = torch.autograd.grad(
                 [o for o in outputs if o.requires_grad],

@@ -173,9 +173,7 @@ class ModuleGraphs(CapturedPasses):
             images = torch.empty_like(x, memory_format=_capture.input_format(module, x))
             return [images, *map(torch.empty_like, others)]
 
-        # A training loop calls backward() outside its autocast.
-        behind = torch.autocast("cuda", enabled=False)
-        return self._capture_passes(module, static, self.forward, self._contexts(), behind)
+        return self._capture_passes(module, static, self.forward, self._contexts())
 
     def _leave(self, gradients: list[tuple[nn.Parameter, torch.Tensor]]) -> list[tuple[nn.Parameter, torch.Tensor]]:
         kept = [(p, self._gradients[p]) for p, _ in gradients]

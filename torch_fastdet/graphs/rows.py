@@ -43,9 +43,8 @@ class RowGraphs(CapturedPasses):
             or torch.compiler.is_compiling()
             or _capture.is_capturing()
             or not _capture.on_gpu(rows[0])
+            or not (torch.is_grad_enabled() and any(row.requires_grad for row in rows))
         ):
-            return function(*rows)
-        if not (torch.is_grad_enabled() and any(row.requires_grad for row in rows)):
             return function(*rows)
         if self._baked.moved(module):
             self._pool.reset()
@@ -74,8 +73,7 @@ class RowGraphs(CapturedPasses):
         def static() -> list[Tensor]:
             return [row.new_empty((size, *row.shape[1:])).requires_grad_(row.requires_grad) for row in rows]
 
-        # A training loop calls backward() outside its autocast.
-        return self._capture_passes(module, static, function, behind=torch.autocast("cuda", enabled=False))
+        return self._capture_passes(module, static, function)
 
     def _replay_forward(self, captured: Passes, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         rows, count = list(tensors[: len(captured.inputs)]), len(tensors[0])
