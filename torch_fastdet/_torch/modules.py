@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 
 from torch import Tensor
 
@@ -14,26 +14,16 @@ def is_channels_last(parameter: Tensor) -> bool:
     return parameter.dim() == 4 and not parameter.is_contiguous()
 
 
-def put_attributes(values: Collection[tuple[object, str, object]]) -> Callable[[], None]:
-    """Give each object an attribute of its own with this name and value, such as a method; return what puts back those of before."""
+@contextlib.contextmanager
+def own_attributes(values: Collection[tuple[object, str, object]]) -> Iterator[None]:
+    """Give each object an attribute of its own with this name and value, such as a method, while inside."""
     before = [(vars(owner), name, vars(owner).get(name, _MISSING)) for owner, name, _ in values]
-
-    def put_back() -> None:
+    for owner, name, value in values:
+        vars(owner)[name] = value
+    try:
+        yield
+    finally:
         for own, name, value in before:
             own.pop(name, None)
             if value is not _MISSING:
                 own[name] = value
-
-    for owner, name, value in values:
-        vars(owner)[name] = value
-    return put_back
-
-
-@contextlib.contextmanager
-def own_attributes(values: Collection[tuple[object, str, object]]) -> Iterator[None]:
-    """Apply :func:`put_attributes` while inside."""
-    put_back = put_attributes(values)
-    try:
-        yield
-    finally:
-        put_back()

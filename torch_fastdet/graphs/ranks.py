@@ -139,13 +139,9 @@ class _Flat:
         with torch.inference_mode(False):
             self.whole = torch.zeros(end + marks, dtype=first.dtype, device=first.device)
         self.gradients, self.marks = self.whole[:end], self.whole[end:]
-        self.places = [_like(parameter, self.whole, start) for parameter, start in zip(parameters, starts)]
-
-
-def _like(parameter: torch.Tensor, flat: torch.Tensor, start: int) -> torch.Tensor:
-    """Return a place for the parameter's gradient, in the parameter's own layout where that has no gaps."""
-    wanted = torch.empty_like(parameter, device="meta").stride()  # dense, and the parameter's own where that is
-    return flat.as_strided(parameter.shape, wanted, start)
+        # Strides are the parameter's own where that has no gaps.
+        alike = [torch.empty_like(parameter, device="meta") for parameter in parameters]
+        self.places = [self.whole.as_strided(like.shape, like.stride(), start) for like, start in zip(alike, starts)]
 
 
 class _Layout:

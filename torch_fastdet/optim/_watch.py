@@ -151,10 +151,6 @@ class Binding:
     def before_update(self, numbers: Numbers, scaling: Scaling, reduced: bool) -> None:
         """Run what comes between the reduction of a fused step and its update; ``reduced``: there was one."""
 
-    def can_unscale(self) -> bool:
-        """Return whether there is a gradient, and none that GradScaler refuses to unscale or that is sparse."""
-        return self.tensors.gradients() == 1
-
     def is_all_of(self, parameters: Sequence[Tensor]) -> bool:
         """Return whether these are all parameters of the optimizer, in any order."""
         return len(parameters) == len(self.params) and self.ids == set(map(id, parameters)) and self.same_params()

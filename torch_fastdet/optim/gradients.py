@@ -75,7 +75,7 @@ def unscale_(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> 
 
         @torch.no_grad()
         def unscale(scale: Tensor) -> dict[torch.device, Tensor] | None:
-            if not binding.can_unscale():  # torch's function raises its own error
+            if binding.tensors.gradients() != 1:  # there is none, or torch's function raises its own error
                 return None
             return {binding.device: binding.tensors.unscale_(on_device(scale, binding.device))}
 

@@ -68,17 +68,17 @@ class Host:
         check_switches(switches, [ALL, *self.switches, *former])
         switches = {former.get(name, name): on for name, on in switches.items() if former.get(name) not in switches}
         by_name = [name for name in self.switches if switches.get(name)]
-        everything = self.everything() if switches.get(ALL, not switches) else ()
-        names = [name for name in self.switches if name in by_name or (name in everything and switches.get(name, True))]
+        everything = switches.get(ALL, not switches)
+        names = [
+            name
+            for name, switch in self.switches.items()
+            if name in by_name or (everything and not switch.by_name_only and switches.get(name, True))
+        ]
         with _one_thread:
             started = self.switch_on(names, by_name, import_now)
             self.patches.requests.append(dict(switches))
             self._say_what_is_on(started)
             return self.patches.lines()
-
-    def everything(self) -> list[str]:
-        """Return the switches that ``fastdet`` stands for."""
-        return [name for name, switch in self.switches.items() if not switch.by_name_only]
 
     def former_names(self) -> dict[str, str]:
         return {switch.formerly: name for name, switch in self.switches.items() if switch.formerly}

@@ -122,10 +122,8 @@ class SharedImages:
 def cache_images(_: object, stock: Function, self: UltralyticsDataset) -> None:
     """Decode into the shared memory in ``BaseDataset.cache_images`` for ``cache="ram"``."""
     cls: type = type(self)
-    if self.cache != "ram" or view_class(cls) is None or self.channels != CHANNELS:
-        stock(self)
-        return
-    memory = memory_of(self, lambda: UNLIMITED)
+    known = self.cache == "ram" and view_class(cls) is not None and self.channels == CHANNELS
+    memory = memory_of(self, lambda: UNLIMITED) if known else None
     if memory is None:
         stock(self)
         return
