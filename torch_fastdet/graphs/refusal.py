@@ -16,9 +16,7 @@ class CaptureError(RuntimeError):
 def why_not(module: nn.Module, averaged: bool = False) -> str | None:
     """Return why ``module`` cannot be captured, judging by its structure; None if no obstacle is known.
 
-    Args:
-        module: what is to be captured.
-        averaged: whether somebody averages its gradients over the processes of a distributed run.
+    ``averaged``: somebody averages its gradients over the processes of a distributed run.
     """
     if isinstance(module, nn.DataParallel):
         return "DataParallel is not supported; start one process for each GPU with torchrun"

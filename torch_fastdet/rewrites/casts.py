@@ -296,10 +296,7 @@ def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> AbstractCo
     With ``bn_act_optim``, copies of 48 rows may get 16 more (:mod:`torch_fastdet.nn.widened`), 1x1 convolutions with a bias are matrix
     products (:class:`_Pointwise`), linear layers sum their biases' gradients by an operator (:class:`_Linear`), and convolutions that
     always read one input have their copies in one tensor, so that blocks can run them as one (:data:`torch_fastdet.nn.joint.JOINT`).
-
-    Args:
-        model: the model.
-        dtype: that of autocast; None where it is off.
+    ``dtype`` is that of autocast; None where it is off.
     """
     return rewritten(model, [] if dtype is None else [partial(_changes, dtype=dtype)])
 

@@ -29,9 +29,6 @@ class TrainingGraphs:
     A failure leaves the model on the framework's own code, and one line says why. Where there is no memory for a capture, this holds for
     that shape only: the trainer may go on with a smaller batch. While the switch is on, all training passes that do not run in graphs
     run the original forward methods of the model's blocks: those of ``bn_act_optim`` keep the host longer.
-
-    Args:
-        switch: the switch.
     """
 
     def __init__(self, switch: Active) -> None:
