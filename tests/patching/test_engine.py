@@ -167,6 +167,19 @@ def test_two_hosts_may_replace_one_name(loaded, host, order):
     assert shapes.area is stock
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_hosts_may_replace_their_functions_by_one(loaded, order):
+    """Each restores its own names, as the doors of YOLOv5 and Ultralytics do with bbox_iou."""
+    modules = [loaded(module(f"{name}.shapes", STOCK)) for name in ("first", "second")]
+    stock, hosts = [each.area for each in modules], [Host({}, (name,)) for name in ("first", "second")]
+    for each, shapes in zip(hosts, modules):
+        each.patches.replace("area_optim", shapes, "area", area)
+    for index in order:
+        hosts[index].unpatch()
+        assert modules[index].area is stock[index]
+        assert modules[1 - index].area is (area if index == order[0] else stock[1 - index])
+
+
 def test_other_parameters_are_refused(loaded, host, capsys):
     shapes = loaded(module("host.shapes", "def area(width, depth): pass"))
     host.patch({})

@@ -281,7 +281,8 @@ class Patches:
         known = [r for r in self.replacements if isinstance(r.owner, ModuleType)]
         if not known:
             return
-        held = {(id(r.owner), r.attribute) for r in known} | self._ours_before
+        held = {(id(r.owner), r.attribute) for patches in (self, *_all) for r in patches.replacements}
+        held |= self._ours_before
         # One drop-in replaces two originals if both layouts of YOLOv5 are loaded: prefer that of the module's own package.
         package = top_level(str(namespace(module).get("__name__")))
         known.sort(key=lambda r: top_level(r.module) != package)
