@@ -102,13 +102,6 @@ class FusedStep:
         self._counted = -1
         self._numbers = StepNumbers(self.device)
 
-    @staticmethod
-    def _model(ema: ModelEMA, model: nn.Module | None) -> nn.Module:
-        model = unwrap(model) if model is not None else ema.model
-        if model is None:
-            raise RuntimeError("FusedStep: the EMA is a copy that has not seen its model yet; give it: step(model)")
-        return model
-
     def __getstate__(self) -> dict[str, object]:
         # A copy finds its own tensors, belongs to no graph, and owns what a step writes.
         with torch.inference_mode(False):
@@ -118,7 +111,9 @@ class FusedStep:
     def _bind(self, model: nn.Module | None) -> Binding:
         follows = True
         if self.ema is not None:
-            model = self._model(self.ema, model)
+            model = self.ema.model if model is None else unwrap(model)
+            if model is None:
+                raise RuntimeError("FusedStep: the EMA is a copy that has not seen its model yet; give it: step(model)")
             watches = self._watches
             follows = watches is not None and watches[0].unchanged(self.ema.ema) and watches[1].unchanged(model)
         binding = self._binding

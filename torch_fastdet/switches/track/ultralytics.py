@@ -143,7 +143,9 @@ def updating(active: Active, stock: Function, known: type) -> Function:
         finite = known_rows and (kind.recovers or (is_finite(rows) and not extreme))
         if not finite or (recovered is not None and recovered.dtype != FLOAT32):
             odd = ", not all finite, or out of range" if known_rows and not finite else ""
-            active.tell(f"{active.name}: the original update runs for {describe_rows(results)}{odd}.")
+            data = getattr(results, "data", None)
+            kinds = f"{type(results).__name__} of {getattr(data, 'dtype', type(data).__name__)}"
+            active.tell(f"{active.name}: the original update runs for {kinds}{odd}.")
             give_back(self)
             return own(self, results, img, *args, **kwargs)
         core = held.core
@@ -203,11 +205,6 @@ def looks_of(core: Any, kind: Kind, known: dict[int, Track], seen: dict[int, Tra
             kind.learn(track, detection)
         found[int(number)] = track
     return found
-
-
-def describe_rows(results: object) -> str:
-    data = getattr(results, "data", None)
-    return f"{type(results).__name__} of {getattr(data, 'dtype', type(data).__name__)}"
 
 
 def camera_motion(
