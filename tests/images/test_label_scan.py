@@ -33,6 +33,7 @@ PLAIN = {
 }
 ODD = {
     "blank line": f"{BOX}\n   \n0 0.1 0.2 0.3 0.4",
+    "blank first line": f" \n{BOX}",
     "twice": f"{BOX}\n0 0.1 0.2 0.3 0.4\n{BOX}",
     "twice otherwise": f"{BOX}\n1.0 0.50 5e-1 0.25 0.125",
     "negative": "1 -0.005 0.5 0.5 0.5",

@@ -205,9 +205,9 @@ inline bool read_plain_labels(std::string_view text, float classes, Labels& labe
       if (error != std::errc() || (at < text.size() && !is_space(text[at]) && !ends_line(text[at]))) return false;
       line.push_back(static_cast<float>(value));
     }
+    if (line.size() < 5 || *std::max_element(line.begin() + 1, line.end()) > 1) return false;
     const float kind = line[0];
     if (kind >= classes || kind != static_cast<float>(static_cast<int64_t>(kind))) return false;
-    if (line.size() < 5 || *std::max_element(line.begin() + 1, line.end()) > 1) return false;
     const size_t count = line.size() == 5 ? 0 : line.size() / 2;
     if (line.size() % 2 == 0 || (!labels.lengths.empty() && !labels.lengths[0] != !count)) return false;
     labels.rows.push_back(count ? around(kind, &line[1], count) : LabelRow{kind, line[1], line[2], line[3], line[4]});
