@@ -135,7 +135,7 @@ def behind(last: torch.cuda.Stream | None, device: torch.device) -> torch.cuda.S
 @contextlib.contextmanager
 def capture_into(
     graph: torch.cuda.CUDAGraph,
-    pool: object,
+    pool: Any,
     stream: torch.cuda.Stream,
     random_numbers: bool = True,
     collect: bool = True,
@@ -154,47 +154,41 @@ def capture_into(
         collect: first free what only cycles of references hold; it takes 0.3 s in a process with a framework's modules.
     """
     with one_capture():
-        yield from _capture(graph, pool, stream, random_numbers, collect)
-
-
-def _capture(
-    graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream, random_numbers: bool, collect: bool
-) -> Iterator[None]:
-    device = stream.device
-    generator = torch.cuda.default_generators[device.index]
-    state = generator.clone_state()
-    deterministic: Any = torch.utils.deterministic
-    collecting, filling = gc.isenabled(), deterministic.fill_uninitialized_memory
-    try:
-        if collect:
-            gc.collect()
-        gc.disable()  # freeing another graph's memory is not allowed during a capture
-        # Under use_deterministic_algorithms, which train.py sets, new tensors are filled with NaN. No operator reads that, but each replay
-        # would write it over all activations and over new input of the graph.
-        deterministic.fill_uninitialized_memory = False
-        torch.cuda.synchronize(device)  # before memory is unmapped, on which another stream may be working
-        torch.cuda.empty_cache()  # what eager steps have cached cannot serve a graph's pool
-        stream.wait_stream(torch.cuda.current_stream(device))
-        workspaces = _workspaces.setdefault((pool, stream.cuda_stream), _Workspaces())
-        with torch.cuda.stream(stream), private.growing_segments(device), workspaces.in_use(stream):
-            try:
-                if random_numbers:
-                    graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                else:
-                    _begin_without_generator(graph, pool, generator)
-                yield
-                graph.capture_end()
-                _workspaces_of[graph] = workspaces
-            except BaseException:
-                _abandon(graph, pool, device)
-                if random_numbers:
-                    generator.graphsafe_set_state(state)
-                raise
-    finally:
-        deterministic.fill_uninitialized_memory = filling
-        if collecting:
-            gc.enable()
-    torch.cuda.current_stream(device).wait_stream(stream)
+        device = stream.device
+        generator = torch.cuda.default_generators[device.index]
+        state = generator.clone_state()
+        deterministic: Any = torch.utils.deterministic
+        collecting, filling = gc.isenabled(), deterministic.fill_uninitialized_memory
+        try:
+            if collect:
+                gc.collect()
+            gc.disable()  # freeing another graph's memory is not allowed during a capture
+            # Under use_deterministic_algorithms, which train.py sets, new tensors are filled with NaN. No operator reads that, but each replay
+            # would write it over all activations and over new input of the graph.
+            deterministic.fill_uninitialized_memory = False
+            torch.cuda.synchronize(device)  # before memory is unmapped, on which another stream may be working
+            torch.cuda.empty_cache()  # what eager steps have cached cannot serve a graph's pool
+            stream.wait_stream(torch.cuda.current_stream(device))
+            workspaces = _workspaces.setdefault((pool, stream.cuda_stream), _Workspaces())
+            with torch.cuda.stream(stream), private.growing_segments(device), workspaces.in_use(stream):
+                try:
+                    if random_numbers:
+                        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                    else:
+                        _begin_without_generator(graph, pool, generator)
+                    yield
+                    graph.capture_end()
+                    _workspaces_of[graph] = workspaces
+                except BaseException:
+                    _abandon(graph, pool, device)
+                    if random_numbers:
+                        generator.graphsafe_set_state(state)
+                    raise
+        finally:
+            deterministic.fill_uninitialized_memory = filling
+            if collecting:
+                gc.enable()
+        torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def _begin_without_generator(graph: torch.cuda.CUDAGraph, pool: Any, generator: torch.Generator) -> None:
