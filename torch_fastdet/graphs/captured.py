@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -36,7 +37,7 @@ class CapturedCallable(Generic[G]):
         self.what, self.say = what, say
         #: The reason why nothing is captured any more, or None.
         self.reason: str | None = None
-        self._told: set[str] = set()
+        self._say_once = functools.cache(say)
         # The reference is weak, because a cycle would outlive its last user until the cycle collector runs.
         own = weakref.ref(self)
 
@@ -66,11 +67,6 @@ class CapturedCallable(Generic[G]):
 
     def _forget(self) -> None:
         """Drop what was made for graphs that are dropped."""
-
-    def _say_once(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
-            self.say(line)
 
     def _try_capture(
         self, key: tuple, module: nn.Module, make: Callable[[], G], averaged: bool = True, lent: Memory | None = None

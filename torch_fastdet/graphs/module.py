@@ -65,6 +65,7 @@ class ModuleGraphs(CapturedPasses):
         self._forward = forward
         self.required, self.capturing, self.average = required, capturing, average
         self._baked = BakedModule()
+        self._told: set[str] = set()  # why it runs eagerly
         self._leaf: torch.Tensor | None = None  # makes autograd record the replay
         self._gradients: dict[nn.Parameter, torch.Tensor] = {}
         self._saved: dict[torch.Tensor, torch.Tensor] = {}
