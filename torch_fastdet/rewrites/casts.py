@@ -69,14 +69,10 @@ class _Room:
         layout = torch.channels_last if like.dim() == 4 else torch.contiguous_format
         return torch.empty(shape, dtype=dtype, device=like.device, memory_format=layout)
 
-    def rest(self, room: Tensor) -> Tensor:
-        """Return the rows of ``room`` behind the members, which :meth:`new` leaves as they are."""
-        return room[self.used :]
-
 
 def _cast_into_rooms(rooms: list[_Room], dtype: torch.dtype) -> list[Tensor]:
     made = [room.new(dtype) for room in rooms]
-    rests = [rest for rest in (room.rest(tensor) for room, tensor in zip(rooms, made)) if len(rest)]
+    rests = [tensor[room.used :] for room, tensor in zip(rooms, made) if room.used < room.rows]
     if rests:
         foreach_zero_(rests)
     places = [place for room, tensor in zip(rooms, made) for place in room.places(tensor)]

@@ -64,11 +64,6 @@ def _by_class(conf: np.ndarray, classes: np.ndarray) -> np.ndarray:
     return order[np.argsort(short if np.array_equal(short, classes) else classes, kind="stable")]
 
 
-def _turns(hits: np.ndarray, count: int) -> np.ndarray:
-    """Return indices of the true positives among ``count`` detections, of those just before them, and of the last one."""
-    return np.unique(np.concatenate((hits, hits[hits > 0] - 1, [count - 1])))
-
-
 def curves(
     tp: np.ndarray, conf: np.ndarray, pred_cls: np.ndarray, target_cls: np.ndarray, compute_ap: Function, eps: float
 ) -> Curves:
@@ -96,7 +91,7 @@ def curves(
         precision[i] = np.interp(-x, falling[first:last], found / np.arange(1, len(rows) + 1), left=1)
         for threshold in range(tp.shape[1]):
             hits = np.flatnonzero(rows[:, threshold])
-            turns = _turns(hits, len(rows))
+            turns = np.unique(np.concatenate((hits, hits[hits > 0] - 1, [len(rows) - 1])))
             found = np.searchsorted(hits, turns, side="right")
             ap[i, threshold], envelope, steps = compute_ap(found / (wanted + eps), found / (turns + 1))
             if threshold == 0:

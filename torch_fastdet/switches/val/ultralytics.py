@@ -286,16 +286,12 @@ def _counts_as_stock(detections: Batch, batch: Batch, *thresholds: object) -> bo
     )
 
 
-def _within(classes: int, *labels: Tensor) -> bool:
-    """Return whether the matrix has a place for them. The original has a rule of its own where not."""
-    return all(not each.numel() or bool(((each >= 0) & (each < classes)).all()) for each in labels)
-
-
 def _count_together(stock: Function, matrix: Any, calls: list[Call]) -> None:
     """Run ``ConfusionMatrix.process_batch`` of several images with the same thresholds."""
     found = {name: torch.cat([call[0][name] for call in calls]) for name in ("bboxes", "conf", "cls")}
     truth = {name: torch.cat([call[1][name] for call in calls]) for name in ("bboxes", "cls")}
-    if not _within(matrix.nc, found["cls"], truth["cls"]):
+    # The original has a rule of its own for classes for which the matrix has no place.
+    if not all(bool(((each["cls"] >= 0) & (each["cls"] < matrix.nc)).all()) for each in (found, truth)):
         for call in calls:
             stock(matrix, *call)
         return
