@@ -234,12 +234,6 @@ class Patches:
             setattr(owner, attribute, new)
         self._remember(Replacement(switch, owner, attribute, old, new, quietly))
 
-    def replace_everywhere(self, switch: str, stock: object, new: object, modules: Collection[ModuleType]) -> None:
-        """Replace ``stock`` by ``new`` under every name that holds it in ``modules``."""
-        for module in modules:
-            for attribute in names_of(stock, module):
-                self.replace(switch, module, attribute, new)
-
     def lines(self) -> tuple[str, ...]:
         """Return one line for each replaced name, except those that are replaced quietly."""
         return tuple(str(replacement) for replacement in self.replacements if not replacement.quiet)

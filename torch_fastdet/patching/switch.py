@@ -19,7 +19,7 @@ import torch
 from torch_fastdet._say import rank, say, warn
 from torch_fastdet._torch.private import gpu_count
 from torch_fastdet.patching.evidence import Asks, Evidence, Follows, Obstacle, Signature, obstacle_among
-from torch_fastdet.patching.import_hook import is_run, namespace, root, top_level
+from torch_fastdet.patching.import_hook import is_run, names_of, namespace, root, top_level
 from torch_fastdet.patching.protocols import Stock
 from torch_fastdet.patching.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
 
@@ -318,7 +318,9 @@ class Active:
         if obstacle is not None:
             self._stays(target, obstacle, describe(stock))
         elif new is not None:
-            self.patches.replace_everywhere(self.name, stock, new, modules)
+            for holder in modules:
+                for attribute in names_of(stock, holder):
+                    self.replace(holder, attribute, new)
 
     def _look_for_method(self, target: Target, module: ModuleType) -> None:
         class_name, method = target.name.split(".")
