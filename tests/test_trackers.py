@@ -173,6 +173,13 @@ def test_two_trackers_at_once():
     assert all(np.array_equal(a, b) for one, other in zip(found, wanted) for a, b in zip(one, other))
 
 
+def test_calls_of_one_tracker_wait_for_each_other():
+    tracker, frames = trackers.ByteTrack(), scene(0, 200, 60)
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        assert all(np.isfinite(rows).all() for rows in threads.map(lambda rows: run(tracker, rows), frames))
+    assert tracker.frame == len(frames)
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -11,6 +11,7 @@ The ids, their order, the scores and the boxes are those of Ultralytics' tracker
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ class ByteTrack:
 
     Overlaps of rotated boxes are those of Gaussians of their spread (probiou). A tracker gets boxes of one kind.
 
-    A tracker is used by one thread at a time. Different trackers may run in different threads: the GIL is released.
+    Calls of one tracker wait for each other. Different trackers run in different threads at once: the GIL is released.
 
     Args:
         track_high_thresh: Detections with at least this score are matched first.
@@ -62,6 +63,7 @@ class ByteTrack:
         self.match_thresh = match_thresh
         self.fuse_score = fuse_score
         self._core = self._make_core()
+        self._lock = threading.Lock()
 
     def _make_core(self) -> _C.Tracker:
         return _C.Tracker(False)
@@ -73,7 +75,8 @@ class ByteTrack:
 
     def reset(self) -> None:
         """Forget all tracks. The next frame is the first one, and ids start at 1."""
-        self._core.reset()
+        with self._lock:
+            self._core.reset()
 
     def update(self, boxes: ArrayLike, scores: ArrayLike, classes: ArrayLike) -> NDArray[np.float32]:
         """Return the tracks that are seen or continued in this frame.
@@ -99,18 +102,19 @@ class ByteTrack:
     def _update(
         self, rows: NDArray[Any], motion: NDArray[Any] | None = None, recovered: NDArray[Any] | None = None
     ) -> NDArray[np.float32]:
-        return self._core.update(
-            rows,
-            self.track_high_thresh,
-            self.track_low_thresh,
-            self.new_track_thresh,
-            self.track_buffer,
-            self.match_thresh,
-            self.fuse_score,
-            motion,
-            rows.shape[1] == 7,
-            recovered,
-        )
+        with self._lock:
+            return self._core.update(
+                rows,
+                self.track_high_thresh,
+                self.track_low_thresh,
+                self.new_track_thresh,
+                self.track_buffer,
+                self.match_thresh,
+                self.fuse_score,
+                motion,
+                rows.shape[1] == 7,
+                recovered,
+            )
 
     def _rows(self, boxes: ArrayLike, scores: ArrayLike, classes: ArrayLike, of: str = "") -> NDArray[np.float32]:
         """Return what came as rows of box, score and class; ``of`` begins their names in errors."""
