@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from examples.yolov5_env import environment
 from tests import starter
@@ -68,7 +69,10 @@ def variables(tmp_path_factory):
 
 def ranks(variables, backend, folder, cases, size=2):
     """Run the program on ``size`` ranks, and return each one's results of the cases."""
-    common = variables | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    # As torchrun does, this process listens, at a port that the system chooses, so that no other program can take it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = variables | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     command = [str(PROGRAM), backend, str(folder), *cases]
 
     def run(rank):
