@@ -8,11 +8,11 @@ of their task. On a GPU images have 640x640 (classification: 224x224) with cache
 the whole table of issue 16, ``--models tasks`` the other tasks, ``--models families`` one model of each family); on the
 CPU yolov8n runs at 128x128. Each training is a process, started as a user starts it. An iteration is the mean over an
 epoch without its first batch, after the first epoch, in which the warm-up ends. Images are mosaics, as in all but the
-last ten epochs of a training (``close_mosaic=0``: without it these few epochs would have none). With ``--jpegs`` only torch_fastdet
-trains, on so many images of bench_dataset with Ultralytics' defaults (8 workers, no cache), and the first epoch has a
-row too. ``--gpus 2`` starts a process with this batch size for each GPU. ``--validate`` validates torch_fastdet's
-weights on the images of their training, stock and with the switches, as ``yolo val`` does by default; one row is the
-pass over the images, one the whole command.
+last ten epochs of a training (``close_mosaic=0``: without it these few epochs would have none). With ``--jpegs`` only
+torch_fastdet trains, on so many images of bench_dataset with Ultralytics' defaults (8 workers, no cache), and the first
+epoch has a row too. ``--gpus 2`` starts a process with this batch size for each GPU. ``--validate`` validates
+torch_fastdet's weights on the images of their training, stock and with the switches, as ``yolo val`` does by default;
+one row is the pass over the images, one the whole command.
 """
 
 from __future__ import annotations
