@@ -81,13 +81,13 @@ SHOWN = {
         *("rtdetr-l, batch 16", "yolov8s, batch 16 a GPU, 2 GPUs"),
         *(f"{model}, batch {batch} a GPU, 4 GPUs" for model, batch in (("yolov8s", 16), ("yolo26s", 64))),
     ),
-    "h100-ultralytics": tuple(
-        f"{model}: validation's pass over 1024 images"
-        for model in (
-            *("yolov8s, batch 16", "yolov8s-seg, batch 16", "yolov8s-pose, batch 16", "yolov8s-obb, batch 16"),
-            *("yolov8s-cls, batch 64", "yolo26s-seg, batch 16"),
+    **{
+        f"{gpu}-ultralytics": tuple(f"{model}: validation's pass over 1024 images" for model in models)
+        for gpu, models in (
+            ("h200", tuple(f"yolov8s{task}, batch 16" for task in ("", "-seg", "-pose", "-obb"))),
+            ("h100", ("yolov8s-cls, batch 64", "yolo26s-seg, batch 16")),
         )
-    ),
+    },
     "gpu-val": (
         "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command",
         "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the pass over the images",
@@ -202,7 +202,7 @@ SECTIONS = {
     "machine.md": ("h100-machine", "gpu-memory", "gpu-small_cards"),
     "results.md": ("gpu-truths", "all-rows"),
     "results_yolov5.md": ("gpu-dataset", "h100-dataset", "gpu-train", "h100-train", "gpu-val"),
-    "results_ultralytics.md": ("gpu-ultralytics", "gpu-rtdetr_training", "h100-ultralytics"),
+    "results_ultralytics.md": ("gpu-ultralytics", "gpu-rtdetr_training", "h200-ultralytics", "h100-ultralytics"),
     "results_prediction.md": (
         "gpu-detector",
         "gpu-predict",
