@@ -54,7 +54,7 @@ HEADLINES = [
     Headline("Ultralytics' trainer: an iteration of rtdetr-l, batch 16", "ultralytics", "rtdetr-l, batch 16"),
     Headline("val.py of YOLOv5: the whole command on 5,000 JPEGs, yolov5s", "val",
              "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command"),
-    Headline("YOLO(\"yolov8n\").predict of one image in memory", "detector",
+    Headline("YOLO(\"yolov8n\").predict of one 1080p image in memory", "detector",
              "YOLO(yolov8n).predict, one 1080p image in memory"),
     Headline("your own loop: a step of yolov5s, batch 16 (before: torch.compile of PyTorch {torch})", "step", "yolov5s, batch 16, loop",
              "torch_fastdet TrainStep", "stock, tuned, torch.compile, reduce-overhead"),
