@@ -95,11 +95,11 @@ def model_predict(active: Active, stock: Function, model_class: Stock) -> Functi
 
 def _evaluation_graphs(active: Active) -> PredictionGraphs:
     training = active.shared(training_graphs)
-    return PredictionGraphs(active.name, lambda: training.last(), lambda: _leaves_layout(active))
+    return PredictionGraphs(active.name, lambda: training.last(), lambda: _may_move(active))
 
 
-def _leaves_layout(active: Active) -> bool:
-    """Return False if the last ``patch()`` that concerns channels_last leaves it out."""
+def _may_move(active: Active) -> bool:
+    """Return whether the weights may move to NHWC: not if the last ``patch()`` that concerns channels_last leaves it out."""
     name, requests = "channels_last", reversed(active.patches.requests)
     return next((each.get(name, True) for each in requests if name in each or each.get(ALL, not each)), True)
 
