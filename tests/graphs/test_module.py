@@ -516,6 +516,19 @@ def test_what_is_passed_through(gpu, caplog):
     assert graphed.graphs.shapes == [(2, 3, 32, 32)]
 
 
+def test_a_trace_is_of_the_module(gpu):
+    """YOLOv5 traces the model that it trains for TensorBoard's graph."""
+    plain, graphed = twins()
+    x = images(2, 3, 32, 32)
+    for _ in range(3):
+        loss_of(graphed(x)).backward()
+    names = [
+        [node.kind() for node in torch.jit.trace(net, x, strict=False).inlined_graph.nodes()]
+        for net in (plain, graphed)
+    ]
+    assert names[0] == names[1]
+
+
 def test_cpu_module_runs_as_it_is(caplog):
     model = Net()
     plain = copy.deepcopy(model)

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 from torch_fastdet._say import note_fallback
 from torch_fastdet._say import say as print_line
 from torch_fastdet._torch.graph import Graph
-from torch_fastdet._torch.private import every_module_has_hooks, foreach_copy_, tree_flatten, tree_unflatten
+from torch_fastdet._torch.private import (
+    every_module_has_hooks,
+    foreach_copy_,
+    is_recorded,
+    tree_flatten,
+    tree_unflatten,
+)
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.baked import BakedForward
 from torch_fastdet.graphs.captured import CapturedCallable, CapturedPasses
@@ -173,7 +179,7 @@ class InferenceGraphs(CapturedCallable[_Captured]):
             and type(x) is Tensor
             and _capture.on_gpu(x)
             and not torch.is_grad_enabled()
-            and not _capture.is_capturing()
+            and not (_capture.is_capturing() or is_recorded())
         )
 
     def _refuse(self, reason: str, cause: BaseException | None = None) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from torch_fastdet._say import say as print_line
 from torch_fastdet._say import warn
-from torch_fastdet._torch.private import foreach_add_, foreach_copy_, tree_flatten, tree_unflatten
+from torch_fastdet._torch.private import foreach_add_, foreach_copy_, is_recorded, tree_flatten, tree_unflatten
 from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.graphs.baked import BakedModule
 from torch_fastdet.graphs.captured import CapturedPasses, Passes
@@ -146,7 +146,7 @@ class ModuleGraphs(CapturedPasses):
         elif reason is None and x.requires_grad:
             reason = "its input requires a gradient, which a replay does not give"
         if reason is None:
-            return not _capture.is_capturing()
+            return not (_capture.is_capturing() or is_recorded())
         self._warn(reason)  # for this input only: the next may be another
         return False
 
