@@ -381,6 +381,18 @@ def test_one_line_says_what_is_on(loaded, host, capsys, monkeypatch):
     assert "2 switches on; off: a, b (there is no GPU); details: python -m torch_fastdet doctor" in said
 
 
+def test_a_later_call_turns_no_switch_off(loaded, host, capsys):
+    loaded(module("host.shapes", STOCK))
+    host.patch({"area_optim": True})
+    capsys.readouterr()
+    assert host.patch({"fastdet": True, "area_optim": False})
+    assert (
+        "area_optim stays on, as an earlier patch() has turned it on: call unpatch() first" in capsys.readouterr().err
+    )
+    host.unpatch()
+    assert not any("area_optim" in line for line in host.patch({"fastdet": True, "area_optim": False}))
+
+
 def test_trials_are_not_counted():
     _say.counts.clear()
     with plainly_on_the_cpu():

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
 
-from torch_fastdet._say import counted, counts, fallbacks, hide, note_fallback, say, show
+from torch_fastdet._say import counted, counts, fallbacks, hide, note_fallback, say, show, warn
 from torch_fastdet._torch.private import without_dispatch_modes
 from torch_fastdet._version import __version__
 from torch_fastdet.patching.evidence import Obstacle, obstacle_among
@@ -78,6 +78,8 @@ class Host:
             started = self.switch_on(names, by_name, import_now)
             self.patches.requests.append(dict(switches))
             self._say_what_is_on(started)
+            for name in (name for name, on in switches.items() if not on and name in self.on):
+                warn(f"{name} stays on, as an earlier patch() has turned it on: call unpatch() first")
             return self.patches.lines()
 
     def former_names(self) -> dict[str, str]:
