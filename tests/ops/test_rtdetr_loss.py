@@ -172,6 +172,11 @@ def test_a_class_that_is_not_there(device, label):
     assert status[0] == 1 and ops.rtdetr_loss_fault(status.tolist(), problem.targets.shape[1]) == (2, 1)
 
 
+def test_a_fault_is_read_in_torchscript():
+    for fault in (ops.rtdetr_loss_fault, torch.jit.script(ops.rtdetr_loss_fault)):
+        assert fault([0, 0], 6) == (-1, -1) and fault([1, 2**60 - (2 * 7 + 6)], 6) == (2, 6)
+
+
 @pytest.mark.parametrize("count", [-1, 7])
 def test_a_count_that_is_out_of_range(device, count):
     problem = Problem(CASES[0], device)

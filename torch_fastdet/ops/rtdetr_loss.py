@@ -91,5 +91,5 @@ def rtdetr_loss_fault(status: list[int], most: int) -> tuple[int, int]:
     """
     if not status[0]:
         return -1, -1
-    image, row = divmod(2**60 - status[1], most + 1)
-    return image, row
+    place = (1 << 60) - status[1]  # 2**60 is a float in TorchScript
+    return place // (most + 1), place % (most + 1)
