@@ -213,6 +213,7 @@ void CUDART_CB retire(void* owned) {
 std::shared_ptr<Plan> captured_plan(const List& list, c10::cuda::CUDAStream capturing) {
   // Relaxed mode permits calls other than kernel launches during the capture.
   c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  free_retired();
   std::shared_ptr<Plan> plan;
   {
     // Memory of a stream that is not captured comes from the ordinary pool, not from the graph's.
