@@ -603,6 +603,29 @@ def test_in_evaluation(device, shape, dtype, memory_format):
     assert not ops.bias_act(x, bias.requires_grad_()).requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_in_evaluation_is_closer_to_float64_than_the_original(device, dtype):
+    """The framework's layers round after the norm or the bias, after the activation and after the sum."""
+    x, residual = (random((4, 32, 20, 20), device, dtype) for _ in range(2))
+    weight, bias, mean, variance = vectors(32, device)
+    for norm in (None, (weight, mean, variance)):
+        of_norm = {} if norm is None else {"weight": weight, "mean": mean, "variance": variance, "eps": 1e-3}
+        before = (
+            x + bias.to(dtype)[:, None, None]
+            if norm is None
+            else torch.nn.functional.batch_norm(
+                x, *(each.to(dtype) for each in (mean, variance, weight, bias)), eps=1e-3
+            )
+        )
+        exact = reference.bias_act(
+            x, of_norm.get("weight"), bias, of_norm.get("mean"), of_norm.get("variance"), 1e-3, "silu", 0.0, residual
+        )
+        stock = torch.nn.functional.silu(before) + residual
+        ours = ops.bias_act(x, bias, "silu", 0.0, residual, **of_norm)
+        ours_off, stock_off = ((y.double() - exact).abs() for y in (ours, stock))
+        assert ours_off.mean() < stock_off.mean() and ours_off.max() <= stock_off.max()
+
+
 @pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("before, channels", [(8, 24), (3, 16), (16, 7)])
