@@ -5,6 +5,7 @@ import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from torch_fastdet.serving import Batcher
@@ -114,6 +115,28 @@ def test_a_cancelled_future_is_not_predicted():
         with pytest.raises(CancelledError):
             second.result(timeout=10)
     assert model.batches == [[0], [2]]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_nobody_waits_for_a_thread_that_a_callback_has_ended(error):
+    def end(_):
+        raise error
+
+    with Batcher(Model(0.1), max_batch=2) as batcher:
+        first, *others = (batcher.submit(i) for i in range(5))
+        first.add_done_callback(end)
+        assert first.result(timeout=10) == 0
+        for other in others:
+            with pytest.raises(RuntimeError, match=f"its thread has ended by {error.__name__}"):
+                other.result(timeout=10)
+        with pytest.raises(RuntimeError, match=f"its thread has ended by {error.__name__}"):
+            batcher.submit(5)
+
+
+def test_numbers_of_numpy():
+    with Batcher(Model(), np.int64(4), np.float32(2)) as batcher:
+        assert batcher.submit(1).result(timeout=10) == 2
 
 
 @pytest.mark.parametrize(

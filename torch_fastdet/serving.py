@@ -6,6 +6,7 @@ with Batcher(lambda images: model.predict(images, verbose=False), max_batch=16, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -52,7 +53,7 @@ class Batcher:
         if not 0 <= max_wait_ms / 1e3 <= threading.TIMEOUT_MAX:
             raise ValueError(f"Batcher: max_wait_ms is {max_wait_ms}, but a finite number of at least 0 is expected")
         self._line = _Line()
-        work = predict, max_batch, max_wait_ms / 1e3, self._line
+        work = predict, int(max_batch), float(max_wait_ms) / 1e3, self._line
         self._thread = threading.Thread(target=_run, args=work, name="torch_fastdet.Batcher", daemon=True)
         self._thread.start()
         #: Tells the thread once to end: in close(), or when nothing refers to the Batcher any more.
@@ -65,7 +66,7 @@ class Batcher:
             image: Whatever ``predict`` takes a list of.
 
         Raises:
-            RuntimeError: the Batcher is closed.
+            RuntimeError: the Batcher is closed, or a future's callback has ended its thread, such as by SystemExit.
         """
         future: Future[Any] = Future()
         self._line.join(image, future)
@@ -91,25 +92,25 @@ class _Line:
         self.waiting: deque[tuple[object, Future[Any], float]] = deque()
         self.changed = threading.Condition()
         self.enough = 1
-        self.closed = False
+        self.closed = ""  # why nobody can submit any more
 
     def join(self, image: object, future: Future[Any]) -> None:
         with self.changed:
             if self.closed:
-                raise RuntimeError("Batcher: submit() was called after close()")
+                raise RuntimeError(f"Batcher: {self.closed}")
             self.waiting.append((image, future, time.monotonic()))
             if len(self.waiting) >= self.enough:
                 self.changed.notify()
 
-    def close(self) -> None:
+    def close(self, why: str = "submit() was called after close()") -> None:
         with self.changed:
-            self.closed = True
+            self.closed = self.closed or why
             self.changed.notify()
 
     def _wait(self, enough: int, end: float | None = None) -> bool:
         self.enough = enough
         left = None if end is None else max(end - time.monotonic(), 0)
-        return self.changed.wait_for(lambda: len(self.waiting) >= enough or self.closed, left)
+        return self.changed.wait_for(lambda: len(self.waiting) >= enough or bool(self.closed), left)
 
     def take(self, most: int, enough: int, free: float, max_wait: float) -> list[tuple[object, Future[Any]]]:
         """Return at most ``most`` images, in order; an empty list at the end.
@@ -128,12 +129,21 @@ class _Line:
 def _run(predict: Callable[[list[Any]], Any], max_batch: int, max_wait: float, line: _Line) -> None:
     peaks: deque[int] = deque([max_batch], maxlen=16)  # images inside when each of the last batches was predicted
     free = -math.inf
-    while batch := line.take(max_batch, min(max(peaks), max_batch), free, max_wait):
-        answers = _answers(predict, [one for one in batch if one[1].set_running_or_notify_cancel()])
-        peaks.append(len(batch) + len(line.waiting))  # before anybody who gets an answer submits again
-        for answer in answers:
-            answer()
-        free = time.monotonic()
+    batch: list[tuple[object, Future[Any]]] = []
+    try:
+        while batch := line.take(max_batch, min(max(peaks), max_batch), free, max_wait):
+            answers = _answers(predict, [one for one in batch if one[1].set_running_or_notify_cancel()])
+            peaks.append(len(batch) + len(line.waiting))  # before anybody who gets an answer submits again
+            for answer in answers:
+                answer()
+            free = time.monotonic()
+    except BaseException as error:  # of a future's callback, such as SystemExit: nobody may wait for ever
+        why = f"its thread has ended by {error!r}"
+        line.close(why)
+        for future in [future for _, future in batch] + [future for _, future, _ in line.waiting]:
+            with contextlib.suppress(BaseException):  # it has an answer, or its callback raises an error, too
+                future.set_exception(RuntimeError(f"Batcher: {why}"))
+        raise
 
 
 def _answers(predict: Callable[[list[Any]], Any], batch: list[tuple[object, Future[Any]]]) -> list[Callable[[], None]]:
