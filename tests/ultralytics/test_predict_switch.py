@@ -7,10 +7,12 @@ import operator
 import os
 import pickle
 import shutil
+import signal
 import struct
 import sys
 import threading
 import tracemalloc
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ pytest.importorskip("cv2", exc_type=ImportError)
 import cv2
 import ultralytics.data.loaders as loaders
 import ultralytics.engine.predictor as predictor
-from PIL import Image
+from PIL import Image, ImageFile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.threads import readers
@@ -468,6 +470,60 @@ def test_a_list_with_a_bad_file_is_stocks_error(ahead, detector, tmp_path, devic
     assert type(errors[0]) is type(errors[1]) and (
         bad == "empty" or "//" in str(bad) or str(errors[0]) == str(errors[1])
     )
+
+
+def test_a_long_list_of_png_files_is_decoded_once(ahead, detector, tmp_path, device, monkeypatch):
+    """The last file alone is turned, by EXIF behind its pixels, so that all are padded for several shapes."""
+    plain, turned = tmp_path / "plain.png", tmp_path / "turned.png"
+    Image.fromarray(make_image(40, 60)).save(plain)
+    whole, exif = plain.read_bytes(), Image.Exif()
+    exif[0x0112] = 6
+    chunk = b"eXIf" + exif.tobytes()
+    body = struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    turned.write_bytes(whole[:-12] + body + whole[-12:])
+    decoded, load = [], ImageFile.ImageFile.load
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: (decoded.extend(self.tile), load(self))[1])
+    source = [str(plain)] * 17 + [str(turned)]
+    stock = run(detector, source, device, tmp_path, False)
+    assert len(decoded) == 18 and stock[-1].orig_shape == (60, 40)
+    assert_same(run(detector, source, device, tmp_path, True), stock)
+    assert len(decoded) == 2 * 18
+
+
+def stream(model, source, device):
+    """Yield the results of a new predictor with the switch."""
+    model.predictor = None
+    drop_in.patch(predict_optim=True)
+    try:
+        yield from model.predict(source, **OPTIONS_OF_RUN, device=str(device), stream=True)
+    finally:
+        drop_in.unpatch()
+
+
+def test_results_before_a_file_that_cannot_be_opened(ahead, detector, folder, device):
+    seen = []
+    with pytest.raises(FileNotFoundError, match=r"missing\.jpg"):
+        seen.extend(result.path for result in stream(detector, [folder[1][0]] * 20 + ["missing.jpg"], device))
+    assert seen == [folder[1][0]] * 16
+
+
+def test_control_c_while_shapes_are_read(ahead, detector, folder, device, monkeypatch):
+    read = []
+
+    def beginning_of(path, most):
+        read.append(path)
+        if len(read) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return sources.beginning_of(path, most)
+
+    monkeypatch.setattr(predictors, "beginning_of", beginning_of)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            next(stream(detector, [folder[1][0]] * 500, device))
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    assert len(read) < 10
 
 
 def test_an_address_in_a_long_list_is_fetched_once(ahead, detector, folder, device, tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ from torch_fastdet.patching.replace import is_code_of
 from torch_fastdet.suppression import Padded, ultralytics_non_max_suppression
 from torch_fastdet.switches.predict.common import Layout
 from torch_fastdet.switches.predict.results import Images, keep_two_batches
-from torch_fastdet.switches.predict.sources import LIST_BATCH, Batch, Stager, of_files, of_list, of_streams
+from torch_fastdet.switches.predict.sources import LIST_BATCH, Batch, Stager, is_mixed, of_files, of_list, of_streams
 
 MOST_LAYOUTS = 256
 KEY = "torch_fastdet_feed"  # in a predictor's attributes while it predicts
@@ -178,7 +178,10 @@ class Feed:
                 _streams[predictor] = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
             self._own, reading = _streams[predictor]
         stager = Stager(self.device, reading)
-        source = of_files(self.loader, stager) if of_names else of_list(self.loader, size, stager)
+        if of_names:
+            source = of_files(self.loader, stager)
+        else:
+            source = of_list(self.loader, size, stager, self._several and is_mixed(self.loader))
         return following(source, 1) if self._several else source
 
     def _may_run_early(self, predictor: Predictor) -> bool:

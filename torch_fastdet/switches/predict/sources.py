@@ -206,9 +206,8 @@ def of_streams(dataset: Loader, stager: Stager) -> Generator[Batch]:
         yield stager.batch(paths, images, info, dataset)
 
 
-def of_list(dataset: Loader, batch: int, stager: Stager) -> Generator[Batch]:
+def of_list(dataset: Loader, batch: int, stager: Stager, mixed: bool) -> Generator[Batch]:
     count, elements = len(dataset), dataset.im0
-    mixed = count > batch and _is_mixed(dataset)
     ahead = hasattr(dataset, "read")
     read_ahead = _read_ahead(dataset.read, elements, batch) if ahead else (element for element in elements)
     dataset.count = 1
@@ -223,10 +222,11 @@ def of_list(dataset: Loader, batch: int, stager: Stager) -> Generator[Batch]:
             yield stager.batch(paths, stager.decoded(group, by_pillow), [""] * len(group), dataset, mixed)
 
 
-def _is_mixed(dataset: Loader) -> bool:
+def is_mixed(dataset: Loader) -> bool:
+    """Return whether the images of a list have several shapes. Run in the caller's thread, where Ctrl-C ends it."""
     shape_of = getattr(dataset, "shape_of", lambda image: image.shape)
-    shapes = map(shape_of, dataset.im0)
-    first = next(shapes)
+    shapes = filter(None, map(shape_of, dataset.im0))
+    first = next(shapes, None)
     return any(shape != first for shape in shapes)
 
 

@@ -310,16 +310,21 @@ def listed_class() -> type:
                     return data
             return self.by_pillow(element)
 
-        def shape_of(self, element: Any) -> tuple[int, ...]:
-            if not _is_name(element):
-                return self.by_pillow(element).shape
-            with contextlib.suppress(OSError):
+        def shape_of(self, element: Any) -> tuple[int, ...] | None:
+            """Return an image's shape; None if it cannot be opened. The error is raised when its turn comes."""
+            with contextlib.suppress(Exception):
+                if not _is_name(element):
+                    return self.by_pillow(element).shape
                 header = header_of(beginning_of(element, 4096).data)
                 if header is not None and not header.exif and not header.pillow_turns:
                     return (*header.shape[:2], self.channels)
-            with one_opens, Image.open(element) as image:
-                turned = image.getexif().get(0x0112) in (5, 6, 7, 8)
-                return (*(image.size if turned else image.size[::-1]), self.channels)
+                with one_opens, Image.open(element) as image:
+                    if image.format == "PNG":  # its own getexif() decodes the pixels, because EXIF may be behind them
+                        image.load_prepare()
+                        image.load_end()
+                    turned = Image.Image.getexif(image).get(0x0112) in (5, 6, 7, 8)
+                    return (*(image.size if turned else image.size[::-1]), self.channels)
+            return None
 
     return Listed
 
