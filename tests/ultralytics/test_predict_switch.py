@@ -26,6 +26,7 @@ pytest.importorskip("ultralytics", exc_type=ImportError)
 pytest.importorskip("cv2", exc_type=ImportError)
 
 import cv2
+import ultralytics.data.build as build
 import ultralytics.data.loaders as loaders
 import ultralytics.engine.predictor as predictor
 from PIL import Image, ImageFile
@@ -975,6 +976,27 @@ def test_an_own_imread_stays(ahead, detector, folder, device, tmp_path, monkeypa
     monkeypatch.setattr(loaders, "imread", own)
     (found,) = run(detector, folder[1][0], device, tmp_path, True)
     assert found.orig_img.max() == 7
+
+
+OWN_READERS = {
+    "__next__": (loaders.LoadImagesAndVideos, lambda stock: lambda self: stock(self)),
+    "_append_image": (
+        loaders.LoadImagesAndVideos,
+        lambda stock: lambda *given: stock(*given[:5], None if given[5] is None else given[5][::-1].copy(), given[6]),
+    ),
+    "_single_check": (loaders.LoadPilAndNumpy, lambda stock: staticmethod(lambda *given: stock(*given)[::-1].copy())),
+    "autocast_list": (build, lambda stock: lambda source: [each.rotate(180) for each in stock(source)]),
+}
+
+
+@pytest.mark.parametrize("name", OWN_READERS)
+def test_an_own_method_of_a_loader_stays(ahead, detector, folder, device, tmp_path, monkeypatch, capsys, name):
+    owner, make = OWN_READERS[name]
+    monkeypatch.setattr(owner, name, make(getattr(owner, name)))
+    source = folder[0] if owner is loaders.LoadImagesAndVideos else folder[1]
+    found = [run(detector, source, device, tmp_path, on, batch=4) for on in (False, True)]
+    assert_same(found[1], found[0])
+    assert f"Ultralytics' own loop predicts: {name} of its loaders" in capsys.readouterr().err
 
 
 def test_an_own_predictor_keeps_its_methods(ahead, detector, folder, device, tmp_path):

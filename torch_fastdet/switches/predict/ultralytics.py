@@ -121,6 +121,7 @@ def parts_of(_: Active) -> Parts:
 
 def obstacle_ahead(predictor: Predictor, base: Stock) -> Obstacle | None:
     """Return what the pipeline does not know of the predictor's model, methods or options; None where it knows all."""
+    from ultralytics.data import build, loaders
     from ultralytics.models.rtdetr import RTDETRPredictor
     from ultralytics.models.yolo.detect import DetectionPredictor
     from ultralytics.models.yolo.segment import SegmentationPredictor
@@ -142,6 +143,15 @@ def obstacle_ahead(predictor: Predictor, base: Stock) -> Obstacle | None:
             own.append(name)
     if own:
         return Obstacle(f"{kind.__name__} has its own {', '.join(own)}.")
+    readers = (
+        (loaders.LoadImagesAndVideos, ("__next__", "_append_image")),
+        (loaders.LoadPilAndNumpy, ("__next__", "_single_check")),
+        (build, ("autocast_list",)),
+    )
+    for owner, names in readers:
+        own += [name for name in names if not is_code_of(getattr(owner, name, None), "ultralytics")]
+    if own:
+        return Obstacle(f"{', '.join(own)} of its loaders is not Ultralytics'.")
     asked = [name for name in ("augment", "visualize", "embed") if getattr(options, name)]
     return Obstacle(f"{', '.join(asked)} is set.") if asked else None
 
@@ -278,14 +288,14 @@ def constructing(active: Active, stock: Callable, detector: Stock) -> Callable:
 @functools.cache
 def listed_class() -> type:
     from PIL import Image
-    from ultralytics.data.build import autocast_list
+    from ultralytics.data import build
     from ultralytics.data.loaders import LoadPilAndNumpy, SourceTypes
 
     class Listed(LoadPilAndNumpy):
         """Hold a list with names of files, and open each when its turn comes. Addresses are fetched now, as by Ultralytics."""
 
         def __init__(self, source: list[Any], channels: int) -> None:
-            source = [each if _is_name(each) else autocast_list([each])[0] for each in source]
+            source = [each if _is_name(each) else build.autocast_list([each])[0] for each in source]
             self.im0, self.channels, self.mode, self.count = source, channels, "image", 0
             self.bs = len(source)
             self.paths = [
