@@ -810,6 +810,25 @@ def test_a_stream_that_is_left(ahead, detector, folder, device, tmp_path):
         drop_in.unpatch()
 
 
+@pytest.mark.parametrize("when", ["start", "answer", "rows"])
+@pytest.mark.parametrize("name", ["detector", "transformer", "segmenter"])
+def test_a_prediction_goes_on_after_unpatch(ahead, folder, device, tmp_path, monkeypatch, request, name, when):
+    """Another thread may call it at any time: before a batch is launched, and while its results are made."""
+    model = with_detections("yolo11n-seg.yaml") if name == "segmenter" else request.getfixturevalue(name)
+    stock = run(model, folder[0] / "jpegs", device, tmp_path, False, batch=2)
+    owner, method = {"answer": (pipeline.Flight, "answer"), "rows": (pipeline.Padded, "rows")}.get(when, (None, ""))
+    stocks = getattr(owner, method, None)
+
+    def undo(*arguments, **options):
+        found = stocks and stocks(*arguments, **options)
+        drop_in.unpatch()
+        return found
+
+    begin = (lambda _: monkeypatch.setattr(owner, method, undo)) if owner else undo
+    model = with_callbacks(model, {"on_predict_start": begin})
+    assert_same(run(model, folder[0] / "jpegs", device, tmp_path, True, batch=2), stock)
+
+
 def test_files_that_go_while_they_are_read(ahead, detector, folder, device, tmp_path, monkeypatch):
     """Files that disappear meanwhile are skipped with a warning, like files that cannot be read."""
     header = sources.sequential_jpeg

@@ -146,7 +146,7 @@ class Feed:
                     error = raised
                 flight = None if batch is None else Flight(batch, self._on_gpu)
                 # Stock's visualization names its files after the batch that the predictor shows.
-                launches = early and not predictor.args.visualize
+                launches = early and not predictor.args.visualize and not self._parts.undone
                 if flight is not None and launches:
                     try:
                         self._launch(predictor, flight)
@@ -238,7 +238,7 @@ class Feed:
         keep_two_batches(batch.images.held)
 
     def _suppress(self, predictor: Predictor, flight: Flight, letterboxes: Tensor | None) -> None:
-        if "postprocess" in vars(predictor):
+        if "postprocess" in vars(predictor) or self._parts.undone:
             return
         select = self._parts.selects.get(type(predictor).postprocess)
         if select is not None:
@@ -290,7 +290,10 @@ class Parts:
         inference: Ultralytics' own method.
         suppresses: returns True if ``non_max_suppression`` is known, so that it can run without its copy to the host.
         scales: returns True if results hold nothing but boxes, so that these can be scaled for the whole batch.
+        undone: whether ``unpatch()`` has begun, in another thread or in a callback: the original methods run from then on.
     """
+
+    undone = False
 
     preprocess: Callable[..., Tensor]
     moves: Callable[[Predictor], bool]

@@ -19,7 +19,7 @@ import cv2
 import numpy as np
 from torch import Tensor
 
-from torch_fastdet.patching.protocols import Function, Results
+from torch_fastdet.patching.protocols import Function, Results, Stock
 from torch_fastdet.patching.replace import around
 
 NAME = "orig_img"
@@ -123,7 +123,7 @@ for _name in (*(f"__{name}__" for name in _OPERATORS), *_METHODS):
     setattr(Images, _name, _of_arrays(_name))
 
 
-def lazy_image(*_: object) -> property:
+def image_property() -> property:
 
     def missing(result: Results) -> AttributeError:
         return AttributeError(f"'{type(result).__name__}' object has no attribute '{NAME}'")
@@ -154,8 +154,18 @@ def renew(_: object, stock: Function, self: Results) -> object:
     return stock(SimpleNamespace(**vars(self)) if isinstance(vars(self)[NAME], Pixels) else self)
 
 
-def read_all(results: type) -> None:
-    """Give each object of the class ``results`` its array, before the property goes. Copies have their own attributes."""
+def read(found: Iterable[Results]) -> None:
+    for result in found:
+        if isinstance(image := vars(result)[NAME], Pixels):
+            result.__dict__[NAME] = image.numpy()
+
+
+def read_all(results: type, parts: Stock) -> None:
+    """Give each object of the class ``results`` its array, before the property goes. Copies have their own attributes.
+
+    Who makes results meanwhile finds ``parts`` undone, and reads them.
+    """
+    parts.undone = True
     images = [each for each in gc.get_objects() if type(each) is Pixels] if _recent else []
     for holder in gc.get_referrers(*images) if images else ():
         attributes = vars(holder) if isinstance(holder, results) else holder

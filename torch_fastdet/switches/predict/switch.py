@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch_fastdet.patching.evidence import OPENCV, Behaves, SameCode, Signature
-from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
+from torch_fastdet.patching.switch import GPU, Make, Switch, Target
 from torch_fastdet.switches.frameworks import REFERENCE, YOLOV5_REFERENCE, by, ultralytics, yolov5
 
 AUTO_SHAPE = SameCode(
@@ -40,11 +39,6 @@ YOLOV5 = Switch(
     evidence=(GPU,),
     formerly="letterbox_optim",
 )
-
-
-def _lazy_image(active: Active, _: object, results: object) -> object:
-    active.patches.at_end.append(functools.partial(by("predict.results", "read_all"), results))
-    return by("predict.results", "lazy_image")()
 
 
 def _predictor(name: str, make: Make, **options: Any) -> Target:
@@ -100,7 +94,13 @@ ULTRALYTICS = Switch(
             own=True,
             otherwise="say",
         ),
-        Target(ultralytics("engine.results"), "Results.orig_img", make=_lazy_image, adds=True, quiet=True),
+        Target(
+            ultralytics("engine.results"),
+            "Results.orig_img",
+            make=by("predict.ultralytics", "lazy_image"),
+            adds=True,
+            quiet=True,
+        ),
         Target(ultralytics("engine.results"), "Results.new", make=by("predict.results", "renew"), quiet=True),
     ),
     modules=("engine.predictor",),

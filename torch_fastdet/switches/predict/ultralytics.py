@@ -33,6 +33,7 @@ from torch_fastdet.switches.nms import switch as suppression
 from torch_fastdet.switches.nms.trial import ULTRALYTICS_SUPPRESSION
 from torch_fastdet.switches.predict.common import fits, letterbox
 from torch_fastdet.switches.predict.pipeline import KEY, Asked, Asking, Feed, Flight, Parts, beginning, timing
+from torch_fastdet.switches.predict.results import image_property, read, read_all
 from torch_fastdet.switches.predict.sources import beginning_of, header_of, one_opens, sequential_jpeg
 
 #: Prediction runs ahead on these devices. On a CPU the network itself uses all cores.
@@ -117,6 +118,11 @@ def sourcing(active: Active, stock: Callable, owner: Stock) -> Callable:
 
 def parts_of(_: Active) -> Parts:
     return Parts()
+
+
+def lazy_image(active: Active, _: object, results: type) -> property:
+    active.patches.at_end.append(functools.partial(read_all, results, active.shared(parts_of)))
+    return image_property()
 
 
 def obstacle_ahead(predictor: Predictor, base: Stock) -> Obstacle | None:
@@ -209,14 +215,20 @@ def postprocessing(active: Active, stock: Callable, detector: Stock) -> Callable
             return stock(self, preds, img, orig_imgs, **kwargs)
         answer = functools.partial(flight.answer, nms.non_max_suppression)
         answering = with_names(stock, nms=recording_module(nms, {"non_max_suppression": answer}))
-        return answering(self, preds, img, flight.batch.images.held, **kwargs)
+        made = answering(self, preds, img, flight.batch.images.held, **kwargs)
+        if parts.undone and flight.scaled:  # the original's construct_results may have scaled them again
+            flight.scaled = False
+            return stock(self, preds, img, orig_imgs, **kwargs)
+        if parts.undone:
+            read(made)
+        return made
 
     return postprocess
 
 
 def selecting(active: Active | None, stock: Function, _: object) -> Function:
     """Return ``RTDETRPredictor.postprocess`` by one operator, and one copy to the host for all images of a batch."""
-    results = stock.__globals__["Results"]
+    results, parts = stock.__globals__["Results"], Parts() if active is None else active.shared(parts_of)
 
     def select(predictor: Predictor, preds: object, images: list[Any]) -> Padded | None:
         return rows_of_rtdetr(preds, [[image.shape[1], image.shape[0]] for image in images], predictor.args)
@@ -236,10 +248,12 @@ def selecting(active: Active | None, stock: Function, _: object) -> Function:
             return stock(self, preds, img, orig_imgs)
         count("predict_optim", "batches selected")
         rows = zip(images, self.batch[0], found.rows(found.counts.tolist()))
-        return [results(image, path=path, names=self.model.names, boxes=boxes) for image, path, boxes in rows]
+        made = [results(image, path=path, names=self.model.names, boxes=boxes) for image, path, boxes in rows]
+        if parts.undone:
+            read(made)
+        return made
 
-    if active is not None:
-        active.shared(parts_of).selects[postprocess] = select
+    parts.selects[postprocess] = select
     return postprocess
 
 
