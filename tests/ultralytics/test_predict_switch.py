@@ -508,6 +508,18 @@ def test_results_before_a_file_that_cannot_be_opened(ahead, detector, folder, de
     assert seen == [folder[1][0]] * 16
 
 
+def test_names_stay_right_when_the_folder_changes(ahead, detector, folder, device, tmp_path, monkeypatch):
+    names = ["a0.jpg", "d.png"] * 60
+    monkeypatch.chdir(folder[0])
+    stock = run(detector, names, device, tmp_path, False)
+    monkeypatch.chdir(folder[0])
+    found = []
+    for result in stream(detector, names, device):
+        os.chdir(tmp_path)
+        found.append(result)
+    assert_same(found, stock)
+
+
 def test_control_c_while_shapes_are_read(ahead, detector, folder, device, monkeypatch):
     read = []
 

@@ -311,22 +311,31 @@ def listed_class() -> type:
         def __init__(self, source: list[Any], channels: int) -> None:
             source = [each if _is_name(each) else build.autocast_list([each])[0] for each in source]
             self.im0, self.channels, self.mode, self.count = source, channels, "image", 0
-            self.bs = len(source)
+            self.bs, self._folder = len(source), os.getcwd()
             self.paths = [
                 os.fspath(each) if _is_name(each) else getattr(each, "filename", "") or f"image{i}.jpg"
                 for i, each in enumerate(source)
             ]
             self.source_type = SourceTypes(stream=False, screenshot=False, from_img=True, tensor=False)
 
+        def _place(self, name: Any) -> str:
+            """Return where a file is, also after ``os.chdir``: its own name if that is still right, for Pillow's messages."""
+            name = os.fspath(name)
+            return name if os.path.isabs(name) or os.getcwd() == self._folder else os.path.join(self._folder, name)
+
         def by_pillow(self, element: Any) -> np.ndarray:
             if _is_name(element):
                 with one_opens:
-                    element = Image.open(element)
+                    element = Image.open(self._place(element))
             return self._single_check(element, self.channels)
 
         def read(self, element: Any) -> object:
             """Return an array, or the bytes of a JPEG file of which Pillow and OpenCV make the same pixels."""
-            if _is_name(element) and self.channels == 3 and (found := sequential_jpeg(os.fspath(element))) is not None:
+            if (
+                _is_name(element)
+                and self.channels == 3
+                and (found := sequential_jpeg(self._place(element))) is not None
+            ):
                 data, header = found
                 small = header.shape[0] * header.shape[1] <= (Image.MAX_IMAGE_PIXELS or 1 << 62)
                 ends = b"\xff\xd9" in data.numpy()[-64:].tobytes()  # Pillow raises an error without
@@ -339,10 +348,11 @@ def listed_class() -> type:
             with contextlib.suppress(Exception):
                 if not _is_name(element):
                     return self.by_pillow(element).shape
-                header = header_of(beginning_of(element, 4096).data)
+                place = self._place(element)
+                header = header_of(beginning_of(place, 4096).data)
                 if header is not None and not header.exif and not header.pillow_turns:
                     return (*header.shape[:2], self.channels)
-                with one_opens, Image.open(element) as image:
+                with one_opens, Image.open(place) as image:
                     if image.format == "PNG":  # its own getexif() decodes the pixels, because EXIF may be behind them
                         image.load_prepare()
                         image.load_end()
