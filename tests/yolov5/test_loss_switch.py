@@ -13,6 +13,7 @@ import torch_fastdet.yolov5 as drop_in
 from tests import starter
 from tests.yolov5 import real
 from tests.yolov5.test_compute_loss import Model, make_heads, make_targets
+from torch_fastdet.patching.replace import SwitchError
 from torch_fastdet.switches.loss.yolov5 import ComputeLoss
 
 
@@ -83,6 +84,33 @@ def test_a_pickle_is_stocks(stock, tmp_path, of, gamma):
     environment = real.with_torch_fastdet(dict(os.environ))
     ran = starter.python(["-c", WITHOUT, str(tmp_path / "loss.pt")], tmp_path, environment, seconds=200, apart=True)
     assert ran.stdout.split() == [f"yolov5.{of}"], ran.stderr
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_hyperparameters_that_choose_another_loss(stock, monkeypatch, capsys, by_name):
+    """A fork's hyp.yaml may name the IoU of its boxes, which a trial without it does not show."""
+    theirs = stock.ComputeLoss
+
+    class Changed(theirs):
+        def __call__(self, p, targets):
+            loss, items = super().__call__(p, targets)
+            return (loss * 2 if self.hyp.get("iou_type") == "SIoU" else loss), items
+
+    Changed.__name__, Changed.__qualname__, Changed.__module__ = "ComputeLoss", "ComputeLoss", theirs.__module__
+    monkeypatch.setattr(stock, "ComputeLoss", Changed)
+    usual, chosen = Model(classes=2), Model(classes=2)
+    chosen.hyp = {**chosen.hyp, "iou_type": "SIoU"}
+    drop_in.patch(**({"loss_optim": True} if by_name else {}))
+    try:
+        assert type(stock.ComputeLoss(usual)) is ComputeLoss
+        if by_name:
+            with pytest.raises(SwitchError, match="its ComputeLoss with the hyperparameters of this training"):
+                stock.ComputeLoss(chosen)
+        else:
+            assert type(stock.ComputeLoss(chosen)) is Changed
+            assert "loss_optim does not apply: its ComputeLoss with the hyperparameters" in capsys.readouterr().err
+    finally:
+        drop_in.unpatch()
 
 
 def test_other_signature_is_an_error(stock, monkeypatch):

@@ -34,7 +34,7 @@ def test_stocks_are_ours_and_nothing_is_drawn(loss):
     state = torch.get_rng_state()
     for default in ("cpu", "meta"):  # whatever the user's default is
         with torch.device(default):
-            assert losses.LOSS.obstacle(loss.ComputeLoss) is AVERAGE.obstacle(ModelEMA) is None
+            assert losses.trial_of(losses.ComputeLoss).obstacle(loss.ComputeLoss) is AVERAGE.obstacle(ModelEMA) is None
             assert IOU.obstacle(loss.bbox_iou) is SUPPRESSION.obstacle(general.non_max_suppression) is None
     assert torch.equal(state, torch.get_rng_state())
     assert "its non_max" in SUPPRESSION.obstacle(

@@ -13,8 +13,8 @@ from torch_fastdet.switches.frameworks import yolov5
 from torch_fastdet.switches.loss import rtdetr
 from torch_fastdet.switches.loss.trial import CRITERION, END_TO_END, RTDETR_CRITERION, TRIALS
 from torch_fastdet.switches.loss.ultralytics import STOCK_MODULE, drop_in
-from torch_fastdet.switches.loss.yolov5 import ComputeLoss, SegmentationLoss, in_place
-from torch_fastdet.switches.loss.yolov5_trial import LOSS, SEGMENTATION_LOSS
+from torch_fastdet.switches.loss.yolov5 import ComputeLoss, SegmentationLoss
+from torch_fastdet.switches.loss.yolov5_trial import in_place, trial_of
 
 YOLOV5 = Switch(
     "loss_optim",
@@ -23,21 +23,21 @@ YOLOV5 = Switch(
         Target(
             yolov5("utils.loss"),
             "ComputeLoss",
-            make=lambda active, stock, _: in_place(active.name, stock, ComputeLoss),
+            make=lambda active, stock, _: in_place(active, stock, ComputeLoss),
             evidence=(
                 Signature(("self", "model", "autobalance"), "__init__"),
                 Signature(("self", "p", "targets"), "__call__"),
-                LOSS,
+                trial_of(ComputeLoss),
             ),
         ),
         Target(
             yolov5("utils.segment.loss"),
             "ComputeLoss",
-            make=lambda active, stock, _: in_place(active.name, stock, SegmentationLoss),
+            make=lambda active, stock, _: in_place(active, stock, SegmentationLoss),
             evidence=(
                 Signature(("self", "model", "autobalance", "overlap"), "__init__"),
                 Signature(("self", "preds", "targets", "masks"), "__call__"),
-                SEGMENTATION_LOSS,
+                trial_of(SegmentationLoss),
             ),
             otherwise="say",  # without it, detection's goes on
         ),

@@ -14,7 +14,6 @@ from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.ops.yolov5_loss import Yolov5LossOptions, split_coefficients, yolov5_detection, yolov5_mask_part
 from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
 from torch_fastdet.patching.protocols import Head, Model, Names, Stock
-from torch_fastdet.patching.replace import stand_in
 from torch_fastdet.switches.loss.common import TARGET_COLUMNS, Checked, TargetStatus
 
 #: A loss reads these keys of ``hyp`` when it is created.
@@ -245,14 +244,3 @@ class SegmentationLoss(ComputeLoss):
         )
         items = torch.cat((items[:1], item.to(items.dtype), items[1:]))
         return (loss + part.to(loss.dtype)).float(), read_early(items.float(), beside=True)
-
-
-def in_place(switch: str, stock: type, ours: type[ComputeLoss]) -> type:
-    """Return the class that replaces ``stock`` by ``ours``; what is pickled is an object of ``stock``."""
-
-    def make(*args: Stock, **kwargs: Stock) -> ComputeLoss:
-        made = ours(*args, **kwargs)
-        made._stock = stock
-        return made
-
-    return stand_in(switch, stock, ours, make)

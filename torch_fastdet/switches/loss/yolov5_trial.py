@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_fastdet.patching.evidence import Behaves
-from torch_fastdet.patching.protocols import Head
+from torch_fastdet.patching.protocols import Head, Names, Stock
+from torch_fastdet.patching.replace import stand_in
+from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.frameworks import YOLOV5_REFERENCE
 from torch_fastdet.switches.loss.yolov5 import ComputeLoss, SegmentationLoss
 
@@ -26,7 +28,7 @@ class DetectLike(nn.Module):
 
 
 class ModelLike(nn.Module):
-    def __init__(self, options: dict[str, float]) -> None:
+    def __init__(self, options: Names) -> None:
         super().__init__()
         self.model = nn.Sequential(DetectLike())
         self.weight = nn.Parameter(torch.zeros(1))
@@ -40,20 +42,20 @@ def heads() -> list[Tensor]:
     ]
 
 
-def _losses(kind: type) -> list[Tensor]:
+def _losses(kind: type, *hyps: Names) -> list[Tensor]:
     found: list[Tensor] = []
-    for options in OPTIONS:
-        found += kind(ModelLike(options))(heads(), torch.tensor(TARGETS))
+    for hyp in hyps or OPTIONS:
+        found += kind(ModelLike(hyp))(heads(), torch.tensor(TARGETS))
     return [loss.reshape(-1) for loss in found]
 
 
-def _segmentation_losses(kind: type) -> list[Tensor]:
+def _segmentation_losses(kind: type, hyp: Names = OPTIONS[0]) -> list[Tensor]:
     def wave(*shape: int) -> Tensor:
         return torch.linspace(0.0, 50.0, torch.Size(shape).numel()).cos().view(shape)
 
     found: list[Tensor] = []
     for overlap in (False, True):
-        model = ModelLike(OPTIONS[0])
+        model = ModelLike(hyp)
         detect: Head = model.model[-1]
         detect.nm = CHANNELS
         maps = [torch.cat((head, wave(*head.shape[:4], CHANNELS)), -1) for head in heads()]
@@ -63,10 +65,22 @@ def _segmentation_losses(kind: type) -> list[Tensor]:
     return [loss.reshape(-1) for loss in found]
 
 
-LOSS = Behaves("its ComputeLoss", lambda stock: (_losses(stock), _losses(ComputeLoss)), 1e-4, YOLOV5_REFERENCE)
-SEGMENTATION_LOSS = Behaves(
-    "its ComputeLoss of segmentation",
-    lambda stock: (_segmentation_losses(stock), _segmentation_losses(SegmentationLoss)),
-    1e-4,
-    YOLOV5_REFERENCE,
-)
+def trial_of(ours: type[ComputeLoss], *hyp: Names) -> Behaves:
+    """Return the trial of the loss that ``ours`` replaces, with a training's hyperparameters if there are any: they may choose another loss."""
+    losses, of_masks = (_segmentation_losses, " of segmentation") if ours is SegmentationLoss else (_losses, "")
+    what = f"its ComputeLoss{of_masks}{' with the hyperparameters of this training' if hyp else ''}"
+    return Behaves(what, lambda stock: (losses(stock, *hyp), losses(ours, *hyp)), 1e-4, YOLOV5_REFERENCE)
+
+
+def in_place(active: Active, stock: type, ours: type[ComputeLoss]) -> type:
+    """Return the class that replaces ``stock`` by ``ours``, unless hyperparameters choose another loss; pickles hold an object of ``stock``."""
+
+    def make(*args: Stock, **kwargs: Stock) -> object:
+        made = ours(*args, **kwargs)
+        if (obstacle := trial_of(ours, made.hyp).obstacle(stock)) is not None:
+            active.cannot_apply(obstacle)
+            return stock(*args, **kwargs)
+        made._stock = stock
+        return made
+
+    return stand_in(active.name, stock, ours, make)
