@@ -750,6 +750,38 @@ def test_a_callback_may_change_images(ahead, detector, folder, device, tmp_path,
     assert made[0][1] == made[1][1]
 
 
+def cut(loader):
+    loader.files, loader.ni, loader.nf, loader.video_flag = loader.files[:3], 3, 3, [False] * 3
+
+
+@pytest.mark.parametrize(
+    "name, change, left",
+    [
+        ("v.avi", lambda loader: setattr(loader, "vid_stride", 3), 1),
+        ("jpegs", cut, 3),
+        ("jpegs", lambda loader: setattr(loader, "count", 3), 3),
+        ("jpegs", lambda loader: setattr(loader, "bs", 1), 6),
+    ],
+    ids=["vid_stride", "files", "count", "bs"],
+)
+def test_a_callback_may_change_the_loader(ahead, detector, folder, device, tmp_path, name, change, left):
+    model = with_callbacks(detector, {"on_predict_start": lambda its: change(its.dataset)})
+    stock, found = [run(model, folder[0] / name, device, tmp_path, on, batch=2) for on in (False, True)]
+    assert_same(found, stock)
+    assert len(found) == left
+
+
+def test_a_loader_that_is_closed_between_results(ahead, detector, folder, device):
+    detector.predictor = None
+    drop_in.patch(predict_optim=True)
+    try:
+        options = {**OPTIONS_OF_RUN, "device": str(device), "batch": 2, "stream": True}
+        found = [detector.predictor.dataset.close() for _ in detector.predict(folder[0] / "jpegs", **options)]
+        assert len(found) == 6 and type(detector.predictor.dataset) is loaders.LoadImagesAndVideos and not readers()
+    finally:
+        drop_in.unpatch()
+
+
 def test_a_hook_has_seen_this_batch_last(ahead, detector, folder, device):
     """The last input that a hook has seen is this batch's, as re-identification takes what a hook has kept for its objects' features."""
     found = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import threading
 import time
@@ -91,12 +92,16 @@ class Flight:
 
 
 class Feed:
-    """Stand for the predictor's loader. Attributes are those of the loader, as it was when it gave the current batch."""
+    """Stand for the predictor's loader. Attributes are those of the loader, as it was when it gave the current batch.
+
+    What a callback sets before the first batch is set in the loader.
+    """
 
     def __init__(self, predictor: Predictor, parts: Parts) -> None:
         self._predictor, self._parts = weakref.ref(predictor), parts
         self.loader = self._now = predictor.dataset
-        self._batches: Generator[Any] | None = None
+        #: Whoever iterates holds the generator.
+        self._batches: Callable[[], Generator[Any] | None] = lambda: None
         self.flight: Flight | None = None
         self.device = torch.device(predictor.device)
         self._on_gpu = self.device.type == "cuda"
@@ -109,20 +114,27 @@ class Feed:
             raise AttributeError(name)
         return getattr(self._now, name)
 
+    def __setattr__(self, name: str, value: object) -> None:
+        now = vars(self).get("_now")
+        if name in vars(self) or not hasattr(now, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(now, name, value)
+
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
         iter(self.loader)  # it begins again
-        self._batches = self._run()
-        return self._batches
+        batches = self._run()
+        self._batches = weakref.ref(batches)
+        return batches
 
     def close(self) -> None:
-        """End reading, and leave the predictor with its own loader."""
-        if self._batches is not None:
-            self._batches.close()
-        predictor = self._predictor()
-        if predictor is not None and vars(predictor).get(KEY) is self:
+        """Close the loader, and leave the predictor with it, unless it waits for further batches: a user closes."""
+        batches, predictor = self._batches(), self._predictor()
+        waits = batches is not None and inspect.getgeneratorstate(batches) == inspect.GEN_SUSPENDED
+        if predictor is not None and vars(predictor).get(KEY) is self and not waits:
             del vars(predictor)[KEY]
             predictor.dataset = self.loader
         if hasattr(self.loader, "close"):

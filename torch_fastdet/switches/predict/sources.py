@@ -176,7 +176,7 @@ def of_files(dataset: Loader, stager: Stager) -> Generator[Batch]:
         return by_opencv(path) if found is None else found[0]
 
     files, batch = dataset.files[: dataset.ni], math.ceil(dataset.bs)  # Ultralytics takes 2.5, too
-    read_ahead = _read_ahead(read, files, batch)
+    read_ahead = _read_ahead(read, files[dataset.count :], batch)
     with contextlib.closing(read_ahead):
         while dataset.count < dataset.ni:
             paths: list[str] = []
