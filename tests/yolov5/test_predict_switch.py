@@ -1,6 +1,8 @@
 """predict_optim gives the same network input and the same Detections as the original AutoShape, bit for bit."""
 
+import copy
 import os
+import pickle
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -285,6 +287,25 @@ def test_load_images_that_are_left_or_begun_again(load_images):
     assert again[0] == first[0][0] and loader.count == 1
     del loader, begun
     assert not readers()
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_copies_of_load_images_in_mid_iteration(load_images, duplicate):
+    loader = load_images()
+    loader.cap = None  # OpenCV's cannot be copied
+    next(iter(loader))
+    other = duplicate(loader)
+    names = [[Path(next(each)[0]).stem for each in (loader, other)] for _ in range(9)]
+    assert names == [[str(number)] * 2 for number in range(1, 10)] and not readers()
+
+
+def test_load_images_follows_attributes_that_change(load_images):
+    loader = load_images()
+    assert next(iter(loader))[1].shape[2] == 640
+    loader.img_size = 320
+    assert next(loader)[1].shape[2] == 320
+    loader.files = loader.files[::-1]
+    assert Path(next(loader)[0]).stem == "8"
 
 
 def test_load_images_raises_where_stock_does(load_images, tmp_path):
