@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fastdet._torch.private import lost_cuda_in_fork
+from torch_fastdet._torch.private import foreach_copy_, lost_cuda_in_fork
 from torch_fastdet.ops import nms
 from torch_fastdet.ops._checks import check_type
 
@@ -121,10 +121,13 @@ def _room(max_det: int | None, *most: int) -> tuple[int, int | None]:
 
 
 def _split(detections: Tensor, counts: list[int], end: int | None) -> list[Tensor]:
-    """Return each image's rows, in memory that holds nothing else: a result that somebody keeps has not the room of ``detections``."""
+    """Return each image's rows in memory of their own: a result that somebody keeps or pickles holds nothing of the other images."""
     kept = counts if end is None else [len(range(count)[:end]) for count in counts]
     rows = [room[:count] for room, count in zip(detections.unbind(0), kept)]
-    return list(torch.cat(rows).split(kept)) if rows else rows
+    own = [each.new_empty(each.shape) for each in rows]
+    if own:
+        foreach_copy_(own, rows)
+    return own
 
 
 def yolov5_non_max_suppression(
