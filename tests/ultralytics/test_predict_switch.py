@@ -13,6 +13,7 @@ import sys
 import threading
 import tracemalloc
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -601,6 +602,15 @@ def test_images_of_a_batch_are_arrays():
     for made in (*lists, pickle.loads(pickle.dumps(make())), copy.copy(make()), copy.deepcopy(make())):
         assert type(made) is list and all(map(np.array_equal, made, arrays)) and len(made) == 2
         assert {type(image) for image in made} == {np.ndarray}
+
+
+def test_threads_that_read_an_image_together_get_one_array(monkeypatch):
+    image = results.Pixels(torch.empty(4, 5, 3), torch.from_numpy(cv2.imencode(".jpg", make_image(4, 5))[1]))
+    image.pixels, both, decode = None, threading.Barrier(2), cv2.imdecode
+    monkeypatch.setattr(cv2, "imdecode", lambda *arguments: (both.wait(10), decode(*arguments))[1])
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: image.numpy(), range(2))
+    assert first is second is image.numpy()
 
 
 def tree(folder):

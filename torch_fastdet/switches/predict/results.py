@@ -45,11 +45,13 @@ class Pixels:
     def numpy(self) -> np.ndarray:
         """Return the image as an array, the same one each time."""
         if self._array is None:
-            pixels, file = self.pixels, self._file  # another thread may be here, too
+            pixels, file, array = self.pixels, self._file, None  # another thread may be here, too
             if pixels is not None:
-                self._array = pixels.cpu().numpy().copy() if pixels.device.type == "cpu" else pixels.cpu().numpy()
+                array = pixels.cpu().numpy().copy() if pixels.device.type == "cpu" else pixels.cpu().numpy()
             elif file is not None:
-                self._array = cv2.imdecode(file.numpy(), cv2.IMREAD_COLOR)
+                array = cv2.imdecode(file.numpy(), cv2.IMREAD_COLOR)
+            with _one_thread:
+                self._array = array if self._array is None else self._array
             self._file = None
         assert self._array is not None
         return self._array
