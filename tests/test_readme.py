@@ -91,7 +91,13 @@ parser = argparse.ArgumentParser()
 sys.argv = ["train.py", "--bbox_iou_optim"]
 """,
     "docs/ultralytics.md": YOLO,
-    "docs/predict.md": YOLO,
+    "docs/predict.md": YOLO
+    + """
+from types import SimpleNamespace
+from torch_fastdet.trackers import ByteTrack
+frame, tracker = image, ByteTrack()
+batcher = SimpleNamespace(submit=lambda frame: SimpleNamespace(result=lambda: model.predict(frame, verbose=False)[0]))
+""",
     "torch_fastdet/switches/predict/README.md": YOLO,
 }
 # Only a GPU runs snippets with these words. Elsewhere they are compiled.
