@@ -41,7 +41,7 @@ class DecayRamp:
 
 
 class ModelEMA:
-    """Keep ``ema``, a copy of a model whose every floating state_dict entry follows the model's: YOLOv5's ModelEMA.
+    """Keep ``ema``, a copy of a model with moving averages of its floating state_dict entries, as YOLOv5's ModelEMA does.
 
     Each :meth:`update` does ``v *= d; v += (1 - d) * x`` with ``d = decay(updates)`` over floating parameters and buffers; integer entries
     stay. Results are those of the original loop, bit by bit in float32. Replaced tensors (``ema.half().float()``, a resume, another model)
@@ -134,7 +134,7 @@ class ModelEMA:
             model: the model that is trained; DataParallel, DistributedDataParallel and torch.compile are unwrapped.
 
         Raises:
-            KeyError: the EMA has an entry that the model has not.
+            KeyError: the EMA has an entry that the model does not have.
             RuntimeError: an entry has another shape or device in the model.
         """
         if not self.enabled:

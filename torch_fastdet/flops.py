@@ -1,7 +1,7 @@
 """Counts the products of torch_fastdet's operators, and registers the counts with ``torch.utils.flop_counter``.
 
-As torch's own counts, these are of convolutions and products of matrices alone: two for a multiplication whose result is added up.
-Other operators count as nothing, as the elementwise operators of torch do that they replace.
+Like PyTorch's, they count only convolutions and products of matrices: two for a multiplication whose result is added up. Other
+operators count as nothing, like the elementwise operators of PyTorch that they replace.
 """
 
 from __future__ import annotations

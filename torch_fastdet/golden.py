@@ -218,7 +218,7 @@ def yolov5_stages(
         A dict of the stages, in order:
 
         - raw: The heads as given.
-        - decoded: (bs, N, no): centre, size in pixels, objectness, class scores.
+        - decoded: (bs, N, no): center, size in pixels, objectness, class scores.
         - candidates: (n, 7), rows [image, x1, y1, x2, y2, confidence, class] that pass conf_thres, in the order of the anchors.
         - sorted: The same by falling confidence within each image (ties keep their order), at most 30,000 an image.
         - kept: The rows that non-maximum suppression keeps, at most max_det an image.

@@ -17,7 +17,7 @@ class IoULoss(torch.nn.Module):
 
     Args:
         kind: "iou", "giou", "diou" or "ciou".
-        xywh: Boxes are centre x, centre y, width, height in any one unit. False: they are corners.
+        xywh: Boxes are center x, center y, width, height in any one unit. False: they are corners.
         reduction: "mean", "sum" or "none".
         eps: As in :func:`torch_fastdet.ops.bbox_iou`.
     """

@@ -2,8 +2,8 @@
 
     torch.onnx.export(model, (image,), "network.onnx", dynamo=True, custom_translation_table=translations())
 
-The file needs no torch_fastdet. A model that calls other operators of torch_fastdet is an error of ``torch.onnx.export``: export the
-network that gives raw heads, and run the post-processing on these.
+The file needs no torch_fastdet. A model that calls other operators of torch_fastdet raises an error in ``torch.onnx.export``: export
+the network that gives raw heads, and run the post-processing on these.
 """
 
 from __future__ import annotations

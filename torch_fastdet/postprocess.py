@@ -1,6 +1,6 @@
 """Provides scriptable modules for the end of a detector: raw head maps to padded detections, with nothing copied to the host.
 
-The list-returning functions of the stock packages are in :mod:`torch_fastdet.suppression`.
+The functions that return lists, as those of YOLOv5 and Ultralytics do, are in :mod:`torch_fastdet.suppression`.
 """
 
 # No "from __future__ import annotations": TorchScript reads the classes' attribute types as they stand.
@@ -175,9 +175,9 @@ class UltralyticsPostProcess(_PostProcess):
         reg_max: bins of the distance distribution, as ``Detect.reg_max`` (1: the head regresses the distance itself).
         task: "detect", "segment" (extra channels are mask coefficients, passed on), "pose" (keypoints, decoded to pixels) or
             "obb" (rotated boxes, whose angle is the last extra channel).
-        extra_kind: how extra channels are decoded, a word of the operator's; None takes "keypoints_xyv" for pose, "angle_logit"
+        extra_kind: how extra channels are decoded, one of the operator's values; None means "keypoints_xyv" for pose, "angle_logit"
             for obb and "raw" for the others.
-        rotated_rule: "fast" (as stock) or "greedy" suppression of rotated boxes.
+        rotated_rule: "fast" (as in Ultralytics) or "greedy" suppression of rotated boxes.
         end2end: the maps are those of a head that needs no suppression (YOLO26's "one2one"): its best pairs of anchor and class
             (with agnostic: its best anchors) come out, and iou_thres and multi_label do nothing. Boxes may differ from the original
             by float32 roundings.
@@ -274,10 +274,10 @@ class UltralyticsPostProcess(_PostProcess):
         """Take separate maps, as :func:`torch_fastdet.ops.ultralytics_postprocess` does; also return indices.
 
         Args:
-            boxes: As of the operator.
-            scores: As of the operator.
-            extra: As of the operator.
-            letterboxes: As of :meth:`forward`.
+            boxes: Same as the operator's ``boxes``.
+            scores: Same as the operator's ``scores``.
+            extra: Same as the operator's ``extra``.
+            letterboxes: Same as in :meth:`forward`.
         """
         rest = letterboxes, self.per_class, self.max_nms, self.max_wh, self.rotated, self.extra_kind
         return nms.ultralytics_postprocess(boxes, scores, extra, self.strides, *self._limits(), *rest)
@@ -361,7 +361,7 @@ def _check_image_model(model: object) -> None:
 class ImageDetector(nn.Module):
     """Detect in uint8 images of any sizes: letterbox, network and post-processing. Boxes are in each image's pixels. Scriptable.
 
-    Images are resized as ``cv2.resize`` does and padded with grey to ``size``, in the middle, as YOLOv5's and Ultralytics' letterboxes with
+    Images are resized as ``cv2.resize`` does and padded with gray to ``size``, in the middle, as YOLOv5's and Ultralytics' letterboxes with
     ``auto=False`` do; a side that YOLOv5's would resize to nothing gets one pixel.
 
     Args:
@@ -437,10 +437,10 @@ class ImageDetector(nn.Module):
     def forward_files(self, files: "Sequence[str | PathLike[str] | bytes]") -> tuple[Tensor, Tensor]:
         """Detect in JPEG files, paths or their bytes, which are decoded on the module's device. TorchScript cannot call it.
 
-        The pixels are those of ``cv2.imdecode``, whatever ``bgr`` says: it is about images that are given.
+        The pixels are those of ``cv2.imdecode``; ``bgr`` applies only to image tensors.
 
         Raises:
-            ValueError: a file is none that :func:`torch_fastdet.ops.decode_jpeg` decodes, as "file 3: progressive".
+            ValueError: :func:`torch_fastdet.ops.decode_jpeg` refuses a file, as "file 3: progressive".
         """
         # torch warns about a buffer that is read-only, as bytes are.
         data = [bytearray(file if isinstance(file, bytes) else Path(file).read_bytes()) for file in files]

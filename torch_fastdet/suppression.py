@@ -150,10 +150,10 @@ def yolov5_non_max_suppression(
 
     Args:
         prediction: (images, N, 5 + classes + nm), or a tuple whose first element that is. Never changed.
-        max_det: detections an image; None keeps all, and a negative number all but the last, as a slice does in stock.
+        max_det: detections an image; None keeps all, and a negative number all but the last, as a slice does in YOLOv5.
         labels: for each image (n, 5) of class, x, y, width, height that join with confidence 1, or an empty one: tensors, arrays or nested
-            lists. Entries past the last image are skipped, as in stock.
-        per_class: "offset" (as stock) or "exact".
+            lists. Entries past the last image are skipped, as in YOLOv5.
+        per_class: "offset" (as in YOLOv5) or "exact".
         device: where to compute; None is where the prediction lies. "auto" is the GPU for a prediction on the host that has
             30,000 candidates an image or more (pairs of anchor and class above conf_thres, or anchors without multi_label; one
             of 16 anchors is counted), else the same. The result lies where the prediction does.
@@ -201,8 +201,8 @@ class Padded(NamedTuple):
 def rows_of_rtdetr(prediction: object, sizes: list[list[int]], options: Any) -> Padded | None:
     """Return the detections that RT-DETR's ``postprocess`` keeps, in pixels of images of these sizes (width and height).
 
-    ``prediction`` is what the model returns; ``options`` of the predictor or validator have conf, classes and max_det. None of a prediction
-    that is not (images, N, 6) in float32.
+    ``prediction`` is what the model returns; ``options`` of the predictor or validator have conf, classes and max_det. Returns None if
+    the prediction is not (images, N, 6) in float32.
     """
     rows = prediction[0] if isinstance(prediction, (list, tuple)) else prediction
     if not isinstance(rows, Tensor) or rows.dtype != torch.float32 or rows.shape[2:] != (6,) or len(rows) != len(sizes):
@@ -241,11 +241,11 @@ def ultralytics_non_max_suppression(
     Args:
         prediction: (images, 4 + nc + extra, N), or a tuple whose first element that is; (images, N, 6) and, with
             end2end, (images, N, 6 + extra) are filtered alone, where they are. Never changed.
-        nc: classes; 0 or None takes every channel past the box for one.
+        nc: classes; 0 or None treats every channel past the box as one.
         max_time_img: taken and ignored: there is no time limit.
         rotated: boxes are rotated, and the last channel is their angle in radians. They stay center and size.
         return_idxs: also give the anchors of the detections.
-        rotated_rule: "fast" (as stock) or "greedy", see :func:`torch_fastdet.ops.ultralytics_non_max_suppression_padded`.
+        rotated_rule: "fast" (as in Ultralytics) or "greedy", see :func:`torch_fastdet.ops.ultralytics_non_max_suppression_padded`.
         padded: copy nothing to the host.
 
     Returns:

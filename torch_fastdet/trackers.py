@@ -179,9 +179,9 @@ class BoTSORT(ByteTrack):
 class OCSORT(ByteTrack):
     """Track as :class:`ByteTrack`, but trust observations more than the filter (OC-SORT, 2023).
 
-    The cost of the first stage takes in how far a track would turn, what it leaves is looked for at the last observations, and a
-    lost track that is found there has its filter run again through the gap. Rotated boxes are looked for where the filter is. Low
-    scores continue tracks only with ``use_byte``.
+    The cost of the first stage includes how far a track would turn, unmatched tracks are matched again at their last observations,
+    and a lost track that matches there has its filter run again through the gap. Rotated boxes are matched where the filter is.
+    Low scores continue tracks only with ``use_byte``.
 
     Args:
         delta_t: Number of frames between the two observations that give a track's direction.
@@ -255,7 +255,7 @@ class FastTracker(ByteTrack):
 
 
 class TrackTrack(BoTSORT):
-    """Associate all detections at once, by overlap, height, score and the ways of the corners (TrackTrack, 2025).
+    """Associate all detections at once, by overlap, height, score and the motion of the corners (TrackTrack, 2025).
 
     Pairs match in rounds of mutual choice, and a detection starts a track only away from tracks and from better detections. Angles of
     boxes do not count. A box with NaN or infinity is a detection that matches nothing. Only tracks of this frame are returned.
@@ -266,7 +266,7 @@ class TrackTrack(BoTSORT):
         penalty_q: Cost of a recovered detection.
         reduce_step: Number by which the largest cost falls from round to round.
         conf_weight: Weight of the difference of scores.
-        angle_weight: Weight of the angle between the ways of the corners, in half turns.
+        angle_weight: Weight of the angle between the motion of the corners, in half turns.
         tai_thr: Largest overlap of a new track with another one.
         min_track_len: Number of detections in a row from which a track is returned.
         **options: The arguments of :class:`ByteTrack`, of which ``fuse_score`` is not used. Defaults: ``track_high_thresh=0.6``,
@@ -341,7 +341,7 @@ class TrackTrack(BoTSORT):
         if again.shape[1] != rows.shape[1]:
             columns = f"{again.shape[1] - 2} columns, but boxes has {rows.shape[1] - 2}"
             raise ValueError(f"{type(self).__name__}.update: recovered boxes have {columns}")
-        if again.shape[1] == 6:  # the core takes centre and size
+        if again.shape[1] == 6:  # the core takes center and size
             again[:, :4] = np.c_[(again[:, :2] + again[:, 2:4]) / 2, again[:, 2:4] - again[:, :2]]
         return self._update(rows, self._motion(motion), again)
 

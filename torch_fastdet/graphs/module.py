@@ -269,7 +269,7 @@ class GraphedModule(nn.Module):
         broadcast_buffers: whether rank 0's buffers are sent. Batch norm's running statistics stay each rank's own: save on rank 0.
 
     Raises:
-        RuntimeError: the ranks have different models; or ``process_group`` is given where torch.distributed is not initialised.
+        RuntimeError: the ranks have different models; or ``process_group`` is given where torch.distributed is not initialized.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ class TrainStep(CapturedCallable[_Phase]):
 
     Args:
         model: the model in training mode, on a GPU.
-        loss: ``loss(outputs, targets, num_targets) -> (loss, items)``, without host synchronisation, where the first
+        loss: ``loss(outputs, targets, num_targets) -> (loss, items)``, without host synchronization, where the first
             ``num_targets`` (an int64 on the device) rows of targets are in use, such as :class:`torch_fastdet.yolov5.ComputeLoss`, which
             counts bad rows (``loss.ignored_targets``). If a step is called with other labels, they and ``num_targets`` come by name.
         optimizer: SGD, Adam, AdamW or MuSGD of torch_fastdet.optim, or torch.optim's SGD, Adam or AdamW.
@@ -89,7 +89,7 @@ class TrainStep(CapturedCallable[_Phase]):
 
     Raises:
         CaptureError: at the second call, where something in the step cannot be captured; at once for a model on the CPU.
-        RuntimeError: the ranks have different models; or ``process_group`` is given where torch.distributed is not initialised.
+        RuntimeError: the ranks have different models; or ``process_group`` is given where torch.distributed is not initialized.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ def _buffers(norms: list[nn.BatchNorm2d]) -> list[list[Tensor]]:
 
 
 class NormsOfParts(torch.autograd.Function):
-    """Compute norms and activations of neighbouring channels of x, each into a tensor of its own, behind ``before[i]`` other channels.
+    """Compute norms and activations of neighboring channels of x, each into a tensor of its own, behind ``before[i]`` other channels.
 
     What these channels hold, and their gradient, is left to :class:`NormInto`.
     """

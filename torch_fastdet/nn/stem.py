@@ -52,7 +52,7 @@ def _dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
 def is_stem(conv: nn.Module, x: object, floating: bool = True) -> bool:
     """Return whether ``conv(x)`` is such a convolution, with channels_last weights, in half precision, and unobserved.
 
-    Or ``conv(x / 255)``, for uint8 images and ``floating=False``.
+    With ``floating=False``, return whether ``conv(x / 255)`` is one, for uint8 images.
     """
     if type(conv) is not nn.Conv2d or not has_stem_shape(conv) or not runs_plainly(conv, _FORWARD):
         return False
@@ -74,7 +74,7 @@ def is_stem(conv: nn.Module, x: object, floating: bool = True) -> bool:
 
 
 def stem_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return (K, 3, k, k) as the (K, 16, n, n) of the squares, channels_last. Differentiable."""
+    """Return (K, 3, k, k) as the (K, 16, n, n) of the squares, channels_last. The result is differentiable."""
     if weight.shape[2] % 2:
         weight = F.pad(weight, (1, 0, 1, 0))  # the first row of an odd kernel is the second one of its squares
     return ops.space_to_depth(weight, _CHANNELS, dtype=dtype)
@@ -99,10 +99,10 @@ def _has_kernel(conv: nn.Conv2d, squares: Tensor) -> bool:
 
 
 def convolve(conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """Return ``conv(x)``; a stem by way of its squares.
+    """Return ``conv(x)``; compute a stem by way of its squares.
 
     On GPUs of compute capability 8.0 and newer ``stem_conv2d`` convolves them, where it has a kernel: 16, 32, ... 96 outputs, no bias,
-    images without a gradient, and fewer than 2^31 pixels. Else cuDNN does. It has no second derivative.
+    images without a gradient, and fewer than 2^31 pixels. Otherwise cuDNN does. ``stem_conv2d`` has no second derivative.
     """
     return convolve_squares(conv, x) if is_stem(conv, x) else conv(x)
 

@@ -3,7 +3,7 @@
 A wrong argument raises an error of one line that names it:
 
 - ``TypeError``: it has another type than its annotation, as a string for a number or a list for a tensor.
-- ``ValueError``: it is a number, a word or a list of numbers that is not taken, as a threshold of 2 or an unknown reduction.
+- ``ValueError``: it is a number or a list of numbers out of range, as a threshold of 2, or an unknown string.
 - ``RuntimeError``: it is a tensor of a wrong shape, dtype, layout or device.
 """
 

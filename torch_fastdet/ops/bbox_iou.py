@@ -21,11 +21,11 @@ def bbox_iou(
     coordinates give NaN.
 
     Args:
-        box1: (..., 4), in any one unit: centre, width and height with ``xywh``, else corners. float16, bfloat16, float32 or float64, any
+        box1: (..., 4), in any one unit: center, width and height with ``xywh``, else corners. float16, bfloat16, float32 or float64, any
             strides.
         box2: as ``box1``; leading dimensions broadcast against those of ``box1``, dtypes may differ.
         xywh: the layout of both.
-        GIoU: generalised IoU. Without any of the three, the plain IoU.
+        GIoU: generalized IoU. Without any of the three, the plain IoU.
         DIoU: distance IoU; takes precedence over GIoU.
         CIoU: complete IoU; takes precedence over both. Its alpha is a constant in the gradients.
         eps: added to the union, to the enclosing box's area and squared diagonal and to the denominator of CIoU's alpha,

@@ -35,7 +35,7 @@ def bn_act(
         weight: (C,), of any of these dtypes, or None for 1.
         bias: (C,), or None for 0.
         running_mean: (C,), updated in place as BatchNorm2d does, or None.
-        running_var: (C,), the same; what it takes in is the unbiased variance.
+        running_var: (C,), the same; updated with the unbiased variance.
         num_batches_tracked: one int64 on x's device, to which 1 is added, or None.
         momentum: the weight of the batch in the running statistics.
         eps: added to the variance.

@@ -30,7 +30,7 @@ def deformable_attention(value: Tensor, shapes: list[tuple[int, int]], locations
     Gradients reach value, locations and weights; there is no second derivative. A value's gradient that is not finite makes the
     gradient of its image and head NaN on a GPU.
 
-    Copied first: tensors that are not contiguous or not aligned to 16 bytes, and locations and weights of another dtype.
+    These are copied first: tensors that are not contiguous or not aligned to 16 bytes, and locations and weights of another dtype.
 
     Raises:
         RuntimeError: shapes, dtypes, layouts or devices do not fit each other.

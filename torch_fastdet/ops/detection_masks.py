@@ -53,7 +53,7 @@ def instance_masks(
         RuntimeError: a wrong shape, dtype, layout or device.
         ValueError: a window outside of the prototypes, another factor, or more than 2**22 pixels along a side.
 
-    Behaviour: ``process_mask`` and ``process_mask_native`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
+    Behavior: ``process_mask`` and ``process_mask_native`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
     """
     scale = [1.0, 1.0] if box_scale is None else box_scale
     return torch.ops.torch_fastdet.instance_masks(
@@ -88,7 +88,7 @@ def crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
         RuntimeError: a wrong shape, dtype, layout or device.
         ValueError: more than 2**22 pixels along a side.
 
-    Behaviour: ``crop_mask`` of YOLOv5 v7.0.
+    Behavior: ``crop_mask`` of YOLOv5 v7.0.
     """
     return torch.ops.torch_fastdet.crop_mask(masks, boxes)
 
@@ -103,6 +103,6 @@ def crop_mask_(masks: Tensor, boxes: Tensor) -> None:
     Raises:
         RuntimeError: a leaf that requires grad. Other errors are those of :func:`crop_mask`.
 
-    Behaviour: ``crop_mask`` of Ultralytics 8.4.190.
+    Behavior: ``crop_mask`` of Ultralytics 8.4.190.
     """
     torch.ops.torch_fastdet.crop_mask_(masks, boxes)

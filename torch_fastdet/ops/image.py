@@ -1,4 +1,4 @@
-"""Makes images as OpenCV does, a whole batch a call: resize, letterbox, and mosaic, warp, colours and flips in one pass."""
+"""Makes images as OpenCV does, a whole batch a call: resize, letterbox, and mosaic, warp, colors and flips in one pass."""
 
 from functools import cache
 
@@ -25,13 +25,13 @@ def image_augment(
     warp: str = "fixed",
     hsv_lanes: int = 32,
 ) -> Tensor:
-    """Make a batch of training images: mosaic, warp, mixup, colours and flips in one launch, with OpenCV's bits.
+    """Make a batch of training images: mosaic, warp, mixup, colors and flips in one launch, with OpenCV's bits.
 
-    The steps are, in this order and as OpenCV and numpy compute them: placement of images on a canvas of grey 114, copy-paste by mask,
+    The steps are, in this order and as OpenCV and numpy compute them: placement of images on a canvas of gray 114, copy-paste by mask,
     ``cv2.warpAffine`` or ``cv2.warpPerspective`` (bilinear, border 114), mixup with a second canvas, ``cv2.cvtColor`` to HSV, three
     tables, and back, flips, BGR to RGB, HWC to CHW.
 
-    Images are uint8, HWC, BGR (or grey), rows without gaps, one after another in packed storages. Tables are contiguous, on the storages'
+    Images are uint8, HWC, BGR (or gray), rows without gaps, one after another in packed storages. Tables are contiguous, on the storages'
     device, and on CUDA never read by the host.
 
     Args:
@@ -47,10 +47,10 @@ def image_augment(
             row of ``tables`` or -1.
         blend: (B,) float64, mixup's ratio r: ``(first * r + second * (1 - r)).astype(uint8)``, kept within 0 to 255. None: no
             mixup.
-        tables: (T, 3, 256) uint8: hue, saturation and value, as for ``cv2.LUT``. None: colours stay. Not for grey images.
+        tables: (T, 3, 256) uint8: hue, saturation and value, as for ``cv2.LUT``. None: colors stay. Not for gray images.
         masks: one-dimensional uint8, or None.
         size: height and width of the output, in pixels.
-        channels: 3, or 1 for grey images.
+        channels: 3, or 1 for gray images.
         dtype: torch.uint8 (the default), torch.float16 or torch.float32: x / 255, as PyTorch divides on that device.
         channels_last: The output's memory format.
         warp: "fixed": the pixels of OpenCV 4. "float": those of OpenCV 5, which may differ by one level on one pixel in a thousand.
@@ -61,7 +61,7 @@ def image_augment(
         (B, C, H, W): RGB, or BGR where asked for.
 
     Raises:
-        ValueError: an unknown warp, or a number that is not taken.
+        ValueError: an unknown warp, or a number out of range.
         RuntimeError: a wrong dtype, shape or device. On the CPU also a row of a table that makes no sense, or that points
             outside of its storage; on CUDA such a row covers nothing.
 
@@ -109,7 +109,7 @@ def image_letterbox(
     channels_last: bool = False,
     bgr: bool = False,
 ) -> Tensor:
-    """Resize images of any sizes and pad them with grey 114 to one size, in one launch: ``cv2.resize`` to the bit.
+    """Resize images of any sizes and pad them with gray 114 to one size, in one launch: ``cv2.resize`` to the bit.
 
     The caller decides new sizes and padding, so that each framework's own rounding stays. The arguments that are not here are those of
     :func:`image_augment`. Storages and plan are contiguous.
@@ -124,9 +124,9 @@ def image_letterbox(
         (B, C, H, W).
 
     Raises:
-        ValueError: a number that is not taken.
+        ValueError: a number out of range.
         RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan that makes no sense, or that points
-            outside of its storage; on CUDA such an image is grey all over.
+            outside of its storage; on CUDA such an image is gray all over.
     """
     return torch.ops.torch_fastdet.image_letterbox(
         storages, plan, size, channels=channels, dtype=dtype, channels_last=channels_last, bgr=bgr
@@ -155,10 +155,10 @@ def image_resize_(out: Tensor, storages: list[Tensor], plan: Tensor, channels: i
         storages: 1 to 8 one-dimensional uint8 tensors.
         plan: (n, 8) int64: storage, byte offset, height and width of an image; byte offset in ``out``, new height and
             width; interpolation, 0 for ``cv2.INTER_LINEAR`` and 1 for ``cv2.INTER_AREA``.
-        channels: 3, or 1 for grey images.
+        channels: 3, or 1 for gray images.
 
     Raises:
-        ValueError: a number that is not taken.
+        ValueError: a number out of range.
         RuntimeError: a wrong dtype, shape or device. On the CPU also a row of the plan that makes no sense, or that points
             outside of its storage; on CUDA such a row is skipped.
     """

@@ -18,7 +18,7 @@ __all__ = ["decode_jpeg", "jpeg_decode_", "jpeg_pack", "jpeg_plan"]
 def decode_jpeg(files: list[Tensor], device: torch.device | str | int = "cpu") -> list[Tensor]:
     """Decode JPEG files to what ``cv2.imdecode(file, cv2.IMREAD_COLOR)`` gives, to the bit.
 
-    Baseline and extended sequential files of 8 bits are decoded: grey, YCbCr with any whole sampling ratios, RGB; restart markers and EXIF's
+    Baseline and extended sequential files of 8 bits are decoded: gray, YCbCr with any whole sampling ratios, RGB; restart markers and EXIF's
     orientation. Progressive files, arithmetic coding, four components and damaged files are refused: give those to OpenCV.
 
     On a GPU the host reads each file once, for the index, and the call does not wait for the GPU.
@@ -28,7 +28,7 @@ def decode_jpeg(files: list[Tensor], device: torch.device | str | int = "cpu") -
         device: Where the pixels are wanted.
 
     Returns:
-        One (H, W, 3) uint8 tensor a file, in the order B, G, R. They are views of one allocation. No files: an empty list.
+        One (H, W, 3) uint8 tensor a file, in the order B, G, R. They are views of one allocation. An empty list if ``files`` is empty.
 
     Raises:
         ValueError: a file is refused, as "file 3: progressive". Nothing is decoded then.

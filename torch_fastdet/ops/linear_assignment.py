@@ -11,7 +11,7 @@ from torch_fastdet.ops._checks import checked
 def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
     """Assign each column of each problem its row, as ``scipy.optimize.linear_sum_assignment`` does, to the index.
 
-    Ties are SciPy's, too. On a GPU one launch gives each problem a warp, without a host sync, and can be captured in a
+    Ties are broken as in SciPy. On a GPU one launch gives each problem a warp, without a host sync, and can be captured in a
     CUDA graph. There is no gradient.
 
     Args:
@@ -26,8 +26,8 @@ def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
 
     Raises:
         RuntimeError: shapes, dtypes, layouts or devices do not fit each other.
-        ValueError: a cost that is NaN or infinite, or a number of columns that cost has not. On a GPU a later call raises it, because
-            the host does not wait; all columns of such a problem are -1, and so they are in a captured graph, which raises nothing.
+        ValueError: a cost that is NaN or infinite, or a number of columns that cost does not have. On a GPU a later call raises it,
+            because the host does not wait; all columns of such a problem are -1, and so they are in a captured graph, which raises nothing.
 
     Source: Crouse, On implementing 2D rectangular assignment algorithms (2016), with the order of SciPy 1.15 among equal paths.
     """

@@ -40,7 +40,7 @@ def match_detections(
         RuntimeError: a wrong shape, dtype, layout or device.
         ValueError: an unknown rule, or 2**31 or more rows.
 
-    Behaviour: ``val.py`` of YOLOv5 v7.0 and ``BaseValidator.match_predictions`` of Ultralytics 8.4.190.
+    Behavior: ``val.py`` of YOLOv5 v7.0 and ``BaseValidator.match_predictions`` of Ultralytics 8.4.190.
     """
     return torch.ops.torch_fastdet.match_detections(detections, labels, iouv, counts, rule, iou)
 
@@ -71,6 +71,6 @@ def confusion_matrix_(
             label, and an image without any match adds no false positives. "greedy" (Ultralytics): in the order of the rows, a
             detection takes the label of greatest IoU that is left.
 
-    Behaviour: ``ConfusionMatrix`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
+    Behavior: ``ConfusionMatrix`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
     """
     torch.ops.torch_fastdet.confusion_matrix_(matrix, detections, labels, counts, conf, iou_thres, rule, iou)

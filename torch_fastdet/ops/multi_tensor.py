@@ -26,7 +26,7 @@ def multi_tensor_ema_(averages: list[Tensor], values: list[Tensor], decay: float
         decay: a number, or a one-element tensor on the same device, read when the kernel runs. Give it in float64: in
             float32, 1 - 0.9999 is off by 1.7e-4.
 
-    Behaviour: ModelEMA of YOLOv5, whose results these are, bit by bit in float32 and float64.
+    Behavior: ModelEMA of YOLOv5; the results are bitwise identical in float32 and float64.
     """
     if isinstance(decay, Tensor):
         torch.ops.torch_fastdet.multi_tensor_ema_(averages, values, decay)

@@ -28,7 +28,7 @@ def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm
     """Decode raw YOLOv5 head maps into the prediction tensor of the original ``Detect`` module.
 
     Args:
-        heads: one map a level, (images, na * no, ny, nx) or the stock 5-D view (images, na, ny, nx, no); any strides
+        heads: one map a level, (images, na * no, ny, nx) or the original 5-D view (images, na, ny, nx, no); any strides
             (channels_last is read where it lies); float16, bfloat16, float32 or float64.
         anchors: (levels, na, 2), width and height in grid cells, as ``Detect.anchors``; on the heads' device or the CPU.
         strides: pixels a cell of each level, as ``Detect.stride.tolist()``.
@@ -43,7 +43,7 @@ def yolov5_decode(heads: list[Tensor], anchors: Tensor, strides: list[float], nm
         RuntimeError: maps, anchors and strides that do not fit each other, maps of two dtypes or none that floats, tensors on two
             devices.
 
-    Behaviour: ``Detect.forward`` of YOLOv5 v7.0 (xy = (2 sigmoid - 0.5 + cell) * stride, wh = (2 sigmoid)^2 * anchor).
+    Behavior: ``Detect.forward`` of YOLOv5 v7.0 (xy = (2 sigmoid - 0.5 + cell) * stride, wh = (2 sigmoid)^2 * anchor).
     """
     return torch.ops.torch_fastdet.yolov5_decode(heads, anchors, strides, nm)
 
@@ -76,7 +76,7 @@ def non_max_suppression_padded(
         agnostic: boxes of different classes suppress each other too.
         multi_label: each class above conf_thres is a candidate, not the best one alone.
         max_det: detections an image, the capacity of the result.
-        nm: mask coefficients at the end of each row; they come out multiplied by objectness, as stock.
+        nm: mask coefficients at the end of each row; they come out multiplied by objectness, as in YOLOv5.
         labels: (n, 6) rows [image, class, x, y, width, height] that join the candidates with confidence 1 (autolabels),
             after all others. Rows whose image or class does not exist are skipped, so a buffer can be padded with -1.
             An image with labels is computed in float32.
@@ -97,7 +97,7 @@ def non_max_suppression_padded(
         ValueError: a threshold outside 0..1, a negative max_det, an unknown per_class.
         RuntimeError: a wrong shape, a dtype that is not floating, tensors on two devices.
 
-    Behaviour: ``non_max_suppression`` of YOLOv5 v7.0, without its time limit.
+    Behavior: ``non_max_suppression`` of YOLOv5 v7.0, without its time limit.
     """
     limits = conf_thres, iou_thres, _class_list(classes), agnostic, multi_label, max_det
     rest = letterboxes, per_class, max_nms, max_wh
@@ -127,21 +127,21 @@ def ultralytics_non_max_suppression_padded(
     Args:
         prediction: (images, 4 + nc + extra, N): x, y, width, height in pixels, class scores, extra channels (mask
             coefficients, keypoints).
-        nc: classes; 0 takes every channel past the box for a class.
+        nc: classes; 0 treats every channel past the box as a class.
         rotated: "none" for upright boxes. "fast" and "greedy" take the last extra channel for an angle in radians (without
-            extra channels the class, as stock) and compare boxes by probiou. With "fast", as in stock, a box goes if any better one
-            overlaps it; with "greedy" only a kept one counts. A probiou within 1e-5 of the threshold may be decided otherwise.
+            extra channels the class, as in Ultralytics) and compare boxes by probiou. With "fast", as in Ultralytics, a box goes if
+            any better one overlaps it; with "greedy" only a kept one counts. A probiou within 1e-5 of the threshold may go either way.
 
     Returns:
         detections (images, max_det, 6 + extra), counts (images,), indices (images, max_det), int64: the anchor of each
-        detection, -1 past the count. An anchor with a NaN class score is dropped whole, as stock. Rotated boxes come out as
-        center, size, confidence, class, extra channels, with the angle last; letterboxes scale them without clipping.
+        detection, -1 past the count. An anchor with a NaN class score is dropped whole, as in Ultralytics. Rotated boxes come
+        out as center, size, confidence, class, extra channels, with the angle last; letterboxes scale them without clipping.
 
     Raises:
         ValueError: an unknown rotated.
         TypeError, ValueError, RuntimeError: what :func:`non_max_suppression_padded` raises.
 
-    Behaviour: ``non_max_suppression`` of ultralytics 8.4, without its time limit; probiou, https://arxiv.org/abs/2106.06072.
+    Behavior: ``non_max_suppression`` of ultralytics 8.4, without its time limit; probiou, https://arxiv.org/abs/2106.06072.
     """
     limits = conf_thres, iou_thres, _class_list(classes), agnostic, multi_label, max_det
     rest = letterboxes, per_class, max_nms, max_wh, rotated
@@ -170,7 +170,7 @@ def yolov5_postprocess(
     Nothing decoded is stored. Heads, anchors and strides are those of :func:`yolov5_decode`, options and results those of
     :func:`non_max_suppression_padded`.
 
-    Behaviour: ``Detect.forward`` and ``non_max_suppression`` of YOLOv5 v7.0.
+    Behavior: ``Detect.forward`` and ``non_max_suppression`` of YOLOv5 v7.0.
     """
     limits = conf_thres, iou_thres, _class_list(classes), agnostic, multi_label, max_det
     rest = letterboxes, per_class, max_nms, max_wh
@@ -219,7 +219,7 @@ def ultralytics_postprocess(
         RuntimeError: maps and strides that do not fit each other.
         TypeError, ValueError, RuntimeError: what :func:`non_max_suppression_padded` raises.
 
-    Behaviour: ``Detect`` of ultralytics 8.4 (distribution focal loss, https://arxiv.org/abs/2006.04388).
+    Behavior: ``Detect`` of ultralytics 8.4 (distribution focal loss, https://arxiv.org/abs/2006.04388).
     """
     limits = conf_thres, iou_thres, _class_list(classes), agnostic, multi_label, max_det
     rest = letterboxes, per_class, max_nms, max_wh, rotated, extra_kind
@@ -244,7 +244,7 @@ def filter_detections(
         classes: keep rows of these classes alone; each below 16,384.
         max_det: the most rows of an image.
         sizes: (images, 2), width and height of each image: boxes are center and size as shares of it, and come out as corners.
-            Without, boxes stay as they are.
+            If None, boxes are unchanged.
         finite: drop rows whose box or confidence is NaN or infinite, too.
 
     Returns:
@@ -280,7 +280,7 @@ def scale_boxes(
         ratio_pad: ((gain_y, gain_x), (pad_x, pad_y)) where the loader knows it.
         padding: False if the image was stretched and not padded.
         xywh: boxes are center and size; they are not clipped.
-        rounding: whose padding: "yolov5" or "ultralytics", see :func:`letterbox`.
+        rounding: the framework whose padding is used, "yolov5" or "ultralytics"; see :func:`letterbox`.
 
     Returns:
         A new, contiguous tensor of the boxes' shape and dtype, which does not require grad.

@@ -52,17 +52,17 @@ def rtdetr_loss(
     Returns:
         loss: the sum of all terms, differentiable by boxes, scores, dn_boxes and dn_scores. float32 (float64 for float64).
         terms: (sets, 3), class, box and GIoU of each set, those of the denoising sets behind the others.
-        status: (2) int64: how many targets have a class that the model has not, or counts are out of range, and the first of them,
+        status: (2) int64: how many targets have a class that the model does not have, or counts are out of range, and the first of them,
             which :func:`rtdetr_loss_fault` reads.
 
     Tensors that are not contiguous, and boxes that are not aligned to 16 bytes, are copied first.
 
     Raises:
         RuntimeError: shapes, dtypes, layouts or devices do not fit each other.
-        ValueError: on the CPU, a class or a count that is out of range. On a GPU such a class is that of no score, and such an image
-            has no targets.
+        ValueError: on the CPU, a class or a count that is out of range. On a GPU such a class is ignored, and such an image has no
+            targets.
 
-    Source: Zhao et al., DETRs Beat YOLOs on Real-time Object Detection (2024); Zhang et al., VarifocalNet (2021). The behaviour is that
+    Source: Zhao et al., DETRs Beat YOLOs on Real-time Object Detection (2024); Zhang et al., VarifocalNet (2021). The behavior is that
     of RTDETRDetectionLoss in Ultralytics 8.4.190.
     """
     given = boxes, scores, targets, counts, dn_boxes, dn_scores, dn_matches

@@ -29,6 +29,6 @@ def space_to_depth(x: Tensor, channels: int, border: bool = False, dtype: torch.
         RuntimeError: x is not four-dimensional, not dense, neither floating nor uint8, its height or width is odd, or ``channels`` is
             less than 4C.
 
-    Behaviour: ``Focus`` in the stem of YOLOv5, and of the 6x6 convolution that took its place.
+    Behavior: ``Focus`` in the stem of YOLOv5, and of the 6x6 convolution that took its place.
     """
     return torch.ops.torch_fastdet.space_to_depth(x, channels, border, dtype)

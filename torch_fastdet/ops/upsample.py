@@ -1,4 +1,4 @@
-"""Upsamples by 2 to the nearest neighbour, by itself and straight into a concatenation."""
+"""Upsamples by 2 to the nearest neighbor, by itself and straight into a concatenation."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def upsample_nearest2x(x: Tensor) -> Tensor:
     Raises:
         RuntimeError: x is not four-dimensional, not floating or not a dense tensor.
 
-    Source: the definition of nearest-neighbour interpolation at scale 2, https://pytorch.org/docs/stable/generated/torch.nn.Upsample.html
+    Source: the definition of nearest-neighbor interpolation at scale 2, https://pytorch.org/docs/stable/generated/torch.nn.Upsample.html
     """
     return torch.ops.torch_fastdet.upsample_nearest2x(x)
 
@@ -47,6 +47,6 @@ def upsample_nearest2x_cat(x: Tensor, skip: Tensor) -> Tensor:
         RuntimeError: an argument is not four-dimensional, not floating or not dense, skip does not fit 2x the size of x, or
             the two are on different devices.
 
-    Behaviour: ``Upsample`` and ``Concat`` in the neck of YOLOv5 and of YOLOv3 before it.
+    Behavior: ``Upsample`` and ``Concat`` in the neck of YOLOv5 and of YOLOv3 before it.
     """
     return torch.ops.torch_fastdet.upsample_nearest2x_cat(x, skip)

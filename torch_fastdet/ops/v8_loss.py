@@ -88,7 +88,7 @@ def v8_loss(
             float16, bfloat16, float32 or float64, any strides. Dense heads are read, and their gradients written, without a copy.
             Arithmetic is float32, float64 for float64.
         targets: (n, 6) float32: image index, class, x, y, width, height; the last four are shares of the image. Rows may come
-            in any order. A box whose corners, in pixels, add up to 0 or less, or are not finite, is left out, as in stock.
+            in any order. A box whose corners, in pixels, add up to 0 or less, or are not finite, is left out, as in Ultralytics.
         settings: nine float64 on the heads' device, as :func:`v8_loss_settings` lists them. They are read when the kernels
             run, so a captured graph follows them.
         strides: pixels a cell of each level.
@@ -112,7 +112,7 @@ def v8_loss(
         ValueError: on the CPU, a row of targets whose image is not in the batch or whose class is not one of the model's. On a
             GPU it is ignored and counted, because the host does not wait for it.
 
-    Behaviour: that of v8DetectionLoss in Ultralytics 8.4.190.
+    Behavior: that of v8DetectionLoss in Ultralytics 8.4.190.
     """
     given = V8Arguments(targets, settings, strides, sizes, num_targets, class_weights, reg_max, topk, topk2)
     found = v8_detection(heads, given)
@@ -159,8 +159,8 @@ def v8_segmentation_loss(
         masks: with ``overlap`` (bs, height, width): each pixel holds the number of its target among the image's rows, counted from 1, or
             0. Without (n, height, width): a mask of numbers from 0 to 1 a row of targets. uint8, bool, int32 and float32 are read as
             they are; other dtypes are converted first.
-        overlap: which of the two.
-        compare_masks: how well an anchor and a target fit is decided by the mean of the boxes' CIoU and the masks' IoU, as in YOLO26.
+        overlap: If True, ``masks`` holds indices.
+        compare_masks: rank anchors by the mean of the boxes' CIoU and the masks' IoU, as in YOLO26.
             Masks are compared for each target's 3 * ``topk`` best anchors by score and CIoU; for others their IoU is 0. Without
             ``overlap`` a target's mask covers the pixels above 0.5.
 
@@ -169,7 +169,7 @@ def v8_segmentation_loss(
         items: (4), the parts before that.
         status: as that of :func:`v8_loss`.
 
-    Source: the behaviour of v8SegmentationLoss in Ultralytics 8.4.190, with ``compare_masks`` that of SegmentLoss26, less its
+    Source: the behavior of v8SegmentationLoss in Ultralytics 8.4.190, with ``compare_masks`` that of SegmentLoss26, less its
     semantic part.
     """
     given = V8Arguments(targets, settings, strides, sizes, num_targets, class_weights, reg_max, topk, topk2)
@@ -260,21 +260,21 @@ def v8_pose_loss(
     Args:
         predictions: (bs, keypoints * 2 or 3, anchors), keypoint after keypoint: x, y and, with 3, the logit of its visibility; the anchors
             of all levels; float16, bfloat16, float32 or float64, any strides. A position is 2 x + column of the anchor's cell.
-        keypoints: (n, keypoints, 2 or 3) float32, a row a row of targets: x and y as shares of the image, and visibility; 0 is invisible.
-            With two columns all are visible.
+        keypoints: (n, keypoints, 2 or 3) float32, one row for each row of targets: x and y as shares of the image, and visibility; 0 is
+            invisible. With two columns all are visible.
         sigmas: (keypoints) float32, how far each keypoint may be off, as a share of the object's size.
         gains: two float64 on the heads' device, of the pose and the kobj part (12 and 1 in Ultralytics).
-        compare_keypoints: as YOLO26 does: how well an anchor and a target fit is decided by the object keypoint similarity instead of
-            the boxes' CIoU (for targets with a visible keypoint), a target's anchors are of the levels with strides of 1 / 12 to 1 / 2
-            of its size (the finest level takes smaller, the coarsest larger targets, too), and a position is x + the center of the
-            anchor's cell. ``heads`` are joined then, and of the dtype of ``predictions``.
+        compare_keypoints: as in YOLO26, rank anchors by the object keypoint similarity, not by the boxes' CIoU (for targets with a
+            visible keypoint). A target's anchors are of the levels with strides of 1 / 12 to 1 / 2 of its size (the finest level takes
+            smaller, the coarsest larger targets, too), and a position is x + the center of the anchor's cell. ``heads`` are joined
+            then, and of the dtype of ``predictions``.
 
     Returns:
         loss: (5), box, pose, kobj, class and distance part times batch size and weight; differentiable by heads and predictions.
         items: (5), the parts before that. kobj is 0 where the predictions have no visibility.
         status: as that of :func:`v8_loss`.
 
-    Source: the behaviour of v8PoseLoss in Ultralytics 8.4.190, with ``compare_keypoints`` that of PoseLoss26, less its RLE part.
+    Source: the behavior of v8PoseLoss in Ultralytics 8.4.190, with ``compare_keypoints`` that of PoseLoss26, less its RLE part.
     """
     given = V8Arguments(targets, settings, strides, sizes, num_targets, class_weights, reg_max, topk, topk2)
     found = v8_pose(heads, predictions, keypoints, sigmas, gains, given, compare_keypoints)
@@ -349,7 +349,7 @@ def v8_obb_loss(
         items: (4), the parts before that.
         status: as that of :func:`v8_loss`.
 
-    Source: the behaviour of v8OBBLoss in Ultralytics 8.4.190.
+    Source: the behavior of v8OBBLoss in Ultralytics 8.4.190.
     """
     given = V8Arguments(targets, settings, strides, sizes, num_targets, class_weights, reg_max, topk, topk2)
     found = v8_obb(boxes, scores, angles, given)

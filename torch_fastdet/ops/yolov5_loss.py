@@ -90,7 +90,7 @@ def yolov5_loss(
         anchor_t: a target goes to an anchor if no side is this many times longer or shorter.
         gr: objectness aims at 1 - gr + gr * CIoU.
         sort_obj_iou: of several targets in one cell the one with the greatest CIoU gives the objectness (ties: the last in
-            the order below). Otherwise the last does, by offset (centre, left, up, right, down), anchor, row of targets.
+            the order below). Otherwise the last does, by offset (center, left, up, right, down), anchor, row of targets.
 
     Returns:
         loss: (1), the sum of the parts times the batch size; differentiable by the heads. float32 (float64 for float64).
@@ -104,7 +104,7 @@ def yolov5_loss(
         ValueError: on the CPU, a row of targets whose image is not in the batch, whose class is below 0 or not below the number of
             classes, or whose box is not finite. On a GPU it is ignored and counted, because the host does not wait for it.
 
-    Behaviour: that of ComputeLoss in YOLOv5 v7.0.
+    Behavior: that of ComputeLoss in YOLOv5 v7.0.
     """
     options = Yolov5LossOptions(box, obj, cls, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou)
     return yolov5_detection(heads, targets, anchors, balance, num_targets, options)[:4]
@@ -147,7 +147,7 @@ def yolov5_segmentation_loss(
             Without (nt, h, w): a mask of numbers from 0 to 1 a row of targets. Masks of another size are resized to that of the
             prototypes (nearest). uint8, bool, int32 and float32 are read as they are where the size is that of the prototypes; others are
             converted to float32 first.
-        overlap: which of the two.
+        overlap: If True, ``masks`` holds indices.
 
     Returns:
         loss: (1), the sum of the parts times the batch size; differentiable by heads and protos.
@@ -155,7 +155,7 @@ def yolov5_segmentation_loss(
         level_objectness: (nl), mean objectness entropy of each level, before gains.
         status: as that of :func:`yolov5_loss`.
 
-    Source: the behaviour of utils.segment.loss.ComputeLoss in YOLOv5 v7.0.
+    Source: the behavior of utils.segment.loss.ComputeLoss in YOLOv5 v7.0.
     """
     options = Yolov5LossOptions(box, obj, cls, cls_pw, obj_pw, label_smoothing, fl_gamma, anchor_t, gr, sort_obj_iou)
     detection, coefficients, sizes = split_coefficients(heads, protos)

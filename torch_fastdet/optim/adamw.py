@@ -75,7 +75,7 @@ class Adam(_Adam):
     """Implement ``torch.optim.Adam`` with a step of one launch over all groups, which GradScaler drives without a host sync.
 
     Arguments, state_dict (both ways), closures, hooks, schedulers and ``add_param_group`` are those of torch.optim.Adam; results differ from
-    its implementations in last bits. A skipped step writes nothing.
+    its implementations in the last bits. A skipped step writes nothing.
 
     - lr and betas may be one-element tensors on the parameters' device: a captured step follows what is written into them.
     - float16 and bfloat16 parameters are updated in float32, and their moments are of their own type, as torch's are.

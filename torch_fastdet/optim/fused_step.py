@@ -49,7 +49,7 @@ class FusedStep:
 
     Results equal those of the separate calls of this package, and all decisions are made on the device. On overflow, parameters and momentum stay,
     the average moves all the same, and the scale backs off. ``p.grad`` is left scaled and not clipped. Unlike GradScaler, it takes float16
-    gradients. MuSGD orthogonalises between the two launches, after a third.
+    gradients. MuSGD orthogonalizes between the two launches, after a third.
 
     Args:
         optimizer: SGD, Adam, AdamW or MuSGD of torch_fastdet.optim, or torch.optim's SGD, Adam or AdamW, with all parameters on

@@ -31,14 +31,14 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip as ``torch.nn.utils.clip_grad_norm_``, in two launches without a host sync. Return the norm as a device scalar.
 
-    Summed in a fixed order, so equal gradients give equal bits, and rounded once to torch's dtype.
+    The norm is summed in a fixed order, so equal gradients give equal bits, and rounded once to torch's dtype.
 
     Args:
         parameters: tensors whose ``.grad`` is clipped in place; those without are left out.
         max_norm: the norm to clip to.
-        norm_type: other norms than 2 are left to torch's function.
-        error_if_nonfinite: left to torch's function too; so are gradients on several devices, complex ones, and those of tensor
-            subclasses (DTensor). Sparse ones are an error.
+        norm_type: norms other than 2 are handled by ``torch.nn.utils.clip_grad_norm_``.
+        error_if_nonfinite: True is handled by that function, too; so are gradients on several devices, complex ones, and those
+            of tensor subclasses (DTensor). Sparse ones raise an error.
         foreach: accepted; changes nothing.
     """
     if isinstance(parameters, Tensor):

@@ -1,4 +1,4 @@
-"""Implements MuSGD, the optimizer that Ultralytics takes for long trainings: orthogonalised momentum beside SGD."""
+"""Implements MuSGD, the optimizer that Ultralytics takes for long trainings: orthogonalized momentum beside SGD."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _as_rows(matrix: Tensor, like: Tensor) -> Tensor:
 
 
 class _Matrices:
-    """Lay out the parameters of a type, each as a matrix: ``inputs`` are orthogonalised into ``updates``, which have their shapes."""
+    """Lay out the parameters of a type, each as a matrix: ``inputs`` are orthogonalized into ``updates``, which have their shapes."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.key = [self._stamp(p) for p in params]
@@ -50,7 +50,7 @@ class _Matrices:
 
 
 class _Grouped(_Matrices):
-    """Orthogonalise matrices of all shapes together, by 17 launches of torch_fastdet's."""
+    """Orthogonalize matrices of all shapes together, by 17 launches of torch_fastdet's."""
 
     def __init__(self, params: list[Tensor]) -> None:
         super().__init__(params)
@@ -67,7 +67,7 @@ class _Grouped(_Matrices):
 
 
 class _Batched(_Matrices):
-    """Orthogonalise matrices of one shape as a batch, by torch's products: the original arithmetic."""
+    """Orthogonalize matrices of one shape as a batch, by torch's products: the original arithmetic."""
 
     def __init__(self, params: list[Tensor]) -> None:
         super().__init__(params)
@@ -192,7 +192,7 @@ class MuSGD(_watch.BoundOptimizer):
     """Implement ``ultralytics.optim.MuSGD`` with few launches: momentum and SGD of all groups are one each, Newton-Schulz 17.
 
     Arguments, results and state_dict (both ways) are those of Ultralytics' class. In a group with ``use_muon`` each parameter moves by its
-    orthogonalised momentum times ``lr * muon``, then by SGD with ``lr * sgd``; the other groups have SGD with ``lr``.
+    orthogonalized momentum times ``lr * muon``, then by SGD with ``lr * sgd``; the other groups have SGD with ``lr``.
 
     Newton-Schulz has bfloat16 products, rounded where the original's are. On the CPU, for other types than float32, and before compute
     capability 8.0, matrices of one shape are a batch of torch's products. With GradScaler, a skipped step writes nothing, and no step waits for
