@@ -125,41 +125,39 @@ for _name in (*(f"__{name}__" for name in _OPERATORS), *_METHODS):
     setattr(Images, _name, _of_arrays(_name))
 
 
+def _missing(result: Results) -> AttributeError:
+    return AttributeError(f"'{type(result).__name__}' object has no attribute '{NAME}'")
+
+
+def read(result: Results) -> object:
+    """Return a result's array, which it holds from now on."""
+    try:
+        value = result.__dict__[NAME]
+    except KeyError:
+        raise _missing(result) from None
+    if isinstance(value, Pixels):
+        value = result.__dict__[NAME] = value.numpy()
+    return value
+
+
+def _write(result: Results, value: object) -> None:
+    result.__dict__[NAME] = value
+
+
+def _erase(result: Results) -> None:
+    if NAME not in vars(result):
+        raise _missing(result)
+    del result.__dict__[NAME]
+
+
 def image_property() -> property:
-
-    def missing(result: Results) -> AttributeError:
-        return AttributeError(f"'{type(result).__name__}' object has no attribute '{NAME}'")
-
-    def read(result: Results) -> object:
-        try:
-            value = result.__dict__[NAME]
-        except KeyError:
-            raise missing(result) from None
-        if isinstance(value, Pixels):
-            value = result.__dict__[NAME] = value.numpy()
-        return value
-
-    def write(result: Results, value: object) -> None:
-        result.__dict__[NAME] = value
-
-    def erase(result: Results) -> None:
-        if NAME not in vars(result):
-            raise missing(result)
-        del result.__dict__[NAME]
-
-    return property(read, write, erase)
+    return property(read, _write, _erase)
 
 
 @around
 def renew(_: object, stock: Function, self: Results) -> object:
     """Run ``Results.new``, from which ``cpu()``, ``to()`` and slices come, without reading the image."""
     return stock(SimpleNamespace(**vars(self)) if isinstance(vars(self)[NAME], Pixels) else self)
-
-
-def read(found: Iterable[Results]) -> None:
-    for result in found:
-        if isinstance(image := vars(result)[NAME], Pixels):
-            result.__dict__[NAME] = image.numpy()
 
 
 def read_all(results: type, parts: Stock) -> None:

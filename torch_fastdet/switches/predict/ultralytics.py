@@ -219,8 +219,8 @@ def postprocessing(active: Active, stock: Callable, detector: Stock) -> Callable
         if parts.undone and flight.scaled:  # the original's construct_results may have scaled them again
             flight.scaled = False
             return stock(self, preds, img, orig_imgs, **kwargs)
-        if parts.undone:
-            read(made)
+        for result in made if parts.undone else ():
+            read(result)
         return made
 
     return postprocess
@@ -249,8 +249,8 @@ def selecting(active: Active | None, stock: Function, _: object) -> Function:
         count("predict_optim", "batches selected")
         rows = zip(images, self.batch[0], found.rows(found.counts.tolist()))
         made = [results(image, path=path, names=self.model.names, boxes=boxes) for image, path, boxes in rows]
-        if parts.undone:
-            read(made)
+        for result in made if parts.undone else ():
+            read(result)
         return made
 
     parts.selects[postprocess] = select
