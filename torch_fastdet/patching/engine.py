@@ -78,8 +78,9 @@ class Host:
             started = self.switch_on(names, by_name, import_now)
             self.patches.requests.append(dict(switches))
             self._say_what_is_on(started)
-            for name in (name for name, on in switches.items() if not on and name in self.on):
-                warn(f"{name} stays on, as an earlier patch() has turned it on: call unpatch() first")
+            for name, on in switches.items():
+                if not on and name in self.on:
+                    warn(f"{name} stays on, as an earlier patch() has turned it on: call unpatch() first")
             return self.patches.lines()
 
     def former_names(self) -> dict[str, str]:
