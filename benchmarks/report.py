@@ -59,6 +59,7 @@ HEADLINES = [
     Headline("your own loop: a step of yolov5s, batch 16 (before: torch.compile of PyTorch {torch})", "step", "yolov5s, batch 16, loop",
              "torch_fastdet TrainStep", "stock, tuned, torch.compile, reduce-overhead"),
 ]  # fmt: skip
+VALIDATION = ": validation's pass over 1024 images"  # of bench_ultralytics' rows
 # docs/results*.md show these cases of a section, in this order; the folders' tables.md have every row.
 SHOWN = {
     "gpu-dataset": (f"{COCO_CASE}, first epoch", COCO_CASE, COCO_CASE.replace("batch 64", "batch 16")),
@@ -81,13 +82,8 @@ SHOWN = {
         *("rtdetr-l, batch 16", "yolov8s, batch 16 a GPU, 2 GPUs"),
         *(f"{model}, batch {batch} a GPU, 4 GPUs" for model, batch in (("yolov8s", 16), ("yolo26s", 64))),
     ),
-    **{
-        f"{gpu}-ultralytics": tuple(f"{model}: validation's pass over 1024 images" for model in models)
-        for gpu, models in (
-            ("h200", tuple(f"yolov8s{task}, batch 16" for task in ("", "-seg", "-pose", "-obb"))),
-            ("h100", ("yolov8s-cls, batch 64", "yolo26s-seg, batch 16")),
-        )
-    },
+    "h200-ultralytics": tuple(f"yolov8s{task}, batch 16{VALIDATION}" for task in ("", "-seg", "-pose", "-obb")),
+    "h100-ultralytics": (f"yolov8s-cls, batch 64{VALIDATION}", f"yolo26s-seg, batch 16{VALIDATION}"),
     "gpu-val": (
         "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command",
         "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the pass over the images",
