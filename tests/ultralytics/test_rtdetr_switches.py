@@ -280,19 +280,27 @@ def test_an_evaluated_model_attends_by_operators(on):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("dtype, capability", [("float16", (9, 0)), ("float16", (6, 1)), ("float32", (9, 0))])
-def test_predictions_in_half_precision_are_in_nhwc_memory(on, monkeypatch, dtype, capability):
+@pytest.mark.parametrize(
+    "dtype, tf32, capability, nhwc",
+    [
+        (torch.float16, True, (9, 0), True),
+        (torch.float16, True, (6, 1), False),
+        (torch.float32, True, (9, 0), True),
+        (torch.float32, True, (7, 5), False),
+        (torch.float32, False, (9, 0), False),
+    ],
+)
+def test_predictions_are_in_nhwc_memory_where_that_is_faster(on, monkeypatch, dtype, tf32, capability, nhwc):
     on("fake", cuda_graph=True, bn_act_optim=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    dtype = getattr(torch, dtype)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
     model, x = make_model().eval().to(dtype), torch.rand(2, 3, 64, 64, dtype=dtype)
     graphs = PredictionGraphs("cuda_graph")
     with torch.inference_mode():
         first, *_, last = (graphs(model, x, model)[0] for _ in range(4))
     assert torch.equal(first, last)
     assert not any(parameter.is_inference() for parameter in model.parameters())
-    nhwc = model.model[0].stem1.conv.weight.is_contiguous(memory_format=torch.channels_last)
-    assert nhwc == (dtype == torch.float16 and capability >= (7, 0))
+    assert model.model[0].stem1.conv.weight.is_contiguous(memory_format=torch.channels_last) == nhwc
 
 
 def validate(model, batches):

@@ -12,7 +12,7 @@ from torch_fastdet._torch.private import in_group
 
 #: Maps a precision to the first compute capability whose tensor cores are faster in NHWC. Measured on an H200, yolov5s at batch 16, forward
 #: and backward, NCHW / NHWC: float16 12.4 / 9.3 ms, TF32 17.9 / 15.6, float32 46.2 / 47.3 (benchmarks/NOTES.md).
-FASTER_IN_NHWC = {"float16": (7, 0), "bfloat16": (8, 0), "TF32": (8, 0)}
+_FASTER_IN_NHWC = {"float16": (7, 0), "bfloat16": (8, 0), "TF32": (8, 0)}
 
 
 def precision(device: torch.device) -> str:
@@ -23,9 +23,11 @@ def precision(device: torch.device) -> str:
 
 def takes_channels_last(device: torch.device) -> bool:
     """Return whether NHWC is faster on this GPU now. The ranks of a process group need one layout, whatever their GPUs are: NHWC."""
-    if in_group():
-        return True
-    least = FASTER_IN_NHWC.get(precision(device))
+    return in_group() or is_faster_in_nhwc(precision(device), device)
+
+
+def is_faster_in_nhwc(precision: str, device: torch.device) -> bool:
+    least = _FASTER_IN_NHWC.get(precision)
     return least is not None and torch.cuda.get_device_capability(device) >= least
 
 

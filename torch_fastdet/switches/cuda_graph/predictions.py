@@ -18,7 +18,7 @@ from torch_fastdet.patching.import_hook import top_level
 from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.rewrites.all_rewrites import fewer_copies
 from torch_fastdet.rewrites.rewrite import adds_freely
-from torch_fastdet.switches.channels_last.layout import FASTER_IN_NHWC, to_channels_last
+from torch_fastdet.switches.channels_last.layout import is_faster_in_nhwc, precision, to_channels_last
 
 # Heads of Ultralytics keep these for the shape of their last input, and recompute them for another.
 _CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
@@ -86,8 +86,10 @@ def _is_faster_in_nhwc(model: nn.Module) -> bool:
     if kind.__name__ != "RTDETRDecoder" and not (packages <= {"torch", "ultralytics"} and adds_freely(model)):
         return False
     weight = next(model.parameters())
-    least = FASTER_IN_NHWC.get(str(weight.dtype).removeprefix("torch."))
-    return least is not None and torch.cuda.get_device_capability(weight.device) >= least
+    half = weight.dtype in (torch.float16, torch.bfloat16)
+    return is_faster_in_nhwc(
+        str(weight.dtype).removeprefix("torch.") if half else precision(weight.device), weight.device
+    )
 
 
 def _settings_of(model: nn.Module) -> list[object]:
