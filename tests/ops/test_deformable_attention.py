@@ -246,6 +246,8 @@ def test_errors_are_one_line(device, change, message):
         (torch.tensor([[6, 7], [3, 4]]), TypeError, "shapes is a Tensor, but a list of lists of integers is expected"),
         ([(6, 7), 12], TypeError, r"shapes\[1\] is a int, but a list of integers is expected"),
         ([(6, 7), (3, 4, 5)], ValueError, r"shapes\[1\] is \(3, 4, 5\), but \(height, width\) is expected"),
+        # The first product is 2**64 * 3 + 42.
+        ([(9, 6148914691236517210), (3, 4)], ValueError, r"shapes\[0\] is \(9, 614\d+\), but value has only 54 pixels"),
     ],
 )
 def test_shapes_that_are_none(device, shapes, kind, message):

@@ -39,6 +39,9 @@ struct DeformableInputs {
     int64_t first = 0;
     for (int l = 0; l < p.level_count; ++l) {
       const int64_t height = shapes[2 * l].expect_int(), width = shapes[2 * l + 1].expect_int();
+      // The sum of products of such sides may have overflowed to the number of pixels.
+      TORCH_CHECK_VALUE(height <= (value.size(1) - first) / width, kDeformableAttention, ": shapes[", l, "] is (",
+                        height, ", ", width, "), but value has only ", value.size(1), " pixels");
       p.levels[l] = {static_cast<int32_t>(height), static_cast<int32_t>(width), static_cast<int32_t>(first)};
       first += height * width;
     }
