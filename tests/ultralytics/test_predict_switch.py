@@ -1084,6 +1084,49 @@ def test_an_own_predictor_keeps_its_methods(ahead, detector, folder, device, tmp
     assert_same(found[1], found[0])
 
 
+def test_images_that_a_predictor_changes_before_they_are_predicted(ahead, detector, folder, device):
+    from ultralytics.models.yolo.detect import DetectionPredictor
+
+    class Mirrored(DetectionPredictor):
+        def setup_source(self, *arguments):
+            super().setup_source(*arguments)
+            self.dataset = ((paths, [im[:, ::-1] for im in images], lines) for paths, images, lines in self.dataset)
+
+    found, given = [], {**OPTIONS_OF_RUN, "device": str(device), "predictor": Mirrored, "batch": 2}
+    for on in (False, True):
+        detector.predictor = None
+        if on:
+            drop_in.patch(predict_optim=True)
+        try:
+            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as in run()
+                found.append(detector.predict(folder[0] / "jpegs", **given))
+        finally:
+            drop_in.unpatch()
+    for one, other in zip(*found, strict=True):
+        assert np.array_equal(one.orig_img, other.orig_img) and len(one.boxes)
+        torch.testing.assert_close(one.boxes.data, other.boxes.data, rtol=1e-4, atol=1e-3)
+
+
+def test_a_postprocess_that_was_replaced_is_called_once_a_batch(ahead, detector, folder, device, monkeypatch, capsys):
+    from ultralytics.models.yolo.detect import DetectionPredictor
+
+    detector.predictor, seen = None, []
+    drop_in.patch(predict_optim=True)
+    try:
+        with monkeypatch.context() as context:
+            own = DetectionPredictor.postprocess
+
+            def postprocess(its, preds, img, images):
+                seen.append(type(images[0]))
+                return own(its, preds, img, images)
+
+            context.setattr(DetectionPredictor, "postprocess", postprocess)
+            detector.predict(folder[0] / "jpegs", **OPTIONS_OF_RUN, device=str(device), batch=2)
+    finally:
+        drop_in.unpatch()
+    assert seen == [np.ndarray] * 3 and "has its own postprocess" in capsys.readouterr().err
+
+
 def test_no_memory_leaves_files_to_opencv(ahead, detector, folder, device, tmp_path, monkeypatch):
     """For pinned memory torch raises another error than OutOfMemoryError."""
     stock = run(detector, folder[0], device, tmp_path, False, batch=4)

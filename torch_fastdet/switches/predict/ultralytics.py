@@ -141,7 +141,8 @@ def obstacle_ahead(predictor: Predictor, base: Stock) -> Obstacle | None:
         if getattr(kind, name) is not getattr(base, name) or name in vars(predictor)
     ]
     known = [each.postprocess for each in (DetectionPredictor, SegmentationPredictor, RTDETRPredictor)]
-    if kind.postprocess not in known:
+    ours = "ultralytics", "torch_fastdet"
+    if kind.postprocess not in known or not all(any(is_code_of(each, name) for name in ours) for each in known):
         own.append("postprocess")
     for name in ("construct_result", "construct_results"):
         maker = getattr(kind, name, None)
@@ -217,7 +218,6 @@ def postprocessing(active: Active, stock: Callable, detector: Stock) -> Callable
         answering = with_names(stock, nms=recording_module(nms, {"non_max_suppression": answer}))
         made = answering(self, preds, img, flight.batch.images.held, **kwargs)
         if parts.undone and flight.scaled:  # the original's construct_results may have scaled them again
-            flight.scaled = False
             return stock(self, preds, img, orig_imgs, **kwargs)
         for result in made if parts.undone else ():
             read(result)
@@ -283,7 +283,7 @@ def constructing(active: Active, stock: Callable, detector: Stock) -> Callable:
     @functools.wraps(stock)
     def construct_results(self: Predictor, preds: Any, img: Tensor, orig_imgs: Any) -> object:
         flight = _flight(self)
-        if flight is None or not flight.scaled:
+        if flight is None or not flight.scaled or preds is not flight.rows:
             return stock(self, preds, img, orig_imgs)
         results, known = names["Results"], self.model.names
         found = zip(preds, orig_imgs, self.batch[0])
