@@ -450,6 +450,35 @@ def test_other_options_run_the_original_code(on):
         assert {name: term.item() for name, term in found.items()} == {name: t.item() for name, t in wanted.items()}
 
 
+class OtherMatcher(stock_ops.HungarianMatcher):
+    """Give each target the query behind the best."""
+
+    def forward(self, boxes, *labels):
+        return [((queries + 1) % boxes.shape[1], rows) for queries, rows in super().forward(boxes, *labels)]
+
+
+OWN_PARTS = {
+    "matcher": lambda each: setattr(each, "matcher", OtherMatcher({"class": 2, "bbox": 5, "giou": 2})),
+    "vfl": lambda each: setattr(each.vfl, "forward", lambda scores, *_: scores.sum()),
+    "method": lambda each: setattr(each, "_get_index", lambda found: type(each)._get_index(found[::-1])),
+}
+
+
+@pytest.mark.parametrize("name", OWN_PARTS)
+def test_parts_of_a_user_run_in_the_original_code(name, on):
+    stock = (stock_loss.RTDETRDetectionLoss(nc=CLASSES, use_vfl=True),)
+    on("fake", loss_optim=True)
+    ours = stock_loss.RTDETRDetectionLoss(nc=CLASSES, use_vfl=True)
+    batch = make_batch([1, 1])
+    targets = {"cls": batch["cls"].long().view(-1), "bboxes": batch["bboxes"], "gt_groups": [1, 1]}
+    leaves = predictions(2, 2, 300)
+    found = []
+    for criterion in (ours, *stock):
+        OWN_PARTS[name](criterion)
+        found.append({name: term.item() for name, term in criterion(leaves, targets).items()})
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("identity", [False, True])
 def test_the_sum_of_a_rep_conv_joins_its_norm(identity, on, monkeypatch):
     torch.manual_seed(0)

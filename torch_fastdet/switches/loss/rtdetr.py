@@ -11,12 +11,13 @@ from torch import Tensor
 from torch_fastdet import ops
 from torch_fastdet._deferred import DeferredStatus
 from torch_fastdet._say import count
-from torch_fastdet._torch.private import Context
+from torch_fastdet._torch.private import Context, runs_plainly
 from torch_fastdet.patching.protocols import Batch, Function, Names, Stock
 from torch_fastdet.switches.loss.common import Criterion
 
 STOCK_MODULE = "ultralytics.models.utils.loss"
 PARTS = ("class", "bbox", "giou")
+_MODULES = ("ultralytics.utils.loss", "ultralytics.models.utils.ops")  # of fl, vfl and matcher
 #: The operator has these constants.
 _ALPHA, _COST_GAMMA, _ENTROPY_GAMMA = 0.25, 2.0, 1.5
 
@@ -86,7 +87,8 @@ class RTDETRLoss(Criterion):
     """Compute Ultralytics' ``RTDETRDetectionLoss`` in a few launches, without host synchronisation (:func:`torch_fastdet.ops.rtdetr_loss`).
 
     ``loss_gain`` and ``matcher.cost_gain`` are read at each call. With other options than those of RT-DETR (``aux_loss``,
-    ``use_uni_match``, other constants of the focal terms, another number of classes) the original code runs.
+    ``use_uni_match``, other constants of the focal terms, another number of classes), and with an ``fl``, ``vfl``, ``matcher`` or method of
+    your own on the criterion, the original code runs.
 
     The gradient is that of the sum of all terms. If terms are weighted differently, RuntimeError is raised: on a GPU in the first call,
     and in later ones the gradient is NaN.
@@ -111,12 +113,12 @@ class RTDETRLoss(Criterion):
 
     def takes(self, classes: int) -> bool:
         """Return False for options, and scores of as many classes, that the original code has to take."""
-        fl, vfl, matcher = self.fl, self.vfl, self.matcher
+        parts = fl, vfl, matcher = self.fl, self.vfl, self.matcher
         return (
             self.aux_loss
             and not self.use_uni_match
-            and fl is not None
-            and vfl is not None
+            and all(type(part).__module__ in _MODULES and runs_plainly(part, type(part).forward) for part in parts)
+            and not any(map(callable, vars(self).values()))
             and (float(fl.alpha), fl.gamma, vfl.alpha, vfl.gamma) == (_ALPHA, _ENTROPY_GAMMA) * 2
             and (matcher.use_fl, matcher.alpha, matcher.gamma) == (True, _ALPHA, _COST_GAMMA)
             and classes == self.nc
