@@ -1,6 +1,8 @@
 """torch_fastdet.serving batches what threads submit, and returns results and errors to the right callers."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -104,6 +106,16 @@ def test_a_batcher_that_is_dropped_answers_and_leaves_no_thread():
     while threading.active_count() > before and time.monotonic() < end:
         time.sleep(0.01)
     assert threading.active_count() == before
+
+
+def test_a_program_that_ends_answers_what_was_submitted():
+    program = (
+        "import time; from torch_fastdet.serving import Batcher\n"
+        "batcher = Batcher(lambda images: (time.sleep(0.05), images)[1], max_batch=1)\n"
+        "for i in range(4): batcher.submit(i).add_done_callback(lambda future: print(future.result()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.stdout.split(), done.stderr, done.returncode) == (["0", "1", "2", "3"], "", 0)
 
 
 def test_a_cancelled_future_is_not_predicted():

@@ -6,6 +6,7 @@ with Batcher(lambda images: model.predict(images, verbose=False), max_batch=16, 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import math
@@ -20,6 +21,9 @@ from typing import Any
 from torch_fastdet.ops._checks import check_type
 
 __all__ = ["Batcher"]
+
+#: Maps the thread of each Batcher to what callers have submitted.
+_running: weakref.WeakKeyDictionary[threading.Thread, _Line] = weakref.WeakKeyDictionary()
 
 
 class Batcher:
@@ -56,6 +60,7 @@ class Batcher:
         work = predict, int(max_batch), float(max_wait_ms) / 1e3, self._line
         self._thread = threading.Thread(target=_run, args=work, name="torch_fastdet.Batcher", daemon=True)
         self._thread.start()
+        _running[self._thread] = self._line
         #: Tells the thread once to end: in close(), or when nothing refers to the Batcher any more.
         self._end = weakref.finalize(self, self._line.close)
 
@@ -144,6 +149,14 @@ def _run(predict: Callable[[list[Any]], Any], max_batch: int, max_wait: float, l
             with contextlib.suppress(BaseException):  # it has an answer, or its callback raises an error, too
                 future.set_exception(RuntimeError(f"Batcher: {why}"))
         raise
+
+
+@atexit.register
+def _end_all() -> None:
+    """Predict what has been submitted. A thread that is in PyTorch's code when the interpreter ends would abort the process."""
+    for thread, line in list(_running.items()):
+        line.close("the interpreter ends")
+        thread.join()
 
 
 def _answers(predict: Callable[[list[Any]], Any], batch: list[tuple[object, Future[Any]]]) -> list[Callable[[], None]]:
