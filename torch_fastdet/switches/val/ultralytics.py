@@ -331,13 +331,14 @@ def confuse(stock: Function) -> Function:
     def process_batch(
         self: ConfusionMatrix, detections: dict[str, Tensor], batch: Batch, conf: float = 0.25, iou_thres: float = 0.45
     ) -> None:
-        if type(self).process_batch is not process_batch:  # another function may have left some detections out
-            batch = {name: value for name, value in batch.items() if name != OVERLAPS}
+        waiting = vars(self).get(WAITING)
+        # Another function may have left some detections out, and look at the matrix after each image.
+        if getattr(self.process_batch, "__func__", None) is not process_batch:
+            batch, waiting = {name: value for name, value in batch.items() if name != OVERLAPS}, None
         call = detections, batch, conf, iou_thres
         if self.matches is not None or not _counts_as_stock(detections, batch, conf, iou_thres):
             stock(self, *call)
             return
-        waiting = vars(self).get(WAITING)
         if waiting is None or (waiting and waiting[0][1][2:] != call[2:]):
             _count_together(stock, self, [call])
         else:
