@@ -220,9 +220,12 @@ def compare_looks(trackers, name, seeds):
         if seed % 5 == 0:  # a model's, of the frame; it may find nothing
             stock.args.model = core.args.model = "model.pt"
             stock.encoder = core.encoder = lambda image, found: list(image[found[:, -1].astype(int) % len(image)])
+            stock.args.with_reid = core.args.with_reid = seed % 10 > 0  # BoT-SORT alone needs it
         if seed % 2:
             stock.gmc, core.gmc = (Camera(motions(seed, 25)) for _ in range(2))
         for t, (rows, seen) in enumerate(zip(frames, features)):
+            if seed % 6 == 4 and t == 20:
+                stock.encoder = core.encoder = None
             image = np.zeros((2, 2, 3), np.uint8)
             given = (np.random.default_rng(t).normal(0, 1, (50, 16)), None) if seed % 5 == 0 else (image, seen)
             given = {"img": given[0], "feats": given[1]}
@@ -280,6 +283,8 @@ def test_what_the_original_update_does(trackers, caplog):
             return super().get_dists(tracks, detections)
 
     class Named(trackers.BYTETracker):
+        __hash__ = None  # as of a dataclass
+
         def label(self):
             return "mine"
 
@@ -334,6 +339,34 @@ def test_a_filter_of_the_users_own_counts(trackers, caplog, name, frame):
     wanted, ours = outputs[: len(outputs) // 2], outputs[len(outputs) // 2 :]
     assert all(np.array_equal(a, b) for one, other in zip(wanted, ours) for a, b in zip(one, other))
     assert f"the original update runs: {name} has a Kalman filter of its own." in caplog.text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_the_user_puts_in_the_frameworks_modules_counts(trackers, monkeypatch, caplog, name):
+    """It may be a method of trackers, a function of costs, or the filter that all tracks share."""
+    kind, frames = getattr(trackers, name), scene(8, 20, 14)
+    stock = kind.update
+    drop_in.patch(track_optim=True)
+    costs = trackers.bot_sort.matching
+    track = trackers.bot_sort.BOTrack if name in ("BOTSORT", "TRACKTRACK") else trackers.bot_sort.STrack
+    weak, assign = copy.deepcopy(track.shared_kalman), costs.linear_assignment
+    weak._std_weight_velocity *= 20
+
+    def ones(self, tracks, found):
+        return np.ones((len(tracks), len(found)), np.float32)
+
+    for owner, attribute, value in (
+        (kind, "_cost_matrix" if name == "TRACKTRACK" else "get_dists", ones),
+        (track, "shared_kalman", weak),
+        (costs, "linear_assignment", lambda matrix, thresh: assign(matrix, thresh / 2)),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(owner, attribute, value)
+            ours, theirs = (kind(namespace()) for _ in range(2))
+            for rows in frames:
+                assert np.array_equal(run(ours, rows), stock(theirs, boxes(rows)))
+            assert vars(ours)[KEY] is None
+    assert "linear_assignment has been replaced by somebody else" in caplog.text
 
 
 @pytest.mark.parametrize("place", SOME)

@@ -111,7 +111,7 @@ class Kind(NamedTuple):
             return Obstacle(f"init_iou_suppress of {name} is 0, but a number above 0 is expected.")
         for option in ("proximity_thresh", "appearance_thresh"):
             value = getattr(tracker, option, 1)  # TrackTrack has none of them
-            if not _is_number(value) or (getattr(tracker.args, "with_reid", False) and value <= 0):
+            if not _is_number(value) or (compares_looks(tracker) and value <= 0):
                 return Obstacle(f"{option} of {name} is {value!r}, but a number above 0 is expected.")
         if not self.moves and getattr(getattr(tracker, "gmc", None), "method", None) is not None:
             return Obstacle(f"{name} follows a moving camera (gmc_method).")
@@ -120,10 +120,16 @@ class Kind(NamedTuple):
     def settings(self, tracker: Tracker) -> tuple[FrameOptions, list[object]]:
         """Return the frame options, and what else a core was made for: another number of attributes may be a method of its own."""
         own = [getattr(tracker, option) for option in self.options]
-        return self.frame_options(tracker), [*own, getattr(tracker.args, "with_reid", False), len(vars(tracker))]
+        return self.frame_options(tracker), [*own, compares_looks(tracker), len(vars(tracker))]
 
     def make(self, tracker: Tracker) -> _C.Tracker:
         return self.core(*(kind(getattr(tracker, option)) for option, kind in self.options.items()))
+
+
+def compares_looks(tracker: Tracker) -> bool:
+    """Return whether a tracker has an encoder of features, or without a place for one, is asked to have one."""
+    asked = getattr(tracker.args, "with_reid", False) or None
+    return getattr(tracker, "encoder", asked) is not None
 
 
 def _is_number(value: object, kind: type = float) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,11 +21,13 @@ from numpy.typing import NDArray
 from torch_fastdet._C import is_finite
 from torch_fastdet.patching.evidence import Obstacle, fingerprint
 from torch_fastdet.patching.protocols import Function, Names, Results, Stock, Track, Tracker
-from torch_fastdet.patching.replace import in_place_of
+from torch_fastdet.patching.replace import describe, in_place_of, is_code_of, original
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.frameworks import REFERENCE
-from torch_fastdet.switches.track.kinds import KINDS, LOST, STATE, Kind
+from torch_fastdet.switches.track.kinds import KINDS, LOST, STATE, Kind, compares_looks
 
+PACKAGE = "ultralytics.trackers"
+MATCHING = ("linear_assignment", "iou_distance", "fuse_score", "embedding_distance")
 LIVE, REMOVED = ("tracked_stracks", "lost_stracks"), ("removed_stracks", "removed_stracks_frame")
 #: Converts columns 72 to 81 of a row of the core to attributes of a track.
 ATTRIBUTES: dict[str, Callable[[Any], object]] = {
@@ -39,7 +42,8 @@ ATTRIBUTES: dict[str, Callable[[Any], object]] = {
 FLOAT32 = np.dtype(np.float32)
 MOST_PIXELS = 1e5  # of a rotated box, whose overlaps are products of four sizes
 KEY = "torch_fastdet_core"  # in a tracker's attributes: its _Held, or None where its own update runs
-_held: weakref.WeakSet[Any] = weakref.WeakSet()  # the trackers that have a KEY
+#: The trackers that have a KEY, by their ids: a user's class may not be hashable.
+_held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class _Held:
@@ -55,7 +59,7 @@ class _Held:
         self.filter = tracker.kalman_filter
         self.settings = kind.settings(tracker)
         #: Maps ids to live tracks as the framework's objects, which hold their features; None without re-identification.
-        self.looks: dict[int, Track] | None = {} if _looks(tracker) else None
+        self.looks: dict[int, Track] | None = {} if compares_looks(tracker) else None
 
 
 def _assigned(costs: NDArray[np.float32], limit: float) -> list[int]:
@@ -80,27 +84,42 @@ def obstacle_to(tracker: Tracker, known: Stock) -> Obstacle | None:
     }
     if other:
         return Obstacle(f"{name} has its own {', '.join(sorted(other)[:3])}.")
+    if (changed := _replaced(known)) is not None:
+        return Obstacle(f"{changed} has been replaced by somebody else.")
     if _has_own_filter(tracker):
         return Obstacle(f"{name} has a Kalman filter of its own.")
     kind = KINDS[known.__name__]
     known_looks = [fingerprint(getattr(known, method)) == code for method, code in kind.looks]
-    if _looks(tracker) and not (known_looks and all(known_looks)):
+    if compares_looks(tracker) and not (known_looks and all(known_looks)):
         return Obstacle(f"{name} re-identifies (with_reid), but its code is not that of ultralytics {REFERENCE}.")
     return kind.obstacle(tracker)
 
 
+def _replaced(known: Stock) -> str | None:
+    """Return what the framework's tracker calls of its own modules that is not the framework's code any more; None if all is."""
+    matching = importlib.import_module(f"{PACKAGE}.utils.matching")
+    modules = [vars(sys.modules[layer.__module__]) for layer in known.__mro__[:-1]]
+    owners = {each for module in modules for each in module.values() if isinstance(each, type)}
+    parts = [(each, name) for each in owners if each.__module__.startswith(PACKAGE) for name in vars(each)]
+    for owner, name in [*parts, *((matching, name) for name in MATCHING)]:
+        value = vars(owner)[name]
+        other = callable(value) and not isinstance(value, type) and not is_code_of(value, "ultralytics")
+        if other and original(owner, name) is value:
+            return f"{describe(owner)}.{name}"
+    return None
+
+
 def _has_own_filter(tracker: Tracker) -> bool:
-    """Return whether somebody has replaced the tracker's filter, or changed its numbers."""
-    filters = importlib.import_module("ultralytics.trackers.utils.kalman_filter")
+    """Return whether somebody has replaced a filter of the tracker, or changed its numbers."""
+    filters = importlib.import_module(f"{PACKAGE}.utils.kalman_filter")
+    tracks = importlib.import_module(f"{PACKAGE}.bot_sort")
     known = getattr(tracker, "get_kalmanfilter", filters.KalmanFilterXYWH)()
-    own = tracker.kalman_filter
-    return type(own) is not type(known) or not all(
-        np.array_equal(value, vars(known).get(option)) for option, value in vars(own).items()
+    shared = (tracks.BOTrack if isinstance(known, filters.KalmanFilterXYWH) else tracks.STrack).shared_kalman
+    return any(
+        type(own) is not type(known)
+        or not all(np.array_equal(value, vars(known).get(option)) for option, value in vars(own).items())
+        for own in (tracker.kalman_filter, shared)
     )
-
-
-def _looks(tracker: Tracker) -> bool:
-    return bool(getattr(tracker.args, "with_reid", False))
 
 
 def updating(active: Active, stock: Function, known: type) -> Function:
@@ -113,7 +132,7 @@ def updating(active: Active, stock: Function, known: type) -> Function:
         active.patches.at_end.append(give_back_all)
 
     def hold(tracker: Tracker) -> _Held | None:
-        _held.add(tracker)
+        _held[id(tracker)] = tracker
         if (obstacle := obstacle_to(tracker, known)) is not None:
             active.tell(f"{active.name}: the original update runs: {obstacle}")
             return None
@@ -263,7 +282,7 @@ def give_back(tracker: Tracker) -> None:
 
 
 def give_back_all() -> None:
-    for tracker in list(_held):
+    for tracker in list(_held.values()):
         give_back(tracker)
         vars(tracker).pop(KEY, None)
     _held.clear()
