@@ -1,6 +1,8 @@
 """Test torch_fastdet.images.ahead: the order of results, errors, and the end of threads."""
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
 
@@ -62,3 +64,26 @@ def test_an_iterator_runs_in_a_thread_and_is_closed():
     assert next(left) == 0
     del left
     assert closed == [5, 7, 9] and not readers()
+
+
+def test_a_thread_goes_on_when_the_main_thread_has_ended():
+    program = """
+import threading, time
+from torch_fastdet.images.ahead import following, in_order
+
+def read():
+    begun = in_order(str, range(5), 2, 3)
+    first = next(begun)
+    threading.main_thread().join()
+    time.sleep(0.2)  # Python ends its pools of threads
+    again = following(in_order(lambda i: 1 // (i - 3), range(5), 2, 2), 1)
+    print(first, *begun, next(again), next(again), next(again))
+    try:
+        next(again)
+    except ZeroDivisionError:
+        print("raised", *again)
+
+threading.Thread(target=read).start()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("0 1 2 3 4 -1 -1 -1\nraised\n", "")

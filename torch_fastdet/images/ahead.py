@@ -16,16 +16,31 @@ R = TypeVar("R")
 def in_order(work: Callable[[T], R], jobs: Iterable[T], threads: int, ahead: int) -> Generator[R]:
     """Yield ``work(job)`` of each job in order, which ``threads`` threads compute up to ``ahead`` jobs early.
 
-    An exception is raised in its result's place and ends the iteration. After that, and after ``close()``, no thread is left.
+    An exception is raised in its result's place and ends the iteration. After that, and after ``close()``, no thread is left. Once the
+    main thread has ended, jobs run in the caller's.
     """
+
+    def begin(job: T) -> Future[R]:
+        try:
+            return pool.submit(work, job)
+        except RuntimeError as error:
+            if "cannot schedule" not in str(error):  # it is not that the interpreter has begun to end
+                raise
+        done: Future[R] = Future()
+        try:
+            done.set_result(work(job))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
     pool = ThreadPoolExecutor(threads, thread_name_prefix="torch_fastdet")
     waiting: deque[Future[R]] = deque()
     remaining = iter(jobs)
     try:
-        waiting.extend(pool.submit(work, job) for job in itertools.islice(remaining, ahead))
+        waiting.extend(begin(job) for job in itertools.islice(remaining, ahead))
         while waiting:
             result = waiting.popleft().result()
-            waiting.extend(pool.submit(work, job) for job in itertools.islice(remaining, 1))
+            waiting.extend(begin(job) for job in itertools.islice(remaining, 1))
             yield result
     finally:
         pool.shutdown(cancel_futures=True)
