@@ -144,14 +144,11 @@ class RTDETRLoss(Criterion):
         targets = padded_targets(batch["cls"], batch["bboxes"], batch["gt_groups"], matched, queries)
         loss, terms = self.fused(boxes, scores, targets, denoising)
         main, dn = terms[: len(boxes)], terms[len(boxes) :]
-        parts = [
-            part
-            for sets in (main, dn)
-            for part in ((sets[-1], sets[:-1].sum(0)) if len(sets) else sets.new_zeros(2, 3))
-        ]
-        named = _SharedGradient.apply(loss, torch.cat([*parts]), checks).unbind()
+        groups = main[-1:], main[:-1], dn[-1:], dn[:-1]
+        shared = iter(_SharedGradient.apply(loss, torch.cat([sets.sum(0) for sets in groups if len(sets)]), checks))
+        parts = [next(shared) if len(sets) else loss.new_zeros(()) for sets in groups for _ in PARTS]
         names = ["_".join(("loss", part, *of)) for of in ((), ("aux",), ("dn",), ("aux", "dn")) for part in PARTS]
-        return dict(zip(names, named, strict=True))
+        return dict(zip(names, parts, strict=True))
 
     def matched(self, meta: Names) -> list[tuple[Tensor, Tensor]]:
         """Return each image's denoising queries that have a target, and the labels that they have."""
