@@ -165,6 +165,24 @@ def test_changes_of_the_lists_count(trackers):
     assert np.array_equal(found[0], wanted[0]) and found[1] == wanted[1]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_track_is_one_object_wherever_it_is_read(trackers, name):
+    """What a user notes at a track is still there when it is removed, and a track that a user holds becomes a removed one."""
+    found = []
+    for patched in (False, True):
+        if patched:
+            drop_in.patch(track_optim=True)
+        tracker, seen = getattr(trackers, name)(namespace(track_buffer=3)), {}
+        for t, rows in enumerate(scene(3, 8, 30)):
+            run(tracker, rows)
+            for track in tracker.tracked_stracks + tracker.lost_stracks:
+                assert seen.setdefault(track.track_id, track) is track
+                track.first = getattr(track, "first", t)
+            found.append([(number, track.state, track.frame_id) for number, track in seen.items()])
+            found.append([getattr(track, "first", None) for track in tracker.removed_stracks])
+    assert found[:60] == found[60:]
+
+
 def compare_updates(trackers, name, seeds):
     """Compare all kinds of sequences: with recovered detections, rotated, from a moving camera, with empty boxes and NaN."""
     kind = getattr(trackers, name)

@@ -41,6 +41,7 @@ ATTRIBUTES: dict[str, Callable[[Any], object]] = {
 }
 FLOAT32 = np.dtype(np.float32)
 MOST_PIXELS = 1e5  # of a rotated box, whose overlaps are products of four sizes
+MOST_LEFT = 2000  # a tracker lists 1000 removed tracks, and others leave as duplicates
 KEY = "torch_fastdet_core"  # in a tracker's attributes: its _Held, or None where its own update runs
 #: The trackers that have a KEY, by their ids: a user's class may not be hashable.
 _held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -58,6 +59,9 @@ class _Held:
         self.frame = self.last_id = 0  # the core's
         self.filter = tracker.kalman_filter
         self.settings = kind.settings(tracker)
+        #: Maps ids to what somebody has read as a live track, and may still hold.
+        self.left: dict[int, Track] = {}
+        self.listed: list[int] | None = None  # ids of removed tracks, when they were read
         #: Maps ids to live tracks as the framework's objects, which hold their features; None without re-identification.
         self.looks: dict[int, Track] | None = {} if compares_looks(tracker) else None
 
@@ -294,19 +298,25 @@ def give_out(tracker: Tracker, names: tuple[str, ...]) -> None:
     held = attributes.get(KEY)
     if held is None or held.outside.issuperset(names):
         return
-    known = {track.track_id: track for name in (*LIVE, *REMOVED) for track in attributes.get(name, ())}
-    known |= held.looks or {}
     if names != REMOVED and not held.outside.issuperset(LIVE):
+        known = held.left | {track.track_id: track for name in (*LIVE, *REMOVED) for track in attributes.get(name, ())}
+        known |= held.looks or {}
         for place, name in enumerate(LIVE):
             attributes[name] = _tracks(tracker, held.core.save(place), known, held.kind, True)
+        alive = {track.track_id for name in LIVE for track in attributes[name]}
+        left = {number: track for number, track in known.items() if number not in alive}
+        if now := [number for number in left if number not in held.left]:
+            rows = held.core.save(len(LIVE))
+            _tracks(tracker, rows[np.isin(rows[:, 72], now)], left, held.kind, False)
+        held.left = dict(list(left.items())[-MOST_LEFT:])
     if names != LIVE and not held.outside.issuperset(REMOVED):
-        # A track that is alive again is the same object in both lists, so the core's older copy must not change it.
+        # A track that is alive again is the same object in both lists, and the core's older copy does not change it.
         give_out(tracker, LIVE)
-        alive = {track.track_id: track for name in LIVE for track in attributes[name]}
+        known = held.left | {track.track_id: track for name in LIVE for track in attributes[name]}
         rows = held.core.save(len(LIVE))
-        tracks = [
-            alive.get(int(row[72])) or track for row, track in zip(rows, _tracks(tracker, rows, {}, held.kind, False))
-        ]
+        held.listed = rows[:, 72].astype(int).tolist()
+        _tracks(tracker, rows[~np.isin(held.listed, list(known))], known, held.kind, False)
+        tracks = [known[number] for number in held.listed]
         attributes["removed_stracks"] = tracks
         attributes["removed_stracks_frame"] = tracks[len(tracks) - held.core.removed_now :]
     held.outside.update(names)
@@ -315,12 +325,12 @@ def give_out(tracker: Tracker, names: tuple[str, ...]) -> None:
 def _tracks(
     tracker: Tracker, rows: NDArray[np.float64], known: dict[int, Track], kind: Kind, remember: bool
 ) -> list[Track]:
-    """Return the framework's tracks of rows; without what they remember, if not asked for it."""
-    if not len(rows):
-        return []
-    made: list[Any] = kind.new_tracks(tracker, len(rows))
-    for k, row in enumerate(rows):
-        track = made[k] = known.get(int(row[72]), made[k])
+    """Return the framework's tracks of rows, those in ``known`` by their ids; without what they remember, if not asked for it."""
+    ids = rows[:, 72].astype(int).tolist()
+    if new := [number for number in dict.fromkeys(ids) if number not in known]:
+        known.update(zip(new, kind.new_tracks(tracker, len(new))))
+    made: list[Any] = [known[number] for number in ids]
+    for track, row in zip(made, rows):
         vars(track).update(
             {name: kind_of(value) for (name, kind_of), value in zip(ATTRIBUTES.items(), row[72:82])},
             mean=row[:8].copy(),
@@ -348,9 +358,10 @@ def take_over(tracker: Tracker, held: _Held) -> bool:
             return False
     if not _in_order(lists[0], lists[1], last_id):
         return False
-    removed = _rows(attributes[REMOVED[0]], columns, None) if REMOVED[0] in held.outside else None
-    if removed is not None:  # where they were does not matter any more
-        removed[~_finite(removed), :STATE] = 0
+    removed = None
+    if REMOVED[0] in held.outside and [track.track_id for track in attributes[REMOVED[0]]] != held.listed:
+        removed = _rows(attributes[REMOVED[0]], columns, None)
+        removed[~_finite(removed), :STATE] = 0  # where they were does not matter any more
     lists.append(removed)
     try:
         held.core.load(lists, tracker.frame_id, last_id)
