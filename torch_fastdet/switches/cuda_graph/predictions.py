@@ -76,17 +76,19 @@ class PredictionGraphs:
 def _is_faster_in_nhwc(model: nn.Module) -> bool:
     """Return whether NHWC is faster here in the precision of a model of Ultralytics whose graphs round in other places anyway.
 
-    These are RT-DETR's, and those of ``bn_act_optim`` without modules of a user, which may ask for views that NHWC has not.
+    These are those of ``bn_act_optim`` without modules of a user, which may ask for views that NHWC has not, and RT-DETR's in half precision.
     """
     layers = getattr(model, "model", None)
     kind = type(layers[-1]) if isinstance(layers, nn.Sequential) and len(layers) else None
     if kind is None or kind.__module__ != "ultralytics.nn.modules.head":
         return False
-    packages = {top_level(type(part).__module__) for part in model.modules()}
-    if kind.__name__ != "RTDETRDecoder" and not (packages <= {"torch", "ultralytics"} and adds_freely(model)):
-        return False
     weight = next(model.parameters())
     half = weight.dtype in (torch.float16, torch.bfloat16)
+    packages = {top_level(type(part).__module__) for part in model.modules()}
+    if not (packages <= {"torch", "ultralytics"} and adds_freely(model)) and not (
+        half and kind.__name__ == "RTDETRDecoder"
+    ):
+        return False
     return is_faster_in_nhwc(
         str(weight.dtype).removeprefix("torch.") if half else precision(weight.device), weight.device
     )
