@@ -835,10 +835,17 @@ def test_a_callback_may_change_options_and_the_model(ahead, small, folder, devic
 
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
 @pytest.mark.parametrize("event", EVENTS)
-def test_an_error_in_a_callback_leaves_no_thread(ahead, detector, folder, device, tmp_path, event, error):
+def test_an_error_in_a_callback_leaves_no_thread(ahead, detector, folder, device, tmp_path, event, error, monkeypatch):
     def fail(_):
         raise error
 
+    kept = []
+
+    def begin(feed, begin=pipeline.Feed.__iter__):
+        kept.append(begin(feed))  # as generator expressions of Python 3.12 do after close()
+        return kept[-1]
+
+    monkeypatch.setattr(pipeline.Feed, "__iter__", begin)
     model = with_callbacks(detector, {event: fail})
     with pytest.raises(type(error)):
         run(model, folder[0], device, tmp_path, True, batch=2)

@@ -135,13 +135,20 @@ class Feed:
 
     def close(self) -> None:
         """Close the loader, and leave the predictor with it, unless it waits for further batches: a user closes."""
-        batches, predictor = self._batches(), self._predictor()
-        waits = batches is not None and inspect.getgeneratorstate(batches) == inspect.GEN_SUSPENDED
-        if predictor is not None and vars(predictor).get(KEY) is self and not waits:
-            del vars(predictor)[KEY]
-            predictor.dataset = self.loader
+        batches = self._batches()
+        if batches is None or inspect.getgeneratorstate(batches) != inspect.GEN_SUSPENDED:
+            self.end()
         if hasattr(self.loader, "close"):
             self.loader.close()
+
+    def end(self) -> None:
+        """End reading, and leave the predictor with its own loader."""
+        batches, predictor = self._batches(), self._predictor()
+        if batches is not None:
+            batches.close()
+        if predictor is not None and vars(predictor).get(KEY) is self:
+            del vars(predictor)[KEY]
+            predictor.dataset = self.loader
 
     # Batches ---------------------------------------------------------------------------------------------------------
 
@@ -360,10 +367,11 @@ class Parts:
 
 
 class _Beginning(threading.local):
-    """Hold the feed of the run that a predictor of this thread begins, and the clocks that it has made for it."""
+    """Hold the feed of the run that a predictor of this thread begins, the clocks that it has made for it, and who ends the feed."""
 
     feed: Feed | None = None
     clocks: tuple[Any, ...] = ()
+    run: Callable[[Feed], object] | None = None
 
 
 beginning = _Beginning()

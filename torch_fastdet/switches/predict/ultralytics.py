@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,6 +100,7 @@ def sourcing(active: Active, stock: Callable, owner: Stock) -> Callable:
     @functools.wraps(stock)
     def setup_source(self: Predictor, source: object, *args: object, **kwargs: object) -> None:
         self.__dict__.pop(KEY, None)
+        run, beginning.run = beginning.run, None
         beginning.feed, beginning.clocks = None, ()
         takes = False
         if self.model is not None and torch.device(self.device).type in DEVICES:
@@ -112,6 +113,8 @@ def sourcing(active: Active, stock: Callable, owner: Stock) -> Callable:
         )
         if takes and type(self.dataset) in (LoadImagesAndVideos, LoadPilAndNumpy, LoadStreams, listed_class()):
             self.__dict__[KEY] = self.dataset = beginning.feed = Feed(self, parts)
+            if run is not None:
+                run(beginning.feed)
 
     return setup_source
 
@@ -186,11 +189,24 @@ def _flight(predictor: Predictor) -> Flight | None:
 
 
 def streaming(_: Active, stock: Callable, __: object) -> Callable:
-    """Return ``BasePredictor.stream_inference`` that does not wait for the GPU to read a clock."""
+    """Return ``BasePredictor.stream_inference`` that does not wait for the GPU to read a clock, and ends what reads ahead."""
     inner: Model = getattr(stock, "__wrapped__", stock)  # under torch.inference_mode
     ops = inner.__globals__["ops"]
-    timed = recording_module(ops, {"Profile": timing(ops.Profile)})
-    return functools.wraps(stock)(torch.inference_mode()(with_names(inner, ops=timed)))
+    run = with_names(inner, ops=recording_module(ops, {"Profile": timing(ops.Profile)}))
+
+    @functools.wraps(stock)
+    @torch.inference_mode()
+    def stream_inference(self: Predictor, *args: object, **kwargs: object) -> Generator[object]:
+        feeds: list[Feed] = []
+        beginning.run = feeds.append
+        try:
+            yield from run(self, *args, **kwargs)
+        finally:
+            # A generator expression that Python 3.12 has closed keeps its iterator as long as a traceback keeps its frame.
+            for feed in feeds:
+                feed.end()
+
+    return stream_inference
 
 
 def postprocessing(active: Active, stock: Callable, detector: Stock) -> Callable:
