@@ -82,8 +82,11 @@ SHOWN = {
         *("rtdetr-l, batch 16", "yolov8s, batch 16 a GPU, 2 GPUs"),
         *(f"{model}, batch {batch} a GPU, 4 GPUs" for model, batch in (("yolov8s", 16), ("yolo26s", 64))),
     ),
-    "h200-ultralytics": tuple(f"yolov8s{task}, batch 16{VALIDATION}" for task in ("", "-seg", "-pose", "-obb")),
-    "h100-ultralytics": (f"yolov8s-cls, batch 64{VALIDATION}", f"yolo26s-seg, batch 16{VALIDATION}"),
+    "h200-ultralytics": tuple(
+        f"{model}, batch 16{VALIDATION}"
+        for model in ("yolov8s", "yolov8s-seg", "yolov8s-pose", "yolov8s-obb", "yolo26s-seg")
+    ),
+    "h100-ultralytics": (f"yolov8s-cls, batch 64{VALIDATION}",),
     "gpu-val": (
         "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the whole command",
         "val.py, yolov5s, half, batch 32, 5000 JPEGs of COCO's sizes: the pass over the images",
