@@ -994,6 +994,27 @@ def test_cameras_that_drop(ahead, detector, folder, device, tmp_path, monkeypatc
     assert threading.active_count() <= before
 
 
+def test_cameras_that_another_thread_closes(ahead, detector, folder, device, tmp_path, monkeypatch):
+    """It closes them while the prediction waits for a frame. Those that are buffered still come."""
+    (tmp_path / "one.streams").write_text(f"{folder[0] / 'v.avi'}\n")
+    detector.predictor, live = None, loaders.LoadStreams.__next__
+
+    def read(its):
+        with ThreadPoolExecutor(1) as other:
+            other.submit(detector.predictor.dataset.close).result(60)
+        return live(its)
+
+    monkeypatch.setattr(loaders.LoadStreams, "__next__", read)
+    drop_in.patch(predict_optim=True)
+    try:
+        given = {**OPTIONS_OF_RUN, "device": str(device), "stream": True, "stream_buffer": True}
+        with torch.backends.cudnn.flags(enabled=True):  # the loader of streams sets one of them
+            results = detector.predict(tmp_path / "one.streams", **given)
+            assert list(results) and type(detector.predictor.dataset) is loaders.LoadStreams
+    finally:
+        drop_in.unpatch()
+
+
 def test_a_video_that_ends_early(ahead, detector, folder, device, tmp_path):
     whole = (folder[0] / "v.avi").read_bytes()
     videos = tmp_path / "videos"

@@ -134,9 +134,9 @@ class Feed:
         return batches
 
     def close(self) -> None:
-        """Close the loader, and leave the predictor with it, unless it waits for further batches: a user closes."""
+        """Close the loader, and leave the predictor with it, unless a user closes, perhaps in another thread, and batches go on."""
         batches = self._batches()
-        if batches is None or inspect.getgeneratorstate(batches) != inspect.GEN_SUSPENDED:
+        if batches is None or inspect.getgeneratorstate(batches) not in (inspect.GEN_SUSPENDED, inspect.GEN_RUNNING):
             self.end()
         if hasattr(self.loader, "close"):
             self.loader.close()
