@@ -112,7 +112,8 @@ def test_a_batcher_that_is_dropped_answers_and_leaves_no_thread():
 def test_a_program_that_ends_answers_what_was_submitted():
     program = (
         "import time; from torch_fastdet.serving import Batcher\n"
-        "batcher = Batcher(lambda images: (time.sleep(0.05), images)[1], max_batch=1)\n"
+        "first = Batcher(lambda images: (time.sleep(0.05), images)[1], max_batch=1)\n"
+        "batcher = Batcher(lambda images: [first.submit(image).result() for image in images], max_batch=1)\n"
         "for i in range(4): batcher.submit(i).add_done_callback(lambda future: print(future.result()))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)

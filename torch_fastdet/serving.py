@@ -154,7 +154,7 @@ def _run(predict: Callable[[list[Any]], Any], max_batch: int, max_wait: float, l
 @atexit.register
 def _end_all() -> None:
     """Predict what has been submitted. A thread that is in PyTorch's code when the interpreter ends would abort the process."""
-    for thread, line in list(_running.items()):
+    for thread, line in reversed(list(_running.items())):  # a later one may submit to an earlier one
         line.close("the interpreter ends")
         thread.join()
 
