@@ -55,7 +55,7 @@ def test_a_lone_image_waits_for_max_wait_ms_and_no_longer():
 
 def test_callers_who_wait_for_their_results_share_one_batch():
     model = Model(0.04)
-    with Batcher(model, max_wait_ms=25) as batcher:
+    with Batcher(model, max_wait_ms=100) as batcher:
 
         def camera(number):
             assert number == 0 or model.begun.wait(10)  # the others come while the first is predicted
