@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import sys
 import warnings
 from types import SimpleNamespace
 
@@ -361,7 +362,7 @@ def test_a_filter_of_the_users_own_counts(trackers, caplog, name, frame):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_user_puts_in_the_frameworks_modules_counts(trackers, monkeypatch, caplog, name):
-    """It may be a method of trackers, a function of costs, or the filter that all tracks share."""
+    """It may be a class of tracks, a method of trackers, a function of costs, or the filter that all tracks share."""
     kind, frames = getattr(trackers, name), scene(8, 20, 14)
     stock = kind.update
     drop_in.patch(track_optim=True)
@@ -373,7 +374,16 @@ def test_what_the_user_puts_in_the_frameworks_modules_counts(trackers, monkeypat
     def ones(self, tracks, found):
         return np.ones((len(tracks), len(found)), np.float32)
 
+    stock(probe := kind(namespace()), boxes(frames[0]))
+    made = type(probe.tracked_stracks[0])
+
+    class Shaken(made):
+        def activate(self, *given):
+            super().activate(*given)
+            self.mean[4:] = 7
+
     for owner, attribute, value in (
+        (sys.modules[made.__module__], made.__name__, Shaken),
         (kind, "_cost_matrix" if name == "TRACKTRACK" else "get_dists", ones),
         (track, "shared_kalman", weak),
         (costs, "linear_assignment", lambda matrix, thresh: assign(matrix, thresh / 2)),

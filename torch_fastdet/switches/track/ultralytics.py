@@ -103,8 +103,9 @@ def _replaced(known: Stock) -> str | None:
     """Return what the framework's tracker calls of its own modules that is not the framework's code any more; None if all is."""
     matching = importlib.import_module(f"{PACKAGE}.utils.matching")
     modules = [vars(sys.modules[layer.__module__]) for layer in known.__mro__[:-1]]
-    owners = {each for module in modules for each in module.values() if isinstance(each, type)}
-    parts = [(each, name) for each in owners if each.__module__.startswith(PACKAGE) for name in vars(each)]
+    classes = {each for module in modules for each in module.values() if isinstance(each, type)}
+    owners = [each for each in classes if any(base.__module__.startswith(PACKAGE) for base in each.__mro__)]
+    parts = [(each, name) for each in owners for name in vars(each)]
     for owner, name in [*parts, *((matching, name) for name in MATCHING)]:
         value = vars(owner)[name]
         other = callable(value) and not isinstance(value, type) and not is_code_of(value, "ultralytics")
