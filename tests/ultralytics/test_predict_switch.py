@@ -1112,7 +1112,7 @@ def test_an_own_predictor_keeps_its_methods(ahead, detector, folder, device, tmp
     assert_same(found[1], found[0])
 
 
-def test_images_that_a_predictor_changes_before_they_are_predicted(ahead, detector, folder, device):
+def test_images_that_a_predictor_changes_before_they_are_predicted(ahead, detector, folder, device, tmp_path):
     from ultralytics.models.yolo.detect import DetectionPredictor
 
     class Mirrored(DetectionPredictor):
@@ -1120,16 +1120,8 @@ def test_images_that_a_predictor_changes_before_they_are_predicted(ahead, detect
             super().setup_source(*arguments)
             self.dataset = ((paths, [im[:, ::-1] for im in images], lines) for paths, images, lines in self.dataset)
 
-    found, given = [], {**OPTIONS_OF_RUN, "device": str(device), "predictor": Mirrored, "batch": 2}
-    for on in (False, True):
-        detector.predictor = None
-        if on:
-            drop_in.patch(predict_optim=True)
-        try:
-            with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as in run()
-                found.append(detector.predict(folder[0] / "jpegs", **given))
-        finally:
-            drop_in.unpatch()
+    source = folder[0] / "jpegs"
+    found = [run(detector, source, device, tmp_path, on, predictor=Mirrored, batch=2) for on in (False, True)]
     for one, other in zip(*found, strict=True):
         assert np.array_equal(one.orig_img, other.orig_img) and len(one.boxes)
         torch.testing.assert_close(one.boxes.data, other.boxes.data, rtol=1e-4, atol=1e-3)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -20,26 +21,21 @@ def in_order(work: Callable[[T], R], jobs: Iterable[T], threads: int, ahead: int
     main thread has ended, jobs run in the caller's.
     """
 
-    def begin(job: T) -> Future[R]:
+    def begin(job: T) -> Callable[[], R]:
         try:
-            return pool.submit(work, job)
+            return pool.submit(work, job).result
         except RuntimeError as error:
             if "shutdown" not in str(error):  # it takes no jobs, or from Python 3.12 on creates no threads
                 raise
-        done: Future[R] = Future()
-        try:
-            done.set_result(work(job))
-        except BaseException as error:
-            done.set_exception(error)
-        return done
+        return functools.partial(work, job)
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="torch_fastdet")
-    waiting: deque[Future[R]] = deque()
+    waiting: deque[Callable[[], R]] = deque()
     remaining = iter(jobs)
     try:
         waiting.extend(begin(job) for job in itertools.islice(remaining, ahead))
         while waiting:
-            result = waiting.popleft().result()
+            result = waiting.popleft()()
             waiting.extend(begin(job) for job in itertools.islice(remaining, 1))
             yield result
     finally:
