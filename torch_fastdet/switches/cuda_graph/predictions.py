@@ -85,13 +85,11 @@ def _is_faster_in_nhwc(model: nn.Module) -> bool:
     weight = next(model.parameters())
     half = weight.dtype in (torch.float16, torch.bfloat16)
     packages = {top_level(type(part).__module__) for part in model.modules()}
-    if not (packages <= {"torch", "ultralytics"} and adds_freely(model)) and not (
-        half and kind.__name__ == "RTDETRDecoder"
-    ):
-        return False
-    return is_faster_in_nhwc(
-        str(weight.dtype).removeprefix("torch.") if half else precision(weight.device), weight.device
+    rounds = (half and kind.__name__ == "RTDETRDecoder") or (
+        packages <= {"torch", "ultralytics"} and adds_freely(model)
     )
+    computes_in = str(weight.dtype).removeprefix("torch.") if half else precision(weight.device)
+    return rounds and is_faster_in_nhwc(computes_in, weight.device)
 
 
 def _settings_of(model: nn.Module) -> list[object]:
