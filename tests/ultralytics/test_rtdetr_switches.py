@@ -288,6 +288,7 @@ def test_an_evaluated_model_attends_by_operators(on):
         (torch.float32, True, (9, 0), True),
         (torch.float32, True, (7, 5), False),
         (torch.float32, False, (9, 0), False),
+        (torch.float64, True, (9, 0), False),
     ],
 )
 def test_predictions_are_in_nhwc_memory_where_that_is_faster(on, monkeypatch, dtype, tf32, capability, nhwc):

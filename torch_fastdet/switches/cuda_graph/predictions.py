@@ -88,7 +88,8 @@ def _is_faster_in_nhwc(model: nn.Module) -> bool:
     rounds = (half and kind.__name__ == "RTDETRDecoder") or (
         packages <= {"torch", "ultralytics"} and adds_freely(model)
     )
-    computes_in = str(weight.dtype).removeprefix("torch.") if half else precision(weight.device)
+    dtype = str(weight.dtype).removeprefix("torch.")
+    computes_in = precision(weight.device) if dtype == "float32" else dtype
     return rounds and is_faster_in_nhwc(computes_in, weight.device)
 
 
