@@ -347,8 +347,19 @@ def test_every_source_gives_stocks_results(ahead, detector, folder, device, tmp_
 
 @pytest.mark.parametrize("source", ["many arrays", "glob"])
 def test_each_batch_goes_through_the_network_once(ahead, detector, folder, device, tmp_path, monkeypatch, source):
-    """Each batch goes through the network once, with the original's results, even if it has more bytes than are uploaded ahead."""
+    """Each batch goes through the network once, with the original's results, even if it has more bytes than are uploaded ahead.
+
+    On a GPU decoding takes a while: the image is read after it.
+    """
     monkeypatch.setattr(sources, "UPLOAD", 1000)
+    decode = sources.decode_packed
+
+    def decode_late(*args):
+        if device.type == "cuda":
+            torch.cuda._sleep(50_000_000)
+        return decode(*args)
+
+    monkeypatch.setattr(sources, "decode_packed", decode_late)
     launched, launch = [], pipeline.Feed._launch
     monkeypatch.setattr(pipeline.Feed, "_launch", lambda *args: launched.append(args[2]) or launch(*args))
     make, options = SOURCES[source]
@@ -1051,10 +1062,10 @@ def test_memory_does_not_grow_with_a_list_of_names(ahead, detector, device, tmp_
     finally:
         drop_in.unpatch()
     image, files = 3 * 160 * 200, path.stat().st_size
-    # The third run has 384 more files. The number of batches that are ahead at the peak varies a little.
-    assert peaks[2][0] - peaks[1][0] < 48 * files and peaks[2][1] - peaks[1][1] < 16 * image, (peaks, files)
+    # The third run has 384 more files. The number of batches of 16 that are ahead at the peak varies by one or two.
+    assert peaks[2][0] - peaks[1][0] < 48 * files and peaks[2][1] - peaks[1][1] < 48 * image, (peaks, files)
     # These lists hold the names: the argument's slice, its copies and the batches' paths.
-    assert peaks[3][0] - peaks[1][0] < 48 * files + 40 * len(names) and peaks[3][1] - peaks[1][1] < 16 * image, peaks
+    assert peaks[3][0] - peaks[1][0] < 48 * files + 40 * len(names) and peaks[3][1] - peaks[1][1] < 48 * image, peaks
 
 
 def test_track(ahead, detector, folder, device, tmp_path):

@@ -52,7 +52,7 @@ class Batch:
     storages: list[Tensor]
     #: The index of each image's storage, and its offset there.
     where: list[tuple[int, int]]
-    #: Recorded when the images are on the device.
+    #: Recorded when the images that are decoded or uploaded are on the device.
     ready: torch.cuda.Event | None = None
     #: True for a part of a list whose images have several shapes.
     mixed: bool = False
@@ -97,11 +97,11 @@ class Stager:
             i: each.pixels for i, each in enumerate(images) if isinstance(each, Pixels) and each.pixels is not None
         }
         known = len(arrays) + len(decoded) == len(images) and (fits(arrays) or not arrays)
-        if not known or (arrays and decoded and arrays[0].shape[2] != 3) or sum(a.size for a in arrays) > UPLOAD:
-            return made
-        with self._on_stream():
-            buffer, ends = one_after_another(arrays, self.cuda and bool(arrays))
-            made.storages = [buffer.to(self.device, non_blocking=True)] if arrays else []
+        three = not (arrays and decoded) or arrays[0].shape[2] == 3
+        if known and three and sum(a.size for a in arrays) <= UPLOAD:
+            with self._on_stream():
+                buffer, ends = one_after_another(arrays, self.cuda and bool(arrays))
+                made.storages = [buffer.to(self.device, non_blocking=True)] if arrays else []
             if decoded:  # views of one allocation
                 first = next(iter(decoded.values()))
                 made.storages.append(first.as_strided((first.untyped_storage().nbytes(),), (1,), 0))
@@ -110,8 +110,8 @@ class Stager:
                 (last, int(decoded[i].storage_offset())) if i in decoded else (0, next(offsets))
                 for i in range(len(images))
             ]
-            if self._stream is not None:
-                made.ready = self._stream.record_event()
+        if self._stream is not None:  # for Pixels that are read on another stream, too
+            made.ready = self._stream.record_event()
         return made
 
 
