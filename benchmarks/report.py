@@ -84,7 +84,7 @@ SHOWN = {
     ),
     "h200-ultralytics": tuple(
         f"{model}, batch 16{VALIDATION}"
-        for model in ("yolov8s", "yolov8s-seg", "yolov8s-pose", "yolov8s-obb", "yolo26s-seg")
+        for model in ("yolov8s", "yolov8s-seg", "yolov8s-pose", "yolov8s-obb", "yolo26s-seg", "rtdetr-l")
     ),
     "h100-ultralytics": (f"yolov8s-cls, batch 64{VALIDATION}",),
     "gpu-val": (
