@@ -157,6 +157,8 @@ STREAM = FakeStream(torch.device("cpu"))
 _current = [STREAM]
 # These are the streams of the last replays of dropped graphs.
 awaited: list[FakeStream] = []
+# These are pairs of a stream and the one that it waited for to replay in the same memory.
+ordered: list[tuple[FakeStream, FakeStream]] = []
 
 
 @contextlib.contextmanager
@@ -167,6 +169,12 @@ def on(stream: FakeStream):
         yield
     finally:
         _current.pop()
+
+
+def _behind(last: FakeStream | None, device) -> FakeStream:
+    if last is not None and last is not _current[-1]:
+        ordered.append((_current[-1], last))
+    return _current[-1]
 
 
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:
@@ -233,7 +241,7 @@ def install(monkeypatch) -> None:
         "new_stream": lambda device, owner: FakeStream(device),
         "make_backward_wait": lambda device: None,
         "read_on": lambda tensors, stream: None,
-        "behind": lambda last, device: None,
+        "behind": _behind,
         "capture_into": _capture_into,
         "running_in": Lent,
         "unowned": _unowned,

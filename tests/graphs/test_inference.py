@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.forks import exit_status, fork
+from tests.graphs import fake_gpu
 from tests.graphs.fake_gpu import GPU
 from tests.graphs.samples import HostSync
 from torch_fastdet._torch import captures
@@ -158,6 +159,47 @@ def test_graphs_of_training_and_of_evaluation_share_memory(gpu, graphs_of):
     training.reset()
     check(graphs, model, images())
     assert graphs.memory() > 0, "the others have left"
+
+
+def test_training_and_evaluation_on_two_streams_wait_for_each_other(monkeypatch, graphs_of):
+    """They run in the same memory; so do the first passes of a shape."""
+    fake_gpu.install(monkeypatch)
+    net = Plain().train()
+    training = ModuleGraphs(net, say=lambda line: None)
+    model, own, stream = made(), fake_gpu.FakeStream(torch.device("cpu")), fake_gpu.STREAM
+    graphs = graphs_of(model, beside=lambda: training)
+    for _ in range(3):
+        training(images(48, 4)).sum().backward()
+        check(graphs, model, images())
+    assert is_replayed(graphs, model, images()) and graphs._pool.memory is training._pool.memory
+    for size in (16, 24):
+        fake_gpu.ordered.clear()
+        with fake_gpu.on(own):
+            check(graphs, model, images(size))
+        training(images(48, 4)).sum().backward()
+        assert fake_gpu.ordered == [(own, stream), (stream, own)]
+
+
+def test_training_behind_an_evaluation_on_another_stream(cuda, graphs_of):
+    """Its replay comes late: without order it would run between a forward pass and its backward pass."""
+    net, x = Plain().to(cuda).train(), images(48, 4)
+    training = ModuleGraphs(net, say=lambda line: None)
+    model, own, seen = made(), torch.cuda.Stream(), images(64, 8)
+    graphs = graphs_of(model, beside=lambda: training)
+    for _ in range(4):
+        net.zero_grad()
+        training(x).sum().backward()
+        check(graphs, model, seen)
+    wanted = [parameter.grad.clone() for parameter in net.parameters()]
+    net.zero_grad()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(own), torch.inference_mode():
+        torch.cuda._sleep(100_000_000)
+        graphs(seen)
+    loss = training(x).sum()
+    torch.cuda._sleep(400_000_000)
+    loss.backward()
+    assert all(torch.equal(parameter.grad, want) for parameter, want in zip(net.parameters(), wanted))
 
 
 class HeadWithTable(Head):

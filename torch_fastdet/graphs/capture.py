@@ -127,7 +127,7 @@ def make_backward_wait(device: torch.device) -> None:
 def behind(last: torch.cuda.Stream | None, device: torch.device) -> torch.cuda.Stream:
     """Return the current stream, which waits for ``last`` if that is another one."""
     stream = torch.cuda.current_stream(device)
-    if last is not None and last != stream and last.device == device:
+    if last is not None and last != stream:
         stream.wait_stream(last)
     return stream
 

@@ -168,6 +168,7 @@ class CapturedPasses(CapturedCallable[Passes]):
         raise NotImplementedError
 
     def _replay(self, captured: Passes, *tensors: Tensor) -> tuple[Tensor, ...]:
+        self._pool.behind()
         return _Replay.apply(self, captured, *tensors)
 
     def _leave(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> list[tuple[nn.Parameter, Tensor]]:

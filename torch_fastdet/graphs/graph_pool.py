@@ -27,8 +27,8 @@ class Memory:
     """Hold the memory pool of some graphs, and the stream to capture them on: the allocator gives free blocks to the same stream alone.
 
     Graphs of several owners may share one. Each of them assumes nothing of what it finds there: it writes its inputs before a replay, and
-    whoever needs an output copies it before the next replay of any of them. So replays must be ordered, on one stream or by waiting, and
-    nothing may be replayed between a forward pass and its backward pass (:meth:`CapturedPasses.lent`).
+    whoever needs an output copies it before the next replay of any of them. So replays must be ordered, by :meth:`behind`, and nothing
+    may be replayed between a forward pass and its backward pass (:meth:`CapturedPasses.lent`).
     """
 
     def __init__(self, owner: GraphPool[Any], device: torch.device) -> None:
@@ -37,6 +37,12 @@ class Memory:
         self.handle = _capture.new_pool()
         # If a borrower's capture fails, ``handle`` becomes another pool, which the owner's graphs do not keep.
         self.failed = False
+        self._ran_on: torch.cuda.Stream | None = None
+
+    def behind(self) -> torch.cuda.Stream:
+        """Return the current stream, to run something here behind what ran here last, on whichever stream."""
+        self._ran_on = stream = _capture.behind(self._ran_on, self.stream.device)
+        return stream
 
     def keeper(self) -> GraphPool[Any] | None:
         """Return whose graphs keep the memory while the result is held; None if they are gone, and the allocator refuses it, therefore."""
@@ -48,6 +54,7 @@ class Memory:
         keeper = self.keeper()  # a trainer is often in a cycle, which may be collected at any time
         if keeper is None:
             return run()
+        self.behind()  # copies of the result are made on the current stream
         used = partial(private.pool_bytes, self.handle, "allocated_size")
         before, autocast = used(), _capture.uncached_autocast(_capture.autocast_dtype())
         with _capture.attributes_copied(module), _capture.running_in(self.handle, self.stream), autocast:
@@ -111,6 +118,11 @@ class GraphPool(Owner, Generic[G]):
         """Return the stream to capture on, within :meth:`capture`."""
         assert self.memory is not None
         return self.memory.stream
+
+    def behind(self) -> torch.cuda.Stream:
+        """Return the current stream, to replay one of the graphs behind what ran in their memory last."""
+        assert self.memory is not None
+        return self.memory.behind()
 
     def is_of_this_thread(self) -> bool:
         return self._thread == threading.get_ident()

@@ -106,7 +106,6 @@ class InferenceGraphs(CapturedCallable[_Captured]):
         self._lender: Callable[[], CapturedPasses | None] = lambda: None
         self._baked = BakedForward(settings)
         self._lock = threading.RLock()
-        self._stream: torch.cuda.Stream | None = None  # of the last replay
         self._saved = float(_MOST_SAVED)  # captures that calls have paid for
 
     def reset(self) -> None:
@@ -129,13 +128,14 @@ class InferenceGraphs(CapturedCallable[_Captured]):
         with self._lock:
             if (lender := self._lender()) is not None and not lender.lends():
                 return run(x)
-            self._stream = _capture.behind(self._stream, x.device)
             key = (tuple(x.shape), x.dtype, x.stride(), x.device, *_flags())
             captured = self._pool.get(key, x.device)
             if module.training or self._baked.has_hooks() or every_module_has_hooks():
                 captured = None
             if captured is not None:
-                captured.launch(x, self._stream)  # The GPU runs it while the host finds out whether it is still valid.
+                captured.launch(
+                    x, self._pool.behind()
+                )  # The GPU runs it while the host finds out whether it is still valid.
             if self._baked.moved(module):
                 self._pool.reset()
                 captured = None

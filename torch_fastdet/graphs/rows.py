@@ -28,7 +28,6 @@ class RowGraphs(CapturedPasses):
         super().__init__(what, max_graphs, 1, warn)
         self._say = say
         self._baked = BakedModule()
-        self._stream: torch.cuda.Stream | None = None  # of the last replay
 
     def __call__(
         self, function: Callable[..., Tensor], module: nn.Module, rows: tuple[Tensor, ...], key: Hashable = None
@@ -64,7 +63,6 @@ class RowGraphs(CapturedPasses):
             if captured is None:
                 return eager()
             self._say(f"captured forward and backward of {self.what}, for each number of rows")
-        self._stream = _capture.behind(self._stream, device)
         return self._replay(captured, *rows, *(parameter for parameter, _ in captured.gradients))[0]
 
     def _captured(
