@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 import pickle
 import sys
 import warnings
@@ -109,6 +110,21 @@ def test_tracks_and_lists_are_the_originals(trackers, name, turned):
         drop_in.unpatch()
         assert contents(unread) == wanted[-1][1]
         assert trackers.BYTETracker.update is stock and not set(LISTS) & set(vars(trackers.BYTETracker))
+
+
+@pytest.mark.parametrize("way", some_slow(("by_name", "by_doctor", "on_demand"), ("on_demand",)))
+def test_tracks_without_the_package_lap(trackers, program, way):
+    """Ultralytics installs it where it is missing, but the core needs none."""
+    frames = [rows.tolist() for rows in scene(11, 12, 20)]
+    found = program("without_lap.py", json.dumps(frames), json.dumps(vars(namespace())), way)
+    wanted = {name: [rows.tolist() for rows, _ in original(trackers, name, scene(11, 12, 20))] for name in NAMES}
+    assert found["tracks"] == wanted
+    assert found["asked"] == [] and found.get("doctor", [None]) == [None]
+    imported = sum(line.startswith("track_optim:") for line in found["lines"])
+    assert imported == (0 if way == "on_demand" else len(NAMES))
+    hint = "ModuleNotFoundError: Ultralytics' original tracker runs here, and needs lap: pip install lap"
+    assert found["original"] == found["unpatched"] == hint
+    assert found["installed"] is None and not found["seen"] and found["left"] == []
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import threading
 from collections.abc import Collection, Iterable, Mapping
@@ -55,12 +56,16 @@ class Host:
     def import_modules(self, names: Iterable[str]) -> None:
         """Import the host's modules ``names``, leaving out those that this version does not have."""
         prefix = self.prefix()
-        for name in names:
-            try:
-                importlib.import_module(prefix + name)
-            except ModuleNotFoundError as error:
-                if error.name is None or not f"{prefix}{name}.".startswith(f"{error.name}."):
-                    raise  # a module that it needs
+        with contextlib.ExitStack() as finders:
+            for switch in self.switches.values():
+                if switch.finder is not None:
+                    finders.enter_context(switch.finder.installed())
+            for name in names:
+                try:
+                    importlib.import_module(prefix + name)
+                except ModuleNotFoundError as error:
+                    if error.name is None or not f"{prefix}{name}.".startswith(f"{error.name}."):
+                        raise  # a module that it needs
 
     def patch(self, switches: Mapping[str, bool], import_now: bool = True) -> tuple[str, ...]:
         """Switch on what the keywords say, and return a line for each name that is replaced; ``import_now`` as of :meth:`switch_on`."""

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.abc
 import itertools
 import operator
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -80,8 +81,28 @@ class ImportHook(importlib.abc.MetaPathFinder):
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Install it for a while, unless it is installed already."""
+        stays = self in sys.meta_path
+        self.install()
+        try:
+            yield
+        finally:
+            if not stays:
+                self.remove()
+
+    def searches(self, name: str) -> bool:
+        return top_level(name) in self._packages
+
+    def run(self, exec_module: Callable[[ModuleType], None], module: ModuleType) -> None:
+        """Run a module that has been found."""
+        exec_module(module)
+        if self in sys.meta_path:
+            self._imported(module)
+
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if top_level(fullname) not in self._packages or fullname in self._searching:
+        if not self.searches(fullname) or fullname in self._searching:
             return None
         self._searching.add(fullname)
         try:
@@ -99,9 +120,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         def exec_then_call(module: ModuleType) -> None:
             # Only this loader's attribute was replaced, because inspect and pkgutil look at its type.
             vars(loader).pop("exec_module", None)
-            exec_module(module)
-            if self in sys.meta_path:
-                self._imported(module)
+            self.run(exec_module, module)
 
         loader.exec_module = exec_then_call
         return spec

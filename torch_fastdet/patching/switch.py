@@ -19,7 +19,7 @@ import torch
 from torch_fastdet._say import rank, say, warn
 from torch_fastdet._torch.private import gpu_count
 from torch_fastdet.patching.evidence import Asks, Evidence, Follows, Obstacle, Signature, obstacle_among
-from torch_fastdet.patching.import_hook import is_run, names_of, namespace, root, top_level
+from torch_fastdet.patching.import_hook import ImportHook, is_run, names_of, namespace, root, top_level
 from torch_fastdet.patching.protocols import Stock
 from torch_fastdet.patching.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
 
@@ -149,6 +149,7 @@ class Switch:
         modules: modules of the framework, without its package's prefix, that ``patch()`` imports; others are looked at when they are imported.
         on_demand: a training needs none of them: ``patch()`` imports them where the switch is asked for by name.
         evidence: what must hold for the switch as a whole. It must not touch CUDA: a script chooses its device later.
+        finder: finds what modules of the framework import and the switch does without, until ``unpatch()``.
         needs_host: whether the framework must be installed.
         options: for the doctor: a function from an option's value to why the switch cannot apply, by the option's name.
         notice: returns what to say when it is switched on, or None.
@@ -163,6 +164,7 @@ class Switch:
     modules: tuple[str, ...] = ()
     on_demand: bool = False
     evidence: tuple[Evidence, ...] = ()
+    finder: ImportHook | None = None
     needs_host: bool = True
     options: dict[str, Callable[[str], Obstacle | None]] = field(default_factory=dict)
     notice: Callable[[], str | None] | None = None
@@ -255,6 +257,9 @@ class Active:
 
     def begin(self) -> None:
         """Replace names outside the host. Called once, before any of the host's code runs."""
+        if self.switch.finder is not None and not self.patches.dry:
+            self.switch.finder.install()
+            self.patches.at_end.append(self.switch.finder.remove)
         for target in self.switch.targets:
             if isinstance(target, Outside):
                 obstacle = target.obstacle()

@@ -13,6 +13,7 @@ from torch_fastdet.patching.protocols import Function, Tracker
 from torch_fastdet.patching.replace import describe, is_code_of, original
 from torch_fastdet.patching.switch import Switch, Target
 from torch_fastdet.switches.frameworks import REFERENCE, VERSION, by, ultralytics
+from torch_fastdet.switches.track.lap import Finder
 
 BYTE = ultralytics("trackers.byte_tracker")
 MODULES = {
@@ -73,8 +74,8 @@ ULTRALYTICS = Switch(
         *(_update(ultralytics(module), name) for name, module in MODULES.items()),
         *_lists(ultralytics(MODULES["TRACKTRACK"]), "TRACKTRACK"),
     ),
-    # Ultralytics' trackers import lap, and install it if it is missing. Leave that to the first call of track.
-    modules=("trackers.byte_tracker", *MODULES.values()) if importlib.util.find_spec("lap") else (),
+    modules=("trackers.byte_tracker", *MODULES.values()),
     on_demand=True,
     evidence=(Asks("the module torch_fastdet._C", _obstacle_to_core), VERSION),
+    finder=Finder(),
 )

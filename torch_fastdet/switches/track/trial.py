@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from torch_fastdet import trackers
 from torch_fastdet.patching.protocols import Names, Tracker
+from torch_fastdet.switches.track import lap
 
 OPTIONS: Names = {
     "track_high_thresh": 0.3,
@@ -49,11 +50,25 @@ def frames() -> list[NDArray[np.float32]]:
     return found
 
 
+def _lapjv(costs: NDArray[Any], extend_cost: bool, cost_limit: float) -> tuple[float, NDArray[Any], NDArray[Any]]:
+    """Do what ``lap.lapjv``, which may be missing, does without ties."""
+    solve = importlib.import_module("ultralytics.utils.ops").linear_sum_assignment
+    columns, rows = np.full(costs.shape[0], -1), np.full(costs.shape[1], -1)
+    for row, column in zip(*solve(np.minimum(costs, cost_limit))):
+        if costs[row, column] < cost_limit:
+            columns[row], rows[column] = column, row
+    return 0.0, columns, rows
+
+
 def tracked(tracker: Tracker) -> tuple[Any, Any]:
     ours = CLASSES[tracker.__name__](**OPTIONS)
     theirs = tracker(SimpleNamespace(**OPTIONS, **OTHERS))
     boxes = importlib.import_module("ultralytics.engine.results").Boxes
     cases = frames()
     update = inspect.unwrap(tracker.update)  # the others inherit ByteTrack's, which is replaced already
-    found = [update(theirs, boxes(rows, (300, 500))) for rows in cases]
+    lap.STAND_IN.lapjv = _lapjv
+    try:
+        found = [update(theirs, boxes(rows, (300, 500))) for rows in cases]
+    finally:
+        lap.STAND_IN.lapjv = lap.lapjv
     return found, [ours.update(rows[:, :4], rows[:, 4], rows[:, 5]) for rows in cases]

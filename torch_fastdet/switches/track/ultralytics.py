@@ -24,6 +24,7 @@ from torch_fastdet.patching.protocols import Function, Names, Results, Stock, Tr
 from torch_fastdet.patching.replace import describe, in_place_of, is_code_of, original
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.frameworks import REFERENCE
+from torch_fastdet.switches.track import lap
 from torch_fastdet.switches.track.kinds import KINDS, LOST, STATE, Kind, compares_looks
 
 PACKAGE = "ultralytics.trackers"
@@ -53,7 +54,8 @@ class _Held:
     def __init__(self, kind: Kind, tracker: Tracker) -> None:
         self.kind = kind
         self.core = kind.make(tracker)
-        self.core.break_ties_by(_assigned)
+        if not lap.is_missing():
+            self.core.break_ties_by(_assigned)
         self.outside = {*LIVE, *REMOVED}
         self.ids: object = None
         self.frame = self.last_id = 0  # the core's
