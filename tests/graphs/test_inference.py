@@ -279,6 +279,43 @@ def test_training_that_is_collected_while_it_lends(gpu, graphs_of, monkeypatch, 
     assert graphs.reason is None and len(graphs.shapes) == 1 and graphs.memory() > 0
 
 
+def test_borrowers_of_a_training_that_is_gone_share_no_memory(gpu, graphs_of):
+    """Nobody tells any more in which thread either of them may run."""
+    net = Plain().to(GPU.device).train()
+    training = ModuleGraphs(net, say=lambda line: None)
+    models = made(), made()
+    both = [graphs_of(model, beside=lambda: lender()) for model in models]
+    lender = weakref.ref(training)
+    for _ in range(3):
+        training(images(48, 4)).sum().backward()
+    for _ in range(2):
+        for graphs, model in zip(both, models):
+            check(graphs, model, images())
+    assert both[0]._pool.memory is both[1]._pool.memory is training._pool.memory
+    del training
+    gc.collect()
+    for graphs, model in zip(both, models):
+        check(graphs, model, images())
+        assert is_replayed(graphs, model, images())
+    assert both[0]._pool.memory is not both[1]._pool.memory
+
+
+def test_graphs_that_another_thread_uses_are_not_released(gpu, graphs_of):
+    """A thread that has no memory left asks what it may drop. Another one may come before it does that."""
+    model = made()
+    graphs = graphs_of(model)
+    for _ in range(2):
+        check(graphs, model, images())
+    assert graphs._pool.offer() == "1 graphs"
+    with ThreadPoolExecutor(1) as other:
+        other.submit(check, graphs, model, images()).result()
+    graphs._pool.release()
+    assert len(graphs.shapes) == 1
+    check(graphs, model, images())
+    graphs._pool.release()
+    assert not graphs.shapes
+
+
 def test_memory_that_a_capture_failed_in_is_not_lent_again(gpu, graphs_of, monkeypatch):
     """Its next graphs use another pool, which training's graphs do not keep alive."""
     net = Plain().to(GPU.device).train()

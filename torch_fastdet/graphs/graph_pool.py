@@ -87,7 +87,8 @@ class GraphPool(Owner, Generic[G]):
         self._graphs: OrderedDict[tuple, G] = OrderedDict()
         self._calls: Counter[Hashable] = Counter()
         self._too_large: set[Hashable] = set()
-        self._thread = 0
+        self._thread = 0  # which uses the graphs, and may release them
+        self._taking = threading.Lock()
         self.device = None
         self.memory: Memory | None = None
         register(self)
@@ -104,7 +105,8 @@ class GraphPool(Owner, Generic[G]):
 
     def get(self, key: tuple, device: torch.device) -> G | None:
         """Return the graph of this key, which is now the most recently used; ``device`` is that of all that follows."""
-        self._thread, self.device = threading.get_ident(), device
+        with self._taking:
+            self._thread, self.device = threading.get_ident(), device
         graph = self._graphs.get(key)
         if graph is not None:
             self._graphs.move_to_end(key)
@@ -133,12 +135,21 @@ class GraphPool(Owner, Generic[G]):
         counted = owner is not None and owner is not self and owner.memory is self.memory
         return 0 if counted else private.pool_bytes(self.handle)
 
+    def is_orphaned(self) -> bool:
+        """Return whether another pool has lent the memory and is gone. Its other borrowers may run there in any thread."""
+        return self.memory is not None and self.memory.owner() is None
+
     def offer(self) -> str:
         # Another thread may be replaying.
         return f"{len(self)} graphs" if len(self) and self.is_of_this_thread() else ""
 
     def release(self) -> None:
-        """Drop all graphs; each key begins with its warm-up again."""
+        """Drop all graphs, unless another thread has taken them since; each key begins with its warm-up again."""
+        with self._taking:
+            if self.is_of_this_thread():
+                self._begin_again()
+
+    def _begin_again(self) -> None:
         self.drop()
         self._calls.clear()
 
@@ -150,7 +161,7 @@ class GraphPool(Owner, Generic[G]):
 
     def reset(self) -> None:
         """Reset, also for keys that there was no memory to capture."""
-        self.release()
+        self._begin_again()
         self._too_large.clear()
 
     def is_warm(self, key: Hashable) -> bool:

@@ -126,16 +126,17 @@ class InferenceGraphs(CapturedCallable[_Captured]):
         if not self._takes(x):
             return run(x)
         with self._lock:
-            if (lender := self._lender()) is not None and not lender.lends():
+            lender = self._lender()  # which must not go during this call
+            if lender is not None and not lender.lends():
                 return run(x)
+            if self._pool.is_orphaned():
+                self._pool.drop()
             key = (tuple(x.shape), x.dtype, x.stride(), x.device, *_flags())
             captured = self._pool.get(key, x.device)
             if module.training or self._baked.has_hooks() or every_module_has_hooks():
                 captured = None
-            if captured is not None:
-                captured.launch(
-                    x, self._pool.behind()
-                )  # The GPU runs it while the host finds out whether it is still valid.
+            if captured is not None:  # The GPU runs it while the host finds out whether it is still valid.
+                captured.launch(x, self._pool.behind())
             if self._baked.moved(module):
                 self._pool.reset()
                 captured = None
