@@ -121,6 +121,39 @@ def test_what_the_capture_makes_stays_in_it(gpu, graphs_of):
     assert len(graphs.shapes) == 2 and len(filler) == 50
 
 
+def test_what_a_replay_reads_stays_until_it_ends(monkeypatch, graphs_of):
+    fake_gpu.install(monkeypatch)
+    read = []
+    monkeypatch.setattr(_capture, "read_on", lambda tensors, stream: read.append((set(map(id, tensors)), stream)))
+    model, own = made(), fake_gpu.FakeStream(torch.device("cpu"))
+    graphs = graphs_of(model)
+    for _ in range(2):
+        check(graphs, model, images())
+    for stream in (own, fake_gpu.STREAM, own):
+        with fake_gpu.on(stream):
+            assert is_replayed(graphs, model, images())
+    assert [stream for _, stream in read] == [own, fake_gpu.STREAM]
+    assert all(id(model.places) in tensors and len(tensors) > 5 for tensors, _ in read)
+
+
+def test_what_a_late_replay_reads_is_not_overwritten(cuda, graphs_of):
+    """Graphs and the head drop the values for a shape, which lie in memory of the current stream, before another stream has read them."""
+    model, own, x = made(), torch.cuda.Stream(), images()
+    graphs = graphs_of(model)
+    for _ in range(3):
+        wanted = check(graphs, model, x)[0]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(own), torch.inference_mode():
+        torch.cuda._sleep(200_000_000)
+        found = graphs(x)[0]
+    size = model.places.numel()
+    graphs.reset()
+    model.places = model.shape = None
+    others = [torch.full((size,), 9.0, device=cuda) for _ in range(100)]
+    torch.cuda.synchronize()
+    assert torch.equal(found, wanted) and len(others) == 100
+
+
 class Plain(nn.Module):
     def __init__(self):
         super().__init__()

@@ -112,7 +112,7 @@ _workspaces_of: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, _Workspaces] = w
 
 
 def read_on(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that these tensors of a graph are read on ``stream``: whoever has them may drop them before that ends."""
+    """Tell the allocator that these tensors are read on ``stream``: whoever has them may drop them before that ends."""
     for tensor in tensors:
         if tensor.is_cuda:  # a constant on the CPU may be among the outputs
             tensor.record_stream(stream)

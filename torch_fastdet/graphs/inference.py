@@ -39,12 +39,16 @@ class _Captured:
     def __init__(self, stream: torch.cuda.Stream, held: list[Tensor]) -> None:
         self.graph = Graph(stream)
         self.held = held  # what the graph reads and a module may let go of
+        self._streams: set[torch.cuda.Stream] = set()  # that have read it
         self.input: Tensor
         self.outputs: list[Tensor]
         self.leaves: list[object]  # the numbers of outputs, and values that are not tensors
         self.structure: Any
 
     def launch(self, x: Tensor, stream: torch.cuda.Stream) -> None:
+        if stream not in self._streams:
+            self._streams.add(stream)
+            _capture.read_on(self.held, stream)
         self.input.copy_(x)
         self.graph.replay(stream)
 
