@@ -149,13 +149,13 @@ class Switch:
         modules: modules of the framework, without its package's prefix, that ``patch()`` imports; others are looked at when they are imported.
         on_demand: a training needs none of them: ``patch()`` imports them where the switch is asked for by name.
         evidence: what must hold for the switch as a whole. It must not touch CUDA: a script chooses its device later.
-        finder: finds what modules of the framework import and the switch does without, until ``unpatch()``.
         needs_host: whether the framework must be installed.
         options: for the doctor: a function from an option's value to why the switch cannot apply, by the option's name.
         notice: returns what to say when it is switched on, or None.
         by_name_only: it is not a part of "everything that applies".
         rewrites: for the doctor: what it changes in a model while that is captured, a line each.
         formerly: an earlier name, which still means it.
+        finder: finds what modules of the framework import and the switch does without, until ``unpatch()``.
     """
 
     name: str
@@ -164,13 +164,13 @@ class Switch:
     modules: tuple[str, ...] = ()
     on_demand: bool = False
     evidence: tuple[Evidence, ...] = ()
-    finder: ImportHook | None = None
     needs_host: bool = True
     options: dict[str, Callable[[str], Obstacle | None]] = field(default_factory=dict)
     notice: Callable[[], str | None] | None = None
     by_name_only: bool = False
     rewrites: tuple[str, ...] = ()
     formerly: str = ""
+    finder: ImportHook | None = None
 
 
 @dataclass
