@@ -209,7 +209,6 @@ class Formula:
     modules: tuple[str, ...]
     others: tuple[str, ...] = ()
     options: tuple[Names, ...] = ({},)
-    images: Callable[[], torch.Tensor] = make_images
 
     def is_that_of(self, forward: Stock) -> bool:
         code = getattr(forward, "__code__", None)
@@ -218,7 +217,7 @@ class Formula:
         if names_in(code) != {*self.modules, *self.others}:
             return False
         parts = stand_ins(*self.modules)
-        return all(agree(forward, self.method, {**parts, **options}, self.images()) for options in self.options)
+        return all(agree(forward, self.method, {**parts, **options}, make_images()) for options in self.options)
 
     def obstacle(self, stock: object) -> Obstacle | None:
         return None if self.is_that_of(stock) else Obstacle(f"{describe(stock)} is not {self.text}.")
