@@ -115,9 +115,9 @@ def test_a_file_without_room_is_read_for_each_batch(files, tmp_path):
 
 def test_no_file_stays_where_stock_makes_the_batch(files):
     memory = memory_of(files, budget=0)
-    for key, item in ((0, [torch.zeros(3, 4, 4)]), ("img", {"img": torch.zeros(3, 4, 4)})):
+    for item in ((torch.zeros(3, 4, 4),), {"img": torch.zeros(3, 4, 4)}):
         assert all(memory.read(index) for index in range(4))
-        Collate(list, memory, True, key)([item])
+        Collate(list, memory, True)([item])
         assert not memory.files.sent
     dataset = SimpleNamespace(buffer=[0, 2], ims=[Unread(size) for size in SIZES])
     decode_kept(dataset, memory)

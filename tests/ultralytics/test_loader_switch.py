@@ -277,8 +277,8 @@ def pretended_gpu(monkeypatch):
         def __call__(self, plan):
             return made(plan, *self.images._bring(plan))
 
-    def begin(finisher, memory, device, key, uploads):
-        finisher.device, finisher.images, finisher.key, finisher.uploads = device, Images(memory), key, uploads
+    def begin(finisher, memory, device):
+        finisher.device, finisher.images = device, Images(memory)
 
     monkeypatch.setattr(loop, "torch", pretended.cuda())
     monkeypatch.setattr(loop, "current_gpu", lambda: torch.device("cpu"))

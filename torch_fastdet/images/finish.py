@@ -27,25 +27,23 @@ FIRST_BATCHES = 16
 
 
 class Finisher:
-    """Make the batches on the GPU, whose images are at ``key``. With ``uploads`` all other tensors go there too, else to pinned memory."""
+    """Make the images of batches on the GPU. All other tensors of YOLOv5's tuples go there too, those of dictionaries to pinned memory."""
 
-    def __init__(self, memory: ImageMemory, device: torch.device, key: object = 0, uploads: bool = True) -> None:
+    def __init__(self, memory: ImageMemory, device: torch.device) -> None:
         self.device = device
         self.images = DeviceImages(memory, device)
-        self.key = key
-        self.uploads = uploads
 
     def __call__(self, batch: Sent | PlannedBatch) -> Sent:
         if isinstance(batch, PlannedBatch):  # else the framework has made it
-            batch = with_images(batch.rest, self.key, self.images(batch.plan))
-        return with_each(self._moved, batch)
+            batch = with_images(batch.rest, self.images(batch.plan))
+        return with_each(lambda value: self._moved(value, uploads=not isinstance(batch, dict)), batch)
 
-    def _moved(self, value: object) -> Any:
+    def _moved(self, value: object, uploads: bool) -> object:
         value = torch.as_tensor(value) if isinstance(value, np.ndarray) else value
         if not isinstance(value, torch.Tensor) or value.is_cuda:
             return value
         pinned = value.pin_memory()
-        return pinned.to(self.device, non_blocking=True) if self.uploads else pinned
+        return pinned.to(self.device, non_blocking=True) if uploads else pinned
 
 
 class Turns:

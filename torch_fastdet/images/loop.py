@@ -49,31 +49,22 @@ class PlanBatches:
 class PlannedLoading:
     """Choose where the batches of a ``DataLoader`` are made: by a thread on the GPU, else by the loader processes."""
 
-    def __init__(
-        self,
-        memory: ImageMemory,
-        workers: int,
-        on_gpu: bool,
-        device: torch.device | None = None,
-        key: object = 0,
-        uploads: bool = True,
-    ) -> None:
+    def __init__(self, memory: ImageMemory, workers: int, on_gpu: bool, device: torch.device | None = None) -> None:
         self.memory, self.workers, self.on_gpu = memory, workers, on_gpu
         self._device = device  # by default the current GPU, when the first batch is made
-        self.key, self.uploads = key, uploads
         self._finisher: Finisher | None = None
         if not on_gpu:
             self._say("made on the CPU")
 
     def collate(self, stock: Callable[[list], Sent]) -> Collate:
         """Return what loader processes call instead of the framework's own ``collate_fn``."""
-        return Collate(stock, self.memory, self.on_gpu, self.key)
+        return Collate(stock, self.memory, self.on_gpu)
 
     @property
     def finisher(self) -> Finisher:
         with _one_at_a_time:  # two threads may begin a loop each
             if self._finisher is None:
-                self._finisher = Finisher(self.memory, self._device or current_gpu(), self.key, self.uploads)
+                self._finisher = Finisher(self.memory, self._device or current_gpu())
                 self._say(f"made on the GPU, which keeps {self._finisher.images.how_many()}")
             return self._finisher
 

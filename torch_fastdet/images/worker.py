@@ -47,9 +47,14 @@ class PlannedBatch:
     rest: Sent
 
 
-def with_images(batch: Sent, key: Any, images: object) -> Sent:
-    """Return a tuple or dictionary with other ``images`` at ``key``."""
-    return {**batch, key: images} if isinstance(batch, dict) else (*batch[:key], images, *batch[key + 1 :])
+def images_of(batch: Sent) -> Any:
+    """Return the images of an item or a batch: ``img`` of a dictionary, and what comes first in a tuple."""
+    return batch["img"] if isinstance(batch, dict) else batch[0]
+
+
+def with_images(batch: Sent, images: object) -> Sent:
+    """Return an item or a batch with other images."""
+    return {**batch, "img": images} if isinstance(batch, dict) else (images, *batch[1:])
 
 
 def with_each(change: Callable[[Any], object], batch: Sent) -> Sent:
@@ -67,25 +72,24 @@ def _in_message(value: object) -> object:
 class Collate:
     """Put the plans of a batch together. Everything but pixels goes through the framework's own ``collate_fn``, ``stock``.
 
-    Items and batches hold images at ``key``: plans, not pixels; for these ``stock`` gets images of one pixel. With ``on_gpu`` the
-    result is for :class:`~torch_fastdet.images.finish.Finisher`.
+    Items hold plans, not pixels; for these ``stock`` gets images of one pixel. With ``on_gpu`` the result is for
+    :class:`~torch_fastdet.images.finish.Finisher`.
     """
 
-    def __init__(self, stock: Callable[[list], Sent], memory: ImageMemory, on_gpu: bool, key: object = 0) -> None:
+    def __init__(self, stock: Callable[[list], Sent], memory: ImageMemory, on_gpu: bool) -> None:
         self.stock = stock
         self.memory = memory
         self.on_gpu = on_gpu
-        self.key = key
 
     def __call__(self, items: Sequence[Any]) -> Sent | PlannedBatch:
-        if isinstance(items[0][self.key], torch.Tensor):  # the framework has made the images
+        if isinstance(images_of(items[0]), torch.Tensor):  # the framework has made the images
             self.memory.take_sent()
             return self.stock(list(items))
-        images, pixel = [item[self.key] for item in items], torch.empty((1, 1, 1), dtype=torch.uint8)
-        batch = self.stock([with_images(item, self.key, pixel) for item in items])
+        images, pixel = [images_of(item) for item in items], torch.empty((1, 1, 1), dtype=torch.uint8)
+        batch = self.stock([with_images(item, pixel) for item in items])
         if self.on_gpu:
-            return PlannedBatch(self.plan(images), with_each(_in_message, with_images(batch, self.key, None)))
-        return with_images(batch, self.key, self.make(images))
+            return PlannedBatch(self.plan(images), with_each(_in_message, with_images(batch, None)))
+        return with_images(batch, self.make(images))
 
     def plan(self, images: list[ImagePlan]) -> Plan:
         """Return the plan that this process sends."""

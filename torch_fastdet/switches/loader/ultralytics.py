@@ -299,6 +299,6 @@ def plan_loader(loader: Loader, device: object) -> Loader:
     cls: type = type(loader)
     planned: Any = object.__new__(_loader_class(cls))
     vars(planned).update(vars(loader))
-    planned._plans = PlannedLoading(memory, loader.num_workers, on_gpu, gpu, key="img", uploads=False)
+    planned._plans = PlannedLoading(memory, loader.num_workers, on_gpu, gpu)
     planned._images = list(loader.dataset.im_files), loader.dataset.imgsz
     return planned
