@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from torch_fastdet._say import say, show
-from torch_fastdet.patching.engine import ALL, Host
+from torch_fastdet.patching.engine import Host
 from torch_fastdet.patching.switch import SwitchError
 
 
@@ -22,28 +22,21 @@ class Launcher:
     usage: str
     description: str
 
-    @property
-    def flags(self) -> dict[str, tuple[str, bool]]:
-        """Return the switch of each flag, and whether the flag switches it on: ``--nms_optim``, ``--no-nms_optim``."""
-        names = {name: name for name in self.host.switches} | self.host.former_names()
-        on = {f"--{name}": (switch, True) for name, switch in (names | {ALL: ALL}).items()}
-        return on | {f"--no-{name}": (switch, False) for name, switch in names.items()}
-
     def split(self, argv: list[str]) -> tuple[dict[str, bool], list[str]]:
         """Return switches that are asked for or left out, and everything else in its order. What follows ``--`` is left alone."""
-        chosen: dict[str, bool] = {}
+        flags, chosen = self.host.flags(), {}
         rest: list[str] = []
         arguments: Iterator[str] = iter(argv)
         for argument in arguments:
             flag, equals, _ = argument.partition("=")
             if argument == "--":
                 rest += [argument, *arguments]
-            elif flag not in self.flags:
+            elif flag not in flags:
                 rest.append(argument)
             elif equals:
                 self.fail(f"{flag} takes no value; it came as {argument}. Leave {flag} out to keep that switch off.")
             else:
-                name, on = self.flags[flag]
+                name, on = flags[flag]
                 chosen[name] = on
         return chosen, rest
 
@@ -54,7 +47,7 @@ class Launcher:
             if any(chosen.values()):
                 self.host.patch(chosen, import_now)
             else:
-                words = [flag for flag, (_, on) in self.flags.items() if on]
+                words = [flag for flag, (_, on) in self.host.flags().items() if on]
                 say(f"no switch is given ({', '.join(words)}), so the program runs as it is")
         except (SwitchError, ImportError, ValueError) as error:
             self.refuse(error)

@@ -18,7 +18,6 @@ from torch_fastdet.patching.replace import Patches
 from torch_fastdet.patching.switch import Active, Switch
 
 ALL = "fastdet"
-ALL_HELP = "every switch that applies here"
 _one_thread = threading.RLock()  # at a time replaces names: both frameworks replace some of torch
 
 
@@ -91,6 +90,12 @@ class Host:
     def former_names(self) -> dict[str, str]:
         return {switch.formerly: name for name, switch in self.switches.items() if switch.formerly}
 
+    def flags(self) -> dict[str, tuple[str, bool]]:
+        """Return the switch of each flag, and whether the flag switches it on: ``--nms_optim``, ``--no-nms_optim``."""
+        names = {name: name for name in self.switches} | self.former_names()
+        on = {f"--{name}": (switch, True) for name, switch in (names | {ALL: ALL}).items()}
+        return on | {f"--no-{name}": (switch, False) for name, switch in names.items()}
+
     def unpatch(self) -> int:
         """Put every replaced name back, print and return how many there were."""
         with _one_thread:
@@ -139,13 +144,10 @@ class Host:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group("torch_fastdet", "faster operators with the results of the ones they replace")
-        for name, switch in self.switches.items():
-            group.add_argument(f"--{name}", action="store_true", help=switch.help)
-            group.add_argument(f"--no-{name}", action="store_true", help=argparse.SUPPRESS)
-        for name in self.former_names():
-            for flag in (f"--{name}", f"--no-{name}"):
-                group.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-        group.add_argument(f"--{ALL}", action="store_true", help=f"{ALL_HELP}; --no-<switch> leaves one out")
+        helps = {f"--{name}": switch.help for name, switch in self.switches.items()}
+        helps[f"--{ALL}"] = "every switch that applies here; --no-<switch> leaves one out"
+        for flag in self.flags():
+            group.add_argument(flag, action="store_true", help=helps.get(flag, argparse.SUPPRESS))
 
     # Inside ----------------------------------------------------------------------------------------------------------
 

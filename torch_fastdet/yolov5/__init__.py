@@ -90,7 +90,6 @@ def apply(opt: argparse.Namespace) -> tuple[str, ...]:
     Args:
         opt: what ``parse_args()`` of the parser returned.
     """
-    names = (*SWITCHES, *HOST.former_names())
-    given = {name: True for name in (*names, ALL) if getattr(opt, name, False)}
-    left_out = {name: False for name in names if getattr(opt, f"no_{name}", False)}
-    return HOST.patch(given | left_out) if given else ()
+    flags = ((flag[2:].replace("-", "_"), each) for flag, each in HOST.flags().items())
+    chosen = dict(each for name, each in flags if getattr(opt, name, False))
+    return HOST.patch(chosen) if any(chosen.values()) else ()

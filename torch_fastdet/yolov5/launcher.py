@@ -32,7 +32,6 @@ LAUNCHER = Launcher(
     f"{PROG} [switches] train.py [its arguments] | {PROG} [switches] -m yolov5.train [its arguments] | {PROG} doctor [--json] [the same]",
     "Run a YOLOv5 script with torch_fastdet.",
 )
-FLAGS = LAUNCHER.flags
 HELP = "-h", "--help"
 
 
@@ -58,7 +57,7 @@ def parse(argv: list[str]) -> Command:
                 LAUNCHER.fail("-m needs the name of a module, such as yolov5.train.")
             break
         elif word.startswith("-"):
-            LAUNCHER.fail(f"{word} came before the script, and is not one of {', '.join(FLAGS)}.")
+            LAUNCHER.fail(f"{word} came before the script, and is not one of {', '.join(HOST.flags())}.")
         else:
             command.script = word
             break
