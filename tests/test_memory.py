@@ -1,7 +1,6 @@
 """The process's memory respects limits of control groups and budgets that all data sets share, and owners release theirs in order."""
 
 import gc
-import os
 import threading
 import weakref
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ from torch_fastdet.graphs.graph_pool import GraphPool
 from torch_fastdet.images.image_memory import ImageMemory
 from torch_fastdet.memory import CAPTURE, GPU_BUDGET, HOST_BUDGET, UPLOAD, Owner, machine_memory, parse_size, with_room
 
-needs_memfd = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
 GIB = 1 << 30
 
 
@@ -140,7 +138,6 @@ class Holder(Owner):
         self.nbytes = 0
 
 
-@needs_memfd
 def test_data_sets_share_what_is_available(monkeypatch):
     """Half of the available memory is promised once, however much of it is taken."""
     monkeypatch.delenv(HOST_BUDGET, raising=False)
@@ -160,7 +157,6 @@ def test_data_sets_share_what_is_available(monkeypatch):
     assert memory.host_budget() > val.nbytes
 
 
-@needs_memfd
 def test_data_sets_share_the_budget_that_is_set(monkeypatch):
     monkeypatch.setenv(HOST_BUDGET, "1000")
     one = ImageMemory([(10, 10)] * 2, memory.host_budget())

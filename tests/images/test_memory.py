@@ -25,8 +25,6 @@ from torch_fastdet.images.jpeg_files import AS_IT_IS, Files
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.memory import host_budget, report
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memfd_create")
-
 
 def make_image(height, width, seed=0):
     return np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)

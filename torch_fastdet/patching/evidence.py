@@ -12,7 +12,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import os
 import re
 import sys
 import textwrap
@@ -83,9 +82,7 @@ class Asks:
         return self.about
 
 
-_NO_MEMFD = Obstacle("decoded images are shared through memfd_create, which this system does not have.")
 _NO_OPENCV = Obstacle("OpenCV (cv2) is not installed.")
-MEMFD = Asks("memfd_create", lambda _: None if hasattr(os, "memfd_create") else _NO_MEMFD)
 OPENCV = Asks("OpenCV", lambda _: None if importlib.util.find_spec("cv2") else _NO_OPENCV)
 
 

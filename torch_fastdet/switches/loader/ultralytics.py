@@ -26,6 +26,9 @@ from torch_fastdet.patching.by_name import FiledAsStock
 from torch_fastdet.patching.evidence import Obstacle, fingerprint
 from torch_fastdet.patching.protocols import Function, Loader, Stock, UltralyticsDataset
 from torch_fastdet.patching.replace import around, in_place_of
+from torch_fastdet.patching.switch import Active
+from torch_fastdet.switches.frameworks import ALL_READ
+from torch_fastdet.switches.loader import labels
 from torch_fastdet.switches.loader.deferred import AS_STOCK, Planner, obstacle_in_dataset, view_class
 
 # These are fingerprints of the code of Ultralytics 8.4.184 to 8.4.190 that this switch replaces or relies on.
@@ -54,6 +57,10 @@ def obstacle_in_code(verdict: str, but: tuple[str, ...] = ()) -> Obstacle | None
             if name not in but and _fingerprint(found) not in known:
                 return Obstacle(f"{module}.{name} {verdict}")
     return None
+
+
+def obstacle_in_read_code(_: object) -> Obstacle | None:
+    return obstacle_in_code(f"is not that of {ALL_READ}.")
 
 
 _fingerprint = functools.cache(fingerprint)
@@ -255,9 +262,14 @@ def _loader_class(stock: type) -> type:
     return type(stock.__name__, (PlannedLoader, stock), {"__module__": __name__})
 
 
-def build_dataloader(stock: Function, stock_loader: object) -> Callable[..., object]:
+def build_dataloader(active: Active, stock: Function, build: Stock) -> Callable[..., object]:
     """Return Ultralytics' ``build_dataloader``, whose loaders plan where they can."""
-    signature = inspect.signature(stock)
+    base = importlib.import_module("ultralytics.data.base").BaseDataset
+    for name, make in (("cache_images", cache_images), ("set_rectangle", set_rectangle)):
+        active.replace(base, name, make(active, vars(base)[name]))
+    scans = importlib.import_module("ultralytics.data.dataset")
+    labels.scan_by_threads(active, scans, "ThreadPool", labels.ultralytics_result, labels.ULTRALYTICS)
+    signature, stock_loader = inspect.signature(stock), build.InfiniteDataLoader
 
     @in_place_of(stock)
     def build_dataloader(*args: object, **kwargs: object) -> object:

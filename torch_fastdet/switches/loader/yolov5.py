@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import multiprocessing.context
 import os
+import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +17,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from torch_fastdet._say import warn
+from torch_fastdet._torch import private
+from torch_fastdet._torch.private import group_size
 from torch_fastdet.images.image_memory import ImageMemory
 from torch_fastdet.images.jpeg_files import Files
 from torch_fastdet.images.loop import PlanBatches, PlannedLoading
@@ -24,7 +29,10 @@ from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
 from torch_fastdet.patching.evidence import Obstacle
-from torch_fastdet.patching.protocols import Names, Stock, YOLOv5Dataset
+from torch_fastdet.patching.protocols import Function, Names, Stock, YOLOv5Dataset
+from torch_fastdet.patching.replace import around
+from torch_fastdet.patching.switch import Active
+from torch_fastdet.switches.loader import labels
 
 
 class Planner:
@@ -186,8 +194,10 @@ def obstacle_in_dataset(dataset: YOLOv5Dataset) -> Obstacle | None:
     return None
 
 
-def loader_classes(stock: type) -> tuple[type, type]:
-    """Return stand-ins for ``InfiniteDataLoader`` and for the ``DataLoader`` that ``create_dataloader`` takes."""
+def data_loader(active: Active, stock: Stock, module: object) -> type | None:
+    """Return a stand-in for ``InfiniteDataLoader``, and replace ``DataLoader``, which ``create_dataloader`` takes for --image-weights."""
+    if not active.has_replaced(module, "LoadImagesAndLabels"):
+        return None
 
     class InfiniteDataLoader(stock):
         def __init__(self, dataset: YOLOv5Dataset, *args: Stock, **kwargs: Stock) -> None:
@@ -223,7 +233,8 @@ def loader_classes(stock: type) -> tuple[type, type]:
 
     PlanDataLoader.__name__ = PlanDataLoader.__qualname__ = "DataLoader"
     InfiniteDataLoader.__qualname__ = "InfiniteDataLoader"
-    return InfiniteDataLoader, PlanDataLoader
+    active.replace(module, "DataLoader", PlanDataLoader)
+    return InfiniteDataLoader
 
 
 def _planned(dataset: YOLOv5Dataset, options: Names) -> PlannedLoading | None:
@@ -242,3 +253,59 @@ def _planned(dataset: YOLOv5Dataset, options: Names) -> PlannedLoading | None:
     plans = PlannedLoading(dataset.memory, options.get("num_workers", 0), torch.cuda.is_available())
     options.update(collate_fn=plans.collate(collate), pin_memory=False)
     return plans
+
+
+def data_set(active: Active, stock: object, module: Stock) -> object:
+    if not module.__name__.endswith(".segment.dataloaders"):
+        labels.scan_by_threads(active, module, "Pool", labels.yolov5_result, labels.YOLOV5)
+    return dataset_class(stock)
+
+
+def data_set_of_masks(active: Active, stock: object, module: Stock) -> object:
+    boxes = sys.modules[module.__name__.replace(".segment.", ".")]
+    if not active.has_replaced(boxes, "InfiniteDataLoader"):
+        return None
+    active.replace(module, "DataLoader", boxes.DataLoader)
+    return data_set(active, stock, module)
+
+
+# Ranks wait for the first one's scan of labels in the store of their process group, not in a collective with a timeout -----
+
+#: The timeout in seconds, which is that of Ultralytics' whole process group.
+LONGEST = 3 * 3600.0
+
+
+def meet() -> None:
+    """Wait until each rank of the default group is here."""
+    size = group_size()
+    if size == 1:
+        return
+    store = private.default_store()
+    arrived = store.add("torch_fastdet/arrived", 1)
+    all_are_here = f"torch_fastdet/meeting_{(arrived - 1) // size}"
+    if arrived % size == 0:
+        store.set(all_are_here, "1")
+    end = time.monotonic() + LONGEST
+    while not store.check([all_are_here]):  # store.wait() would not see Ctrl-C
+        if time.monotonic() > end:
+            raise TimeoutError(f"not all of the {size} ranks came within {LONGEST / 3600:g} hours")
+        time.sleep(0.05)
+
+
+@around
+@contextlib.contextmanager
+def torch_distributed_zero_first(_: object, stock: Function, local_rank: int) -> Iterator[None]:
+    """Come to the barrier of ``torch_distributed_zero_first`` when the first rank of each machine is ready."""
+    if local_rank > 0:
+        meet()
+    with stock(local_rank):
+        yield
+        if local_rank == 0:
+            meet()
+
+
+@around
+def smart_DDP(_: object, stock: Function, model: object) -> object:
+    """Wait in ``smart_DDP``, which the others reach while rank 0 reads the validation set and checks anchors."""
+    meet()
+    return stock(model)
