@@ -143,7 +143,7 @@ def metrics_of(task, device, case="", counts=IMAGES, pretend=False, overlap=True
     validator = object.__new__(kind(task_validator(task)[1]))
     alive += type(alive)([validator])
     names = {i: str(i) for i in range(3)}
-    options = dict.fromkeys(("save_json", "save_txt", "save_conf", "visualize"), False) | {"plots": True}
+    options = dict.fromkeys(("save_json", "save_txt", "save_conf", "visualize"), False) | {"plots": case != "no plots"}
     options |= dict.fromkeys(saves, files is not None)
     vars(validator).update(
         args=SimpleNamespace(**options, single_cls=case == "single_cls", conf=0.1, task=task, overlap_mask=overlap),
@@ -400,6 +400,38 @@ def test_files_are_the_originals(ultralytics, device, tmp_path, task, most, text
     assert len(json.loads(found[0]["predictions.json"])) == 75
     assert_same(*metrics)
     assert ours == (1 if at_once else len(IMAGES))
+
+
+ODD = {"text": "a", "nothing": None, "nested": {"a": [torch.ones(2)]}, "array": np.arange(3), "object": object()}
+
+
+@pytest.mark.parametrize("task", ["detect", *TASKS])
+def test_odd_things_beside_the_detections_stay(ultralytics, device, tmp_path, task):
+    """A user's ``postprocess`` may add anything; ``pred_to_json`` finds it. Tensors of any kind and shape come to the host."""
+    seen = []
+
+    def kind(stock):
+        def update_metrics(self, preds, batch):
+            number = torch.tensor(7.0, device=preds[0]["conf"].device)
+            shapes = [number.new_ones(i + 1, dtype=torch.int32 if i % 2 else torch.float64) for i in range(len(preds))]
+            odd = [{**pred, **ODD, "number": number, "ragged": shape} for pred, shape in zip(preds, shapes)]
+            odd[0]["alone"] = number
+            stock.update_metrics(self, odd, batch)
+
+        def pred_to_json(self, predn, pbatch):
+            stock.pred_to_json(self, predn, pbatch)
+            assert all(predn[name] is value for name, value in ODD.items())
+            seen.append([predn["number"].tolist(), predn["ragged"].dtype, predn["ragged"].tolist(), "alone" in predn])
+
+        own = {} if task == "segment" else {"pred_to_json": pred_to_json}  # masks for one's own stay on the device
+        return type("Mine", (stock,), {"update_metrics": update_metrics, **own})
+
+    metrics = [metrics_of(task, device, "no plots", files=tmp_path / "stock", kind=kind)]
+    drop_in.patch(val_optim=True)
+    pretend = device.type == "cpu"
+    metrics.append(metrics_of(task, device, "no plots", files=tmp_path / "ours", kind=kind, pretend=pretend))
+    assert_same(*reversed(metrics))
+    assert seen[:4] == seen[4:] and len(seen) == 8 * (task != "segment")
 
 
 def test_a_wrapper_of_pred_to_json_gets_masks(ultralytics, as_on_gpu, device, tmp_path, monkeypatch):

@@ -469,13 +469,18 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)  # little work, for which the host waits
 
 
-def _to_host(preds: list[dict[str, Tensor]]) -> list[dict[str, object]]:
-    """Return the tensors of all images in one copy for each name and dtype."""
-    host: list[dict[str, object]] = [{} for _ in preds]
-    for name in preds[0]:
-        parts = torch.cat([pred[name] for pred in preds]).cpu().split([len(pred[name]) for pred in preds])
-        for image, part in zip(host, parts):
-            image[name] = part
+def _to_host(preds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the detections with their tensors on the host, after one copy for those of a name. What a user adds that is no tensor stays."""
+    host = [dict(pred) for pred in preds]
+    alike: dict[object, list[tuple[dict[str, Any], Tensor]]] = {}
+    for image in host:
+        for name, value in image.items():
+            if isinstance(value, Tensor):
+                alike.setdefault((name, value.shape[1:], value.dtype, value.device), []).append((image, value))
+    for (name, *_), held in alike.items():
+        rows = torch.cat([torch.atleast_1d(value) for _, value in held]).cpu()
+        for (image, value), part in zip(held, rows.split([value.shape[:1].numel() for _, value in held])):
+            image[name] = part.view(value.shape)
     return host
 
 
