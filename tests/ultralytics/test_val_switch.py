@@ -147,7 +147,7 @@ def metrics_of(task, device, case="", counts=IMAGES, pretend=False, overlap=True
     options |= dict.fromkeys(saves, files is not None)
     vars(validator).update(
         args=SimpleNamespace(**options, single_cls=case == "single_cls", conf=0.1, task=task, overlap_mask=overlap),
-        seen=0, iouv=IOUV.to(device), niou=10, device="cuda" if pretend else device, is_custom_json=False, build_gdict=False,
+        seen=0, iouv=(IOUV - IOUV[0] if case == "from 0" else IOUV).to(device), niou=10, device="cuda" if pretend else device, is_custom_json=False, build_gdict=False,
         nc=3, names=names, confusion_matrix=metrics.ConfusionMatrix(names=names, task=task), process=None,
         metrics=getattr(metrics, {"segment": "Segment", "pose": "Pose", "obb": "OBB"}.get(task, "Det") + "Metrics")(names),
         sigma=np.ones(4) / 4, kpt_shape=[4, 3], jdict=[], class_map=[1, 2, 3], is_coco=False, save_dir=files, label_root=Path(),
@@ -187,6 +187,8 @@ def metrics_of(task, device, case="", counts=IMAGES, pretend=False, overlap=True
     if case == "mixed labels":
         order = torch.randperm(len(batch["cls"]), generator=generator)
         batch = {key: values[order] for key, values in batch.items()}
+    if case in ("inf", "nan"):
+        batch["bboxes"][2, 0] = float(case)
     if case == "class out of range":
         batch["cls"][2] = 5
     images = len(counts)
@@ -378,6 +380,17 @@ def test_a_class_out_of_range_is_stocks_error(ultralytics, device, task):
     drop_in.patch(val_optim=True)
     assert isinstance(stock, str)
     assert metrics_of(task, device, "class out of range", pretend=device.type == "cpu") == stock
+
+
+@pytest.mark.parametrize("case", ["from 0", "inf", "nan"])
+@pytest.mark.parametrize("task", ["detect", *TASKS])
+def test_thresholds_and_labels_that_are_odd_match_as_in_stock(ultralytics, as_on_gpu, device, task, case, capsys):
+    """Pairs that do not overlap match at a threshold of 0; a label of which an overlap is NaN keeps detections from other labels."""
+    stock, usual = metrics_of(task, device, case), metrics_of(task, device)
+    drop_in.patch(val_optim=True)
+    assert_same(metrics_of(task, device, case), stock)
+    assert "one by one: " in capsys.readouterr().err
+    assert any(map(np.not_equal, map(np.sum, stock[0]["tp"]), map(np.sum, usual[0]["tp"])))
 
 
 @pytest.mark.parametrize("text", [False, True])

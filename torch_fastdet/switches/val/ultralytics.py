@@ -124,7 +124,7 @@ def match_all(
 
     def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> Function | None:
         own = validator._prepare_batch
-        if (obstacle := _obstacle_to_batches(validator, matching, keeping_rows, preds[0])) is not None:
+        if (obstacle := _obstacle_to_batches(validator, matching, keeping_rows, preds[0], batch)) is not None:
             tell(f"val_optim: {ONE_BY_ONE}: {obstacle}")
             return own if overlaps is None else None
         with own_attributes([(validator, "device", HOST)]):
@@ -162,7 +162,7 @@ def match_all(
 
 
 def _obstacle_to_batches(
-    validator: Validator, matching: Function, keeping_rows: Function, pred: dict[str, Tensor]
+    validator: Validator, matching: Function, keeping_rows: Function, pred: dict[str, Tensor], batch: Batch
 ) -> Obstacle | None:
     """Return why the images of a batch are not matched at once; None where they are."""
     name = type(validator).__name__
@@ -170,8 +170,17 @@ def _obstacle_to_batches(
         return Obstacle(f"{name} has its own match_predictions.")
     if getattr(validator._prepare_pred, "__func__", None) is not keeping_rows:
         return Obstacle(f"{name} has its own _prepare_pred.")
+    if not _all_positive(validator.iouv):
+        return Obstacle(f"{name} has an IoU threshold that is not above 0.")
+    if not all(batch[each].isfinite().all() for each in ("bboxes", "keypoints") if each in batch):
+        return Obstacle("a label is infinite or NaN.")
     shown = _shows_masks(validator, pred)
     return Obstacle("masks are shown, or saved otherwise than as Ultralytics' own JSON.") if shown else None
+
+
+def _all_positive(iouv: Tensor) -> bool:
+    """Return False for IoU thresholds at which pairs match that do not overlap; in the original, the classes of these may differ."""
+    return bool((iouv > 0).all())
 
 
 def _prepared_at_once(validator: Validator, prepare: Function, batch: Batch, images: int) -> list[Batch]:
@@ -290,8 +299,9 @@ def _count_together(stock: Function, matrix: Any, calls: list[Call]) -> None:
     """Run ``ConfusionMatrix.process_batch`` of several images with the same thresholds."""
     found = {name: torch.cat([call[0][name] for call in calls]) for name in ("bboxes", "conf", "cls")}
     truth = {name: torch.cat([call[1][name] for call in calls]) for name in ("bboxes", "cls")}
-    # The original has a rule of its own for classes for which the matrix has no place.
-    if not all(bool(((each["cls"] >= 0) & (each["cls"] < matrix.nc)).all()) for each in (found, truth)):
+    # The original has rules of its own for classes for which the matrix has no place, and for labels that are infinite or NaN.
+    placed = all(bool(((each["cls"] >= 0) & (each["cls"] < matrix.nc)).all()) for each in (found, truth))
+    if not placed or not truth["bboxes"].isfinite().all():
         for call in calls:
             stock(matrix, *call)
         return
@@ -359,12 +369,14 @@ def match_predictions(
     use_scipy: bool = False,
 ) -> Tensor:
     """Run ``BaseValidator.match_predictions`` in C++, by whatever overlaps a task has."""
-    if use_scipy:
+    overlaps = as_float(iou).cpu()
+    # In the original, a label of which an overlap is NaN keeps a detection from all others.
+    if use_scipy or not _all_positive(self.iouv) or overlaps.isnan().any():
         return stock(self, pred_classes, true_classes, iou, use_scipy)
     count("val_optim", "images matched")
     rows, labels = torch.zeros(len(pred_classes), 6), torch.zeros(len(true_classes), 5)
     rows[:, 5], labels[:, 0] = pred_classes, true_classes
-    return ops.match_detections(rows, labels, as_float(self.iouv).cpu(), rule=RULE, iou=as_float(iou).cpu())
+    return ops.match_detections(rows, labels, as_float(self.iouv).cpu(), rule=RULE, iou=overlaps)
 
 
 def update_on_host(
@@ -472,7 +484,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 def _to_host(preds: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the detections with their tensors on the host, after one copy for those of a name. What a user adds that is no tensor stays."""
     host = [dict(pred) for pred in preds]
-    alike: dict[object, list[tuple[dict[str, Any], Tensor]]] = {}
+    alike: dict[tuple[Any, ...], list[tuple[dict[str, Any], Tensor]]] = {}
     for image in host:
         for name, value in image.items():
             if isinstance(value, Tensor):
