@@ -147,6 +147,29 @@ def test_steps_in_graphs_are_stocks(kind, on, capfd, monkeypatch):
     assert "captured forward and backward of RTDETRDetectionModel for input (2, 3, 64, 64)" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["fake", "cuda"])
+def test_another_number_of_queries_is_captured_again(kind, on, capfd, monkeypatch):
+    """A user changes an option of the head between two steps, while graphs of the steps before are kept."""
+    if kind == "cuda" and (reason := cuda_missing()):
+        pytest.skip(reason)
+    device = "cpu" if kind == "fake" else "cuda"
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    batches = [make_batch(groups, i, device) for i, groups in enumerate(GROUPS[:3])]
+
+    def losses():
+        model = make_model().to(device)
+        for queries in (20, 12, 20):
+            model.model[-1].num_queries = queries
+            yield train(model, batches)
+
+    stock = list(losses())
+    on(kind, cuda_graph=True, loss_optim=True, bn_act_optim=True)
+    near = {} if kind == "fake" else {"near": 2e-2, "whole": 5e-2}
+    for wanted, found in zip(stock, losses(), strict=True):
+        check(wanted, found, **near)
+    assert capfd.readouterr().err.count("captured forward and backward") == 3
+
+
 def test_losses_of_twenty_iterations_are_stocks(on):
     """Losses agree with small steps. After large ones rounding soon selects another query, and losses differ by percents from there on."""
 
@@ -302,6 +325,23 @@ def test_predictions_are_in_nhwc_memory_where_that_is_faster(on, monkeypatch, dt
     assert torch.equal(first, last)
     assert not any(parameter.is_inference() for parameter in model.parameters())
     assert model.model[0].stem1.conv.weight.is_contiguous(memory_format=torch.channels_last) == nhwc
+
+
+@pytest.mark.parametrize("kind", ["fake", "cuda"])
+@pytest.mark.parametrize("part, option, value", [("head", "num_queries", 7), ("decoder", "eval_idx", 0)])
+def test_predictions_follow_options_that_a_user_changes(kind, on, part, option, value, monkeypatch):
+    device = on(kind, cuda_graph=True, bn_act_optim=True)
+    if kind == "fake":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    model, x = make_model().to(device).eval(), torch.rand(2, 3, 64, 64, device=device)
+    graphs, head = PredictionGraphs("cuda_graph"), model.model[-1]
+    with torch.inference_mode():
+        before = [graphs(model, x, model)[0] for _ in range(4)][-1]
+        setattr(head if part == "head" else head.decoder, option, value)
+        # The first two calls run eagerly, and the second of them also captures.
+        first, *_, last = (graphs(model, x, model)[0] for _ in range(4))
+    assert first.shape != before.shape or not torch.allclose(first, before)
+    assert torch.equal(first, last)
 
 
 def validate(model, batches):

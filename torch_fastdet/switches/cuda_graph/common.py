@@ -22,6 +22,25 @@ from torch_fastdet.patching.switch import Active, Target
 from torch_fastdet.rewrites.all_rewrites import fewer_copies
 from torch_fastdet.switches.cuda_graph.ddp import GraphedDDP
 
+# Denoising queries are drawn before a graph of RT-DETR runs.
+_DRAWN = {"label_noise_ratio", "box_noise_scale"}
+_PLAIN = (bool, int, float, str)
+
+
+def head_of(model: nn.Module) -> list[nn.Module]:
+    """Return the last layer of a framework's model, and the decoder in RT-DETR's; nothing of another module."""
+    layers = getattr(model, "model", None)
+    if not isinstance(layers, nn.Sequential) or not len(layers):
+        return []
+    decoder = getattr(layers[-1], "decoder", None)
+    return [layers[-1], decoder] if isinstance(decoder, nn.Module) else [layers[-1]]
+
+
+def _options_of_head(model: nn.Module) -> list[object]:
+    """Return the numbers, flags and texts of a model's head: a user may change num_queries of RT-DETR, for instance."""
+    parts = [vars(part).items() for part in head_of(model)]
+    return [value for part in parts for name, value in part if isinstance(value, _PLAIN) and name not in _DRAWN]
+
 
 class TrainingGraphs:
     """Run training passes of models as CUDA graphs, which live beside the models and as long as they do.
@@ -36,6 +55,7 @@ class TrainingGraphs:
         self._switch = switch
         switch.replace(forwards, "fuses", forwards.is_captured, quietly=True)
         self._graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
+        self._options: weakref.WeakKeyDictionary[nn.Module, list[object]] = weakref.WeakKeyDictionary()
         #: Returns the graphs of the last training pass, if they still exist.
         self.last: Callable[[], ModuleGraphs | None] = lambda: None
 
@@ -56,6 +76,10 @@ class TrainingGraphs:
         if graphs is None or graphs.average is not average:
             graphs = self._graphs[model] = self._new(model, average, stock)
         self.last = weakref.ref(graphs)
+        options = _options_of_head(model)
+        if self._options.setdefault(model, options) != options and graphs.running() is None:
+            self._options[model] = options
+            graphs.reset()
         try:
             output = graphs(x, *others)
         except CaptureError as error:

@@ -19,6 +19,7 @@ from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.rewrites.all_rewrites import fewer_copies
 from torch_fastdet.rewrites.rewrite import adds_freely
 from torch_fastdet.switches.channels_last.layout import is_faster_in_nhwc, precision, to_channels_last
+from torch_fastdet.switches.cuda_graph.common import head_of
 
 # Heads of Ultralytics keep these for the shape of their last input, and recompute them for another.
 _CACHES = {"shape", "shapes", "anchors", "strides", "valid_mask"}
@@ -78,8 +79,7 @@ def _is_faster_in_nhwc(model: nn.Module) -> bool:
 
     These are those of ``bn_act_optim`` without modules of a user, which may ask for views that NHWC has not, and RT-DETR's in half precision.
     """
-    layers = getattr(model, "model", None)
-    kind = type(layers[-1]) if isinstance(layers, nn.Sequential) and len(layers) else None
+    kind = next((type(part) for part in head_of(model)), None)
     if kind is None or kind.__module__ != "ultralytics.nn.modules.head":
         return False
     weight = next(model.parameters())
@@ -95,6 +95,5 @@ def _is_faster_in_nhwc(model: nn.Module) -> bool:
 
 def _settings_of(model: nn.Module) -> list[object]:
     """Return the attributes of a model and of its head, beside tensors and layers: a predictor sets max_det, for instance."""
-    layers = getattr(model, "model", None)
-    parts = (model, layers[-1]) if isinstance(layers, nn.Sequential) and len(layers) else (model,)
+    parts = [model, *head_of(model)]
     return [value for part in parts for name, value in vars(part).items() if name not in _CACHES]
