@@ -753,3 +753,39 @@ def test_a_whole_validation_is_stocks(device, data_of, tmp_path, monkeypatch, ca
                 else:
                     assert ours[name] == files[name], name
         drop_in.unpatch()
+
+
+PROMPTS = {
+    "none": {},
+    "boxes": {"bboxes": [[8, 8, 60, 50], [30, 20, 90, 64]]},
+    "points": {"points": [[40, 30], [70, 40]], "labels": [1, 0]},
+}
+
+
+@pytest.mark.usefixtures("ultralytics", "same_convolutions")
+def test_fast_sam_is_stocks(device, data_of, tmp_path):
+    """FastSAM, which takes prompts and changes boxes of the whole image, predicts and validates as without the switches."""
+    from ultralytics import FastSAM
+
+    data, file = data_of("segment"), tmp_path / "small.pt"
+    copy.deepcopy(model_of("segment")).save(file)
+    images = sorted(map(str, (data.parent / "images/val").glob("0000[0-4].jpg")))
+
+    def found(name):
+        options = {"imgsz": 96, "conf": 0.05, "device": str(device), "project": tmp_path, "name": name}
+        results = [
+            (result.boxes.data, result.masks.data)
+            for prompts in PROMPTS.values()
+            for result in FastSAM(file).predict(images, batch=4, **prompts, **options)
+        ]
+        metrics = FastSAM(file).val(data=data, batch=4, workers=0, max_det=100, **options)
+        return results, metrics.results_dict, metrics.curves_results, metrics.box.all_ap, metrics.seg.all_ap
+
+    stock = found("stock")
+    sizes = [len(boxes) for boxes, _ in stock[0]]
+    assert min(sizes[:5]) > 5 and 0 < sum(sizes[5:10]) <= 10 and 0 < sum(sizes[10:]) < sum(sizes[:5])
+    assert stock[1]["fitness"] > 0
+    drop_in.patch(predict_optim=True, val_optim=True, mask_optim=True, nms_optim=True)
+    ours = found("ours")
+    torch.testing.assert_close(ours[0], stock[0], rtol=1e-4, atol=1e-3)
+    np.testing.assert_equal(ours[1:], stock[1:])
