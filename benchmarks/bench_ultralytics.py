@@ -168,17 +168,19 @@ def measure(
         words = {"model": place / OURS / "run/weights/last.pt", "split": "train", **shared}
         if cuda:
             del words["workers"]
-        for name, switches in [("stock", []), (OURS, flags)] if validate else []:
-            runs = [yolo("val", title, switches, place / f"{name}-val", **words) for _ in range(VALIDATIONS)]
-            passes = [1e6 * seconds for found in runs for seconds in found["passes"]]
-            commands = [1e6 * found["seconds"] for found in runs]
+        variants = {"stock": [], OURS: flags} if validate else {}
+        runs: dict[str, list[dict]] = {name: [] for name in variants}
+        for _ in range(VALIDATIONS):  # in turns, so that a machine that warms up favors none
+            for name, switches in variants.items():
+                runs[name].append(yolo("val", title, switches, place / f"{name}-val", **words))
+        for name, timed in runs.items():
             for row, times in (
-                (f"validation's pass over {images} images", passes),
-                ("yolo val, the whole command", commands),
+                (f"validation's pass over {images} images", [seconds for run in timed for seconds in run["passes"]]),
+                ("yolo val, the whole command", [run["seconds"] for run in timed]),
             ):
                 report.drop(f"{title}: {row}", name)
-                report.add(f"{title}: {row}", name, "call", times)
-            report.write()
+                report.add(f"{title}: {row}", name, "call", [1e6 * seconds for seconds in times])
+        report.write()
 
 
 def measure_jpegs(report: Report, case: Case, epochs: int, flags: list[str], images: int) -> None:
