@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_fastdet.patching.evidence import installed_version
 from torch_fastdet.patching.switch import GPU, Switch, obstacle_in_device
 from torch_fastdet.switches.channels_last.common import layout_targets
-from torch_fastdet.switches.frameworks import VERSION, yolov5
+from torch_fastdet.switches.frameworks import yolov5
 
 YOLOV5 = Switch(
     "channels_last",
@@ -24,7 +24,7 @@ ULTRALYTICS = Switch(
     "channels_last",
     "train on channels_last (NHWC) memory, which ultralytics does itself; needs a GPU",
     (),
-    evidence=(GPU, VERSION),
+    evidence=(GPU,),
     options={"device": obstacle_in_device},
     notice=lambda: f"ultralytics {installed_version('ultralytics')} trains on NHWC memory itself; nothing is replaced",
 )

@@ -15,12 +15,12 @@ from torch_fastdet.graphs import CaptureError, ModuleGraphs, no_capture
 from torch_fastdet.graphs.ranks import GradientAverage
 from torch_fastdet.memory import with_room
 from torch_fastdet.nn import forwards
-from torch_fastdet.patching.evidence import Evidence
 from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.replace import around
 from torch_fastdet.patching.switch import Active, Target
 from torch_fastdet.rewrites.all_rewrites import fewer_copies
 from torch_fastdet.switches.cuda_graph.ddp import GraphedDDP
+from torch_fastdet.switches.frameworks import SELF
 
 # Denoising queries are drawn before a graph of RT-DETR runs.
 _DRAWN = {"label_noise_ratio", "box_noise_scale"}
@@ -129,6 +129,6 @@ def _time(_: object, stock: Function, timer: object) -> float:
         return stock(timer)
 
 
-def timer(where: tuple[str, ...], evidence: tuple[Evidence, ...]) -> Target:
+def timer(where: tuple[str, ...]) -> Target:
     """Return the framework's ``Profile.time``."""
-    return Target(where, "Profile.time", make=_time, evidence=evidence, otherwise="nothing", quiet=True)
+    return Target(where, "Profile.time", make=_time, evidence=(SELF,), otherwise="nothing", quiet=True)

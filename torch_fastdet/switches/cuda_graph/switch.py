@@ -13,7 +13,7 @@ from torch_fastdet.switches.cuda_graph import yolov5 as of_yolov5
 from torch_fastdet.switches.cuda_graph.common import timer
 from torch_fastdet.switches.cuda_graph.rtdetr_step import DRAW, DRAWS, LOSS, get_cdn_group, model_loss, preprocess_batch
 from torch_fastdet.switches.cuda_graph.ultralytics import FORWARD, PREDICT, model_predict
-from torch_fastdet.switches.frameworks import SELF, VERSION, ultralytics, yolov5
+from torch_fastdet.switches.frameworks import SELF, ultralytics, yolov5
 
 _TASKS = ultralytics("nn.tasks")
 YOLOV5 = Switch(
@@ -24,7 +24,7 @@ YOLOV5 = Switch(
         Target(yolov5("models.yolo"), "DetectionModel.forward", make=of_yolov5.model_forward),
         Target(yolov5("models.yolo"), "ClassificationModel.forward", make=of_yolov5.model_forward, otherwise="say"),
         Target(yolov5("models.common"), "DetectMultiBackend.forward", make=of_yolov5.backend_forward),
-        timer(yolov5("utils.general"), (Signature(("self",)),)),
+        timer(yolov5("utils.general")),
     ),
     modules=("models.yolo", "models.common", "utils.general"),
     evidence=(GPU,),
@@ -57,10 +57,10 @@ ULTRALYTICS = Switch(
         Target(ultralytics("nn.backends.pytorch"), "PyTorchBackend.forward", make=of_ultralytics.backend_forward),
         _beside(ultralytics("nn.autobackend"), "AutoBackend.__init__", make=of_ultralytics.backend_init),
         _beside(_TASKS, "BaseModel.forward", make=of_ultralytics.model_forward, evidence=(FORWARD,)),
-        timer(ultralytics("utils.ops"), (SELF,)),
+        timer(ultralytics("utils.ops")),
     ),
     modules=("nn.tasks", "engine.trainer", "nn.backends.pytorch", "utils.ops"),
-    evidence=(GPU, VERSION),
+    evidence=(GPU,),
     options={"device": obstacle_in_device, "compile": of_ultralytics.obstacle_in_compile},
     rewrites=lines(all_rewrites.ULTRALYTICS),
 )

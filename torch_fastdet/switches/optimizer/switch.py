@@ -8,7 +8,7 @@ from torch_fastdet import optim
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.patching.evidence import SameCode, Signature
 from torch_fastdet.patching.switch import Outside, Switch, Target
-from torch_fastdet.switches.frameworks import ALL_READ, REFERENCE, SELF, YOLOV5_REFERENCE, ultralytics, yolov5
+from torch_fastdet.switches.frameworks import ALL_READ, REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
 from torch_fastdet.switches.optimizer import ultralytics as of_ultralytics
 from torch_fastdet.switches.optimizer import yolov5 as of_yolov5
 from torch_fastdet.switches.optimizer.trial import moving_average
@@ -63,7 +63,7 @@ ULTRALYTICS = Switch(
             ultralytics("engine.trainer"),
             "BaseTrainer.optimizer_step",
             make=of_ultralytics.stepping,
-            evidence=(SELF, SameCode({"": ("bea1725d",)}, ALL_READ)),
+            evidence=(SameCode({"": ("bea1725d",)}, ALL_READ),),
             after="BaseTrainer.build_optimizer",
             otherwise="say",
         ),
