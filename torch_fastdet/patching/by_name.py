@@ -47,16 +47,3 @@ class CopiedAsItIs:
         copied = memo[id(self)] = object.__new__(type(self))
         vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
         return copied
-
-
-class FiledAsStock:
-    """Go in front of a framework's class: copies have the new class; deep copies and files hold the framework's, without what is annotated."""
-
-    def __copy__(self) -> object:
-        copied = object.__new__(type(self))
-        vars(copied).update(vars(self))
-        return copied
-
-    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        ours, stock = type(self).__bases__
-        return object.__new__, (stock,), {k: v for k, v in vars(self).items() if k not in ours.__annotations__}

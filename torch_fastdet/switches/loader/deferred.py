@@ -6,6 +6,7 @@ methods (:mod:`torch_fastdet.images.recorder`).
 
 from __future__ import annotations
 
+import operator
 import os
 import sys
 from typing import Any
@@ -36,6 +37,7 @@ class Planner:
         self.stock = dataset
         #: The data set's values for the images that this batch has loaded.
         self.changed: dict[int, tuple] = {}
+        #: The data set that loader processes get: with the same attributes, but its batches are planned.
         self.dataset = self.view(dataset)
         #: The data set whose ``load_image`` records what is loaded, as mosaics choose among the images that were loaded last.
         self.reader = reader(type(dataset), dataset.__dict__, memory.original)
@@ -129,6 +131,12 @@ class View:
 
 class DatasetView(View):
     __slots__ = ()
+
+    def __getitems__(self: UltralyticsDataset, indices: list[int]) -> list[Names]:
+        return self.planner.items(indices)
+
+    def __reduce_ex__(self: UltralyticsDataset, protocol: object) -> tuple[object, ...]:
+        return operator.attrgetter("dataset"), (self.planner,)
 
     def load_image(self: UltralyticsDataset, i: int, rect_mode: bool = True, resize_short: bool = False) -> tuple:
         return self._load(i, rect_mode and not resize_short, rect_mode, resize_short)

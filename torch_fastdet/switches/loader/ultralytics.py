@@ -22,7 +22,6 @@ from torch_fastdet.images.loop import Ahead, PlanBatches, PlannedLoading
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
 from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
-from torch_fastdet.patching.by_name import FiledAsStock
 from torch_fastdet.patching.evidence import Obstacle, fingerprint
 from torch_fastdet.patching.protocols import Function, Loader, Stock, UltralyticsDataset
 from torch_fastdet.patching.replace import around, in_place_of
@@ -167,34 +166,11 @@ def set_rectangle(_: object, stock: Function, self: UltralyticsDataset) -> None:
 # Loaders --------------------------------------------------------------------------------------------------------------
 
 
-class _PlannedDataset:
-    """Go in front of a data set's class."""
+class PlannedLoader:
+    """Go in front of the original ``InfiniteDataLoader``: its processes plan, and batches are made of that.
 
-    __slots__ = ()
-
-    def __getitems__(self: UltralyticsDataset, indices: list[int]) -> list[dict]:
-        return self.torch_fastdet_planner.items(indices)
-
-    def __reduce_ex__(self: UltralyticsDataset, protocol: object) -> tuple[object, ...]:
-        return planned_dataset, (self.torch_fastdet_planner,)
-
-
-def planned_dataset(planner: Planner) -> UltralyticsDataset:
-    """Return what loader processes get: the data set, with the same attributes, but its batches are planned."""
-    cls: type = type(planner.stock)
-    seen: UltralyticsDataset = object.__new__(_planned_class(cls))
-    seen.__dict__ = vars(planner.stock)
-    seen.torch_fastdet_planner = planner
-    return seen
-
-
-@functools.cache
-def _planned_class(stock: type) -> type:
-    return type(stock.__name__, (_PlannedDataset, stock), {"__slots__": ("torch_fastdet_planner",)})
-
-
-class PlannedLoader(FiledAsStock):
-    """Go in front of the original ``InfiniteDataLoader``: its processes plan, and batches are made of that."""
+    Copies plan too. Deep copies and files hold the original loader, without what is annotated here.
+    """
 
     # This is None in another loader that somebody creates of this class.
     _plans: PlannedLoading | None = None
@@ -202,6 +178,15 @@ class PlannedLoader(FiledAsStock):
     _ahead: Ahead | None = None
     #: True if it has no plans, or if somebody gave it another collate_fn, which needs images.
     _as_stock: bool = False
+
+    def __copy__(self) -> object:
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        kept = {name: value for name, value in vars(self).items() if name not in PlannedLoader.__annotations__}
+        return object.__new__, type(self).__bases__[1:], kept
 
     def _get_iterator(self: Loader) -> object:
         obstacle = None if self._plans is None else _obstacle_in_collate_fn(self)
@@ -214,7 +199,7 @@ class PlannedLoader(FiledAsStock):
             warn(AS_STOCK.format(obstacle))
         # This loader's processes work on plans. The attributes of the original loader stay as users expect them.
         loader = DataLoader(
-            planned_dataset(Planner(self.dataset, self._plans.memory, *self._images)),
+            Planner(self.dataset, self._plans.memory, *self._images).dataset,
             batch_sampler=PlanBatches(self.batch_sampler),
             num_workers=self.num_workers,
             collate_fn=self._plans.collate(self.collate_fn),
