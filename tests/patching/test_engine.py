@@ -198,7 +198,7 @@ def test_modules_that_are_imported_later(tmp_path, monkeypatch, host):
     # early is imported while shapes is. shapes has no area yet, but early's function asks for it later.
     (package / "early.py").write_text("def area():\n    from host.shapes import area\n    return area(2)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    host.switch_on(["area_optim", "size_optim"], (), import_now=False)
+    host.patch({}, import_now=False)
     shapes = importlib.import_module("host.shapes")
     assert importlib.import_module("host.early").area() == "ours" and shapes.Box().size() == "ours over stock"
     assert type(shapes.__loader__).__name__ == "SourceFileLoader" and not vars(shapes.__loader__).get("exec_module")
@@ -227,7 +227,7 @@ def test_a_reloaded_module_is_searched_for_as_without_us(tmp_path, monkeypatch, 
     (package / "__init__.py").write_text("")
     (package / "shapes.py").write_text(STOCK)
     monkeypatch.syspath_prepend(tmp_path)
-    host.switch_on(["area_optim"], (), import_now=False)
+    host.patch({"area_optim": True}, import_now=False)
     shapes = importlib.import_module("host.shapes")
     (package / "shapes.py").unlink()
     (package / "shapes").mkdir()
@@ -413,7 +413,7 @@ def test_a_trial_leaves_the_usual_dtype_to_other_threads(monkeypatch):
 def test_counts_are_kept_until_the_last_framework_is_put_back(host):
     other = Host({}, ())
     for each in (host, other):
-        each.switch_on((), ())
+        each.patch({})
     _say.hide("tests")  # which conftest.py shows lines for
     _say.count("area_optim", "areas")
     _say.note_fallback("area_optim: a line")

@@ -39,7 +39,7 @@ def graphs(monkeypatch):
 
     def make(by_name=False):
         hosts.append(host := Host({"cuda_graph": Switch("cuda_graph", "", ())}, ()))
-        host.switch_on(["cuda_graph"], ["cuda_graph"] if by_name else [])
+        host.patch({"cuda_graph": True} if by_name else {})
         active = host.on["cuda_graph"]
         return TrainingGraphs(active)
 

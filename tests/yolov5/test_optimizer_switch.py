@@ -15,11 +15,14 @@ from torch_fastdet._torch.private import NORM_LAYERS
 from torch_fastdet.ema import ModelEMA
 from torch_fastdet.yolov5.host import HOST
 
+#: This switch, not asked for by name.
+ALONE = {"fastdet": True} | {name: False for name in drop_in.SWITCHES if name != "multi_tensor_optimizer"}
+
 
 @pytest.fixture
 def patched():
     stock = nn.utils.clip_grad_norm_, torch.amp.GradScaler.unscale_
-    HOST.switch_on(["multi_tensor_optimizer"], (), import_now=False)
+    HOST.patch(ALONE, import_now=False)
     yield
     drop_in.unpatch()
     assert (nn.utils.clip_grad_norm_, torch.amp.GradScaler.unscale_) == stock
@@ -56,7 +59,7 @@ def test_one_smart_optimizer_for_each_layout(monkeypatch):
         stocks.append(module.smart_optimizer)
     for module in modules:
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    HOST.switch_on(["multi_tensor_optimizer"], (), import_now=False)
+    HOST.patch(ALONE, import_now=False)
     try:
         ours = [module.smart_optimizer for module in modules]
         assert ours[0] is ours[2] and ours[1] is ours[3] and len({*ours, *stocks}) == 4
@@ -76,11 +79,11 @@ def test_rmsprop_stays_stocks(monkeypatch, capsys):
         "def smart_optimizer(model, name='Adam', lr=0.001, momentum=0.9, decay=1e-5): return built[name]", vars(module)
     )
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    HOST.switch_on(["multi_tensor_optimizer"], (), import_now=False)
+    HOST.patch(ALONE, import_now=False)
     try:
         made = {name: module.smart_optimizer(None, name) for name in built}
         drop_in.unpatch()
-        HOST.switch_on(["multi_tensor_optimizer"], ["multi_tensor_optimizer"], import_now=False)
+        HOST.patch({"multi_tensor_optimizer": True}, import_now=False)
         with pytest.raises(drop_in.SwitchError, match="multi_tensor_optimizer cannot apply: the optimizer is RMSProp"):
             module.smart_optimizer(None, "RMSProp")
     finally:

@@ -67,7 +67,11 @@ class Host:
                         raise  # a module that it needs
 
     def patch(self, switches: Mapping[str, bool], import_now: bool = True) -> tuple[str, ...]:
-        """Switch on what the keywords say, and return a line for each name that is replaced; ``import_now`` as of :meth:`switch_on`."""
+        """Switch on what the keywords say, and return a line for each name that is replaced.
+
+        Nothing stays replaced if a switch that is asked for by name cannot apply. With ``import_now`` what they replace is imported, to
+        report it at once. A launcher leaves that to the script.
+        """
         former = self.former_names()
         check_switches(switches, [ALL, *self.switches, *former])
         switches = {former.get(name, name): on for name, on in switches.items() if former.get(name) not in switches}
@@ -79,7 +83,15 @@ class Host:
             if name in by_name or (everything and not switch.by_name_only and switches.get(name, True))
         ]
         with _one_thread:
-            started = self.switch_on(names, by_name, import_now)
+            show(self)
+            started = [self.on.get(name) or Active(self.switches[name], self.patches) for name in names]
+            try:
+                for active in started:
+                    active.by_name |= active.name in by_name
+                    self._start(active, import_now)
+            except BaseException:
+                self.unpatch()
+                raise
             self.patches.requests.append(dict(switches))
             self._say_what_is_on(started)
             for name, on in switches.items():
@@ -106,22 +118,6 @@ class Host:
             say(f"put back {counted(count, 'names')}")
         hide(self)
         return count
-
-    def switch_on(self, names: Iterable[str], by_name: Collection[str], import_now: bool = True) -> list[Active]:
-        """Start the switches ``names``; nothing stays replaced if one of ``by_name`` cannot apply.
-
-        With ``import_now`` what they replace is imported, to report it at once. A launcher leaves that to the script.
-        """
-        show(self)
-        started = [self.on.get(name) or Active(self.switches[name], self.patches) for name in names]
-        try:
-            for active in started:
-                active.by_name |= active.name in by_name
-                self._start(active, import_now)
-            return started
-        except BaseException:
-            self.unpatch()
-            raise
 
     def try_switch(self, switch: Switch) -> Active:
         """Return what came of a switch that is started without replacing anything."""
@@ -166,7 +162,7 @@ class Host:
             if dry or active.name not in self.on:
                 if not dry:
                     self.on[active.name] = active
-                active.patches.watch_imports()
+                    self.patches.watch_imports()
                 active.begin()
             if not dry:
                 active.look_through(self.patches.modules())

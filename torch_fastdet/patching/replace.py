@@ -212,8 +212,7 @@ class Patches:
         return None if ours else value
 
     def watch_imports(self) -> None:
-        if not self.dry:
-            self._hook.install()
+        self._hook.install()
 
     def is_outside(self, replacement: Replacement) -> bool:
         """Return whether this is a name of torch or a similar library, and not of the host or a module that imported from it."""

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +19,6 @@ from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.import_hook import is_run, namespace
 from torch_fastdet.patching.protocols import Function
 from torch_fastdet.patching.replace import around
-from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.frameworks import VERSION
 from torch_fastdet.switches.registry import ULTRALYTICS as SWITCHES
 from torch_fastdet.ultralytics import trials
@@ -51,18 +50,13 @@ def _name_of(model: Any) -> str:
 class Ultralytics(Host):
     door = "torch_fastdet.ultralytics"
 
-    def switch_on(self, names: Iterable[str], by_name: Collection[str], import_now: bool = True) -> list[Active]:
+    def patch(self, switches: Mapping[str, bool], import_now: bool = True) -> tuple[str, ...]:
         if not _is_installed():
             raise ImportError("torch_fastdet.ultralytics.patch() found no ultralytics; type: pip install ultralytics")
-        started = super().switch_on(names, by_name, import_now)
+        super().patch(switches, import_now)
         if self.on:
             self._patch_distributed()
             self._report_at_the_end()
-        return started
-
-    def patch(self, switches: Mapping[str, bool], import_now: bool = True) -> tuple[str, ...]:
-        super().patch(switches, import_now)
-        if self.on:
             self._patch_programs()
         return self.patches.lines()
 
