@@ -568,8 +568,6 @@ def _cv2_functions(recorder: Recorder) -> dict[str, Any]:
             return HSV(src.changed())
         if code != cv2.COLOR_HSV2BGR or not _is(HSV, src) or src.tables is None:
             return None
-        if dst is None:
-            return Recorded(recorder, src.bgr())
         if not _is(Recorded, dst) or dst.shape != src.shape:
             return None
         dst._writing()

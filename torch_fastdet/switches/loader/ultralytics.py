@@ -32,29 +32,26 @@ from torch_fastdet.switches.loader.deferred import AS_STOCK, Planner, obstacle_i
 
 # These are fingerprints of the code of Ultralytics 8.4.184 to 8.4.190 that this switch replaces or relies on.
 RTDETR = "ultralytics.models.rtdetr.val"  # imported by who trains one
-KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
-    "ultralytics.data.base": {
-        "BaseDataset.load_image": ("f790c565",),
-        "BaseDataset.cache_images": ("2ffd3a08",),
-        "BaseDataset.set_rectangle": ("17bc2022",),
-    },
-    "ultralytics.data.dataset": {"YOLODataset.collate_fn": ("146beee5",)},
-    "ultralytics.data.build": {"InfiniteDataLoader": ("7b688ec0",)},
-    RTDETR: {"RTDETRDataset.load_image": ("f18eba54",)},
+KNOWN = {
+    ("ultralytics.data.base", "BaseDataset.load_image"): "f790c565",
+    ("ultralytics.data.base", "BaseDataset.cache_images"): "2ffd3a08",
+    ("ultralytics.data.base", "BaseDataset.set_rectangle"): "17bc2022",
+    ("ultralytics.data.dataset", "YOLODataset.collate_fn"): "146beee5",
+    ("ultralytics.data.build", "InfiniteDataLoader"): "7b688ec0",
+    (RTDETR, "RTDETRDataset.load_image"): "f18eba54",
 }
 
 
 def obstacle_in_code(verdict: str, but: tuple[str, ...] = ()) -> Obstacle | None:
     """Return the ``verdict`` on the first name of Ultralytics, ``but`` some, whose code is not known here; None where all is."""
-    for module, names in KNOWN.items():
-        if module == RTDETR and module not in sys.modules:
+    for (module, name), known in KNOWN.items():
+        if name in but or (module == RTDETR and module not in sys.modules):
             continue
-        for name, known in names.items():
-            found: Stock = importlib.import_module(module)
-            for part in name.split("."):
-                found = vars(found).get(part)
-            if name not in but and _fingerprint(found) not in known:
-                return Obstacle(f"{module}.{name} {verdict}")
+        found: Stock = importlib.import_module(module)
+        for part in name.split("."):
+            found = vars(found).get(part)
+        if _fingerprint(found) != known:
+            return Obstacle(f"{module}.{name} {verdict}")
     return None
 
 
