@@ -315,9 +315,9 @@ def model_on(kind, name, monkeypatch, memory_format=torch.contiguous_format):
 @pytest.fixture
 def fused(monkeypatch):
     """Yield a list that grows with each block whose norm and activation run as one operator, here on the CPU too."""
-    calls, plain = [], forwards.norm_and_activation
+    calls, plain = [], forwards._finished
     monkeypatch.setattr(forwards, "DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(forwards, "norm_and_activation", lambda *given: calls.append(given) or plain(*given))
+    monkeypatch.setattr(forwards, "_finished", lambda *given: calls.append(given) or plain(*given))
     yield calls
     unpatch()
 

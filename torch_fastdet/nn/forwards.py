@@ -90,16 +90,27 @@ def captured() -> Iterator[None]:
         _capturing.pop()
 
 
-def can_fuse(norm: nn.Module, act: nn.Module) -> bool:
-    """Return whether norm and activation are ones that :func:`torch_fastdet.ops.bn_act` knows, in training, and unobserved."""
+def _fuses(block: Block) -> bool:
+    """Return whether norm, or the convolution's bias, and activation of a block are ones that an operator knows, unobserved.
+
+    In evaluation, whether :func:`_write` does what is behind its convolution, without a gradient.
+    """
+    norm, act = getattr(block, "bn", None), block.act
+    if not fuses() or type(act) not in ACTIVATIONS or (norm is not None and type(norm) is not nn.BatchNorm2d):
+        return False
+    if block.training:
+        ready = norm is not None and norm.training and (norm.momentum is not None or not norm.track_running_stats)
+    else:
+        ready = (
+            not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+            and _is_plain(block.conv)
+            and block.conv.weight.device.type in DEVICES
+            and (norm is None or (not norm.training and norm.running_mean is not None))
+        )
     return (
-        fuses()
-        and type(norm) is nn.BatchNorm2d
-        and type(act) in ACTIVATIONS
-        and norm.training
-        and (norm.momentum is not None or not norm.track_running_stats)
-        and private.runs_plainly(norm, _FORWARDS[nn.BatchNorm2d])
+        ready
         and private.runs_plainly(act, _FORWARDS[type(act)])
+        and (norm is None or private.runs_plainly(norm, _FORWARDS[nn.BatchNorm2d]))
         and not is_watched()
     )
 
@@ -125,22 +136,6 @@ def _fits(x: Tensor, norm: nn.BatchNorm2d) -> bool:
 
 def _slope(act: nn.Module) -> float:
     return act.negative_slope if type(act) is nn.LeakyReLU else 0.0
-
-
-def _is_evaluated(block: Block) -> bool:
-    """Return whether a block in evaluation is a convolution and what :func:`_write` does behind it, unobserved and without a gradient."""
-    norm, act = getattr(block, "bn", None), block.act
-    return (
-        fuses()
-        and not (block.training or torch.is_grad_enabled() or torch.compiler.is_compiling())
-        and _is_plain(block.conv)
-        and block.conv.weight.device.type in DEVICES
-        and type(act) in ACTIVATIONS
-        and private.runs_plainly(act, _FORWARDS[type(act)])
-        and (norm is None or (type(norm) is nn.BatchNorm2d and private.runs_plainly(norm, _FORWARDS[nn.BatchNorm2d])))
-        and (norm is None or (not norm.training and norm.running_mean is not None))
-        and not is_watched()
-    )
 
 
 def _is_plain(conv: nn.Module) -> bool:
@@ -212,20 +207,23 @@ def _fits_evaluated(x: Tensor, block: Block) -> bool:
 
 
 def _finished(block: Block, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-    """Return the block's result, plus ``shortcut``, for x of :func:`_begun`; in evaluation in :func:`_place`. Ask :func:`_is_conv` first."""
-    if block.training:
-        return norm_and_activation(block.bn, block.act, x, shortcut)
-    if not _fits_evaluated(x, block):
-        norm, bias = getattr(block, "bn", None), block.conv.bias
+    """Return the block's result, plus ``shortcut``, for x of :func:`_begun`; in evaluation in :func:`_place`. Ask :func:`_fuses` first."""
+    norm, act, inside = getattr(block, "bn", None), block.act, shortcut if _is_added(shortcut, x) else None
+    if block.training and _fits(x, norm):
+        of_batches = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
+        running = of_batches if norm.track_running_stats else (None, None, None)
+        y = ops.bn_act(x, norm.weight, norm.bias, *running, *_options(norm, act), inside)
+    elif not block.training and _fits_evaluated(x, block):
+        y = _place(block, x)
+        _write(block, x, y, inside)
+    else:
+        inside = None
         if norm is not None:
             x = norm(x)
-        elif bias is not None:
-            x = x + bias[:, None, None]
-        y = block.act(x)
-        return y if shortcut is None else shortcut + y
-    added, place = shortcut is not None and _is_added(shortcut, x), _place(block, x)
-    _write(block, x, place, shortcut if added else None)
-    return place if added or shortcut is None else shortcut + place
+        elif block.conv.bias is not None:
+            x = x + block.conv.bias[:, None, None]
+        y = act(x)
+    return y if inside is shortcut else shortcut + y
 
 
 def _place(block: Block, x: Tensor) -> Tensor:
@@ -237,31 +235,8 @@ def _is_added(shortcut: Tensor | None, x: Tensor) -> bool:
     return shortcut is None or (shortcut.dtype == x.dtype and shortcut.shape == x.shape)
 
 
-def norm_and_activation(norm: nn.BatchNorm2d, act: nn.Module, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
-    """Return ``act(norm(x))``, plus ``shortcut``: one operator where that is possible, the modules where not. Ask can_fuse first."""
-    if not _fits(x, norm):
-        y = act(norm(x))
-        return y if shortcut is None else shortcut + y
-    add = shortcut is not None and _is_added(shortcut, x)
-    tracked = norm.track_running_stats
-    y = ops.bn_act(
-        x,
-        norm.weight,
-        norm.bias,
-        norm.running_mean if tracked else None,
-        norm.running_var if tracked else None,
-        norm.num_batches_tracked if tracked else None,
-        norm.momentum or 0.0,
-        norm.eps,
-        ACTIVATIONS[type(act)],
-        _slope(act),
-        shortcut if add else None,
-    )
-    return y if add or shortcut is None else shortcut + y
-
-
-def _options(block: Block) -> joint.Options:
-    return block.bn.momentum or 0.0, block.bn.eps, ACTIVATIONS[type(block.act)], _slope(block.act)
+def _options(norm: nn.BatchNorm2d, act: nn.Module) -> joint.Options:
+    return norm.momentum or 0.0, norm.eps, ACTIVATIONS[type(act)], _slope(act)
 
 
 def _is_whole(norm: nn.BatchNorm2d) -> bool:
@@ -270,55 +245,46 @@ def _is_whole(norm: nn.BatchNorm2d) -> bool:
     return norm.track_running_stats and all(tensor is not None for tensor in tensors)
 
 
-def norms_and_activations_cat(blocks: list[Block], inputs: list[Tensor], shortcut: Tensor | None = None) -> Tensor:
+def _finished_cat(blocks: list[Block], inputs: list[Tensor], shortcut: Tensor | None = None) -> Tensor:
     """Run ``torch.cat`` of each block's ``act(bn(x))`` along the channels, the first one plus ``shortcut``.
 
     One operator, whose parts write straight into the concatenation, where they have the same options; else a concatenation of
-    :func:`norm_and_activation`. Ask can_fuse for each block first.
+    :func:`_finished`. Ask :func:`_fuses` for each block first.
     """
     norms: list[Any] = [block.bn for block in blocks]
-    first = inputs[0]
+    first, options = inputs[0], [_options(block.bn, block.act) for block in blocks]
     joined = (
         all(_fits(x, norm) and _is_whole(norm) for x, norm in zip(inputs, norms))
-        and all(_options(block) == _options(blocks[0]) for block in blocks)
+        and options.count(options[0]) == len(options)
         and all(x.dtype == first.dtype and x.device == first.device for x in inputs)
         and all(x.shape[0] == first.shape[0] and x.shape[2:] == first.shape[2:] for x in inputs)
         and _is_added(shortcut, first)
     )
     if not joined:
         shortcuts = [shortcut, *[None] * (len(blocks) - 1)]
-        parts = [norm_and_activation(b.bn, b.act, x, s) for b, x, s in zip(blocks, inputs, shortcuts)]
-        return torch.cat(parts, 1)
-    return ops.bn_act_cat(
-        inputs,
-        [norm.weight for norm in norms],
-        [norm.bias for norm in norms],
-        [norm.running_mean for norm in norms],
-        [norm.running_var for norm in norms],
-        [norm.num_batches_tracked for norm in norms],
-        *_options(blocks[0]),
-        shortcut,
-    )
+        return torch.cat([_finished(*each) for each in zip(blocks, inputs, shortcuts)], 1)
+    parameters = [norm.weight for norm in norms], [norm.bias for norm in norms]
+    return ops.bn_act_cat(inputs, *parameters, *joint.buffers_of(norms), *options[0], shortcut)
 
 
 def _jointly(blocks: list[Block], x: Tensor, before: list[int]) -> tuple[Tensor, ...] | None:
     """Return each block's ``act(bn(conv(x)))``, with ``before[i]`` channels in front, by one convolution; None where there is none.
 
-    Ask can_fuse for each block first.
+    Ask :func:`_fuses` for each block first.
     """
     run = vars(blocks[0].conv).get(joint.JOINT)
     z = None if run is None else run(x)
     if z is None:
         return None
-    norms = [block.bn for block in blocks]
-    if not all(_is_whole(norm) and _options(b) == _options(blocks[0]) for b, norm in zip(blocks, norms)):
+    norms, options = [block.bn for block in blocks], [_options(block.bn, block.act) for block in blocks]
+    if not all(map(_is_whole, norms)) or options.count(options[0]) < len(options):
         return None
     parts = z.detach().split([block.conv.out_channels for block in blocks], 1)
     dtypes = {(norm.weight.dtype, norm.bias.dtype) for norm in norms}
-    if len(dtypes) > 1 or not all(_fits(part, norm) for part, norm in zip(parts, norms)):
+    if len(dtypes) > 1 or not all(map(_fits, parts, norms)):
         return None
     weights_and_biases = [norm.weight for norm in norms] + [norm.bias for norm in norms]
-    return joint.NormsOfParts.apply(z, before, norms, _options(blocks[0]), *weights_and_biases)
+    return joint.NormsOfParts.apply(z, before, norms, options[0], *weights_and_biases)
 
 
 def _can_share(x: Tensor, norm: nn.BatchNorm2d) -> bool:
@@ -341,7 +307,7 @@ def _into(room: Tensor, first: int, block: Block, x: Tensor, shortcut: Tensor | 
     """Return ``room`` with the block's result for x, plus ``shortcut``, in its channels from ``first`` on. Ask :func:`_goes_into` first."""
     if block.training:
         norm = block.bn
-        return joint.NormInto.apply(room, first, x, norm, _options(block), shortcut, norm.weight, norm.bias)
+        return joint.NormInto.apply(room, first, x, norm, _options(norm, block.act), shortcut, norm.weight, norm.bias)
     _write(block, x, room, shortcut, first=first)
     return room
 
@@ -351,7 +317,7 @@ def _behind(block: Block, x: Tensor, rest: Tensor, shortcut: Tensor | None) -> T
     if _goes_into(rest, block, x, shortcut):
         return _into(rest, 0, block, x, shortcut)
     room = rest.shape[1] - x.shape[1]
-    return torch.cat([norm_and_activation(block.bn, block.act, x, shortcut), rest[:, -room:]], 1)
+    return torch.cat([_finished(block, x, shortcut), rest[:, -room:]], 1)
 
 
 def _made(maker: object, forward: Forward, stock: Forward) -> Forward:
@@ -364,7 +330,7 @@ def conv_forward(stock: Forward) -> Forward:
     """Stand in for the forward of a block that computes ``act(bn(conv(x)))``; ``stock`` is what it replaces."""
 
     def forward(self: Block, x: Tensor) -> Tensor:
-        if (self.training and can_fuse(self.bn, self.act)) or _is_evaluated(self):
+        if _fuses(self):
             return _finished(self, _begun(self, x))
         return stock(self, x)
 
@@ -375,7 +341,7 @@ def conv_forward_fuse(stock: Forward) -> Forward:
     """Stand in for what a block calls once its convolution holds the norm: ``act(conv(x))``. Instances keep it as their ``forward``."""
 
     def forward_fuse(self: Block, x: Tensor) -> Tensor:
-        if type(self).forward_fuse is forward_fuse and not hasattr(self, "bn") and _is_evaluated(self):
+        if type(self).forward_fuse is forward_fuse and not hasattr(self, "bn") and _fuses(self):
             return _finished(self, _begun(self, x))
         return stock(self, x)
 
@@ -414,8 +380,8 @@ def forward_of_bytes(block: Block, x: Tensor) -> Tensor:
     """Return the block's result for ``x / 255``, where x is uint8; for other x its own. Ask :func:`begins_with_stem` first."""
     if x.dtype != torch.uint8:
         return type(block).forward(block, x)
-    if block.training and can_fuse(block.bn, block.act) and is_stem(block.conv, x, floating=False):
-        return norm_and_activation(block.bn, block.act, convolve_squares(block.conv, x))
+    if block.training and _fuses(block) and is_stem(block.conv, x, floating=False):
+        return _finished(block, convolve_squares(block.conv, x))
     alike = torch.contiguous_format if block.conv.weight.is_contiguous() else torch.channels_last
     return type(block).forward(block, divided(x.contiguous(memory_format=alike)))
 
@@ -425,9 +391,7 @@ def _is_conv(block: Block) -> bool:
     if not _made_by(conv_forward, block) or (not block.training and torch.is_grad_enabled()):
         return False
     plain = hasattr(block, "bn") and private.runs_plainly(block, type(block).forward)
-    if block.training:
-        return plain and can_fuse(block.bn, block.act)
-    return (plain or _is_fused(block)) and _is_evaluated(block)
+    return (plain or _is_fused(block)) and _fuses(block)
 
 
 def opened(block: Block, x: Tensor, shortcut: Tensor | None = None) -> Opened:
@@ -583,7 +547,7 @@ def _c3_parts(c3: Block, x: Tensor) -> Tensor | None:
         return _behind(last.cv2, deep, halves[1], shortcut)
     shallow = _begun(c3.cv2, x)
     if last.cv2.training and c3.cv2.training:
-        return norms_and_activations_cat([last.cv2, c3.cv2], [deep, shallow], shortcut)
+        return _finished_cat([last.cv2, c3.cv2], [deep, shallow], shortcut)
     return _side_by_side(last.cv2, deep, c3.cv2, shallow, shortcut)
 
 
@@ -706,7 +670,7 @@ def hg_block_forward(stock: Forward) -> Forward:
 def _split(cv1: Block, x: Tensor, channels: int, half: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return a tensor of ``channels`` that begins with the result of ``cv1`` for x of its convolution, and twice a copy of that's last ``half``."""
     if cv1.training:
-        return joint.NormSplit.apply(x, channels, cv1.bn, _options(cv1), cv1.bn.weight, cv1.bn.bias)
+        return joint.NormSplit.apply(x, channels, cv1.bn, _options(cv1.bn, cv1.act), cv1.bn.weight, cv1.bn.bias)
     room, last = joint.room_like(x, channels), joint.room_like(x, half)
     _write(cv1, x, room, None, last)
     return room, last, last

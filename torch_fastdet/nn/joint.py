@@ -29,7 +29,8 @@ def room_like(like: Tensor, channels: int) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
 
 
-def _buffers(norms: list[nn.BatchNorm2d]) -> list[list[Tensor]]:
+def buffers_of(norms: list[nn.BatchNorm2d]) -> list[list[Tensor]]:
+    """Return the running means and variances of the norms, and the counts of their batches."""
     return [[getattr(n, name) for n in norms] for name in ("running_mean", "running_var", "num_batches_tracked")]
 
 
@@ -47,7 +48,7 @@ class NormsOfParts(torch.autograd.Function):
         results = [room_like(x, first + norm.num_features) for first, norm in zip(before, norms)]
         places = [result[:, first:] for first, result in zip(before, results)]
         weights, biases = list(parameters[:count]), list(parameters[count:])
-        statistics = torch.ops.torch_fastdet.bn_act_parts(x, places, weights, biases, *_buffers(norms), *options)
+        statistics = torch.ops.torch_fastdet.bn_act_parts(x, places, weights, biases, *buffers_of(norms), *options)
         ctx.save_for_backward(x, *statistics, *parameters)
         ctx.before, ctx.sizes, ctx.activation = before, [norm.num_features for norm in norms], options[2:]
         return tuple(results)
@@ -84,7 +85,7 @@ class NormInto(torch.autograd.Function):
     ) -> Tensor:
         place = room.narrow(1, first, x.shape[1])
         statistics = torch.ops.torch_fastdet.bn_act_parts(
-            x, [place], [weight], [bias], *_buffers([norm]), *options, shortcut
+            x, [place], [weight], [bias], *buffers_of([norm]), *options, shortcut
         )
         ctx.save_for_backward(x, *statistics, weight, bias)
         ctx.first, ctx.activation, ctx.adds = first, options[2:], shortcut is not None
@@ -124,7 +125,7 @@ class NormSplit(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         room, half = room_like(x, channels), x.shape[1] // 2
         place = room[:, : x.shape[1]]
-        statistics = torch.ops.torch_fastdet.bn_act_parts(x, [place], [weight], [bias], *_buffers([norm]), *options)
+        statistics = torch.ops.torch_fastdet.bn_act_parts(x, [place], [weight], [bias], *buffers_of([norm]), *options)
         ctx.save_for_backward(x, *statistics, weight, bias)
         ctx.activation = options[2:]
         read = _sum((place[:, half:],))
