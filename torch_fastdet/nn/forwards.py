@@ -404,7 +404,9 @@ def opened(block: Block, x: Tensor, shortcut: Tensor | None = None) -> Opened:
     if (opens := getattr(block, OPENS, None)) is not None:
         return opens(x)
     forward = getattr(type(block), "forward", None)
-    opener, found = _OPENERS.get(_maker_of(forward) or forward), None
+    opener, found = getattr(_maker_of(forward), "opener", None), None
+    if forward is _FORWARDS[nn.Sequential]:
+        opener = _open_sequential
     if opener is not None and private.runs_plainly(block, forward):
         found = opener(block, x, x if shortcut is None else shortcut)
     return (None, block(x), None) if found is None else found
@@ -437,17 +439,41 @@ def _open_sequential(block: Block, x: Tensor, _: Tensor) -> Opened | None:
     return opened(layers[-1], x) if layers else None
 
 
-def _open_bottleneck(block: Block, x: Tensor, shortcut: Tensor) -> Opened | None:
+def _opens(opener: Opener) -> Callable[[Forward], Forward]:
+    """Let ``opener`` make forwards. It returns what :func:`opened` does, or None where the original forward shall run."""
+
+    def make(stock: Forward) -> Forward:
+        def forward(self: Block, x: Tensor) -> Tensor:
+            parts = opener(self, x, x)
+            return stock(self, x) if parts is None else closed(*parts)
+
+        return _made(make, forward, stock)
+
+    vars(make)["opener"] = opener
+    return make
+
+
+@_opens
+def bottleneck_forward(block: Block, x: Tensor, shortcut: Tensor) -> Opened | None:
+    """Run ``x + cv2(cv1(x)) if add else cv2(cv1(x))``. The sum joins the second block's norm and activation."""
     end = block.cv2
     return (end, _begun(end, block.cv1(x)), shortcut if block.add else None) if _is_conv(end) else None
 
 
-def _open_c3(block: Block, x: Tensor, _: Tensor) -> Opened | None:
+@_opens
+def c3_forward(block: Block, x: Tensor, _: Tensor) -> Opened | None:
+    """Run ``cv3(cat((m(cv1(x)), cv2(x)), 1))``, with bottlenecks ``m`` in a row.
+
+    The last bottleneck and ``cv2`` write into the concatenation; ``cv1`` and ``cv2`` are one convolution where a captured step has
+    joined them (:mod:`torch_fastdet.nn.joint`).
+    """
     parts = _c3_parts(block, x)
     return None if parts is None else opened(block.cv3, parts)
 
 
-def _open_light(block: Block, x: Tensor, _: Tensor) -> Opened:
+@_opens
+def light_forward(block: Block, x: Tensor, _: Tensor) -> Opened:
+    """Run ``conv2(conv1(x))``."""
     return opened(block.conv2, block.conv1(x))
 
 
@@ -455,7 +481,9 @@ def _ends_in_conv(tail: Block) -> bool:
     return type(tail) is nn.Sequential and len(tail) > 0 and _is_conv(tail[-1])
 
 
-def _open_attention(block: Block, x: Tensor, _: Tensor) -> Opened | None:
+@_opens
+def attention_forward(block: Block, x: Tensor, _: Tensor) -> Opened | None:
+    """Run ``y + ffn(y)`` of ``y = x + attn(x)``, or with ``mlp``, if ``add``. In evaluation the sums join operators behind convolutions."""
     tail = block.ffn if hasattr(block, "ffn") else block.mlp
     if block.training or not getattr(block, "add", True) or not _ends_in_conv(tail):
         return None
@@ -467,55 +495,22 @@ def _attended(block: Block, tail: Block, x: Tensor) -> Opened:
     return _plus(opened(tail, x), x)
 
 
-def _open_cib(block: Block, x: Tensor, shortcut: Tensor) -> Opened | None:
+@_opens
+def cib_forward(block: Block, x: Tensor, shortcut: Tensor) -> Opened | None:
+    """Run ``x + cv1(x) if add else cv1(x)`` in evaluation, with convolutions ``cv1`` in a row."""
     if block.training or not _ends_in_conv(block.cv1):
         return None
     found = opened(block.cv1, x)
     return _plus(found, shortcut) if block.add else found
 
 
-_OPENERS: dict[object, Opener] = {
-    each: each for each in (_open_bottleneck, _open_c3, _open_light, _open_attention, _open_cib)
-}
-_OPENERS[_FORWARDS[nn.Sequential]] = _open_sequential
-
-
-def _forward_that(opens: Opener, stock: Forward) -> Forward:
-    """Stand in for the forward of a block that ``opens`` knows."""
-
-    def forward(self: Block, x: Tensor) -> Tensor:
-        parts = opens(self, x, x)
-        return stock(self, x) if parts is None else closed(*parts)
-
-    return _made(opens, forward, stock)
-
-
-# Runs a block that computes ``x + cv2(cv1(x)) if add else cv2(cv1(x))``. The sum joins the second block's norm and activation.
-bottleneck_forward = functools.partial(_forward_that, _open_bottleneck)
-# Runs ``cv3(cat((m(cv1(x)), cv2(x)), 1))``, with bottlenecks ``m`` in a row. The last bottleneck and ``cv2`` write into the concatenation;
-# ``cv1`` and ``cv2`` are one convolution where a captured step has joined them (:mod:`torch_fastdet.nn.joint`).
-c3_forward = functools.partial(_forward_that, _open_c3)
-# Runs ``conv2(conv1(x))``.
-light_forward = functools.partial(_forward_that, _open_light)
-# Runs ``y + ffn(y)`` of ``y = x + attn(x)``, or with ``mlp``, if ``add``. In evaluation the sums join operators behind convolutions.
-attention_forward = functools.partial(_forward_that, _open_attention)
-# Runs ``x + cv1(x) if add else cv1(x)`` in evaluation, with convolutions ``cv1`` in a row.
-cib_forward = functools.partial(_forward_that, _open_cib)
-
-
-def rep_conv_forward(stock: Forward) -> Forward:
-    """Stand in for the forward of a block that computes ``act(conv1(x) + conv2(x))``, plus ``bn(x)`` in the sum if there is one.
-
-    Without one, the sum joins the second block's norm where that block is one of :func:`conv_forward`.
-    """
-
-    def forward(self: Block, x: Tensor) -> Tensor:
-        last = self.conv2
-        if self.bn is None and _is_conv(last):
-            return self.act(_finished(last, _begun(last, x), self.conv1(x)))
-        return stock(self, x)
-
-    return _made(rep_conv_forward, forward, stock)
+@_opens
+def rep_conv_forward(block: Block, x: Tensor, _: Tensor) -> Opened | None:
+    """Run ``act(conv1(x) + conv2(x))``. The sum joins the second block's norm. With ``bn(x)`` in the sum, the original runs."""
+    last = block.conv2
+    if block.bn is not None or not _is_conv(last):
+        return None
+    return None, block.act(_finished(last, _begun(last, x), block.conv1(x))), None
 
 
 def _c3_parts(c3: Block, x: Tensor) -> Tensor | None:
@@ -527,7 +522,7 @@ def _c3_parts(c3: Block, x: Tensor) -> Tensor | None:
     if not (
         last is not None
         and private.runs_plainly(c3.m, _FORWARDS[nn.Sequential])
-        and _made_by(_open_bottleneck, last)
+        and _made_by(bottleneck_forward, last)
         and private.runs_plainly(last, type(last).forward)
         and _is_conv(last.cv2)
         and _is_conv(c3.cv2)
@@ -559,17 +554,14 @@ def _side_by_side(first: Block, x: Tensor, second: Block, y: Tensor, shortcut: T
     return _into(_into(room, 0, first, x, shortcut), x.shape[1], second, y, None)
 
 
-def down_forward(stock: Forward) -> Forward:
-    """Stand in for the forward of YOLOv9's ADown. In evaluation ``cv1`` and ``cv2`` write into the concatenation."""
-
-    def forward(self: Block, x: Tensor) -> Tensor:
-        if self.training or not (_is_conv(self.cv1) and _is_conv(self.cv2)):
-            return stock(self, x)
-        left, right = F.avg_pool2d(x, 2, 1).chunk(2, 1)
-        pooled = F.max_pool2d(right, 3, 2, 1)
-        return _side_by_side(self.cv1, _begun(self.cv1, left), self.cv2, _begun(self.cv2, pooled))
-
-    return _made(down_forward, forward, stock)
+@_opens
+def down_forward(block: Block, x: Tensor, _: Tensor) -> Opened | None:
+    """Run YOLOv9's ADown in evaluation, where ``cv1`` and ``cv2`` write into the concatenation."""
+    if block.training or not (_is_conv(block.cv1) and _is_conv(block.cv2)):
+        return None
+    left, right = F.avg_pool2d(x, 2, 1).chunk(2, 1)
+    pooled = F.max_pool2d(right, 3, 2, 1)
+    return None, _side_by_side(block.cv1, _begun(block.cv1, left), block.cv2, _begun(block.cv2, pooled)), None
 
 
 def c2f_forward(
@@ -647,24 +639,21 @@ def attention_of(block: Block) -> list[Block]:
     return [SimpleNamespace(**{OPENS: functools.partial(_attended, block, block.ffn)})]
 
 
-def hg_block_forward(stock: Forward) -> Forward:
-    """Stand in for the forward of a block that computes ``ec(sc(cat((x, m[0](x), m[1](m[0](x)), ...), 1)))``, plus ``x`` if ``add``.
+@_opens
+def hg_block_forward(block: Block, x: Tensor, _: Tensor) -> Opened | None:
+    """Run ``ec(sc(cat((x, m[0](x), m[1](m[0](x)), ...), 1)))``, plus ``x`` if ``add``, in evaluation.
 
-    In evaluation each of ``m`` that can be :func:`opened` writes into the concatenation. The sum joins the activation of ``ec``.
+    Each of ``m`` that can be :func:`opened` writes into the concatenation. The sum joins the activation of ``ec``.
     """
-
-    def forward(self: Block, x: Tensor) -> Tensor:
-        if self.training or type(self.m) is not nn.ModuleList or not (_is_conv(self.sc) and _is_conv(self.ec)):
-            return stock(self, x)
-        blocks, channels = list(self.m), self.sc.conv.in_channels
-        if not blocks or type(x) is not Tensor or x.numel() == 0 or (channels - x.shape[1]) % len(blocks):
-            return stock(self, x)
-        room = joint.room_like(x, channels)
-        torch.ops.torch_fastdet.sum_slices([x], room.narrow(1, 0, x.shape[1]))
-        y = _begun(self.ec, self.sc(_filled(room, x, x, x.shape[1], blocks)))
-        return _finished(self.ec, y, x if self.add else None)
-
-    return _made(hg_block_forward, forward, stock)
+    if block.training or type(block.m) is not nn.ModuleList or not (_is_conv(block.sc) and _is_conv(block.ec)):
+        return None
+    blocks, channels = list(block.m), block.sc.conv.in_channels
+    if not blocks or type(x) is not Tensor or x.numel() == 0 or (channels - x.shape[1]) % len(blocks):
+        return None
+    room = joint.room_like(x, channels)
+    torch.ops.torch_fastdet.sum_slices([x], room.narrow(1, 0, x.shape[1]))
+    y = block.sc(_filled(room, x, x, x.shape[1], blocks))
+    return block.ec, _begun(block.ec, y), x if block.add else None
 
 
 def _split(cv1: Block, x: Tensor, channels: int, half: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -695,7 +684,7 @@ def convolutions_of_one_input(model: nn.Module) -> Iterator[list[nn.Conv2d]]:
     :func:`c3_forward`."""
     modules: list[Block] = list(model.modules())
     groups = [blocks for module in modules for blocks in vars(module).get(joint.OF_ONE_INPUT, [])]
-    for blocks in groups + [[block.cv1, block.cv2] for block in modules if _made_by(_open_c3, block)]:
+    for blocks in groups + [[block.cv1, block.cv2] for block in modules if _made_by(c3_forward, block)]:
         convs = [getattr(block, "conv", None) for block in blocks]
         yield [conv for conv in convs if isinstance(conv, nn.Conv2d)]
 
