@@ -63,7 +63,6 @@ class _Adam(BoundOptimizer, torch.optim.Adam):
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
-        self._binding = None
         self._stay_fused()
 
     def _stay_fused(self) -> None:

@@ -228,7 +228,3 @@ class MuSGD(_watch.BoundOptimizer):
 
     def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "muon": self.muon, "sgd": self.sgd}
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)
-        self._binding = None
