@@ -245,26 +245,12 @@ def _is_whole(norm: nn.BatchNorm2d) -> bool:
     return norm.track_running_stats and all(tensor is not None for tensor in tensors)
 
 
-def _finished_cat(blocks: list[Block], inputs: list[Tensor], shortcut: Tensor | None = None) -> Tensor:
-    """Run ``torch.cat`` of each block's ``act(bn(x))`` along the channels, the first one plus ``shortcut``.
-
-    One operator, whose parts write straight into the concatenation, where they have the same options; else a concatenation of
-    :func:`_finished`. Ask :func:`_fuses` for each block first.
-    """
-    norms: list[Any] = [block.bn for block in blocks]
-    first, options = inputs[0], [_options(block.bn, block.act) for block in blocks]
-    joined = (
-        all(_fits(x, norm) and _is_whole(norm) for x, norm in zip(inputs, norms))
-        and options.count(options[0]) == len(options)
-        and all(x.dtype == first.dtype and x.device == first.device for x in inputs)
-        and all(x.shape[0] == first.shape[0] and x.shape[2:] == first.shape[2:] for x in inputs)
-        and _is_added(shortcut, first)
+def _takes_all(inputs: Sequence[Tensor], blocks: list[Block]) -> bool:
+    """Return whether one operator can do what is behind the convolutions of blocks in training, for what these make."""
+    options = [_options(block.bn, block.act) for block in blocks]
+    return options.count(options[0]) == len(options) and all(
+        _is_whole(block.bn) and _fits(x, block.bn) for x, block in zip(inputs, blocks)
     )
-    if not joined:
-        shortcuts = [shortcut, *[None] * (len(blocks) - 1)]
-        return torch.cat([_finished(*each) for each in zip(blocks, inputs, shortcuts)], 1)
-    parameters = [norm.weight for norm in norms], [norm.bias for norm in norms]
-    return ops.bn_act_cat(inputs, *parameters, *joint.buffers_of(norms), *options[0], shortcut)
 
 
 def _jointly(blocks: list[Block], x: Tensor, before: list[int]) -> tuple[Tensor, ...] | None:
@@ -274,17 +260,13 @@ def _jointly(blocks: list[Block], x: Tensor, before: list[int]) -> tuple[Tensor,
     """
     run = vars(blocks[0].conv).get(joint.JOINT)
     z = None if run is None else run(x)
-    if z is None:
+    if z is None or not _takes_all(z.detach().split([block.conv.out_channels for block in blocks], 1), blocks):
         return None
-    norms, options = [block.bn for block in blocks], [_options(block.bn, block.act) for block in blocks]
-    if not all(map(_is_whole, norms)) or options.count(options[0]) < len(options):
-        return None
-    parts = z.detach().split([block.conv.out_channels for block in blocks], 1)
-    dtypes = {(norm.weight.dtype, norm.bias.dtype) for norm in norms}
-    if len(dtypes) > 1 or not all(map(_fits, parts, norms)):
+    norms = [block.bn for block in blocks]
+    if len({(norm.weight.dtype, norm.bias.dtype) for norm in norms}) > 1:
         return None
     weights_and_biases = [norm.weight for norm in norms] + [norm.bias for norm in norms]
-    return joint.NormsOfParts.apply(z, before, norms, options[0], *weights_and_biases)
+    return joint.NormsOfParts.apply(z, before, norms, _options(norms[0], blocks[0].act), *weights_and_biases)
 
 
 def _can_share(x: Tensor, norm: nn.BatchNorm2d) -> bool:
@@ -310,14 +292,6 @@ def _into(room: Tensor, first: int, block: Block, x: Tensor, shortcut: Tensor | 
         return joint.NormInto.apply(room, first, x, norm, _options(norm, block.act), shortcut, norm.weight, norm.bias)
     _write(block, x, room, shortcut, first=first)
     return room
-
-
-def _behind(block: Block, x: Tensor, rest: Tensor, shortcut: Tensor | None) -> Tensor:
-    """Return the concatenation of the block's ``act(bn(x))``, plus ``shortcut``, and the last channels of ``rest``."""
-    if _goes_into(rest, block, x, shortcut):
-        return _into(rest, 0, block, x, shortcut)
-    room = rest.shape[1] - x.shape[1]
-    return torch.cat([_finished(block, x, shortcut), rest[:, -room:]], 1)
 
 
 def _made(maker: object, forward: Forward, stock: Forward) -> Forward:
@@ -539,19 +513,29 @@ def _c3_parts(c3: Block, x: Tensor) -> Tensor | None:
         shortcut, y = joint.Twice.apply(y) if last.cv2.training and _can_share(y, last.cv2.bn) else (y, y)
     deep = _begun(last.cv2, last.cv1(y))
     if halves is not None:
-        return _behind(last.cv2, deep, halves[1], shortcut)
-    shallow = _begun(c3.cv2, x)
-    if last.cv2.training and c3.cv2.training:
-        return _finished_cat([last.cv2, c3.cv2], [deep, shallow], shortcut)
-    return _side_by_side(last.cv2, deep, c3.cv2, shallow, shortcut)
+        if _goes_into(halves[1], last.cv2, deep, shortcut):
+            return _into(halves[1], 0, last.cv2, deep, shortcut)
+        return torch.cat([_finished(last.cv2, deep, shortcut), halves[1][:, deep.shape[1] :]], 1)
+    return _side_by_side(last.cv2, deep, c3.cv2, _begun(c3.cv2, x), shortcut)
 
 
 def _side_by_side(first: Block, x: Tensor, second: Block, y: Tensor, shortcut: Tensor | None = None) -> Tensor:
-    """Return the concatenation of the results of two blocks for x and y of their convolutions, the first one plus ``shortcut``."""
-    room = joint.room_like(y, x.shape[1] + y.shape[1])
-    if not (_goes_into(room, first, x, shortcut) and _goes_into(room, second, y, None)):
-        return torch.cat([_finished(first, x, shortcut), _finished(second, y)], 1)
-    return _into(_into(room, 0, first, x, shortcut), x.shape[1], second, y, None)
+    """Return the concatenation of the results of two blocks for x and y of their convolutions, the first one plus ``shortcut``.
+
+    The blocks' operators write straight into it where that is possible. Two blocks in training share one, if their options are the same.
+    """
+    if first.training and second.training:
+        alike = (x.dtype, x.device, x.shape[0], x.shape[2:]) == (y.dtype, y.device, y.shape[0], y.shape[2:])
+        if alike and _is_added(shortcut, x) and _takes_all([x, y], [first, second]):
+            norms = [first.bn, second.bn]
+            parameters = [norm.weight for norm in norms], [norm.bias for norm in norms]
+            options = _options(first.bn, first.act)
+            return ops.bn_act_cat([x, y], *parameters, *joint.buffers_of(norms), *options, shortcut)
+    else:
+        room = joint.room_like(y, x.shape[1] + y.shape[1])
+        if _goes_into(room, first, x, shortcut) and _goes_into(room, second, y, None):
+            return _into(_into(room, 0, first, x, shortcut), x.shape[1], second, y, None)
+    return torch.cat([_finished(first, x, shortcut), _finished(second, y)], 1)
 
 
 @_opens
