@@ -75,7 +75,7 @@ def test_no_farther_from_exact_than_stock_under_autocast(device, kernel, padding
 def called(monkeypatch, conv, x):
     """Return whether ``convolve`` calls stem_conv2d if the GPU has tensor cores."""
     seen = []
-    monkeypatch.setattr(stem, "_has_tensor_cores", lambda device: True)
+    monkeypatch.setattr(stem, "major", lambda device: 9)
     monkeypatch.setattr(stem.ops, "stem_conv2d", lambda *tensors: seen.append(tensors) or stem_conv2d(*tensors))
     assert stem.convolve(conv, x).shape == conv(x).shape
     return bool(seen)
@@ -102,7 +102,7 @@ def test_tensor_cores_take_what_they_can(monkeypatch):
 def test_tensor_cores_are_no_farther_from_exact_than_stock(device, monkeypatch, kernel, padding):
     """As in training, the images have no gradient. On the CPU the operator's own form runs."""
     if device.type == "cpu":
-        monkeypatch.setattr(stem, "_has_tensor_cores", lambda device: True)
+        monkeypatch.setattr(stem, "major", lambda device: 9)
     dtype = torch.bfloat16
     conv, x = make(kernel, padding, device, torch.float32), images(device, torch.float32, (4, 3, 64, 64))
     exact_conv = copy.deepcopy(conv).double()
@@ -124,7 +124,7 @@ def test_tensor_cores_are_no_farther_from_exact_than_stock(device, monkeypatch, 
 
 def test_in_programs(device, monkeypatch):
     if device.type == "cpu":
-        monkeypatch.setattr(stem, "_has_tensor_cores", lambda device: True)
+        monkeypatch.setattr(stem, "major", lambda device: 9)
     conv, x = make(6, 2, device, torch.bfloat16), images(device, torch.bfloat16)
 
     class Stem(nn.Module):

@@ -111,7 +111,7 @@ def test_a_convolution_of_48_channels_gets_16_more(device, monkeypatch):
     net = nn.Sequential(nn.Conv2d(48, 48, 3, padding=1, bias=False), nn.ReLU(inplace=True)).to(device)
     net, x = net.to(memory_format=torch.channels_last), torch.rand(2, 48, 7, 6, device=device)
     x = x.contiguous(memory_format=torch.channels_last)
-    slow = widened.SLOW_ON[device.type] == widened._major(device)
+    slow = widened.SLOW_ON[device.type] == widened.major(device)
     for dtype, used in ((torch.float16, True), (torch.float16, False), (torch.bfloat16, True)):
         monkeypatch.setattr(_casts, "is_used", lambda model, used=used: used)
         with torch.autocast(device.type, dtype), weights_cast_once(net, dtype):

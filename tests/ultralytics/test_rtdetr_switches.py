@@ -598,7 +598,7 @@ def test_convolutions_of_48_channels_have_16_more(make, fused, device, on, monke
         if fused:
             fuse(block)
         result = block(x)
-    slow = widened.SLOW_ON[device.type] == widened._major(device)
+    slow = widened.SLOW_ON[device.type] == widened.major(device)
     assert len(calls) == (0 if not slow else 3 if isinstance(block, HGBlock) else 4)
     assert result.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(result, wanted, rtol=1e-2, atol=1e-2)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet._torch.private import runs_plainly
+from torch_fastdet.nn.widened import major
 
 # Maps kernel sizes to paddings.
 _SHAPES: dict[tuple[int, ...], tuple[int, ...]] = {(6, 6): (2, 2), (3, 3): (1, 1)}
@@ -80,10 +81,6 @@ def stem_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return ops.space_to_depth(weight, _CHANNELS, dtype=dtype)
 
 
-def _has_tensor_cores(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_properties(device).major >= 8
-
-
 def _has_kernel(conv: nn.Conv2d, squares: Tensor) -> bool:
     """Return whether ``stem_conv2d`` takes the squares; it has no gradient of them, and no bias."""
     outputs, pixels = conv.weight.shape[0], squares.shape[2] * squares.shape[3]
@@ -94,7 +91,7 @@ def _has_kernel(conv: nn.Conv2d, squares: Tensor) -> bool:
         and outputs * pixels <= _MOST
         and squares.dtype in (torch.float16, torch.bfloat16)
         and not squares.requires_grad
-        and _has_tensor_cores(squares.device)
+        and major(squares.device) >= 8  # its tensor cores
     )
 
 

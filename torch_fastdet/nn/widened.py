@@ -23,12 +23,13 @@ def is_slow(conv: nn.Conv2d, dtype: torch.dtype) -> bool:
         and conv.stride == (1, 1)
         and dtype == torch.float16
         and weight.is_contiguous(memory_format=torch.channels_last)
-        and SLOW_ON.get(weight.device.type) == _major(weight.device)
+        and SLOW_ON.get(weight.device.type) == major(weight.device)
     )
 
 
-def _major(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+def major(device: torch.device) -> int:
+    """Return the major compute capability of a GPU; 0 for another device."""
+    return torch.cuda.get_device_properties(device).major if device.type == "cuda" else 0
 
 
 def widened(conv: nn.Conv2d, x: Tensor) -> Tensor:
