@@ -57,13 +57,6 @@ class Binding:
         self.take_buffers()
 
     @classmethod
-    def of(cls, optimizer: torch.optim.Optimizer, current: Binding | None) -> Binding:
-        """Return the optimizer's binding: ``current``, while it is that."""
-        if current is None or current._optimizer() is not optimizer or not current.is_current():
-            return cls(optimizer, lambda *args: new_state(cls.name, *args))
-        return current
-
-    @classmethod
     def numbers(cls, optimizer: torch.optim.Optimizer, device: torch.device) -> Numbers:
         """Return all groups' numbers, the device tensors that replace some of them ([] for none), and the groups' flags."""
         groups = [cls.numbers_of(optimizer, group) for group in optimizer.param_groups]
@@ -198,7 +191,9 @@ class BoundOptimizer(torch.optim.Optimizer):
         return object.__new__, (self._filed_as,), self.__getstate__()
 
     def _bind(self) -> Binding:
-        self._binding = binding = self._binding_class.of(self, self._binding)
+        binding, kind = self._binding, self._binding_class
+        if binding is None or binding._optimizer() is not self or not binding.is_current():
+            self._binding = binding = kind(self, lambda *args: new_state(kind.name, *args))
         return binding
 
     @torch.no_grad()

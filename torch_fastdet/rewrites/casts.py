@@ -277,7 +277,7 @@ def _changes(model: nn.Module, dtype: torch.dtype) -> Changes:
         else:
             yield layer, "forward", _forward_of(layer, cast, dtype, products and _is_pointwise(layer))
     for group in joined:
-        joint = _joint_of(group[0], cast[group[0].weight][1], dtype)
+        joint = partial(_run_joint, group[0], cast[group[0].weight][1])
         yield from ((conv, JOINT, joint) for conv in group)
 
 
@@ -303,13 +303,8 @@ def _is_cast(x: Tensor, dtype: torch.dtype) -> bool:
     return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype and x.dtype != torch.float64
 
 
-def _joint_of(first: nn.Conv2d, weight: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor | None]:
-    def joint(x: Tensor) -> Tensor | None:
-        if not _is_cast(x, dtype):
-            return None
-        return F.conv2d(x, weight, None, first.stride, first.padding, first.dilation)
-
-    return joint
+def _run_joint(first: nn.Conv2d, weight: Tensor, x: Tensor) -> Tensor | None:
+    return F.conv2d(x, weight, None, first.stride, first.padding, first.dilation) if _is_cast(x, weight.dtype) else None
 
 
 def _is_pointwise(conv: nn.Conv2d) -> bool:
