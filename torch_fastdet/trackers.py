@@ -11,6 +11,7 @@ The ids, their order, the scores and the boxes are those of Ultralytics' tracker
 
 from __future__ import annotations
 
+import inspect
 import threading
 from typing import Any
 
@@ -150,18 +151,16 @@ class BoTSORT(ByteTrack):
     def update(
         self, boxes: ArrayLike, scores: ArrayLike, classes: ArrayLike, motion: ArrayLike | None = None
     ) -> NDArray[np.float32]:
-        """Return the tracks that are seen or continued in this frame, as :meth:`ByteTrack.update` does.
+        """Return the tracks that are seen or continued in this frame.
+
+        The other arguments and the errors are those of :meth:`ByteTrack.update`.
 
         Args:
-            boxes: as of :meth:`ByteTrack.update`.
-            scores: as of :meth:`ByteTrack.update`.
-            classes: as of :meth:`ByteTrack.update`.
             motion: (2, 3) matrix that takes a point of the last image to its place in this one, as
                 ``cv2.estimateAffinePartial2D`` returns it. Default: the camera stands still.
 
         Raises:
-            ValueError: an argument has another shape, or ``motion`` has NaN or infinity.
-            TypeError: an argument is not an array of numbers.
+            ValueError: ``motion`` has another shape, NaN or infinity.
         """
         return self._update(self._rows(boxes, scores, classes), self._motion(motion))
 
@@ -195,7 +194,7 @@ class OCSORT(ByteTrack):
 
     @checked
     def __init__(self, delta_t: int = 3, inertia: float = 0.2, use_byte: bool = False, **options: Any) -> None:
-        self._kind = _from_zero("OCSORT", delta_t=delta_t, inertia=inertia, use_byte=use_byte)
+        self._kind = _from_zero(OCSORT, delta_t, inertia, use_byte)
         super().__init__(**options)
 
     def _make_core(self) -> _C.Tracker:
@@ -235,17 +234,9 @@ class FastTracker(ByteTrack):
         init_iou_suppress: float = 0.7,
         **options: Any,
     ) -> None:
-        self._kind = _from_zero(
-            "FastTracker",
-            reset_velocity_offset_occ=reset_velocity_offset_occ,
-            reset_pos_offset_occ=reset_pos_offset_occ,
-            enlarge_bbox_occ=enlarge_bbox_occ,
-            dampen_motion_occ=dampen_motion_occ,
-            active_occ_to_lost_thresh=active_occ_to_lost_thresh,
-            occ_cover_thresh=occ_cover_thresh,
-            occ_reappear_window=occ_reappear_window,
-            init_iou_suppress=init_iou_suppress,
-        )
+        when_covered = reset_velocity_offset_occ, reset_pos_offset_occ, enlarge_bbox_occ, dampen_motion_occ
+        limits = active_occ_to_lost_thresh, occ_cover_thresh, occ_reappear_window, init_iou_suppress
+        self._kind = _from_zero(FastTracker, *when_covered, *limits)
         if not init_iou_suppress > 0:
             raise ValueError(f"FastTracker: init_iou_suppress is {init_iou_suppress}, but a number above 0 is expected")
         super().__init__(**options)
@@ -289,17 +280,9 @@ class TrackTrack(BoTSORT):
         min_track_len: int = 3,
         **options: Any,
     ) -> None:
-        self._kind = _from_zero(
-            "TrackTrack",
-            penalty_p=penalty_p,
-            penalty_q=penalty_q,
-            reduce_step=reduce_step,
-            conf_weight=conf_weight,
-            angle_weight=angle_weight,
-            lost_match_thr=lost_match_thr,
-            tai_thr=tai_thr,
-            min_track_len=min_track_len,
-        )
+        costs = penalty_p, penalty_q, reduce_step, conf_weight, angle_weight
+        _from_zero(TrackTrack, lost_match_thr, *costs, tai_thr, min_track_len)
+        self._kind = *costs, lost_match_thr, tai_thr, min_track_len  # in the core's order
         defaults = {"track_high_thresh": 0.6, "track_low_thresh": 0.25, "new_track_thresh": 0.7, "match_thresh": 0.7}
         options = defaults | options
         for name, value in {"match_thresh": options["match_thresh"], "lost_match_thr": lost_match_thr}.items():
@@ -319,19 +302,13 @@ class TrackTrack(BoTSORT):
         motion: ArrayLike | None = None,
         recovered: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
     ) -> NDArray[np.float32]:
-        """Return the tracks that are seen in this frame, as :meth:`BoTSORT.update` does.
+        """Return the tracks that are seen in this frame.
+
+        The other arguments and the errors are those of :meth:`BoTSORT.update`.
 
         Args:
-            boxes: as of :meth:`BoTSORT.update`.
-            scores: as of :meth:`BoTSORT.update`.
-            classes: as of :meth:`BoTSORT.update`.
-            motion: as of :meth:`BoTSORT.update`.
             recovered: Boxes, scores and classes of detections that were suppressed as duplicates. They continue tracks at the cost
                 ``penalty_q``, but start none; their index in the result is -1. Default: none.
-
-        Raises:
-            ValueError: an argument has another shape, or ``motion`` has NaN or infinity.
-            TypeError: an argument is not an array of numbers.
         """
         rows = self._rows(boxes, scores, classes)
         again = rows[:0] if recovered is None else self._rows(*recovered, of="recovered ")
@@ -354,9 +331,9 @@ def _array(name: str, word: str, value: ArrayLike, dtype: type[np.floating[Any]]
         raise TypeError(f"{name}: {word} is a {kind} ({error}), but an array of numbers is expected") from None
 
 
-def _from_zero(name: str, **options: float) -> tuple[Any, ...]:
-    """Return the options, which the core takes in this order."""
-    for option, value in options.items():
+def _from_zero(kind: type[ByteTrack], *numbers: float) -> tuple[Any, ...]:
+    """Return the numbers, which are the first arguments of a tracker."""
+    for name, value in zip(inspect.signature(kind).parameters, numbers):
         if not value >= 0:
-            raise ValueError(f"{name}: {option} is {value}, but a number of 0 or more is expected")
-    return tuple(options.values())
+            raise ValueError(f"{kind.__name__}: {name} is {value}, but a number of 0 or more is expected")
+    return numbers
