@@ -109,9 +109,9 @@ def ultralytics_process_mask(
 def ultralytics_process_mask_native(protos: Tensor, masks_in: Tensor, bboxes: Tensor, shape: Sequence[int]) -> Tensor:
     """Return masks in the pixels of the original image: ``ultralytics.utils.ops.process_mask_native``.
 
+    The other arguments are those of :func:`ultralytics_process_mask`.
+
     Args:
-        protos: As in :func:`ultralytics_process_mask`.
-        masks_in: As in :func:`ultralytics_process_mask`.
         bboxes: (n, 4), x1, y1, x2, y2, in pixels of the original image.
         shape: Height and width of the original image.
     """

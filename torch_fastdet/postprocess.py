@@ -271,14 +271,7 @@ class UltralyticsPostProcess(_PostProcess):
     def forward_split(
         self, boxes: list[Tensor], scores: list[Tensor], extra: list[Tensor], letterboxes: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Take separate maps, as :func:`torch_fastdet.ops.ultralytics_postprocess` does; also return indices.
-
-        Args:
-            boxes: Same as the operator's ``boxes``.
-            scores: Same as the operator's ``scores``.
-            extra: Same as the operator's ``extra``.
-            letterboxes: Same as in :meth:`forward`.
-        """
+        """Take the separate maps of :func:`torch_fastdet.ops.ultralytics_postprocess`, and letterboxes as :meth:`forward`; also return indices."""
         rest = letterboxes, self.per_class, self.max_nms, self.max_wh, self.rotated, self.extra_kind
         return nms.ultralytics_postprocess(boxes, scores, extra, self.strides, *self._limits(), *rest)
 
