@@ -104,7 +104,7 @@ def _fused(monkeypatch):
     monkeypatch.setattr(C2f, "stock", C2f.forward, raising=False)
     monkeypatch.setattr(C2f, "forward", c2f_forward(C2f.forward))
     monkeypatch.setattr(SPPF, "stock", SPPF.forward, raising=False)
-    monkeypatch.setattr(SPPF, "forward", sppf_forward(SPPF.forward, True))
+    monkeypatch.setattr(SPPF, "forward", sppf_forward(SPPF.forward))
 
 
 def images(device="cpu", dtype=torch.float32):

@@ -704,24 +704,21 @@ def _pooled(cv1: Block, pool: Block, pools: int, x: Tensor) -> Tensor:
     return ops.max_pools_cat(y, pool.kernel_size, pools) if plain else _chain([y], [pool] * pools)
 
 
-def sppf_forward(stock: Forward, counts: bool, elan: bool = False) -> Forward:
+def sppf_forward(stock: Forward, elan: bool = False) -> Forward:
     """Stand in for the forward of a block that computes ``cv2(cat((y, m(y), m(m(y)), ...)))`` of ``y = cv1(x)``.
 
-    Args:
-        stock: the forward that it replaces.
-        counts: whether the block has a number of poolings ``n`` and a shortcut ``add``, as Ultralytics' has; without them there
-            are three poolings and no shortcut.
-        elan: whether the poolings are ``cv2``, ``cv3`` and ``cv4``, and ``cv5`` is behind them; in evaluation alone.
+    There are ``n`` poolings, or three, and x is added if the block has ``add``. ``elan`` is for blocks whose poolings are ``cv2``, ``cv3`` and
+    ``cv4``, with ``cv5`` behind them, in evaluation alone.
     """
 
     def forward(self: Block, x: Tensor) -> Tensor:
         last = self.cv5 if elan else self.cv2
-        pools = [self.cv2, self.cv3, self.cv4] if elan else [self.m] * (getattr(self, "n", 3) if counts else 3)
+        pools = [self.cv2, self.cv3, self.cv4] if elan else [self.m] * getattr(self, "n", 3)
         known = all(map(can_pool, pools)) and len({pool.kernel_size for pool in pools}) == 1
         if not known or (torch.is_grad_enabled() and (elan or not self.training)):
             return stock(self, x)
         y = _pooled(self.cv1, pools[0], len(pools), x)
-        if not (counts and getattr(self, "add", False)):
+        if not getattr(self, "add", False):
             return last(y)
         return last(y) + x if self.training else added(x, last, y)
 

@@ -58,13 +58,14 @@ SPPF = Formula(_SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "catch_warnings", "sim
 SPPF_N = Formula(
     _SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "extend", "getattr", "range", "torch"), ({}, {"n": 2, "add": True})
 )
+_POOLS = Asks(f"it computes {_SPPF}", lambda stock: None if SPPF.is_that_of(stock) else SPPF_N.obstacle(stock))
 
 # These make the forwards of blocks that change only in evaluation.
 _ELAN = functools.partial(forwards.c2f_forward, parts=operator.attrgetter("cv2", "cv3"), last="cv4", trains=False)
 _A2C2F = functools.partial(forwards.c2f_forward, pieces=1, trains=False)
 _C2PSA = functools.partial(forwards.c2f_forward, parts=lambda block: [block.m], left_out=1, trains=False)
 _PSA = functools.partial(forwards.c2f_forward, parts=forwards.attention_of, left_out=1, trains=False)
-_SPP_ELAN = functools.partial(forwards.sppf_forward, counts=False, elan=True)
+_SPP_ELAN = functools.partial(forwards.sppf_forward, elan=True)
 
 
 def _read(fingerprint: str) -> SameCode:
@@ -95,6 +96,7 @@ _BLOCKS: tuple[_Row, ...] = (
     ("PSABlock.forward", forwards.attention_forward, "Conv.forward", _read("9e3719a4")),
     ("ABlock.forward", forwards.attention_forward, "Conv.forward", _read("66e45f86")),
     ("HGBlock.forward", forwards.hg_block_forward, "Conv.forward", _read("3f1b7720")),
+    ("SPPF.forward", forwards.sppf_forward, "", _POOLS),
 )
 
 
@@ -116,8 +118,6 @@ def _targets(where: tuple[str, ...], rows: tuple[_Row, ...]) -> list[Target]:
 
 def _switch(conv: tuple[str, ...], blocks: tuple[str, ...], modules: tuple[str, ...]) -> Switch:
     """Return the switch of a framework, by full names of the modules that may define ``Conv``, and its other blocks."""
-    sppf = _made("SPPF.forward", lambda stock: forwards.sppf_forward(stock, SPPF_N.is_that_of(stock)))
-    pools = Asks(f"it computes {_SPPF}", lambda f: None if SPPF.is_that_of(f) else SPPF_N.obstacle(f))
     return Switch(
         "bn_act_optim",
         "BatchNorm, or bias, and activation as one operator, with the shortcut's sum and the concatenations of C3, C2f and HGBlock; the stem; SPPF; needs a GPU",
@@ -125,7 +125,6 @@ def _switch(conv: tuple[str, ...], blocks: tuple[str, ...], modules: tuple[str, 
             Target(conv, "Conv.forward", make=_made("Conv.forward", forwards.conv_forward), evidence=(CONV,)),
             *_targets(conv, _CONVS),
             *_targets(blocks, _BLOCKS),
-            Target(blocks, "SPPF.forward", make=sppf, evidence=(pools,), otherwise="nothing"),
         ),
         evidence=(GPU,),
         modules=modules,
