@@ -208,11 +208,13 @@ def _fits_evaluated(x: Tensor, block: Block) -> bool:
 
 def _finished(block: Block, x: Tensor, shortcut: Tensor | None = None) -> Tensor:
     """Return the block's result, plus ``shortcut``, for x of :func:`_begun`; in evaluation in :func:`_place`. Ask :func:`_fuses` first."""
-    norm, act, inside = getattr(block, "bn", None), block.act, shortcut if _is_added(shortcut, x) else None
+    norm: Any = getattr(block, "bn", None)
+    act, inside = block.act, shortcut if _is_added(shortcut, x) else None
     if block.training and _fits(x, norm):
         of_batches = (norm.running_mean, norm.running_var, norm.num_batches_tracked)
         running = of_batches if norm.track_running_stats else (None, None, None)
-        y = ops.bn_act(x, norm.weight, norm.bias, *running, *_options(norm, act), inside)
+        given: list[Any] = [*running, *_options(norm, act), inside]
+        y = ops.bn_act(x, norm.weight, norm.bias, *given)
     elif not block.training and _fits_evaluated(x, block):
         y = _place(block, x)
         _write(block, x, y, inside)
@@ -223,7 +225,7 @@ def _finished(block: Block, x: Tensor, shortcut: Tensor | None = None) -> Tensor
         elif block.conv.bias is not None:
             x = x + block.conv.bias[:, None, None]
         y = act(x)
-    return y if inside is shortcut else shortcut + y
+    return y if shortcut is None or inside is not None else shortcut + y
 
 
 def _place(block: Block, x: Tensor) -> Tensor:
@@ -528,9 +530,8 @@ def _side_by_side(first: Block, x: Tensor, second: Block, y: Tensor, shortcut: T
         alike = (x.dtype, x.device, x.shape[0], x.shape[2:]) == (y.dtype, y.device, y.shape[0], y.shape[2:])
         if alike and _is_added(shortcut, x) and _takes_all([x, y], [first, second]):
             norms = [first.bn, second.bn]
-            parameters = [norm.weight for norm in norms], [norm.bias for norm in norms]
-            options = _options(first.bn, first.act)
-            return ops.bn_act_cat([x, y], *parameters, *joint.buffers_of(norms), *options, shortcut)
+            given: list[Any] = [*joint.buffers_of(norms), *_options(first.bn, first.act), shortcut]
+            return ops.bn_act_cat([x, y], [n.weight for n in norms], [n.bias for n in norms], *given)
     else:
         room = joint.room_like(y, x.shape[1] + y.shape[1])
         if _goes_into(room, first, x, shortcut) and _goes_into(room, second, y, None):
