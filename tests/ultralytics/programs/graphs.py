@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from ultralytics import YOLO
+from ultralytics.utils import GIT
 from ultralytics.utils.torch_utils import ModelEMA
 
 from tests.graphs import fake_gpu
@@ -21,6 +22,7 @@ from torch_fastdet.patching import switch
 from torch_fastdet.switches.cuda_graph import ultralytics as training
 from torch_fastdet.ultralytics import SwitchError, patch, unpatch
 
+GIT.message = None  # checkpoints have the subject of the last commit, which may name torch_fastdet
 parser = argparse.ArgumentParser()
 parser.add_argument("data")
 parser.add_argument("project")

@@ -4,7 +4,9 @@ import argparse
 import json
 
 from ultralytics import YOLO
+from ultralytics.utils import GIT
 
+GIT.message = None  # checkpoints have the subject of the last commit, which may name torch_fastdet
 parser = argparse.ArgumentParser()
 parser.add_argument("data")
 parser.add_argument("project")
