@@ -67,5 +67,9 @@ def iou_loss(
     Returns:
         A scalar, or with "none" the tensor ``1 - bbox_iou(...)`` of shape (..., 1); dtype as for :func:`bbox_iou`. Sums are in float32
         (float64 for float64), with the same bits in every run. The mean over no pairs is NaN and their sum 0, as in PyTorch.
+
+    Raises:
+        RuntimeError, TypeError: as for :func:`bbox_iou`.
+        ValueError: a negative eps, an unknown kind or reduction.
     """
     return torch.ops.torch_fastdet.iou_loss(box1, box2, kind, xywh, reduction, eps)

@@ -127,6 +127,11 @@ def bias_act(
         ``out``, or (N, C, H, W) of x's dtype in the memory format that x suggests. It requires no grad.
 
     The CPU has the operator too, for tests and tracing; it is not faster than the original there.
+
+    Raises:
+        RuntimeError: an argument has another shape, dtype, layout or device than wanted.
+        ValueError: the activation is not known.
+        TypeError: an argument is not a tensor, or not None where that is allowed.
     """
     if out is None:
         channels_last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()

@@ -33,7 +33,9 @@ def deformable_attention(value: Tensor, shapes: list[tuple[int, int]], locations
     These are copied first: tensors that are not contiguous or not aligned to 16 bytes, and locations and weights of another dtype.
 
     Raises:
+        RuntimeError: shapes, dtypes, layouts or devices do not fit each other.
         ValueError: shapes has no level, more than 16, or a side below 1; or an image has 2**31 elements or more.
+        TypeError: an argument is not a tensor where one is expected, or shapes is not a list of pairs.
 
     Source: Zhu et al., Deformable DETR (2021), with the sampling of ``torch.nn.functional.grid_sample(..., "bilinear", "zeros",
     align_corners=False)``.

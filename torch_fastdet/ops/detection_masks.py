@@ -50,6 +50,7 @@ def instance_masks(
         ceil(width / 8) bytes.
 
     Raises:
+        RuntimeError: a wrong shape, dtype, layout or device.
         ValueError: a window outside of the prototypes, another factor, or more than 2**22 pixels along a side.
 
     Behavior: ``process_mask`` and ``process_mask_native`` of YOLOv5 v7.0 and of Ultralytics 8.4.190.
@@ -84,6 +85,7 @@ def crop_mask(masks: Tensor, boxes: Tensor) -> Tensor:
         (n, height, width), of the masks' dtype, contiguous. What lies outside is multiplied by zero, so NaN and infinity give NaN.
 
     Raises:
+        RuntimeError: a wrong shape, dtype, layout or device.
         ValueError: more than 2**22 pixels along a side.
 
     Behavior: ``crop_mask`` of YOLOv5 v7.0.

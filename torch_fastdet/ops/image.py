@@ -91,6 +91,9 @@ def image_augment_(
 
     Args:
         out: What is written. Its shape, dtype and strides say what :func:`image_augment` has arguments for. The others are its own.
+
+    Raises:
+        RuntimeError: as :func:`image_augment`, and where ``out`` has another shape, dtype, device or layout.
     """
     given = storages, placements, layers, matrices, images, blend, tables, masks
     torch.ops.torch_fastdet.image_augment_(out, *given, warp=warp, hsv_lanes=hsv_lanes)
@@ -136,6 +139,9 @@ def image_letterbox_(out: Tensor, storages: list[Tensor], plan: Tensor, bgr: boo
 
     Args:
         out: What is written. The other arguments are those of :func:`image_letterbox`.
+
+    Raises:
+        RuntimeError: as :func:`image_letterbox`, and where ``out`` has another shape, dtype, device or layout.
     """
     torch.ops.torch_fastdet.image_letterbox_(out, storages, plan, bgr=bgr)
 

@@ -105,6 +105,7 @@ def jpeg_plan(headers: Tensor, asked: Tensor) -> tuple[Tensor, list[int]]:
 
     Raises:
         ValueError: there is no header where a row says so, or its rectangle is not in the image.
+        RuntimeError: a wrong dtype, shape or device.
     """
     return torch.ops.torch_fastdet.jpeg_plan(headers, asked)
 

@@ -25,6 +25,7 @@ def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
         and for padding.
 
     Raises:
+        RuntimeError: shapes, dtypes, layouts or devices do not fit each other.
         ValueError: a cost that is NaN or infinite, or a number of columns that cost does not have. On a GPU a later call raises it,
             because the host does not wait; all columns of such a problem are -1, and so they are in a captured graph, which raises nothing.
 

@@ -317,5 +317,8 @@ def scale_boxes_batched(boxes: Tensor, letterboxes: Tensor, xywh: bool = False) 
 
     Returns:
         A new, contiguous tensor of the boxes' shape and dtype, which does not require grad.
+
+    Raises:
+        RuntimeError: shapes that do not fit, a dtype that is not floating, tensors on two devices.
     """
     return torch.ops.torch_fastdet.scale_boxes(boxes, letterboxes, xywh)

@@ -58,6 +58,7 @@ def rtdetr_loss(
     Tensors that are not contiguous, and boxes that are not aligned to 16 bytes, are copied first.
 
     Raises:
+        RuntimeError: shapes, dtypes, layouts or devices do not fit each other.
         ValueError: on the CPU, a class or a count that is out of range. On a GPU such a class is ignored, and such an image has no
             targets.
 

@@ -108,6 +108,7 @@ def v8_loss(
             num_targets less the rows of targets where it is negative or exceeds them (else 0), 0.
 
     Raises:
+        RuntimeError: shapes, dtypes or devices do not fit each other.
         ValueError: on the CPU, a row of targets whose image is not in the batch or whose class is not one of the model's. On a
             GPU it is ignored and counted, because the host does not wait for it.
 

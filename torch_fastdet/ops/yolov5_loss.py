@@ -100,6 +100,7 @@ def yolov5_loss(
             num_targets less the rows of targets where it is negative or exceeds them (else 0), 0.
 
     Raises:
+        RuntimeError: shapes, dtypes or devices do not fit each other.
         ValueError: on the CPU, a row of targets whose image is not in the batch, whose class is below 0 or not below the number of
             classes, or whose box is not finite. On a GPU it is ignored and counted, because the host does not wait for it.
 
