@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import importlib
 import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from torch_fastdet.patching.import_hook import namespace, top_level
 from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.replace import defined_in, is_code_of, stand_in
 from torch_fastdet.patching.switch import Active, Switch, Target
-from torch_fastdet.switches.frameworks import ALL_READ, REFERENCE, YOLOV5_REFERENCE, ultralytics, yolov5
+from torch_fastdet.switches.frameworks import ALL_READ, REFERENCE, SELF, YOLOV5_REFERENCE, ultralytics, yolov5
 from torch_fastdet.switches.val import average_precision, coco
 from torch_fastdet.switches.val import ultralytics as of_ultralytics
 from torch_fastdet.switches.val import yolov5 as of_yolov5
@@ -37,6 +37,10 @@ LABELS = DETECTIONS.new_tensor([[1, 0, 0, 10, 10], [1, 0, 0, 10, 7], [1, 30, 30,
 IOUV = DETECTIONS.new_tensor([0.5, 0.75, 0.95])
 
 
+def _as_ours(what: str, run: Callable[[Stock], object], ours: Callable[[Stock], Stock]) -> Behaves:
+    return Behaves(what, lambda stock: (run(stock), run(ours(stock))), 0, YOLOV5_REFERENCE)
+
+
 def _confused(kind: type) -> torch.Tensor:
     matrix = kind(2)
     matrix.process_batch(DETECTIONS.clone(), LABELS.clone())
@@ -47,7 +51,7 @@ def _takes_masks(matcher: Stock) -> bool:
     return "pred_masks" in inspect.signature(matcher).parameters
 
 
-def _correct(matcher: Stock, masks: bool) -> list[torch.Tensor]:
+def _correct(matcher: Stock) -> list[torch.Tensor]:
     detections, labels, iouv = DETECTIONS.clone(), LABELS.clone(), IOUV.clone()
     y, x = torch.arange(100)[:, None], torch.arange(100)
 
@@ -57,7 +61,7 @@ def _correct(matcher: Stock, masks: bool) -> list[torch.Tensor]:
 
     found, truth = inside(detections[:, :4]), inside(labels[:, 1:])
     index = torch.stack([number * mask for number, mask in enumerate(truth, 1)]).amax(0)[None, ::2, ::2]
-    ways = [(), (found, truth, False, True), (found, index, True, True)] if masks else [()]
+    ways = [(), (found, truth, False, True), (found, index, True, True)] if _takes_masks(matcher) else [()]
     return [torch.as_tensor(matcher(detections, labels, iouv, *way)).bool() for way in ways]
 
 
@@ -65,33 +69,27 @@ def _matcher(stock: Function) -> Function:
     return of_yolov5.process_batch_of_masks(stock) if _takes_masks(stock) else of_yolov5.process_batch
 
 
-def _as_ours(stock: Function) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    masks = _takes_masks(stock)
-    return _correct(stock, masks), _correct(_matcher(stock), masks)
-
-
-def _process_batch(script: str) -> Target:
+def _process_batch(script: str, otherwise: Literal["refuse", "say"]) -> Target:
     return Target(
         yolov5(script),
         "process_batch",
         moved=yolov5("utils.metrics"),  # in YOLOv5's head, for both scripts
         make=lambda _, stock, __: _matcher(stock),
-        evidence=(Behaves("its process_batch", _as_ours, 0, YOLOV5_REFERENCE),),
+        evidence=(_as_ours("its process_batch", _correct, _matcher),),
+        otherwise=otherwise,
     )
 
 
-PROCESS_BATCH = _process_batch("val")
-PROCESS_BATCH_OF_MASKS = dataclasses.replace(_process_batch("segment.val"), otherwise="say")
+PROCESS_BATCH = _process_batch("val", "refuse")
+PROCESS_BATCH_OF_MASKS = _process_batch("segment.val", "say")
 
 
 def _matrix_class(active: Active, stock: type, _: object) -> type:
     def look_at_script() -> None:
         """Look at val.py as the script that runs: it defines process_batch itself, after its imports and before its first image."""
-        main = sys.modules.get("__main__")
-        script, metrics = (
-            namespace(module).get("__file__") for module in (main, sys.modules[stock.__module__]) if module
-        )
-        if main is None or not isinstance(script, str) or not isinstance(metrics, str):
+        main = sys.modules["__main__"]
+        script, metrics = (namespace(module).get("__file__") for module in (main, sys.modules[stock.__module__]))
+        if not isinstance(script, str) or not isinstance(metrics, str):
             return
         root = Path(metrics).resolve().parents[1]
         for target, path in ((PROCESS_BATCH, "val.py"), (PROCESS_BATCH_OF_MASKS, "segment/val.py")):
@@ -106,18 +104,10 @@ def _matrix_class(active: Active, stock: type, _: object) -> type:
     return stand_in(active.name, stock, of_yolov5.confusion_matrix_class(stock, look_at_script))
 
 
-def _matrices(stock: type) -> tuple[torch.Tensor, torch.Tensor]:
-    return _confused(stock), _confused(of_yolov5.confusion_matrix_class(stock, lambda: None))
-
-
 def _scale(function: Function) -> list[object]:
     boxes = torch.tensor([[-3.0, 5, 41, 33], [0, 0, 64, 48], [20.5, 10.5, 70.25, 38]])
     ways: list[tuple[object, ...]] = [((30, 50),), ((61, 20),), ((30, 50), ((1.25, 1.25), (2.0, 3.5)))]
     return [function((48, 64), boxes.clone(), *way) for way in ways]
-
-
-def _scaled(stock: Function) -> tuple[list[object], list[object]]:
-    return _scale(stock), _scale(of_yolov5.scale_boxes)
 
 
 YOLOV5 = Switch(
@@ -130,7 +120,7 @@ YOLOV5 = Switch(
             yolov5("utils.general"),
             "scale_boxes",
             of_yolov5.scale_boxes,
-            evidence=(Behaves("its scale_boxes", _scaled, 0, YOLOV5_REFERENCE),),
+            evidence=(_as_ours("its scale_boxes", _scale, lambda _: of_yolov5.scale_boxes),),
         ),
         Target(
             yolov5("utils.metrics"),
@@ -139,7 +129,7 @@ YOLOV5 = Switch(
             evidence=(
                 Signature(("self", "nc", "conf", "iou_thres"), "__init__"),
                 Signature(("self", "detections", "labels"), "process_batch"),
-                Behaves("its ConfusionMatrix", _matrices, 0, YOLOV5_REFERENCE),
+                _as_ours("its ConfusionMatrix", _confused, of_yolov5.confusion_matrix_class),
             ),
         ),
         average_precision.target(
@@ -213,22 +203,12 @@ MATCHED = Behaves("its match_predictions", _matched, 0, REFERENCE)
 
 def _update(overlaps: of_ultralytics.Overlaps | None = None) -> Function:
     def make(active: Active, stock: Function, validator: Stock) -> object:
-        names = vars(sys.modules[validator.__module__])
-        host = top_level(validator.__module__)
-        own, rows = validator._prepare_batch, validator._prepare_pred
-        if not is_code_of(rows, host):
-            if overlaps is not None:
-                return Obstacle("its _prepare_pred has been replaced by somebody else, and may give other rows.")
-            return of_ultralytics.update_on_host(stock, validator._process_batch, active.tell)
-        preparing = None
-        if is_code_of(own, host):
-            draws = overlaps is not None and overlaps.draws
-            preparing = own, super(validator, validator)._prepare_batch if draws else own
-        function = None if overlaps is None else lambda: names[overlaps.function]
-        # A task's or a user's class may override it.
-        matching = importlib.import_module(ultralytics("engine.validator")[0]).BaseValidator.match_predictions
-        prepare = of_ultralytics.match_all(matching, rows, preparing, overlaps, function, active.tell)
-        return of_ultralytics.update_on_host(stock, validator._process_batch, active.tell, prepare)
+        prepare_all = None
+        if is_code_of(validator._prepare_pred, top_level(validator.__module__)):
+            prepare_all = of_ultralytics.MatchAll(active, validator, overlaps)
+        elif overlaps is not None:
+            return Obstacle("its _prepare_pred has been replaced by somebody else, and may give other rows.")
+        return of_ultralytics.update_on_host(active, stock, validator, prepare_all)
 
     return make
 
@@ -242,108 +222,78 @@ def _process(overlaps: of_ultralytics.Overlaps) -> Function:
     return make
 
 
+def _of_task(task: str, validator: str, overlaps: of_ultralytics.Overlaps) -> tuple[Target, Target]:
+    where, process = ultralytics(f"models.yolo.{task}.val"), f"{validator}._process_batch"
+    return (
+        _own(where, process, make=_process(overlaps), evidence=(PROCESS,), after=DETECTED, otherwise="say"),
+        Target(where, f"{validator}.update_metrics", make=_update(overlaps), after=process, otherwise="say"),
+    )
+
+
+def _json(task: str, validator: str, hook: Function) -> Target:
+    return _own(
+        ultralytics(f"models.yolo.{task}.val"),
+        f"{validator}.pred_to_json",
+        make=hook,
+        evidence=(Signature(("self", "predn", "pbatch")),),
+        class_evidence=(Behaves("its pred_to_json", _written(hook, task == "obb"), 0, REFERENCE),),
+        otherwise="say",
+    )
+
+
+_own = functools.partial(Target, own=True)
+_silent = functools.partial(_own, otherwise="nothing", quiet=True)
 PROCESS = Signature(("self", "preds", "batch"))
+DETECT, METRICS = ultralytics("models.yolo.detect.val"), ultralytics("utils.metrics")
 DETECTED = "DetectionValidator.update_metrics"
 ULTRALYTICS = Switch(
     "val_optim",
     "matching of detections and labels, and confusion matrix, in the validation of detectors",
     (
-        Target(
+        _own(
             ultralytics("engine.validator"),
             "BaseValidator.match_predictions",
             make=of_ultralytics.match_predictions,
             evidence=(Signature(("self", "pred_classes", "true_classes", "iou", "use_scipy")),),
-            own=True,
             class_evidence=(MATCHED,),
         ),
-        Target(
-            ultralytics("models.yolo.detect.val"),
+        _own(
+            DETECT,
             "DetectionValidator._process_batch",
             make=of_ultralytics.matched,
             evidence=(PROCESS,),
-            own=True,
             class_evidence=(Signature(("self", "preds", "batch"), "update_metrics"), MATCHED),
         ),
-        Target(
-            ultralytics("models.yolo.detect.val"),
-            "DetectionValidator.gather_stats",
-            make=lambda _, stock, __: of_ultralytics.finishing(stock),
-            evidence=(Signature(("self",)),),
-            own=True,
-            otherwise="nothing",  # then no batch waits
-            quiet=True,
-        ),
-        Target(
-            ultralytics("models.yolo.detect.val"), DETECTED, make=_update(), after="DetectionValidator._process_batch"
-        ),
-        *(
-            target
-            for task, validator, overlaps in (
-                ("segment", "SegmentationValidator", of_ultralytics.MASKS),
-                ("pose", "PoseValidator", of_ultralytics.KEYPOINTS),
-                ("obb", "OBBValidator", of_ultralytics.ROTATED_BOXES),
-            )
-            for target in (
-                Target(
-                    ultralytics(f"models.yolo.{task}.val"),
-                    f"{validator}._process_batch",
-                    make=_process(overlaps),
-                    evidence=(PROCESS,),
-                    own=True,
-                    after=DETECTED,
-                    otherwise="say",
-                ),
-                Target(
-                    ultralytics(f"models.yolo.{task}.val"),
-                    f"{validator}.update_metrics",
-                    make=_update(overlaps),
-                    after=f"{validator}._process_batch",
-                    otherwise="say",
-                ),
-            )
-        ),
-        *(
-            Target(
-                ultralytics(f"models.yolo.{task}.val"),
-                f"{validator}.pred_to_json",
-                make=hook,
-                evidence=(Signature(("self", "predn", "pbatch")),),
-                own=True,
-                class_evidence=(Behaves("its pred_to_json", _written(hook, task == "obb"), 0, REFERENCE),),
-                otherwise="say",
-            )
-            for task, validator, hook in (
-                ("segment", "SegmentationValidator", of_ultralytics.encoding),
-                ("obb", "OBBValidator", of_ultralytics.with_corners),
-            )
-        ),
-        Target(
-            ultralytics("models.yolo.detect.val"),
+        # Without it no batch waits.
+        _silent(DETECT, "DetectionValidator.gather_stats", make=of_ultralytics.gather_stats, evidence=(SELF,)),
+        Target(DETECT, DETECTED, make=_update(), after="DetectionValidator._process_batch"),
+        *_of_task("segment", "SegmentationValidator", of_ultralytics.MASKS),
+        *_of_task("pose", "PoseValidator", of_ultralytics.KEYPOINTS),
+        *_of_task("obb", "OBBValidator", of_ultralytics.ROTATED_BOXES),
+        _json("segment", "SegmentationValidator", of_ultralytics.encoding),
+        _json("obb", "OBBValidator", of_ultralytics.with_corners),
+        _silent(
+            DETECT,
             "DetectionValidator.coco_evaluate",
             make=coco.score,
             evidence=(Signature(("self", "stats", "pred_json", "anno_json", "iou_types", "suffix")),),
-            own=True,
-            otherwise="nothing",
-            quiet=True,
         ),
-        Target(
-            ultralytics("utils.metrics"),
+        _own(
+            METRICS,
             "ConfusionMatrix.process_batch",
-            make=lambda _, stock, __: of_ultralytics.confuse(stock),
+            make=of_ultralytics.confuse,
             evidence=(Signature(("self", "detections", "batch", "conf", "iou_thres")),),
-            own=True,
             class_evidence=(Behaves("its ConfusionMatrix", _counted, 0, REFERENCE),),
         ),
-        Target(
+        _own(
             ultralytics("models.rtdetr.val"),
             "RTDETRValidator.postprocess",
             make=of_ultralytics.select,
             evidence=(Signature(("self", "preds")), Behaves("its postprocess", _selected, 0, REFERENCE)),
-            own=True,
             otherwise="say",
         ),
         average_precision.target(
-            ultralytics("utils.metrics"),
+            METRICS,
             SameCode({"ap_per_class": ("e8ab4de3",), "compute_ap": ("b5719675",)}, ALL_READ),
             of_ultralytics.plotted,
         ),

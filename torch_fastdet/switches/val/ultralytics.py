@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from numbers import Real
@@ -23,30 +25,29 @@ from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.import_hook import top_level
 from torch_fastdet.patching.protocols import Batch, ConfusionMatrix, Function, Stock, Validator
 from torch_fastdet.patching.replace import around, is_code_of
+from torch_fastdet.patching.switch import Active
 from torch_fastdet.suppression import rows_of_rtdetr
+from torch_fastdet.switches.frameworks import ultralytics
 from torch_fastdet.switches.val import average_precision, run_lengths
 
 #: The framework creates there what it combines with the labels.
 HOST = torch.device("cpu")
+#: The detections of each image.
+Preds: TypeAlias = list[dict[str, Tensor]]
+#: The labels of each image.
+Labels: TypeAlias = list[Batch]
 #: The arguments of ``ConfusionMatrix.process_batch``: detections, labels, and the thresholds of confidence and IoU.
 Call: TypeAlias = tuple[Batch, Batch, float, float]
 #: A detection takes the label that it overlaps most, of those that no better detection has taken.
 RULE = "greedy"
-#: The labels of an image on the host store under this name what ``_process_batch`` returns.
-MATCHED = "torch_fastdet_matched"
-ONE_BY_ONE = "images are matched one by one"
+#: The labels of an image on the host store under these names what ``_process_batch`` and ``scale_preds`` return, and the rotated boxes'
+#: overlaps (on their device) with the function for them.
+MATCHED, SCALED, OVERLAPS = "torch_fastdet_matched", "torch_fastdet_scaled", "torch_fastdet_overlaps"
 #: A confusion matrix stores under this name what it counts after the batch.
 WAITING = "torch_fastdet_waiting"
-#: A ``gather_stats`` that finishes the last batch has this attribute.
-FINISHES = "torch_fastdet_finishes"
-#: The labels of an image on the host store under this name the rotated boxes' overlaps (on their device) and the function for them.
-OVERLAPS = "torch_fastdet_overlaps"
-#: The labels of an image on the host store under this name what ``scale_preds`` returns.
-SCALED = "torch_fastdet_scaled"
 #: A ``pred_to_json`` that takes encoded masks stores itself under this name; ``functools.wraps`` copies it to wrappers, too.
 ENCODES = "torch_fastdet_encodes"
-#: A ``pred_to_json`` that takes corners of rotated boxes stores under this name the framework's function for them, and detections store the
-#: corners.
+#: A ``pred_to_json`` that takes corners of rotated boxes stores the framework's function for them here, and detections the corners.
 CORNERS = "torch_fastdet_corners"
 
 
@@ -63,7 +64,7 @@ def _labels(batch: dict[str, Tensor]) -> Tensor:
 
 @around
 def matched(_: object, stock: Function, self: Validator, preds: dict[str, Tensor], batch: Batch) -> dict[str, object]:
-    """Return the matches of :func:`match_all`, if there are any, from a validator's ``_process_batch``."""
+    """Return the matches of :class:`MatchAll`, if there are any, from a validator's ``_process_batch``."""
     return batch[MATCHED] if MATCHED in batch else stock(self, preds, batch)
 
 
@@ -100,36 +101,31 @@ def _table(rows: Tensor, sizes: list[int]) -> _Table:
     return _Table(table, counts.to(rows.device), at)
 
 
-def match_all(
-    matching: Function,
-    keeping_rows: Function,
-    preparing: tuple[Function, Function] | None,
-    overlaps: Overlaps | None = None,
-    function: Callable[[], Callable[..., Tensor]] | None = None,
-    tell: Callable[[str], None] = lambda line: None,
-) -> Callable[[Validator, list[dict[str, Tensor]], Batch], Function | None]:
+class MatchAll:
     """Make a validator's ``_prepare_batch``, with the matches of all images of a batch from one launch and one copy.
 
     The matches are of the rows that came from the model. A validator of boxes whose methods say otherwise keeps its own
     ``_prepare_batch``; for other tasks the result is then None, and so it is if masks are needed on the host, unless to be encoded.
-
-    Args:
-        matching: the framework's ``match_predictions``.
-        keeping_rows: the framework's ``_prepare_pred``.
-        preparing: the framework's ``_prepare_batch``, and the one that prepares boxes and classes instead; None: another one is used.
-        overlaps: what a task compares beside boxes or instead of them.
-        function: returns the framework's function that computes these.
-        tell: takes the line that says why images are matched one by one.
+    ``overlaps`` is what validators of a ``kind`` compare beside boxes or instead of them.
     """
 
-    def prepare_all(validator: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> Function | None:
-        own = validator._prepare_batch
-        if (obstacle := _obstacle_to_batches(validator, matching, keeping_rows, preds[0], batch)) is not None:
-            tell(f"val_optim: {ONE_BY_ONE}: {obstacle}")
+    def __init__(self, active: Active, kind: Stock, overlaps: Overlaps | None) -> None:
+        self._active, self._overlaps, self._names = active, overlaps, vars(sys.modules[kind.__module__])
+        # A task's or a user's class may override it.
+        base = importlib.import_module(ultralytics("engine.validator")[0]).BaseValidator
+        self._matching, self._keeps_rows, self._own = base.match_predictions, kind._prepare_pred, kind._prepare_batch
+        # What prepares all images at once, instead of this.
+        self._at_once = kind.__base__._prepare_batch if overlaps is not None and overlaps.draws else self._own
+        self._is_known = is_code_of(self._own, top_level(kind.__module__))
+
+    def __call__(self, validator: Validator, preds: Preds, batch: Batch) -> Function | None:
+        own, overlaps = validator._prepare_batch, self._overlaps
+        if (obstacle := self._obstacle(validator, preds[0], batch)) is not None:
+            one_by_one(self._active, obstacle)
             return own if overlaps is None else None
         with own_attributes([(validator, "device", HOST)]):
-            if preparing is not None and getattr(own, "__func__", None) is preparing[0]:
-                prepared = _prepared_at_once(validator, preparing[1], batch, len(preds))
+            if self._is_known and getattr(own, "__func__", None) is self._own:
+                prepared = _prepared_at_once(validator, self._at_once, batch, len(preds))
             else:
                 prepared = [own(number, batch) for number in range(len(preds))]
         sizes = [len(pred["cls"]) for pred in preds]
@@ -142,12 +138,13 @@ def match_all(
         found = {}
         if overlaps is None or overlaps.matches != "tp":
             found["tp"] = ops.match_detections(*given)
-        if overlaps is not None and function is not None:
-            iou = _of_each_image(validator, overlaps, function(), prepared, preds, table.rows.shape[1])
+        if overlaps is not None:
+            function = self._names[overlaps.function]
+            iou = _of_each_image(validator, overlaps, function, prepared, preds, table.rows.shape[1])
             found[overlaps.matches] = ops.match_detections(*given, iou)
             if overlaps.matches == "tp":
                 for label, part in zip(prepared, iou.split([len(label["cls"]) for label in prepared])):
-                    label[OVERLAPS] = function(), part
+                    label[OVERLAPS] = function, part
         count("val_optim", "images matched", len(prepared))
         for label in prepared:
             label[MATCHED] = {}
@@ -158,24 +155,23 @@ def match_all(
             _scale(validator, preds, prepared)
         return lambda number, _: prepared[number]
 
-    return prepare_all
+    def _obstacle(self, validator: Validator, pred: dict[str, Tensor], batch: Batch) -> Obstacle | None:
+        """Return why the images of a batch are not matched at once; None where they are."""
+        name = type(validator).__name__
+        if type(validator).match_predictions is not self._matching:
+            return Obstacle(f"{name} has its own match_predictions.")
+        if getattr(validator._prepare_pred, "__func__", None) is not self._keeps_rows:
+            return Obstacle(f"{name} has its own _prepare_pred.")
+        if not _all_positive(validator.iouv):
+            return Obstacle(f"{name} has an IoU threshold that is not above 0.")
+        if not all(batch[each].isfinite().all() for each in ("bboxes", "keypoints") if each in batch):
+            return Obstacle("a label is infinite or NaN.")
+        shown = _shows_masks(validator, pred)
+        return Obstacle("masks are shown, or saved otherwise than as Ultralytics' own JSON.") if shown else None
 
 
-def _obstacle_to_batches(
-    validator: Validator, matching: Function, keeping_rows: Function, pred: dict[str, Tensor], batch: Batch
-) -> Obstacle | None:
-    """Return why the images of a batch are not matched at once; None where they are."""
-    name = type(validator).__name__
-    if type(validator).match_predictions is not matching:
-        return Obstacle(f"{name} has its own match_predictions.")
-    if getattr(validator._prepare_pred, "__func__", None) is not keeping_rows:
-        return Obstacle(f"{name} has its own _prepare_pred.")
-    if not _all_positive(validator.iouv):
-        return Obstacle(f"{name} has an IoU threshold that is not above 0.")
-    if not all(batch[each].isfinite().all() for each in ("bboxes", "keypoints") if each in batch):
-        return Obstacle("a label is infinite or NaN.")
-    shown = _shows_masks(validator, pred)
-    return Obstacle("masks are shown, or saved otherwise than as Ultralytics' own JSON.") if shown else None
+def one_by_one(active: Active, obstacle: str) -> None:
+    active.tell(f"val_optim: images are matched one by one: {obstacle}")
 
 
 def _all_positive(iouv: Tensor) -> bool:
@@ -206,7 +202,7 @@ def _scales_as_stock(validator: Validator) -> bool:
     return is_code_of(getattr(validator.scale_preds, "__func__", None), "ultralytics")
 
 
-def _scale(validator: Validator, preds: list[dict[str, Tensor]], labels: list[Batch]) -> None:
+def _scale(validator: Validator, preds: Preds, labels: Labels) -> None:
     """Scale the detections of all images on their device, where results are the original's to the bit, and copy them at once."""
     images = [(pred, label) for pred, label in zip(preds, labels) if len(pred["cls"])]
     corners = getattr(validator.pred_to_json, CORNERS, None)
@@ -323,7 +319,7 @@ def _count_together(stock: Function, matrix: Any, calls: list[Call]) -> None:
 
 
 def _rotated_overlaps(probiou: Callable[..., Tensor], calls: list[Call]) -> Tensor:
-    """Return (labels of all images, most detections of an image), as :func:`match_all` has computed it, or by the framework's function."""
+    """Return (labels of all images, most detections of an image), as :class:`MatchAll` has computed it, or by the framework's function."""
     most = max(1, *(len(call[0]["cls"]) for call in calls))
     parts = []
     for detections, label, *_ in calls:
@@ -334,7 +330,7 @@ def _rotated_overlaps(probiou: Callable[..., Tensor], calls: list[Call]) -> Tens
     return torch.cat(parts)
 
 
-def confuse(stock: Function) -> Function:
+def confuse(_: object, stock: Function, __: object) -> Function:
     """Return ``ConfusionMatrix.process_batch`` by one operator; kept matches (``visualize``) get the original."""
 
     @functools.wraps(stock)
@@ -379,22 +375,18 @@ def match_predictions(
     return ops.match_detections(rows, labels, as_float(self.iouv).cpu(), rule=RULE, iou=overlaps)
 
 
-def update_on_host(
-    stock: Function,
-    processing: Function,
-    tell: Callable[[str], None],
-    prepare_all: Callable[[Validator, Any, Any], Function | None] | None = None,
-) -> Function:
-    """Return a validator's ``update_metrics`` of tensors on the host: one copy a batch instead of several syncs an image.
+def update_on_host(active: Active, stock: Function, kind: Stock, prepare_all: MatchAll | None) -> Function:
+    """Return the ``update_metrics`` of a ``kind`` of validators by tensors on the host: one copy a batch instead of several syncs an image.
 
-    A validator whose ``_process_batch`` is not ``processing`` gets the original's. ``prepare_all`` is that of :func:`match_all`. Where
-    nobody looks between two batches, this is done while the GPU works on the next one.
+    A validator with its own ``_process_batch`` gets the original's. Where nobody looks between two batches, this is done while the GPU works
+    on the next one.
     """
+    processing = kind._process_batch
 
-    def update_now(self: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> None:
+    def update_now(self: Validator, preds: Preds, batch: Batch) -> None:
         on_gpu, own = torch.device(self.device).type != "cpu", type(self)._process_batch is not processing
         if on_gpu and own:
-            tell(f"val_optim: {ONE_BY_ONE}: {type(self).__name__} has its own _process_batch.")
+            one_by_one(active, f"{type(self).__name__} has its own _process_batch.")
         if not on_gpu or own or not preds:
             stock(self, preds, batch)
             return
@@ -425,7 +417,7 @@ def update_on_host(
             _count_together(waiting[0][0], matrix, [call for _, call in waiting])
 
     @functools.wraps(stock)
-    def update_metrics(self: Validator, preds: list[dict[str, Tensor]], batch: Batch) -> None:
+    def update_metrics(self: Validator, preds: Preds, batch: Batch) -> None:
         meanwhile.run()
         if not (meanwhile.may_postpone() and preds and _may_wait(self)):
             update_now(self, preds, batch)
@@ -442,16 +434,11 @@ def update_on_host(
     return update_metrics
 
 
-def finishing(stock: Function) -> Function:
-    """Return ``gather_stats``, before which the last batch is updated."""
-
-    @functools.wraps(stock)
-    def gather_stats(self: Validator) -> object:
-        meanwhile.run()
-        return stock(self)
-
-    setattr(gather_stats, FINISHES, True)
-    return gather_stats
+@around
+def gather_stats(_: object, stock: Function, self: Validator) -> object:
+    """Update the last batch before ``gather_stats``."""
+    meanwhile.run()
+    return stock(self)
 
 
 def _may_wait(validator: Validator) -> bool:
@@ -461,7 +448,7 @@ def _may_wait(validator: Validator) -> bool:
     gathers = [vars(kind)["gather_stats"] for kind in type(validator).__mro__ if "gather_stats" in vars(kind)]
     return (
         top_level(type(validator).__module__) == "ultralytics"
-        and any(hasattr(each, FINISHES) for each in gathers)
+        and any(getattr(each, "__module__", None) == __name__ for each in gathers)  # which finishes the last batch
         and all(is_code_of(each, "ultralytics") for each in called)
         and not (validator.args.plots and validator.batch_i < 3)  # these batches are drawn
     )
@@ -504,7 +491,7 @@ class Overlaps(NamedTuple):
     #: Returns the number of elements of the largest tensor for so many labels and detections like these.
     elements: Callable[[int, int, Batch, dict[str, Tensor]], int]
     #: Returns (labels, detections) overlaps by the framework's function.
-    between: Callable[[Callable[..., Tensor], Validator, list[Batch], list[dict[str, Tensor]]], Tensor]
+    between: Callable[[Function, Validator, Labels, Preds], Tensor]
     draws: bool = False  #: The labels' masks, so that only the rest of the labels needs its ``_prepare_batch``.
 
 
@@ -512,16 +499,12 @@ def _joined(images: list[Batch], name: str, device: torch.device) -> Tensor:
     return torch.cat([image[name] for image in images]).to(device)
 
 
-def _rotated(
-    probiou: Callable[..., Tensor], _: Validator, labels: list[Batch], preds: list[dict[str, Tensor]]
-) -> Tensor:
+def _rotated(probiou: Function, _: Validator, labels: Labels, preds: Preds) -> Tensor:
     device = preds[0]["bboxes"].device
     return probiou(_joined(labels, "bboxes", device), _joined(preds, "bboxes", device))
 
 
-def _similarity(
-    kpt_iou: Callable[..., Tensor], validator: Validator, labels: list[Batch], preds: list[dict[str, Tensor]]
-) -> Tensor:
+def _similarity(kpt_iou: Function, validator: Validator, labels: Labels, preds: Preds) -> Tensor:
     """Compute object keypoint similarity. A box has 0.53 of its area where no mask says more, as in xtcocotools."""
     device = preds[0]["keypoints"].device
     boxes = _joined(labels, "bboxes", HOST)
@@ -530,9 +513,7 @@ def _similarity(
     return kpt_iou(*points, sigma=validator.sigma, area=area)
 
 
-def _of_masks(
-    mask_iou: Callable[..., Tensor], _: Validator, labels: list[Batch], preds: list[dict[str, Tensor]]
-) -> Tensor:
+def _of_masks(mask_iou: Function, _: Validator, labels: Labels, preds: Preds) -> Tensor:
     found = _joined(preds, "masks", preds[0]["masks"].device)
     truth = _drawn(labels, found.device)
     if truth.shape[1:] != found.shape[1:]:
@@ -540,7 +521,7 @@ def _of_masks(
     return mask_iou(truth.flatten(1), found.flatten(1).float())
 
 
-def _drawn(labels: list[Batch], device: torch.device) -> Tensor:
+def _drawn(labels: Labels, device: torch.device) -> Tensor:
     """Return (labels, h, w): 0 or 1. An image's own are these, or one map in which the pixels of label i are i + 1."""
     labels = [label for label in labels if len(label["cls"])]  # the others' masks may have another size
     if labels[0]["masks"].dim() == 3:
@@ -572,12 +553,7 @@ def _shows_masks(validator: Validator, pred: dict[str, Tensor]) -> bool:
 
 
 def _of_each_image(
-    validator: Validator,
-    overlaps: Overlaps,
-    function: Callable[..., Tensor],
-    labels: list[Batch],
-    preds: list[dict[str, Tensor]],
-    most: int,
+    validator: Validator, overlaps: Overlaps, function: Function, labels: Labels, preds: Preds, most: int
 ) -> Tensor:
     """Return (labels of all images, most): overlaps with the detections of the label's image, and after these any numbers."""
     device = preds[0]["conf"].device
@@ -595,7 +571,7 @@ def _of_each_image(
     return torch.cat(found)
 
 
-def _groups(overlaps: Overlaps, labels: list[Batch], preds: list[dict[str, Tensor]]) -> Iterator[slice]:
+def _groups(overlaps: Overlaps, labels: Labels, preds: Preds) -> Iterator[slice]:
     """Yield images, as many at once as a tensor of the largest size allows."""
     first = rows = columns = 0
     for i, (label, pred) in enumerate(zip(labels, preds)):

@@ -15,7 +15,7 @@ from torch_fastdet import ops
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import as_float
 from torch_fastdet.patching.by_name import filed_as
-from torch_fastdet.patching.protocols import Function, Names
+from torch_fastdet.patching.protocols import Function
 from torch_fastdet.patching.replace import in_place_of, with_names
 from torch_fastdet.switches.val import average_precision
 
@@ -38,15 +38,14 @@ def process_batch_of_masks(stock: Callable[..., Tensor]) -> Callable[..., Tensor
         detections: Tensor,
         labels: Tensor,
         iouv: Tensor,
-        pred_masks: Tensor | None = None,
-        gt_masks: Tensor | None = None,
+        pred_masks: Any = None,
+        gt_masks: Any = None,
         overlap: bool = False,
         masks: bool = False,
     ) -> Tensor:
-        if not masks:
-            return process_batch(detections, labels, iouv)
-        assert pred_masks is not None and gt_masks is not None
-        iou = _mask_overlaps(stock, detections, labels, iouv, pred_masks.float(), gt_masks.float(), overlap)
+        iou = None
+        if masks:
+            iou = _mask_overlaps(stock, detections, labels, iouv, pred_masks.float(), gt_masks.float(), overlap)
         return process_batch(detections, labels, iouv, iou=iou)
 
     return process_batch_of_masks
@@ -89,30 +88,30 @@ def plotted(stock: Function, given: Any, result: average_precision.Curves) -> tu
     return ()
 
 
-def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
+def confusion_matrix_class(stock: type, on_use: Callable[[], object] = lambda: None) -> type:
     """Return a class that derives from the original's ``ConfusionMatrix``; ``on_use`` is called with each new one.
 
     Counts stay on the device until ``matrix`` is read. A copy is of the original's class, and so is what is pickled.
     """
 
     class ConfusionMatrix(stock):
+        _counts: Tensor | None = None
+
         def __init__(self, nc: int, conf: float = 0.25, iou_thres: float = 0.45) -> None:
             on_use()
-            self._counts: Tensor | None = None
             super().__init__(nc, conf, iou_thres)
 
         @property
         def matrix(self) -> object:
             """Return (nc + 1, nc + 1) array of counts by [predicted, true]. Reading it waits for the device."""
             if self._counts is not None:
-                self._matrix += self._counts.cpu().numpy()
+                self.__dict__["matrix"] += self._counts.cpu().numpy()
                 self._counts = None
-            return self._matrix
+            return self.__dict__["matrix"]
 
         @matrix.setter
         def matrix(self, value: object) -> None:
-            self._counts = None
-            self._matrix = value
+            self._counts, self.__dict__["matrix"] = None, value
 
         def process_batch(self, detections: Tensor | None, labels: Tensor) -> None:
             """Add the detections (n, 6), or None, and the labels (m, 5) of one image; a class beyond nc is not counted."""
@@ -130,12 +129,9 @@ def confusion_matrix_class(stock: type, on_use: Callable[[], None]) -> type:
             ops.confusion_matrix_(self._counts, as_float(detections), labels, None, float(conf), float(iou_thres))
 
         def __getstate__(self) -> dict[str, object]:
-            state = {name: value for name, value in vars(self).items() if name not in ("_counts", "_matrix")}
-            return state | {"matrix": self.matrix}
-
-        def __setstate__(self, state: Names) -> None:
-            for name, value in state.items():
-                setattr(self, name, value)
+            state = vars(self) | {"matrix": self.matrix}
+            state.pop("_counts", None)
+            return state
 
         def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
             return filed_as(stock, self.__getstate__())
