@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 import torch
@@ -25,6 +25,12 @@ class Criterion(CopiedAsItIs):
     """Give all of Ultralytics' criteria their copies and files: a copy has the same class, a pickle the original one."""
 
     stock: ClassVar[type]  # set by drop_in()
+    check: Callable[[], None]
+
+    def update(self) -> None:
+        """Call ``check``, and do what the original does. The trainer calls this method at the end of each epoch, if a criterion has it."""
+        self.check()
+        getattr(super(), "update", lambda: None)()
 
     def __getstate__(self) -> Names:
         return {name: value for name, value in vars(self).items() if name != "_fastdet"}
@@ -48,19 +54,19 @@ class TargetStatus:
     """Hold a GPU's errors of a loss's targets, which are raised later, and the number of those that captured graphs have ignored."""
 
     def __init__(self, loss: str, op: str) -> None:
-        self._loss, self._describe = loss, functools.partial(describe_bad_targets, op)
+        self.loss, self._describe = loss, functools.partial(describe_bad_targets, op)
         self.checks = DeferredStatus(self._describe)
-        self._ignored: torch.Tensor | None = None  # bad rows, and targets that had no row
-        self._counting = False
+        self.ignored: torch.Tensor | None = None  # bad rows, and targets that had no row
+        self.counting = False
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "checks": DeferredStatus(self._describe)}
 
     def prepare(self, device: torch.device) -> None:
         """Make the counters, before a graph is captured."""
-        if self._ignored is None or self._ignored.device != device:
+        if self.ignored is None or self.ignored.device != device:
             with torch.inference_mode(False):  # validation may come first, and training writes here
-                self._ignored = torch.zeros(2, dtype=torch.int64, device=device)
+                self.ignored = torch.zeros(2, dtype=torch.int64, device=device)
 
     def note(self, status: torch.Tensor, rows: int) -> None:
         """Arrange that bad rows are raised later; in a graph, and inside of :meth:`counting`, they are counted."""
@@ -69,33 +75,15 @@ class TargetStatus:
         capturing = torch.cuda.is_current_stream_capturing()
         if not capturing:
             self.prepare(status.device)
-        if self._counting or capturing:
-            assert self._ignored is not None
-            self._ignored.add_(status[:3:2])
+        if self.counting or capturing:
+            assert self.ignored is not None
+            self.ignored.add_(status[:3:2])
         else:
             self.checks.add(status, rows)
             self.checks.raise_arrived(wait=not torch.is_grad_enabled())
 
-    def counting(self) -> contextlib.AbstractContextManager[None]:
-        return own_attributes([(self, "_counting", True)])
 
-    @property
-    def ignored(self) -> int:
-        """Return how many bad rows were counted so far. Reading it waits for the device."""
-        return 0 if self._ignored is None else int(self._ignored[0])
-
-    def check(self) -> None:
-        """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row, or more than its rows."""
-        self.checks.raise_arrived(wait=True)
-        if self._ignored is not None and (beyond := int(self._ignored[1])):
-            self._ignored[1] = 0
-            raise ValueError(
-                f"{self._loss}: num_targets was not from 0 to the rows of targets, and {abs(beyond)} targets were left out since "
-                "the last check; give targets more rows (and capture graphs again)"
-            )
-
-
-class Checked:
+class Checked(CopiedAsItIs):
     """Give a loss what a TrainStep and a user ask about its targets."""
 
     _status: TargetStatus
@@ -103,11 +91,11 @@ class Checked:
     @property
     def ignored_targets(self) -> int:
         """Return the number of bad rows of targets ignored in CUDA graphs and inside of counting() so far. Reading it is a host sync."""
-        return self._status.ignored
+        return 0 if self._status.ignored is None else int(self._status.ignored[0])
 
     def counting(self) -> contextlib.AbstractContextManager[None]:
         """Ignore and count bad targets on a GPU while inside, as in a CUDA graph. Outside they are an error."""
-        return self._status.counting()
+        return own_attributes([(self._status, "counting", True)])
 
     @contextlib.contextmanager
     def in_step(self, model: nn.Module) -> Iterator[None]:
@@ -117,4 +105,11 @@ class Checked:
 
     def check(self) -> None:
         """Wait for the losses computed so far; raise ValueError if the targets of one had a bad row, or more than its rows."""
-        self._status.check()
+        status = self._status
+        status.checks.raise_arrived(wait=True)
+        if status.ignored is not None and (beyond := int(status.ignored[1])):
+            status.ignored[1] = 0
+            raise ValueError(
+                f"{status.loss}: num_targets was not from 0 to the rows of targets, and {abs(beyond)} targets were left out since "
+                "the last check; give targets more rows (and capture graphs again)"
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,23 +159,11 @@ class RTDETRLoss(Criterion):
     ) -> tuple[Tensor, Tensor]:
         """Return the sum of all terms, and the terms (sets, 3) without gradients, those of denoising sets last."""
         count("loss_optim", "losses")
-        gains, costs = self.loss_gain, self.matcher.cost_gain
-        dn_boxes, dn_scores = denoising or (None, None)
-        loss, terms, status = ops.rtdetr_loss(
-            boxes,
-            scores,
-            targets.rows,
-            targets.counts,
-            dn_boxes,
-            None if dn_scores is None else dn_scores.to(scores.dtype),
-            targets.matches if denoising else None,
-            class_gain=gains["class"],
-            box_gain=gains["bbox"],
-            giou_gain=gains["giou"],
-            class_cost=costs["class"],
-            box_cost=costs["bbox"],
-            giou_cost=costs["giou"],
-        )
+        given: list[Any] = [boxes, scores, targets.rows, targets.counts, None, None, None]
+        if denoising is not None:
+            given[4:] = denoising[0], denoising[1].to(scores.dtype), targets.matches
+        gains_and_costs = [each[part] for each in (self.loss_gain, self.matcher.cost_gain) for part in PARTS]
+        loss, terms, status = ops.rtdetr_loss(*given, *gains_and_costs)
         if status.is_cuda:  # on the CPU the operator raises
             self._status.add(status, targets.rows.shape[1])
             self._status.raise_arrived(wait=not torch.is_grad_enabled())
@@ -184,7 +172,3 @@ class RTDETRLoss(Criterion):
     def check(self) -> None:
         """Wait for the losses computed so far; raise ValueError if a target of one had a bad class."""
         self._status.raise_arrived(wait=True)
-
-    def update(self) -> None:
-        """Call :meth:`check`. The trainer calls this method at the end of each epoch, if a criterion has it."""
-        self.check()

@@ -78,6 +78,7 @@ class _DetectionLoss(Checked, Criterion):
     stride: Tensor
 
     operator_settings: ClassVar[int] = DETECTION_SETTINGS  # number of settings that its operator takes
+    gains: ClassVar[tuple[str, ...]] = ()  # of ``hyp``, the settings behind these
     #: The names of the labels that must accompany a tensor of targets.
     labels: ClassVar[tuple[str, ...]] = ()
 
@@ -162,7 +163,7 @@ class _DetectionLoss(Checked, Criterion):
         values = ops.v8_loss_settings(
             hyp.box, hyp.cls, hyp.dfl, weight, assigner.alpha, assigner.beta, assigner.eps, assigner.stride_val
         )
-        return tuple(map(float, values))
+        return tuple(map(float, (*values, *(getattr(hyp, gain) for gain in self.gains))))
 
     def strides(self) -> list[float]:
         state = self._state
@@ -181,10 +182,6 @@ class _DetectionLoss(Checked, Criterion):
             self._state.settings.upload(self.settings(weight))
         weights = None if self.class_weights is None else self.class_weights.data_ptr()
         return self.assigner.topk, self.assigner.topk2, self.reg_max, weights, tuple(self.strides())
-
-    def update(self) -> None:
-        """Call :meth:`check`. The trainer calls this method at the end of each epoch, if a criterion has it."""
-        self.check()
 
 
 def _with_last(found: V8Found, part: Tensor | None = None, weight: Tensor | float = 1.0) -> V8Found:
@@ -264,6 +261,7 @@ class _PoseLoss(_DetectionLoss):
     kpt_shape: Sequence[int]
     keypoint_loss: Stock
     centered: ClassVar[bool] = False
+    gains: ClassVar[tuple[str, ...]] = ("pose", "kobj")
 
     @property
     def target_columns(self) -> int:
@@ -273,9 +271,6 @@ class _PoseLoss(_DetectionLoss):
         targets, _ = super().unpacked(targets, labels)
         boxes, keypoints = targets.split((len(TARGET_COLUMNS), 3 * self.kpt_shape[0]), 1)
         return boxes, {"keypoints": keypoints.unflatten(1, (-1, 3))}
-
-    def settings(self, weight: float = 1.0) -> tuple[float, ...]:
-        return (*super().settings(weight), float(self.hyp.pose), float(self.hyp.kobj))
 
     def found(self, preds: Outputs, batch: Batch, heads: list[Tensor], given: V8Arguments, gains: Tensor) -> V8Found:
         labels, sigmas = (
@@ -294,14 +289,12 @@ class _PoseLoss26(_PoseLoss):
     """
 
     centered = True
+    gains = ("pose", "kobj", "rle")
     #: The switch ``cuda_graph`` sets this.
     new_graphs: ClassVar[Callable[..., RowGraphs] | None] = None
     flow_model: Stock
     rle_loss: Stock
     target_weights: Tensor
-
-    def settings(self, weight: float = 1.0) -> tuple[float, ...]:
-        return (*super().settings(weight), float(self.hyp.rle))
 
     def found(self, preds: Outputs, batch: Batch, heads: list[Tensor], given: V8Arguments, gains: Tensor) -> V8Found:
         found = super().found(preds, batch, heads, given, gains)
@@ -316,13 +309,8 @@ class _PoseLoss26(_PoseLoss):
         labels = batch["keypoints"].to(device=kpts.device, dtype=torch.float32)
         index = found.slot_anchor.flatten().clamp(min=0)
         image, anchor = index // kpts.shape[2], index % kpts.shape[2]
-        rows = (
-            kpts[image, :, anchor],
-            sigmas[image, :, anchor],
-            labels[found.slot_row.flatten().clamp(min=0)],
-            anchor,
-            found.slot_anchor.flatten() >= 0,
-        )
+        wanted, used = labels[found.slot_row.flatten().clamp(min=0)], found.slot_anchor.flatten() >= 0
+        rows = kpts[image, :, anchor], sigmas[image, :, anchor], wanted, anchor, used
         weights = self.target_weights.to(kpts.device)
         mean = functools.partial(self._mean_likelihood, weights=weights, sizes=sizes)
         if self.new_graphs is None:
@@ -340,7 +328,6 @@ class _PoseLoss26(_PoseLoss):
         wanted: Tensor,
         anchor: Tensor,
         used: Tensor,
-        *,
         weights: Tensor,
         sizes: list[int],
     ) -> Tensor:
@@ -380,6 +367,7 @@ class _OBBLoss(_DetectionLoss):
     """
 
     operator_settings = DETECTION_SETTINGS + 1
+    gains = ("angle",)
 
     @property
     def target_columns(self) -> int:
@@ -387,9 +375,6 @@ class _OBBLoss(_DetectionLoss):
 
     def takes(self, preds: Outputs, batch: Stock) -> bool:
         return isinstance(batch, Tensor) or batch["bboxes"].shape[-1] == self.target_columns - 2
-
-    def settings(self, weight: float = 1.0) -> tuple[float, ...]:
-        return (*super().settings(weight), float(self.hyp.angle))
 
     def found(self, preds: Outputs, batch: Batch, heads: list[Tensor], given: V8Arguments, gains: Tensor) -> V8Found:
         boxes, scores, angles = _alike(*heads, preds["angle"])
@@ -435,11 +420,6 @@ class _E2ELoss(Checked, Criterion):
     @property
     def _status(self) -> TargetStatus:  # type: ignore[override]
         return self.one2many._status
-
-    def update(self) -> None:
-        """Call :meth:`check`, and change the weights. The trainer calls this method at the end of each epoch."""
-        self.check()
-        super().update()  # type: ignore[misc]
 
 
 def packed_targets(batch: Batch, device: torch.device) -> Tensor:

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 from typing import NoReturn, SupportsIndex
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import DeviceNumbers, unwrap
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.ops.yolov5_loss import Yolov5LossOptions, split_coefficients, yolov5_detection, yolov5_mask_part
-from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
+from torch_fastdet.patching.by_name import filed_as
 from torch_fastdet.patching.protocols import Head, Model, Names, Stock
 from torch_fastdet.switches.loss.common import TARGET_COLUMNS, Checked, TargetStatus
 
@@ -79,9 +79,6 @@ class ComputeLoss(Checked):
     #: The framework's class, if the loss replaces it. Pickles contain an object of that class.
     _stock: type | None = None
 
-    __getstate__, __copy__ = CopiedAsItIs.__getstate__, CopiedAsItIs.__copy__
-    __deepcopy__ = CopiedAsItIs.__deepcopy__
-
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         if self._stock is None:
             return super().__reduce_ex__(protocol)
@@ -135,19 +132,15 @@ class ComputeLoss(Checked):
         balance = self.ssi if self.autobalance else tuple(self._balance)
         return gains, anchors, self.gr, self.sort_obj_iou, self.autobalance, balance, place
 
-    def __call__(
-        self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, p: list[Tensor], targets: Tensor, num_targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
         self._check_heads(p)
         loss, items, _ = self._detection(p, targets, num_targets)
         return loss.float(), read_early(items.float(), beside=True)  # as the original, whose heads may be float64
 
-    def _detection(
-        self, p: list[torch.Tensor], targets: torch.Tensor, num_targets: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _detection(self, p: list[Tensor], targets: Tensor, num_targets: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         for name, value in {"targets": targets, "num_targets": num_targets}.items():
-            if not isinstance(value, torch.Tensor) and (value is not None or name == "targets"):
+            if not isinstance(value, Tensor) and (value is not None or name == "targets"):
                 raise TypeError(f"ComputeLoss: {name} is a {type(value).__name__}, but a tensor is expected")
         if not (targets.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._status.checks.raise_arrived()
@@ -166,7 +159,7 @@ class ComputeLoss(Checked):
         self._status.note(status, targets.shape[0])
         return loss, items, matches
 
-    def _check_heads(self, p: list[torch.Tensor]) -> None:
+    def _check_heads(self, p: list[Tensor]) -> None:
         wanted = self.nc + 5 + self.nm
         outputs_of = (
             "the list of the Detect layer's outputs in training mode is expected (in eval mode it is the second of two)"
@@ -174,7 +167,7 @@ class ComputeLoss(Checked):
         if not isinstance(p, (list, tuple)):
             raise TypeError(f"ComputeLoss: p is a {type(p).__name__}, but {outputs_of}")
         for i, head in enumerate(p):
-            if not isinstance(head, torch.Tensor):
+            if not isinstance(head, Tensor):
                 raise TypeError(f"ComputeLoss: p[{i}] is a {type(head).__name__}, but {outputs_of}")
             if head.dim() not in (4, 5):
                 raise RuntimeError(f"ComputeLoss: p[{i}] has shape {tuple(head.shape)}, but {outputs_of}")
@@ -215,14 +208,14 @@ class SegmentationLoss(ComputeLoss):
         return *super().graph_key(), self.overlap
 
     def __call__(  # type: ignore[override]
-        self, preds: object, targets: torch.Tensor, masks: torch.Tensor, num_targets: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, preds: object, targets: Tensor, masks: Tensor, num_targets: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return loss and items; ``num_targets``, one int64 on the device, says how many rows of targets are in use."""
-        if not isinstance(preds, (list, tuple)) or len(preds) != 2 or not isinstance(preds[1], torch.Tensor):
+        if not isinstance(preds, (list, tuple)) or len(preds) != 2 or not isinstance(preds[1], Tensor):
             raise TypeError(
                 "SegmentationLoss: preds is not a list of heads and a tensor of prototypes, the Segment layer's outputs in training mode"
             )
-        if not isinstance(masks, torch.Tensor):
+        if not isinstance(masks, Tensor):
             raise TypeError(f"SegmentationLoss: masks is a {type(masks).__name__}, but a tensor is expected")
         p, protos = preds
         self._check_heads(p)
@@ -231,16 +224,7 @@ class SegmentationLoss(ComputeLoss):
         eager = num_targets is None and not matches.is_cuda  # elsewhere the question would be a host sync
         if not len(targets) or (eager and bool((matches < 0).all())):
             protos = protos.detach()
-        part, item = yolov5_mask_part(
-            coefficients,
-            protos,
-            masks.to(protos.device),
-            targets.float(),
-            matches,
-            sizes,
-            num_targets,
-            float(self.hyp["box"]),
-            self.overlap,
-        )
+        labels = masks.to(protos.device), targets.float(), matches, sizes, num_targets
+        part, item = yolov5_mask_part(coefficients, protos, *labels, float(self.hyp["box"]), self.overlap)
         items = torch.cat((items[:1], item.to(items.dtype), items[1:]))
         return (loss + part.to(loss.dtype)).float(), read_early(items.float(), beside=True)
