@@ -36,10 +36,10 @@ def head_of(model: nn.Module) -> list[nn.Module]:
     return [layers[-1], decoder] if isinstance(decoder, nn.Module) else [layers[-1]]
 
 
-def _options_of_head(model: nn.Module) -> list[object]:
+def _options_of_head(model: nn.Module) -> list[dict[str, object]]:
     """Return the numbers, flags and texts of a model's head: a user may change num_queries of RT-DETR, for instance."""
-    parts = [vars(part).items() for part in head_of(model)]
-    return [value for part in parts for name, value in part if isinstance(value, _PLAIN) and name not in _DRAWN]
+    known = [vars(part).items() for part in head_of(model)]
+    return [{name: value for name, value in part if isinstance(value, _PLAIN) and name not in _DRAWN} for part in known]
 
 
 class TrainingGraphs:
@@ -55,7 +55,7 @@ class TrainingGraphs:
         self._switch = switch
         switch.replace(forwards, "fuses", forwards.is_captured, quietly=True)
         self._graphs: weakref.WeakKeyDictionary[nn.Module, ModuleGraphs] = weakref.WeakKeyDictionary()
-        self._options: weakref.WeakKeyDictionary[nn.Module, list[object]] = weakref.WeakKeyDictionary()
+        self._options: weakref.WeakKeyDictionary[nn.Module, list[dict[str, object]]] = weakref.WeakKeyDictionary()
         #: Returns the graphs of the last training pass, if they still exist.
         self.last: Callable[[], ModuleGraphs | None] = lambda: None
 
