@@ -200,6 +200,95 @@ def test_a_track_is_one_object_wherever_it_is_read(trackers, name):
     assert found[:60] == found[60:]
 
 
+def shown(tracks):
+    """Return what a user reads of tracks."""
+    names = ("track_id", "state", "frame_id", "start_frame", "tracklet_len", "is_activated", "score", "idx", "cls")
+    return [[getattr(track, name) for name in names] for track in tracks]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tracks_that_somebody_holds_are_up_to_date(trackers, name):
+    """The framework changes its objects in place, and goes on with its list of removed tracks."""
+    found = []
+    for patched in (False, True):
+        if patched:
+            drop_in.patch(track_optim=True)
+        tracker, held = getattr(trackers, name)(namespace(track_buffer=4)), []
+        for t, rows in enumerate(scene(3, 16, 40)):
+            run(tracker, rows)
+            found.append([shown(tracks) for tracks in held])
+            found.append([track.mean.tolist() for tracks in held for track in tracks if track.frame_id == t + 1])
+            if t in (3, 9):
+                held += [tracker.tracked_stracks[:2], tracker.tracked_stracks]
+            if t == 14:
+                held += [tracker.lost_stracks, tracker.removed_stracks, tracker.removed_stracks_frame]
+            if t == 20:
+                held[0][0].score = np.float32(0.5)
+                held[0][0].mean[:2] += 500
+            if t == 26:
+                del held[1:3]
+    assert found[:80] == found[80:] and sum(map(len, found[1:80:2])) > 100
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_tracks_are_renewed_while_somebody_holds_them(trackers, name):
+    drop_in.patch(track_optim=True)
+    tracker = getattr(trackers, name)(namespace())
+    frames = iter(scene(3, 16, 12))
+
+    def renewed():
+        run(tracker, next(frames))
+        return vars(tracker)[KEY].shared
+
+    assert len(renewed()) == 0
+    contents(tracker)
+    assert len(renewed()) == 0
+    held = tracker.tracked_stracks[1]
+    assert renewed() == [held.track_id] == renewed()
+    del held
+    assert len(renewed()) == 0
+    held = tracker.tracked_stracks
+    assert len(renewed()) == len(held) - sum(track.state == 3 for track in held) > 4
+    held.clear()
+    assert len(renewed()) == 0
+
+
+@pytest.mark.parametrize("read", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_removed_track_that_has_lived_again_is_not_what_it_was(trackers, name, read):
+    """A track that is removed may be found again in the next frame. It stays listed, and is dropped when it is lost again."""
+    found, again = [], 0
+    for patched in (False, True):
+        if patched:
+            drop_in.patch(track_optim=True)
+        for seed in range(1, 9, 3):
+            tracker = getattr(trackers, name)(namespace(track_buffer=1))
+            for t, rows in enumerate(scene(seed, 16, 30)):
+                run(tracker, rows)
+                alive = tracker.tracked_stracks  # seen before it is lost
+                if t % read == 0:
+                    found.append(shown(tracker.removed_stracks))
+                    again += sum(track.state < 3 for track in tracker.removed_stracks if track not in alive)
+    assert found[: len(found) // 2] == found[len(found) // 2 :] and again > 2
+
+
+@pytest.mark.parametrize("change", [5, 100, -1, -6, -12])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_frame_that_the_user_writes_counts(trackers, name, change):
+    found = []
+    for patched in (False, True):
+        if patched:
+            drop_in.patch(track_optim=True)
+        for seed in range(3):
+            tracker = getattr(trackers, name)(namespace(track_buffer=6, occ_cover_thresh=0.3))
+            for t, rows in enumerate(scene(seed, 16, 30)):
+                if t == 12:
+                    tracker.frame_id += change
+                found.append(run(tracker, rows).tolist())
+            found.append(contents(tracker))
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+
+
 def compare_updates(trackers, name, seeds):
     """Compare all kinds of sequences: with recovered detections, rotated, from a moving camera, with empty boxes and NaN."""
     kind = getattr(trackers, name)

@@ -57,8 +57,8 @@ class Kind(NamedTuple):
         core: its core.
         options: attributes of a tracker that the core takes, in its order, and their types.
         checked: other attributes that must be numbers from 0.
-        recall: sets the attributes of a tracker's track from the columns of its past.
-        record: sets these columns, which are NaN before, from a track's attributes.
+        recall: sets the attributes of a tracker's track, in a frame, from the columns of its past.
+        record: sets these columns, which are NaN before, from a track's attributes. It raises ValueError if they do not fit the frame.
         moves: its tracks follow a moving camera.
         recovers: it takes detections that were dropped as duplicates.
         looks: fingerprints of its methods whose use of features the core knows, for re-identification.
@@ -74,8 +74,8 @@ class Kind(NamedTuple):
     core: Callable[..., _C.Tracker]
     options: dict[str, type]
     checked: tuple[str, ...] = ()
-    recall: Callable[[Tracker, Track, Row], None] = lambda tracker, track, past: None
-    record: Callable[[Track, Row], None] = lambda track, past: None
+    recall: Callable[[Tracker, Track, Row, int], None] = lambda tracker, track, past, frame: None
+    record: Callable[[Tracker, Track, Row], None] = lambda tracker, track, past: None
     moves: bool = False
     recovers: bool = False
     looks: tuple[tuple[str, str], ...] = ()
@@ -120,7 +120,8 @@ class Kind(NamedTuple):
     def settings(self, tracker: Tracker) -> tuple[FrameOptions, list[object]]:
         """Return the frame options, and what else a core was made for: another number of attributes may be a method of its own."""
         own = [getattr(tracker, option) for option in self.options]
-        return self.frame_options(tracker), [*own, compares_looks(tracker), len(vars(tracker))]
+        others = len(vars(tracker).keys() - {"removed_stracks_frame"})  # which the first update adds
+        return self.frame_options(tracker), [*own, compares_looks(tracker), others]
 
     def make(self, tracker: Tracker) -> _C.Tracker:
         return self.core(*(kind(getattr(tracker, option)) for option, kind in self.options.items()))
@@ -140,7 +141,7 @@ def _filter(row: Row) -> tuple[Row, Row]:
     return row[:8].copy(), row[8:STATE].reshape(8, 8).copy()
 
 
-def _recall_observations(_: Tracker, track: Track, past: Row) -> None:
+def _recall_observations(_: Tracker, track: Track, past: Row, frame: int) -> None:
     track.velocity = None if np.isnan(past[0]) else past[:2].astype(np.float32)
     track._saved_mean, track._saved_covariance = _filter(past[2:])
     track.last_observation = past[2 + STATE :][:4].astype(np.float32)
@@ -148,7 +149,9 @@ def _recall_observations(_: Tracker, track: Track, past: Row) -> None:
     track.observations = {int(row[0]): row[1:].astype(np.float32) for row in seen if row[0] == row[0]}
 
 
-def _record_observations(track: Track, past: Row) -> None:
+def _record_observations(tracker: Tracker, track: Track, past: Row) -> None:
+    if max(track.observations, default=0) > tracker.frame_id - (track.state >= LOST):
+        raise ValueError("a track was seen later")
     if track.velocity is not None:
         past[:2] = track.velocity
     past[2:10], past[10 : 2 + STATE] = track._saved_mean, track._saved_covariance.reshape(-1)
@@ -157,39 +160,51 @@ def _record_observations(track: Track, past: Row) -> None:
         row[0], row[1:] = frame, box
 
 
-def _recall_occlusions(tracker: Tracker, track: Track, past: Row) -> None:
-    covered_at, seen, now = int(past[0]), track.frame_id, tracker.frame_id
+def _counts(tracker: Tracker, track: Track, frame: int) -> tuple[bool, int, int]:
+    """Return whether a track is covered, and for how many frames it has been unmatched and covered. The core counts none of them."""
+    covered_at, seen = track.last_occluded_frame, track.frame_id
     hidden = covered_at > seen
-    counted = now
     if track.state >= LOST:  # since then, nothing is counted
-        counted = max(seen + 3, covered_at + tracker.active_occ_to_lost_thresh if hidden else 0)
-    track.last_occluded_frame, track.is_occluded = covered_at, hidden
-    track.not_matched = counted - seen
-    track.occluded_len = counted - covered_at + 1 if hidden else 0
-    track.was_recently_occluded = covered_at >= 0 and now - covered_at <= tracker.occ_reappear_window
+        frame = max(seen + 3, covered_at + tracker.active_occ_to_lost_thresh if hidden else 0)
+    return hidden, frame - seen, frame - covered_at + 1 if hidden else 0
+
+
+def _was_covered(tracker: Tracker, track: Track, frame: int) -> bool:
+    return track.last_occluded_frame >= 0 and frame - track.last_occluded_frame <= tracker.occ_reappear_window
+
+
+def _recall_occlusions(tracker: Tracker, track: Track, past: Row, frame: int) -> None:
+    track.last_occluded_frame = int(past[0])
+    track.is_occluded, track.not_matched, track.occluded_len = _counts(tracker, track, frame)
+    track.was_recently_occluded = _was_covered(tracker, track, frame)
     states = past[2:].reshape(-1, STATE)[: int(past[1])]
     track.mean_history.clear()
     track.mean_history.extend(_filter(row) for row in states)
 
 
-def _record_occlusions(track: Track, past: Row) -> None:
+def _record_occlusions(tracker: Tracker, track: Track, past: Row) -> None:
+    counts, frame = (track.is_occluded, track.not_matched, track.occluded_len), tracker.frame_id
+    if counts != _counts(tracker, track, frame) or _was_covered(tracker, track, frame) > track.was_recently_occluded:
+        raise ValueError("somebody has changed the frame or a count")
     past[:2] = track.last_occluded_frame, len(track.mean_history)
     for row, (mean, covariance) in zip(past[2:].reshape(-1, STATE), track.mean_history):
         row[:8], row[8:] = mean, covariance.reshape(-1)
 
 
-def _recall_ways(tracker: Tracker, track: Track, past: Row) -> None:
+def _recall_ways(tracker: Tracker, track: Track, past: Row, frame: int) -> None:
     track.min_track_len = tracker.min_track_len
     track.idx = np.float64(track.idx)
     track.prev_score, track.velocity = np.float32(past[0]), past[1:9].reshape(4, 2).astype(np.float32)
     track._history.clear()
-    for frame, *box, wide in past[9:].reshape(-1, 6):
-        if frame > 0:
-            track._history.append((int(frame), np.array(box, np.float64 if wide else np.float32)))
+    for seen, *box, wide in past[9:].reshape(-1, 6):
+        if seen > 0:
+            track._history.append((int(seen), np.array(box, np.float64 if wide else np.float32)))
 
 
-def _record_ways(track: Track, past: Row) -> None:
+def _record_ways(_: Tracker, track: Track, past: Row) -> None:
     past[0], past[1:9] = track.prev_score, track.velocity.reshape(-1)
+    if any(frame <= 0 for frame, _ in track._history):
+        raise ValueError("a track was seen before the first frame")
     for row, (frame, box) in zip(past[9:].reshape(-1, 6), track._history):
         row[0], row[1:5], row[5] = frame, box, box.dtype == np.float64
 

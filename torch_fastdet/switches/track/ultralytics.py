@@ -12,7 +12,7 @@ import importlib
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,9 @@ ATTRIBUTES: dict[str, Callable[[Any], object]] = {
 }
 FLOAT32 = np.dtype(np.float32)
 MOST_PIXELS = 1e5  # of a rotated box, whose overlaps are products of four sizes
-MOST_LEFT = 2000  # a tracker lists 1000 removed tracks, and others leave as duplicates
+PAST = STATE + len(ATTRIBUTES)  # where the columns of a kind begin
+MOST_REMOVED = 1000  # in the framework's list
+MOST_LEFT = 2 * MOST_REMOVED  # others leave as duplicates
 KEY = "torch_fastdet_core"  # in a tracker's attributes: its _Held, or None where its own update runs
 #: The trackers that have a KEY, by their ids: a user's class may not be hashable.
 _held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -61,11 +63,20 @@ class _Held:
         self.frame = self.last_id = 0  # the core's
         self.filter = tracker.kalman_filter
         self.settings = kind.settings(tracker)
-        #: Maps ids to what somebody has read as a live track, and may still hold.
-        self.left: dict[int, Track] = {}
+        self.compares_looks = compares_looks(tracker)
+        #: Maps ids to the framework's objects that somebody has read, and may hold or have noted something at, or that have features.
+        self.known: dict[int, Track] = {}
+        self.shared: list[int] = []  # ids of live tracks that somebody holds; update() renews them
+        self.rows: NDArray[np.float64] = np.empty((0, 0))  # of them, when they were renewed
         self.listed: list[int] | None = None  # ids of removed tracks, when they were read
-        #: Maps ids to live tracks as the framework's objects, which hold their features; None without re-identification.
-        self.looks: dict[int, Track] | None = {} if compares_looks(tracker) else None
+        self.removed: list[Track] | None = None  # the list of removed tracks, if somebody holds it
+
+
+def _references(container: Any, key: object) -> int:
+    return sys.getrefcount(container[key])
+
+
+ALONE = _references({0: object()}, 0)  # what nobody else holds
 
 
 def _assigned(costs: NDArray[np.float32], limit: float) -> list[int]:
@@ -175,6 +186,8 @@ def updating(active: Active, stock: Function, known: type) -> Function:
             give_back(self)
             return own(self, results, img, *args, **kwargs)
         core = held.core
+        if held.shared and not np.array_equal(_numbers(held), held.rows, equal_nan=True):
+            give_out(self, LIVE)  # who holds a track has changed it
         moved = held.outside or held.ids is not self._ids or held.frame != self.frame_id
         if moved and not take_over(self, held):
             active.tell(
@@ -183,19 +196,21 @@ def updating(active: Active, stock: Function, known: type) -> Function:
             return own(self, results, img, *args, **kwargs)
         looks: dict[str, Any] = {}
         seen: dict[int, Track] = {}
-        if held.looks is not None:
+        if held.compares_looks:
             feats = args[0] if args and not kind.recovers else kwargs.get("feats")
             seen, looks = look(self, held, results, img, feats)
         moves = kind.moves and img is not None and self.gmc.method is not None
         motion = camera_motion(self, kind, results, img, rotated) if moves else None
         held.frame += 1
         out = core.update(rows, *held.settings[0], motion, rotated, recovered, **looks)
-        if held.looks is not None:
-            held.looks = looks_of(core, kind, held.looks, seen)
+        if held.compares_looks:
+            learn(held, seen)
         born, held.last_id = held.last_id, core.last_id
         for _ in range(held.last_id - born):
             next(self._ids)
         attributes["frame_id"] = held.frame
+        if held.shared or held.removed is not None:
+            renew(self, held)
         return out
 
     return update
@@ -208,29 +223,30 @@ def look(
 
     The framework's functions find features and compare them, as they do in its own ``update``.
     """
-    assert held.looks is not None
     high, low = held.kind.detections(tracker, results, img, feats)
     alive = np.concatenate([held.core.save(place)[:, (72, 80)] for place in range(len(LIVE))])
     costs = np.full((len(alive), len(results)), np.nan, np.float32)
     for confirmed in (True, False):  # they are matched apart
         rows = np.flatnonzero(alive[:, 1] == confirmed)
         if len(rows) and high:
-            tracks = [held.looks[int(alive[row, 0])] for row in rows]
+            tracks = [held.known[int(alive[row, 0])] for row in rows]
             costs[np.ix_(rows, np.array(list(high)))] = held.kind.distance(tracker, tracks, list(high.values()))
     return high | low, {"looks": costs, "near": 1 - getattr(tracker, "proximity_thresh", 0)}
 
 
-def looks_of(core: Any, kind: Kind, known: dict[int, Track], seen: dict[int, Track]) -> dict[int, Track]:
-    """Return the live tracks by id, with the features of the detections that they got in the last frame."""
-    found = {}
+def learn(held: _Held, seen: dict[int, Track]) -> None:
+    """Give the live tracks the features of the detections that they got in the last frame."""
+    core, alive = held.core, set()
     for number, frame, index in np.concatenate([core.save(place)[:, (72, 73, 76)] for place in range(len(LIVE))]):
+        alive.add(int(number))
         detection = seen.get(int(index)) if frame == core.frame else None
-        track: Any = known.get(int(number), detection)
-        if detection is not None and detection is not track and detection.curr_feat is not None:
+        if detection is None:
+            continue
+        track: Any = held.known.setdefault(int(number), detection)
+        if detection is not track and detection.curr_feat is not None:
             track.score = detection.score  # TrackTrack weighs by it
-            kind.learn(track, detection)
-        found[int(number)] = track
-    return found
+            held.kind.learn(track, detection)
+    forget(held, alive)
 
 
 def camera_motion(
@@ -301,50 +317,96 @@ def give_out(tracker: Tracker, names: tuple[str, ...]) -> None:
     held = attributes.get(KEY)
     if held is None or held.outside.issuperset(names):
         return
-    if names != REMOVED and not held.outside.issuperset(LIVE):
-        known = held.left | {track.track_id: track for name in (*LIVE, *REMOVED) for track in attributes.get(name, ())}
-        known |= held.looks or {}
+    if not held.outside.issuperset(LIVE):
         for place, name in enumerate(LIVE):
-            attributes[name] = _tracks(tracker, held.core.save(place), known, held.kind, True)
-        alive = {track.track_id for name in LIVE for track in attributes[name]}
-        left = {number: track for number, track in known.items() if number not in alive}
-        if now := [number for number in left if number not in held.left]:
-            rows = held.core.save(len(LIVE))
-            _tracks(tracker, rows[np.isin(rows[:, 72], now)], left, held.kind, False)
-        held.left = dict(list(left.items())[-MOST_LEFT:])
+            attributes[name] = _tracks(tracker, held, held.core.save(place), set(held.shared))
+        forget(held, _alive(tracker))
+        held.outside.update(LIVE)
     if names != LIVE and not held.outside.issuperset(REMOVED):
-        # A track that is alive again is the same object in both lists, and the core's older copy does not change it.
         give_out(tracker, LIVE)
-        known = held.left | {track.track_id: track for name in LIVE for track in attributes[name]}
         rows = held.core.save(len(LIVE))
         held.listed = rows[:, 72].astype(int).tolist()
-        _tracks(tracker, rows[~np.isin(held.listed, list(known))], known, held.kind, False)
-        tracks = [known[number] for number in held.listed]
-        attributes["removed_stracks"] = tracks
+        _end(tracker, held, rows, set(held.listed) - _alive(tracker))
+        tracks = [held.known[number] for number in held.listed]
+        attributes["removed_stracks"] = tracks if held.removed is None else held.removed
         attributes["removed_stracks_frame"] = tracks[len(tracks) - held.core.removed_now :]
-    held.outside.update(names)
+        held.outside.update(REMOVED)
+
+
+def renew(tracker: Tracker, held: _Held) -> None:
+    """Renew the live tracks that somebody holds, and the list of removed ones, as the framework's ``update`` changes its objects."""
+    core, known = held.core, held.known
+    shared = {number for number in held.shared if _references(known, number) > ALONE}
+    if _references(vars(held), "removed") == ALONE:
+        held.removed = None
+    ended = core.save(len(LIVE))[-core.removed_now :] if core.removed_now else np.empty((0, core.columns))
+    ids = ended[:, 72].astype(int).tolist()
+    if held.removed is not None:
+        shared.update(ids)
+    rows = np.concatenate([core.save(place) for place in range(len(LIVE))])
+    alive = set(rows[:, 72].astype(int).tolist())
+    _tracks(tracker, held, rows[np.isin(rows[:, 72], list(shared))])
+    _end(tracker, held, ended, shared - alive)
+    if held.removed is not None:
+        held.removed += [known[number] for number in ids]
+        if len(held.removed) > MOST_REMOVED:  # the framework goes on with another list
+            held.removed = None
+    held.shared = sorted(shared & alive)
+    held.rows = _numbers(held)
+
+
+def forget(held: _Held, alive: set[int]) -> None:
+    for number in [number for number in held.known if number not in alive][:-MOST_LEFT]:
+        del held.known[number]
+
+
+def _alive(tracker: Tracker) -> set[int]:
+    return {track.track_id for name in LIVE for track in vars(tracker)[name]}
 
 
 def _tracks(
-    tracker: Tracker, rows: NDArray[np.float64], known: dict[int, Track], kind: Kind, remember: bool
+    tracker: Tracker,
+    held: _Held,
+    rows: NDArray[np.float64],
+    current: Collection[int] = (),
+    remember: bool = True,
 ) -> list[Track]:
-    """Return the framework's tracks of rows, those in ``known`` by their ids; without what they remember, if not asked for it."""
+    """Return the framework's tracks of rows, renewed except those that are ``current``; without what they remember, if not asked for it."""
+    known = held.known
     ids = rows[:, 72].astype(int).tolist()
     if new := [number for number in dict.fromkeys(ids) if number not in known]:
-        known.update(zip(new, kind.new_tracks(tracker, len(new))))
-    made: list[Any] = [known[number] for number in ids]
-    for track, row in zip(made, rows):
+        known.update(zip(new, held.kind.new_tracks(tracker, len(new))))
+    for number, row in zip(ids, rows):
+        if number in current:
+            continue
+        track: Any = known[number]
         vars(track).update(
-            {name: kind_of(value) for (name, kind_of), value in zip(ATTRIBUTES.items(), row[72:82])},
+            {name: kind_of(value) for (name, kind_of), value in zip(ATTRIBUTES.items(), row[STATE:PAST])},
             mean=row[:8].copy(),
             covariance=row[8:72].reshape(8, 8).copy(),
-            kalman_filter=vars(tracker)[KEY].filter,
+            kalman_filter=held.filter,
             next_id=tracker._ids.__next__,
         )
         track._tlwh = track.tlwh.astype(np.float32)
         if remember:
-            kind.recall(tracker, track, row[82:])
-    return made
+            held.kind.recall(tracker, track, row[PAST:], held.frame)
+    return [known[number] for number in ids]
+
+
+def _end(tracker: Tracker, held: _Held, removed: NDArray[np.float64], numbers: set[int]) -> None:
+    """Renew tracks that are not alive any more from the rows of removed ones, unless they have lived again since."""
+    known = held.known
+    later = [
+        row
+        for number, row in {int(row[72]): row for row in removed}.items()
+        if number in numbers
+        and (number not in known or (row[73], row[79]) > (known[number].frame_id, known[number].state))
+    ]
+    _tracks(tracker, held, np.array(later).reshape(-1, removed.shape[1]), remember=False)
+    for number in numbers:
+        known[number].state = max(
+            known[number].state, LOST
+        )  # the framework drops one that has lived again when it is lost
 
 
 def take_over(tracker: Tracker, held: _Held) -> bool:
@@ -352,35 +414,48 @@ def take_over(tracker: Tracker, held: _Held) -> bool:
     if held.ids is not tracker._ids or held.frame != tracker.frame_id:
         give_out(tracker, LIVE + REMOVED)
     attributes = tracker.__dict__
-    columns = held.core.columns
-    lists: list[Any] = [_rows(attributes[name], columns, held.kind) for name in LIVE]
     last_id = next(copy.copy(tracker._ids)) - 1
-    for rows in () if held.kind.recovers else lists:
-        turned = rows[~np.isnan(rows[:, 81])]
-        if not _finite(rows).all() or _too_large(turned):
-            return False
-    if not _in_order(lists[0], lists[1], last_id):
-        return False
+    tracks: Any = attributes[LIVE[0]] + attributes[LIVE[1]]
     removed = None
-    if REMOVED[0] in held.outside and [track.track_id for track in attributes[REMOVED[0]]] != held.listed:
-        removed = _rows(attributes[REMOVED[0]], columns, None)
-        removed[~_finite(removed), :STATE] = 0  # where they were does not matter any more
-    lists.append(removed)
+    changed = REMOVED[0] in held.outside and [track.track_id for track in attributes[REMOVED[0]]] != held.listed
     try:
-        held.core.load(lists, tracker.frame_id, last_id)
-    except ValueError:  # a covariance that no tracker makes
+        lists: list[Any] = [_rows(attributes[name], held.core.columns, tracker, held.kind) for name in LIVE]
+        for rows in () if held.kind.recovers else lists:
+            turned = rows[~np.isnan(rows[:, 81])]
+            if not _finite(rows).all() or _too_large(turned):
+                return False
+        if not _in_order(lists[0], lists[1], last_id, tracker.frame_id):
+            return False
+        if changed:
+            removed = _rows(attributes[REMOVED[0]], held.core.columns)
+            removed[~_finite(removed), :STATE] = 0  # where they were does not matter any more
+        held.core.load([*lists, removed], tracker.frame_id, last_id)
+    except (TypeError, ValueError):  # what no tracker makes
         return False
     held.frame, held.last_id, held.ids = tracker.frame_id, last_id, tracker._ids
-    if held.looks is not None and not held.outside.isdisjoint(LIVE):
-        held.looks = {track.track_id: track for name in LIVE for track in attributes[name]}
+    given = set(map(id, tracks))
+    held.known = {number: track for number, track in held.known.items() if id(track) not in given}
+    held.known |= {track.track_id: track for track in tracks}
+    if REMOVED[0] in held.outside:
+        held.removed = attributes[REMOVED[0]]
+        if changed:
+            held.known = {track.track_id: track for track in held.removed} | held.known
+    attributes.update(dict.fromkeys(attributes.keys() & {*LIVE, *REMOVED}))
     held.outside.clear()
+    # What nobody else holds has one reference from here on.
+    if _references(vars(held), "removed") == ALONE:
+        held.removed = None
+    ids = [track.track_id for track in tracks]
+    del tracks
+    held.shared = [number for number in ids if _references(held.known, number) > ALONE]
+    held.rows = _numbers(held)
     return True
 
 
-def _in_order(tracked: NDArray[np.float64], lost: NDArray[np.float64], last_id: int) -> bool:
-    """Return whether the tracks are in the list of their state, and each has an id of its own, which no later one gets."""
-    ids = np.concatenate((tracked, lost))[:, 72]
-    at_home = (tracked[:, 79] < LOST).all() and (lost[:, 79] >= LOST).all()
+def _in_order(tracked: NDArray[np.float64], lost: NDArray[np.float64], last_id: int, frame: int) -> bool:
+    """Return whether the tracks are in the list of their state, have been seen, and each has an id of its own, which no later one gets."""
+    ids, seen = np.concatenate((tracked, lost))[:, (72, 73)].T
+    at_home = (tracked[:, 79] < LOST).all() and (lost[:, 79] >= LOST).all() and seen.max(initial=0) <= frame
     return bool(at_home and len(np.unique(ids)) == len(ids) and ids.max(initial=0) <= last_id)
 
 
@@ -392,12 +467,16 @@ def _finite(rows: NDArray[np.float64]) -> NDArray[np.bool_]:
     return np.asarray(np.isfinite(rows[:, :STATE]).all(1), np.bool_)
 
 
-def _rows(tracks: list[Any], columns: int, kind: Kind | None) -> NDArray[np.float64]:
+def _numbers(held: _Held) -> NDArray[np.float64]:
+    return _rows([held.known[number] for number in held.shared], PAST)
+
+
+def _rows(tracks: list[Any], columns: int, tracker: Tracker = None, kind: Kind | None = None) -> NDArray[np.float64]:
     rows = np.full((len(tracks), columns), np.nan)
     for row, track in zip(rows, tracks):
         row[:8], row[8:72] = track.mean, track.covariance.reshape(-1)
         if kind is not None:
-            kind.record(track, row[82:])
+            kind.record(tracker, track, row[PAST:])
         values = [getattr(track, name) for name in ATTRIBUTES]
-        row[72:82] = [np.nan if value is None else value for value in values]
+        row[STATE:PAST] = [np.nan if value is None else value for value in values]
     return rows
