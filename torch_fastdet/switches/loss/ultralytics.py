@@ -78,6 +78,7 @@ class _DetectionLoss(Checked, Criterion):
     stride: Tensor
 
     operator_settings: ClassVar[int] = DETECTION_SETTINGS  # number of settings that its operator takes
+    target_columns = len(TARGET_COLUMNS)
     gains: ClassVar[tuple[str, ...]] = ()  # of ``hyp``, the settings behind these
     #: The names of the labels that must accompany a tensor of targets.
     labels: ClassVar[tuple[str, ...]] = ()
@@ -114,10 +115,6 @@ class _DetectionLoss(Checked, Criterion):
     def takes(self, preds: Outputs, batch: object) -> bool:
         """Return False for raw outputs and labels that the original code has to take."""
         return True
-
-    @property
-    def target_columns(self) -> int:
-        return len(TARGET_COLUMNS)
 
     def unpacked(self, targets: Tensor, labels: Batch) -> tuple[Tensor, Batch | None]:
         """Return the boxes in a tensor of targets, and the other labels, of which ``labels`` came beside it."""
@@ -264,7 +261,7 @@ class _PoseLoss(_DetectionLoss):
     gains: ClassVar[tuple[str, ...]] = ("pose", "kobj")
 
     @property
-    def target_columns(self) -> int:
+    def target_columns(self) -> int:  # type: ignore[override]
         return len(TARGET_COLUMNS) + 3 * self.kpt_shape[0]
 
     def unpacked(self, targets: Tensor, labels: Batch) -> tuple[Tensor, Batch | None]:
@@ -367,11 +364,8 @@ class _OBBLoss(_DetectionLoss):
     """
 
     operator_settings = DETECTION_SETTINGS + 1
+    target_columns = len(TARGET_COLUMNS) + 1
     gains = ("angle",)
-
-    @property
-    def target_columns(self) -> int:
-        return len(TARGET_COLUMNS) + 1
 
     def takes(self, preds: Outputs, batch: Stock) -> bool:
         return isinstance(batch, Tensor) or batch["bboxes"].shape[-1] == self.target_columns - 2
