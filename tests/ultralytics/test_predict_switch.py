@@ -844,6 +844,39 @@ def test_a_callback_may_change_options_and_the_model(ahead, small, folder, devic
     assert len(found[1][0].boxes) == 12 and len(found[1][2].boxes) == left
 
 
+def one_query(its):
+    its.model.model.model[-1].num_queries = 1
+
+
+def first_layer(its):
+    its.model.model.model[-1].decoder.eval_idx = 0
+
+
+def one_class(its):
+    its.args.classes[1:] = []
+
+
+@pytest.mark.parametrize("change", [fewer, one_query, first_layer, one_class])
+def test_a_loop_over_results_may_change_options(ahead, folder, device, tmp_path, transformer, change):
+    """They hold for the next batch, which is on its way through the network."""
+    found = []
+    for on in (False, True):
+        model, given = with_callbacks(transformer, {}), {**OPTIONS_OF_RUN, "imgsz": 64, "conf": 0.2, "batch": 2}
+        model.model = copy.deepcopy(transformer.model)
+        if on:
+            drop_in.patch(predict_optim=True)
+        try:
+            classes = list(range(80))
+            results = model.predict(f"{folder[0]}/a*.jpg", **given, classes=classes, device=str(device), stream=True)
+            found.append([next(results)])
+            change(model.predictor)
+            found[-1] += results
+        finally:
+            drop_in.unpatch()
+    assert_same(found[1], found[0])
+    assert len(found[1][0].boxes) == 12
+
+
 @pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
 @pytest.mark.parametrize("event", EVENTS)
 def test_an_error_in_a_callback_leaves_no_thread(ahead, detector, folder, device, tmp_path, event, error, monkeypatch):

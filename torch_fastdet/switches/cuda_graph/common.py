@@ -36,7 +36,7 @@ def head_of(model: nn.Module) -> list[nn.Module]:
     return [layers[-1], decoder] if isinstance(decoder, nn.Module) else [layers[-1]]
 
 
-def _options_of_head(model: nn.Module) -> list[dict[str, object]]:
+def options_of_head(model: nn.Module) -> list[dict[str, object]]:
     """Return the numbers, flags and texts of a model's head: a user may change num_queries of RT-DETR, for instance."""
     known = [vars(part).items() for part in head_of(model)]
     return [{name: value for name, value in part if isinstance(value, _PLAIN) and name not in _DRAWN} for part in known]
@@ -76,7 +76,7 @@ class TrainingGraphs:
         if graphs is None or graphs.average is not average:
             graphs = self._graphs[model] = self._new(model, average, stock)
         self.last = weakref.ref(graphs)
-        options = _options_of_head(model)
+        options = options_of_head(model)
         if self._options.setdefault(model, options) != options and graphs.running() is None:
             self._options[model] = options
             graphs.reset()

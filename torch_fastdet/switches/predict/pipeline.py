@@ -8,6 +8,7 @@ result does not wait for the next batch.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import math
@@ -29,6 +30,7 @@ from torch_fastdet.ops.nms import scale_boxes_batched
 from torch_fastdet.patching.protocols import Function, Names, Predictor, Stock
 from torch_fastdet.patching.replace import is_code_of
 from torch_fastdet.suppression import Padded, ultralytics_non_max_suppression
+from torch_fastdet.switches.cuda_graph.common import options_of_head
 from torch_fastdet.switches.predict.common import Layout
 from torch_fastdet.switches.predict.results import Images, keep_two_batches
 from torch_fastdet.switches.predict.sources import LIST_BATCH, Batch, Stager, is_mixed, of_files, of_list, of_streams
@@ -53,7 +55,7 @@ class Flight:
 
     def __init__(self, batch: Batch, on_gpu: bool) -> None:
         self.batch, self._on_gpu = batch, on_gpu
-        self.settings: Names | None = None  # of the predictor when it was launched; None before
+        self.settings: object = None  # settings_of() the predictor when it was launched; None before
         self.input: Tensor
         self.output: Any
         #: The arguments and the result of ``non_max_suppression``, or None if it runs later.
@@ -236,7 +238,7 @@ class Feed:
 
     def _launch(self, predictor: Predictor, flight: Flight) -> None:
         batch, parts = flight.batch, self._parts
-        flight.settings = dict(vars(predictor.args))
+        flight.settings = settings_of(predictor)
         flight.marks, flight.waited, flight.found, flight.scaled = [], 0.0, None, False
         with self._on_own_stream() as stream:
             if batch.ready is not None and stream is not None:
@@ -286,9 +288,15 @@ class Feed:
         """Return the network's input of the current batch, which is launched now if it is not, or was with other settings."""
         flight = self.flight
         assert flight is not None
-        if flight.settings != vars(predictor.args) or flight.batch.images.touched:
+        if flight.settings != settings_of(predictor) or flight.batch.images.touched:
             self._launch(predictor, flight)
         return flight.input
+
+
+def settings_of(predictor: Predictor) -> tuple[object, ...]:
+    """Return what may change between two batches, as it is now: options of the predictor and of the network's head."""
+    options = predictor.args
+    return dict(vars(options)), copy.copy(options.classes), options_of_head(predictor.model.model)
 
 
 @contextlib.contextmanager

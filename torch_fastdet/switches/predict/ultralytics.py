@@ -32,7 +32,17 @@ from torch_fastdet.suppression import Padded, rows_of_rtdetr
 from torch_fastdet.switches.nms import switch as suppression
 from torch_fastdet.switches.nms.trial import ULTRALYTICS_SUPPRESSION
 from torch_fastdet.switches.predict.common import fits, letterbox
-from torch_fastdet.switches.predict.pipeline import KEY, Asked, Asking, Feed, Flight, Parts, beginning, timing
+from torch_fastdet.switches.predict.pipeline import (
+    KEY,
+    Asked,
+    Asking,
+    Feed,
+    Flight,
+    Parts,
+    beginning,
+    settings_of,
+    timing,
+)
 from torch_fastdet.switches.predict.results import image_property, read, read_all
 from torch_fastdet.switches.predict.sources import beginning_of, header_of, one_opens, sequential_jpeg
 
@@ -255,7 +265,7 @@ def selecting(active: Active | None, stock: Function, _: object) -> Function:
         found: Padded | None = None
         if flight is not None and orig_imgs is flight.batch.images:
             images = flight.batch.images.held
-            if preds is flight.output and flight.settings == vars(self.args) and flight.found is not None:
+            if preds is flight.output and flight.settings == settings_of(self) and flight.found is not None:
                 flight.wait()
                 found = flight.found._replace(counts=flight.counts)
         if found is None and isinstance(images, list):
