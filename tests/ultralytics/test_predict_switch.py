@@ -1,5 +1,6 @@
 """predict_optim feeds the network the same input as Ultralytics' own prediction, and gives the same results, callbacks and files."""
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -622,6 +623,76 @@ def test_threads_that_read_an_image_together_get_one_array(monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: image.numpy(), range(2))
     assert first is second is image.numpy()
+
+
+class Late:
+    """Stand for a stream, and for events of it, whose work is done when somebody waits."""
+
+    def __init__(self):
+        self.work = []
+
+    def record_event(self):
+        return self
+
+    def synchronize(self):
+        while self.work:
+            self.work.pop(0)()
+
+
+def test_an_image_is_read_when_it_is_decoded(monkeypatch):
+    stream, decode = Late(), sources.decode_packed
+    stager = sources.Stager(torch.device("cpu"), stream)
+    monkeypatch.setattr(stager, "_on_stream", contextlib.nullcontext)
+
+    def decode_late(*arguments):
+        (image,) = decode(*arguments)
+        black = torch.zeros_like(image)
+        stream.work.append(lambda: black.copy_(image))
+        return [black]
+
+    monkeypatch.setattr(sources, "decode_packed", decode_late)
+    file = cv2.imencode(".jpg", make_image(40, 50))[1].ravel()
+    (image,) = stager.decoded([torch.from_numpy(file)], pytest.fail)
+    assert np.array_equal(image.numpy(), cv2.imdecode(file, cv2.IMREAD_COLOR))
+
+
+@pytest.mark.parametrize("reader", ["callback", "unpatch"])
+def test_images_that_are_read_while_they_are_decoded(ahead, detector, folder, device, tmp_path, monkeypatch, reader):
+    """A callback that is added while a prediction runs reads a batch before its results; so does the original code after unpatch().
+
+    On a GPU images are black at first.
+    """
+    source, seen, decode = f"{folder[0]}/a*.jpg", [], sources.decode_packed
+    stock = run(detector, source, device, tmp_path, False, batch=2)
+
+    def decode_late(*arguments):
+        images = decode(*arguments)
+        if device.type == "cuda":
+            kept = [image.clone() for image in images]
+            for image in images:
+                image.zero_()
+            torch.cuda._sleep(200_000_000)
+            for image, pixels in zip(images, kept):
+                image.copy_(pixels)
+        return images
+
+    monkeypatch.setattr(sources, "decode_packed", decode_late)
+    model = with_callbacks(detector, {})
+    drop_in.patch(predict_optim=True)
+    try:
+        results_of = model.predict(source, **OPTIONS_OF_RUN, device=str(device), batch=2, stream=True)
+        found = [next(results_of)]
+        if reader == "unpatch":
+            drop_in.unpatch()
+        else:
+            copied = lambda its: seen.extend(image.copy() for image in its.batch[1])  # noqa: E731
+            model.predictor.add_callback("on_predict_batch_start", copied)
+        found += results_of
+    finally:
+        drop_in.unpatch()
+    assert_same(found, stock)
+    assert all(map(np.array_equal, seen, [result.orig_img for result in stock[2:]]))
+    assert len(seen) == (0 if reader == "unpatch" else len(stock) - 2)
 
 
 def tree(folder):

@@ -180,8 +180,6 @@ class Feed:
                     yield self._show(waiting)
                 waiting = flight
                 if flight is not None and not launches:
-                    if flight.batch.ready is not None:  # a callback may look at the images before the network does
-                        flight.batch.ready.synchronize()
                     yield self._show(flight)
                     waiting = None
                 if error is not None:

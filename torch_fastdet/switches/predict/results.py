@@ -17,6 +17,7 @@ from typing import Any, SupportsIndex
 
 import cv2
 import numpy as np
+import torch
 from torch import Tensor
 
 from torch_fastdet.patching.protocols import Function, Results, Stock
@@ -28,18 +29,19 @@ _one_thread = threading.Lock()
 
 
 class Pixels:
-    """Hold an image of a JPEG file, decoded on the GPU.
+    """Hold an image of a JPEG file, decoded on the GPU behind the event ``ready``.
 
     After two further batches the pixels are freed. Then the file's bytes, which take less memory than an array, are decoded by OpenCV,
     which gives the same pixels.
     """
 
-    __slots__ = "__weakref__", "_array", "_file", "pixels", "shape"
+    __slots__ = "__weakref__", "_array", "_file", "_ready", "pixels", "shape"
 
-    def __init__(self, pixels: Tensor, file: Tensor) -> None:
+    def __init__(self, pixels: Tensor, file: Tensor, ready: torch.cuda.Event | None = None) -> None:
         self.shape: tuple[int, ...] = tuple(pixels.shape)
         self.pixels: Tensor | None = pixels
         self._file: Tensor | None = file
+        self._ready = ready
         self._array: np.ndarray | None = None
 
     def numpy(self) -> np.ndarray:
@@ -47,6 +49,8 @@ class Pixels:
         if self._array is None:
             pixels, file, array = self.pixels, self._file, None  # another thread may be here, too
             if pixels is not None:
+                if self._ready is not None:
+                    self._ready.synchronize()
                 array = pixels.cpu().numpy().copy() if pixels.device.type == "cpu" else pixels.cpu().numpy()
             elif file is not None:
                 array = cv2.imdecode(file.numpy(), cv2.IMREAD_COLOR)

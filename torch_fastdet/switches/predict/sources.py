@@ -52,7 +52,7 @@ class Batch:
     storages: list[Tensor]
     #: The index of each image's storage, and its offset there.
     where: list[tuple[int, int]]
-    #: Recorded when the images that are decoded or uploaded are on the device.
+    #: Recorded when the images are on the device.
     ready: torch.cuda.Event | None = None
     #: True for a part of a list whose images have several shapes.
     mixed: bool = False
@@ -67,6 +67,11 @@ class Stager:
     def _on_stream(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
+    def _event(self) -> torch.cuda.Event | None:
+        """Return an event behind all that is decoded and uploaded; None on a CPU."""
+        stream = torch.cuda.current_stream(self.device) if self.cuda and self._stream is None else self._stream
+        return None if stream is None else stream.record_event()
+
     def decoded(self, files: list[Any], otherwise: Callable[[int], Any]) -> list[Any]:
         """Return ``files`` with :class:`Pixels` in the places of tensors; ``otherwise(i)`` where the decoder refuses the i-th file."""
         places = [i for i, file in enumerate(files) if isinstance(file, Tensor)]
@@ -80,8 +85,9 @@ class Stager:
                 )
                 taken = [i for i, reason in zip(places, refusals) if not reason]
                 rows = [row for row, reason in zip(found.tolist(), refusals) if not reason]
-                for i, pixels in zip(taken, decode_packed(storage, rows, self.device)):
-                    made[i] = Pixels(pixels, files[i])
+                images, ready = decode_packed(storage, rows, self.device), self._event()
+                for i, pixels in zip(taken, images):
+                    made[i] = Pixels(pixels, files[i], ready)
         except RuntimeError as error:
             if not is_out_of_memory(error):  # of pinned memory, too
                 raise
@@ -97,8 +103,8 @@ class Stager:
             i: each.pixels for i, each in enumerate(images) if isinstance(each, Pixels) and each.pixels is not None
         }
         known = len(arrays) + len(decoded) == len(images) and (fits(arrays) or not arrays)
-        three = not (arrays and decoded) or arrays[0].shape[2] == 3
-        if known and three and sum(a.size for a in arrays) <= UPLOAD:
+        alike = not (arrays and decoded) or arrays[0].shape[2] == 3  # in channels
+        if known and alike and sum(a.size for a in arrays) <= UPLOAD:
             with self._on_stream():
                 buffer, ends = one_after_another(arrays, self.cuda and bool(arrays))
                 made.storages = [buffer.to(self.device, non_blocking=True)] if arrays else []
@@ -110,8 +116,7 @@ class Stager:
                 (last, int(decoded[i].storage_offset())) if i in decoded else (0, next(offsets))
                 for i in range(len(images))
             ]
-        if self._stream is not None:  # for Pixels that are read on another stream, too
-            made.ready = self._stream.record_event()
+        made.ready = self._event()
         return made
 
 
