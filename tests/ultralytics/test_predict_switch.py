@@ -1277,6 +1277,18 @@ def test_no_memory_leaves_files_to_opencv(ahead, detector, folder, device, tmp_p
         run(detector, folder[0], device, tmp_path, True, batch=4)
 
 
+def test_a_predictor_has_streams_for_each_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    ours, found = make(predictor.BasePredictor, None), []
+    ours.dataset = SimpleNamespace(nf=4, ni=4, bs=2)
+    for ours.device in ("cuda:0", "cuda:1", "cuda:0"):
+        feed = pipeline.Feed(ours, None)
+        feed._source(ours)
+        found.append(feed._own)
+    assert [stream.device for stream in found] == list(map(torch.device, ("cuda:0", "cuda:1", "cuda:0")))
+    assert found[0] is found[2]
+
+
 def test_a_source_before_the_model(patched, tmp_path):
     cv2.imwrite(str(tmp_path / "a.jpg"), make_image(30, 40))
     ours = patched(overrides={"imgsz": 96, "project": str(tmp_path / "runs")})

@@ -27,7 +27,7 @@ from torch_fastdet._torch.private import forward_hooks
 from torch_fastdet.images.ahead import following
 from torch_fastdet.ops.letterbox import Placing
 from torch_fastdet.ops.nms import scale_boxes_batched
-from torch_fastdet.patching.protocols import Function, Names, Predictor, Stock
+from torch_fastdet.patching.protocols import Function, Predictor, Stock
 from torch_fastdet.patching.replace import is_code_of
 from torch_fastdet.suppression import Padded, ultralytics_non_max_suppression
 from torch_fastdet.switches.cuda_graph.common import options_of_head
@@ -38,8 +38,10 @@ from torch_fastdet.switches.predict.sources import LIST_BATCH, Batch, Stager, is
 MOST_LAYOUTS = 256
 KEY = "torch_fastdet_feed"  # in a predictor's attributes while it predicts
 BETWEEN = "on_predict_batch_start", "on_predict_postprocess_end", "on_predict_batch_end"
-# Maps a predictor to a stream for the network and one for its images. They stay, because the caching allocator keeps memory for each.
-_streams: weakref.WeakKeyDictionary[Stock, tuple[torch.cuda.Stream, torch.cuda.Stream]] = weakref.WeakKeyDictionary()
+# Maps a predictor and a GPU to a stream for the network and one for its images. They stay, because the caching allocator keeps memory for
+# each.
+_streams: weakref.WeakKeyDictionary[Stock, dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]]]
+_streams = weakref.WeakKeyDictionary()
 
 
 class Asked(Exception):
@@ -55,7 +57,7 @@ class Flight:
 
     def __init__(self, batch: Batch, on_gpu: bool) -> None:
         self.batch, self._on_gpu = batch, on_gpu
-        self.settings: object = None  # settings_of() the predictor when it was launched; None before
+        self.settings: tuple[object, ...] | None = None  # of the predictor when it was launched; None before
         self.input: Tensor
         self.output: Any
         #: The arguments and the result of ``non_max_suppression``, or None if it runs later.
@@ -112,6 +114,7 @@ class Feed:
         self._on_gpu = self.device.type == "cuda"
         #: The network's stream, or None for a single batch, which runs on the caller's stream.
         self._own: torch.cuda.Stream | None = None
+        self._reading: torch.cuda.Stream | None = None  # the stream of images that are read ahead
         self._several = False  # batches
 
     def __getattr__(self, name: str) -> object:
@@ -194,12 +197,12 @@ class Feed:
         # For a list Ultralytics ignores the batch size, which may be 16.5 or None.
         size = self.loader.bs if of_names else math.ceil(max(predictor.args.batch or 0, LIST_BATCH))
         self._several = self.loader.nf > min(size, self.loader.ni) if of_names else len(self.loader) > size
-        reading: torch.cuda.Stream | None = None
         if self._several and self._on_gpu:
-            if predictor not in _streams:
-                _streams[predictor] = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-            self._own, reading = _streams[predictor]
-        stager = Stager(self.device, reading)
+            streams = _streams.setdefault(predictor, {})
+            if self.device not in streams:
+                streams[self.device] = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+            self._own, self._reading = streams[self.device]
+        stager = Stager(self.device, self._reading)
         if of_names:
             source = of_files(self.loader, stager)
         else:
