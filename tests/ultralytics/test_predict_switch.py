@@ -986,6 +986,58 @@ def test_a_stream_that_is_left(ahead, detector, folder, device, tmp_path):
         drop_in.unpatch()
 
 
+@pytest.mark.parametrize("end", ["left", "error", "over"])
+def test_the_end_of_a_run_waits_for_what_it_launched(ahead, detector, folder, monkeypatch, end):
+    """A batch that nobody takes reads memory that is freed now. Streams are stand-ins here."""
+    awaited, source = [], pipeline.Feed._source
+
+    def with_streams(feed, its):
+        batches = source(feed, its)
+        feed._own, feed._reading = "own", "reading"
+        return batches
+
+    def fail(_):
+        raise ValueError("mine")
+
+    monkeypatch.setattr(pipeline.Feed, "_source", with_streams)
+    monkeypatch.setattr(pipeline, "let_wait", lambda streams, stream: awaited.append((*streams, stream)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "current")
+    model = with_callbacks(detector, {})
+    drop_in.patch(predict_optim=True)
+    try:
+        found = model.predict(folder[0] / "jpegs", **OPTIONS_OF_RUN, device="cpu", batch=2, stream=True)
+        next(found)
+        assert not awaited
+        if end == "error":
+            model.predictor.add_callback("on_predict_batch_end", fail)
+        with pytest.raises(ValueError, match="mine") if end == "error" else contextlib.nullcontext():
+            found.close() if end == "left" else list(found)
+        assert awaited == [("reading", "current", "own")]
+    finally:
+        drop_in.unpatch()
+
+
+def test_a_late_batch_of_a_run_that_is_left(ahead, detector, folder, cuda, monkeypatch):
+    suppress = pipeline.Feed._suppress
+
+    def suppress_late(*arguments):
+        suppress(*arguments)
+        torch.cuda._sleep(1_000_000_000)
+
+    monkeypatch.setattr(pipeline.Feed, "_suppress", suppress_late)
+    model = with_callbacks(detector, {})
+    drop_in.patch(predict_optim=True)
+    try:
+        found = model.predict(folder[0] / "jpegs", **OPTIONS_OF_RUN, device=str(cuda), batch=2, stream=True)
+        next(found)
+        ((own, reading),) = pipeline._streams[model.predictor].values()
+        found.close()
+        torch.cuda.current_stream().synchronize()
+        assert own.query() and reading.query()
+    finally:
+        drop_in.unpatch()
+
+
 @pytest.mark.parametrize("when", ["start", "answer", "rows"])
 @pytest.mark.parametrize("name", ["detector", "transformer", "segmenter"])
 def test_a_prediction_goes_on_after_unpatch(ahead, folder, device, tmp_path, monkeypatch, request, name, when):
@@ -1280,7 +1332,7 @@ def test_no_memory_leaves_files_to_opencv(ahead, detector, folder, device, tmp_p
 def test_a_predictor_has_streams_for_each_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
     ours, found = make(predictor.BasePredictor, None), []
-    ours.dataset = SimpleNamespace(nf=4, ni=4, bs=2)
+    ours.dataset, ours.model.model = SimpleNamespace(nf=4, ni=4, bs=2), torch.nn.Identity()
     for ours.device in ("cuda:0", "cuda:1", "cuda:0"):
         feed = pipeline.Feed(ours, None)
         feed._source(ours)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from torch_fastdet._say import count
+from torch_fastdet._torch.graph import let_wait
 from torch_fastdet._torch.private import forward_hooks
 from torch_fastdet.images.ahead import following
 from torch_fastdet.ops.letterbox import Placing
@@ -163,7 +164,9 @@ class Feed:
         source = self._source(predictor)
         early = self._several and self._may_run_early(predictor)
         waiting: Flight | None = None
-        with contextlib.closing(source):
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(self._join)
+            at_end.enter_context(contextlib.closing(source))
             while True:
                 error: Exception | None = None
                 batch: Batch | None = None
@@ -189,6 +192,11 @@ class Feed:
                     raise error
                 if batch is None:
                     return
+
+    def _join(self) -> None:
+        """Let others wait for a batch that nobody takes: what it reads may be freed and used again now, and what it makes be read."""
+        if self._own is not None and self._reading is not None:
+            let_wait([self._reading, torch.cuda.current_stream(self.device)], self._own)
 
     def _source(self, predictor: Predictor) -> Generator[Batch]:
         if hasattr(self.loader, "threads"):
