@@ -1038,6 +1038,38 @@ def test_a_late_batch_of_a_run_that_is_left(ahead, detector, folder, cuda, monke
         drop_in.unpatch()
 
 
+def test_anchors_that_a_late_batch_reads(ahead, detector, cuda, tmp_path, monkeypatch):
+    """They lie in memory of the current stream, and the next batch has another shape: the head drops them before they are read."""
+    source, others, show, decode = tmp_path / "source", [], pipeline.Feed._show, sources.decode_packed
+    source.mkdir()
+    for number in range(4):
+        image = make_image(*((64, 96) if number < 2 else (96, 64)), seed=number)
+        cv2.imwrite(str(source / f"{number}.jpg"), image)
+    stock = run(detector, source, cuda, tmp_path, False, batch=2)
+
+    def decode_late(*arguments):
+        torch.cuda._sleep(200_000_000)
+        return decode(*arguments)
+
+    def show_late(*arguments):
+        others.extend(torch.full((size,), 9e4, device=cuda) for _ in range(100))
+        return show(*arguments)
+
+    monkeypatch.setattr(sources, "decode_packed", decode_late)
+    monkeypatch.setattr(pipeline.Feed, "_show", show_late)
+    model, given = with_callbacks(detector, {}), {**OPTIONS_OF_RUN, "device": str(cuda), "batch": 2}
+    size = 0
+    drop_in.patch(predict_optim=True)
+    try:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # as in run()
+            model.predict([cv2.imread(str(source / f"{number}.jpg")) for number in range(2)], **given)
+            size = model.predictor.model.model.model[-1].anchors.numel()
+            found = model.predict(source, **given)
+    finally:
+        drop_in.unpatch()
+    assert_same(found, stock)
+
+
 @pytest.mark.parametrize("when", ["start", "answer", "rows"])
 @pytest.mark.parametrize("name", ["detector", "transformer", "segmenter"])
 def test_a_prediction_goes_on_after_unpatch(ahead, folder, device, tmp_path, monkeypatch, request, name, when):

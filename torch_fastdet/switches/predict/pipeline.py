@@ -25,6 +25,7 @@ from torch import Tensor
 from torch_fastdet._say import count
 from torch_fastdet._torch.graph import let_wait
 from torch_fastdet._torch.private import forward_hooks
+from torch_fastdet.graphs import capture as _capture
 from torch_fastdet.images.ahead import following
 from torch_fastdet.ops.letterbox import Placing
 from torch_fastdet.ops.nms import scale_boxes_batched
@@ -210,6 +211,8 @@ class Feed:
             if self.device not in streams:
                 streams[self.device] = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
             self._own, self._reading = streams[self.device]
+            # Anchors may lie in memory of another stream, and a batch of another shape drops them.
+            _capture.read_on(_capture.attribute_tensors(predictor.model.model), self._own)
         stager = Stager(self.device, self._reading)
         if of_names:
             source = of_files(self.loader, stager)
