@@ -58,7 +58,6 @@ class Recorder:
         self.copies = Copies(self)
         #: The reason why the framework makes all images itself, or None.
         self.refusal: str | None = None
-        self._told: set[str] = set()
 
     def of_memory(self, index: int) -> Recorded:
         height, width = self.memory.shape(index)
@@ -83,9 +82,8 @@ class Recorder:
 
     def told(self, what: str) -> None:
         worker = get_worker_info()
-        if what not in self._told and (worker is None or worker.id == 0):
+        if worker is None or worker.id == 0:
             warn(f"loader_optim: a plan cannot say {what}: code of {self.host} makes the pixels of such images")
-        self._told.add(what)
 
     def items(self, planned: Callable[[], list], stock: Callable[[], list]) -> list:
         """Return the planned items of a batch; the framework's own, and from then on, if its code does not run on stand-ins."""

@@ -188,10 +188,9 @@ def stand_ins(*names: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     return {name: stand_in(number) for number, name in enumerate(names)}
 
 
-def make_images(channels: int = 1, height: int = 2, width: int = 3) -> torch.Tensor:
-    """Return (1, channels, height, width) different numbers, which are not random."""
-    count = channels * height * width
-    return torch.arange(count, dtype=torch.float64, device="cpu").view(1, channels, height, width) / 8
+def make_images(channels: int = 1) -> torch.Tensor:
+    """Return (1, channels, 2, 3) different numbers, which are not random."""
+    return torch.arange(6 * channels, dtype=torch.float64, device="cpu").view(1, channels, 2, 3) / 8
 
 
 @dataclass(frozen=True)
