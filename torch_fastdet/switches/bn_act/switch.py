@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from torch_fastdet.nn import forwards
-from torch_fastdet.patching.evidence import Asks, Evidence, Formula, SameCode
-from torch_fastdet.patching.protocols import Function, Model
+from torch_fastdet.patching.evidence import Evidence, Formula, SameCode
+from torch_fastdet.patching.protocols import Function
 from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
 from torch_fastdet.switches.frameworks import ALL_READ, ultralytics, yolov5
-
-
-def _row(parts: Sequence[Tensor], blocks: Iterable[Function]) -> Tensor:
-    """Return the concatenation of the parts and of each block's result, of that of the one before it, the first one of the last part."""
-    results = itertools.accumulate(blocks, lambda y, block: block(y), initial=parts[-1])
-    return torch.cat([*parts[:-1], *results], 1)
-
-
-def _sppf(self: Model, x: Tensor) -> Tensor:
-    y = self.cv2(_row([self.cv1(x)], [self.m] * getattr(self, "n", 3)))
-    return y + x if getattr(self, "add", False) else y
-
 
 CONV = Formula("act(bn(conv(x)))", lambda self, x: self.act(self.bn(self.conv(x))), ("act", "bn", "conv"))
 CONV_FUSE = Formula("act(conv(x))", lambda self, x: self.act(self.conv(x)), ("act", "conv"))
@@ -43,22 +29,6 @@ C3 = Formula(
     ("cv1", "cv2", "cv3", "m"),
     ("cat", "torch"),
 )
-_TWO = {"cv1": lambda t: torch.cat([t * t, t + 1], 1)}  # channels, one for each half
-_THREE, _FIVE = (lambda t: t * t + 3), (lambda t: t * t + 5)
-C2F = Formula(
-    "cv2(cat(a, b, m[0](b), m[1](m[0](b)), ...)) of the halves a and b of cv1(x)",
-    lambda self, x: self.cv2(_row(self.cv1(x).chunk(2, 1), self.m)),
-    ("cv1", "cv2", "m"),
-    ("cat", "chunk", "extend", "list", "torch"),
-    ({**_TWO, "m": [_THREE]}, {**_TWO, "m": [_THREE, _FIVE]}),
-)
-# The first formula is YOLOv5's, the second Ultralytics', which reads a number of poolings and a shortcut by getattr.
-_SPPF = "cv2 of cv1(x) and of what m makes of it, again and again"
-SPPF = Formula(_SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "catch_warnings", "simplefilter", "torch", "warnings"))
-SPPF_N = Formula(
-    _SPPF, _sppf, ("cv1", "cv2", "m"), ("cat", "extend", "getattr", "range", "torch"), ({}, {"n": 2, "add": True})
-)
-_POOLS = Asks(f"it computes {_SPPF}", lambda stock: None if SPPF.is_that_of(stock) else SPPF_N.obstacle(stock))
 
 # These make the forwards of blocks that change only in evaluation.
 _ELAN = functools.partial(forwards.c2f_forward, parts=operator.attrgetter("cv2", "cv3"), last="cv4", trains=False)
@@ -84,7 +54,7 @@ _CONVS: tuple[_Row, ...] = (
 _BLOCKS: tuple[_Row, ...] = (
     ("Bottleneck.forward", forwards.bottleneck_forward, "Conv.forward", BOTTLENECK),
     ("C3.forward", forwards.c3_forward, "Bottleneck.forward", C3),
-    ("C2f.forward", forwards.c2f_forward, "C3.forward", C2F),
+    ("C2f.forward", forwards.c2f_forward, "C3.forward", _read("3cb2576b")),
     ("RepNCSPELAN4.forward", _ELAN, "Conv.forward", _read("db0ffb42")),
     ("A2C2f.forward", _A2C2F, "Conv.forward", _read("d9e43420")),
     ("C2PSA.forward", _C2PSA, "Conv.forward", _read("8e97e0b4")),
@@ -96,7 +66,7 @@ _BLOCKS: tuple[_Row, ...] = (
     ("PSABlock.forward", forwards.attention_forward, "Conv.forward", _read("9e3719a4")),
     ("ABlock.forward", forwards.attention_forward, "Conv.forward", _read("66e45f86")),
     ("HGBlock.forward", forwards.hg_block_forward, "Conv.forward", _read("3f1b7720")),
-    ("SPPF.forward", forwards.sppf_forward, "", _POOLS),
+    ("SPPF.forward", forwards.sppf_forward, "", SameCode({"": ("244477b3", "dc79f93a")}, f"YOLOv5 7.0 or {ALL_READ}")),
 )
 
 
