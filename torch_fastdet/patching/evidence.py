@@ -195,24 +195,23 @@ def make_images(channels: int = 1) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Formula:
-    """Ask whether a method of (self, x) computes what ``method`` computes, and its code reads the names of ``modules`` and ``others`` alone.
+    """Ask whether a method of (self, x) computes what ``method`` computes, and its code reads the same names.
 
-    The names alone do not suffice: a fork may put the activation before the norm. ``options`` are further attributes for each trial.
+    The names alone do not suffice: a fork may put the activation before the norm. ``options`` are attributes in each trial.
     """
 
     text: str
-    method: Function
-    modules: tuple[str, ...]
-    others: tuple[str, ...] = ()
+    method: Stock
     options: tuple[Names, ...] = ({},)
 
     def is_that_of(self, forward: Stock) -> bool:
         code = getattr(forward, "__code__", None)
         if code is None or code.co_argcount != 2 or code.co_freevars:
             return False
-        if names_in(code) != {*self.modules, *self.others}:
+        names = names_in(self.method.__code__)
+        if names_in(code) != names:
             return False
-        parts = stand_ins(*self.modules)
+        parts = stand_ins(*sorted(names))
         return all(agree(forward, self.method, {**parts, **options}, make_images()) for options in self.options)
 
     def obstacle(self, stock: object) -> Obstacle | None:

@@ -14,21 +14,14 @@ from torch_fastdet.patching.protocols import Function
 from torch_fastdet.patching.switch import GPU, Active, Make, Switch, Target
 from torch_fastdet.switches.frameworks import ALL_READ, ultralytics, yolov5
 
-CONV = Formula("act(bn(conv(x)))", lambda self, x: self.act(self.bn(self.conv(x))), ("act", "bn", "conv"))
-CONV_FUSE = Formula("act(conv(x))", lambda self, x: self.act(self.conv(x)), ("act", "conv"))
+CONV = Formula("act(bn(conv(x)))", lambda self, x: self.act(self.bn(self.conv(x))))
+CONV_FUSE = Formula("act(conv(x))", lambda self, x: self.act(self.conv(x)))
 BOTTLENECK = Formula(
     "x + cv2(cv1(x)), or without x",
     lambda self, x: x + self.cv2(self.cv1(x)) if self.add else self.cv2(self.cv1(x)),
-    ("cv1", "cv2"),
-    ("add",),
     ({"add": True}, {"add": False}),
 )
-C3 = Formula(
-    "cv3(cat(m(cv1(x)), cv2(x)))",
-    lambda self, x: self.cv3(torch.cat([self.m(self.cv1(x)), self.cv2(x)], 1)),
-    ("cv1", "cv2", "cv3", "m"),
-    ("cat", "torch"),
-)
+C3 = Formula("cv3(cat(m(cv1(x)), cv2(x)))", lambda self, x: self.cv3(torch.cat([self.m(self.cv1(x)), self.cv2(x)], 1)))
 
 # These make the forwards of blocks that change only in evaluation.
 _ELAN = functools.partial(forwards.c2f_forward, parts=operator.attrgetter("cv2", "cv3"), last="cv4", trains=False)
