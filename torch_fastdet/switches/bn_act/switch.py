@@ -79,8 +79,9 @@ def _targets(where: tuple[str, ...], rows: tuple[_Row, ...]) -> list[Target]:
     ]
 
 
-def _switch(conv: tuple[str, ...], blocks: tuple[str, ...], modules: tuple[str, ...]) -> Switch:
-    """Return the switch of a framework, by full names of the modules that may define ``Conv``, and its other blocks."""
+def _switch(framework: Callable[[str], tuple[str, ...]], *modules: str) -> Switch:
+    """Return the switch of a framework, of whose ``modules`` the first defines ``Conv`` and the last other blocks."""
+    conv, blocks = framework(modules[0]), framework(modules[-1])
     return Switch(
         "bn_act_optim",
         "BatchNorm, or bias, and activation as one operator, with the shortcut's sum and the concatenations of C3, C2f and HGBlock; the stem; SPPF; needs a GPU",
@@ -94,7 +95,5 @@ def _switch(conv: tuple[str, ...], blocks: tuple[str, ...], modules: tuple[str, 
     )
 
 
-YOLOV5 = _switch(yolov5("models.common"), yolov5("models.common"), ("models.common",))
-ULTRALYTICS = _switch(
-    ultralytics("nn.modules.conv"), ultralytics("nn.modules.block"), ("nn.modules.conv", "nn.modules.block")
-)
+YOLOV5 = _switch(yolov5, "models.common")
+ULTRALYTICS = _switch(ultralytics, "nn.modules.conv", "nn.modules.block")

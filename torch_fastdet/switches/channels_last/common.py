@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Literal
 
 import torch
 from torch import nn
@@ -13,12 +12,12 @@ from torch_fastdet._say import say, saying_once
 from torch_fastdet.graphs.capture import on_gpu
 from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.replace import around, in_place_of
-from torch_fastdet.patching.switch import Active, Target
+from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.channels_last.layout import place, to_channels_last
 from torch_fastdet.switches.cuda_graph.yolov5 import trains
 
 
-def _in_layout(active: Active, stock: Function, model_class: type[nn.Module]) -> object:
+def in_layout(active: Active, stock: Function, model_class: type[nn.Module]) -> object:
     """Return a model's ``forward``, whose training passes run in the layout that is faster."""
     once = saying_once(active.name)
     active.shared(wrapped_in_layout).append(model_class)
@@ -68,13 +67,3 @@ def plain_fuse(_: object, stock: Function, model: nn.Module, *args: object, **kw
     """Make a model's parameters contiguous before ``fuse()``, because the original calls ``.view`` on them."""
     _make_contiguous(model)
     return stock(model, *args, **kwargs)
-
-
-def layout_targets(where: tuple[str, ...], model: str, otherwise: Literal["nothing", "refuse"]) -> tuple[Target, ...]:
-    """Return what ``channels_last`` replaces in the class ``model`` of the modules ``where``."""
-    name = f"{model}.forward"
-    return (
-        Target(where, name, make=_in_layout, otherwise=otherwise),
-        Target(where, f"{model}.__deepcopy__", make=lambda *_: plain_copy, adds=True, after=name),
-        Target(where, f"{model}.fuse", make=plain_fuse, after=name, quiet=True),
-    )

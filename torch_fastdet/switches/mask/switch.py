@@ -37,38 +37,24 @@ def _masks(function: Function, name: str) -> list[object]:
     return [function(protos.clone(), coefficients.clone(), boxes.clone(), *way) for way in ways]
 
 
-def _switch(
-    where: tuple[str, ...], functions: dict[str, Callable[..., torch.Tensor]], reference: str, modules: tuple[str, ...]
-) -> Switch:
-    """Return the switch of a host whose modules ``where`` define ``functions``, by their names, as ``reference`` does."""
+def _switch(framework: Callable[[str], tuple[str, ...]], module: str, reference: str, *names: str) -> Switch:
+    """Return the switch of a framework whose ``module`` defines functions of these names, as ``reference`` does."""
 
-    def target(name: str, ours: Callable[..., torch.Tensor]) -> Target:
+    def target(name: str) -> Target:
+        ours = getattr(masks, f"{framework.__name__}_{name}")
         case = Behaves(f"its {name}", lambda stock: (_masks(stock, name), _masks(ours, name)), 0.0, reference)
         gone = name == "process_mask_upsample"  # from YOLOv5's head, where nothing called it
         counted = counting("mask_optim", "masks", len)(ours)
-        return Target(where, name, counted, evidence=(case,), otherwise="nothing" if gone else "refuse")
+        return Target(framework(module), name, counted, evidence=(case,), otherwise="nothing" if gone else "refuse")
 
     return Switch(
         "mask_optim",
         "masks of detections in one pass, without float masks at full size, in the validation, prediction and loss of segmentation",
-        tuple(target(name, ours) for name, ours in functions.items()),
-        modules=modules,
+        tuple(map(target, names)),
+        modules=(module,),
     )
 
 
-YOLOV5 = _switch(
-    yolov5("utils.segment.general"),
-    {
-        name: getattr(masks, f"yolov5_{name}")
-        for name in ("process_mask", "process_mask_native", "process_mask_upsample", "crop_mask")
-    },
-    YOLOV5_REFERENCE,
-    modules=("utils.segment.general",),
-)
-
-ULTRALYTICS = _switch(
-    ultralytics("utils.ops"),
-    {name: getattr(masks, f"ultralytics_{name}") for name in ("process_mask", "process_mask_native", "crop_mask")},
-    REFERENCE,
-    modules=("utils.ops",),
-)
+_NAMES = "process_mask", "process_mask_native", "crop_mask"
+YOLOV5 = _switch(yolov5, "utils.segment.general", YOLOV5_REFERENCE, *_NAMES, "process_mask_upsample")
+ULTRALYTICS = _switch(ultralytics, "utils.ops", REFERENCE, *_NAMES)
