@@ -24,7 +24,7 @@ from torch_fastdet.images.unread import sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.evidence import Obstacle, fingerprint
 from torch_fastdet.patching.protocols import Function, Loader, Stock, UltralyticsDataset
-from torch_fastdet.patching.replace import around, in_place_of
+from torch_fastdet.patching.replace import around, in_place_of, original
 from torch_fastdet.patching.switch import Active
 from torch_fastdet.switches.frameworks import ALL_READ
 from torch_fastdet.switches.loader import labels
@@ -42,14 +42,14 @@ KNOWN = {
 }
 
 
-def obstacle_in_code(verdict: str, but: tuple[str, ...] = ()) -> Obstacle | None:
-    """Return the ``verdict`` on the first name of Ultralytics, ``but`` some, whose code is not known here; None where all is."""
+def obstacle_in_code(verdict: str) -> Obstacle | None:
+    """Return the ``verdict`` on the first name of Ultralytics whose code is not known here; None where all is."""
     for (module, name), known in KNOWN.items():
-        if name in but or (module == RTDETR and module not in sys.modules):
+        if module == RTDETR and module not in sys.modules:
             continue
         found: Stock = importlib.import_module(module)
         for part in name.split("."):
-            found = vars(found).get(part)
+            found = original(found, part)
         if _fingerprint(found) != known:
             return Obstacle(f"{module}.{name} {verdict}")
     return None
@@ -263,7 +263,7 @@ def build_dataloader(active: Active, stock: Function, build: Stock) -> Callable[
         obstacle = (
             obstacle_in_dataset(loader.dataset)
             or _obstacle_in_collate_fn(loader)
-            or obstacle_in_code("has been replaced.", but=REPLACED)
+            or obstacle_in_code("has been replaced.")
         )
         if obstacle is None:
             return plan_loader(loader, arguments.arguments["device"]) or loader
@@ -276,10 +276,6 @@ def build_dataloader(active: Active, stock: Function, build: Stock) -> Callable[
 def _obstacle_in_collate_fn(loader: Loader) -> Obstacle | None:
     kept = loader.collate_fn is type(loader.dataset).collate_fn
     return None if kept else Obstacle("its collate_fn is not the data set's.")
-
-
-#: The switch itself replaces these.
-REPLACED = ("BaseDataset.cache_images", "BaseDataset.set_rectangle")
 
 
 def plan_loader(loader: Loader, device: object) -> Loader:
