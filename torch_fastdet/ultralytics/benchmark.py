@@ -125,9 +125,7 @@ def measure(variant: str, options: argparse.Namespace, data: str, folder: Path) 
     clock, model = Clock(options.epochs), kind(f"{options.model}.yaml")
     model.add_callback("on_train_epoch_start", clock.epoch)
     model.add_callback("on_train_batch_end", clock.iteration)
-    model.add_callback(
-        "on_train_epoch_end", lambda trainer: clock.end(trainer) if trainer.epoch == clock.last else None
-    )
+    model.add_callback("on_train_epoch_end", clock.end)
     shared = {"imgsz": options.imgsz, "device": options.device, "workers": options.workers, "plots": False}
     places = {"project": str(folder), "name": variant, "exist_ok": True}
     held: list[memory.Row] = []

@@ -255,18 +255,17 @@ def _planned(dataset: YOLOv5Dataset, options: Names) -> PlannedLoading | None:
     return plans
 
 
-def data_set(active: Active, stock: object, module: Stock) -> object:
-    if not module.__name__.endswith(".segment.dataloaders"):
-        labels.scan_by_threads(active, module, "Pool", labels.yolov5_result, labels.YOLOV5)
+def data_set(active: Active, stock: type, module: Stock) -> type:
+    labels.scan_by_threads(active, module, "Pool", labels.yolov5_result, labels.YOLOV5)
     return dataset_class(stock)
 
 
-def data_set_of_masks(active: Active, stock: object, module: Stock) -> object:
+def data_set_of_masks(active: Active, stock: type, module: Stock) -> type | None:
     boxes = sys.modules[module.__name__.replace(".segment.", ".")]
     if not active.has_replaced(boxes, "InfiniteDataLoader"):
         return None
     active.replace(module, "DataLoader", boxes.DataLoader)
-    return data_set(active, stock, module)
+    return dataset_class(stock)
 
 
 # Ranks wait for the first one's scan of labels in the store of their process group, not in a collective with a timeout -----
