@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import copy
+import pickle
 import warnings
 
 import numpy as np
@@ -160,6 +162,22 @@ def test_odd_boxes_are_no_detections(name):
         wanted = run(plain, rows)
         assert np.array_equal(run(odd, with_odd.astype(np.float32)), wanted)
         assert np.isfinite(wanted).all()
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_copies_and_pickles_go_on(name, turned):
+    frames = scene(3, 20, 40)
+    frames = rotated(frames) if turned else frames
+    camera = [{"motion": each} if name in MOVING else {} for each in motions(3, 40)]
+    tracker = getattr(trackers, name)(**options_of(name, 7) | {"track_buffer": 2})
+    for t, rows in enumerate(frames):
+        if t == 20:
+            copies = [copy.copy(tracker), copy.deepcopy(tracker), pickle.loads(pickle.dumps(tracker))]
+        wanted = run(tracker, rows, **camera[t])
+        if t >= 20:
+            assert all(np.array_equal(run(copied, rows, **camera[t]), wanted) for copied in copies)
+    assert all((type(copied), copied.frame, len(wanted) > 0) == (type(tracker), 40, True) for copied in copies)
 
 
 def test_two_trackers_at_once():

@@ -36,7 +36,8 @@ class ByteTrack:
 
     Overlaps of rotated boxes are those of Gaussians of their spread (probiou). A tracker gets boxes of one kind.
 
-    Calls of one tracker wait for each other. Different trackers run in different threads at once: the GIL is released.
+    Calls of one tracker wait for each other. Different trackers run in different threads at once: the GIL is released. A copy or pickle
+    of a tracker has the same tracks, and goes on by itself.
 
     Args:
         track_high_thresh: Detections with at least this score are matched first.
@@ -68,6 +69,16 @@ class ByteTrack:
 
     def _make_core(self) -> _C.Tracker:
         return _C.Tracker(False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            lists = [self._core.save(place) for place in range(3)]
+            return {**vars(self), "_core": (lists, self._core.frame, self._core.last_id), "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+        self._core = self._make_core()
+        self._core.load(*state["_core"])
 
     @property
     def frame(self) -> int:
