@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from torch_fastdet._torch.private import Context
 from torch_fastdet.nn.forwards import OPENS, Block, Opened, added, closed, opened
-from torch_fastdet.patching.evidence import agree, make_images
-from torch_fastdet.patching.protocols import Function, Names
-from torch_fastdet.rewrites.rewrite import Changes, adds_freely, is_in_nhwc, plain_modules
+from torch_fastdet.patching.protocols import Function
+from torch_fastdet.rewrites.rewrite import Changes, adds_freely, is_in_nhwc, is_read, plain_modules
 
 MODULE = "ultralytics.nn.modules.block"
 MOST_POSITIONS = 1024  # of the operator, core::kMostSoftmaxColumns
@@ -59,45 +58,25 @@ def _attended(block: Block, x: Tensor, areas: int, key: int, scale: float) -> Op
     return opened(block.proj, added(image(y), block.pe, image(v)))
 
 
-def _with_channels(*parts: Function) -> object:
-    return lambda t: torch.cat([part(t) for part in parts], 1)
-
-
 def _forward(attended: Function, block: Block, x: Tensor) -> Tensor:
     return closed(*attended(block, x))
 
 
-# Maps classes to what :func:`opened` does with them, and to attributes of small cases, in which the original forward must give the same
-# bits. The scale differs by position, so that scaling after the product gives other values.
-_SAME, _SQUARE, _NEXT = (lambda t: t), (lambda t: t * t), (lambda t: t + 1)
-_SCALES = make_images().flatten() + 1
-_PARTS = {"proj": lambda t: t * t + 1, "pe": lambda t: t * t + 2, "num_heads": 2, "head_dim": 2}
-_KNOWN: dict[str, tuple[Function, tuple[Names, ...]]] = {
-    "Attention": (
-        lambda block, x: _attended(block, x, 1, block.key_dim, block.scale),
-        ({**_PARTS, "qkv": _with_channels(_SAME, _SQUARE), "key_dim": 1, "scale": _SCALES, "format": None},),
-    ),
+# Maps classes to the fingerprint of their forward, and to what :func:`opened` does with them.
+_KNOWN: dict[str, tuple[str, Function]] = {
+    "Attention": ("198319cd", lambda block, x: _attended(block, x, 1, block.key_dim, block.scale)),
     "AAttn": (
+        "bfbb8dec",
         lambda block, x: _attended(block, x, max(block.area, 1), block.head_dim, block.head_dim**-0.5),
-        tuple(
-            {**_PARTS, "qkv": _with_channels(_SAME, _SQUARE, _NEXT), "area": area, "all_head_dim": 4} for area in (1, 2)
-        ),
     ),
 }
-
-
-@functools.cache
-def _is_stocks(name: str, forward: Function) -> bool:
-    attended, cases = _KNOWN[name]
-    return all(agree(forward, functools.partial(_forward, attended), case, make_images(4)) for case in cases)
 
 
 def attention_in_rows(model: nn.Module) -> Changes:
     """Let Ultralytics' ``Attention`` and ``AAttn`` run as :func:`_attended`, and the sum behind it join its last ``Conv``."""
     if adds_freely(model) and is_in_nhwc(model):
         for block in plain_modules(model, *((MODULE, name) for name in _KNOWN)):
-            name = type(block).__name__
-            if _is_stocks(name, type(block).forward):
-                attended = _KNOWN[name][0]
+            known, attended = _KNOWN[type(block).__name__]
+            if is_read(type(block).forward, known):
                 yield block, "forward", functools.partial(_forward, attended, block)
                 yield block, OPENS, functools.partial(attended, block)

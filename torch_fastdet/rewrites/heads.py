@@ -68,14 +68,6 @@ def _distances(dfl: Head, x: Tensor) -> Tensor:
     return (shares @ dfl.conv.weight.flatten()).transpose(1, 2)
 
 
-@functools.cache
-def _is_dfl(forward: Function) -> bool:
-    # Initial weights would draw random numbers from a training that is running.
-    bins = nn.utils.skip_init(nn.Conv2d, 2, 1, 1, bias=False, dtype=torch.double).requires_grad_(False)
-    bins.weight.data[:] = torch.arange(2).view(1, 2, 1, 1)
-    return agree(forward, _distances, {"conv": bins, "c1": 2}, make_images(8).flatten(2))
-
-
 def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head: object = None) -> Names:
     """Return boxes and scores of all anchors beside the features that they come from; nothing where a head is missing."""
     heads = {"boxes": box_head, "scores": cls_head}
@@ -83,19 +75,6 @@ def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head:
         return {}
     joined = _joined if torch.is_grad_enabled() else _written
     return {name: joined(head, x) for name, head in heads.items()} | {"feats": x}
-
-
-@functools.cache
-def _makes_outputs(forward_head: Function) -> bool:
-    """Return whether this is what Ultralytics' ``Detect.forward_head`` computes: forks change it under the same name."""
-    boxes = [lambda t: t + 1, lambda t: t * t]
-    classes = [lambda t: t[:, :3] + 2, lambda t: t[:, 1:] * t[:, :3]]
-
-    def whole(method: Function) -> Function:
-        return lambda self, x: [method(self, x, boxes, classes), method(self, x, boxes), method(self, x)]
-
-    attributes: dict[str, object] = {"nl": 2, "reg_max": 1, "nc": 3}
-    return agree(whole(forward_head), whole(_outputs), attributes, [make_images(4), -make_images(4)])
 
 
 def head_rows(model: Model) -> rewrite.Changes:
@@ -106,10 +85,10 @@ def head_rows(model: Model) -> rewrite.Changes:
     detect = rewrite.detect_of(model, "forward_head", rewrite.ULTRALYTICS_HEADS, evaluated=True)
     if detect is None or not (rewrite.adds_freely(model) and rewrite.is_in_nhwc(model)):
         return
-    if _makes_outputs(getattr(type(detect), "forward_head", None)):
+    if rewrite.is_read(getattr(type(detect), "forward_head", None), "e09fa378"):
         yield detect, "forward_head", functools.partial(_outputs, detect)
         dfl, forward = detect.dfl, type(detect.dfl).forward
-        if not model.training and runs_plainly(dfl, forward) and _is_dfl(forward):
+        if not model.training and runs_plainly(dfl, forward) and rewrite.is_read(forward, "75cbd4c6"):
             yield dfl, "forward", functools.partial(_distances, dfl)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
@@ -11,7 +12,8 @@ from torch import nn
 from torch_fastdet._torch.modules import is_channels_last, own_attributes
 from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
 from torch_fastdet.nn.forwards import is_used
-from torch_fastdet.patching.protocols import Head, Model
+from torch_fastdet.patching.evidence import fingerprint
+from torch_fastdet.patching.protocols import Head, Model, Stock
 
 #: The attributes to set: owner, name and value.
 Changes: TypeAlias = Iterable[tuple[object, str, object]]
@@ -42,6 +44,12 @@ class Framework(NamedTuple):
 YOLOV5 = Framework(("models.yolo", "yolov5.models.yolo"), ("forward", "_forward_once"))
 ULTRALYTICS = Framework(("ultralytics.nn.tasks",), ("forward", "predict", "_predict_once"), "BaseModel")
 ULTRALYTICS_HEADS = Framework(("ultralytics.nn.modules.head",))
+
+
+@functools.cache
+def is_read(function: Stock, known: str) -> bool:
+    """Return whether this is a function of Ultralytics whose source was read, by its fingerprint: 8.4.184 to 8.4.190 have the same."""
+    return fingerprint(function) == known
 
 
 def plain_modules(model: nn.Module, *classes: tuple[str, str]) -> Iterator[Any]:
