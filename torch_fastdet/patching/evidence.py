@@ -159,20 +159,15 @@ def difference(found: object, wanted: object, tolerance: float) -> tuple[str, st
     return None
 
 
-def alike(stock: Stock, ours: Stock, run: Callable[[Stock], object], tolerance: float = 0.0) -> bool:
-    """Return whether ``run`` gives the same with both; False if either raises."""
-    return Behaves("", lambda each: (run(each), run(ours)), tolerance, "").obstacle(stock) is None
-
-
 def agree(
     method: Function, other: Function, attributes: dict[str, object], x: torch.Tensor | list[torch.Tensor]
 ) -> bool:
-    """Return whether two methods of (self, x) give the same bits for a ``self`` with these attributes alone."""
+    """Return whether two methods of (self, x) give the same bits for a ``self`` with these attributes alone; False if either raises."""
 
     def run(method: Function) -> object:
         return method(SimpleNamespace(**attributes), [t.clone() for t in x] if isinstance(x, list) else x.clone())
 
-    return alike(method, other, run)
+    return Behaves("", lambda each: (run(each), run(other)), 0, "").obstacle(method) is None
 
 
 def stand_ins(*names: str) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
