@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from types import ModuleType
 
 from torch_fastdet._say import counted, counts, fallbacks, hide, note_fallback, say, show, warn
+from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet._torch.private import without_dispatch_modes
 from torch_fastdet._version import __version__
 from torch_fastdet.patching.evidence import Obstacle, obstacle_among
@@ -153,8 +154,7 @@ class Host:
 
     @without_dispatch_modes()  # the originals' small cases need numbers
     def _start(self, active: Active, import_now: bool) -> None:
-        active.starting = True
-        try:
+        with own_attributes([(active, "starting", True)]):
             if (obstacle := self.obstacle(active.switch)) is not None:
                 active.cannot_apply(obstacle)
                 return
@@ -172,8 +172,6 @@ class Host:
                     active.look_through(self.patches.modules())
                 if (obstacle := active.obstacle_to_all()) is not None:
                     active.cannot_apply(obstacle)
-        finally:
-            active.starting = False
 
     def _say_what_is_on(self, started: Iterable[Active]) -> None:
         off: dict[tuple[str, str], list[str]] = {}

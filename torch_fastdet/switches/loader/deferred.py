@@ -15,6 +15,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from torch_fastdet._say import warn
+from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.images.image_memory import CHANNELS, ImageMemory
 from torch_fastdet.images.recorder import Recorder
 from torch_fastdet.images.unread import Unread, reader
@@ -58,13 +59,8 @@ class Planner:
 
     def _planned(self, indices: list[int]) -> list[Names]:
         kept = self.stock.ims
-        if isinstance(kept, list):
+        with own_attributes([] if isinstance(kept, list) else [(kept, "is_planned", True)]):
             return [self._item(i) for i in indices]
-        kept.is_planned = True
-        try:
-            return [self._item(i) for i in indices]
-        finally:
-            kept.is_planned = False
 
     def _item(self, index: int) -> dict[str, object]:
         item = self.dataset[index]
