@@ -10,6 +10,7 @@ import cv2
 from torch_fastdet._say import warn
 from torch_fastdet.images.jpeg_files import AREA, AS_IT_IS, CHANNELS, LINEAR, OTHERWISE
 from torch_fastdet.images.recorder import recording_module
+from torch_fastdet.patching.protocols import Names
 from torch_fastdet.patching.replace import with_names
 
 Size = tuple[int, int]
@@ -58,7 +59,16 @@ class _Reader:
     im_files = npy_files = property(lambda self: self.unread_files)
 
 
-def reader(stock: type, attributes: dict[str, object], size_of: Callable[[int], Size]) -> Any:
+def sharing(cls: type, attributes: Names, **own: object) -> Any:
+    """Return an object that shares another one's attributes, but has another class, and its ``own`` in slots of that."""
+    made: Any = object.__new__(cls)
+    made.__dict__ = attributes
+    for name, value in own.items():
+        setattr(made, name, value)
+    return made
+
+
+def reader(stock: type, attributes: Names, size_of: Callable[[int], Size]) -> Any:
     """Return a data set of a framework's class with these attributes, whose ``load_image`` reads nothing."""
 
     def unread(load: Any) -> Any:
@@ -71,10 +81,7 @@ def reader(stock: type, attributes: dict[str, object], size_of: Callable[[int], 
     if (load := vars(base)["load_image"]) is not own:
         bases = (*bases, type(base.__name__, stock.__bases__, {"load_image": unread(load)}))
     made = type(stock.__name__, bases, {"load_image": unread(own), "__slots__": ("unread_files",)})
-    seen: Any = object.__new__(made)
-    seen.__dict__ = attributes
-    seen.unread_files = _Files(size_of)
-    return seen
+    return sharing(made, attributes, unread_files=_Files(size_of))
 
 
 def sizes(stock: type, dataset: object, originals: Sequence[Size], side: int) -> tuple[list[Size], list[int]]:

@@ -18,7 +18,7 @@ from torch_fastdet._say import warn
 from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.images.image_memory import CHANNELS, ImageMemory
 from torch_fastdet.images.recorder import Recorder
-from torch_fastdet.images.unread import Unread, reader
+from torch_fastdet.images.unread import Unread, reader, sharing
 from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.protocols import Names, UltralyticsDataset
 
@@ -85,10 +85,7 @@ class Planner:
         made = self._classes[stock]
         if made is None:
             return thing
-        seen: Any = object.__new__(made)
-        seen.__dict__ = thing.__dict__
-        seen.planner = self
-        return seen
+        return sharing(made, thing.__dict__, planner=self)
 
     def _class_of(self, stock: type) -> type | None:
         mixin = view_class(stock)

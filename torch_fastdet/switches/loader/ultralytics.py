@@ -20,7 +20,7 @@ from torch_fastdet.images.image_memory import CHANNELS, ImageMemory
 from torch_fastdet.images.jpeg_files import Files
 from torch_fastdet.images.loop import Ahead, PlanBatches, PlannedLoading
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
-from torch_fastdet.images.unread import sizes
+from torch_fastdet.images.unread import sharing, sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.evidence import Obstacle, fingerprint
 from torch_fastdet.patching.protocols import Function, Loader, Stock, UltralyticsDataset
@@ -130,10 +130,7 @@ def cache_images(_: object, stock: Function, self: UltralyticsDataset) -> None:
     if memory is None:
         stock(self)
         return
-    filling = object.__new__(_filling_class(cls))
-    filling.__dict__ = self.__dict__
-    filling.memory = memory
-    stock(filling)
+    stock(sharing(_filling_class(cls), self.__dict__, memory=memory))
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from torch_fastdet.images.loop import PlanBatches, PlannedLoading
 from torch_fastdet.images.plan import Indices
 from torch_fastdet.images.recorder import Recorder
 from torch_fastdet.images.shared_by_ranks import shared_by_ranks
-from torch_fastdet.images.unread import sizes
+from torch_fastdet.images.unread import sharing, sizes
 from torch_fastdet.memory import UNLIMITED, host_budget
 from torch_fastdet.patching.by_name import CopiedAsItIs, filed_as
 from torch_fastdet.patching.evidence import Obstacle
@@ -41,10 +40,8 @@ class Planner:
     def __init__(self, dataset: YOLOv5Dataset) -> None:
         self.recorder = Recorder(dataset.memory, "YOLOv5")
         methods = self.recorder.copies.methods(type(dataset))
-        cls: Any = type("LoadImagesAndLabels", (_Recording, type(dataset)), {**methods, "__slots__": ("recorder",)})
-        self._recording = object.__new__(cls)
-        self._recording.__dict__ = dataset.__dict__
-        self._recording.recorder = self.recorder
+        cls = type("LoadImagesAndLabels", (_Recording, type(dataset)), {**methods, "__slots__": ("recorder",)})
+        self._recording = sharing(cls, dataset.__dict__, recorder=self.recorder)
 
     def items(self, indices: list[int], dataset: YOLOv5Dataset) -> list:
         return self.recorder.items(
