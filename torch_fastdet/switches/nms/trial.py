@@ -49,13 +49,10 @@ def _decoded(detect: Head) -> tuple[Tensor, Tensor]:
     return head.eval()(list(maps))[0], ops.yolov5_decode(heads(), like.anchors, like.stride.tolist())
 
 
-SUPPRESSION = Behaves(
-    "its non_max_suppression", lambda stock: (_rows(stock), _rows(non_max_suppression)), 1e-4, YOLOV5_REFERENCE
-)
-ULTRALYTICS_SUPPRESSION = Behaves(
-    "its non_max_suppression",
-    lambda stock: (_ultralytics_rows(stock), _ultralytics_rows(ultralytics_non_max_suppression)),
-    1e-4,
-    REFERENCE,
-)
+def _suppression(rows: Function, ours: Function, reference: str) -> Behaves:
+    return Behaves("its non_max_suppression", lambda stock: (rows(stock), rows(ours)), 1e-4, reference)
+
+
+SUPPRESSION = _suppression(_rows, non_max_suppression, YOLOV5_REFERENCE)
+ULTRALYTICS_SUPPRESSION = _suppression(_ultralytics_rows, ultralytics_non_max_suppression, REFERENCE)
 DECODING = Behaves("its Detect", _decoded, 1e-4, YOLOV5_REFERENCE)
