@@ -14,7 +14,7 @@ import sys
 import threading
 import tracemalloc
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -1359,6 +1359,30 @@ def test_no_memory_leaves_files_to_opencv(ahead, detector, folder, device, tmp_p
     text = "CUDA error: misaligned address"
     with pytest.raises(RuntimeError, match="misaligned"):
         run(detector, folder[0], device, tmp_path, True, batch=4)
+
+
+def test_a_run_begins_in_another_thread_while_one_ends():
+    class Its:
+        model, device, now = None, "cpu", "this"
+
+        @property
+        def dataset(self):
+            return self.now
+
+        @dataset.setter
+        def dataset(self, value):
+            begun.append(pool.submit(setup_source, self, "next"))
+            wait(begun, timeout=0.2)
+            self.now = value
+
+    begun, active = [], SimpleNamespace(shared=lambda make: None)
+    setup_source = predictors.sourcing(active, lambda its, source: setattr(its, "now", source), None)
+    its = Its()
+    feed = vars(its)[pipeline.KEY] = pipeline.Feed(its, None)
+    with ThreadPoolExecutor(1) as pool:
+        feed.end()
+        begun[0].result()
+    assert its.now == "next" and pipeline.KEY not in vars(its)
 
 
 def test_a_predictor_has_streams_for_each_gpu(monkeypatch):

@@ -39,6 +39,8 @@ from torch_fastdet.switches.predict.sources import LIST_BATCH, Batch, Stager, is
 
 MOST_LAYOUTS = 256
 KEY = "torch_fastdet_feed"  # in a predictor's attributes while it predicts
+# A run ends behind the predictor's own lock, while the next one may begin. The garbage collector may end one in a thread that has the lock.
+one_begins_or_ends = threading.RLock()
 BETWEEN = "on_predict_batch_start", "on_predict_postprocess_end", "on_predict_batch_end"
 # Maps a predictor and a GPU to a stream for the network and one for its images. They stay, because the caching allocator keeps memory for
 # each.
@@ -153,9 +155,10 @@ class Feed:
         batches, predictor = self._batches(), self._predictor()
         if batches is not None:
             batches.close()
-        if predictor is not None and vars(predictor).get(KEY) is self:
-            del vars(predictor)[KEY]
-            predictor.dataset = self.loader
+        with one_begins_or_ends:
+            if predictor is not None and vars(predictor).get(KEY) is self:
+                del vars(predictor)[KEY]
+                predictor.dataset = self.loader
 
     # Batches ---------------------------------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ from torch_fastdet.switches.predict.pipeline import (
     Flight,
     Parts,
     beginning,
+    one_begins_or_ends,
     settings_of,
     timing,
 )
@@ -109,7 +110,8 @@ def sourcing(active: Active, stock: Callable, owner: Stock) -> Callable:
 
     @functools.wraps(stock)
     def setup_source(self: Predictor, source: object, *args: object, **kwargs: object) -> None:
-        self.__dict__.pop(KEY, None)
+        with one_begins_or_ends:
+            self.__dict__.pop(KEY, None)
         run, beginning.run = beginning.run, None
         beginning.feed, beginning.clocks = None, ()
         takes = False
