@@ -102,30 +102,23 @@ class Binding:
         return [self.state[p].get(name) if p in self.state else None for p in params]
 
     def make_buffers(self) -> None:
-        """Make what the optimizer's state lacks."""
+        """Make what the optimizer's state lacks; an error in a capture, where nothing that is made would last."""
         if self.complete and self.same_buffers():
             return
-        lacking = set(map(id, self.lacking()))
-        with torch.inference_mode(False):  # later steps write into them
-            for group in self.optimizer.param_groups:
-                for p in group["params"]:
-                    if id(p) in lacking:
-                        self.optimizer.state[p].update(self._new_buffers(p, group))
-        self.take_buffers()
-
-    def _new_buffers(self, p: Tensor, group: dict[str, object]) -> dict[str, Tensor]:
-        raise NotImplementedError
-
-    def lacking(self) -> list[Tensor]:
-        """Return parameters that have a gradient but no state yet; an error in a capture, where nothing that is made would last."""
-        state = self.optimizer.state
-        found = [p for p in self.params if p.grad is not None and not state.get(p)]
-        if found and found[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        state, groups = self.optimizer.state, self.optimizer.param_groups
+        lacking = [(p, groups[i]) for p, i in zip(self.params, self.owner) if p.grad is not None and not state.get(p)]
+        if lacking and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"{self.name}: a parameter has no buffers yet, and buffers made inside of a CUDA graph capture would not outlive a "
                 "replay; take one step before the capture"
             )
-        return found
+        with torch.inference_mode(False):  # later steps write into them
+            for p, group in lacking:
+                state[p].update(self._new_buffers(p, group))
+        self.take_buffers()
+
+    def _new_buffers(self, p: Tensor, group: dict[str, object]) -> dict[str, Tensor]:
+        raise NotImplementedError
 
     def give_buffers(self) -> None:
         """Put buffers that C++ made into the optimizer's state."""

@@ -11,12 +11,10 @@ from torch_fastdet.optim.adamw import Adam, AdamW
 from torch_fastdet.optim.musgd import MuSGD
 from torch_fastdet.optim.sgd import SGD
 
-MUSGD = ("ultralytics.optim.muon", "MuSGD")
-
 
 def is_stock_musgd(optimizer: object) -> bool:
     """Return whether this is Ultralytics' own MuSGD, without importing that."""
-    return (type(optimizer).__module__, type(optimizer).__name__) == MUSGD
+    return (type(optimizer).__module__, type(optimizer).__name__) == ("ultralytics.optim.muon", "MuSGD")
 
 
 def converted(optimizer: Any) -> torch.optim.Optimizer:
