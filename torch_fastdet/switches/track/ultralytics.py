@@ -60,7 +60,6 @@ class _Held:
             self.core.break_ties_by(_assigned)
         self.outside = {*LIVE, *REMOVED}
         self.ids: object = None
-        self.frame = self.last_id = 0  # the core's
         self.filter = tracker.kalman_filter
         self.settings = kind.settings(tracker)
         self.compares_looks = compares_looks(tracker)
@@ -106,8 +105,8 @@ def obstacle_to(tracker: Tracker, known: Stock) -> Obstacle | None:
     if _has_own_filter(tracker):
         return Obstacle(f"{name} has a Kalman filter of its own.")
     kind = KINDS[known.__name__]
-    known_looks = [fingerprint(getattr(known, method)) == code for method, code in kind.looks]
-    if compares_looks(tracker) and not (known_looks and all(known_looks)):
+    changed_looks = [method for method, code in kind.looks if fingerprint(getattr(known, method)) != code]
+    if compares_looks(tracker) and (changed_looks or not kind.looks):
         return Obstacle(f"{name} re-identifies (with_reid), but its code is not that of ultralytics {REFERENCE}.")
     return kind.obstacle(tracker)
 
@@ -165,7 +164,7 @@ def updating(active: Active, stock: Function, known: type) -> Function:
         held = attributes[KEY]
         # reset() creates a filter, too.
         if held is not None and (held.filter is not self.kalman_filter or held.settings != kind.settings(self)):
-            give_back(self)
+            give_out(self, REMOVED)
             held = attributes[KEY] = hold(self)
         if held is None:
             return own(self, results, img, *args, **kwargs)
@@ -183,32 +182,28 @@ def updating(active: Active, stock: Function, known: type) -> Function:
             data = getattr(results, "data", None)
             kinds = f"{type(results).__name__} of {getattr(data, 'dtype', type(data).__name__)}"
             active.tell(f"{active.name}: the original update runs for {kinds}{odd}.")
-            give_back(self)
+            give_out(self, REMOVED)
             return own(self, results, img, *args, **kwargs)
         core = held.core
         if held.shared and not np.array_equal(_numbers(held), held.rows, equal_nan=True):
             give_out(self, LIVE)  # who holds a track has changed it
-        moved = held.outside or held.ids is not self._ids or held.frame != self.frame_id
+        moved = held.outside or held.ids is not self._ids or core.frame != self.frame_id
         if moved and not take_over(self, held):
             active.tell(
                 f"{active.name}: the original update runs: a track is not finite, or not as a tracker leaves it."
             )
             return own(self, results, img, *args, **kwargs)
-        looks: dict[str, Any] = {}
-        seen: dict[int, Track] = {}
-        if held.compares_looks:
-            feats = args[0] if args and not kind.recovers else kwargs.get("feats")
-            seen, looks = look(self, held, results, img, feats)
+        feats = args[0] if args and not kind.recovers else kwargs.get("feats")
+        seen, looks = look(self, held, results, img, feats) if held.compares_looks else ({}, {})
         moves = kind.moves and img is not None and self.gmc.method is not None
         motion = camera_motion(self, kind, results, img, rotated) if moves else None
-        held.frame += 1
+        last_id = core.last_id
         out = core.update(rows, *held.settings[0], motion, rotated, recovered, **looks)
         if held.compares_looks:
             learn(held, seen)
-        born, held.last_id = held.last_id, core.last_id
-        for _ in range(held.last_id - born):
+        for _ in range(core.last_id - last_id):
             next(self._ids)
-        attributes["frame_id"] = held.frame
+        attributes["frame_id"] = core.frame
         if held.shared or held.removed is not None:
             renew(self, held)
         return out
@@ -279,16 +274,17 @@ class _Probe:
 
 def handing_out(name: str, *_: object) -> property:
     """Return a tracker's list of that name, which the core fills when it is read."""
+    names = LIVE if name in LIVE else REMOVED
 
     def read(self: Tracker) -> object:
-        give_out(self, LIVE if name in LIVE else REMOVED)
+        give_out(self, names)
         try:
             return vars(self)[name]
         except KeyError:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
 
     def write(self: Tracker, value: object) -> None:
-        give_out(self, LIVE if name in LIVE else REMOVED)
+        give_out(self, names)
         self.__dict__[name] = value
 
     return property(read, write)
@@ -296,23 +292,19 @@ def handing_out(name: str, *_: object) -> property:
 
 def state(self: Tracker) -> Names:
     """Return ``__getstate__``: copies and pickles hold lists of tracks, and no core."""
-    give_out(self, LIVE + REMOVED)
+    give_out(self, REMOVED)
     return {key: value for key, value in vars(self).items() if key != KEY}
-
-
-def give_back(tracker: Tracker) -> None:
-    give_out(tracker, LIVE + REMOVED)
 
 
 def give_back_all() -> None:
     for tracker in list(_held.values()):
-        give_back(tracker)
+        give_out(tracker, REMOVED)
         vars(tracker).pop(KEY, None)
     _held.clear()
 
 
 def give_out(tracker: Tracker, names: tuple[str, ...]) -> None:
-    """Make lists of the framework's tracks of what the core holds. Until the next update they are what counts."""
+    """Make lists of the framework's tracks of what the core holds, the live ones always. Until the next update they are what counts."""
     attributes = tracker.__dict__
     held = attributes.get(KEY)
     if held is None or held.outside.issuperset(names):
@@ -322,8 +314,7 @@ def give_out(tracker: Tracker, names: tuple[str, ...]) -> None:
             attributes[name] = _tracks(tracker, held, held.core.save(place), set(held.shared))
         forget(held, _alive(tracker))
         held.outside.update(LIVE)
-    if names != LIVE and not held.outside.issuperset(REMOVED):
-        give_out(tracker, LIVE)
+    if names == REMOVED:
         rows = held.core.save(len(LIVE))
         held.listed = rows[:, 72].astype(int).tolist()
         _end(tracker, held, rows, set(held.listed) - _alive(tracker))
@@ -389,7 +380,7 @@ def _tracks(
         )
         track._tlwh = track.tlwh.astype(np.float32)
         if remember:
-            held.kind.recall(tracker, track, row[PAST:], held.frame)
+            held.kind.recall(tracker, track, row[PAST:], held.core.frame)
     return [known[number] for number in ids]
 
 
@@ -411,8 +402,8 @@ def _end(tracker: Tracker, held: _Held, removed: NDArray[np.float64], numbers: s
 
 def take_over(tracker: Tracker, held: _Held) -> bool:
     """Load the core from the lists of tracks that the tracker's attributes hold; return False if it has no place for one."""
-    if held.ids is not tracker._ids or held.frame != tracker.frame_id:
-        give_out(tracker, LIVE + REMOVED)
+    if held.ids is not tracker._ids or held.core.frame != tracker.frame_id:
+        give_out(tracker, REMOVED)
     attributes = tracker.__dict__
     last_id = next(copy.copy(tracker._ids)) - 1
     tracks: Any = attributes[LIVE[0]] + attributes[LIVE[1]]
@@ -422,17 +413,17 @@ def take_over(tracker: Tracker, held: _Held) -> bool:
         lists: list[Any] = [_rows(attributes[name], held.core.columns, tracker, held.kind) for name in LIVE]
         for rows in () if held.kind.recovers else lists:
             turned = rows[~np.isnan(rows[:, 81])]
-            if not _finite(rows).all() or _too_large(turned):
+            if not np.isfinite(rows[:, :STATE]).all() or _too_large(turned):
                 return False
         if not _in_order(lists[0], lists[1], last_id, tracker.frame_id):
             return False
         if changed:
             removed = _rows(attributes[REMOVED[0]], held.core.columns)
-            removed[~_finite(removed), :STATE] = 0  # where they were does not matter any more
+            removed[~np.isfinite(removed[:, :STATE]).all(1), :STATE] = 0  # where they were does not matter any more
         held.core.load([*lists, removed], tracker.frame_id, last_id)
     except (TypeError, ValueError):  # what no tracker makes
         return False
-    held.frame, held.last_id, held.ids = tracker.frame_id, last_id, tracker._ids
+    held.ids = tracker._ids
     given = set(map(id, tracks))
     held.known = {number: track for number, track in held.known.items() if id(track) not in given}
     held.known |= {track.track_id: track for track in tracks}
@@ -461,10 +452,6 @@ def _in_order(tracked: NDArray[np.float64], lost: NDArray[np.float64], last_id: 
 
 def _too_large(rotated: NDArray[np.float32] | NDArray[np.float64]) -> bool:
     return bool(np.abs(rotated[:, :4]).max(initial=0) > MOST_PIXELS)
-
-
-def _finite(rows: NDArray[np.float64]) -> NDArray[np.bool_]:
-    return np.asarray(np.isfinite(rows[:, :STATE]).all(1), np.bool_)
 
 
 def _numbers(held: _Held) -> NDArray[np.float64]:
