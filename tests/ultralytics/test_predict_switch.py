@@ -986,6 +986,32 @@ def test_a_stream_that_is_left(ahead, detector, folder, device, tmp_path):
         drop_in.unpatch()
 
 
+def test_who_gets_input_and_output_is_behind_them(ahead, detector, folder, monkeypatch):
+    """After unpatch() in another thread the original methods go on with either, on the caller's stream. Events are stand-ins here."""
+    awaited = []
+
+    class Mark:
+        def __init__(self, flight):
+            self.stage = len(flight.marks)
+
+        def synchronize(self):
+            awaited.append("all")
+
+        def elapsed_time(self, later):
+            return 0.0
+
+    monkeypatch.setattr(pipeline.Flight, "mark", lambda flight, stream: flight.marks.append(Mark(flight)))
+    stream = SimpleNamespace(wait_event=lambda mark: awaited.append(mark.stage))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    model = with_callbacks(detector, {})
+    drop_in.patch(predict_optim=True)
+    try:
+        model.predict(folder[0] / "jpegs", **OPTIONS_OF_RUN, device="cpu", batch=2)
+    finally:
+        drop_in.unpatch()
+    assert awaited == [1, 2, "all", "all"] * 3
+
+
 @pytest.mark.parametrize("end", ["left", "error", "over"])
 def test_the_end_of_a_run_waits_for_what_it_launched(ahead, detector, folder, monkeypatch, end):
     """A batch that nobody takes reads memory that is freed now. Streams are stand-ins here."""
@@ -1070,13 +1096,18 @@ def test_anchors_that_a_late_batch_reads(ahead, detector, cuda, tmp_path, monkey
     assert_same(found, stock)
 
 
-@pytest.mark.parametrize("when", ["start", "answer", "rows"])
+@pytest.mark.parametrize("when", ["start", "input", "answer", "rows"])
 @pytest.mark.parametrize("name", ["detector", "transformer", "segmenter"])
 def test_a_prediction_goes_on_after_unpatch(ahead, folder, device, tmp_path, monkeypatch, request, name, when):
     """Another thread may call it at any time: before a batch is launched, and while its results are made."""
     model = with_detections("yolo11n-seg.yaml") if name == "segmenter" else request.getfixturevalue(name)
     stock = run(model, folder[0] / "jpegs", device, tmp_path, False, batch=2)
-    owner, method = {"answer": (pipeline.Flight, "answer"), "rows": (pipeline.Padded, "rows")}.get(when, (None, ""))
+    methods = {
+        "input": (pipeline.Feed, "input"),
+        "answer": (pipeline.Flight, "answer"),
+        "rows": (pipeline.Padded, "rows"),
+    }
+    owner, method = methods.get(when, (None, ""))
     stocks = getattr(owner, method, None)
 
     def undo(*arguments, **options):

@@ -59,8 +59,8 @@ class Asking(list):
 class Flight:
     """Hold a batch on its way through the network."""
 
-    def __init__(self, batch: Batch, on_gpu: bool) -> None:
-        self.batch, self._on_gpu = batch, on_gpu
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
         self.settings: tuple[object, ...] | None = None  # of the predictor when it was launched; None before
         self.input: Tensor
         self.output: Any
@@ -79,6 +79,11 @@ class Flight:
             began = time.perf_counter()
             self.marks[-1].synchronize()
             self.waited += time.perf_counter() - began
+
+    def order(self, stages: int) -> None:
+        """Let the current stream wait for so many stages, the letterbox and the network: anybody may go on with what they make."""
+        if self.marks:
+            torch.cuda.current_stream(self.input.device).wait_event(self.marks[stages])
 
     def mark(self, stream: torch.cuda.Stream | None) -> None:
         if stream is not None:
@@ -178,7 +183,7 @@ class Feed:
                     batch = next(source, None)
                 except Exception as raised:  # after the batch before it
                     error = raised
-                flight = None if batch is None else Flight(batch, self._on_gpu)
+                flight = None if batch is None else Flight(batch)
                 # Stock's visualization names its files after the batch that the predictor shows.
                 launches = early and not predictor.args.visualize and not self._parts.undone
                 if flight is not None and launches:
@@ -305,6 +310,7 @@ class Feed:
         assert flight is not None
         if flight.settings != settings_of(predictor) or flight.batch.images.touched:
             self._launch(predictor, flight)
+        flight.order(1)
         return flight.input
 
 
@@ -419,7 +425,8 @@ def timing(stock: Stock) -> type:
             flight = None if self._feed is None else self._feed.flight
             if flight is None or not flight.marks:
                 super().__exit__(*error)
-            elif len(self._before) == 2 and error[0] is None:  # the GPU has done all three stages
+            elif len(self._before) == 2 and error[0] is None:
+                flight.wait()
                 for stage, each in enumerate((*self._before, self)):
                     each.dt = flight.seconds(stage)
                 self.dt += self.time() - self.start - flight.waited

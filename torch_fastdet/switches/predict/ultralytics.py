@@ -186,8 +186,7 @@ def inferring(active: Active, stock: Callable, _: object) -> Callable:
     def inference(self: Predictor, im: Any, *args: object, **kwargs: object) -> object:
         flight = _flight(self)
         if flight is not None and im is flight.input and not args and not kwargs:
-            if flight.found is None:
-                flight.wait()
+            flight.order(2)
             return flight.output
         return stock(self, im, *args, **kwargs)
 
