@@ -114,9 +114,7 @@ _workspaces_of: weakref.WeakKeyDictionary[torch.cuda.CUDAGraph, _Workspaces] = w
 def read_on(tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
     """Tell the allocator that these tensors are read on ``stream``: whoever has them may drop them before that ends."""
     for tensor in tensors:
-        if (
-            tensor.is_cuda and tensor.layout is torch.strided
-        ):  # not constants on the CPU, nor sparse tensors, which have no storage
+        if tensor.is_cuda and tensor.layout is torch.strided:  # constants may be on the CPU, or sparse
             tensor.record_stream(stream)
 
 
