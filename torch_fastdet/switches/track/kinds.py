@@ -56,9 +56,7 @@ class Kind:
     def new_tracks(self, tracker: Tracker, count: int) -> list[Track]:
         """Return that many tracks of the framework, whose attributes do not count."""
         boxes = importlib.import_module("ultralytics.engine.results").Boxes
-        return type(tracker).init_track(
-            tracker, boxes(np.tile(np.array([0, 0, 1, 1, 1, 0], np.float32), (count, 1)), (1, 1))
-        )
+        return type(tracker).init_track(tracker, boxes(np.array([[0, 0, 1, 1, 1, 0]] * count, np.float32), (1, 1)))
 
     def detections(self, tracker: Tracker, results: Results, img: object, feats: Any) -> list[dict[int, Track]]:
         """Return the detections that may start a track, as the framework's tracks with features, by index, and others."""

@@ -5,7 +5,6 @@ Their module of costs imports ``lap``, and installs it where it is missing. It g
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from collections.abc import Callable

@@ -24,8 +24,6 @@ OPTIONS: Names = {
 }
 #: Ultralytics' other trackers read these, too.
 OTHERS = {"gmc_method": "none", "proximity_thresh": 0.5, "appearance_thresh": 0.8, "with_reid": False, "model": "auto"}
-
-
 CLASSES = {
     "BYTETracker": trackers.ByteTrack,
     "BOTSORT": trackers.BoTSORT,

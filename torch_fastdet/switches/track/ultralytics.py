@@ -13,6 +13,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Collection
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -81,10 +82,8 @@ ALONE = _references({0: object()}, 0)  # what nobody else holds
 def _assigned(costs: NDArray[np.float32], limit: float) -> list[int]:
     """Return the column of each row, or -1, as the framework assigns them."""
     linear_assignment = importlib.import_module("ultralytics.trackers.utils.matching").linear_assignment
-    columns = [-1] * len(costs)
-    for row, column in linear_assignment(costs, limit)[0]:
-        columns[int(row)] = int(column)
-    return columns
+    columns = {int(row): int(column) for row, column in linear_assignment(costs, limit)[0]}
+    return [columns.get(row, -1) for row in range(len(costs))]
 
 
 def obstacle_to(tracker: Tracker, known: Stock) -> Obstacle | None:
@@ -234,8 +233,7 @@ def learn(held: _Held, seen: dict[int, Track]) -> None:
     core, alive = held.core, set()
     for number, frame, index in np.concatenate([core.save(place)[:, (72, 73, 76)] for place in range(len(LIVE))]):
         alive.add(int(number))
-        detection = seen.get(int(index)) if frame == core.frame else None
-        if detection is None:
+        if frame < core.frame or (detection := seen.get(int(index))) is None:
             continue
         track: Any = held.known.setdefault(int(number), detection)
         if detection is not track and detection.curr_feat is not None:
@@ -254,19 +252,12 @@ def camera_motion(
     Returns:
         (2, 4) array: rotation, translation, and the scale and angle by which rotated boxes turn.
     """
-    probes = [_Probe(k, rotated) for k in range(2)]
+    still: dict[str, Any] = {"angle": 0.0 if rotated else None, "last_observation": (-1.0,)}  # none of OC-SORT's
+    probes = [SimpleNamespace(mean=np.eye(8)[[2, 4 + k]].sum(0), covariance=np.eye(8), **still) for k in range(2)]
     kind.probe_motion(tracker, probes, img, results)
     first, second = (probe.mean for probe in probes)
     motion = np.stack((first[4:6], second[4:6], first[:2], [first[2], probes[0].angle or 0.0]), 1)
     return None if np.array_equal(motion[:, :3], np.eye(2, 3)) else motion
-
-
-class _Probe:
-    def __init__(self, column: int, rotated: bool) -> None:
-        self.mean, self.covariance = np.zeros(8), np.eye(8)
-        self.mean[[2, 4 + column]] = 1
-        self.angle = 0.0 if rotated else None
-        self.last_observation = (-1.0,)  # OC-SORT's: none
 
 
 # The lists of tracks ---------------------------------------------------------------------------------------------------
@@ -394,10 +385,8 @@ def _end(tracker: Tracker, held: _Held, removed: NDArray[np.float64], numbers: s
         and (number not in known or (row[73], row[79]) > (known[number].frame_id, known[number].state))
     ]
     _tracks(tracker, held, np.array(later).reshape(-1, removed.shape[1]), remember=False)
-    for number in numbers:
-        known[number].state = max(
-            known[number].state, LOST
-        )  # the framework drops one that has lived again when it is lost
+    for number in numbers:  # the framework drops one that has lived again when it is lost
+        known[number].state = max(known[number].state, LOST)
 
 
 def take_over(tracker: Tracker, held: _Held) -> bool:
@@ -412,8 +401,7 @@ def take_over(tracker: Tracker, held: _Held) -> bool:
     try:
         lists: list[Any] = [_rows(attributes[name], held.core.columns, tracker, held.kind) for name in LIVE]
         for rows in () if held.kind.recovers else lists:
-            turned = rows[~np.isnan(rows[:, 81])]
-            if not np.isfinite(rows[:, :STATE]).all() or _too_large(turned):
+            if not np.isfinite(rows[:, :STATE]).all() or _too_large(rows[~np.isnan(rows[:, 81])]):
                 return False
         if not _in_order(lists[0], lists[1], last_id, tracker.frame_id):
             return False
@@ -429,8 +417,7 @@ def take_over(tracker: Tracker, held: _Held) -> bool:
     held.known |= {track.track_id: track for track in tracks}
     if REMOVED[0] in held.outside:
         held.removed = attributes[REMOVED[0]]
-        if changed:
-            held.known = {track.track_id: track for track in held.removed} | held.known
+        held.known = {track.track_id: track for track in held.removed if changed} | held.known
     attributes.update(dict.fromkeys(attributes.keys() & {*LIVE, *REMOVED}))
     held.outside.clear()
     # What nobody else holds has one reference from here on.
