@@ -312,6 +312,7 @@ SOURCES = {
     "video": (lambda folder, good: folder / "v.avi", {"batch": 2}),
     "folder with a video": (lambda folder, good: folder / "mixed", {"batch": 2, "vid_stride": 2}),
     "classes": (lambda folder, good: folder, {"batch": 4, "classes": [0, 3], "agnostic_nms": True}),
+    "classes in an array": (lambda folder, good: folder, {"batch": 2, "classes": np.array([0, 3])}),
     "augment": (lambda folder, good: good[0], {"augment": True}),
 }
 

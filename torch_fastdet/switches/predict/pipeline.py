@@ -8,7 +8,6 @@ result does not wait for the next batch.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import math
@@ -317,7 +316,8 @@ class Feed:
 def settings_of(predictor: Predictor) -> tuple[object, ...]:
     """Return what may change between two batches, as it is now: options of the predictor and of the network's head."""
     options = predictor.args
-    return dict(vars(options)), copy.copy(options.classes), options_of_head(predictor.model.model)
+    # Classes may be a list that a loop changes, or an array, which has no truth value.
+    return {**vars(options), "classes": str(options.classes)}, options_of_head(predictor.model.model)
 
 
 @contextlib.contextmanager
