@@ -35,15 +35,16 @@ Attention = Callable[[Tensor, Shapes, Tensor, Tensor, Tensor], Tensor]
 
 def ms_deform_attn(
     value: Tensor,
-    spatial_shapes: Shapes,
+    spatial_shapes: Shapes | Tensor,
     level_start_index: Tensor,
     sampling_locations: Tensor,
     attention_weights: Tensor,
 ) -> Tensor:
     """Turn (batch, pixels, heads, channels) into (batch, queries, heads * channels). Levels follow each other, so that
-    ``level_start_index`` adds nothing. If a model has its shapes in a tensor, keep them as numbers too:
-    ``shapes.tolist()`` waits for a GPU."""
-    return ops.deformable_attention(value, spatial_shapes, sampling_locations, attention_weights)
+    ``level_start_index`` adds nothing. Shapes in a tensor work too, but reading them waits for a GPU and cannot be
+    captured in a CUDA graph: give numbers if the model has them."""
+    sides = spatial_shapes.tolist() if isinstance(spatial_shapes, Tensor) else spatial_shapes
+    return ops.deformable_attention(value, sides, sampling_locations, attention_weights)
 
 
 def ms_deform_attn_pytorch(

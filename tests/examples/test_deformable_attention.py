@@ -18,3 +18,13 @@ def test_layers_agree(device, dtype):
     inputs = [tensor.to(device, dtype) for tensor in inputs]
     for ours, theirs in zip(*(example.forward_and_backward(layer, inputs, shapes) for layer in layers)):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+
+
+def test_shapes_in_a_tensor(device):
+    """Deformable DETR and most models after it give the shapes as a tensor."""
+    inputs = [torch.rand(2, 86, 3, 16), torch.rand(2, 11, 3, 3, 4, 2), torch.rand(2, 11, 3, 3, 4)]
+    value, locations, weights = (tensor.to(device) for tensor in inputs)
+    shapes, starts = [(9, 7), (4, 5), (1, 3)], torch.tensor([0, 63, 83], device=device)
+    found = example.ms_deform_attn(value, torch.tensor(shapes, device=device), starts, locations, weights)
+    wanted = example.ms_deform_attn_pytorch(value, shapes, starts, locations, weights)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
