@@ -233,7 +233,8 @@ def test_training_behind_an_evaluation_on_another_stream(cuda, graphs_of):
     loss = training(x).sum()
     torch.cuda._sleep(400_000_000)
     loss.backward()
-    assert all(torch.equal(parameter.grad, want) for parameter, want in zip(net.parameters(), wanted))
+    for parameter, want in zip(net.parameters(), wanted):
+        torch.testing.assert_close(parameter.grad, want, rtol=1e-4, atol=1e-3)  # cuDNN may add in another order
 
 
 class HeadWithTable(Head):
