@@ -15,7 +15,8 @@ def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
     CUDA graph. There is no gradient.
 
     Args:
-        cost: (problems, rows, columns), float16, bfloat16, float32 or float64, any strides. Sums are in float64. Rows beside each
+        cost: (problems, rows, columns), float16, bfloat16, float32 or float64, any strides. A pair whose cost is inf is never
+            assigned. Sums are in float64. Rows beside each
             other in memory (stride 1) are read in place where there are more rows than columns, else columns; the other layout and
             half types are copied first.
         columns: (problems) integers on the same device: how many columns of each problem count, the others are padding.
@@ -26,8 +27,8 @@ def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
 
     Raises:
         RuntimeError: shapes, dtypes, layouts or devices do not fit each other.
-        ValueError: a cost that is NaN or infinite, or a number of columns that cost does not have. On a GPU a later call raises it,
-            because the host does not wait; all columns of such a problem are -1, and so they are in a captured graph, which raises nothing.
+        ValueError: a cost that is NaN or -inf, a problem whose every assignment has a pair of cost inf, or a number of columns that
+            cost does not have. On a GPU a later call raises it, because the host does not wait; all columns of such a problem are -1, and so they are in a captured graph, which raises nothing.
 
     Source: Crouse, On implementing 2D rectangular assignment algorithms (2016), with the order of SciPy 1.15 among equal paths.
     """
@@ -41,13 +42,21 @@ def linear_assignment(cost: Tensor, columns: Tensor) -> Tensor:
     return rows
 
 
+#: Of core::AssignmentFault, without kNone.
+_FAULTS = (
+    "cost[{}] has a value of NaN or -inf",
+    "columns[{}] is out of range",
+    "cost[{}] has no assignment of a finite cost",
+)
+
+
 def _describe(status: list[int], problems: int) -> str | None:
     """Return a line on the first problem that could not be solved, or None. ``status``: their number, and the greatest fault code."""
     count, code = status
     if not count:
         return None
     problem = 2**60 - code // 4
-    what = f"cost[{problem}] has a NaN or infinite value" if code % 4 == 1 else f"columns[{problem}] is out of range"
+    what = _FAULTS[code % 4 - 1].format(problem)
     return f"linear_assignment: {what}; {count} of {problems} problems got no rows"
 
 

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kWarp) assign(const __grid_constant__ LinearAs
       unsigned long long key = ~0ull;
       unsigned tie = ~0u;  // lower means earlier in the list
       int mine = 0;
-      bool finite = true;
+      bool valid = true;
       T costs[kEnds ? kEnds : 1] = {};  // load all before using the first
       if constexpr (kEnds > 0) {
 #pragma unroll
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kWarp) assign(const __grid_constant__ LinearAs
       for (int k = 0; k < count; ++k) {
         if (place[k] < 0) continue;
         const T c = kEnds ? costs[kEnds ? k : 0] : row[(k * kWarp + lane) * sides.end_stride];
-        finite = finite && is_finite(c);
+        valid = valid && c > -T(INFINITY);
         const double length = sub_rn(sub_rn(add_rn(reached, static_cast<double>(c)), price), end_price[k]);
         if (length < distance[k]) {
           distance[k] = length;
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kWarp) assign(const __grid_constant__ LinearAs
         }
       }
       // The search of each start first examines all of its costs.
-      if (at == start && !__all_sync(kFullWarp, finite)) {
+      if (at == start && !__all_sync(kFullWarp, valid)) {
         fault = AssignmentFault::kCost;
         break;
       }
@@ -141,6 +141,10 @@ __global__ void __launch_bounds__(kWarp) assign(const __grid_constant__ LinearAs
       const unsigned first = warp_min(least ? tie : ~0u);
       const int winner = __ffs(static_cast<int>(__ballot_sync(kFullWarp, least && tie == first))) - 1;
       reached = from_order(static_cast<unsigned long long>(high) << 32 | low);
+      if (reached == INFINITY) {
+        fault = AssignmentFault::kInfinite;
+        break;
+      }
       const int best = __shfl_sync(kFullWarp, mine, winner);
       int owner = -1, freed = 0;
       if (kEnds) {
@@ -200,6 +204,15 @@ __global__ void __launch_bounds__(kWarp) assign(const __grid_constant__ LinearAs
       __syncwarp();
       end = next;
     }
+  }
+  if (fault == AssignmentFault::kInfinite) {  // later starts may have worse costs
+    bool valid = true;
+    for (int i = 0; i < starts; ++i) {
+      for (int j = lane; j < ends; j += kWarp) {
+        valid = valid && cost[i * sides.start_stride + j * sides.end_stride] > -T(INFINITY);
+      }
+    }
+    if (!__all_sync(kFullWarp, valid)) fault = AssignmentFault::kCost;
   }
   __syncwarp();
   if (fault == AssignmentFault::kNone) {

@@ -9,7 +9,8 @@
 
 namespace torch_fastdet::core {
 
-enum class AssignmentFault : int32_t { kNone, kCost, kColumns };
+// kCost: NaN or -inf. kInfinite: every assignment has a cost of inf.
+enum class AssignmentFault : int32_t { kNone, kCost, kColumns, kInfinite };
 
 constexpr int kAssignmentStatusSize = 2;
 

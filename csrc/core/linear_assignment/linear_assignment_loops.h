@@ -9,7 +9,6 @@
 #include <limits>
 #include <vector>
 
-#include "core/common/exact_math.h"
 #include "core/linear_assignment/linear_assignment.h"
 
 namespace torch_fastdet::core::assignment_loops {
@@ -33,7 +32,7 @@ class Search {
     for (int64_t i = 0; i < sides.starts; ++i) {
       for (int64_t j = 0; j < sides.ends; ++j) {
         const double c = static_cast<double>(cost[i * sides.start_stride + j * sides.end_stride]);
-        if (!is_finite(c)) return AssignmentFault::kCost;
+        if (!(c > -std::numeric_limits<double>::infinity())) return AssignmentFault::kCost;
         cost_[i * sides.ends + j] = c;
       }
     }
@@ -41,21 +40,25 @@ class Search {
     std::fill_n(end_price_.begin(), sides.ends, 0.);
     std::fill_n(end_of_.begin(), sides.starts, -1);
     std::fill_n(start_of_.begin(), sides.ends, -1);
-    for (int64_t start = 0; start < sides.starts; ++start) add(start, sides.ends);
+    for (int64_t start = 0; start < sides.starts; ++start) {
+      if (!add(start, sides.ends)) return AssignmentFault::kInfinite;
+    }
     return AssignmentFault::kNone;
   }
 
   const std::vector<int64_t>& end_of() const { return end_of_; }
 
  private:
-  void add(int64_t start, int64_t ends) {
-    std::fill_n(distance_.begin(), ends, std::numeric_limits<double>::infinity());
+  // Return false if each path to a free end has a cost of inf.
+  bool add(int64_t start, int64_t ends) {
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    std::fill_n(distance_.begin(), ends, kInfinity);
     for (int64_t place = 0; place < ends; ++place) left_[place] = ends - 1 - place;
     int64_t count = ends, at = start, found = -1;
     double reached = 0;
     while (found < 0) {
       int64_t best = -1;
-      double least = std::numeric_limits<double>::infinity();
+      double least = kInfinity;
       for (int64_t place = 0; place < count; ++place) {
         const int64_t end = left_[place];
         const double length = reached + cost_[at * ends + end] - start_price_[at] - end_price_[end];
@@ -69,6 +72,7 @@ class Search {
           best = place;
         }
       }
+      if (least == kInfinity) return false;
       reached = least;
       const int64_t end = left_[best];
       if (start_of_[end] < 0) {
@@ -90,6 +94,7 @@ class Search {
       start_of_[end] = from;
       std::swap(end_of_[from], end);
     }
+    return true;
   }
 
   std::vector<double> cost_;  // (starts, ends)

@@ -51,7 +51,9 @@ struct LinearAssignment : OnDevice {
       TORCH_CHECK_VALUE(faults[n] != core::AssignmentFault::kColumns, op, ": columns[", n, "] is ", p.used_columns[n],
                         ", but 0 to ", p.columns, " are expected");
       TORCH_CHECK_VALUE(faults[n] != core::AssignmentFault::kCost, op, ": cost[", n,
-                        "] has a NaN or infinite value, but finite numbers are expected");
+                        "] has a value of NaN or -inf, but numbers or inf are expected");
+      TORCH_CHECK_VALUE(faults[n] != core::AssignmentFault::kInfinite, op, ": cost[", n,
+                        "] has no assignment of a finite cost");
     }
   }
 };
