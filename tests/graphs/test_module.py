@@ -18,7 +18,7 @@ from tests.graphs import fake_gpu
 from tests.graphs.fake_gpu import GPU
 from tests.graphs.samples import HostSync, Net, images, loss_of, same_gradients, same_state, three_passes, train
 from torch_fastdet import memory
-from torch_fastdet.graphs import CaptureError, GraphedModule, capture_into, why_not
+from torch_fastdet.graphs import CaptureError, GraphedModule, ModuleGraphs, capture_into, why_not
 from torch_fastdet.graphs import capture as _capture
 
 
@@ -891,3 +891,9 @@ def test_cublas_workspaces_of_the_last_owner_of_a_stream(cuda):
         graph.replay()
     assert torch.equal(product, expected)
     del owner
+
+
+def test_graphs_may_be_copied_before_they_are_captured():
+    """A model that holds them is copied for its moving average."""
+    copied = copy.deepcopy(ModuleGraphs(nn.Conv2d(3, 4, 1)))
+    assert copied.shapes == [] and copied.reason is None

@@ -22,6 +22,9 @@ from torch_fastdet.memory import CAPTURE, Owner, is_out_of_memory, owners, regis
 G = TypeVar("G")
 T = TypeVar("T")
 
+# Graphs are taken, or released. Pools share the lock, because a lock of their own could not be copied with a model that holds them.
+_taking = threading.RLock()
+
 
 class Memory:
     """Hold the memory pool of some graphs, and the stream to capture them on: the allocator gives free blocks to the same stream alone.
@@ -88,7 +91,6 @@ class GraphPool(Owner, Generic[G]):
         self._calls: Counter[Hashable] = Counter()
         self._too_large: set[Hashable] = set()
         self._thread = 0  # which uses the graphs, and may release them
-        self._taking = threading.Lock()
         self.device = None
         self.memory: Memory | None = None
         register(self)
@@ -105,7 +107,7 @@ class GraphPool(Owner, Generic[G]):
 
     def get(self, key: tuple, device: torch.device) -> G | None:
         """Return the graph of this key, which is now the most recently used; ``device`` is that of all that follows."""
-        with self._taking:
+        with _taking:
             self._thread, self.device = threading.get_ident(), device
         graph = self._graphs.get(key)
         if graph is not None:
@@ -145,7 +147,7 @@ class GraphPool(Owner, Generic[G]):
 
     def release(self) -> None:
         """Drop all graphs, unless another thread has taken them since; each key begins with its warm-up again."""
-        with self._taking:
+        with _taking:
             if self.is_of_this_thread():
                 self._begin_again()
 
