@@ -170,6 +170,7 @@ OPERATORS = {
     "[NMS and decoding](kernels/nms.md)": ("nms",),
     "[masks](kernels/masks.md)": ("masks",),
     "[letterbox](kernels/image.md) and [JPEG files](kernels/jpeg.md)": ("image", "jpeg"),
+    "[RT-DETR](kernels/rtdetr.md)": ("rtdetr",),
 }
 # These trainings' peak memory is known at two batch sizes: title, benchmark, case by batch size, and variant.
 LOOP = "YOLOv5s, a loop of your own"
