@@ -5,9 +5,10 @@
 
 A batch of ``BATCHES`` is the largest if it trains and validates, and the next one runs out of memory (or Ultralytics
 halves it). PyTorch's allocator gets what the card leaves (benchmarks/report.py: APART_MIB less), and queries of the
-GPU's memory return the card's, as for the default budget of kept images. A process for each model and variant tries
-batches beside the others, where only memory matters. Before timed epochs all wait, and each has the GPU and the host to
-itself in turn. ``beside_mib`` is what the process held outside the allocator, which APART_MIB must cover.
+GPU's memory return the card's, as for the default budget of kept images. A process for each model and variant, as many
+at once as the GPU has memory for such cards, tries batches beside the others, where only memory matters. Before timed
+epochs all wait, and each has the GPU and the host to itself in turn. ``beside_mib`` is what the process held outside
+the allocator, which APART_MIB must cover. Rows of other models, variants and cards that are in FOLDER stay.
 """
 
 from __future__ import annotations
@@ -285,19 +286,25 @@ def main() -> None:
     deadline = time.time() + options.seconds
     folder.mkdir(parents=True, exist_ok=True)
     env = yolov5_environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore", "YOLO_OFFLINE": "true"}
+    # More of them would run out of memory that a real card has.
+    at_once = max(1, torch.cuda.get_device_properties(0).total_memory // (max(options.cards) << 30))
+    waiting = [(model, variant) for model in options.models for variant in ("stock", OURS)]
+    logs: list[Path] = []
     running: dict[str, subprocess.Popen] = {}
-    for model in options.models:
-        for variant in ("stock", OURS):
+    turns: list[Path] = []
+    while running or waiting:
+        if time.time() > deadline:
+            waiting.clear()
+        while waiting and len(running) < at_once:
+            model, variant = waiting.pop(0)
             name = f"{model}-{variant}"
+            logs.append(folder / f"{name}.log")
             command = [sys.executable, "-m", "benchmarks.small_cards", "--cards", *map(str, options.cards)]
             command += ["--work", model, variant, str(deadline)]
-            with open(folder / f"{name}.log", "w") as log, open(folder / f"{name}.err", "w") as errors:
+            with open(logs[-1], "w") as log, open(folder / f"{name}.err", "w") as errors:
                 running[name] = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=errors)
-    logs = [folder / f"{name}.log" for name in running]
-    if not (folder / "images/data.yaml").exists():  # the processes wait for it
-        draw_images(folder / "images", MEASURED[0] * max(BATCHES))
-    turns: list[Path] = []
-    while running:
+        if not (folder / "images/data.yaml").exists():  # the processes wait for it
+            draw_images(folder / "images", MEASURED[0] * max(BATCHES))
         if time.time() > deadline + 8:
             for process in running.values():
                 process.kill()
@@ -314,7 +321,11 @@ def main() -> None:
     rows = [json.loads(line) | about for log in logs for line in log.read_text().splitlines() if line[:8] == '{"model"']
     out = options.out or results_folder(about)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "small_cards.json").write_text(as_json(rows))
+    file = out / "small_cards.json"
+    before = json.loads(file.read_text()) if file.exists() else []
+    measured = {(row["model"], row["variant"], row["card"]) for row in rows}
+    rows = [row for row in before if (row["model"], row["variant"], row["card"]) not in measured] + rows
+    file.write_text(as_json(rows))
     (out / "small_cards.md").write_text(small_table(rows))
     print(small_table(rows))
 
