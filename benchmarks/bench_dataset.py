@@ -1,11 +1,12 @@
 """Run train.py with default options on a data set of COCO's size: first and later epochs, stock and with torch_fastdet.
 
-    python -m benchmarks.bench_dataset [--batches 64 16] [--images 118287] [--quality 90] [--epochs 3] [--budget 24G] [--workers 8] [--out FOLDER]
+    python -m benchmarks.bench_dataset [--batches 64 16] [--images 118287] [--quality 90] [--epochs 3] [--budget 24G] [--workers 8] [--gpus 1] [--out FOLDER]
 
 The images are photographs of 640x480 with camera noise, made once; the set consists of hard links, which take no disk.
 ``--quality 90`` makes files of about 83 kB, ``--quality 95`` of 126 kB. ``--budget`` is ``TORCH_FASTDET_CACHE``, the
 host memory for torch_fastdet; with 0 the GPU keeps nothing either. YOLOv5 keeps nothing between iterations, so its time
-does not depend on the number of images: it runs on ``--stock-images`` of them for as many epochs.
+does not depend on the number of images: it runs on ``--stock-images`` of them for as many epochs. With ``--gpus 2``
+train.py runs under torchrun, with this batch size, and as many loader processes, for each GPU.
 
 A row is the mean time of an iteration over an epoch without its first batch. The lines below it show the peak of shared
 memory and how evenly batches come: the median time between two of them beside the mean.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import itertools
 import multiprocessing
@@ -26,8 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 import torch
 
+from benchmarks.bench_distributed import NVLS, torchrun
 from benchmarks.harness import OURS, WORK, Report, add_arguments, at_least, missing
 from benchmarks.report import COCO
 from examples.demo.training import STOCK, Run, Variant, run_train, yolov5_folder
@@ -120,13 +124,12 @@ class SharedMemory:
     @staticmethod
     def _now() -> int:
         found = {}
-        for process in Path("/proc").glob("[0-9]*"):
+        for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(OSError):  # it has ended
-                if os.getpgid(int(process.name)) == os.getpgid(0):
-                    for file in (process / "fd").iterdir():
-                        if os.readlink(file).startswith("/memfd:torch_fastdet"):
-                            status = file.stat()
-                            found[status.st_ino] = 512 * status.st_blocks
+                for file in Path(f"/proc/{process.pid}/fd").iterdir():
+                    if os.readlink(file).startswith("/memfd:torch_fastdet"):
+                        status = file.stat()
+                        found[status.st_ino] = 512 * status.st_blocks
         return sum(found.values())
 
     def _watch(self) -> None:
@@ -143,17 +146,21 @@ class SharedMemory:
 
 
 def train(report: Report, options: argparse.Namespace, batch: int, data: Path, variant: Variant) -> tuple[Run, int]:
-    model = options.model
+    model, gpus = options.model, options.gpus
     folder = WORK / "dataset-runs" / f"{model}-{batch}-{options.images}" / variant.name
     shutil.rmtree(folder, ignore_errors=True)
     arguments = ["--data", str(data), "--weights", "", "--cfg", str(yolov5_folder() / f"models/{model}.yaml")]
-    arguments += ["--epochs", str(options.epochs), "--batch-size", str(batch), "--noplots"]
+    arguments += ["--epochs", str(options.epochs), "--batch-size", str(batch * gpus), "--noplots"]
     arguments += ["--workers", str(options.workers)]
     arguments += ["--project", str(folder.parent), "--name", variant.name, "--exist-ok"]
     arguments += [] if report.device.type == "cuda" else ["--imgsz", "128"]
     env = environment(WORK / "environment") | {"PYTHONWARNINGS": "ignore", "TORCH_FASTDET_CACHE": options.budget}
     if options.budget == "0":
         env["TORCH_FASTDET_GPU_CACHE"] = "0"
+    if gpus > 1:
+        arguments += ["--device", ",".join(map(str, range(gpus)))]
+        env |= NVLS | {"OMP_NUM_THREADS": "1"}
+        variant = dataclasses.replace(variant, launcher=(*torchrun(gpus), *variant.launcher))
     with SharedMemory() as memory:
         run = run_train(variant, arguments, folder, env, show=False)
     return run, memory.peak
@@ -163,9 +170,11 @@ def measure(report: Report, options: argparse.Namespace, batch: int) -> None:
     ours = Variant(OURS, OURS, ("-m", "torch_fastdet.yolov5", "--fastdet"))
     data = make_data(options.images, options.quality)
     kilobytes = round(mean_file_size(data) / 1000)
-    case = f"{options.model}, batch {batch}, train.py, {options.images:,} JPEGs of 640x480, {kilobytes} kB"
+    each = " a GPU" if options.gpus > 1 else ""
+    case = f"{options.model}, batch {batch}{each}, train.py, {options.images:,} JPEGs of 640x480, {kilobytes} kB"
     case += "" if options.workers == WORKERS else f", {options.workers} workers"
     case += ", nothing kept" if options.budget == "0" else ""
+    case += f", {options.gpus} GPUs" if options.gpus > 1 else ""
     for variant in (STOCK, ours) if options.stock_images else (ours,):
         of = min(options.stock_images, options.images) if variant is STOCK else options.images
         place = data if of == options.images else make_data(of, options.quality)
@@ -184,7 +193,7 @@ def measure(report: Report, options: argparse.Namespace, batch: int) -> None:
             report.add(title, variant.title, "call", [1e6 * value for value in seconds])
         print(
             f"  shared memory at most {peak / 1e9:.2f} GB; an epoch of {options.images:,} images: "
-            + ", ".join(f"{value * options.images / batch:.0f} s" for value in every),
+            + ", ".join(f"{value * options.images / (batch * options.gpus):.0f} s" for value in every),
             flush=True,
         )
         for epoch, done in sorted(run.progress.done.items()):
@@ -209,12 +218,16 @@ def main() -> None:
     parser.add_argument("--quality", type=at_least(1), default=90, help="of the JPEGs; default: 90")
     parser.add_argument("--epochs", type=at_least(2), default=3, help="default: 3")
     parser.add_argument("--workers", type=at_least(1), default=WORKERS, help=f"loader processes; default: {WORKERS}")
+    parser.add_argument("--gpus", type=at_least(1), default=1, help="how many train together; default: 1")
     parser.add_argument("--budget", default="24G", help="host memory for images; default: 24G")
     options = parser.parse_args()
     if reason := missing("dataset"):
         print(f"nothing to do: {reason}")
         return
     cuda = options.device == "cuda"
+    if options.gpus > 1 and torch.cuda.device_count() < options.gpus:
+        print(f"nothing to do: {options.gpus} GPUs are needed, and there are {torch.cuda.device_count()}")
+        return
     options.images = options.images or (COCO if cuda else 64)
     if options.stock_images is None:
         options.stock_images = 4096 if cuda else 64
