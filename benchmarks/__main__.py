@@ -8,7 +8,7 @@
 A benchmark's old files in the folder are removed before it starts. One that fails or passes its limit loses only what
 it has not measured yet. These make longer tables than fit the budget:
 ``python -m benchmarks.bench_train --models s16 s64 m32``, ``python -m benchmarks.bench_ultralytics --models all``,
-``python -m benchmarks.bench_step --compiled s16 s64``,
+``python -m benchmarks.bench_step --compiled s16 s64``, ``python -m benchmarks.bench_start``,
 ``python -m benchmarks.training_truth``.
 """
 

@@ -74,6 +74,7 @@ WANTS = {
     "val": REAL_SCRIPTS,
     "track": ("ultralytics", "cv2", "lap"),
     "dataset": (*REAL_SCRIPTS, "cv2"),
+    "start": REAL_SCRIPTS,
     "image": ("cv2",),
     "jpeg": ("cv2", "sklearn"),
     "postprocess": REAL_SCRIPTS,
