@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 DROP = Path("/proc/sys/vm/drop_caches")
-TITLES = {"yolov5": "YOLOv5's train.py, yolov5{}", "ultralytics": "Ultralytics' trainer, yolov8{}"}
+PROGRAMS = {"yolov5": "YOLOv5's train.py", "ultralytics": "Ultralytics' trainer"}
+MODELS = {"yolov5": "yolov5", "ultralytics": "yolov8"}
 BATCH = 16
 TRIALS = 3
 IMPORTED, PATCHED = "imports done", "patch() done"
@@ -128,15 +129,21 @@ class Programs:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         (self.data, self.small), self.folders, self.env = apart(prepare, options)
-        self.size = "s" if options.device == "cuda" else "n"
+        size = "s" if options.device == "cuda" else "n"
+        self.models = {framework: name + size for framework, name in MODELS.items()}
 
     def words(self, framework: str, data: Path, **words: Any) -> dict[str, Any]:
         cuda = self.options.device == "cuda"
         words |= {"data": str(data), "epochs": 1, "imgsz": 640 if cuda else 128, "workers": 8 if cuda else 2}
         words |= {"device": "0" if cuda else "cpu", "project": str(self.folders["work"]), "exist_ok": True}
         if framework == "ultralytics":
-            return words | {"model": f"yolov8{self.size}.yaml", "batch": BATCH, "plots": False, "optimizer": "SGD"}
-        cfg = str(self.folders["yolov5"] / f"models/yolov5{self.size}.yaml")
+            return words | {
+                "model": f"{self.models[framework]}.yaml",
+                "batch": BATCH,
+                "plots": False,
+                "optimizer": "SGD",
+            }
+        cfg = str(self.folders["yolov5"] / f"models/{self.models[framework]}.yaml")
         return words | {"weights": "", "cfg": cfg, "batch_size": BATCH, "noplots": True}
 
     def command(self, function: str, framework: str, ours: bool, words: dict[str, Any]) -> list[str]:
@@ -187,7 +194,7 @@ class Programs:
                     DROP.write_text("3")
                 words = self.words(framework, self.data, name="start")
                 found.append(self.watch([*marks[ours].values()], framework, ours, words))
-        case = f"{TITLES[framework].format(self.size)}, batch {BATCH}, {options.images:,} images"
+        case = f"{PROGRAMS[framework]}, {self.models[framework]}, batch {BATCH}, {options.images:,} images"
         case += ", cold files" if options.cold else ""
         columns = [(mark, ours, column) for ours in times for mark, column in zip(marks[ours], zip(*times[ours]))]
         columns.sort(key=lambda column: [*MARKS].index(column[0]))
@@ -202,7 +209,7 @@ class Programs:
             if done.returncode:
                 raise SystemExit(f"bench_start: a scan ended with status {done.returncode}:\n{done.stderr[-2000:]}")
             seconds = json.loads(done.stdout.splitlines()[-1])
-            case = f"{TITLES[framework].split(',')[0]}: cache_labels, {self.options.images:,} images"
+            case = f"{PROGRAMS[framework]}: cache_labels, {self.options.images:,} images"
             rows.append((case, ours, seconds, self.options.images))
         apart(write, self.options, rows)
 
@@ -214,7 +221,7 @@ class Programs:
             trials = {"iterations" if tuned else "evolve": TRIALS, "name": f"trials-{time.time_ns()}"}
             times = self.watch(marks[:-1], framework, ours, self.words(framework, self.small, **trials))
             gaps = [first - end for end, first in zip(times[1::2], times[2::2])]
-            case = f"{'YOLO.tune' if tuned else '--evolve'}, {TITLES[framework].split(', ')[1].format(self.size)}"
+            case = f"{'YOLO.tune' if tuned else '--evolve'}, {self.models[framework]}"
             case += f", {self.options.trial_images:,} images: from a trial's end to the next one's first iteration"
             rows.append((case, ours, gaps, None))
         apart(write, self.options, rows)
@@ -229,7 +236,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for JSON and PNG")
     parser.add_argument("--prepare", action="store_true", help="make the images alone")
     parser.add_argument("--parts", nargs="+", choices=["start", "scan", "trials"], default=["start", "scan", "trials"])
-    parser.add_argument("--frameworks", nargs="+", choices=[*TITLES], default=[*TITLES])
+    parser.add_argument("--frameworks", nargs="+", choices=[*PROGRAMS], default=[*PROGRAMS])
     parser.add_argument("--images", type=int, help=f"default: {COCO} on a GPU, 64 on the CPU")
     parser.add_argument("--trial-images", type=int, help="default: 1024 on a GPU, 64 on the CPU")
     parser.add_argument("--rounds", type=int, default=3, help="starts, and scans, of each; default: 3")
