@@ -123,8 +123,10 @@ def _room(max_det: int | None, *most: int) -> tuple[int, int | None]:
 def _split(detections: Tensor, counts: list[int], end: int | None) -> list[Tensor]:
     """Return each image's rows in memory of their own: a result that somebody keeps or pickles holds nothing of the other images."""
     kept = counts if end is None else [len(range(count)[:end]) for count in counts]
-    rows = [room[:count] for room, count in zip(detections.unbind(0), kept)]
-    own = [each.new_empty(each.shape) for each in rows]
+    # One call cuts the rows of all images, and the room after each, which nobody takes.
+    sizes = [size for count in kept for size in (count, detections.shape[1] - count)]
+    rows = detections.flatten(0, 1).split_with_sizes(sizes)[::2]
+    own = [torch.empty_like(each) for each in rows]
     if own:
         foreach_copy_(own, rows)
     return own
