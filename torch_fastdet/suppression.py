@@ -14,16 +14,20 @@ from torch_fastdet.ops._checks import check_type
 
 __all__ = ["ultralytics_non_max_suppression", "yolov5_non_max_suppression"]
 
+_OP = "non_max_suppression"  # Errors begin with the frameworks' name of both functions.
 
-def _first(op: str, prediction: Any, columns: str) -> Tensor:
+
+def _first(prediction: Any, columns: str) -> Tensor:
     """Return the decoded tensor (images, ``columns``) of a prediction; models in validation mode give (decoded, raw)."""
     if isinstance(prediction, (list, tuple)):
         if not prediction:
-            raise ValueError(f"{op}: prediction is an empty list, but its first element should be the decoded tensor")
+            raise ValueError(f"{_OP}: prediction is an empty list, but its first element should be the decoded tensor")
         prediction = prediction[0]
-    check_type(op, "prediction", prediction, Tensor)
+    check_type(_OP, "prediction", prediction, Tensor)
     if prediction.dim() != 3:
-        raise RuntimeError(f"{op}: prediction has shape {tuple(prediction.shape)}, but (images, {columns}) is expected")
+        raise RuntimeError(
+            f"{_OP}: prediction has shape {tuple(prediction.shape)}, but (images, {columns}) is expected"
+        )
     return prediction.detach()
 
 
@@ -50,12 +54,7 @@ def _faster_device(scores: Tensor, objectness: Tensor | None, conf_thres: float,
 
 
 def _computing_device(
-    op: str,
-    scores: Tensor,
-    objectness: Tensor | None,
-    device: torch.device | str | None,
-    conf_thres: float,
-    multi_label: bool,
+    scores: Tensor, objectness: Tensor | None, device: torch.device | str | None, conf_thres: float, multi_label: bool
 ) -> torch.device:
     if device is None:
         return scores.device
@@ -64,10 +63,10 @@ def _computing_device(
     try:
         return torch.device(device)
     except (RuntimeError, TypeError):
-        raise ValueError(f"{op}: device is {device!r}, but None, 'auto' or a device is expected") from None
+        raise ValueError(f"{_OP}: device is {device!r}, but None, 'auto' or a device is expected") from None
 
 
-def _stock_class_list(op: str, classes: object) -> list[int] | None:
+def _stock_class_list(classes: object, op: str = _OP) -> list[int] | None:
     """Return classes as the original functions accept them: a list, an int, an array or a tensor."""
     if classes is None:
         return None
@@ -79,12 +78,12 @@ def _stock_class_list(op: str, classes: object) -> list[int] | None:
         raise TypeError(f"{op}: classes is {classes!r}, but None, an int or a list of ints is expected") from None
 
 
-def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tensor | None:
+def _label_rows(labels: Any, images: int, device: torch.device) -> Tensor | None:
     """Return one (n, 6) tensor [image, class, x, y, width, height] from a list of (n, 5) tensors, or of what makes one."""
     if labels is None or len(labels) == 0:
         return None
     if len(labels) < images:
-        raise ValueError(f"{op}: labels holds {len(labels)} tensors, but one for each of {images} images is expected")
+        raise ValueError(f"{_OP}: labels holds {len(labels)} tensors, but one for each of {images} images is expected")
     rows = []
     wanted = "but (n, 5) is expected: class, x, y, width, height"
     for image, label in enumerate(labels[:images]):
@@ -92,12 +91,12 @@ def _label_rows(op: str, labels: Any, images: int, device: torch.device) -> Tens
             label = torch.as_tensor(label)
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(
-                f"{op}: labels[{image}] is a {type(label).__name__} that cannot become a tensor, {wanted}"
+                f"{_OP}: labels[{image}] is a {type(label).__name__} that cannot become a tensor, {wanted}"
             ) from None
         if label.dim() and len(label) == 0:
             continue
         if label.dim() != 2 or label.size(1) < 5:
-            raise RuntimeError(f"{op}: labels[{image}] has shape {tuple(label.shape)}, {wanted}")
+            raise RuntimeError(f"{_OP}: labels[{image}] has shape {tuple(label.shape)}, {wanted}")
         rows.append(torch.nn.functional.pad(label[:, :5].to(device, torch.float32), (1, 0), value=float(image)))
     return torch.cat(rows) if rows else None
 
@@ -106,16 +105,16 @@ class _ThresholdError(ValueError, AssertionError):
     """Raise for a threshold outside of 0 to 1. The frameworks assert it, which programs may catch."""
 
 
-def _check_thresholds(op: str, **thresholds: float) -> None:
+def _check_thresholds(**thresholds: float) -> None:
     for name, value in thresholds.items():
-        check_type(op, name, value, float)
+        check_type(_OP, name, value, float)
         if not 0 <= value <= 1:
-            raise _ThresholdError(f"{op}: {name} is {value}, but a threshold between 0 and 1 is expected")
+            raise _ThresholdError(f"{_OP}: {name} is {value}, but a threshold between 0 and 1 is expected")
 
 
 def _room(max_det: int | None, *most: int) -> tuple[int, int | None]:
     """Return how many rows there can be, of max_det and ``most``, and the end of a slice of them, which a negative max_det is."""
-    check_type("non_max_suppression", "max_det", max_det, int | None)
+    check_type(_OP, "max_det", max_det, int | None)
     end = max_det if max_det is None or max_det < 0 else None
     return min(*most, sys.maxsize if max_det is None or max_det < 0 else int(max_det)), end
 
@@ -168,19 +167,16 @@ def yolov5_non_max_suppression(
         RuntimeError: a wrong shape.
         TypeError: an argument is of another type.
     """
-    op = "non_max_suppression"
-    _check_thresholds(op, conf_thres=conf_thres, iou_thres=iou_thres)
-    prediction = _first(op, prediction, "N, 5 + classes + nm")
-    check_type(op, "nm", nm, int)
+    _check_thresholds(conf_thres=conf_thres, iou_thres=iou_thres)
+    prediction = _first(prediction, "N, 5 + classes + nm")
+    check_type(_OP, "nm", nm, int)
     home = prediction.device
-    end_of_scores = prediction.shape[2] - int(nm)
-    scores, objectness = prediction[..., 5:end_of_scores], prediction[..., 4:5]
-    where = _computing_device(op, scores, objectness, device, conf_thres, multi_label)
-    prediction = prediction.to(where)
-    label_rows = _label_rows(op, labels, prediction.shape[0], prediction.device)
+    scores, objectness = prediction[..., 5 : prediction.shape[2] - int(nm)], prediction[..., 4:5]
+    prediction = prediction.to(_computing_device(scores, objectness, device, conf_thres, multi_label))
+    label_rows = _label_rows(labels, prediction.shape[0], prediction.device)
     rows = prediction.shape[1] + (0 if label_rows is None else label_rows.shape[0])
     capacity, end = _room(max_det, 30000, rows * (prediction.shape[2] if multi_label else 1))
-    limits = conf_thres, iou_thres, _stock_class_list(op, classes), bool(agnostic), bool(multi_label), capacity
+    limits = conf_thres, iou_thres, _stock_class_list(classes), bool(agnostic), bool(multi_label), capacity
     detections, counts = nms.non_max_suppression_padded(prediction, *limits, nm, label_rows, per_class=per_class)
     return _split(detections.to(home), counts.tolist(), end)
 
@@ -211,7 +207,7 @@ def rows_of_rtdetr(prediction: object, sizes: list[list[int]], options: Any) -> 
         return None
     capacity, end = _room(options.max_det, rows.shape[1])
     table = torch.tensor(sizes, dtype=torch.float32, device="cpu").view(-1, 2).to(rows.device, non_blocking=True)
-    listed = _stock_class_list("postprocess", options.classes)
+    listed = _stock_class_list(options.classes, "postprocess")
     return Padded(*nms.filter_detections(rows, options.conf, listed, capacity, table), end)
 
 
@@ -254,30 +250,29 @@ def ultralytics_non_max_suppression(
         For each image (n, 6 + extra): x1, y1, x2, y2 (rotated: x, y, width, height), confidence, class, extra channels. With
         return_idxs a pair of that and, for each image, (n,) int64. With padded, both of the batch, and counts on the device.
     """
-    op = "non_max_suppression"
-    _check_thresholds(op, conf_thres=conf_thres, iou_thres=iou_thres)
-    prediction = _first(op, prediction, "4 + classes + extra, N")
-    check_type(op, "nc", nc, int | None)
+    _check_thresholds(conf_thres=conf_thres, iou_thres=iou_thres)
+    prediction = _first(prediction, "4 + classes + extra, N")
+    check_type(_OP, "nc", nc, int | None)
     filters = prediction.shape[-1:] == (6,) or end2end
     if rotated_rule not in ("fast", "greedy"):
-        raise ValueError(f"{op}: rotated_rule is {rotated_rule!r}, but 'fast' or 'greedy' is expected")
+        raise ValueError(f"{_OP}: rotated_rule is {rotated_rule!r}, but 'fast' or 'greedy' is expected")
     if filters and prediction.shape[-1] < 6:
         raise RuntimeError(
-            f"{op}: prediction has shape {tuple(prediction.shape)}, but end2end wants (images, N, 6 + extra)"
+            f"{_OP}: prediction has shape {tuple(prediction.shape)}, but end2end wants (images, N, 6 + extra)"
         )
-    check_type(op, "max_nms", max_nms, int)
+    check_type(_OP, "max_nms", max_nms, int)
     if max_nms < 0:
-        raise ValueError(f"{op}: max_nms is {max_nms}, but 0 or more is expected")
+        raise ValueError(f"{_OP}: max_nms is {max_nms}, but 0 or more is expected")
     if per_class not in ("offset", "exact"):
-        raise ValueError(f"{op}: per_class is {per_class!r}, but 'offset' or 'exact' is expected")
-    listed, home = _stock_class_list(op, classes), prediction.device
+        raise ValueError(f"{_OP}: per_class is {per_class!r}, but 'offset' or 'exact' is expected")
+    listed, home = _stock_class_list(classes), prediction.device
     if filters:
         capacity, end = _room(max_det, prediction.shape[1])
         detections, counts, indices = nms.filter_detections(prediction, conf_thres, listed, capacity, finite=True)
         detections = detections.float()  # as the original, of float64 too
     else:
         scores = (prediction[:, 4 : 4 + int(nc)] if nc else prediction[:, 4:]).transpose(1, 2)
-        prediction = prediction.to(_computing_device(op, scores, None, device, conf_thres, multi_label))
+        prediction = prediction.to(_computing_device(scores, None, device, conf_thres, multi_label))
         capacity, end = _room(max_det, max_nms, prediction.shape[2] * (prediction.shape[1] if multi_label else 1))
         limits = conf_thres, iou_thres, listed, bool(agnostic), bool(multi_label), capacity
         rest = None, per_class, max_nms, max_wh, rotated_rule if rotated else "none"
