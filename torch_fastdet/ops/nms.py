@@ -14,10 +14,7 @@ from torch_fastdet.ops.letterbox import letterbox
 
 def _class_list(classes: list[int] | None) -> list[int] | None:
     """Return a list of classes; an int is one class, as the original functions take it."""
-    if not torch.jit.is_scripting():  # noqa: SIM102  TorchScript does not compile what is inside
-        if isinstance(classes, int):
-            return [classes]
-    return classes
+    return [classes] if isinstance(classes, int) else classes
 
 
 _suppressing = partial(checked, lone="classes")
@@ -311,12 +308,8 @@ def scale_boxes_batched(boxes: Tensor, letterboxes: Tensor, xywh: bool = False) 
     """Scale boxes as :func:`scale_boxes` does, for a batch, in one launch.
 
     Args:
-        boxes: (images, n, 4 or more), otherwise as for :func:`scale_boxes`.
+        boxes: (images, n, 4 or more), otherwise as for :func:`scale_boxes`, which also explains xywh and the result.
         letterboxes: (images, 6), rows of :func:`letterbox`, of any float dtype, on the boxes' device; made contiguous.
-        xywh: boxes are center and size; they are not clipped.
-
-    Returns:
-        A new, contiguous tensor of the boxes' shape and dtype, which does not require grad.
 
     Raises:
         RuntimeError: shapes that do not fit, a dtype that is not floating, tensors on two devices.
