@@ -222,16 +222,10 @@ class UltralyticsPostProcess(_PostProcess):
 
     @classmethod
     def from_model(cls, model: nn.Module, **options: Any) -> "UltralyticsPostProcess":
-        """Read strides, classes, bins and the task of an Ultralytics model.
+        """Read strides, classes, bins and the task of an Ultralytics model, or of its Detect, Segment, Pose or OBB module.
 
         The result takes the maps of :func:`split_ultralytics_heads`, which takes the same ``end2end`` as the model's head has.
-
-        Args:
-            model: The model, or its Detect, Segment, Pose or OBB module.
-            options: Further arguments of the class, such as ``conf_thres``.
-
-        Raises:
-            ValueError: The model has no such module.
+        :meth:`YOLOv5PostProcess.from_model` explains the arguments and the error.
         """
         head = _head_of(model, *_ULTRALYTICS_HEAD)
         if head is None:
@@ -246,24 +240,22 @@ class UltralyticsPostProcess(_PostProcess):
             heads: the raw maps, one a level, (images, 4 * reg_max + nc + extra, ny, nx).
             letterboxes: (images, 6), rows of :func:`torch_fastdet.ops.letterbox`: boxes come out in the original images' pixels.
         """
-        boxes: list[Tensor] = []
-        scores: list[Tensor] = []
         extra: list[Tensor] = []
         if not torch.jit.is_scripting():
             check_type("UltralyticsPostProcess", "heads", heads, list[Tensor])
         if len(heads) == 0:
             raise ValueError(f"UltralyticsPostProcess: heads is empty, but {len(self.strides)} maps are expected")
         bins = 4 * self.reg_max
+        end = bins + self.nc
         for head in heads:
-            if head.dim() != 4 or head.size(1) < bins + self.nc:
+            if head.dim() != 4 or head.size(1) < end:
                 raise RuntimeError(
                     f"UltralyticsPostProcess: a head map has shape {list(head.shape)}, but (images, 4 * reg_max + nc = "
-                    f"{bins + self.nc} or more, ny, nx) is expected"
+                    f"{end} or more, ny, nx) is expected"
                 )
-            boxes.append(head[:, :bins])
-            scores.append(head[:, bins : bins + self.nc])
-            if head.size(1) > bins + self.nc:
-                extra.append(head[:, bins + self.nc :])
+            if head.size(1) > end:
+                extra.append(head[:, end:])
+        boxes, scores = [head[:, :bins] for head in heads], [head[:, bins:end] for head in heads]
         detections, counts, _ = self.forward_split(boxes, scores, extra, letterboxes)
         return detections, counts
 
