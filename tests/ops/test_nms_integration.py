@@ -1,5 +1,6 @@
 """Test the post-processing operators with compilers, graphs, streams, torchvision, modules and memory limits."""
 
+import inspect
 import io
 
 import numpy as np
@@ -240,6 +241,64 @@ def test_modules_store_plain_numbers(device):
         same(make(**given).to(device)(heads), want)
         for classes in (2, [np.int64(2)]):
             same(saved_and_loaded(make(**given | {"classes": classes}).to(device))(heads), want)
+
+
+def arguments(function):
+    return {p.name: p.default for p in inspect.signature(function).parameters.values()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "yolov5_decode",
+        "non_max_suppression_padded",
+        "ultralytics_non_max_suppression_padded",
+        "yolov5_postprocess",
+        "ultralytics_postprocess",
+        "filter_detections",
+    ],
+)
+def test_signatures_are_those_of_the_operators(name):
+    schema = getattr(torch.ops.torch_fastdet, name).default._schema.arguments
+    wanted = [(a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty) for a in schema]
+    assert list(arguments(getattr(ops, name)).items()) == wanted
+
+
+#: Another value of each option of suppression, which changes what the samples give.
+OTHER = {"conf_thres": 0.8, "iou_thres": 0.1, "classes": [1], "agnostic": True, "multi_label": True, "max_det": 3}
+OTHER |= {"per_class": "exact", "max_nms": 4, "max_wh": 1.0}
+
+
+def test_each_option_of_suppression_is_here():
+    assert {*arguments(ops.non_max_suppression_padded)} == {"prediction", "nm", "labels", "letterboxes", *OTHER}
+
+
+@pytest.mark.parametrize("option", OTHER)
+def test_modules_hand_each_option_on(device, option):
+    """An option has the operator's default in a module, and reaches the operator from __init__ and from an attribute."""
+    heads, anchors = [h.to(device) for h in yolov5_heads(2, 4)], ANCHORS.to(device)
+    boxes, scores = split_heads([h.to(device) for h in ultralytics_heads(2, 5)], 16, 5)
+    base = {"max_wh": 1.0} if option == "per_class" else {}  # or classes are too far apart for a difference
+    chosen = base | {option: OTHER[option]}
+    for make, run, operator in (
+        (
+            lambda **options: YOLOv5PostProcess(ANCHORS, STRIDES, 4, **options).to(device),
+            lambda module: module(heads),
+            lambda **options: ops.yolov5_postprocess(heads, anchors, STRIDES, **options),
+        ),
+        (
+            lambda **options: UltralyticsPostProcess(STRIDES, 5, **options).to(device),
+            lambda module: module.forward_split(boxes, scores, []),
+            lambda **options: ops.ultralytics_postprocess(boxes, scores, [], STRIDES, **options),
+        ),
+    ):
+        before, wanted, changed = operator(**base), operator(**chosen), make(**base)
+        assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(wanted, before))
+        assert arguments(type(changed))[option] == arguments(ops.non_max_suppression_padded)[option]
+        same(run(changed), before)
+        setattr(changed, option, OTHER[option])
+        for module in (make(**chosen), changed):
+            same(run(module), wanted)
 
 
 @pytest.mark.parametrize(
