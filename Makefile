@@ -124,7 +124,7 @@ $(SERVE)/.installed: examples/triton/requirements.txt $(STAMP)
 serve-test: build $(SERVE)/.installed ## Triton Inference Server: export a detector, serve it, ask it, load it, stop it (downloads nvidia-pytriton)
 	$(SERVE)/bin/python -m examples.triton --python $(BIN)/python $(SERVE_ARGS)
 
-test-versions: build ## the tests of the Ultralytics drop-ins on 8.4.169, 8.4.184 and 8.4.190 (downloads them)
+test-versions: build ## the tests of the Ultralytics drop-ins on 8.4.184 and 8.4.190, and that 8.4.169 is refused (downloads them)
 	$(BIN)/python -m tools.check_versions
 
 canary: build ## the switches with the newest YOLOv5, Ultralytics, OpenCV and NumPy (downloads them); TORCH=...: on that torch
