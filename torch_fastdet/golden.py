@@ -212,7 +212,9 @@ def yolov5_stages(
         heads: One raw map a level, (bs, na * no, ny, nx) or (bs, na, ny, nx, no), no = 5 + classes.
         anchors: (levels, na, 2) widths and heights in grid cells, as YOLOv5's ``Detect.anchors``.
         strides: Pixels a grid cell, for each level.
-        conf_thres, iou_thres, max_det: As of YOLOv5's non_max_suppression.
+        conf_thres: As of YOLOv5's non_max_suppression.
+        iou_thres: The same.
+        max_det: The same.
 
     Returns:
         A dict of the stages, in order:
