@@ -168,3 +168,22 @@ def test_the_real_host(name):
     for report in reports.values():
         if report.why_not is None or "GPU" in report.why_not or "CUDA" in report.why_not or "CPU" in report.why_not:
             assert not [t for t in report.targets if t.obstacle and "GPU" not in t.obstacle], report
+
+
+@pytest.mark.parametrize("name", ["yolov5", "ultralytics"])
+def test_what_the_doctor_says_is_what_patch_does(name):
+    import importlib
+
+    pytest.importorskip(name, exc_type=ImportError)
+    drop_in = importlib.import_module(f"torch_fastdet.{name}")
+    found = {report.name: report.applies for report in doctor.examine(drop_in.HOST)}
+    done = {}
+    for switch in drop_in.SWITCHES:
+        try:
+            drop_in.patch(**{switch: True})
+            done[switch] = True
+        except drop_in.SwitchError:
+            done[switch] = False
+        finally:
+            drop_in.unpatch()
+    assert done == found and True in done.values()
