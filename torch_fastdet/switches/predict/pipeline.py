@@ -187,7 +187,7 @@ class Feed:
                 launches = early and not predictor.args.visualize and not self._parts.undone
                 if flight is not None and launches:
                     try:
-                        self._launch(predictor, flight)
+                        self._launch(predictor, flight, settings_of(predictor))
                     except Exception as raised:
                         error, flight = raised, None
                 if waiting is not None:
@@ -255,9 +255,9 @@ class Feed:
         with torch.cuda.stream(self._own):
             yield self._own
 
-    def _launch(self, predictor: Predictor, flight: Flight) -> None:
+    def _launch(self, predictor: Predictor, flight: Flight, settings: tuple[object, ...]) -> None:
         batch, parts = flight.batch, self._parts
-        flight.settings = settings_of(predictor)
+        flight.settings = settings
         flight.marks, flight.waited, flight.found, flight.scaled = [], 0.0, None, False
         with self._on_own_stream() as stream:
             if batch.ready is not None and stream is not None:
@@ -307,8 +307,9 @@ class Feed:
         """Return the network's input of the current batch, which is launched now if it is not, or was with other settings."""
         flight = self.flight
         assert flight is not None
-        if flight.settings != settings_of(predictor) or flight.batch.images.touched:
-            self._launch(predictor, flight)
+        settings = settings_of(predictor)
+        if flight.settings != settings or flight.batch.images.touched:
+            self._launch(predictor, flight, settings)
         flight.order(1)
         return flight.input
 
