@@ -17,7 +17,8 @@ import torch_fastdet.ultralytics as drop_in
 from tests.conftest import some_slow
 from tests.test_trackers import Camera
 from tests.track_scenes import looks, motions, namespace, options_of, recovered, rotated, scene
-from torch_fastdet.switches.track.trial import CLASSES
+from torch_fastdet.switches.track import lap
+from torch_fastdet.switches.track.trial import CLASSES, tracked
 
 LISTS = ("tracked_stracks", "lost_stracks", "removed_stracks", "removed_stracks_frame")
 NAMES = ("BYTETracker", "BOTSORT", "OCSORT", "DeepOCSORT", "FASTTracker", "TRACKTRACK")
@@ -125,6 +126,15 @@ def test_tracks_without_the_package_lap(trackers, program, way):
     hint = "ModuleNotFoundError: Ultralytics' original tracker runs here, and needs lap: pip install lap"
     assert found["original"] == found["unpatched"] == hint
     assert found["installed"] is None and not found["seen"] and found["left"] == []
+
+
+def test_a_trial_leaves_the_package_lap_alone(trackers, monkeypatch):
+    """A module of costs that was imported before lap was installed calls it from then on."""
+    called, solve = [], lap.lapjv
+    monkeypatch.setattr(lap.STAND_IN, "lapjv", lambda *args, **options: called.append(1) or solve(*args, **options))
+    monkeypatch.setattr(sys.modules[lap.MATCHING], "lap", lap.STAND_IN)
+    wanted, found = tracked(trackers.BYTETracker)
+    assert called and all(map(np.array_equal, wanted, found))
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_fastdet import trackers
+from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.patching.protocols import Names, Tracker
 from torch_fastdet.switches.track import lap
 
@@ -64,9 +65,6 @@ def tracked(tracker: Tracker) -> tuple[Any, Any]:
     boxes = importlib.import_module("ultralytics.engine.results").Boxes
     cases = frames()
     update = inspect.unwrap(tracker.update)  # the others inherit ByteTrack's, which is replaced already
-    lap.STAND_IN.lapjv = _lapjv
-    try:
+    with own_attributes([(lap.STAND_IN, "lapjv", _lapjv)] if lap.is_missing() else []):
         found = [update(theirs, boxes(rows, (300, 500))) for rows in cases]
-    finally:
-        lap.STAND_IN.lapjv = lap.lapjv
     return found, [ours.update(rows[:, :4], rows[:, 4], rows[:, 5]) for rows in cases]
