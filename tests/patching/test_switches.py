@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torch_fastdet.patching.engine import one_thread
 from torch_fastdet.patching.import_hook import namespace
 from torch_fastdet.patching.replace import Patches
 from torch_fastdet.patching.switch import Active, Target
@@ -146,6 +147,24 @@ def test_threads_that_patch_at_once_replace_each_name_once():
         assert lines == [expected] * 4
     finally:
         drop_in.unpatch()
+
+
+def test_one_thread_at_a_time_patches_what_ultralytics_starts(monkeypatch):
+    """The processes of several GPUs, the report at the end and the programs of ``YOLO.tune`` are replaced beside the switches."""
+    pytest.importorskip("ultralytics.engine.trainer", exc_type=ImportError)
+    from torch_fastdet import ultralytics as door
+    from torch_fastdet.ultralytics.host import Ultralytics
+
+    def others_may_patch():
+        return one_thread.acquire(blocking=False) and not one_thread.release()
+
+    found = []
+    with ThreadPoolExecutor(1) as other:
+        for name in ("_patch_distributed", "_report_at_the_end", "_patch_programs"):
+            monkeypatch.setattr(Ultralytics, name, lambda _: found.append(other.submit(others_may_patch).result()))
+        door.patch(nms_optim=True)
+        door.unpatch()
+    assert found == [False] * 3
 
 
 @pytest.mark.parametrize("door, switches", [("yolov5", YOLOV5), ("ultralytics", ULTRALYTICS)])

@@ -19,7 +19,7 @@ from torch_fastdet.patching.replace import Patches
 from torch_fastdet.patching.switch import Active, Switch
 
 ALL = "fastdet"
-_one_thread = threading.RLock()  # at a time replaces names: both frameworks replace some of torch
+one_thread = threading.RLock()  # at a time replaces names: both frameworks replace some of torch
 
 
 class Host:
@@ -83,7 +83,7 @@ class Host:
             for name, switch in self.switches.items()
             if name in by_name or (everything and not switch.by_name_only and switches.get(name, True))
         ]
-        with _one_thread:
+        with one_thread:
             show(self)
             started = [self.on.get(name) or Active(self.switches[name], self.patches) for name in names]
             try:
@@ -111,7 +111,7 @@ class Host:
 
     def unpatch(self) -> int:
         """Put every replaced name back, print and return how many there were."""
-        with _one_thread:
+        with one_thread:
             count = self.patches.put_back()
             self.on.clear()
             self.patches.requests.clear()

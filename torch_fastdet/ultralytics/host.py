@@ -14,7 +14,7 @@ from typing import Any
 
 from torch_fastdet._say import counts, warn
 from torch_fastdet._torch.tensors import unwrap
-from torch_fastdet.patching.engine import ALL, Host
+from torch_fastdet.patching.engine import ALL, Host, one_thread
 from torch_fastdet.patching.evidence import Obstacle
 from torch_fastdet.patching.import_hook import is_run, namespace
 from torch_fastdet.patching.protocols import Function
@@ -53,12 +53,13 @@ class Ultralytics(Host):
     def patch(self, switches: Mapping[str, bool], import_now: bool = True) -> tuple[str, ...]:
         if not _is_installed():
             raise ImportError("torch_fastdet.ultralytics.patch() found no ultralytics; type: pip install ultralytics")
-        super().patch(switches, import_now)
-        if self.on:
-            self._patch_distributed()
-            self._report_at_the_end()
-            self._patch_programs()
-        return self.patches.lines()
+        with one_thread:
+            super().patch(switches, import_now)
+            if self.on:
+                self._patch_distributed()
+                self._report_at_the_end()
+                self._patch_programs()
+            return self.patches.lines()
 
     def obstacle_to_host(self) -> Obstacle | None:
         if not _is_installed():
