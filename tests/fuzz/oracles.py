@@ -342,6 +342,7 @@ def _yolov5_mask_loss(a: Any) -> list[Tensor]:
     item = yolov5_loss.mask_loss(
         heads, a.protos, a.masks, a.targets, None, box=a.box_gain, overlap=a.overlap, found=matched
     )
+    assert item.isfinite(), "no gradients"
     return [item.view(1) * len(a.protos), item.view(1)]
 
 
@@ -429,7 +430,7 @@ def _deformable_attention_backward(a: Any) -> list[Tensor]:
     assert all(x.numel() and x.isfinite().all() for x in (a.grad_output, *leaves))
     shapes = list(zip(a.shapes[::2], a.shapes[1::2]))
     out = deformable_attention.deformable_attention(leaves[0], shapes, *leaves[1:])
-    return list(torch.autograd.grad(out, leaves, a.grad_output.double()))
+    return list(torch.autograd.grad(out, leaves, a.grad_output.to(a.value.dtype).double()))
 
 
 def _linear_assignment(a: Any) -> list[Tensor]:

@@ -109,6 +109,18 @@ def test_is_grid_sample(device, case):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
+def test_points_on_pixels_have_grid_samples_slope(device):
+    """Rounded to bfloat16, many points are there. The slope jumps, and is that to the right and below."""
+    value, shapes, locations, weights = problem((2, 5, 2, 8, 4, [(4, 8), (2, 2)]), device, torch.float64)
+    sides = locations.new_tensor([(width, height) for height, width in shapes])[:, None]
+    inputs = value, shapes, ((locations * sides).round() + 0.5) / sides, weights
+    grad = torch.randn(2, 5, 16, dtype=torch.float64, device=device)
+    found = gradients(ops.deformable_attention, *inputs, grad)
+    for wanted in (gradients(sampled, *inputs, grad), exact(*inputs, grad)):
+        for ours, theirs in zip(found, wanted):
+            torch.testing.assert_close(ours, theirs.to(device), rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_everything_at_one_pixel(device, dtype):
     """The integers of the value's gradient do not overflow where all queries meet or one gradient is far larger."""

@@ -19,13 +19,14 @@ def deformable_attention(value: Tensor, shapes: list[tuple[int, int]], locations
         y = locations[:, :, :, level, :, 1] * height - 0.5
         exists = x.isfinite() & y.isfinite()
         x, y = (torch.where(exists, place, torch.full_like(place, -9)).clamp(-9, 1e9) for place in (x, y))
-        for down in (0, 1):
-            for right in (0, 1):
-                column, row = x.detach().floor() + right, y.detach().floor() + down
+        # As in grid_sample, a point on a pixel has the slope on its right, and below it.
+        left, top = x.detach().floor(), y.detach().floor()
+        for row, share_y in ((top, 1 - (y - top)), (top + 1, y - top)):
+            for column, share_x in ((left, 1 - (x - left)), (left + 1, x - left)):
                 inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
-                share = (1 - (x - column).abs()) * (1 - (y - row).abs()) * inside
                 pixel = first + torch.where(inside, row * width + column, torch.zeros_like(row)).long()
                 values = value[image.to(value.device), pixel, head.to(value.device)]  # (B, Q, H, P, C)
-                out = out + (values * (share * weights[:, :, :, level])[..., None]).sum(3)
+                parts = values * (share_x * share_y * weights[:, :, :, level])[..., None]
+                out = out + torch.where(inside[..., None], parts, 0).sum(3)
         first += height * width
     return out.flatten(2)
