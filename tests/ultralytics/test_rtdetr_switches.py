@@ -131,43 +131,36 @@ def on(monkeypatch):
 GROUPS = [[3, 0], [1, 4], [0, 0], [5, 1], [120, 2], [2, 2]]
 
 
-@pytest.mark.parametrize("kind", ["fake", "cuda"])
-def test_steps_in_graphs_are_stocks(kind, on, capfd, monkeypatch):
-    if kind == "cuda" and (reason := cuda_missing()):
+@pytest.fixture(params=["fake", "cuda"])
+def kind(request, monkeypatch):
+    """Return what ``on`` takes: where tests run, with float32's own products."""
+    if request.param == "cuda" and (reason := cuda_missing()):
         pytest.skip(reason)
-    device = "cpu" if kind == "fake" else "cuda"
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    batches = [make_batch(groups, i, device) for i, groups in enumerate(GROUPS)]
-    stock = train(make_model().to(device), batches)
-    on(kind, cuda_graph=True, loss_optim=True, bn_act_optim=True)
-    # In graphs a GPU's convolutions add in another order. That may select another query, or cross a point of the grid, where the gradient
-    # of a parameter jumps by some percent; it was 3% in one of six steps.
-    near = {} if kind == "fake" else {"near": 2e-2, "whole": 5e-2}
-    check(stock, train(make_model().to(device), batches), **near)
-    assert "captured forward and backward of RTDETRDetectionModel for input (2, 3, 64, 64)" in capfd.readouterr().err
+    return request.param
 
 
-@pytest.mark.parametrize("kind", ["fake", "cuda"])
-def test_another_number_of_queries_is_captured_again(kind, on, capfd, monkeypatch):
-    """A user changes an option of the head between two steps, while graphs of the steps before are kept."""
-    if kind == "cuda" and (reason := cuda_missing()):
-        pytest.skip(reason)
+@pytest.mark.parametrize("groups, queries", [(GROUPS, [20]), (GROUPS[:3], [20, 12, 20])])
+def test_steps_in_graphs_are_stocks(groups, queries, kind, on, capfd):
+    """A user may change an option of the head between two steps, while graphs of the steps before are kept."""
     device = "cpu" if kind == "fake" else "cuda"
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    batches = [make_batch(groups, i, device) for i, groups in enumerate(GROUPS[:3])]
+    batches = [make_batch(counts, i, device) for i, counts in enumerate(groups)]
 
     def losses():
         model = make_model().to(device)
-        for queries in (20, 12, 20):
-            model.model[-1].num_queries = queries
+        for number in queries:
+            model.model[-1].num_queries = number
             yield train(model, batches)
 
     stock = list(losses())
     on(kind, cuda_graph=True, loss_optim=True, bn_act_optim=True)
+    # In graphs a GPU's convolutions add in another order. That may select another query, or cross a point of the grid, where the gradient
+    # of a parameter jumps by some percent; it was 3% in one of six steps.
     near = {} if kind == "fake" else {"near": 2e-2, "whole": 5e-2}
     for wanted, found in zip(stock, losses(), strict=True):
         check(wanted, found, **near)
-    assert capfd.readouterr().err.count("captured forward and backward") == 3
+    captured = "captured forward and backward of RTDETRDetectionModel for input (2, 3, 64, 64)"
+    assert capfd.readouterr().err.count(captured) == len(queries)
 
 
 def test_losses_of_twenty_iterations_are_stocks(on):
@@ -362,13 +355,9 @@ def validate(model, batches):
     return found
 
 
-@pytest.mark.parametrize("kind", ["fake", "cuda"])
 def test_a_trainers_validation(kind, on, capfd, monkeypatch):
     """A trainer's validation replays graphs, and its loss reads no number of objects from the GPU."""
-    if kind == "cuda" and (reason := cuda_missing()):
-        pytest.skip(reason)
     device = "cpu" if kind == "fake" else "cuda"
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     batches = [make_batch(groups, i, device) for i, groups in enumerate(GROUPS)]
     model = make_model().to(device).eval()
     wanted = validate(copy.deepcopy(model), batches)

@@ -84,6 +84,13 @@ def run(tracker, rows, **extras):
     return tracker.update(boxes(rows), np.zeros((2, 2, 3), np.uint8), **extras)
 
 
+def original_and_patched():
+    """Yield False, and then True with ``track_optim``."""
+    yield False
+    drop_in.patch(track_optim=True)
+    yield True
+
+
 def original(trackers, name, frames, **options):
     tracker = getattr(trackers, name)(namespace(**options))
     return [(run(tracker, rows), contents(tracker)) for rows in frames]
@@ -196,9 +203,7 @@ def test_changes_of_the_lists_count(trackers):
 def test_a_track_is_one_object_wherever_it_is_read(trackers, name):
     """What a user notes at a track is still there when it is removed, and a track that a user holds becomes a removed one."""
     found = []
-    for patched in (False, True):
-        if patched:
-            drop_in.patch(track_optim=True)
+    for _ in original_and_patched():
         tracker, seen = getattr(trackers, name)(namespace(track_buffer=3)), {}
         for t, rows in enumerate(scene(3, 8, 30)):
             run(tracker, rows)
@@ -220,9 +225,7 @@ def shown(tracks):
 def test_tracks_that_somebody_holds_are_up_to_date(trackers, name):
     """The framework changes its objects in place, and goes on with its list of removed tracks."""
     found = []
-    for patched in (False, True):
-        if patched:
-            drop_in.patch(track_optim=True)
+    for _ in original_and_patched():
         tracker, held = getattr(trackers, name)(namespace(track_buffer=4)), []
         for t, rows in enumerate(scene(3, 16, 40)):
             run(tracker, rows)
@@ -268,9 +271,7 @@ def test_tracks_are_renewed_while_somebody_holds_them(trackers, name):
 def test_a_removed_track_that_has_lived_again_is_not_what_it_was(trackers, name, read):
     """A track that is removed may be found again in the next frame. It stays listed, and is dropped when it is lost again."""
     found, again = [], 0
-    for patched in (False, True):
-        if patched:
-            drop_in.patch(track_optim=True)
+    for _ in original_and_patched():
         for seed in range(1, 9, 3):
             tracker = getattr(trackers, name)(namespace(track_buffer=1))
             for t, rows in enumerate(scene(seed, 16, 30)):
@@ -286,9 +287,7 @@ def test_a_removed_track_that_has_lived_again_is_not_what_it_was(trackers, name,
 @pytest.mark.parametrize("name", NAMES)
 def test_a_frame_that_the_user_writes_counts(trackers, name, change):
     found = []
-    for patched in (False, True):
-        if patched:
-            drop_in.patch(track_optim=True)
+    for _ in original_and_patched():
         for seed in range(3):
             tracker = getattr(trackers, name)(namespace(track_buffer=6, occ_cover_thresh=0.3))
             for t, rows in enumerate(scene(seed, 16, 30)):
@@ -395,9 +394,7 @@ def test_camera_motion_is_the_framework_s(trackers, name, turned):
     frames = scene(6, 20, 40)
     frames = rotated(frames) if turned else frames
     results = []
-    for patched in (False, True):
-        if patched:
-            drop_in.patch(track_optim=True)
+    for _ in original_and_patched():
         tracker = getattr(trackers, name)(namespace(gmc_method="sparseOptFlow"))
         tracker.gmc = Camera(motions(6, 30))  # then it fails, and the framework goes on without it
         results.append([])
@@ -460,9 +457,7 @@ def test_what_the_original_update_does(trackers, caplog):
 def test_a_filter_of_the_users_own_counts(trackers, caplog, name, frame):
     """A user's own filter is used, whether it replaces the tracker's or changes the weights of the tracker's own."""
     frames, outputs = scene(8, 20, 14), []
-    for patched in (False, True):
-        if patched:
-            drop_in.patch(track_optim=True)
+    for _ in original_and_patched():
         for replaced in (True, False) if not frame else (True,):
             tracker = getattr(trackers, name)(namespace())
             found = [run(tracker, rows) for rows in frames[:frame]]
@@ -588,9 +583,7 @@ def test_videos_by_a_yaml_file(trackers, tmp_path, persist, lines):
 def test_equal_boxes_and_infinite_ones_are_the_originals(trackers, name):
     """End-to-end heads return a box once for each class that it may have. Then several assignments are equally good."""
     wanted = []
-    for patched in (False, True):
-        if patched:
-            drop_in.patch(track_optim=True)
+    for _ in original_and_patched():
         found = []
         for seed in range(4):
             tracker = getattr(trackers, name)(namespace(track_buffer=4))
@@ -609,9 +602,7 @@ def test_equal_boxes_and_infinite_ones_are_the_originals(trackers, name):
 def test_rotated_boxes_out_of_range_are_the_originals(trackers, name, column, factor):
     """Products of their sizes overflow, and by scores above 1 boxes match that are far apart."""
     wanted = []
-    for patched in (False, True):
-        if patched:
-            drop_in.patch(track_optim=True)
+    for _ in original_and_patched():
         found = []
         for seed in range(3):
             tracker = getattr(trackers, name)(namespace())
@@ -627,9 +618,7 @@ def test_rotated_boxes_out_of_range_are_the_originals(trackers, name, column, fa
 def test_classes_out_of_range_are_the_originals(trackers, name):
     odd = np.float32([-1, 80, 1e30, -0.5, 2.7, np.inf, -np.inf, np.nan])
     wanted = []
-    for patched in (False, True):
-        if patched:
-            drop_in.patch(track_optim=True)
+    for patched in original_and_patched():
         tracker, found = getattr(trackers, name)(namespace(track_buffer=4)), []
         for rows in scene(5, 16, 20):
             rows[:, 5] = odd[rows[:, 5].astype(int) + np.arange(len(rows)) % 4]
@@ -692,9 +681,7 @@ def reset_id(tracker):
 @pytest.mark.parametrize("name", NAMES)
 def test_tracks_that_no_tracker_leaves_so_are_the_originals(trackers, name, change):
     wanted = None
-    for patched in (False, True):
-        if patched:
-            drop_in.patch(track_optim=True)
+    for _ in original_and_patched():
         tracker, found = getattr(trackers, name)(namespace()), []
         for t, rows in enumerate(scene(3, 14, 16)):
             if t == 6:
@@ -706,9 +693,7 @@ def test_tracks_that_no_tracker_leaves_so_are_the_originals(trackers, name, chan
 
 def test_a_list_of_a_subclass_is_the_originals(trackers):
     found = []
-    for patched in (False, True):
-        if patched:
-            drop_in.patch(track_optim=True)
+    for _ in original_and_patched():
         tracker = type("Mine", (trackers.BYTETracker,), {"tracked_stracks": []})(namespace())
         found.append([(run(tracker, rows).tolist(), len(tracker.tracked_stracks)) for rows in scene(3, 14, 6)])
     assert found[0] == found[1]
@@ -735,9 +720,7 @@ def test_what_is_set_between_frames_counts(trackers, name):
 def test_options_that_are_no_numbers(trackers):
     rows = scene(8, 5, 1)[0]
     errors = []
-    for patched in (False, True):
-        if patched:
-            drop_in.patch(track_optim=True)
+    for _ in original_and_patched():
         with pytest.raises(Exception) as error:
             run(trackers.BYTETracker(namespace(track_high_thresh="high")), rows)
         errors.append(str(error.value))

@@ -10,6 +10,7 @@ import ultralytics.utils.nms
 import ultralytics.utils.tal
 from ultralytics.utils.metrics import bbox_iou  # a user's own module that imported stock's function
 
+from tests.ultralytics.programs.errors import error_of
 from torch_fastdet import ultralytics as drop_in
 from torch_fastdet.ultralytics import bbox_iou as ours  # and ours, on purpose
 
@@ -30,14 +31,6 @@ def holders():
         "ours": ours.__module__,
         "later": getattr(getattr(users, "iou", None), "__module__", None),
     }
-
-
-def error(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def rotated():
@@ -67,13 +60,13 @@ result["one"] = drop_in.patch(bbox_iou_optim=True)
 drop_in.unpatch()
 result["all_but_one"] = drop_in.patch(fastdet=True, bbox_iou_optim=False)
 drop_in.unpatch()
-result["unknown"] = error(lambda: drop_in.patch(nms=True))
-result["no_bool"] = error(lambda: drop_in.patch(nms_optim=1))
+result["unknown"] = error_of(lambda: drop_in.patch(nms=True))
+result["no_bool"] = error_of(lambda: drop_in.patch(nms_optim=1))
 
 # Replace nothing in an Ultralytics whose function takes other parameters.
 original = ultralytics.utils.nms.non_max_suppression
 exec("def non_max_suppression(prediction, in_place=True): pass", vars(ultralytics.utils.nms))
-result["other_signature"] = error(lambda: drop_in.patch(nms_optim=True, bbox_iou_optim=True))
+result["other_signature"] = error_of(lambda: drop_in.patch(nms_optim=True, bbox_iou_optim=True))
 ultralytics.utils.nms.non_max_suppression = original
 result["after_error"] = holders()
 

@@ -10,6 +10,7 @@ import numpy as np
 import ultralytics.utils.checks
 from ultralytics.engine.results import Boxes
 
+from tests.ultralytics.programs.errors import error_of
 from torch_fastdet import ultralytics as drop_in
 from torch_fastdet.patching.doctor import examine
 from torch_fastdet.ultralytics.host import HOST
@@ -39,28 +40,20 @@ def run(kind):
     return [tracker.update(Boxes(np.array(rows, np.float32).reshape(-1, 6), (1080, 1920))).tolist() for rows in frames]
 
 
-def error(call):
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 def mine(self, *given):
     return trackers.BYTETracker.get_dists(self, *given)
 
 
 heir = type("Mine", (trackers.BYTETracker,), {"get_dists": mine})
 result["tracks"] = {name: run(getattr(trackers, name)) for name in trackers.__all__ if name != "register_tracker"}
-result["original"] = error(lambda: run(heir))
+result["original"] = error_of(lambda: run(heir))
 result["seen"] = "lap" in sys.modules or find_spec("lap") is not None
 drop_in.unpatch()
-result["unpatched"] = error(lambda: run(trackers.BYTETracker))
+result["unpatched"] = error_of(lambda: run(trackers.BYTETracker))
 result["left"] = [str(finder) for finder in sys.meta_path if finder not in before]
 lap = type(sys)("lap")
 lap.lapjv = lambda costs, **options: (0.0, np.full(len(costs), -1), np.full(costs.shape[1], -1))
 sys.modules["lap"] = lap  # installed since
-result["installed"] = error(lambda: run(heir))
+result["installed"] = error_of(lambda: run(heir))
 result["asked"] = asked
 print(json.dumps(result))
