@@ -87,6 +87,8 @@ def bn_act_cat(
 
     Source: Ioffe and Szegedy, "Batch Normalization", ICML 2015; ``C3`` of YOLOv5 and Ultralytics.
     """
+    if len(x) == 0:
+        raise RuntimeError("bn_act_cat: x is an empty list, but one tensor or more is expected")
     of_batches = running_mean, running_var, num_batches_tracked
     options = momentum, eps, activation, slope, residual
     return torch.ops.torch_fastdet.bn_act_cat(x, weight, bias, *of_batches, *options)[0]

@@ -218,6 +218,8 @@ def ultralytics_postprocess(
 
     Behavior: ``Detect`` of ultralytics 8.4 (distribution focal loss, https://arxiv.org/abs/2006.04388).
     """
+    if len(boxes) == 0:
+        raise RuntimeError("ultralytics_postprocess: boxes is an empty list, but one map for each stride is expected")
     limits = conf_thres, iou_thres, _class_list(classes), agnostic, multi_label, max_det
     rest = letterboxes, per_class, max_nms, max_wh, rotated, extra_kind
     return torch.ops.torch_fastdet.ultralytics_postprocess(boxes, scores, extra, strides, *limits, *rest)

@@ -169,6 +169,8 @@ def split_coefficients(
     heads: list[torch.Tensor], protos: torch.Tensor
 ) -> tuple[list[torch.Tensor], torch.Tensor, list[int]]:
     """Return the heads without their last channels, those as (bs, channels, anchors) in the prototypes' dtype, and the levels' sizes."""
+    if len(heads) == 0:
+        raise RuntimeError("yolov5_segmentation_loss: heads is an empty list, but one map for each level is expected")
     detection: list[torch.Tensor] = []
     coefficients: list[torch.Tensor] = []
     sizes: list[int] = []
