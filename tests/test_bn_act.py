@@ -1,9 +1,12 @@
 """torch_fastdet.nn.forwards fuses what it should in Conv and Bottleneck classes that are shaped as those of YOLOv5 and Ultralytics, and
 leaves the rest alone."""
 
+import contextlib
 import copy
 import functools
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -846,3 +849,35 @@ def test_hooks_of_blocks_fire_in_evaluation(fused):
     with torch.no_grad(), Operators() as operators:
         module(images())
     assert seen == [1] and operators.evaluated == 2
+
+
+def test_a_capture_in_another_thread_fuses_nothing_here(monkeypatch):
+    """With ``cuda_graph``, a thread that runs eagerly beside a capture calls the original's modules, and a compiled block, too."""
+    monkeypatch.setattr(forwards, "fuses", forwards.is_captured)
+    module, x, programs, both = Conv(8, 8), images(), [], threading.Barrier(2, timeout=60)
+
+    def counts():
+        with Operators() as operators:
+            module(x)
+        return operators.ours, operators.stock
+
+    def capture():
+        with forwards.captured():
+            both.wait()
+            found = counts()
+            both.wait()
+        return found, counts()
+
+    with ThreadPoolExecutor(1) as pool:
+        there = pool.submit(capture)
+        both.wait()
+        here = counts()
+        both.wait()
+    assert (there.result(), here) == (((1, 0), (0, 1)), (0, 1))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=lambda graph, _: programs.append("bn_act" in graph.code) or graph.forward)
+    for marked in (False, True, False):
+        with forwards.captured() if marked else contextlib.nullcontext():
+            compiled(x)
+    assert programs == [False, True]

@@ -8,9 +8,10 @@ stays as it is.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from torch_fastdet import ops
 from torch_fastdet._torch import private
+from torch_fastdet._torch.modules import own_attributes
 from torch_fastdet.nn import joint
 from torch_fastdet.nn.stem import convolve, convolve_squares, divided, has_stem_shape, is_stem
 from torch_fastdet.nn.widened import is_slow, widened
@@ -48,8 +50,16 @@ Opener: TypeAlias = Callable[[Block, Tensor, Tensor], Opened | None]
 OPENS = "torch_fastdet_opens"
 # Every forward that is made here has this attribute: the function that made it.
 _MADE_BY = "made_by"
-# Has an entry for each captured() that a thread has entered.
-_capturing: list[None] = []
+
+
+class _Thread(threading.local):
+    """Know whether this thread is inside of :func:`captured`. Only forward passes are, so autograd's threads need not know."""
+
+    def __init__(self) -> None:
+        self.captures = False  # not on the class, where torch.compile would not see that it changes
+
+
+_thread = _Thread()
 
 
 def is_watched() -> bool:
@@ -68,7 +78,7 @@ def _made_by(maker: object, block: Block) -> bool:
 
 
 def is_captured() -> bool:
-    return bool(_capturing)
+    return _thread.captures
 
 
 def fuses() -> bool:
@@ -80,14 +90,9 @@ def fuses() -> bool:
     return True
 
 
-@contextlib.contextmanager
-def captured() -> Iterator[None]:
-    """Mark calls inside as captured, or as having to give what a replay gives."""
-    _capturing.append(None)
-    try:
-        yield
-    finally:
-        _capturing.pop()
+def captured() -> AbstractContextManager[None]:
+    """Mark this thread's calls inside as captured, or as having to give what a replay gives."""
+    return own_attributes([(_thread, "captures", True)])
 
 
 def _fuses(block: Block) -> bool:
