@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_fastdet.nn import forwards, stem
 from torch_fastdet.patching import switch
-from torch_fastdet.rewrites.casts import weights_cast_once
+from torch_fastdet.rewrites.casts import weight_casts
 
 
 class Operators(TorchDispatchMode):
@@ -210,7 +210,7 @@ def compare_in_a_step(build, drop_in, joined, surroundings=contextlib.nullcontex
     def run(model, images, once=False, amp=True):
         with Operators() as operators, torch.autocast("cpu", torch.bfloat16, enabled=amp):
             around = surroundings(model) if once else contextlib.nullcontext()
-            with around, weights_cast_once(model, torch.bfloat16 if once else None):
+            with around, weight_casts.apply(model, torch.bfloat16 if once else None):
                 outputs = tensors(model(images))
             wave = [torch.arange(o.numel(), dtype=torch.float64).sin().view_as(o) for o in outputs]
             sum((o.double() * w).sum() for o, w in zip(outputs, wave)).backward()

@@ -24,7 +24,7 @@ from torch_fastdet.nn.forwards import (
     sppf_forward,
 )
 from torch_fastdet.nn.joint import JOINT
-from torch_fastdet.rewrites.casts import weights_cast_once
+from torch_fastdet.rewrites.casts import weight_casts
 from torch_fastdet.switches.bn_act.switch import BOTTLENECK, CONV
 from torch_fastdet.switches.bn_act.switch import C3 as C3_FORMULA
 
@@ -371,7 +371,7 @@ def in_a_step(module, x, once=True, amp=True):
     """Run as a captured step does. Return the number of joined convolutions, then the output, the gradients and the buffers."""
     x, dtype = x.detach().requires_grad_(), torch.bfloat16 if amp else None
     with Operators() as operators, torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
-        with weights_cast_once(module, dtype if once else None):
+        with weight_casts.apply(module, dtype if once else None):
             y = module(x)
         trained = [p for p in module.parameters() if p.requires_grad]
         gradients = torch.autograd.grad(y.double().square().sum(), [x, *trained])

@@ -9,7 +9,7 @@ from torch import nn
 from torch_fastdet.nn import stem, widened
 from torch_fastdet.nn.forwards import is_used
 from torch_fastdet.rewrites import casts as _casts
-from torch_fastdet.rewrites.casts import weights_cast_once
+from torch_fastdet.rewrites.casts import weight_casts
 
 
 class Net(nn.Module):
@@ -36,7 +36,7 @@ class Net(nn.Module):
 
 def run(net, x, dtype, once):
     device = x.device.type
-    with torch.autocast(device, dtype), weights_cast_once(net, dtype if once else None):
+    with torch.autocast(device, dtype), weight_casts.apply(net, dtype if once else None):
         y = net(x)
     parameters = [p for p in net.parameters() if p.requires_grad]
     return y, torch.autograd.grad(y.square().mean(), parameters, allow_unused=True)
@@ -89,7 +89,7 @@ def test_rows_of_zeros_change_nothing(device, memory_format, monkeypatch):
     torch.manual_seed(0)
     net = Heads().to(device, memory_format=memory_format)
     x = torch.rand(2, 16, 5, 6, device=device).contiguous(memory_format=memory_format)
-    with torch.autocast(device.type, dtype), weights_cast_once(net, dtype):
+    with torch.autocast(device.type, dtype), weight_casts.apply(net, dtype):
         widths = [conv(x).stride(3) for conv in (net.head, net.again, net.shared, net.narrow)]
     if memory_format == torch.channels_last:
         assert widths == [256, 104, 72, 20]
@@ -114,7 +114,7 @@ def test_a_convolution_of_48_channels_gets_16_more(device, monkeypatch):
     slow = widened.SLOW_ON[device.type] == widened.major(device)
     for dtype, used in ((torch.float16, True), (torch.float16, False), (torch.bfloat16, True)):
         monkeypatch.setattr(_casts, "is_used", lambda model, used=used: used)
-        with torch.autocast(device.type, dtype), weights_cast_once(net, dtype):
+        with torch.autocast(device.type, dtype), weight_casts.apply(net, dtype):
             assert (net[0](x).stride(3) == 64) is (slow and used and dtype == torch.float16)
         (mine, [grad]), (theirs, [their_grad]) = (run(net, x, dtype, once) for once in (True, False))
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-2)
@@ -136,7 +136,7 @@ def test_a_1x1_convolution_with_a_bias_rounds_once(device, monkeypatch):
         x = x.detach().requires_grad_()
         with (
             torch.autocast(device.type, dtype, enabled=once is not None),
-            weights_cast_once(net, dtype if once else None),
+            weight_casts.apply(net, dtype if once else None),
         ):
             y = net(x)
             products = [type(y.grad_fn).__name__]
@@ -175,7 +175,7 @@ def test_a_linear_layer_sums_its_bias_gradient_by_an_operator(device, shape, mon
 
     def run(once):
         given = x.clone().requires_grad_()
-        with torch.autocast(device.type, dtype), weights_cast_once(net, dtype if once else None):
+        with torch.autocast(device.type, dtype), weight_casts.apply(net, dtype if once else None):
             middle = net[0](given)
             y = net[1](middle)
         wave = torch.arange(y.numel(), dtype=torch.float32, device=device).cos().view_as(y)
@@ -212,7 +212,7 @@ def test_products_leave_the_settings_of_cublas(monkeypatch):
 
 def test_nothing_of_ours_is_left_after_an_error():
     net = Net()
-    with pytest.raises(RuntimeError), torch.autocast("cpu", torch.bfloat16), weights_cast_once(net, torch.bfloat16):
+    with pytest.raises(RuntimeError), torch.autocast("cpu", torch.bfloat16), weight_casts.apply(net, torch.bfloat16):
         net(torch.rand(1, 4, 8, 8))
     assert not any("forward" in vars(module) for module in net.modules())
     copy.deepcopy(net)
@@ -238,7 +238,7 @@ def test_what_is_left_to_autocast():
     weight = kept[5]._parameters.pop("weight")
     kept[5].weight = weight * 2  # as somebody who standardises weights sets it
     net = nn.Sequential(*kept, nn.Conv2d(8, 8, 1))
-    with weights_cast_once(net, torch.bfloat16):
+    with weight_casts.apply(net, torch.bfloat16):
         assert [("forward" in vars(module)) for module in net] == [False, False, False, True, False, False, True]
         assert kept[3].forward is own
     assert kept[3].forward is own and "forward" not in vars(net[6])

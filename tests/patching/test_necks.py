@@ -1,25 +1,23 @@
 """Upsampling is joined with the concatenation behind it if nothing else sees its result, and the stem divides byte images."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
 
 from torch_fastdet.nn import forwards, stem
 from torch_fastdet.rewrites.layers import stem_of_bytes, takes_bytes, upsample_concat
-from torch_fastdet.rewrites.rewrite import Framework, rewritten
+from torch_fastdet.rewrites.rewrite import Framework
 from torch_fastdet.switches.upsample.switch import upsample_forward
 
 HERE = (__name__,)
 
 
 def joined_upsampling(model, loop, modules):
-    return rewritten(model, [partial(upsample_concat, framework=Framework(modules, ("forward", loop)))])
+    return upsample_concat.apply(model, [Framework(modules, ("forward", loop))])
 
 
 def images_of_bytes(model, methods, modules):
-    return rewritten(model, [partial(stem_of_bytes, framework=Framework(modules, methods))])
+    return stem_of_bytes.apply(model, [Framework(modules, methods)])
 
 
 class Concat(nn.Module):

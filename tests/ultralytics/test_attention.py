@@ -5,9 +5,8 @@ import copy
 import pytest
 import torch
 
-from torch_fastdet.rewrites import attention
+from torch_fastdet.rewrites import rewrite
 from torch_fastdet.rewrites.attention import attention_in_rows, softmax
-from torch_fastdet.rewrites.rewrite import rewritten
 
 block = pytest.importorskip("ultralytics.nn.modules.block", exc_type=ImportError)
 
@@ -22,14 +21,14 @@ MAKE = {
 
 @pytest.fixture(autouse=True)
 def _bn_act_optim(monkeypatch):
-    monkeypatch.setattr(attention, "adds_freely", lambda model: True)
+    monkeypatch.setattr(rewrite, "adds_freely", lambda model: True)
 
 
 def run(model, x, amp, inside):
     x, seen = x.clone().requires_grad_(), []
     with torch.autocast(x.device.type, torch.bfloat16, enabled=amp):
         if inside:
-            with rewritten(model, [attention_in_rows]):
+            with attention_in_rows.apply(model):
                 inner = [module for module in model.modules() if "forward" in vars(module)]
                 hooks = [module.proj.register_forward_pre_hook(lambda _, given: seen.extend(given)) for module in inner]
                 y = model(x)
@@ -72,10 +71,10 @@ def test_what_is_left_to_stock():
 
     model = torch.nn.Sequential(block.AAttn(64, 2), Own(64, 2), block.AAttn(64, 2), torch.nn.Conv2d(64, 64, 3))
     model[2].register_forward_hook(lambda *_: None)
-    with rewritten(model, [attention_in_rows]):
+    with attention_in_rows.apply(model):
         assert not any("forward" in vars(module) for module in model.modules())
     model.to(memory_format=torch.channels_last)
-    with rewritten(model, [attention_in_rows]):
+    with attention_in_rows.apply(model):
         assert [("forward" in vars(module)) for module in model] == [True, False, False, False]
 
 
@@ -91,7 +90,7 @@ def test_a_fork_that_scales_behind_the_product_is_left_to_stock(monkeypatch):
     model = torch.nn.Sequential(block.Attention(64, 2), torch.nn.Conv2d(64, 64, 3)).to(
         memory_format=torch.channels_last
     )
-    with rewritten(model, [attention_in_rows]):
+    with attention_in_rows.apply(model):
         assert "forward" not in vars(model[0])
 
 

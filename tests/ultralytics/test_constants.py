@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_fastdet.rewrites.rewrite import rewritten
 from torch_fastdet.rewrites.rtdetr_layers import constants_on_device
 
 transformer = pytest.importorskip("ultralytics.nn.modules.transformer", exc_type=ImportError)
@@ -40,12 +39,12 @@ def test_are_made_on_the_models_device(kind):
     model, x = torch.nn.Sequential(make()).eval(), images()
     with torch.no_grad():
         expected = model(x)
-        with rewritten(model, [constants_on_device]):
+        with constants_on_device.apply(model):
             found = model(x)
     for mine, theirs in zip(torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(expected)):
         assert not isinstance(mine, torch.Tensor) or torch.equal(mine, theirs)
     if kind == "AIFI":  # the decoder reads numbers, which have no values there
-        with rewritten(model.to("meta"), [constants_on_device]), Ranges() as ranges:
+        with constants_on_device.apply(model.to("meta")), Ranges() as ranges:
             model(x.to("meta"))
         assert ranges.devices == {"meta"}
     assert "forward" not in vars(model[0])

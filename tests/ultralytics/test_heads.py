@@ -13,9 +13,8 @@ from torch_fastdet import rewrites
 from torch_fastdet.nn import forwards
 from torch_fastdet.nn.joint import JOINT, OF_ONE_INPUT
 from torch_fastdet.rewrites.all_rewrites import fewer_copies
-from torch_fastdet.rewrites.casts import weights_cast_once
+from torch_fastdet.rewrites.casts import weight_casts
 from torch_fastdet.rewrites.heads import first_blocks, head_rows
-from torch_fastdet.rewrites.rewrite import rewritten
 
 ultralytics = pytest.importorskip("ultralytics", exc_type=ImportError)
 tasks = pytest.importorskip("ultralytics.nn.tasks", exc_type=ImportError)
@@ -48,7 +47,7 @@ def test_values_and_gradients(device, same_convolutions, fused_blocks, name, kin
         own = copy.deepcopy(model)
         loss = getattr(losses, kind)(own)
         if inside:
-            with rewritten(own, [head_rows]):
+            with head_rows.apply(own):
                 preds = own(images)
         else:
             preds = own(images)
@@ -74,7 +73,7 @@ def test_evaluation(device, same_convolutions, fused_blocks, name):
         model = model.fuse() if fused else model
         with torch.no_grad():
             want = tensors(model(images))
-            with rewritten(model, [head_rows]), Operators() as operators:
+            with head_rows.apply(model), Operators() as operators:
                 found = tensors(model(images))
             in_heads = 6 * (2 if name == "yolo26n.yaml" and not fused else 1)
             # On the CPU the blocks of the network stay unchanged.
@@ -87,7 +86,7 @@ def test_evaluation(device, same_convolutions, fused_blocks, name):
 
 def test_what_is_left_to_stock(monkeypatch, fused_blocks):
     def takes(model):
-        with rewritten(model, [head_rows]):
+        with head_rows.apply(model):
             return "forward_head" in vars(model.model[-1])
 
     model = make("yolov8n.yaml")
@@ -145,8 +144,8 @@ def compare_first_blocks(detect, device, monkeypatch, joined):
     runs = []
     for inside in (False, True):
         own, operators = copy.deepcopy(model), Operators()
-        at_once = rewritten(own, [first_blocks]) if inside else contextlib.nullcontext()
-        cast_once = weights_cast_once(own, torch.bfloat16 if inside else None)
+        at_once = first_blocks.apply(own) if inside else contextlib.nullcontext()
+        cast_once = weight_casts.apply(own, torch.bfloat16 if inside else None)
         with operators, torch.autocast(device.type, torch.bfloat16), at_once, cast_once:
             preds = own.model[-1](list(x))
         assert not any({"forward", JOINT, OF_ONE_INPUT} & vars(m).keys() for m in own.modules())

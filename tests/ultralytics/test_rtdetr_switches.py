@@ -1,5 +1,6 @@
 """RT-DETR trains as Ultralytics' own, with its criterion by loss_optim and its step with denoising queries by cuda_graph."""
 
+import contextlib
 import copy
 import functools
 import warnings
@@ -25,7 +26,6 @@ from tests.conftest import cuda_missing, some_slow
 from tests.graphs import fake_gpu
 from torch_fastdet.nn import forwards, widened
 from torch_fastdet.patching import switch
-from torch_fastdet.rewrites.rewrite import rewritten
 from torch_fastdet.rewrites.rtdetr_layers import _attend_self as attend_self
 from torch_fastdet.rewrites.rtdetr_layers import deformable_attention, max_pools, without_averaged_weights
 from torch_fastdet.switches.cuda_graph import rtdetr_step
@@ -285,10 +285,9 @@ def test_each_switch_alone(given, on):
 def test_an_evaluated_model_attends_by_operators(on):
     model, x = make_model().eval(), torch.rand(2, 3, 64, 96)
     on("fake", bn_act_optim=True)
-    rewrites = [deformable_attention, without_averaged_weights]
     with torch.no_grad():
         wanted = model(x)
-        with rewritten(model, rewrites):
+        with deformable_attention.apply(model), without_averaged_weights.apply(model):
             assert sum("forward" in vars(module) for module in model.modules()) == 2 * 2 + 1
             found = model(x)
     for mine, theirs in zip((found[0], *found[1][:4]), (wanted[0], *wanted[1][:4]), strict=True):
@@ -611,9 +610,9 @@ def test_the_pooling_of_the_stem_keeps_bytes(on):
     torch.manual_seed(0)
     stem, x = HGStem(3, 8, 8).train(), torch.randn(2, 3, 32, 40)
     found = []
-    for rewrites in ([], [max_pools]):
-        with rewritten(stem, rewrites):
-            assert ("forward" in vars(stem.pool)) == bool(rewrites)
+    for inside in (False, True):
+        with max_pools.apply(stem) if inside else contextlib.nullcontext():
+            assert ("forward" in vars(stem.pool)) == inside
             y = stem(x)
             found.append((y, torch.autograd.grad(y.square().sum(), [*stem.parameters()])))
     assert "forward" not in vars(stem.pool) and torch.equal(found[0][0], found[1][0])

@@ -264,14 +264,9 @@ def aliased_parameters(module: nn.Module) -> Iterator[dict[nn.Parameter, nn.Para
 
     A parameter's node in autograd remembers the stream of its first use, for which a captured backward pass would wait.
     """
-    aliases: dict[nn.Parameter, nn.Parameter] = {}
-    places = []
-    for child in module.modules():
-        for name, parameter in child._parameters.items():
-            if parameter is not None:
-                if parameter not in aliases:
-                    aliases[parameter] = nn.Parameter(parameter.detach(), parameter.requires_grad)
-                places.append((child._parameters, name, parameter))
+    named = [(child._parameters, name) for child in module.modules() for name in child._parameters]
+    places = [(entries, name, parameter) for entries, name in named if (parameter := entries[name]) is not None]
+    aliases = {p: nn.Parameter(p.detach(), p.requires_grad) for _, _, p in places}
     try:
         for entries, name, parameter in places:
             entries[name] = aliases[parameter]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from numbers import Integral
 from typing import Any, Generic, TypeVar
@@ -180,9 +180,9 @@ class CapturedPasses(CapturedCallable[Passes]):
         module: nn.Module,
         make_inputs: Callable[[], list[Tensor]],
         run: Callable[..., object],
-        inside: Iterable[AbstractContextManager] = (),
+        inside: AbstractContextManager[None] | None = None,
     ) -> Passes:
-        """Capture ``run(*make_inputs())``, inside of contexts, and its gradients by inputs that require one and by the module's parameters."""
+        """Capture ``run(*make_inputs())``, inside of a context, and its gradients by inputs that require one and by the module's parameters."""
         stream, pool = self._pool.stream(), self._pool.handle
         captured = Passes(stream)
         captured.held = _capture.attribute_tensors(module)
@@ -191,10 +191,8 @@ class CapturedPasses(CapturedCallable[Passes]):
             _capture.attributes_kept(module),
             _capture.capture_into(captured.forward_graph.held, pool, stream),
             _capture.uncached_autocast(_capture.autocast_dtype()),
-            contextlib.ExitStack() as stack,
+            inside or contextlib.nullcontext(),
         ):
-            for context in inside:
-                stack.enter_context(context)
             static = make_inputs()
             result = run(*static)
         captured.inputs = [_capture.unowned(tensor.detach()) for tensor in static]

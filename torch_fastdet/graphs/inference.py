@@ -56,13 +56,12 @@ class _Captured:
         """Return a copy of what the last launch gives."""
         fresh = [torch.empty_like(output) for output in self.outputs]
         foreach_copy_(fresh, self.outputs)
-        leaves = [fresh[leaf.number] if type(leaf) is _Output else leaf for leaf in self.leaves]
+        leaves = [fresh[leaf] if type(leaf) is _Output else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.structure)
 
 
-class _Output:
-    def __init__(self, number: int) -> None:
-        self.number = number
+class _Output(int):
+    """Stand for the output of this number."""
 
 
 class InferenceGraphs(CapturedCallable[_Captured]):

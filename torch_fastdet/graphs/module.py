@@ -23,7 +23,7 @@ from torch_fastdet.graphs.captured import CapturedPasses, Passes
 from torch_fastdet.graphs.ranks import GradientAverage, Ranks
 from torch_fastdet.graphs.refusal import CaptureError, why_not
 from torch_fastdet.nn import forwards
-from torch_fastdet.rewrites.casts import weights_cast_once
+from torch_fastdet.rewrites.casts import weight_casts
 
 
 def _with_strides(gradient: torch.Tensor | None, strides: tuple[int, ...]) -> torch.Tensor | None:
@@ -73,14 +73,14 @@ class ModuleGraphs(CapturedPasses):
     def forward(self, *inputs: torch.Tensor) -> Any:
         return (self._forward or self.module.forward)(*inputs)
 
-    def _contexts(self) -> list[contextlib.AbstractContextManager]:
-        return [forwards.captured(), self.capturing(), weights_cast_once(self.module, _capture.autocast_dtype())]
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        with forwards.captured(), self.capturing(), weight_casts.apply(self.module, _capture.autocast_dtype()):
+            yield
 
     def _first(self, *inputs: torch.Tensor) -> object:
         """Return an eager call of what would be captured: a resumed training begins with the bits that a replay would have."""
-        with contextlib.ExitStack() as stack:
-            for context in self._contexts():
-                stack.enter_context(context)
+        with self._inside():
             result = self.forward(*inputs)
         for output in tree_flatten(result)[0]:
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
@@ -174,7 +174,7 @@ class ModuleGraphs(CapturedPasses):
             images = torch.empty_like(x, memory_format=_capture.input_format(module, x))
             return [images, *map(torch.empty_like, others)]
 
-        return self._capture_passes(module, static, self.forward, self._contexts())
+        return self._capture_passes(module, static, self.forward, self._inside())
 
     def _leave(self, gradients: list[tuple[nn.Parameter, torch.Tensor]]) -> list[tuple[nn.Parameter, torch.Tensor]]:
         kept = [(p, self._gradients[p]) for p, _ in gradients]

@@ -24,7 +24,7 @@ from torch_fastdet.graphs.refusal import CaptureError, why_not
 from torch_fastdet.nn import forwards
 from torch_fastdet.nn.stem import divided
 from torch_fastdet.optim import FusedStep
-from torch_fastdet.rewrites.casts import weights_cast_once
+from torch_fastdet.rewrites.casts import weight_casts
 from torch_fastdet.rewrites.layers import takes_bytes
 
 _KINDS = {
@@ -386,7 +386,7 @@ class TrainStep(CapturedCallable[_Phase]):
 
     def _forward(self, images: torch.Tensor, labels: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         autocast = _capture.uncached_autocast(self.amp)
-        with forwards.captured(), autocast, self._offer.in_step(self.model), weights_cast_once(self.model, self.amp):
+        with forwards.captured(), autocast, self._offer.in_step(self.model), weight_casts.apply(self.model, self.amp):
             x = images if images.is_floating_point() or self._takes_bytes(images) else divided(images)
             outputs = self.model.forward(x)
             if labels:

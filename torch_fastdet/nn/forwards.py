@@ -509,9 +509,7 @@ def _c3_parts(c3: Block, x: Tensor) -> Tensor | None:
         and _is_conv(c3.cv2)
     ):
         return None
-    halves = None
-    if _is_conv(c3.cv1):
-        halves = _jointly([c3.cv1, c3.cv2], x, [0, last.cv2.conv.out_channels])
+    halves = _jointly([c3.cv1, c3.cv2], x, [0, last.cv2.conv.out_channels]) if _is_conv(c3.cv1) else None
     y = c3.cv1(x) if halves is None else halves[0]
     for block in inner[:-1]:
         y = block(y)

@@ -30,7 +30,7 @@ class SwitchReport:
     in_part: bool = False
     notice: str | None = None
     targets: list[Outcome] = field(default_factory=list)
-    rewrites: tuple[str, ...] = ()
+    rewrites: dict[str, str] = field(default_factory=dict)  # and the evidence for each
 
     @property
     def applies(self) -> bool:
@@ -60,7 +60,8 @@ def _examine(host: Host, switch: Switch, asked: bool, options: Mapping[str, str]
     given = (question(options[option]) for option, question in switch.options.items() if option in options)
     by_options = next((answer for answer in given if answer is not None), None)
     why_not = host.obstacle(switch) or by_options or active.why_not or failed
-    report = SwitchReport(switch.name, asked, why_not, rewrites=switch.rewrites)
+    report = SwitchReport(switch.name, asked, why_not)
+    report.rewrites = {each.line: ", ".join(map(str, each.evidence)) for each in switch.rewrites}
     report.in_part = active.why_not is not None and by_options is None and active.has_replaced_any()
     report.notice = None if report.why_not or switch.notice is None else switch.notice()
     if host.obstacle_to_host() is None or not switch.needs_host:
@@ -123,7 +124,8 @@ def _rows(report: SwitchReport) -> list[tuple[str, str, str]]:
         lost = "not looked at" if report.why_not and not report.in_part else "not in this version"
         applies = f"no: {target.obstacle}" if target.obstacle else "yes" if target.found else lost
         rows.append((f"  {target.name}", applies, ", ".join(target.evidence)))
-    rows += [(f"  in a captured step: {line}", "where the model's parts are known", "") for line in report.rewrites]
+    known = "where the model's parts are known"
+    rows += [(f"  in a captured step: {line}", known, evidence) for line, evidence in report.rewrites.items()]
     return rows
 
 

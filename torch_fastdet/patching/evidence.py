@@ -76,7 +76,7 @@ class Asks:
     """Ask a question of its own ``about`` something, by a function of the original."""
 
     about: str
-    obstacle: Callable[[object], Obstacle | None]
+    obstacle: Callable[[Stock], Obstacle | None]
 
     def __str__(self) -> str:
         return self.about

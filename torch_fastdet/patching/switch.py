@@ -22,6 +22,7 @@ from torch_fastdet.patching.evidence import Asks, Evidence, Follows, Obstacle, S
 from torch_fastdet.patching.import_hook import ImportHook, is_run, names_of, namespace, root, top_level
 from torch_fastdet.patching.protocols import Stock
 from torch_fastdet.patching.replace import Patches, SwitchError, defined_in, describe, is_code_of, original
+from torch_fastdet.rewrites.rewrite import Rewrite
 
 T = TypeVar("T")
 Make = Callable[["Active", Stock, Stock], object]
@@ -153,7 +154,7 @@ class Switch:
         options: for the doctor: a function from an option's value to why the switch cannot apply, by the option's name.
         notice: returns what to say when it is switched on, or None.
         by_name_only: it is not a part of "everything that applies".
-        rewrites: for the doctor: what it changes in a model while that is captured, a line each.
+        rewrites: for the doctor: what it changes in a model while that is captured.
         formerly: an earlier name, which still means it.
         finder: finds what modules of the framework import and the switch does without, until ``unpatch()``.
     """
@@ -168,7 +169,7 @@ class Switch:
     options: dict[str, Callable[[str], Obstacle | None]] = field(default_factory=dict)
     notice: Callable[[], str | None] | None = None
     by_name_only: bool = False
-    rewrites: tuple[str, ...] = ()
+    rewrites: tuple[Rewrite, ...] = ()
     formerly: str = ""
     finder: ImportHook | None = None
 

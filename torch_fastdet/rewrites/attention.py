@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch_fastdet._torch.private import Context
 from torch_fastdet.nn.forwards import OPENS, Block, Opened, added, closed, opened
 from torch_fastdet.patching.protocols import Function
-from torch_fastdet.rewrites.rewrite import Changes, adds_freely, is_in_nhwc, is_read, plain_modules
+from torch_fastdet.rewrites.rewrite import ADDS_FREELY, IN_NHWC, Changes, Rewrite, is_read, plain_modules
 
 MODULE = "ultralytics.nn.modules.block"
 MOST_POSITIONS = 1024  # of the operator, core::kMostSoftmaxColumns
@@ -72,11 +72,11 @@ _KNOWN: dict[str, tuple[str, Function]] = {
 }
 
 
+@functools.partial(Rewrite, "attention blocks read channels_last images without copying them", (ADDS_FREELY, IN_NHWC))
 def attention_in_rows(model: nn.Module) -> Changes:
     """Let Ultralytics' ``Attention`` and ``AAttn`` run as :func:`_attended`, and the sum behind it join its last ``Conv``."""
-    if adds_freely(model) and is_in_nhwc(model):
-        for block in plain_modules(model, *((MODULE, name) for name in _KNOWN)):
-            known, attended = _KNOWN[type(block).__name__]
-            if is_read(type(block).forward, known):
-                yield block, "forward", functools.partial(_forward, attended, block)
-                yield block, OPENS, functools.partial(attended, block)
+    for block in plain_modules(model, *((MODULE, name) for name in _KNOWN)):
+        known, attended = _KNOWN[type(block).__name__]
+        if is_read(type(block).forward, known):
+            yield block, "forward", functools.partial(_forward, attended, block)
+            yield block, OPENS, functools.partial(attended, block)

@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
@@ -20,7 +19,7 @@ from torch_fastdet.nn.forwards import convolutions_of_one_input, is_used
 from torch_fastdet.nn.joint import JOINT
 from torch_fastdet.nn.stem import has_stem_shape
 from torch_fastdet.nn.widened import WIDENED, is_slow
-from torch_fastdet.rewrites.rewrite import Changes, rewritten
+from torch_fastdet.rewrites.rewrite import Changes, Rewrite
 
 _FORWARD = nn.Conv2d.forward
 _LINEAR = nn.Linear.forward
@@ -35,13 +34,6 @@ def _like(tensor: Tensor, other: Tensor) -> Tensor:
     """Return ``tensor`` with ``other``'s strides where the two lie alike: a dimension of one element has any stride."""
     alike = all(a == b or n == 1 for a, b, n in zip(tensor.stride(), other.stride(), tensor.shape))
     return tensor.as_strided(other.shape, other.stride()) if alike else tensor
-
-
-def _cast(tensors: list[Tensor], likes: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    targets = [torch.empty_like(like, dtype=dtype, requires_grad=False) for like in likes]
-    if targets:
-        foreach_copy_(targets, [_like(tensor, like) for tensor, like in zip(tensors, likes)])
-    return targets
 
 
 @dataclass(frozen=True)
@@ -70,6 +62,9 @@ class _Room:
         return torch.empty(shape, dtype=dtype, device=like.device, memory_format=layout)
 
 
+_Cast = dict[Tensor, tuple[_Room, Tensor]]  # the room of each parameter, and the tensor that holds its copy
+
+
 def _cast_into_rooms(rooms: list[_Room], dtype: torch.dtype) -> list[Tensor]:
     made = [room.new(dtype) for room in rooms]
     rests = [tensor[room.used :] for room, tensor in zip(rooms, made) if room.used < room.rows]
@@ -96,7 +91,11 @@ class _CastAll(torch.autograd.Function):
     def backward(ctx: Context, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = [(room, grad) for room, grad in zip(ctx.rooms, grads) if grad is not None]
         likes = [member for room, _ in given for member in room.members]
-        cast = iter(_cast([part for room, grad in given for part in room.places(grad)], likes, torch.float32))
+        parts = [part for room, grad in given for part in room.places(grad)]
+        made = [torch.empty_like(like, dtype=torch.float32) for like in likes]
+        if made:
+            foreach_copy_(made, [_like(part, like) for part, like in zip(parts, likes)])
+        cast = iter(made)
         result = [None if grad is None else next(cast) for room, grad in zip(ctx.rooms, grads) for _ in room.members]
         return (None, None, *result)
 
@@ -219,12 +218,11 @@ def _kind(conv: nn.Conv2d) -> tuple[object, ...]:
     return conv.stride, conv.padding, conv.dilation, weight.shape[1:], weight.stride()
 
 
-def _joined(model: nn.Module, convs: list[nn.Conv2d]) -> list[list[nn.Conv2d]]:
-    """Return groups of those of these convolutions that always read one input and can be one convolution."""
+def _joined(model: nn.Module, convs: list[nn.Conv2d]) -> Iterator[list[nn.Conv2d]]:
+    """Yield groups of those of these convolutions that always read one input and can be one convolution."""
     uses = Counter(conv.weight for conv in convs)
     pairs = list(convolutions_of_one_input(model))
     blocks = Counter(conv for group in pairs for conv in group)  # a convolution may be part of several
-    groups = []
     for group in pairs:
         able = [
             conv
@@ -239,8 +237,7 @@ def _joined(model: nn.Module, convs: list[nn.Conv2d]) -> list[list[nn.Conv2d]]:
         ]
         alike = max(([conv for conv in able if _kind(conv) == _kind(one)] for one in able), key=len, default=[])
         if len(alike) > 1:
-            groups.append(alike)
-    return groups
+            yield alike
 
 
 def _takes_cast(layer: nn.Module) -> TypeGuard[Layer]:
@@ -250,19 +247,31 @@ def _takes_cast(layer: nn.Module) -> TypeGuard[Layer]:
             return False
     elif type(layer) is not nn.Linear or not runs_plainly(layer, _LINEAR):
         return False
-    weight = layer._parameters.get("weight")
-    if weight is None:  # somebody keeps it elsewhere
-        return False
-    parameters = list(layer._parameters.values())
-    return all(p is None or (p.dtype == torch.float32 and p.device == weight.device) for p in parameters)
+    weight, parameters = layer._parameters.get("weight"), layer._parameters.values()
+    return weight is not None and all(  # somebody may keep it elsewhere
+        p is None or (p.dtype == torch.float32 and p.device == weight.device) for p in parameters
+    )
 
 
-def _changes(model: nn.Module, dtype: torch.dtype) -> Changes:
+@partial(Rewrite, "autocast's casts of all weights are one launch, and convolutions of one input are one", ())
+def weight_casts(model: nn.Module, dtype: torch.dtype | None = None) -> Changes:
+    """Let convolutions and linear layers take copies of their parameters in autocast's dtype, which one function made at the start.
+
+    Autocast casts each weight and each gradient by itself, in two launches a layer, of a microsecond of work each. The
+    values are those of autocast with its cache. Only what the layer itself reads is replaced: ``conv.weight`` stays the parameter. The stem,
+    which has a cast of its own, is left alone. Copies of weights with 255 rows get another one of zeros (:func:`_takes_rows`); the
+    result is the first 255 channels.
+
+    With ``bn_act_optim``, copies of 48 rows may get 16 more (:mod:`torch_fastdet.nn.widened`), 1x1 convolutions with a bias are matrix
+    products (:class:`_Pointwise`), linear layers sum their biases' gradients by an operator (:class:`_Linear`), and convolutions that
+    always read one input have their copies in one tensor, so that blocks can run them as one (:data:`torch_fastdet.nn.joint.JOINT`).
+    ``dtype`` is that of autocast; None where it is off.
+    """
     layers = [module for module in model.modules() if _takes_cast(module)]
-    if not layers:
+    if dtype is None or not layers:
         return
     convs = [layer for layer in layers if isinstance(layer, nn.Conv2d)]
-    joined = _joined(model, convs)
+    joined = list(_joined(model, convs))
     products = is_used(model)
     rooms = _rooms(layers, joined, dtype, products)
     trained, frozen = ([r for r in rooms if r.members[0].requires_grad is wanted] for wanted in (True, False))
@@ -279,22 +288,6 @@ def _changes(model: nn.Module, dtype: torch.dtype) -> Changes:
     for group in joined:
         joint = partial(_run_joint, group[0], cast[group[0].weight][1])
         yield from ((conv, JOINT, joint) for conv in group)
-
-
-def weights_cast_once(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[None]:
-    """Let convolutions and linear layers take copies of their parameters in autocast's dtype, which one function made at the start.
-
-    Autocast casts each weight and each gradient by itself, in two launches a layer, of a microsecond of work each. The
-    values are those of autocast with its cache. Only what the layer itself reads is replaced: ``conv.weight`` stays the parameter. The stem,
-    which has a cast of its own, is left alone. Copies of weights with 255 rows get another one of zeros (:func:`_takes_rows`); the
-    result is the first 255 channels.
-
-    With ``bn_act_optim``, copies of 48 rows may get 16 more (:mod:`torch_fastdet.nn.widened`), 1x1 convolutions with a bias are matrix
-    products (:class:`_Pointwise`), linear layers sum their biases' gradients by an operator (:class:`_Linear`), and convolutions that
-    always read one input have their copies in one tensor, so that blocks can run them as one (:data:`torch_fastdet.nn.joint.JOINT`).
-    ``dtype`` is that of autocast; None where it is off.
-    """
-    return rewritten(model, [] if dtype is None else [partial(_changes, dtype=dtype)])
 
 
 def _is_cast(x: Tensor, dtype: torch.dtype) -> bool:
@@ -323,9 +316,7 @@ def _takes_products() -> bool:
     return not torch.are_deterministic_algorithms_enabled() or "CUBLAS_WORKSPACE_CONFIG" in os.environ
 
 
-def _linear(
-    layer: nn.Linear, cast: dict[Tensor, tuple[_Room, Tensor]], dtype: torch.dtype, sums: bool
-) -> Callable[[Tensor], Tensor]:
+def _linear(layer: nn.Linear, cast: _Cast, dtype: torch.dtype, sums: bool) -> Callable[[Tensor], Tensor]:
     weight, bias = cast[layer.weight][1], None if layer.bias is None else cast[layer.bias][1]
     sums = sums and weight.device.type in PADDED_DEVICES
 
@@ -339,9 +330,7 @@ def _linear(
     return forward
 
 
-def _forward_of(
-    conv: nn.Conv2d, cast: dict[Tensor, tuple[_Room, Tensor]], dtype: torch.dtype, pointwise: bool
-) -> Callable[[Tensor], Tensor]:
+def _forward_of(conv: nn.Conv2d, cast: _Cast, dtype: torch.dtype, pointwise: bool) -> Callable[[Tensor], Tensor]:
     room, weights = cast[conv.weight]
     bias = None if conv.bias is None else cast[conv.bias][1]
     place = next(i for i, member in enumerate(room.members) if member is conv.weight)

@@ -14,6 +14,7 @@ from torch_fastdet.nn.joint import OF_ONE_INPUT
 from torch_fastdet.patching.evidence import agree, make_images, stand_ins
 from torch_fastdet.patching.protocols import Function, Head, Model, Names
 from torch_fastdet.rewrites import rewrite
+from torch_fastdet.rewrites.rewrite import ADDS_FREELY, IN_NHWC, Rewrite
 
 _SEQUENTIAL = nn.Sequential.forward
 
@@ -32,6 +33,7 @@ def _makes_views(forward: Function) -> bool:
     return agree(forward, raw_heads, attributes, [make_images(6), -make_images(6)])
 
 
+@functools.partial(Rewrite, "YOLOv5's Detect returns views of its convolutions' outputs", ())
 def head_views(model: Model) -> rewrite.Changes:
     """Let YOLOv5's Detect return (bs, na, ny, nx, no) views of its convolutions' outputs, where the original copies them.
 
@@ -77,15 +79,14 @@ def _outputs(detect: object, x: list[Tensor], box_head: object = None, cls_head:
     return {name: joined(head, x) for name, head in heads.items()} | {"feats": x}
 
 
+@functools.partial(Rewrite, "Ultralytics' Detect writes the channels of an anchor side by side", (ADDS_FREELY, IN_NHWC))
 def head_rows(model: Model) -> rewrite.Changes:
     """Let the boxes and scores of Ultralytics' Detect have the channels of an anchor side by side, as its convolutions write them.
 
     In evaluation the distances of boxes are made from them as they lie.
     """
     detect = rewrite.detect_of(model, "forward_head", rewrite.ULTRALYTICS_HEADS, evaluated=True)
-    if detect is None or not (rewrite.adds_freely(model) and rewrite.is_in_nhwc(model)):
-        return
-    if rewrite.is_read(getattr(type(detect), "forward_head", None), "e09fa378"):
+    if detect is not None and rewrite.is_read(getattr(type(detect), "forward_head", None), "e09fa378"):
         yield detect, "forward_head", functools.partial(_outputs, detect)
         dfl, forward = detect.dfl, type(detect.dfl).forward
         if not model.training and runs_plainly(dfl, forward) and rewrite.is_read(forward, "75cbd4c6"):
@@ -121,9 +122,10 @@ def _levels(head: object) -> Iterator[_Level]:
                 yield _Level(plain)
 
 
+@functools.partial(Rewrite, "first convolutions of a level's branches are one", (ADDS_FREELY,))
 def first_blocks(model: Model) -> rewrite.Changes:
     """Let boxes and classes of YOLOv8, and boxes and masks, or angles, of all, begin with one convolution (:mod:`torch_fastdet.nn.joint`)."""
-    head = rewrite.head_of(model, rewrite.ULTRALYTICS_HEADS) if rewrite.adds_freely(model) else None
+    head = rewrite.head_of(model, rewrite.ULTRALYTICS_HEADS)
     if levels := list(_levels(head)):
         yield head, OF_ONE_INPUT, [level.blocks for level in levels]
         for level in levels:

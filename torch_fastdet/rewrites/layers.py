@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch_fastdet._torch.private import runs_plainly
 from torch_fastdet.nn.forwards import begins_with_stem, forward_of_bytes
 from torch_fastdet.patching.evidence import agree, make_images
 from torch_fastdet.patching.protocols import Function, Model
-from torch_fastdet.rewrites.rewrite import Changes, Framework, layers_of
+from torch_fastdet.rewrites.rewrite import FRAMEWORKS, Changes, Framework, Rewrite, layers_of
 from torch_fastdet.switches.upsample.switch import doubles, upsample_forward
 
 _MARK = "torch_fastdet_takes_bytes"
@@ -56,12 +56,13 @@ def _joined(upsample: Model, concat: object) -> Callable[[list[Tensor]], Tensor]
     return forward
 
 
-def upsample_concat(model: Model, framework: Framework) -> Changes:
+@functools.partial(Rewrite, "upsamplings write into the concatenations behind them", ())
+def upsample_concat(model: Model, frameworks: Iterable[Framework] = FRAMEWORKS) -> Changes:
     """Join each upsampling of ``upsample_optim`` with the concatenation that alone reads its result.
 
     A layer reads the results that its attribute ``f`` names; ``model.save`` has the numbers of those that later layers read.
     """
-    layers, save = layers_of(model, framework, loop_alone=True), getattr(model, "save", None)
+    layers, save = layers_of(model, frameworks, loop_alone=True), getattr(model, "save", None)
     for upsample, concat in itertools.pairwise(layers):
         if isinstance(save, (list, tuple, set)) and _is_pair(upsample, concat, save):
             yield upsample, "forward", lambda x: x
@@ -73,9 +74,10 @@ def takes_bytes(model: nn.Module) -> bool:
     return _MARK in vars(model)
 
 
-def stem_of_bytes(model: Model, framework: Framework) -> Changes:
+@functools.partial(Rewrite, "the stem reads uint8 images and divides them by 255", ())
+def stem_of_bytes(model: Model, frameworks: Iterable[Framework] = FRAMEWORKS) -> Changes:
     """Let the model take uint8 images too (:func:`takes_bytes`). Its first layer, a stem of ``bn_act_optim``, alone reads the images."""
-    first = next(iter(layers_of(model, framework)), None)
+    first = next(iter(layers_of(model, frameworks)), None)
     if first is not None and getattr(first, "f", None) == -1 and begins_with_stem(first):
         yield first, "forward", functools.partial(forward_of_bytes, first)
         yield model, _MARK, True

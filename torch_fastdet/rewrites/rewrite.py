@@ -12,22 +12,32 @@ from torch import nn
 from torch_fastdet._torch.modules import is_channels_last, own_attributes
 from torch_fastdet._torch.private import every_module_has_hooks, runs_plainly
 from torch_fastdet.nn.forwards import is_used
-from torch_fastdet.patching.evidence import fingerprint
+from torch_fastdet.patching.evidence import Asks, Evidence, Obstacle, fingerprint, obstacle_among
 from torch_fastdet.patching.protocols import Head, Model, Stock
 
 #: The attributes to set: owner, name and value.
 Changes: TypeAlias = Iterable[tuple[object, str, object]]
-#: Returns what it changes in a model, or nothing if it does not know the model.
-Rewrite: TypeAlias = Callable[[Any], Changes]
 
 
-@contextlib.contextmanager
-def rewritten(model: nn.Module, rewrites: Iterable[Rewrite]) -> Iterator[None]:
-    """Change the model by the rewrites, one after another, while inside."""
-    with contextlib.ExitStack() as stack:
-        for rewrite in rewrites:
-            stack.enter_context(own_attributes([*rewrite(model)]))
-        yield
+class Rewrite(NamedTuple):
+    """Describe one change of a model that is captured."""
+
+    #: What it does, for the doctor.
+    line: str
+    #: What must hold of the whole model.
+    evidence: tuple[Evidence, ...]
+    #: Returns what it changes in a model with this evidence: nothing where it does not know the model's parts.
+    changes: Callable[..., Changes]
+
+    def obstacle(self, model: nn.Module) -> Obstacle | None:
+        return obstacle_among(self.evidence, model)
+
+    @contextlib.contextmanager
+    def apply(self, model: nn.Module, *given: object) -> Iterator[None]:
+        """Change the model while inside. ``given``: what ``changes`` takes beside it."""
+        changes = self.changes(model, *given) if self.obstacle(model) is None else ()
+        with own_attributes([*changes]):
+            yield
 
 
 class Framework(NamedTuple):
@@ -40,10 +50,21 @@ class Framework(NamedTuple):
     #: The class that must define them; "" for any.
     owner: str = ""
 
+    def runs(self, model: object, loop_alone: bool) -> bool:
+        """Return whether the framework's methods, or the last of them with ``loop_alone``, are those of the model."""
+        methods = self.methods[-1:] if loop_alone else self.methods
+        found: list[Any] = [getattr(type(model), name, None) for name in methods]
+        return all(
+            getattr(method, "__module__", None) in self.modules
+            and (not self.owner or method.__qualname__.startswith(f"{self.owner}."))
+            for method in found
+        ) and not any(name in vars(model) for name in methods)
+
 
 YOLOV5 = Framework(("models.yolo", "yolov5.models.yolo"), ("forward", "_forward_once"))
 ULTRALYTICS = Framework(("ultralytics.nn.tasks",), ("forward", "predict", "_predict_once"), "BaseModel")
 ULTRALYTICS_HEADS = Framework(("ultralytics.nn.modules.head",))
+FRAMEWORKS = (YOLOV5, ULTRALYTICS)
 
 
 @functools.cache
@@ -60,19 +81,11 @@ def plain_modules(model: nn.Module, *classes: tuple[str, str]) -> Iterator[Any]:
             yield module
 
 
-def layers_of(model: object, framework: Framework, loop_alone: bool = False) -> list[Any]:
-    """Return the model's layers if the framework's methods, or the last of them with ``loop_alone``, run them in a row unseen; else nothing."""
+def layers_of(model: object, frameworks: Iterable[Framework], loop_alone: bool = False) -> list[Any]:
+    """Return the model's layers if a framework, or its loop over them with ``loop_alone``, runs them in a row unseen; else nothing."""
     layers = getattr(model, "model", None)
-    methods = framework.methods[-1:] if loop_alone else framework.methods
-    found: list[Any] = [getattr(type(model), name, None) for name in methods]
-    known = all(
-        getattr(method, "__module__", None) in framework.modules
-        and (not framework.owner or method.__qualname__.startswith(f"{framework.owner}."))
-        for method in found
-    )
-    if not known or any(name in vars(model) for name in methods) or every_module_has_hooks():
-        return []
-    return list(layers) if isinstance(layers, nn.Sequential) else []
+    known = not every_module_has_hooks() and any(framework.runs(model, loop_alone) for framework in frameworks)
+    return list(layers) if known and isinstance(layers, nn.Sequential) else []
 
 
 def head_of(model: Model, framework: Framework, evaluated: bool = False) -> Head:
@@ -93,6 +106,8 @@ def adds_freely(model: nn.Module) -> bool:
     return not every_module_has_hooks() and is_used(model)
 
 
-def is_in_nhwc(model: nn.Module) -> bool:
-    """Return whether the model's weights are channels_last: some rewrites are faster in that memory format alone."""
-    return any(map(is_channels_last, model.parameters()))
+_NO_BLOCKS = Obstacle("bn_act_optim has replaced none of its blocks.")
+ADDS_FREELY = Asks("blocks of bn_act_optim", lambda model: None if adds_freely(model) else _NO_BLOCKS)
+#: Some rewrites are faster in this memory format alone.
+_NCHW = Obstacle("its weights are not channels_last.")
+IN_NHWC = Asks("channels_last weights", lambda model: None if any(map(is_channels_last, model.parameters())) else _NCHW)

@@ -15,7 +15,7 @@ from torch_fastdet._torch.private import runs_plainly
 from torch_fastdet.nn.forwards import window_of
 from torch_fastdet.patching.protocols import Function, Stock
 from torch_fastdet.patching.replace import with_names
-from torch_fastdet.rewrites.rewrite import Changes, adds_freely, is_read, plain_modules
+from torch_fastdet.rewrites.rewrite import ADDS_FREELY, Changes, Rewrite, is_read, plain_modules
 
 _MODULE, _HEADS = "ultralytics.nn.modules.transformer", "ultralytics.nn.modules.head"
 _SAMPLED = "multi_scale_deformable_attn_pytorch"
@@ -40,13 +40,12 @@ def _forward_of(stock: Stock) -> Callable[..., Tensor] | None:
     return with_names(stock, **{_SAMPLED: attend})
 
 
+@functools.partial(Rewrite, "RT-DETR's deformable attention is one operator", (ADDS_FREELY,))
 def deformable_attention(model: nn.Module) -> Changes:
     """Let ``MSDeformAttn`` run :func:`torch_fastdet.ops.deformable_attention`."""
-    if adds_freely(model):
-        for module in plain_modules(model, (_MODULE, "MSDeformAttn")):
-            forward = _forward_of(type(module).forward)
-            if forward is not None:
-                yield module, "forward", functools.partial(forward, module)
+    for module in plain_modules(model, (_MODULE, "MSDeformAttn")):
+        if (forward := _forward_of(type(module).forward)) is not None:
+            yield module, "forward", functools.partial(forward, module)
 
 
 def _softmax(scores: Tensor, dim: int) -> Tensor:
@@ -71,12 +70,13 @@ def _attend_self(attention: nn.MultiheadAttention, *args: object, **kwargs: obje
     return (_attention_by_scores() if repeats else fused)(attention, *args, **kwargs)
 
 
+@functools.partial(Rewrite, "RT-DETR's self-attention averages no weights", (ADDS_FREELY,))
 def without_averaged_weights(model: nn.Module) -> Changes:
     """Let self-attention of RT-DETR's layers compute no averaged weights, which nothing reads.
 
     It is fused then, unless a training is to be deterministic; benchmarks/NOTES.md has what that costs.
     """
-    for layer in model.modules() if adds_freely(model) else ():
+    for layer in model.modules():
         name = _SELF_ATTENTION.get(type(layer).__name__) if type(layer).__module__ == _MODULE else None
         attention = getattr(layer, name) if name else None
         if type(attention) is nn.MultiheadAttention and runs_plainly(attention, nn.MultiheadAttention.forward):
@@ -88,6 +88,7 @@ def _on_its_device(module: nn.Module, *args: object, **kwargs: object) -> object
         return type(module).forward(module, *args, **kwargs)
 
 
+@functools.partial(Rewrite, "RT-DETR makes its constants on the GPU", ())
 def constants_on_device(model: nn.Module) -> Changes:
     """Make tensors for which no device is named on the model's: a capture cannot copy from the CPU.
 
@@ -101,8 +102,9 @@ def _pooled(kernel_size: int, x: Tensor) -> Tensor:
     return torch.ops.torch_fastdet.max_pool(x, kernel_size)[0]
 
 
+@functools.partial(Rewrite, "max pooling of stride 1 and without padding keeps bytes as indices", (ADDS_FREELY,))
 def max_pools(model: nn.Module) -> Changes:
     """Let ``nn.MaxPool2d`` of stride 1 and without padding, as in the backbone's stem, run an operator that keeps a byte for each window."""
-    for module in model.modules() if adds_freely(model) else ():
+    for module in model.modules():
         if (size := window_of(module)) and module.padding == 0:
             yield module, "forward", functools.partial(_pooled, size)

@@ -7,7 +7,6 @@ import functools
 from torch_fastdet.patching.evidence import Signature
 from torch_fastdet.patching.switch import GPU, Switch, Target, obstacle_in_device
 from torch_fastdet.rewrites import all_rewrites
-from torch_fastdet.rewrites.all_rewrites import lines
 from torch_fastdet.switches.cuda_graph import ultralytics as of_ultralytics
 from torch_fastdet.switches.cuda_graph import yolov5 as of_yolov5
 from torch_fastdet.switches.cuda_graph.common import timer
@@ -29,7 +28,7 @@ YOLOV5 = Switch(
     modules=("models.yolo", "models.common", "utils.general"),
     evidence=(GPU,),
     options={"device": obstacle_in_device},
-    rewrites=lines(all_rewrites.YOLOV5),
+    rewrites=all_rewrites.YOLOV5,
 )
 
 
@@ -62,5 +61,5 @@ ULTRALYTICS = Switch(
     modules=("nn.tasks", "engine.trainer", "nn.backends.pytorch", "utils.ops"),
     evidence=(GPU,),
     options={"device": obstacle_in_device, "compile": of_ultralytics.obstacle_in_compile},
-    rewrites=lines(all_rewrites.ULTRALYTICS),
+    rewrites=all_rewrites.ULTRALYTICS,
 )
