@@ -1,6 +1,7 @@
 """Threads that scan images and labels give the frameworks' own results, warnings, order, counts and cache files."""
 
 import copy
+import gc
 import os
 import shutil
 import struct
@@ -169,17 +170,17 @@ def same(mine, theirs) -> bool:
 def scanned(framework, monkeypatch) -> list[str]:
     """Replace the pool as the switch does; return the lines that it prints."""
     told: list[str] = []
-    module, name, result, known = framework
+    module, name, dataset, result, known = framework
     active = SimpleNamespace(name="loader_optim", tell=told.append)
     active.replace = lambda owner, attribute, new, quietly: monkeypatch.setattr(owner, attribute, new)
-    labels.scan_by_threads(active, module, name, result, known)
+    labels.scan_by_threads(active, module, name, dataset, result, known)
     return told
 
 
 @pytest.fixture
 def ultralytics():
     module = pytest.importorskip("ultralytics.data.dataset", reason="ultralytics is not installed")
-    return module, "ThreadPool", labels.ultralytics_result, labels.ULTRALYTICS
+    return module, "ThreadPool", module.YOLODataset, labels.ultralytics_result, labels.ULTRALYTICS
 
 
 @pytest.fixture
@@ -187,7 +188,7 @@ def yolov5():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = pytest.importorskip("yolov5.utils.dataloaders", reason="yolov5 is not installed")
-    return module, "Pool", labels.yolov5_result, labels.YOLOV5
+    return module, "Pool", module.LoadImagesAndLabels, labels.yolov5_result, labels.YOLOV5
 
 
 @pytest.mark.parametrize("chunk", [4096, 7])
@@ -250,7 +251,19 @@ def test_cache_files_of_yolov5(pristine, yolov5, tmp_path, monkeypatch):
 
 
 def test_other_code_scans_itself(ultralytics, monkeypatch):
-    module, name, result, known = ultralytics
-    told = scanned((module, name, result, {**known, "check_image": ("",)}), monkeypatch)
+    module, *others, known = ultralytics
+    told = scanned((module, *others, {**known, "check_image": ("",)}), monkeypatch)
     assert told == ["loader_optim: the original code scans labels, because check_image is not known"]
     assert module.ThreadPool is ThreadPool
+
+
+def test_no_full_garbage_collection_meanwhile():
+    before, seen = gc.get_threshold(), []
+
+    def stock(*_: object) -> None:
+        seen.append(gc.get_threshold())
+        raise OSError
+
+    with pytest.raises(OSError):
+        labels.cache_labels(None, stock)(None)
+    assert seen == [(*before[:2], 1 << 30)] and gc.get_threshold() == before

@@ -6,6 +6,7 @@ All others are left to the framework's own function, with its repairs, warnings 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -13,12 +14,16 @@ from typing import Any
 
 import numpy as np
 
+from torch_fastdet.images.ahead import in_order
 from torch_fastdet.patching.evidence import fingerprint
 from torch_fastdet.patching.protocols import Function, Stock
+from torch_fastdet.patching.replace import around
 from torch_fastdet.patching.switch import Active
 
-#: So many files are read at once.
+#: So many files are read by one call.
 CHUNK = 4096
+#: So many chunks are read at once, while the framework takes the results of the one before.
+AHEAD = 2
 MISSING, NOT_PLAIN = -1, -2
 #: Float32 holds every integer up to this one.
 MOST_CLASSES = 1 << 24
@@ -29,9 +34,9 @@ Result = Callable[[Arguments, np.ndarray, list[np.ndarray], tuple[int, int], boo
 
 
 def scan_by_threads(
-    active: Active, module: Stock, name: str, result: Result, known: Mapping[str, Collection[str]]
+    active: Active, module: Stock, name: str, dataset: Stock, result: Result, known: Mapping[str, Collection[str]]
 ) -> None:
-    """Replace the pool, of this name, by which a framework's module scans labels with its ``verify_image_label``.
+    """Replace the pool, of this name, by which ``cache_labels`` of a framework's data set calls its module's ``verify_image_label``.
 
     ``known`` are fingerprints of the functions that say which files are plain.
     """
@@ -44,6 +49,18 @@ def scan_by_threads(
     except ImportError:
         return active.tell(f"{active.name}: the original code scans labels, because torch_fastdet._C is not built")
     active.replace(module, name, _pool_class(getattr(module, name), verify, result, read_labels), quietly=True)
+    active.replace(dataset, "cache_labels", cache_labels(active, dataset.cache_labels), quietly=True)
+
+
+@around
+def cache_labels(_: object, stock: Function, *args: object, **kwargs: object) -> object:
+    """Run the original method without full garbage collections: each walks all labels so far and frees none."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*thresholds[:2], 1 << 30)
+    try:
+        return stock(*args, **kwargs)
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def _pool_class(stock: Stock, verify: Function, result: Result, read_labels: Function) -> type:
@@ -53,16 +70,19 @@ def _pool_class(stock: Stock, verify: Function, result: Result, read_labels: Fun
         def imap(self, func: object, iterable: Iterable[Arguments], chunksize: int = 1) -> Iterator[object]:
             if func is not verify:
                 return super().imap(func, iterable, chunksize)
-            return self._scan(iter(iterable))
+            arguments = iter(iterable)
+            first = list(itertools.islice(arguments, 1))
+            arguments = itertools.chain(first, arguments)
+            classes = _classes(first[0]) if first else None
+            return super().imap(verify, arguments) if classes is None else self._scan(arguments, classes)
 
-        def _scan(self, arguments: Iterator[Arguments]) -> Iterator[object]:
-            while chunk := list(itertools.islice(arguments, CHUNK)):
-                classes = _classes(chunk[0])
-                if classes is None:
-                    yield from super().imap(verify, itertools.chain(chunk, arguments))
-                    return
+        def _scan(self, arguments: Iterator[Arguments], classes: float) -> Iterator[object]:
+            def read(chunk: list[Arguments]) -> tuple[Any, ...]:
                 images, labels = ([os.fsencode(each[column]) for each in chunk] for column in (0, 1))
-                table, rows, lengths, points = read_labels(images, labels, classes, len(self._pool))
+                return chunk, *read_labels(images, labels, classes, len(self._pool))
+
+            chunks = iter(lambda: list(itertools.islice(arguments, CHUNK)), [])
+            for chunk, table, rows, lengths, points in in_order(read, chunks, AHEAD, AHEAD):
                 found, ends = table.tolist(), np.cumsum(lengths).tolist()
                 polygons = [points[end - length : end] for length, end in zip(lengths.tolist(), ends) if length]
                 rest = super().imap(verify, [each for each, row in zip(chunk, found) if row[2] == NOT_PLAIN])

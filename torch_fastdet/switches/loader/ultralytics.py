@@ -247,7 +247,9 @@ def build_dataloader(active: Active, stock: Function, build: Stock) -> Callable[
     for name, make in (("cache_images", cache_images), ("set_rectangle", set_rectangle)):
         active.replace(base, name, make(active, vars(base)[name]))
     scans = importlib.import_module("ultralytics.data.dataset")
-    labels.scan_by_threads(active, scans, "ThreadPool", labels.ultralytics_result, labels.ULTRALYTICS)
+    labels.scan_by_threads(
+        active, scans, "ThreadPool", scans.YOLODataset, labels.ultralytics_result, labels.ULTRALYTICS
+    )
     signature, stock_loader = inspect.signature(stock), build.InfiniteDataLoader
 
     @in_place_of(stock)

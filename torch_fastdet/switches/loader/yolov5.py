@@ -253,7 +253,7 @@ def _planned(dataset: YOLOv5Dataset, options: Names) -> PlannedLoading | None:
 
 
 def data_set(active: Active, stock: type, module: Stock) -> type:
-    labels.scan_by_threads(active, module, "Pool", labels.yolov5_result, labels.YOLOV5)
+    labels.scan_by_threads(active, module, "Pool", stock, labels.yolov5_result, labels.YOLOV5)
     return dataset_class(stock)
 
 
