@@ -1,4 +1,4 @@
-// torch_fastdet._C.read_labels reads image and label files in threads, with the GIL released.
+// torch_fastdet._C.read_labels and file_sizes read files in threads, with the GIL released.
 #include "python/bind.h"
 
 #include <pybind11/numpy.h>
@@ -23,28 +23,45 @@ struct Found {
   core::Labels labels;
 };
 
-std::vector<Found> scan(const std::vector<std::string>& images, const std::vector<std::string>& labels, float classes,
-                        int threads) {
-  std::vector<Found> found(images.size());
+// Call work(i) for each i below count, in threads.
+template <typename Work>
+void in_threads(size_t count, int threads, const Work& work) {
   std::atomic<size_t> next{0};
-  const auto work = [&] {
-    for (size_t i; (i = next++) < images.size();) {
-      try {
-        found[i].count =
-            core::scan_plain(images[i].c_str(), labels[i].c_str(), classes, found[i].size, found[i].labels);
-      } catch (const std::bad_alloc&) {  // left to the framework, which reports it
-        found[i] = Found{};
-      }
-    }
+  const auto all = [&] {
+    for (size_t i; (i = next++) < count;) work(i);
   };
   std::vector<std::thread> others;
   try {
-    while (static_cast<int>(others.size()) < threads - 1) others.emplace_back(work);
+    while (static_cast<int>(others.size()) < threads - 1) others.emplace_back(all);
   } catch (const std::system_error&) {  // the system has no more threads
   }
-  work();
+  all();
   for (std::thread& thread : others) thread.join();
+}
+
+std::vector<Found> scan(const std::vector<std::string>& images, const std::vector<std::string>& labels, float classes,
+                        int threads) {
+  std::vector<Found> found(images.size());
+  in_threads(images.size(), threads, [&](size_t i) {
+    try {
+      found[i].count = core::scan_plain(images[i].c_str(), labels[i].c_str(), classes, found[i].size, found[i].labels);
+    } catch (const std::bad_alloc&) {  // left to the framework, which reports it
+      found[i] = Found{};
+    }
+  });
   return found;
+}
+
+py::array_t<int64_t> file_sizes(const std::vector<std::string>& paths, int threads) {
+  py::array_t<int64_t> sizes(static_cast<py::ssize_t>(paths.size()));
+  int64_t* size = sizes.mutable_data();
+  const py::gil_scoped_release release;
+  in_threads(paths.size(), threads, [&](size_t i) {
+    struct stat status;
+    const bool whole = paths[i].find('\0') == std::string::npos;
+    size[i] = whole && ::stat(paths[i].c_str(), &status) == 0 ? status.st_size : -1;
+  });
+  return sizes;
 }
 
 py::tuple read_labels(const std::vector<std::string>& images, const std::vector<std::string>& labels, float classes,
@@ -83,4 +100,5 @@ void bind_labels(py::module_& m) {
       "read_labels", read_labels, py::arg("images"), py::arg("labels"), py::arg("classes"), py::arg("threads"),
       "(height, width, rows) of each image, where rows is -1 without a label file and -2 for files that are not proven "
       "plain; the rows of all label files; how many points the polygon of each row has, 0 for a box; and all points.");
+  m.def("file_sizes", file_sizes, py::arg("paths"), py::arg("threads"), "The size of each file, -1 if there is none.");
 }

@@ -257,6 +257,23 @@ def test_other_code_scans_itself(ultralytics, monkeypatch):
     assert module.ThreadPool is ThreadPool
 
 
+def test_hash_of_yolov5(yolov5, tmp_path, monkeypatch):
+    module = yolov5[0]
+    for index in range(300):
+        (tmp_path / f"{index} caf\u00e9").write_bytes(bytes(index))
+    (tmp_path / "link").symlink_to(tmp_path / "299 caf\u00e9")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    names = [*map(str, tmp_path.iterdir()), str(tmp_path), str(tmp_path / "missing"), f"{tmp_path}\0", "", "."]
+    stock, told = module.get_hash, []
+    active = SimpleNamespace(replace=lambda owner, name, new, quietly: monkeypatch.setattr(owner, name, new))
+    labels.hash_by_threads(active, module)
+    assert module.get_hash is not stock
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "getsize", told.append)  # threads have read all sizes
+        mine = module.get_hash(names)
+    assert mine == stock(names) and told == [] and module.get_hash([]) == stock([])
+
+
 def test_no_full_garbage_collection_meanwhile():
     before, seen = gc.get_threshold(), []
 

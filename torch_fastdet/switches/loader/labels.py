@@ -10,20 +10,24 @@ import gc
 import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 
 from torch_fastdet.images.ahead import in_order
+from torch_fastdet.images.recorder import recording_module
 from torch_fastdet.patching.evidence import fingerprint
 from torch_fastdet.patching.protocols import Function, Stock
-from torch_fastdet.patching.replace import around
+from torch_fastdet.patching.replace import around, defined_in, in_place_of, with_names
 from torch_fastdet.patching.switch import Active
 
 #: So many files are read by one call.
 CHUNK = 4096
-#: So many chunks are read at once, while the framework takes the results of the one before.
+#: So many chunks are read at once, while the framework takes the results of an earlier one.
 AHEAD = 2
+#: Threads that read file sizes. On network disks they mostly wait.
+HASH_THREADS = 8
 MISSING, NOT_PLAIN = -1, -2
 #: Float32 holds every integer up to this one.
 MOST_CLASSES = 1 << 24
@@ -61,6 +65,30 @@ def cache_labels(_: object, stock: Function, *args: object, **kwargs: object) ->
         return stock(*args, **kwargs)
     finally:
         gc.set_threshold(*thresholds)
+
+
+def hash_by_threads(active: Active, module: Stock) -> None:
+    """Replace YOLOv5's ``get_hash`` of files' sizes and paths, which each start of a training calls."""
+    try:
+        from torch_fastdet._C import file_sizes
+    except ImportError:
+        return
+    stock = defined_in(module.__name__, "get_hash")
+    if type(stock) is not FunctionType:
+        return
+
+    @in_place_of(stock)
+    def get_hash(paths: list[str]) -> object:
+        """Run the original function on sizes that threads have read."""
+        sizes = zip(paths, file_sizes([os.fsencode(path) for path in paths], HASH_THREADS).tolist())
+        known = {path: size for path, size in sizes if size >= 0}
+        changed = {
+            "exists": lambda path: path in known or os.path.exists(path),
+            "getsize": lambda path: known[path] if path in known else os.path.getsize(path),
+        }
+        return with_names(stock, os=recording_module(os, {"path": recording_module(os.path, changed)}))(paths)
+
+    active.replace(module, "get_hash", get_hash, quietly=True)
 
 
 def _pool_class(stock: Stock, verify: Function, result: Result, read_labels: Function) -> type:

@@ -254,6 +254,7 @@ def _planned(dataset: YOLOv5Dataset, options: Names) -> PlannedLoading | None:
 
 def data_set(active: Active, stock: type, module: Stock) -> type:
     labels.scan_by_threads(active, module, "Pool", stock, labels.yolov5_result, labels.YOLOV5)
+    labels.hash_by_threads(active, module)
     return dataset_class(stock)
 
 
