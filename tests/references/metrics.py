@@ -54,16 +54,17 @@ def confusion(
     iou = ious(labels, detections) if iou is None else iou[:, above.numpy()]
     owner: dict[int, int] = {}
     for d in range(len(detections)):
-        free = [m for m in range(len(labels)) if rule == "best" or m not in owner]
+        free = [m for m in range(len(labels)) if iou[m, d] > iou_thres and (rule == "best" or m not in owner)]
         if not free:
             continue
         last = 1 if rule == "best" else -1
         best = max(free, key=lambda m: (iou[m, d], last * m))
-        if iou[best, d] > iou_thres and (best not in owner or iou[best, d] >= iou[best, owner[best]]):
+        if best not in owner or iou[best, d] >= iou[best, owner[best]]:
             owner[best] = d
-    for m, label in enumerate(labels):
-        predicted = int(detections[owner[m], 5]) if m in owner else background
-        matrix[predicted, int(label[0])] += 1
+    classes = [int(detection[5]) for detection in detections]
+    pairs = [(classes[owner[m]] if m in owner else background, int(label[0])) for m, label in enumerate(labels)]
     if owner or rule == "greedy":
-        for d in set(range(len(detections))) - set(owner.values()):
-            matrix[int(detections[d, 5]), background] += 1
+        pairs += [(classes[d], background) for d in set(range(len(classes))) - set(owner.values())]
+    for pair in pairs:
+        if min(pair) >= 0 and max(pair) <= background:
+            matrix[pair] += 1
