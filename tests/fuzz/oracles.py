@@ -580,7 +580,7 @@ ANY = {
     "upsample_nearest2x_cat": {"x", "skip"},
 }
 
-#: No oracle handles NaN and infinity in these, which are an operator's settings and results of a forward pass.
+#: No oracle handles NaN and infinity in these, which are an operator's settings and results of a forward pass, nor in LEAVES.
 FINITE = {"anchors", "balance", "class_weights", "gains", "invstd", "iouv", "lr", "matrices", "mean", "settings", "sigmas", "y"}  # fmt: skip
 
 
@@ -620,7 +620,8 @@ def expected(operator: Any, args: tuple, kwargs: dict, found: list[Tensor]) -> l
     name = name_of(operator.name())
     oracle, named = ORACLES.get(name), _named(operator, args, kwargs)
     ordinary = {argument: value for argument, value in named.items() if argument not in ANY.get(name.rstrip("_"), ())}
-    tame = all(_is_tame(x, argument in FINITE) for argument, value in ordinary.items() for x in tree_leaves(value))
+    finite = FINITE | set(LEAVES.get(name, ()))
+    tame = all(_is_tame(x, argument in finite) for argument, value in ordinary.items() for x in tree_leaves(value))
     if oracle is None or not tame:
         return None
     named = tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) else x, named)
