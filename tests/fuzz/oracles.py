@@ -243,7 +243,8 @@ def _suppress(a: Any, layout: str, **options: Any) -> list[Tensor]:
     if getattr(a, "rotated", "none") == "none":
         found = nms.suppress(a.prediction, a.conf_thres, a.iou_thres, *rest, layout=layout, **options)
         return _suppressed(a, *found, False)
-    assert a.prediction.abs().max() <= LARGEST
+    sides = a.prediction[:, 2:4].abs()
+    assert a.prediction.abs().max() <= LARGEST and (sides.amax(1) <= 1e3 * sides.amin(1)).all(), "rounding decides"
     results = []
     for iou_thres in (a.iou_thres, a.iou_thres - 1e-6, a.iou_thres + 1e-6):
         images = nms.suppress_rotated(a.prediction, a.conf_thres, iou_thres, *rest, rotated=a.rotated, **options)

@@ -127,7 +127,8 @@ def ultralytics_non_max_suppression_padded(
         nc: classes; 0 treats every channel past the box as a class.
         rotated: "none" for upright boxes. "fast" and "greedy" take the last extra channel for an angle in radians (without
             extra channels the class, as in Ultralytics) and compare boxes by probiou. With "fast", as in Ultralytics, a box goes if
-            any better one overlaps it; with "greedy" only a kept one counts. A probiou within 1e-5 of the threshold may go either way.
+            any better one overlaps it; with "greedy" only a kept one counts. A probiou within 1e-5 of the threshold may go either way, as
+            may one of a box 1,000 times as long as wide, whose area float32 loses as in Ultralytics.
 
     Returns:
         detections (images, max_det, 6 + extra), counts (images,), indices (images, max_det), int64: the anchor of each
