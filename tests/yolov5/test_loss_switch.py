@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import os
 import pickle
 import warnings
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 import torch_fastdet.yolov5 as drop_in
+from tests import starter
+from tests.yolov5 import real
 from tests.yolov5.test_compute_loss import Model, make_heads, make_targets
 from torch_fastdet.patching.replace import SwitchError
 from torch_fastdet.switches.loss.yolov5 import ComputeLoss
@@ -47,8 +50,19 @@ def test_a_loss_that_derives_from_stocks_keeps_stocks_code(stock, capsys):
     assert loss.built
 
 
+WITHOUT = """
+import sys
+sys.modules["torch_fastdet"] = None  # an import of it raises ImportError
+import torch
+loss, heads, targets, others, wanted = torch.load(sys.argv[1], weights_only=False)
+torch.testing.assert_close(loss(heads, targets, *others)[0], wanted, rtol=1e-4, atol=1e-5)
+print(type(loss).__module__)
+"""
+
+
 @pytest.mark.parametrize("of, gamma", [("utils.loss", 0.0), ("utils.segment.loss", 1.5)])
-def test_a_pickle_of_stocks_becomes_ours(stock, of, gamma):
+def test_a_pickle_is_stocks(stock, tmp_path, of, gamma):
+    """The pickle computes the same without torch_fastdet, and becomes torch_fastdet's again if the switch is on."""
     module = importlib.import_module(f"yolov5.{of}")
     model = Model(classes=2, fl_gamma=gamma, label_smoothing=0.1, cls_pw=1.3, obj_pw=0.8)
     heads, targets, others = make_heads(model, 2, 64), make_targets(5, 2, 2), ()
@@ -56,18 +70,20 @@ def test_a_pickle_of_stocks_becomes_ours(stock, of, gamma):
         model.model[-1].nm = 4
         heads = [torch.cat([head, head[..., :4]], -1) for head in heads], torch.randn(2, 4, 16, 16)
         others = (torch.zeros(len(targets), 16, 16).bernoulli(0.5),)
-    theirs = module.ComputeLoss(model)
-    theirs.gr = 0.7
-    wanted, data = theirs(heads, targets, *others)[0], pickle.dumps(theirs)
     drop_in.patch(loss_optim=True)
     try:
-        loss, made = pickle.loads(data), module.ComputeLoss(model)
+        loss = module.ComputeLoss(model)
+        loss.gr = 0.7
+        wanted = loss(heads, targets, *others)
+        for again in (copy.copy(loss), copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
+            assert isinstance(again, ComputeLoss) and again.gr == 0.7
+            torch.testing.assert_close(again(heads, targets, *others), wanted, rtol=0, atol=0)
+        torch.save([loss, heads, targets, others, wanted[0]], tmp_path / "loss.pt")
     finally:
         drop_in.unpatch()
-    made.gr = 0.7
-    for again in (loss, copy.copy(made), copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert isinstance(again, ComputeLoss) and again.gr == 0.7
-        torch.testing.assert_close(again(heads, targets, *others)[0], wanted, rtol=1e-4, atol=1e-5)
+    environment = real.with_torch_fastdet(dict(os.environ))
+    ran = starter.python(["-c", WITHOUT, str(tmp_path / "loss.pt")], tmp_path, environment, seconds=200, apart=True)
+    assert ran.stdout.split() == [f"yolov5.{of}"], ran.stderr
 
 
 @pytest.mark.parametrize("by_name", [False, True])

@@ -158,6 +158,7 @@ def stand_in(switch: str, stock: type, ours: type, make: Function | None = None)
         "__module__": ours.__module__,
         "__qualname__": ours.__qualname__,
         "__doc__": ours.__doc__,
+        "_stock": stock,
     }
     made.append(StandIn(ours.__name__, (ours,), described))
     return made[0]

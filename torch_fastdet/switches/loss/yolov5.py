@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch_fastdet._say import count
 from torch_fastdet._torch.tensors import DeviceNumbers, unwrap
 from torch_fastdet.graphs.loss_items import read_early
 from torch_fastdet.ops.yolov5_loss import Yolov5LossOptions, split_coefficients, yolov5_detection, yolov5_mask_part
+from torch_fastdet.patching.by_name import filed_as
 from torch_fastdet.patching.protocols import Head, Model, Names, Stock
 from torch_fastdet.switches.loss.common import TARGET_COLUMNS, Checked, TargetStatus
 
@@ -73,6 +75,23 @@ class ComputeLoss(Checked):
         self._on_device.upload(self._balance, self.device)  # now, for a graph capture cannot bring it there
         self._status = TargetStatus("ComputeLoss", "yolov5_loss")
         self._status.prepare(self.device)
+
+    #: The framework's class, if the loss replaces it. Pickles contain an object of that class.
+    _stock: type | None = None
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        if self._stock is None:
+            return super().__reduce_ex__(protocol)
+        return filed_as(self._stock, self._stocks_attributes())
+
+    def _stocks_attributes(self) -> dict[str, object]:
+        """Return the attributes of the framework's loss that computes the same, as its constructor makes them."""
+        detect = SimpleNamespace(na=self.na, nc=self.nc, nl=self.nl, anchors=self.anchors, stride=[], nm=self.nm)
+        hyp = {**self.hyp, **self._entropy}
+        made: Stock = self._stock
+        made = made(SimpleNamespace(model=[detect], hyp=hyp, parameters=lambda: iter([self.anchors])))
+        own = {name: value for name, value in vars(self).items() if name in vars(made)}
+        return {**vars(made), **own, "balance": self.balance}
 
     def __setstate__(self, state: Names) -> None:
         vars(self).update(state)

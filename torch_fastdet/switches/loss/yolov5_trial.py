@@ -73,13 +73,14 @@ def trial_of(ours: type[ComputeLoss], *hyp: Names) -> Behaves:
 
 
 def in_place(active: Active, stock: type, ours: type[ComputeLoss]) -> type:
-    """Return the class that replaces ``stock`` by ``ours``, unless hyperparameters choose another loss."""
+    """Return the class that replaces ``stock`` by ``ours``, unless hyperparameters choose another loss; pickles hold an object of ``stock``."""
 
     def make(*args: Stock, **kwargs: Stock) -> object:
         made = ours(*args, **kwargs)
         if (obstacle := trial_of(ours, made.hyp).obstacle(stock)) is not None:
             active.cannot_apply(obstacle)
             return stock(*args, **kwargs)
+        made._stock = stock
         return made
 
     return stand_in(active.name, stock, ours, make)
