@@ -5,6 +5,7 @@ import gc
 import os
 import shutil
 import struct
+import threading
 import warnings
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -283,4 +284,22 @@ def test_no_full_garbage_collection_meanwhile():
 
     with pytest.raises(OSError):
         labels.cache_labels(None, stock)(None)
-    assert seen == [(*before[:2], 1 << 30)] and gc.get_threshold() == before
+    assert seen == [(*before[:2], labels.NEVER)] and gc.get_threshold() == before
+
+
+def test_collections_begin_again_after_two_scans_at_once():
+    before, (started, ended) = gc.get_threshold(), (threading.Event(), threading.Event())
+
+    def first(*_: object) -> None:
+        started.set()
+        assert ended.wait(30)
+
+    def second(*_: object) -> None:
+        ended.set()
+        scan.join()
+
+    scan = threading.Thread(target=labels.cache_labels(None, first), args=(None,))
+    scan.start()
+    assert started.wait(30)
+    labels.cache_labels(None, second)(None)
+    assert gc.get_threshold() == before

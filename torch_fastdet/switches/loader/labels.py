@@ -28,6 +28,8 @@ CHUNK = 4096
 AHEAD = 2
 #: Threads that read file sizes. On network disks they mostly wait.
 HASH_THREADS = 8
+#: So many collections of the middle generation are never reached.
+NEVER = 1 << 30
 MISSING, NOT_PLAIN = -1, -2
 #: Float32 holds every integer up to this one.
 MOST_CLASSES = 1 << 24
@@ -60,8 +62,10 @@ def scan_by_threads(
 def cache_labels(_: object, stock: Function, *args: object, **kwargs: object) -> object:
     """Run the original method without full garbage collections: each walks all labels so far and frees none."""
     thresholds = gc.get_threshold()
-    gc.set_threshold(*thresholds[:2], 1 << 30)
+    if thresholds[2] == NEVER:  # another thread scans, and puts back what it found
+        return stock(*args, **kwargs)
     try:
+        gc.set_threshold(*thresholds[:2], NEVER)
         return stock(*args, **kwargs)
     finally:
         gc.set_threshold(*thresholds)
