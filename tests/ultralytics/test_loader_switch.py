@@ -291,7 +291,7 @@ def pretended_gpu(monkeypatch):
 def error_of(function, *arguments, **options):
     with pytest.raises(Exception) as error:
         function(*arguments, **options)
-    return type(error.value), str(error.value).strip().splitlines()[-1]
+    return type(error.value), (str(error.value).strip().splitlines() or [""])[-1]
 
 
 @pytest.mark.parametrize("case", some_slow(CASES, QUICK, pytest.mark.nightly))
@@ -708,7 +708,8 @@ def test_a_killed_worker_is_an_error(ultralytics, root, device):
                 os.kill(loader.iterator._workers[0].pid, 9)
 
     kind, text = error_of(ours, batches, ultralytics, root("boxes"), workers=2, before=kill, device=device)
-    assert kind is RuntimeError and "DataLoader worker" in text
+    # Or Python's own, if the worker ends while it hands over the memory of a batch.
+    assert (kind is RuntimeError and "DataLoader worker" in text) or issubclass(kind, (ConnectionError, EOFError))
 
 
 @pytest.fixture
