@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import os
@@ -291,7 +292,7 @@ def pretended_gpu(monkeypatch):
 def error_of(function, *arguments, **options):
     with pytest.raises(Exception) as error:
         function(*arguments, **options)
-    return type(error.value), (str(error.value).strip().splitlines() or [""])[-1]
+    return type(error.value), str(error.value).strip().splitlines()[-1]
 
 
 @pytest.mark.parametrize("case", some_slow(CASES, QUICK, pytest.mark.nightly))
@@ -705,11 +706,13 @@ def test_a_killed_worker_is_an_error(ultralytics, root, device):
     def kill(loader):
         for number, _ in enumerate(loader):
             if number == 1:
-                os.kill(loader.iterator._workers[0].pid, 9)
+                worker = loader.iterator._workers[0]
+                os.kill(worker.pid, 9)
+                with contextlib.suppress(RuntimeError):  # PyTorch's, when the signal comes
+                    worker.join()  # until it has ended, a batch of its raises Python's ConnectionResetError
 
     kind, text = error_of(ours, batches, ultralytics, root("boxes"), workers=2, before=kill, device=device)
-    # Or Python's own, if the worker ends while it hands over the memory of a batch.
-    assert (kind is RuntimeError and "DataLoader worker" in text) or issubclass(kind, (ConnectionError, EOFError))
+    assert kind is RuntimeError and "DataLoader worker" in text
 
 
 @pytest.fixture
