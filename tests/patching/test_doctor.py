@@ -1,5 +1,6 @@
 """doctor says what applies here and why other switches do not, without replacing anything. A report follows at the end of a run."""
 
+import importlib
 import json
 import runpy
 import sys
@@ -147,8 +148,6 @@ def test_the_report_at_the_end_is_said_once(host, capsys):
 
 @pytest.mark.parametrize("name", ["yolov5", "ultralytics"])
 def test_the_real_host(name):
-    import importlib
-
     pytest.importorskip(name, exc_type=ImportError)
     real = importlib.import_module(f"torch_fastdet.{name}.host").HOST
     reports = {report.name: report for report in doctor.examine(real)}
@@ -172,8 +171,6 @@ def test_the_real_host(name):
 
 @pytest.mark.parametrize("name", ["yolov5", "ultralytics"])
 def test_what_the_doctor_says_is_what_patch_does(name):
-    import importlib
-
     pytest.importorskip(name, exc_type=ImportError)
     drop_in = importlib.import_module(f"torch_fastdet.{name}")
     found = {report.name: report.applies for report in doctor.examine(drop_in.HOST)}

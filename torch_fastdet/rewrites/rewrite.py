@@ -108,6 +108,6 @@ def adds_freely(model: nn.Module) -> bool:
 
 _NO_BLOCKS = Obstacle("bn_act_optim has replaced none of its blocks.")
 ADDS_FREELY = Asks("blocks of bn_act_optim", lambda model: None if adds_freely(model) else _NO_BLOCKS)
-#: Some rewrites are faster in this memory format alone.
 _NCHW = Obstacle("its weights are not channels_last.")
+#: Some rewrites are faster in this memory format alone.
 IN_NHWC = Asks("channels_last weights", lambda model: None if any(map(is_channels_last, model.parameters())) else _NCHW)
